@@ -1,0 +1,32 @@
+"""Settings: dataclasses inside, a ConfigDict at the door."""
+
+from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
+from jaxvlm.config.schema import (
+    CheckpointConfig,
+    ConnectorConfig,
+    DataConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TokenizerConfig,
+    TrainConfig,
+    VisionConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "ConfigError",
+    "ConnectorConfig",
+    "DataConfig",
+    "DecoderConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "VisionConfig",
+    "default_config",
+    "from_config_dict",
+    "to_config_dict",
+]

@@ -1,0 +1,163 @@
+"""Every setting, its type and its default, in one place. Data only, no logic.
+
+No field defaults to ``None``, so the command line can override each one; an empty string,
+an empty tuple or 0 says "not set" where the comment says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """A pre-norm ViT."""
+
+    image_size: int = 64  # pixels a side
+    patch_size: int = 16  # pixels a side
+    width: int = 64
+    depth: int = 2
+    num_heads: int = 4
+    mlp_dim: int = 256
+    stem: str = "linear"  # linear: one matmul a patch; conv: 3x3 stride-2 convolutions
+    position: str = "learned"  # learned | sincos2d
+    activation: str = "gelu"  # gelu | gelu_tanh | quick_gelu | silu | relu
+    class_token: bool = False  # prepended, and dropped again before the connector
+    patch_bias: bool = True
+    pre_norm: bool = False  # CLIP's LayerNorm before the first block
+    feature_layer: int = -1  # -1: last block, then the final norm; -2: the block before, no norm
+    norm_eps: float = 1e-6
+    remat: str = "none"  # none | dots | full | offload
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectorConfig:
+    """What maps the ViT's width to the decoder's."""
+
+    kind: str = "mlp"  # mlp: linear, activation, linear | linear
+    hidden: int = 0  # 0: the decoder's width
+    activation: str = "gelu"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A causal, pre-norm decoder (RMSNorm, rotary positions, grouped queries, SwiGLU)."""
+
+    vocab_size: int = 0  # 0: the tokenizer's
+    width: int = 64
+    depth: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 16
+    mlp_dim: int = 192
+    rope_theta: float = 10_000.0
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = True
+    visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways
+    remat: str = "none"  # none | dots | full | offload
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    vision: VisionConfig = VisionConfig()
+    connector: ConnectorConfig = ConnectorConfig()
+    decoder: DecoderConfig = DecoderConfig()
+    dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
+    attention: str = "auto"  # auto | xla | cudnn | splash
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; one of them may be -1: all that are left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with a warm-up."""
+
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"  # cosine | linear | constant
+    warmup_steps: int = 50
+    final_share: float = 0.0  # of learning_rate, at the last step
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay: tuple[str, ...] = ()  # extra path patterns to decay; matrices are, all else is not
+    no_decay: tuple[str, ...] = ()  # path patterns never to decay
+    clip_norm: float = 1.0  # 0: no clipping
+    frozen: tuple[str, ...] = ()  # path patterns, e.g. ("vision/*",)
+    learning_rate_scale: tuple[tuple[str, float], ...] = ()  # (pattern, factor); first match
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """A folder with ``tokenizer.json``, or one built from the training text."""
+
+    path: str = ""  # folder of an existing tokenizer; "" builds one
+    kind: str = "word"  # word | bpe, when built
+    vocab_size: int = 8192  # at most, when built
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    train: str = ""  # FILE.json (LLaVA), FILE.jsonl (messages), or easy-vqa:train
+    eval: str = ""  # likewise; "" evaluates nothing
+    image_root: str = ""  # "": the folder of the data file
+    batch_size: int = 32  # rows a step, over all devices
+    max_length: int = 256  # tokens a row
+    max_images: int = 2  # pictures a row
+    packing: bool = True  # several records a row; off: one record a row
+    share_pictures: bool = True  # records with the same leading pictures encode them once
+    buckets: int = 4  # row lengths that are compiled when packing is off
+    virtual_shards: int = 256  # data order and placement are functions of it, not of devices
+    on_long: str = "refuse"  # refuse | skip a record longer than max_length
+    on_bad: str = "skip"  # refuse | skip a record that can't be read
+    max_skip_share: float = 0.01  # of all records; more stops the run
+    max_pixels: int = 50_000_000  # larger pictures are bad records (decompression bombs)
+    resize: str = "squash"  # squash | pad | crop to the model's picture size
+    flip: bool = False  # random horizontal flips
+    shift: int = 0  # random shifts, pixels each way
+    workers: int = 1  # threads that read ahead
+    prefetch: int = 4  # batches ready ahead of the step
+    image_cache_mb: int = 512  # decoded pictures kept in host memory
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500  # steps; 0: only at the end and on SIGTERM
+    keep: int = 2  # newest kept, the best one besides
+    metric: str = "exact_match"  # of the evaluation; names the best checkpoint
+    mode: str = "max"  # max | min
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run."""
+
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    optim: OptimConfig = OptimConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    seed: int = 0
+    steps: int = 0  # one of steps and epochs is set
+    epochs: float = 0.0
+    microbatches: int = 1  # parts that a batch's gradient is summed over
+    loss_chunk: int = 0  # tokens a row whose logits exist at once; 0: chosen from the vocabulary
+    init_from: str = ""  # workdir whose weights (alone) this run starts from
+    log_every: int = 20  # steps
+    eval_every: int = 0  # steps; 0: only at the end
+    eval_records: int = 0  # 0: all
+    early_stop: int = 0  # evaluations without a better metric that end the run; 0: never
+    max_bad_steps: int = 10  # non-finite steps in a row that stop the run
+    profile_steps: tuple[int, int] = (0, 0)  # [first, last) step of a profiler trace
+    compile_cache: str = "auto"  # folder of compiled programs; auto: the user's cache; "" off
+    tensorboard: bool = True
+    wandb_project: str = ""  # "": off

@@ -1,0 +1,160 @@
+"""The words every part of jaxvlm shares: the axis legend, the batch, and the protocols.
+
+Legend (one letter, one meaning, everywhere):
+
+    B batch rows        T query/text tokens    S key tokens        P image patches
+    I images in a row   D model width          F MLP width         N query heads
+    K kv heads          G = N / K              H head dim          V vocabulary
+    L layers            E experts              C cache slots       R position rows (1 or 3)
+
+Logical axes are words (``batch seq embed heads kv_heads head_dim mlp vocab layers experts``):
+they say what a dim *means*. Mesh axes (``data fsdp stage context tensor expert``) say where
+devices lie. ``jaxvlm.parallel.rules`` maps one to the other. We say *axis* for the mesh and
+*dim* for a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+Array = jax.Array | np.ndarray
+Params = dict[str, Any]
+"""Flat parameters: ``"decoder/blocks/attn/wq" -> array``. The path is the parameter's only name."""
+
+Logical = tuple[str, ...]
+"""The meaning of each dim of a parameter or an activation, one word a dim."""
+
+
+class Batch(NamedTuple):
+    """One global batch of packed rows. Static shapes; ``None`` means the field is not in use.
+
+    A *segment* is a piece of one conversation. A token attends to its own segment and to its
+    parent's, so many questions (children) can share one picture (their parent) in one row.
+    """
+
+    tokens: Any
+    """i32[B, T]: token ids; picture places hold the image token's id."""
+    loss_weight: Any
+    """f32[B, T]: weight of *predicting this token* from the ones before it; 0 on prompts."""
+    positions: Any
+    """i32[B, R, T]: rotary positions; R = 1, or 3 (time, height, width) for M-RoPE."""
+    segment: Any
+    """i32[B, T]: segment id within the row, from 1; 0 is padding."""
+    parent: Any = None
+    """i32[B, T]: segment id that this token may also attend to; 0 is none."""
+    bidirectional: Any = None
+    """i32[B, T]: tokens with the same id > 0 see each other both ways; 0 is causal."""
+    pixels: Any = None
+    """u8[B, I, H, W, 3]: pictures of one fixed size, row by row; unused places are zero."""
+    patches: Any = None
+    """f32[B, P, patch_dim]: packed patches of pictures of any size (instead of ``pixels``)."""
+    grid: Any = None
+    """i32[B, I, 3]: (t, h, w) patch grid of each packed picture; zeros where unused."""
+    image_start: Any = None
+    """i32[B, I]: index in the row of a picture's first token; -1 where there is no picture."""
+    image_key: Any = None
+    """u32[B, I, 4]: hash of picture bytes and preprocessing; the visual-token cache's key."""
+    image_slot: Any = None
+    """i32[B, I]: cache slot of the picture; -1 is none."""
+    features: Any = None
+    """[B, I, P, D]: cached visual tokens, given instead of pixels."""
+    role: Any = None
+    """i32[B]: 0 none, 1 query, 2 positive, 3 negative."""
+    group: Any = None
+    """i32[B]: label that says which rows are positives of each other."""
+    teacher: Any = None
+    """f32[B]: a teacher's score, for distillation."""
+    example_id: Any = None
+    """i32[B]: global index of the row in the run; randomness is a function of it."""
+
+
+class Out(NamedTuple):
+    """What a model's forward pass hands to a loss; the loss needs no model import."""
+
+    hidden: Any
+    """[B, T, D]: final hidden states, after the last norm."""
+    head: Any = None
+    """[D, V]: output matrix, so that the loss can chunk the logits."""
+    scale: Any = None
+    """[]: learned log-temperature of a contrastive model."""
+    bias: Any = None
+    """[]: learned bias of a contrastive model."""
+    aux: Any = None
+    """dict of extra terms (router losses and the like)."""
+
+
+class Sums(NamedTuple):
+    """Sums that add over microbatches and devices; nothing here is a mean."""
+
+    terms: dict[str, Any]
+    """Loss term -> f32[] sum S_k; the loss is sum_k coefficient_k * S_k / W_k."""
+    metrics: dict[str, tuple[Any, Any]]
+    """Metric -> (f32[] sum, f32[] weight)."""
+
+
+class Loss(Protocol):
+    """A loss is sums and weights, so that any split of the batch gives the same gradient."""
+
+    additive: bool
+    """True if the loss is a sum over examples; plain microbatching refuses one that is not."""
+
+    def weights(self, batch: Batch) -> dict[str, Any]:
+        """Denominators W_k f32[] of the *global* batch; depends on no parameter."""
+        ...
+
+    def coefficients(self) -> Mapping[str, float]:
+        """The factor of each term."""
+        ...
+
+    def __call__(self, out: Out, batch: Batch) -> Sums:
+        """Sums S_k and metrics over the examples in ``batch``."""
+        ...
+
+
+class Runner(Protocol):
+    """How a model is run: plainly, as a pipeline, or on two meshes. Only these three verbs."""
+
+    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
+        """The forward pass."""
+        ...
+
+    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
+        """Gradients of ``params`` for a cotangent of :meth:`fwd`'s output."""
+        ...
+
+    def loss_grad(
+        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+    ) -> tuple[Sums, Params]:
+        """The loss's sums over ``batch`` and the gradient of ``sum_k scale_k * S_k``."""
+        ...
+
+
+class Guard(NamedTuple):
+    """Counts of skipped (non-finite) updates."""
+
+    skipped: Any
+    """i32[]: updates skipped in all."""
+    in_a_row: Any
+    """i32[]: updates skipped since the last good one."""
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes (and the frozen weights it reads)."""
+
+    step: Any
+    """i32[]: steps taken, skipped ones counted too."""
+    params: Params
+    """Trainable parameters."""
+    frozen: Params
+    """Parameters that no step changes: no gradient, no optimizer bytes."""
+    opt_state: Any
+    """optax state over ``params``."""
+    cache: Any
+    """Visual-token cache; ``()`` when off."""
+    comm: Any
+    """Error feedback of quantised collectives; ``()`` when off."""
+    guard: Guard

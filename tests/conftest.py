@@ -1,0 +1,13 @@
+"""Eight CPU devices and a persistent compilation cache, set before JAX starts."""
+
+import os
+import pathlib
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+_CACHE = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "xla-tests"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
