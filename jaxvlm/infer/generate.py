@@ -35,8 +35,8 @@ class Sampling(NamedTuple):
     """Tokens at most."""
     temperature: float = 0.0
     """0 is greedy."""
-    eos_id: int = -1
-    """The token that ends a row."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a row."""
 
 
 class _Loop(NamedTuple):
@@ -62,8 +62,9 @@ def generate(
         key: for temperatures above 0; row r of ``example_id`` draws from its own key.
 
     Returns:
-        i32[B, max_new]: new tokens; ``eos_id`` from the first one on.
+        i32[B, max_new]: new tokens; behind a stop token all are -1.
     """
+    stops = jnp.asarray(sampling.stop_ids, jnp.int32)
     B, T = batch.tokens.shape
     L, K, H = kv_shape
     size = T + sampling.max_new
@@ -93,10 +94,9 @@ def generate(
         return (s.index < sampling.max_new) & ~jnp.all(s.done)
 
     def turn(s: _Loop) -> _Loop:
-        token = jnp.where(s.done, sampling.eos_id, s.token)
-        out = s.out.at[:, s.index].set(token)
-        done = s.done | (token == sampling.eos_id)
-        new = Batch(token[:, None], None, next_position + s.index, ones)
+        out = s.out.at[:, s.index].set(jnp.where(s.done, -1, s.token))
+        done = s.done | jnp.any(s.token[:, None] == stops, axis=1)
+        new = Batch(s.token[:, None], None, next_position + s.index, ones)
         at = T + s.index
         q_group = None if group is None else jnp.zeros_like(ones)
         step_mask = mask(at[None, None].astype(jnp.int32), ones, q_group)
@@ -105,7 +105,7 @@ def generate(
         following = _pick(model.post(stream), sampling, keys, s.index + 1)
         return _Loop(s.index + 1, following, done, stream.kv, out)
 
-    out = jnp.full((B, sampling.max_new), sampling.eos_id, jnp.int32)
+    out = jnp.full((B, sampling.max_new), -1, jnp.int32)
     start = _Loop(jnp.int32(0), token, jnp.zeros(B, bool), stream.kv, out)
     return jax.lax.while_loop(go_on, turn, start).out
 

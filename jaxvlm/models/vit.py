@@ -41,7 +41,7 @@ class LinearStem(nnx.Module):
 class ConvStem(nnx.Module):
     """3x3 stride-2 convolutions down to one place a patch (arXiv 2106.14881).
 
-    Channels double up to the ViT's width. Small models from scratch learn shapes with it
+    Channels double from a quarter of the ViT's width up to it. Small models from scratch learn shapes with it
     that a linear patch embedding misses.
     """
 
@@ -52,7 +52,7 @@ class ConvStem(nnx.Module):
                 f"config.model.vision.stem='conv' halves the picture at each step: patch_size="
                 f"{config.patch_size} must be a power of two, at least 2"
             )
-        channels = [3] + [max(8, config.width >> (steps - 1 - i)) for i in range(steps)]
+        channels = [3, *conv_channels(config.width, steps)]
         self.activation = config.activation
         axes = ("patch", "patch", "patch", "embed")
         self.convs = nnx.List()
@@ -91,6 +91,11 @@ def _conv3x3_stride2(x: jax.Array, w: jax.Array) -> jax.Array:
         for j in range(3)
     ]
     return contract(jnp.stack(views, axis=3), w.reshape(9, *w.shape[2:]), 2)
+
+
+def conv_channels(width: int, steps: int) -> list[int]:
+    """Channels after each convolution of a :class:`ConvStem`; the last is ``width``."""
+    return [max(8, width >> max(0, 2 - i)) for i in range(steps - 1)] + [width]
 
 
 STEMS = {"linear": LinearStem, "conv": ConvStem}

@@ -82,3 +82,32 @@ def follow(tree: Any, like: dict[str, NamedSharding], mesh: Mesh) -> Any:
         return like[key] if leaf.ndim and key in like else replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:
+    """The rows of a global array that this process answers for: each row belongs to one.
+
+    Args:
+        x: [B, ...] with the batch's sharding; copies on other devices are left out.
+
+    Returns:
+        global row -> numpy row.
+    """
+    rows: dict[int, np.ndarray] = {}
+    for part in x.addressable_shards:
+        if part.replica_id == 0:
+            first = part.index[0].start or 0
+            rows.update({first + i: row for i, row in enumerate(np.asarray(part.data))})
+    return rows
+
+
+def sum_over_processes(x: np.ndarray) -> np.ndarray:
+    """The sum of each process's ``x`` f64[n], on every process."""
+    if jax.process_count() == 1:
+        return x
+    from jax.experimental import multihost_utils
+
+    # Two float32 halves carry a float64's counts exactly up to 2**48.
+    high = x.astype(np.float32)
+    halves = np.stack([high, (x - high).astype(np.float32)])
+    return np.asarray(multihost_utils.process_allgather(halves), np.float64).sum(axis=(0, 1))

@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from jaxvlm.config import ModelConfig
+from jaxvlm.types import Batch
 
 
 class Flops(NamedTuple):
@@ -81,6 +84,23 @@ def _stem(config: ModelConfig) -> float:
     if v.stem == "linear":
         return 2 * 3 * v.image_size**2 * v.width
     steps = int(math.log2(v.patch_size))
-    channels = [3] + [max(8, v.width >> (steps - 1 - i)) for i in range(steps)]
+    channels = [3] + [max(8, v.width >> max(0, 2 - i)) for i in range(steps - 1)] + [v.width]
     sides = [v.image_size >> (i + 1) for i in range(steps)]
     return sum(2 * 9 * a * b * s * s for a, b, s in zip(channels, channels[1:], sides))
+
+
+def reach(batch: Batch, rows: int = 4) -> float:
+    """Twice the mean number of keys that a real token attends to (its causal half doubled).
+
+    Args:
+        batch: numpy fields.
+        rows: how many rows to look at.
+    """
+    segment = np.asarray(batch.segment[:rows])
+    seen = segment[:, :, None] == segment[:, None, :]
+    if batch.parent is not None:
+        parent = np.asarray(batch.parent[:rows])
+        seen |= (parent[:, :, None] == segment[:, None, :]) & (parent > 0)[:, :, None]
+    seen &= np.tri(segment.shape[1], dtype=bool)
+    real = segment > 0
+    return 2.0 * float(seen.sum(-1)[real].mean()) if real.any() else 0.0

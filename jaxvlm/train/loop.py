@@ -28,11 +28,11 @@ class Hooks(Protocol):
         ...
 
     def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        """At checkpoints; ``data`` is the iterator's state after ``step`` batches."""
+        """At checkpoints, and after each evaluation; ``data`` is the iterator's state after ``step`` batches."""
         ...
 
     def evaluate(self, step: int, state: TrainState) -> bool:
-        """At evaluations; True ends the run (no better for too long)."""
+        """At evaluations, the last step's too; True ends the run (no better for too long)."""
         ...
 
     def should_stop(self, step: int) -> bool:
@@ -118,21 +118,19 @@ def train(
                 pending = (step, metrics)
                 last = step == schedule.steps
                 logs = last or _due(step, schedule.log_every)
-                acts = _due(step, schedule.save_every) or _due(step, schedule.eval_every)
-                if logs or acts:
+                stop = hooks.should_stop(step)
+                evaluates = not stop and (last or _due(step, schedule.eval_every))
+                saves = stop or evaluates or _due(step, schedule.save_every)
+                if logs or saves:
                     pending = window.read(pending)
             if logs:
                 hooks.log(step, window.means() | clock.lap(step))
-            if _due(step, schedule.eval_every) and not last:
-                with clock.paused():
-                    if hooks.evaluate(step, state):
-                        why = "no better"
-            if hooks.should_stop(step):
-                why = "preempted"
-            if last or why != "done" or _due(step, schedule.save_every):
-                window.read(pending)
-                pending = None
-                with clock.paused():
+            with clock.paused():
+                if stop:
+                    why = "preempted"
+                if evaluates and hooks.evaluate(step, state) and not last:
+                    why = "no better"
+                if saves:
                     hooks.save(step, state, batches.state())
             if why != "done":
                 break

@@ -32,7 +32,7 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
     Returns:
         The step. Its metrics are scalars: the loss and its terms, ``grad_norm``, ``skipped``,
         ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
-        finite, or -1), and each of the loss's metrics as a mean.
+        finite, or -1), ``tokens`` and ``pictures`` in the batch, and each of the loss's metrics as a mean.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -61,6 +61,8 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
             "skipped": new.guard.skipped,
             "bad_in_a_row": new.guard.in_a_row,
             "bad_leaf": bad_leaf.astype(jnp.int32),
+            "tokens": jnp.sum(batch.segment > 0),
+            "pictures": jnp.sum(batch.image_start >= 0) if batch.image_start is not None else 0,
         }
         means = {name: s / jnp.maximum(w, 1e-20) for name, (s, w) in sums.metrics.items()}
         return new, metrics | means
