@@ -28,9 +28,9 @@ def get_config(arg: str = ""):
     decoder.width, decoder.depth, decoder.mlp_dim = 64, 2, 192
     decoder.num_heads, decoder.num_kv_heads, decoder.head_dim = 2, 2, 32
 
-    config.optim.learning_rate = 2e-3
+    config.optim.learning_rate = 1e-3
     config.optim.b2 = 0.99
-    config.optim.warmup_steps = 50
+    config.optim.warmup_steps = 100
     config.epochs = 20.0
     config.log_every = 50
     config.eval_every = 0
@@ -38,6 +38,7 @@ def get_config(arg: str = ""):
 
     if arg == "smoke":
         config.epochs, config.steps = 0.0, 30
+        config.optim.warmup_steps = 10
         config.log_every, config.eval_records = 10, 200
     elif arg:
         raise ValueError(f"quickstart takes no argument {arg!r}; known: smoke")

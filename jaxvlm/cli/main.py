@@ -63,7 +63,12 @@ COMMANDS: dict[str, Callable[[], Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 1 a run that could not go on, 2 bad input."""
-    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+    code = run(list(sys.argv[1:] if argv is None else argv))
+    if "jax" in sys.modules:  # a failed process must not wait for its peers
+        from jaxvlm.parallel.distributed import exit_now
+
+        exit_now(code)
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:

@@ -70,12 +70,17 @@ def load(path: str, size: int, resize: str = "squash", max_pixels: int = 50_000_
         try:
             image.draft("RGB", (2 * size, 2 * size))
             image.load()
-            return np.asarray(_fit(_rgb(ImageOps.exif_transpose(image)), size, resize))
+            return convert(image, size, resize)
         except OSError as error:
             short = "truncated" in str(error) or "broken" in str(error)
             raise ImageError("truncated file" if short else f"can't be decoded: {error}") from None
         except (ValueError, SyntaxError, IndexError, TypeError, EOFError) as error:
             raise ImageError(f"can't be decoded: {error}") from None
+
+
+def convert(image: Image.Image, size: int, resize: str = "squash") -> Pixels:
+    """An open picture as :func:`load` gives it: u8[size, size, 3]."""
+    return np.asarray(_fit(_rgb(ImageOps.exif_transpose(image)), size, resize))
 
 
 def key(

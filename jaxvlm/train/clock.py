@@ -8,11 +8,14 @@ from collections.abc import Iterator
 
 
 class Clock:
-    """Adds up seconds by kind between two laps."""
+    """Adds up seconds by kind between two laps.
 
-    def __init__(self) -> None:
-        self._reset(0)
-        self.last_step: int | None = None
+    Args:
+        step: steps taken before.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._reset(step)
 
     def _reset(self, step: int) -> None:
         self.last_step = step
@@ -40,12 +43,12 @@ class Clock:
         return self._timed("device")
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Time of evaluations and checkpoints, not part of a step."""
+        """Time of compiling, evaluations and checkpoints, not part of a step."""
         return self._timed("paused")
 
     def lap(self, step: int) -> dict[str, float]:
         """Figures a step since the last lap, in seconds, and the share of time spent waiting."""
-        steps = max(1, step - (self.last_step or 0)) if self.last_step else 1
+        steps = max(1, step - self.last_step)
         spent = time.perf_counter() - self.start - self.seconds["paused"]
         figures = {
             "seconds": spent,

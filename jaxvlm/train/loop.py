@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import jax
 
 from jaxvlm.train.clock import Clock
+from jaxvlm.train.programs import Programs
 from jaxvlm.types import Batch, TrainState
 
 
@@ -75,7 +76,7 @@ class Schedule:
 
 def train(
     state: TrainState,
-    step_fn: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]],
+    programs: Programs,
     batches: Batches,
     schedule: Schedule,
     hooks: Hooks,
@@ -90,7 +91,7 @@ def train(
 
     Args:
         state: after ``start`` steps.
-        step_fn: jitted; consumes its state.
+        programs: the step; consumes its state.
         batches: positioned at batch ``start``.
         schedule: when to log, evaluate and save.
         hooks: what that does.
@@ -103,7 +104,7 @@ def train(
     Raises:
         TrainingStopped: too many non-finite steps in a row.
     """
-    clock, window = Clock(), _Window(leaves, schedule.max_bad_steps, hooks)
+    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, hooks)
     pending: tuple[int, dict[str, Any]] | None = None
     why = "done"
     with contextlib.ExitStack() as stack:
@@ -111,8 +112,10 @@ def train(
             _profile(schedule, step, start, stack)
             with clock.waiting():
                 batch = next(batches)
+            with clock.paused():
+                program = programs.get(state, batch)  # compiles where the shape is new
             with clock.dispatching():
-                state, metrics = step_fn(state, batch)
+                state, metrics = program(state, batch)
             with clock.computing():
                 window.read(pending)
                 pending = (step, metrics)

@@ -12,7 +12,7 @@ from jaxvlm.types import Batch, TrainState
 
 
 class Programs:
-    """``programs(state, batch)`` runs the step compiled for the batch's shape.
+    """``programs.get(state, batch)`` is the step compiled for the batch's shape.
 
     Args:
         step: a jitted step.
@@ -24,12 +24,8 @@ class Programs:
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.seconds = 0.0
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        """One step; compiles first where the shape is new."""
-        return self.get(state, batch)(state, batch)
-
     def get(self, state: TrainState, batch: Batch) -> Any:
-        """The program for ``batch``'s shape."""
+        """The program for ``batch``'s shape: ``program(state, batch) -> (state, metrics)``."""
         key = tuple(None if x is None else (x.shape, str(x.dtype)) for x in batch)
         if key not in self.compiled:
             start = time.perf_counter()
