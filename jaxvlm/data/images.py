@@ -76,7 +76,7 @@ def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
         try:
             image.draft("RGB", (2 * size, 2 * size))
             image.load()
-            return np.asarray(_fit(_rgb(ImageOps.exif_transpose(image)), size, resize))
+            return np.asarray(_fit(_rgb(_upright(image)), size, resize))
         except Exception as error:  # damaged files make Pillow's decoders raise all kinds
             short = "truncated" in str(error) or "broken" in str(error)
             reason = (
@@ -197,6 +197,11 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     if image.width * image.height > max_pixels:
         image.close()
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    ImageOps.exif_transpose(image, in_place=True)  # in place: else it copies upright ones too
     return image
 
 
