@@ -16,7 +16,7 @@ devices lie. ``jaxvlm.parallel.rules`` maps one to the other. We say *axis* for 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -96,6 +96,7 @@ class Sums(NamedTuple):
     """Metric -> (f32[] sum, f32[] weight)."""
 
 
+@runtime_checkable
 class Loss(Protocol):
     """A loss is sums and weights, so that any split of the batch gives the same gradient."""
 
@@ -115,6 +116,7 @@ class Loss(Protocol):
         ...
 
 
+@runtime_checkable
 class Runner(Protocol):
     """How a model is run: plainly, as a pipeline, or on two meshes. Only these three verbs."""
 

@@ -76,7 +76,7 @@ def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
         try:
             image.draft("RGB", (2 * size, 2 * size))
             image.load()
-            return np.asarray(_fit(_rgb(_upright(image)), size, resize))
+            return _square(_upright(image), size, resize)
         except Exception as error:  # damaged files make Pillow's decoders raise all kinds
             short = "truncated" in str(error) or "broken" in str(error)
             reason = (
@@ -85,6 +85,11 @@ def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
                 else f"can't be decoded: {str(error) or type(error).__name__}"
             )
             raise ImageError(reason) from None
+
+
+def convert(image: Image.Image, size: int, resize: str = "squash") -> Pixels:
+    """An open picture as :func:`load` gives it: u8[size, size, 3]."""
+    return _square(ImageOps.exif_transpose(image), size, resize)
 
 
 def key(
@@ -198,6 +203,10 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
         image.close()
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
     return image
+
+
+def _square(image: Image.Image, size: int, resize: str) -> Pixels:
+    return np.asarray(_fit(_rgb(image), size, resize))
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -72,6 +72,10 @@ def test_exif_orientation(orientation, tmp_path):
     got = images.load(str(tmp_path / "a.jpg"), 16)
     assert got[:6, :6].min() > 200
     assert got[10:].max() < 50
+    opened = Image.open(tmp_path / "a.jpg")
+    size = opened.size
+    np.testing.assert_array_equal(images.convert(opened, 16), got)
+    assert opened.size == size  # the caller's picture stays as it was
 
 
 @pytest.mark.parametrize("resize", images.RESIZE)

@@ -1,0 +1,127 @@
+"""What a checkpoint says about itself: one JSON file with a checksum.
+
+It holds the step, the caller's extra state, the metrics, and a table of every array: name,
+shape, dtype and digest. The table tells a changed configuration (other names or shapes) apart
+from damage (other bits) before any array is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+NAMED = 5  # leaves that an error message lists
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be used; the message says which, why, and what to do."""
+
+
+class StructureError(CheckpointError):
+    """The checkpoint is sound, but holds other arrays than the caller asks for."""
+
+
+class Leaf(NamedTuple):
+    """One array of the table."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+
+
+class Record(NamedTuple):
+    """The content of the JSON file."""
+
+    step: int
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+    leaves: dict[str, Leaf]
+
+
+def names_of(tree: Any) -> list[str]:
+    """A name for each leaf of ``tree``, in flattening order: ``params/decoder/wq``.
+
+    Raises:
+        ValueError: two leaves have the same name.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two leaves of the state are named {name}; rename one")
+        seen.add(name)
+    return names
+
+
+def encode(record: Record) -> dict[str, Any]:
+    """The record as a JSON object that carries its own checksum.
+
+    Raises:
+        TypeError: ``extra`` or ``metrics`` hold something that JSON can't.
+    """
+    try:
+        body = json.loads(json.dumps(record._asdict()))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a checkpoint's extra state must be JSON: {error}") from error
+    return {"sha256": _sha256(body), "record": body}
+
+
+def read(step_folder: epath.Path) -> Record:
+    """The record of one checkpoint.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it is not what was written.
+    """
+    document = json.loads((step_folder / "record" / "metadata").read_text())
+    body = document["record"]
+    if _sha256(body) != document["sha256"]:
+        raise ValueError("record: the checksum differs")
+    leaves = {
+        name: Leaf(tuple(shape), dtype, digest)
+        for name, (shape, dtype, digest) in body["leaves"].items()
+    }
+    return Record(body["step"], body["extra"], body["metrics"], leaves)
+
+
+def check_structure(
+    saved: Mapping[str, Leaf], wanted: Mapping[str, Any], where: str, partial: bool = False
+) -> None:
+    """Nothing, if the checkpoint holds what is wanted.
+
+    Args:
+        saved: the checkpoint's table.
+        wanted: name -> array or ShapeDtypeStruct.
+        where: the checkpoint's name in the message.
+        partial: the checkpoint may hold more.
+
+    Raises:
+        StructureError: names up to five leaves that differ and says what to do.
+    """
+    wrong = [f"{name} is missing from the checkpoint" for name in wanted if name not in saved]
+    if not partial:
+        wrong += [f"{name} is only in the checkpoint" for name in saved if name not in wanted]
+    for name, leaf in wanted.items():
+        if name not in saved:
+            continue
+        have = f"{saved[name].dtype}{list(saved[name].shape)}"
+        want = f"{leaf.dtype}{list(leaf.shape)}"
+        if have != want:
+            wrong.append(f"{name} is {have} in the checkpoint, {want} in this run")
+    if wrong:
+        more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        raise StructureError(
+            f"{where} does not fit this configuration: {'; '.join(wrong[:NAMED])}{more}. "
+            "The config changed since it was written: use the workdir's config.json, or a new "
+            "workdir with --config.init_from=OLD_WORKDIR to take over the weights that fit"
+        )
+
+
+def _sha256(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
