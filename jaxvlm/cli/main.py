@@ -6,13 +6,14 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from absl import flags
 
 from jaxvlm.config import ConfigError
 
 
+@runtime_checkable
 class Command(Protocol):
     """A module of ``jaxvlm.cli``."""
 

@@ -167,23 +167,35 @@ def _render(
         for i, turn in enumerate(turns):
             if turn.role == "assistant":
                 head = tokenizer.render(turns[:i], add_generation_prompt=True)
-                whole = tokenizer.render(turns[: i + 1]) if i + 1 < len(turns) else text
-                if not (text.startswith(head) and text.startswith(whole)):
-                    # Qwen3's does so with several turns: it drops earlier turns' thoughts.
+                end = _turn_end(turns, i, text, tokenizer)
+                if not text.startswith(head) or end < len(head):
                     return "", [], ("the chat template rewrites earlier turns", f"turn {i}")
-                spans.append((len(head), _turn_end(whole, tokenizer)))
+                spans.append((len(head), end))
     except TemplateError as error:
         return "", [], ("the chat template refuses it", str(error))
     return text, spans, ("", "")
 
 
-def _turn_end(whole: str, tokenizer: ChatTokenizer) -> int:
-    """Where an answer ends: after its end-of-turn token, without the line break that follows it.
+def _turn_end(turns: tuple[Turn, ...], i: int, text: str, tokenizer: ChatTokenizer) -> int:
+    """Where answer ``i`` ends in ``text``: after its end-of-turn token; -1 if that is not clear.
 
-    Generation stops at that token, so predicting the break would train what is never said.
+    A line break after that token is left out: generation has stopped by then, so predicting it
+    would train what is never said.
     """
-    trimmed = whole.rstrip()
-    return len(trimmed) if trimmed.endswith(tuple(tokenizer.special_tokens)) else len(whole)
+    whole = tokenizer.render(turns[: i + 1]) if i + 1 < len(turns) else text
+    if text.startswith(whole):
+        trimmed = whole.rstrip()
+        return len(trimmed) if trimmed.endswith(tuple(tokenizer.special_tokens)) else len(whole)
+    # Qwen3 writes a thought into the last answer alone, so that the conversation up to here
+    # reads otherwise. A mark behind the answer then shows where it ends.
+    marked = turns[i]._replace(content=turns[i].content + "\u2063")
+    other = tokenizer.render((*turns[:i], marked, *turns[i + 1 :]))
+    end = next((at for at, (a, b) in enumerate(zip(text, other)) if a != b), len(text))
+    for stop in tokenizer.stop_ids:
+        token = tokenizer.backend.id_to_token(stop)
+        if token and text.startswith(token, end):
+            return end + len(token)
+    return -1
 
 
 def _mask(

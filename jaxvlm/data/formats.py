@@ -83,7 +83,7 @@ def read(spec: str, image_root: str = "") -> tuple[list[Record], list[Problem]]:
         try:
             if not isinstance(item, dict):
                 raise _Bad("not a JSON object")
-            identifier = str(item.get("id", where))
+            identifier = where if item.get("id") is None else str(item["id"])
             records.append(_record(identifier, item, root))
         except _Bad as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
@@ -161,6 +161,11 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
 
 def _check_turns(turns: list[Turn]) -> None:
     """What must hold for a conversation to be trained on."""
+    try:
+        for turn in turns:
+            turn.content.encode("utf-8")
+    except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, and no tokenizer takes it
+        raise _Bad("text that is not valid Unicode") from None
     answers = [turn for turn in turns if turn.role == "assistant"]
     if not answers:
         raise _Bad("no assistant turn")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import io
 import os
 import pathlib
 import threading
@@ -66,21 +67,29 @@ def load(path: str, size: int, resize: str = "squash", max_pixels: int = 50_000_
     Raises:
         ImageError: why it can't be decoded.
     """
-    with _open(path, max_pixels) as image:
+    return decode(_bytes(path), size, resize, max_pixels)
+
+
+def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
+    """:func:`load`, of a file's bytes."""
+    with _open(io.BytesIO(data), max_pixels) as image:
         try:
             image.draft("RGB", (2 * size, 2 * size))
             image.load()
-            return convert(image, size, resize)
-        except OSError as error:
+            return _square(_upright(image), size, resize)
+        except Exception as error:  # damaged files make Pillow's decoders raise all kinds
             short = "truncated" in str(error) or "broken" in str(error)
-            raise ImageError("truncated file" if short else f"can't be decoded: {error}") from None
-        except (ValueError, SyntaxError, IndexError, TypeError, EOFError) as error:
-            raise ImageError(f"can't be decoded: {error}") from None
+            reason = (
+                "truncated file"
+                if short
+                else f"can't be decoded: {str(error) or type(error).__name__}"
+            )
+            raise ImageError(reason) from None
 
 
 def convert(image: Image.Image, size: int, resize: str = "squash") -> Pixels:
     """An open picture as :func:`load` gives it: u8[size, size, 3]."""
-    return np.asarray(_fit(_rgb(ImageOps.exif_transpose(image)), size, resize))
+    return _square(ImageOps.exif_transpose(image), size, resize)
 
 
 def key(
@@ -131,8 +140,6 @@ class Pictures:
             max_pixels: of a file, at most.
             cache_mb: bound on the pixels kept in memory, in 2**20 bytes.
         """
-        if resize not in RESIZE:
-            raise ValueError(f"data.resize={resize!r} is unknown; use one of {', '.join(RESIZE)}")
         self.size, self.resize, self.max_pixels = size, resize, max_pixels
         self.fingerprint = f"{size}|{resize}|rgb-1"
         self._room = cache_mb * 2**20
@@ -150,8 +157,9 @@ class Pictures:
             if path in self._kept:
                 self._kept.move_to_end(path)
                 return self._kept[path]
-        pixels = load(path, self.size, self.resize, self.max_pixels)
-        decoded = Decoded(pixels, hashlib.blake2b(_bytes(path), digest_size=16).digest())
+        data = _bytes(path)
+        pixels = decode(data, self.size, self.resize, self.max_pixels)
+        decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
         with self._lock:
             if path not in self._kept and pixels.nbytes <= self._room:
                 self._kept[path] = decoded
@@ -164,33 +172,45 @@ class Pictures:
 def _bytes(path: str) -> bytes:
     try:
         return pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise ImageError(f"can't be read: {error.strerror}") from None
+    except FileNotFoundError:
+        raise ImageError("missing file") from None
+    except (OSError, ValueError) as error:
+        raise ImageError(f"can't be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _open(path: str, max_pixels: int) -> ImageFile.ImageFile:
+def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     """Open a picture and read its header; raises ImageError."""
     try:
-        if os.stat(path).st_size == 0:
+        empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
+        if empty:
             raise ImageError("0-byte file")
         with _open_lock, warnings.catch_warnings():
             # Our own bound follows, and names the record.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(path)
+            image = Image.open(source)
+    except ImageError:
+        raise
     except FileNotFoundError:
         raise ImageError("missing file") from None
     except UnidentifiedImageError:
         raise ImageError("not a picture that Pillow can read") from None
     except Image.DecompressionBombError:
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels") from None
-    except ImageError:
-        raise
-    except (OSError, ValueError, SyntaxError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    except Exception as error:  # damaged headers make Pillow's plugins raise all kinds
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageError(f"can't be read: {reason}") from None
     if image.width * image.height > max_pixels:
         image.close()
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
+    return image
+
+
+def _square(image: Image.Image, size: int, resize: str) -> Pixels:
+    return np.asarray(_fit(_rgb(image), size, resize))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    ImageOps.exif_transpose(image, in_place=True)  # in place: else it copies upright ones too
     return image
 
 

@@ -55,15 +55,13 @@ class Dataset:
         settings: Settings,
     ):
         """Encode and group records; see :meth:`from_config`."""
+        _validate(config, settings)
         self.name, self.config, self.settings = name, config, settings
         self.records, self.tokenizer = list(records), tokenizer
         self.total = len(records) + len(problems)
-        try:
-            self._pictures = images.Pictures(
-                settings.image_size, config.resize, config.max_pixels, config.image_cache_mb
-            )
-        except ValueError as error:
-            raise DataError(str(error)) from None
+        self._pictures = images.Pictures(
+            settings.image_size, config.resize, config.max_pixels, config.image_cache_mb
+        )
         corpus, unfit = chat.encode(self.records, tokenizer, settings.num_patches)
         corpus, broken = corpora.with_good_pictures(corpus, self.records, config.max_pixels)
         bad = [*problems, *unfit, *broken]
@@ -76,7 +74,7 @@ class Dataset:
         if not len(pieces.num_tokens):
             raise DataError(f"{name}: no record is left; `jaxvlm data check` says why")
         self.corpus, self.pieces = corpus, pieces
-        self.skipped: dict[str, Problem] = {}  # at run time
+        self._skipped: dict[int, Problem] = {}  # record -> why, at run time
         self._lock = threading.Lock()
         self._order: Order | None = None
         self._digest = corpora.digest(corpus)
@@ -122,6 +120,12 @@ class Dataset:
         if self._order is None:
             self._order = Order(self.pieces, self.config, self.settings.seed)
         return self._order
+
+    @property
+    def skipped(self) -> list[Problem]:
+        """Records left out at run time, so far and on this process: their picture failed."""
+        with self._lock:
+            return list(self._skipped.values())
 
     @property
     def steps_per_epoch(self) -> int:
@@ -292,10 +296,9 @@ class Dataset:
         with self._lock:
             for record in lost[lost >= 0].tolist():
                 problem = Problem(self._record_id(corpus, record), reason)
-                if problem.id not in self.skipped:
-                    self.skipped[problem.id] = problem
+                if self._skipped.setdefault(int(corpus.source[record]), problem) is problem:
                     _log.warning("%s: left out: %s", self.name, problem)
-            failed = list(self.skipped.values())
+        failed = self.skipped
         enforce(failed, self.total, self.config.on_bad, 1.0, self.name)
         enforce(self.problems + failed, self.total, "skip", self.config.max_skip_share, self.name)
 
@@ -320,6 +323,22 @@ class Dataset:
         other = np.empty(total, np.int64)
         other[cycle] = np.roll(cycle, 1)
         return other
+
+
+def _validate(config: DataConfig, settings: Settings) -> None:
+    """Raise DataError for a setting that is none of its choices."""
+    choices = {
+        "data.on_long": (config.on_long, ("refuse", "skip")),
+        "data.on_bad": (config.on_bad, ("refuse", "skip")),
+        "data.resize": (config.resize, images.RESIZE),
+        "model.decoder.visual_mask": (settings.visual_mask, ("causal", "prefix")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise DataError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+    for name in ("batch_size", "max_length", "virtual_shards"):
+        if getattr(config, name) < 1:
+            raise DataError(f"data.{name}={getattr(config, name)} must be at least 1")
 
 
 def _pieces(

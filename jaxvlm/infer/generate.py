@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxvlm.nn.mask import Mask
 from jaxvlm.types import Batch, Out
 
 
+@runtime_checkable
 class Decodes(Protocol):
     """The parts of a model that generation uses."""
 

@@ -26,7 +26,7 @@ class Embed(nnx.Module):
     def __init__(self, init: Init, axes: Axes, vocab_size: int, width: int, tied: bool):
         V, D = vocab_size, width
         self.axes = axes
-        self.table = param(init, (V, D), ("vocab", "embed"), normal(0.02))
+        self.table = param(init, (V, D), ("vocab", "embed"), normal(width**-0.5))
         self.out = None if tied else param(init, (D, V), ("embed", "vocab"), fan_in(D))
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:

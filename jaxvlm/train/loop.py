@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -21,6 +21,7 @@ class TrainingStopped(RuntimeError):
     """The run cannot go on; the message says why and what to do."""
 
 
+@runtime_checkable
 class Hooks(Protocol):
     """What happens around steps."""
 
@@ -45,6 +46,7 @@ class Hooks(Protocol):
         ...
 
 
+@runtime_checkable
 class Batches(Protocol):
     """An endless iterator of global batches that knows where it is."""
 

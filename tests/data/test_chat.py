@@ -111,6 +111,22 @@ def test_prompt_is_the_beginning_of_the_record(word_tokenizer):
     assert len(chat.prompt_ids(record("x", "ab").turns[:1], word_tokenizer, [2, 3])) > 5
 
 
+def test_template_that_thinks_in_the_last_answer_alone(marked):
+    ours, _ = marked
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ m.content.strip() }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    ours = tokenizer.ChatTokenizer(ours.backend, template, ours.special)
+    turns = [Turn("user", "a"), Turn("assistant", "b "), Turn("user", "a"), Turn("assistant", "c")]
+    corpus, problems = chat.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    said = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert said == "b<|end|><think></think>c<|end|>"
+
+
 REFUSED = {
     "the text holds a special token": ("<eos> red", None),
     "the chat template refuses it": ("red", "{{ raise_exception('no') }}"),

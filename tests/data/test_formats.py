@@ -69,6 +69,7 @@ BAD = {
     "a content item of unknown type": messages([{"type": "video", "video": "a.mp4"}]),
     "pictures named both": messages(part(image="a.png"), images=["b.png"]),
     "neither text nor a list": messages(content=None),
+    "text that is not valid Unicode": llava(answer="\ud83d"),
 }
 
 

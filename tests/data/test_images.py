@@ -72,6 +72,10 @@ def test_exif_orientation(orientation, tmp_path):
     got = images.load(str(tmp_path / "a.jpg"), 16)
     assert got[:6, :6].min() > 200
     assert got[10:].max() < 50
+    opened = Image.open(tmp_path / "a.jpg")
+    size = opened.size
+    np.testing.assert_array_equal(images.convert(opened, 16), got)
+    assert opened.size == size  # the caller's picture stays as it was
 
 
 @pytest.mark.parametrize("resize", images.RESIZE)
@@ -154,9 +158,29 @@ def test_cache_is_bounded(picture, monkeypatch):
     for path in paths:
         pictures.get(path)
     opened = []
-    load = images.load
-    monkeypatch.setattr(images, "load", lambda *a: opened.append(a[0]) or load(*a))
+    read = images._bytes
+    monkeypatch.setattr(images, "_bytes", lambda path: opened.append(path) or read(path))
     for path in paths[::-1]:
         assert pictures.get(path).pixels[0, 0, 0] == paths.index(path)
     assert opened == [paths[0]]
     assert pictures.get(paths[0]).digest != pictures.get(paths[1]).digest
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what it finds
+@pytest.mark.parametrize("kind", ["png", "jpg", "gif", "webp", "tiff", "bmp"])
+def test_damaged_files_are_pictures_or_image_errors(kind, tmp_path):
+    path = tmp_path / f"a.{kind}"
+    Image.fromarray(COLORS).save(path)
+    good = np.frombuffer(path.read_bytes(), np.uint8)
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(150):
+        data = good.copy()
+        data[rng.integers(len(data), size=4)] = rng.integers(256, size=4)
+        path.write_bytes(data.tobytes()[: rng.integers(1, 2 * len(data))])
+        try:
+            assert images.load(str(path), 16, max_pixels=10**6).shape == (16, 16, 3)
+        except ImageError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused

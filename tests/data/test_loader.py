@@ -184,12 +184,12 @@ def test_picture_that_fails_while_running(album, word_tokenizer, caplog):
         for _ in range(2):
             seen = {data.records[i].id for _, m in data.eval(np.arange(4), 4) for i in m.record}
             assert seen == {r.id for r in records} - lost
-    assert set(data.skipped) == lost
+    assert {p.id for p in data.skipped} == lost
     assert len(caplog.records) == len(lost)
     assert "truncated" in caplog.text
     with pytest.raises(DataError, match="truncated"):
         list(dataset(records, word_tokenizer, on_bad="refuse").eval(np.arange(4), 4))
-    with pytest.raises(DataError, match="max_skip_share=1.0%"):
+    with pytest.raises(DataError, match=r"max_skip_share=1\.0%"):
         list(dataset(records, word_tokenizer, max_skip_share=0.01).eval(np.arange(4), 4))
 
 
@@ -208,8 +208,15 @@ def test_bad_pictures_and_long_records_before_the_first_step(album, word_tokeniz
         dataset(records, word_tokenizer, on_bad="refuse")
     with pytest.raises(DataError, match=r"over data\.max_skip_share=1\.0%"):
         dataset(records, word_tokenizer, max_skip_share=0.01)
-    with pytest.raises(DataError, match=r"data\.resize='stretch' is unknown"):
-        dataset(records, word_tokenizer, resize="stretch")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"resize": "stretch"}, {"on_bad": "ignore"}, {"on_long": "cut"}, {"visual_mask": "none"}],
+)
+def test_settings_are_checked(setting, word_tokenizer):
+    with pytest.raises(DataError, match="is unknown; use one of"):
+        dataset([record(i) for i in range(9)], word_tokenizer, **setting)
 
 
 def test_check_reports_every_reason(tmp_path, picture, write_json):
