@@ -96,7 +96,6 @@ def entries(config: DecoderConfig, model: str, head: str) -> tuple[Entry, ...]:
     untied = Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D")
     return (
         Entry("decoder/embed/table", model + "embed_tokens.weight", "V D", "V D"),
-        Entry("decoder/embed/out", "language_model.lm_head.weight", "D V", "V D"),
         Entry("decoder/norm/scale", model + "norm.weight", "D", "D"),
         Entry("decoder/stack/blocks/norm1/scale", layer + "input_layernorm.weight", "D", "D"),
         Entry(
