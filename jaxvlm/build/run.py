@@ -24,7 +24,8 @@ from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import local_rows, to_global
 from jaxvlm.train import loop, programs
-from jaxvlm.train.metrics import MetricWriter, Progress
+from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.progress import Progress
 from jaxvlm.types import Batch, TrainState
 
 _ADVICE = [
