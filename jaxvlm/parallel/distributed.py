@@ -1,0 +1,213 @@
+"""Several processes as one run: starting, agreeing to stop, and never waiting for the dead.
+
+A program calls :func:`initialize` before anything else of JAX, wraps its work in
+:func:`guard_peers`, asks :func:`should_stop` once a step, and leaves with :func:`exit_now`
+where its exit status matters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import multihost_utils
+
+from jaxvlm.parallel.liveness import Liveness, flush_and_exit
+
+HEARTBEAT_S = 40  # JAX's own watch, the second line behind Liveness; ends a hang within a minute
+SHUTDOWN_S = 600  # how long a finished process waits for the others to finish
+
+_liveness: list[Liveness] = []  # none, or the one of this process
+_failed: list[BaseException] = []
+_asked_to_stop: list[int] = []
+
+
+class Place(NamedTuple):
+    """Where a process stands in a run."""
+
+    coordinator: str
+    """HOST:PORT that process 0 listens on."""
+    num_processes: int
+    process_id: int
+    local_devices: list[int] | None
+    """Devices of this machine that are this process's; None is all."""
+
+
+def initialize() -> bool:
+    """Joins the processes of this run, if the environment speaks of several.
+
+    Looks at ``JAXVLM_COORDINATOR``, ``JAXVLM_NUM_PROCESSES``, ``JAXVLM_PROCESS_ID``; then at
+    the variables of a SLURM step with several tasks; then at ``JAXVLM_DISTRIBUTED=auto`` or
+    several ``TPU_WORKER_HOSTNAMES``, where JAX finds out by itself (TPU pods). Call it before
+    any other use of JAX. Calling it again does nothing.
+
+    Returns:
+        True if this run has several processes.
+
+    Raises:
+        ValueError: the variables are incomplete or no numbers.
+        RuntimeError: the other processes can't be reached.
+    """
+    if _liveness:
+        return True
+    place = find_place(os.environ)
+    if place is None and not _tpu_pod(os.environ):
+        return False
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    settings: dict[str, Any] = {}
+    if place is not None:
+        settings = {
+            "coordinator_address": place.coordinator,
+            "num_processes": place.num_processes,
+            "process_id": place.process_id,
+            "local_device_ids": place.local_devices,
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=SHUTDOWN_S, **settings
+        )
+    except RuntimeError as error:
+        where = f"process 0 at {place.coordinator}" if place else "the other hosts"
+        raise RuntimeError(
+            f"could not join {where}: {error}. Check that every process was started, that they "
+            "agree on address and count, and that no firewall or proxy stands between"
+        ) from error
+    if jax.process_count() == 1:
+        return False
+    _liveness.append(Liveness(jax.process_index(), jax.process_count()))
+    # Registered after JAX's own exit handler, so it runs before: that one waits for all peers.
+    atexit.register(_leave)
+    return True
+
+
+@contextlib.contextmanager
+def guard_peers() -> Iterator[None]:
+    """Around work that holds collectives: an error here ends the run everywhere, not hangs it.
+
+    The error goes on to the caller. If a peer's death caused it, the process ends instead with
+    one line that says so. In a run of one process it does nothing.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _liveness and not isinstance(error, GeneratorExit):
+            time.sleep(2.0 if isinstance(error, Exception) else 0.0)  # the watch may know more
+            _failed.append(error)
+            _liveness[0].leave(failed=True)
+        raise
+
+
+def exit_now(code: int) -> None:
+    """Ends the process with ``code``, without waiting for peers if that is an error.
+
+    Args:
+        code: exit status; 0 ends as usual, through the exit handlers.
+
+    Raises:
+        SystemExit: ``code`` is 0, or this run has one process.
+    """
+    if code == 0 or not _liveness:
+        raise SystemExit(code)
+    _liveness[0].leave(failed=True)
+    flush_and_exit(code)
+
+
+def catch_sigterm() -> None:
+    """From now on SIGTERM makes :func:`should_stop` true instead of ending the process.
+
+    With several processes JAX has done so in :func:`initialize`.
+    """
+    if not _liveness:
+        signal.signal(signal.SIGTERM, lambda number, frame: _asked_to_stop.append(number))
+
+
+def should_stop(step: int) -> bool:
+    """Whether to save and stop now: the same answer at the same step in every process.
+
+    Args:
+        step: the step about to be taken; each process calls it at every step, once.
+    """
+    if _liveness:
+        return bool(multihost_utils.reached_preemption_sync_point(step))
+    return bool(_asked_to_stop)
+
+
+def find_place(environ: Any) -> Place | None:
+    """This process's place by the variables of the environment; None if it is alone.
+
+    Args:
+        environ: mapping of names to strings.
+
+    Raises:
+        ValueError: they are incomplete or no numbers.
+    """
+    names = ("JAXVLM_COORDINATOR", "JAXVLM_NUM_PROCESSES", "JAXVLM_PROCESS_ID")
+    given = [name for name in names if environ.get(name)]
+    if given and len(given) < len(names):
+        missing = ", ".join(name for name in names if name not in given)
+        raise ValueError(f"{', '.join(given)} is set but {missing} is not: set all three or none")
+    if given:
+        count, process = (_number(environ, name) for name in names[1:])
+        if process >= count:
+            raise ValueError(f"JAXVLM_PROCESS_ID is {process}; it must be below {count}")
+        return Place(environ[names[0]], count, process, None) if count > 1 else None
+    return _slurm_place(environ)
+
+
+def _slurm_place(environ: Any) -> Place | None:
+    # SLURM_STEP_NUM_TASKS exists only under srun; SLURM_NTASKS also in the batch script, where
+    # one process would wait for peers that nobody starts.
+    if not environ.get("SLURM_STEP_NUM_TASKS") or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    port = 61440 + _number(environ, "SLURM_JOB_ID") % 4096
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    return Place(
+        f"{first_host(nodes)}:{port}",
+        _number(environ, "SLURM_STEP_NUM_TASKS"),
+        _number(environ, "SLURM_PROCID"),
+        # JAX's own detection would give each process one GPU; we run one process a node.
+        None if re.match(r"1\b", per_node) else [_number(environ, "SLURM_LOCALID")],
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM list: ``gpu[07-09,12],login`` -> ``gpu07``.
+
+    Raises:
+        ValueError: the list is empty.
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
+    if not match:
+        raise ValueError("SLURM_STEP_NODELIST is empty: start the command with srun")
+    prefix, ranges = match.groups()
+    return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "")
+
+
+def _number(environ: Any, name: str) -> int:
+    value = environ.get(name, "")
+    if not value.isdigit():
+        raise ValueError(f"{name} must be a number, not {value!r}")
+    return int(value)
+
+
+def _tpu_pod(environ: Any) -> bool:
+    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+    return environ.get("JAXVLM_DISTRIBUTED") == "auto" or "," in hosts
+
+
+def _leave() -> None:
+    """At exit: a good end says bye, and JAX waits for the peers; a bad one waits for nobody."""
+    crashed = bool(_failed) or getattr(sys, "last_value", None) is not None
+    _liveness[0].leave(failed=crashed)
+    if crashed:
+        flush_and_exit(1)
