@@ -1,0 +1,176 @@
+"""Where a run's numbers go: ``metrics.jsonl`` always, TensorBoard and wandb where asked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+FILE = "metrics.jsonl"
+
+
+class MetricWriter:
+    """Writes scalars and pictures from process 0; elsewhere every call does nothing."""
+
+    def __init__(
+        self,
+        workdir: str | Path,
+        tensorboard: bool = True,
+        wandb_project: str = "",
+        resume_step: int = -1,
+    ):
+        """Opens the files; lines of a future that the run has left are dropped.
+
+        Args:
+            workdir: made if it is not there.
+            tensorboard: also write TensorBoard events to ``workdir/tensorboard``.
+            wandb_project: also log to this Weights & Biases project; "" is off.
+            resume_step: the step that was restored; lines of later ones are dropped, as they
+                will be written again. Below 0 starts a new file.
+
+        Raises:
+            ModuleNotFoundError: wandb is asked for but not installed.
+        """
+        self._active = jax.process_index() == 0
+        self._board: Any = None
+        self._wandb: Any = None
+        if not self._active:
+            return
+        folder = Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if wandb_project:
+            self._wandb = _start_wandb(wandb_project, folder)
+        path = folder / FILE
+        keep_until(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            # purge_step makes TensorBoard forget the abandoned events, too.
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step >= 0 else 0
+            )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """One line of scalars.
+
+        Args:
+            step: steps taken.
+            values: name -> number or 0-d array; names carry their prefix (``train/loss``).
+                Strings go to the file only. A non-finite number becomes "nan", "inf" or "-inf".
+        """
+        if not self._active:
+            return
+        plain = {name: _plain(value) for name, value in values.items()}
+        line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
+        line |= {name: _jsonable(value) for name, value in plain.items()}
+        # One write and a flush a line: after a kill at most the last line is cut.
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=int(step))
+
+    def images(self, step: int, name: str, array: Any) -> None:
+        """One picture or a row of them, for TensorBoard and wandb.
+
+        Args:
+            step: steps taken.
+            name: with prefix, e.g. ``eval/samples``.
+            array: u8[H, W, 3] or u8[n, H, W, 3].
+        """
+        if not self._active:
+            return
+        pictures = np.asarray(array)
+        pictures = pictures[None] if pictures.ndim == 3 else pictures
+        if pictures.ndim != 4 or pictures.shape[-1] != 3 or pictures.dtype != np.uint8:
+            raise ValueError(
+                f"{name}: pictures are u8[n, H, W, 3], not {pictures.dtype}{list(pictures.shape)}"
+            )
+        if self._board is not None:
+            self._board.add_images(name, pictures, step, dataformats="NHWC")
+        if self._wandb is not None:
+            import wandb
+
+            self._wandb.log({name: [wandb.Image(picture) for picture in pictures]}, step=int(step))
+
+    def close(self) -> None:
+        """Writes what is left and closes the files; calling it again does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def keep_until(path: Path, last_step: int) -> None:
+    """Drops from a metrics file what lies after ``last_step``, and lines cut by a kill.
+
+    Args:
+        path: the file; it may be missing.
+        last_step: lines of this step and of earlier ones stay.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # half a line
+    beside = path.with_name(path.name + ".new")
+    beside.write_text("".join(kept), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics file, oldest first; non-finite numbers are floats again."""
+    path = Path(workdir) / FILE
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    words = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    return [
+        {
+            name: words.get(value, value) if isinstance(value, str) else value
+            for name, value in line.items()
+        }
+        for line in lines
+    ]
+
+
+def _plain(value: Any) -> int | float | str:
+    if isinstance(value, str):
+        return value
+    number = np.asarray(value).item()
+    return number if isinstance(number, int) else float(number)
+
+
+def _jsonable(value: int | float | str) -> int | float | str:
+    """JSON has no nan and no infinity; their names are strings that readers can tell."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _start_wandb(project: str, folder: Path) -> Any:
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"wandb_project is {project!r}, but wandb is not installed: "
+            "pip install 'jaxvlm[wandb]', or leave wandb_project empty"
+        ) from error
+    return wandb.init(project=project, dir=str(folder), name=folder.name, resume="allow")
