@@ -41,6 +41,20 @@ with distributed.guard_peers():
 """
 
 
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def start_two(*arguments: str) -> list[subprocess.Popen]:
+        started.extend(start_tasks(tmp_path, *arguments))
+        return started
+
+    yield start_two
+    for task in started:
+        task.kill()
+        task.communicate()
+
+
 def start_tasks(tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
     """The body of the batch file, once for each task, as srun would set it up."""
     program = tmp_path / "program.py"
@@ -53,6 +67,7 @@ def start_tasks(tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
     for process in range(2):
         env = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": str(LAUNCH.parent),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
             "JAX_PLATFORMS": "cpu",
             "SLURM_JOB_ID": str(job),
@@ -71,8 +86,8 @@ def start_tasks(tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
     return tasks
 
 
-def test_two_tasks_make_one_run(tmp_path):
-    tasks = start_tasks(tmp_path, "--config=a b.py")
+def test_two_tasks_make_one_run(start, tmp_path):
+    tasks = start("--config=a b.py")
     outputs = [task.communicate(timeout=90) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     for output, _ in outputs:
@@ -80,8 +95,8 @@ def test_two_tasks_make_one_run(tmp_path):
     assert (tmp_path / "xla").is_dir()
 
 
-def test_sigterm_saves_and_requeues(tmp_path):
-    tasks = start_tasks(tmp_path, "--wait")
+def test_sigterm_saves_and_requeues(start):
+    tasks = start("--wait")
     for task in tasks:
         lines = iter(task.stdout.readline, "")
         assert any("devices 8" in line for line in lines), task.communicate()
