@@ -106,6 +106,8 @@ class TokenizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
+    """What a run reads, and how its records become rows."""
+
     train: str = ""  # FILE.json (LLaVA), FILE.jsonl (messages), or easy-vqa:train
     eval: str = ""  # likewise; "" evaluates nothing
     image_root: str = ""  # "": the folder of the data file

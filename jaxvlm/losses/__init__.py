@@ -1,0 +1,1 @@
+"""Losses: sums over examples with weights known before the forward pass."""

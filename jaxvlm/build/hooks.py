@@ -1,0 +1,89 @@
+"""What happens around a run's steps: lines, metrics, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxvlm.build.scorer import Report
+from jaxvlm.config import TrainConfig
+from jaxvlm.io.checkpoint import Checkpointer
+from jaxvlm.parallel import distributed
+from jaxvlm.train.metrics import MetricWriter, Progress
+from jaxvlm.types import TrainState
+
+_SLOW_INPUT = 0.1
+"""Share of time spent waiting for data above which the log says what to change."""
+
+
+@dataclasses.dataclass
+class RunHooks:
+    """See ``jaxvlm.train.loop.Hooks``."""
+
+    config: TrainConfig
+    writer: MetricWriter
+    progress: Progress
+    checkpointer: Checkpointer
+    evaluate_now: Callable[[TrainState], Report] | None
+    learning_rate: Callable[[int], float]
+    flops_per_step: float
+    """Model FLOPs of a mean step, all devices."""
+    peak_flops: float
+    """Of all devices together, a second."""
+    report: Report | None = None
+    """Of the state that is about to be saved."""
+    last_report: Report | None = None
+    best: float | None = None
+    worse: int = 0
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Rates, MFU and the clock's split beside the step's own metrics."""
+        seconds = metrics["step_ms"] / 1e3
+        tokens, pictures = metrics.pop("tokens"), metrics.pop("pictures")
+        values = metrics | {
+            "learning_rate": self.learning_rate(step - 1),
+            "tokens_per_s": tokens / seconds,
+            "pictures_per_s": pictures / seconds,
+            "mfu": self.flops_per_step / seconds / self.peak_flops,
+        }
+        self.writer.write(step, {f"train/{name}": value for name, value in values.items()})
+        self.progress.update(step, values)
+        if metrics["wait_share"] > _SLOW_INPUT:
+            self.progress.log(
+                f"step {step}: {100 * metrics['wait_share']:.0f} % of the time is spent waiting for "
+                "data; raise config.data.workers, config.data.prefetch or config.data.image_cache_mb"
+            )
+
+    def evaluate(self, step: int, state: TrainState) -> bool:
+        """Evaluate; True where ``early_stop`` evaluations in a row were no better."""
+        if self.evaluate_now is None:
+            return False
+        self.report = self.last_report = self.evaluate_now(state)
+        values = {f"eval/{name}": value for name, value in self.report.metrics.items()}
+        values |= {f"eval/blind/{name}": value for name, value in self.report.blind.items()}
+        self.writer.write(step, values)
+        for line in self.report.lines():
+            self.progress.log(f"step {step}: {line}")
+        score = self.report.metrics[self.config.checkpoint.metric]
+        sign = 1 if self.config.checkpoint.mode == "max" else -1
+        if self.best is None or sign * score > sign * self.best:
+            self.best, self.worse = score, 0
+        else:
+            self.worse += 1
+        return bool(self.config.early_stop) and self.worse >= self.config.early_stop
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+        """Start writing a checkpoint; the last evaluation's figures belong to it."""
+        metrics = dict(self.report.metrics) if self.report is not None else {}
+        self.report = None
+        extra = {"data": data, "best": self.best, "worse": self.worse}
+        self.checkpointer.save(step, state, extra, metrics)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether SIGTERM came, to any process."""
+        return distributed.should_stop(step)
+
+    def bad_step(self, step: int, what: str) -> None:
+        """Name a skipped update."""
+        self.progress.log(f"step {step}: {what}")

@@ -1,0 +1,72 @@
+"""Tokenizer and data sets of a run."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from jaxvlm.config import ConfigError, DataConfig, ModelConfig, TrainConfig
+from jaxvlm.data import chat, formats, tokenizer
+from jaxvlm.data.loader import Dataset
+from jaxvlm.models.vit import num_patches
+
+_MULTIPLE = 64
+"""Vocabularies are rounded up to it, so that mesh axes divide them on every mesh alike."""
+
+
+def make_tokenizer(
+    config: TrainConfig, saved: pathlib.Path | None, read: Any
+) -> tokenizer.ChatTokenizer:
+    """The run's tokenizer: the one it has, the one it names, or one built from its text.
+
+    Args:
+        config: of the run.
+        saved: the run's tokenizer folder; used where it exists.
+        read: records of the training file.
+    """
+    if saved is not None and saved.is_dir():
+        return tokenizer.load(saved)
+    if config.tokenizer.path:
+        return tokenizer.load(config.tokenizer.path)
+    return tokenizer.build(
+        chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size
+    )
+
+
+def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
+    """``model`` with its vocabulary's size filled in, or checked.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    import dataclasses
+
+    set_size = model.decoder.vocab_size
+    if set_size and set_size < vocab_size:
+        raise ConfigError(
+            f"config.model.decoder.vocab_size={set_size} is less than the tokenizer's "
+            f"{vocab_size} tokens; set it to 0 to take the tokenizer's"
+        )
+    size = set_size or -(-vocab_size // _MULTIPLE) * _MULTIPLE
+    return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, vocab_size=size))
+
+
+def read_records(config: DataConfig, spec: str) -> Any:
+    """What a data file or named source holds: (records, problems)."""
+    return formats.read(spec, config.image_root)
+
+
+def make_dataset(
+    config: TrainConfig, spec: str, chat_tokenizer: tokenizer.ChatTokenizer, read: Any = None
+) -> Dataset:
+    """The data set ``spec``, encoded for the run's model."""
+    return Dataset.from_config(
+        config.data,
+        chat_tokenizer,
+        image_size=config.model.vision.image_size,
+        num_patches=num_patches(config.model.vision),
+        seed=config.seed,
+        visual_mask=config.model.decoder.visual_mask,
+        spec=spec,
+        read=read,
+    )

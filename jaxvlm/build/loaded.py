@@ -1,0 +1,202 @@
+"""A trained model, ready to answer and to be evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from PIL import Image
+
+from jaxvlm.build import inputs, record, sheets
+from jaxvlm.build.model import Model, build_model
+from jaxvlm.build.scorer import Report, Scorer
+from jaxvlm.build.setup import use_compile_cache
+from jaxvlm.config import ConfigError, MeshConfig, TrainConfig
+from jaxvlm.data import chat, images
+from jaxvlm.data.formats import PLACEHOLDER, Turn
+from jaxvlm.data.tokenizer import ChatTokenizer
+from jaxvlm.infer.generate import Sampling, generate
+from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.models.vit import num_patches
+from jaxvlm.parallel.mesh import batch_shards, make_mesh
+from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.types import Batch, Params
+
+Picture = str | os.PathLike[str] | Image.Image | np.ndarray
+"""A file, a PIL picture, or u8[H, W, 3]."""
+
+_LENGTH_STEP = 32
+"""Prompts are padded to a multiple of it, so that few lengths are compiled."""
+
+
+class Loaded:
+    """A model with its parameters and tokenizer.
+
+    Args:
+        config: of the run that trained it, the vocabulary's size filled in.
+        model: on its mesh.
+        params: all parameters.
+        tokenizer: with its chat template.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: Model, params: Params, tokenizer: ChatTokenizer
+    ):
+        self.config, self.model, self.params, self.tokenizer = config, model, params, tokenizer
+        self._generate = jax.jit(self._run, static_argnums=(2,))
+
+    def generate(
+        self,
+        pictures: Picture | Sequence[Picture],
+        prompt: str,
+        max_new: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """The model's answer.
+
+        Args:
+            pictures: one, several, or none (``[]``).
+            prompt: what to ask; ``<image>`` marks where each picture goes. Without a mark the
+                pictures come first.
+            max_new: new tokens at most.
+            temperature: 0 is greedy.
+            seed: for temperatures above 0.
+
+        Raises:
+            ConfigError: marks and pictures differ in number.
+            ImageError: a picture can't be read.
+        """
+        one = isinstance(pictures, (str, os.PathLike, Image.Image, np.ndarray))
+        given = [pictures] if one else list(pictures)  # type: ignore[arg-type, list-item]  # checked
+        return self.generate_batch([(given, prompt)], max_new, temperature, seed)[0]
+
+    def generate_batch(
+        self,
+        queries: Sequence[tuple[Sequence[Picture], str]],
+        max_new: int = 64,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> list[str]:
+        """Answers to several (pictures, prompt) pairs at once; see :meth:`generate`."""
+        sampling = Sampling(max_new, temperature, self.tokenizer.stop_ids)
+        batch = self._prompts(queries)
+        new = self._generate(self.params, batch, sampling, jax.random.key(seed))
+        answers = []
+        for row in np.asarray(new)[: len(queries)].tolist():
+            stop = next((i for i, t in enumerate(row) if t in sampling.stop_ids), len(row))
+            answers.append(self.tokenizer.decode(row[:stop]).strip())
+        return answers
+
+    def evaluate(
+        self, spec: str = "", limit: int = 0, sheet: str = "", blind: bool = True
+    ) -> Report:
+        """Exact match on a data file, and the blind control.
+
+        Args:
+            spec: the file; the run's own ``data.eval`` if empty.
+            limit: records at most; 0 is all.
+            sheet: write a contact sheet to this PNG.
+            blind: whether to run the control.
+
+        Raises:
+            ConfigError: no data is named.
+        """
+        spec = spec or self.config.data.eval
+        if not spec:
+            raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
+        dataset = inputs.make_dataset(self.config, spec, self.tokenizer)
+        report = Scorer(self.model, dataset, self.config.data.batch_size).report(
+            self.params, limit, blind
+        )
+        if sheet:
+            sheets.contact_sheet(self, dataset, pathlib.Path(sheet))
+        return report
+
+    def _run(self, params: Params, batch: Batch, sampling: Sampling, key: jax.Array) -> jax.Array:
+        d = self.model.config.decoder
+        shape = (d.depth, d.num_kv_heads, d.head_dim)
+        return generate(self.model.module(params), batch, sampling, shape, key)
+
+    def _prompts(self, queries: Sequence[tuple[Sequence[Picture], str]]) -> Batch:
+        """Prompts padded on the left to one length, pictures in fixed places."""
+        ids = [self._ids(pictures, prompt) for pictures, prompt in queries]
+        shards = batch_sharding(self.model.mesh)
+        rows = len(ids)
+        parts = batch_shards(self.model.mesh)
+        B = -(-rows // parts) * parts
+        T = -(-max(map(len, ids)) // _LENGTH_STEP) * _LENGTH_STEP
+        most = max(len(pictures) for pictures, _ in queries)
+        patches = num_patches(self.model.config.vision)
+        size = self.model.config.vision.image_size
+        tokens = np.full((B, T), self.tokenizer.pad_id, np.int32)
+        segment, positions = np.zeros((B, T), np.int32), np.zeros((B, 1, T), np.int32)
+        pixels = np.zeros((B, most, size, size, 3), np.uint8)
+        start = np.full((B, most), -1, np.int32)
+        group = np.zeros((B, T), np.int32)
+        for row, ((pictures, _), row_ids) in enumerate(zip(queries, ids)):
+            first = T - len(row_ids)
+            tokens[row, first:], segment[row, first:] = row_ids, 1
+            positions[row, 0, first:] = np.arange(len(row_ids))
+            places = first + np.flatnonzero(row_ids == self.tokenizer.image_id)[::patches]
+            for i, (picture, place) in enumerate(zip(pictures, places.tolist())):
+                pixels[row, i] = self._pixels(picture)
+                start[row, i], group[row, place : place + patches] = place, i + 1
+        prefix = self.model.config.decoder.visual_mask == "prefix" and most > 0
+        batch = Batch(
+            tokens,
+            np.zeros((B, T), np.float32),
+            positions,
+            segment,
+            bidirectional=group if prefix else None,
+            pixels=pixels if most else None,
+            image_start=start if most else None,
+            example_id=np.arange(B, dtype=np.int32),
+        )
+        return jax.tree.map(lambda x: jax.device_put(x, shards), batch)
+
+    def _ids(self, pictures: Sequence[Picture], prompt: str) -> np.ndarray:
+        marks = prompt.count(PLACEHOLDER)
+        if not marks and pictures:
+            prompt = PLACEHOLDER * len(pictures) + "\n" + prompt
+        elif marks != len(pictures):
+            raise ConfigError(
+                f"the prompt has {marks} {PLACEHOLDER} marks but {len(pictures)} pictures are given"
+            )
+        patches = num_patches(self.model.config.vision)
+        return chat.prompt_ids([Turn("user", prompt)], self.tokenizer, patches)
+
+    def _pixels(self, picture: Picture) -> np.ndarray:
+        size, resize = self.model.config.vision.image_size, self.config.data.resize
+        if isinstance(picture, (str, os.PathLike)):
+            return images.load(str(picture), size, resize, self.config.data.max_pixels)
+        made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+        return images.convert(made, size, resize)
+
+
+def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) -> Loaded:
+    """A trained model from a run's folder.
+
+    Args:
+        folder: a workdir of ``jaxvlm train``.
+        which: ``best`` (by the run's metric; the latest where none was evaluated) or ``latest``.
+        mesh: MeshConfig; all devices on ``data`` if ``None``.
+
+    Raises:
+        ConfigError: the folder holds no run.
+        CheckpointError: no checkpoint can be read.
+    """
+    workdir = pathlib.Path(folder)
+    config = record.read_config(workdir)
+    use_compile_cache(config.compile_cache)
+    tokenizer = inputs.make_tokenizer(config, workdir / "tokenizer", ([], []))
+    config = dataclasses.replace(config, model=inputs.with_vocab(config.model, tokenizer.vocab_size))
+    model = build_model(config.model, make_mesh(mesh or MeshConfig()))
+    choice = (config.checkpoint.metric, config.checkpoint.mode)
+    params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+    return Loaded(config, model, params, tokenizer)

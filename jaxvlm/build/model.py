@@ -1,0 +1,89 @@
+"""From settings to a model: its graph, the shapes and shardings of its parameters, its draw."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxvlm.config import ModelConfig
+from jaxvlm.models.vlm import VLM
+from jaxvlm.nn.param import Init, logical_axes, merge, split
+from jaxvlm.parallel.rules import Axes
+from jaxvlm.types import Batch, Logical, Out, Params
+
+TOWERS = ("vision", "connector", "decoder")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model without its parameters."""
+
+    config: ModelConfig
+    mesh: Mesh
+    graph: Any
+    """Static; :func:`jaxvlm.nn.param.merge` makes a module of it and parameters."""
+    shapes: dict[str, jax.ShapeDtypeStruct]
+    logical: dict[str, Logical]
+    shardings: dict[str, NamedSharding]
+
+    def init(self, seed: int) -> Params:
+        """Random parameters, born sharded; the same on every mesh."""
+        key = jax.random.key(seed)
+        return jax.jit(self._draw, out_shardings=self.shardings)(key)
+
+    def _draw(self, key: jax.Array) -> Params:
+        return split(_module(self.config, self.mesh, key))[1]
+
+    def module(self, params: Params) -> VLM:
+        """The module with ``params`` in it."""
+        return merge(self.graph, params)
+
+    def apply(self, params: Params, batch: Batch) -> Out:
+        """The forward pass as a function of parameters."""
+        return self.module(params)(batch)
+
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes with their shardings."""
+        return {
+            path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.shardings[path])
+            for path, x in self.shapes.items()
+        }
+
+
+def build_model(config: ModelConfig, mesh: Mesh) -> Model:
+    """The model of ``config`` on ``mesh``; allocates nothing.
+
+    Args:
+        config: dims and variants, ``decoder.vocab_size`` set.
+        mesh: where it will run.
+
+    Raises:
+        ConfigError: dims that do not fit each other or the mesh.
+    """
+    seen: dict[str, Any] = {}
+
+    def draw(key: jax.Array) -> Params:
+        module = _module(config, mesh, key)
+        seen["graph"], params = split(module)
+        seen["logical"] = logical_axes(module)
+        return params
+
+    shapes = jax.eval_shape(draw, jax.random.key(0))
+    axes = _axes(mesh)
+    shardings = {
+        path: axes[path.split("/")[0]].parameter(path, seen["logical"][path], x.shape)
+        for path, x in shapes.items()
+    }
+    return Model(config, mesh, seen["graph"], shapes, seen["logical"], shardings)
+
+
+def _axes(mesh: Mesh) -> dict[str, Axes]:
+    return dict.fromkeys(TOWERS, Axes(mesh))
+
+
+def _module(config: ModelConfig, mesh: Mesh, key: jax.Array) -> VLM:
+    return VLM(Init(nnx.Rngs(params=key)), _axes(mesh), config)

@@ -1,0 +1,54 @@
+"""Contact sheets: what a model answered, picture by picture."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxvlm.data.formats import PLACEHOLDER, Record
+from jaxvlm.data.loader import Dataset
+from jaxvlm.evals.sheet import Cell, draw
+
+if TYPE_CHECKING:
+    from jaxvlm.build.loaded import Loaded
+
+_SEED = 0x5E
+
+
+def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: int = 24) -> None:
+    """Generate answers for some records and draw them.
+
+    Args:
+        model: what answers.
+        dataset: where records come from; a fixed random choice of those with a picture.
+        path: PNG to write.
+        count: cells at most.
+    """
+    usable = [i for i, record in enumerate(dataset.records) if _question(record) is not None]
+    rng = np.random.default_rng(_SEED)
+    chosen = rng.permutation(len(usable))[:count]
+    records = [dataset.records[usable[i]] for i in chosen.tolist()]
+    queries = [(record.images, _question(record) or "") for record in records]
+    if not queries:
+        return
+    # A fixed number of rows compiles one program.
+    filled = queries + [queries[0]] * (count - len(queries))
+    answers = model.generate_batch(filled, max_new=16)[: len(queries)]
+    cells = [
+        Cell(record.images[0], question.replace(PLACEHOLDER, "").strip(), answer, _answer(record))
+        for record, (_, question), answer in zip(records, queries, answers)
+    ]
+    draw(cells, path)
+
+
+def _question(record: Record) -> str | None:
+    """The first user turn of a one-question record with one picture, else ``None``."""
+    roles = [turn.role for turn in record.turns]
+    ok = roles == ["user", "assistant"] and len(record.images) == 1
+    return record.turns[0].content if ok else None
+
+
+def _answer(record: Record) -> str:
+    return record.turns[1].content

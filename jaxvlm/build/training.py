@@ -1,0 +1,125 @@
+"""The parts of a training run: state, its shardings, and the compiled step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxvlm.build.model import Model
+from jaxvlm.config import ConfigError, TrainConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.optim.optimizer import make_optimizer, split_frozen
+from jaxvlm.optim.schedule import make_schedule
+from jaxvlm.parallel.sharding import follow, replicated
+from jaxvlm.plan import count
+from jaxvlm.train.programs import Programs
+from jaxvlm.train.runner import Microbatched, PlainRunner
+from jaxvlm.train.step import init_state, make_step
+from jaxvlm.types import Batch, Params, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A model with its optimizer and step."""
+
+    model: Model
+    step: Programs
+    abstract: TrainState
+    """ShapeDtypeStructs with shardings: what a checkpoint is restored onto."""
+    learning_rate: Callable[[int], float]
+    leaves: list[str]
+    """Trainable parameters, sorted: the order of the step's ``bad_leaf``."""
+    init: Callable[[Params], TrainState]
+    """All parameters -> the first state; consumes them."""
+
+    def flops_per_step(self, batch: Batch, num_tokens: float, num_pictures: float) -> float:
+        """Model FLOPs of a step (see ``jaxvlm.plan.count``).
+
+        Args:
+            batch: rows to measure how far a token sees.
+            num_tokens: real tokens of a mean batch.
+            num_pictures: pictures of a mean batch.
+        """
+        towers = ("vision", "connector", "decoder")
+        trained = {t: any(path.startswith(t + "/") for path in self.leaves) for t in towers}
+        one = count.forward(self.model.config, num_tokens, count.reach(batch), num_pictures)
+        return count.step(one, trained).total
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: Callable[[], int]) -> int:
+    """Steps of the whole run.
+
+    Raises:
+        ConfigError: not exactly one of ``steps`` and ``epochs`` is set.
+    """
+    if (config.steps > 0) == (config.epochs > 0):
+        raise ConfigError(
+            f"set one of config.steps={config.steps} and config.epochs={config.epochs:g} "
+            "above 0, the other to 0"
+        )
+    return config.steps or math.ceil(config.epochs * steps_per_epoch())
+
+
+def build_training(
+    config: TrainConfig, model: Model, steps: int, say: Callable[[str], None]
+) -> Training:
+    """The optimizer, the step and the shardings of its state; allocates nothing.
+
+    Args:
+        config: of the run.
+        model: on its mesh.
+        steps: of the whole run.
+        say: takes lines for people.
+
+    Raises:
+        ConfigError: patterns that match nothing, or a schedule that does not fit ``steps``.
+    """
+    trainable, frozen = split_frozen(model.shapes, config.optim.frozen)
+    if not trainable:
+        raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
+    schedule = make_schedule(config.optim, steps)
+    tx = make_optimizer(config.optim, schedule, {p: model.logical[p] for p in trainable})
+    plain = PlainRunner(model.apply)
+    runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
+    step = make_step(runner, NextToken(config.loss_chunk), tx)
+    shardings = _shardings(model, trainable, frozen, tx)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(model.mesh)))
+    shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), trainable, frozen)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+    def init(params: Params) -> TrainState:
+        p, f = split_frozen(params, config.optim.frozen)
+        make = jax.jit(
+            lambda p, f: init_state(p, f, tx), out_shardings=shardings, donate_argnums=(0, 1)
+        )
+        return make(p, f)
+
+    return Training(
+        model,
+        Programs(jitted, say),
+        abstract,
+        lambda step: float(schedule(jnp.asarray(step))),
+        sorted(trainable),
+        init,
+    )
+
+
+def _shardings(
+    model: Model, trainable: Params, frozen: Params, tx: optax.GradientTransformation
+) -> TrainState:
+    """The sharding of each leaf of the state."""
+    shapes: Any = jax.eval_shape(lambda p, f: init_state(p, f, tx), trainable, frozen)
+    everywhere = jax.tree.map(lambda _: replicated(model.mesh), shapes)
+    return everywhere._replace(
+        params={path: model.shardings[path] for path in trainable},
+        frozen={path: model.shardings[path] for path in frozen},
+        opt_state=follow(shapes.opt_state, model.shardings, model.mesh),
+    )

@@ -1,0 +1,43 @@
+"""``jaxvlm eval``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+SUMMARY = "Evaluate a trained model on a data file."
+USAGE = "--checkpoint=WORKDIR [--data=FILE] [--limit=N]"
+
+
+def define(values: flags.FlagValues) -> None:
+    """Declare the flags of ``eval``."""
+    flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
+    flags.DEFINE_string(
+        "data", "", "Data file; the run's own config.data.eval if not given.", flag_values=values
+    )
+    flags.DEFINE_integer("limit", 0, "Records at most; 0 is all.", flag_values=values)
+    flags.DEFINE_string(
+        "sheet", "", "Write a contact sheet of pictures and answers to this PNG.",
+        flag_values=values,
+    )
+
+
+def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
+    """Evaluate and print the report."""
+    from jaxvlm.build import load
+    from jaxvlm.config import ConfigError
+    from jaxvlm.parallel import distributed
+
+    if args:
+        raise ConfigError(f"eval takes flags only, not {args[0]!r}")
+    if not values["checkpoint"].value:
+        raise ConfigError("eval needs --checkpoint=WORKDIR")
+    distributed.initialize()
+    model = load(values["checkpoint"].value)
+    report = model.evaluate(
+        values["data"].value, limit=values["limit"].value, sheet=values["sheet"].value
+    )
+    for line in report.lines():
+        print(line)
+    return report.metrics

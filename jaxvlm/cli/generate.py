@@ -1,0 +1,44 @@
+"""``jaxvlm generate``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+SUMMARY = "Answer a prompt about pictures."
+USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
+
+
+def define(values: flags.FlagValues) -> None:
+    """Declare the flags of ``generate``."""
+    flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
+    flags.DEFINE_multi_string("image", [], "A picture; may be repeated.", flag_values=values)
+    flags.DEFINE_string(
+        "prompt", "", "What to ask. <image> marks where a picture goes; pictures come first if "
+        "there is none.", flag_values=values,
+    )
+    flags.DEFINE_integer("max_new", 64, "New tokens at most.", flag_values=values)
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy.", flag_values=values)
+    flags.DEFINE_integer("seed", 0, "For temperatures above 0.", flag_values=values)
+
+
+def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
+    """Generate and print the answer."""
+    from jaxvlm.build import load
+    from jaxvlm.config import ConfigError
+
+    if args:
+        raise ConfigError(f"generate takes flags only, not {args[0]!r}")
+    if not values["checkpoint"].value or not values["prompt"].value:
+        raise ConfigError("generate needs --checkpoint=WORKDIR and --prompt=TEXT")
+    model = load(values["checkpoint"].value)
+    answer = model.generate(
+        values["image"].value,
+        values["prompt"].value,
+        max_new=values["max_new"].value,
+        temperature=values["temperature"].value,
+        seed=values["seed"].value,
+    )
+    print(answer)
+    return {"answer": answer}

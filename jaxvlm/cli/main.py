@@ -1,0 +1,149 @@
+"""``jaxvlm <command>``: finds the command, parses its flags, turns errors into one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from absl import flags
+
+from jaxvlm.config import ConfigError
+
+
+@runtime_checkable
+class Command(Protocol):
+    """A module of ``jaxvlm.cli``."""
+
+    SUMMARY: str
+    USAGE: str
+
+    def define(self, values: flags.FlagValues) -> None:
+        """Declare the command's flags."""
+        ...
+
+    def run(self, values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
+        """Do it; the result is what ``--json`` prints."""
+        ...
+
+
+def _train() -> Any:
+    from jaxvlm.cli import train
+
+    return train
+
+
+def _eval() -> Any:
+    from jaxvlm.cli import evaluate
+
+    return evaluate
+
+
+def _generate() -> Any:
+    from jaxvlm.cli import generate
+
+    return generate
+
+
+def _data() -> Any:
+    from jaxvlm.cli import data
+
+    return data
+
+
+COMMANDS: dict[str, Callable[[], Any]] = {
+    "train": _train,
+    "eval": _eval,
+    "generate": _generate,
+    "data": _data,
+}
+"""Name -> a function that imports its module: ``--help`` should not wait for JAX."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 1 a run that could not go on, 2 bad input."""
+    code = run(list(sys.argv[1:] if argv is None else argv))
+    if "jax" in sys.modules:  # a failed process must not wait for its peers
+        from jaxvlm.parallel.distributed import exit_now
+
+        exit_now(code)
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> int:
+    """Run ``argv`` (without the program's name); returns the exit code."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if argv else 2
+    name, *rest = argv
+    if name == "--version":
+        from jaxvlm import __version__
+
+        print(f"jaxvlm {__version__}")
+        return 0
+    if name not in COMMANDS:
+        return _fail(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}", 2)
+    command = COMMANDS[name]()
+    values = flags.FlagValues()
+    flags.DEFINE_bool("json", False, "Print one JSON object as the last line.", flag_values=values)
+    flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
+    command.define(values)
+    if any(arg in ("--help", "-h", "-help") for arg in rest):
+        print(_help(name, command, values))
+        return 0
+    try:
+        args = values(["jaxvlm", *rest])[1:]
+        return _run(command, values, args)
+    except flags.Error as error:
+        return _fail(f"{error} (see `jaxvlm {name} --help`)", 2)
+
+
+def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(message)s")
+    logging.getLogger("jaxvlm").setLevel(logging.INFO)
+    try:
+        result = command.run(values, args)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        return _fail(str(error), code)
+    if values["json"].value:
+        print(json.dumps(result), flush=True)
+    return int(result.get("exit_code", 0))
+
+
+def _exit_code(error: Exception) -> int | None:
+    """2 for bad input, 1 for a run that could not go on, ``None`` for a bug."""
+    from jaxvlm.data.errors import DataError
+    from jaxvlm.io.checkpoint import CheckpointError
+    from jaxvlm.train.loop import TrainingStopped
+
+    if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
+        return 2
+    return 1 if isinstance(error, TrainingStopped) else None
+
+
+def _fail(text: str, code: int) -> int:
+    """One line on stderr, colourless so that it survives any log."""
+    print(f"jaxvlm: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _overview() -> str:
+    lines = ["usage: jaxvlm <command> [flags]", "", "commands:"]
+    lines += [f"  {name:<10}{load().SUMMARY}" for name, load in COMMANDS.items()]
+    return "\n".join([*lines, "", "`jaxvlm <command> --help` explains a command's flags."])
+
+
+def _help(name: str, command: Command, values: flags.FlagValues) -> str:
+    lines = [f"usage: jaxvlm {name} {command.USAGE}", "", command.SUMMARY, "", "flags:"]
+    for flag in sorted({f.name for f in values._flags().values()} - {"help"}):
+        default = values[flag].default
+        shown = f" (default: {default})" if default not in (None, "", False) else ""
+        lines.append(f"  --{flag}\n      {values[flag].help}{shown}")
+    return "\n".join(lines)

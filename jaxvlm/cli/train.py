@@ -1,0 +1,59 @@
+"""``jaxvlm train``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+SUMMARY = "Train a model, or resume the run in --workdir."
+USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
+
+
+def define(values: flags.FlagValues) -> None:
+    """Declare the flags of ``train``."""
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "The recipe: a Python file with get_config(arg) -> ConfigDict; override any setting with "
+        "--config.a.b=value. All settings: --print_config.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "workdir", "", "The run's folder; a run that is in it is resumed.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "print_config", False, "Print every setting as it would be used, and exit.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "dry_run", False,
+        "Compile the step, show one batch decoded with its loss mask and the memory it would "
+        "take, and exit.",
+        flag_values=values,
+    )
+
+
+def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
+    """Train, and report the last evaluation."""
+    from jaxvlm.config import ConfigError, from_config_dict, to_config_dict
+
+    if args:
+        raise ConfigError(f"train takes flags only, not {args[0]!r}")
+    if values["config"].value is None:
+        raise ConfigError("train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py")
+    config = from_config_dict(values["config"].value)
+    if values["print_config"].value:
+        print(to_config_dict(config))
+        return to_config_dict(config).to_dict()
+    from jaxvlm.build import Run
+    from jaxvlm.parallel import distributed
+
+    if not values["workdir"].value and not values["dry_run"].value:
+        raise ConfigError("train needs a folder for the run: --workdir=DIR")
+    distributed.initialize()
+    made = Run(config, values["workdir"].value)
+    if values["dry_run"].value:
+        return made.dry_run()
+    return made.fit()

@@ -1,0 +1,158 @@
+"""Rows of pieces -> the numpy arrays of a Batch, all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvlm.data.chat import Corpus
+from jaxvlm.data.packing import Pieces
+from jaxvlm.types import Batch
+
+
+class Layout(NamedTuple):
+    """What is the same for every batch of a data set."""
+
+    image_id: int
+    pad_id: int
+    max_images: int
+    """Picture places a row; 0 where the data has no picture."""
+    has_parents: bool
+    """Whether any piece is shared; else ``parent`` is None."""
+    prefix_mask: bool
+    """Whether a picture's tokens see each other both ways."""
+
+
+class Meta(NamedTuple):
+    """What stands in a batch, for evaluations and logs; it stays on the host."""
+
+    num_rows: int
+    row: np.ndarray
+    """i32[n]: local row of each record in the batch."""
+    segment: np.ndarray
+    """i32[n]: its segment id there."""
+    record: np.ndarray
+    """i32[n]: its index in ``Dataset.records``."""
+
+    def by_row(self) -> list[list[tuple[int, int]]]:
+        """Of each local row: (segment id, record index)."""
+        out: list[list[tuple[int, int]]] = [[] for _ in range(self.num_rows)]
+        for row, segment, record in zip(*map(np.ndarray.tolist, self[1:])):
+            out[row].append((segment, record))
+        return out
+
+
+class Places(NamedTuple):
+    """Where the pictures of a batch go, in the order of rows, pieces and their pictures."""
+
+    row: np.ndarray
+    """i64[n]."""
+    slot: np.ndarray
+    """i64[n]: picture place within the row."""
+
+
+class _Segments(NamedTuple):
+    """The segments of a batch, row by row."""
+
+    which: np.ndarray
+    """i64[n]: into Pieces' segments."""
+    row: np.ndarray
+    number: np.ndarray
+    """Segment id, from 1."""
+    parent: np.ndarray
+
+
+def assemble(
+    corpus: Corpus, pieces: Pieces, rows: Sequence[np.ndarray], length: int, layout: Layout
+) -> tuple[Batch, Meta, Places]:
+    """Lay out rows; the pictures' pixels and keys are the caller's to fill in.
+
+    Args:
+        corpus: encoded records.
+        pieces: what rows are made of.
+        rows: i32[k] pieces of each row; empty is a row of padding.
+        length: T.
+        layout: what is the same for every batch.
+
+    Returns:
+        The batch, without pixels, picture keys and example ids; what stands in it; and where
+        its pictures go.
+    """
+    segments = _segments(pieces, rows)
+    flat = [p for row in rows for piece in row.tolist() for p in pieces.pictures[piece]]
+    where = pieces.last[segments.which] - pieces.first[segments.which]
+    source = _spread(pieces.first[segments.which], where)
+    of_segment = np.repeat(np.arange(len(segments.which)), where)
+    ids = corpus.tokens[source]
+
+    # A picture is one token in the corpus and `image_tokens` of them here.
+    is_image = np.flatnonzero(ids == layout.image_id)
+    repeats = np.ones(len(ids), np.int64)
+    repeats[is_image] = corpus.image_tokens[np.asarray(flat, np.int64)]
+    places, bidirectional = _places(segments.row[of_segment[is_image]], is_image, len(ids))
+    begin = np.cumsum(repeats) - repeats
+
+    wide = np.repeat(np.arange(len(ids)), repeats)
+    segment = of_segment[wide]
+    row = segments.row[segment]
+    at = np.arange(len(wide))
+    row_begin = np.searchsorted(row, np.arange(len(rows)))
+    column = at - row_begin[row]
+    in_segment = at - np.searchsorted(segment, np.arange(len(segments.which)))[segment]
+    position = in_segment + pieces.offset[segments.which][segment]
+
+    def field(values: np.ndarray, dtype: type = np.int32, fill: int = 0) -> np.ndarray:
+        out: np.ndarray = np.full((len(rows), length), fill, dtype)
+        out[row, column] = values
+        return out
+
+    image_start = np.full((len(rows), layout.max_images), -1, np.int32)
+    image_start[places.row, places.slot] = begin[is_image] - row_begin[places.row]
+    batch = Batch(
+        tokens=field(ids[wide], fill=layout.pad_id),
+        loss_weight=field(corpus.loss[source][wide], np.float32),
+        positions=field(position)[:, None],
+        segment=field(segments.number[segment]),
+        parent=field(segments.parent[segment]) if layout.has_parents else None,
+        bidirectional=field(bidirectional[wide]) if layout.prefix_mask else None,
+        image_start=image_start if layout.max_images else None,
+    )
+    return batch, _meta(corpus, pieces, segments, len(rows)), places
+
+
+def _segments(pieces: Pieces, rows: Sequence[np.ndarray]) -> _Segments:
+    flat = np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)
+    row_of_piece = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    count = pieces.start[flat + 1] - pieces.start[flat]
+    index = _spread(pieces.start[flat], count)
+    row = np.repeat(row_of_piece, count)
+    at = np.arange(len(index))
+    number = at - np.searchsorted(row, np.arange(len(rows)))[row] + 1
+    # A piece's first segment is its children's parent, if it is a shared beginning.
+    head = np.repeat(np.cumsum(count) - count, count)
+    child = (pieces.record[index[head]] < 0) & (head != at)
+    return _Segments(index, row, number, np.where(child, number[head], 0))
+
+
+def _meta(corpus: Corpus, pieces: Pieces, segments: _Segments, num_rows: int) -> Meta:
+    record = pieces.record[segments.which]
+    kept = record >= 0
+    source = corpus.source[record[kept]]
+    row, number = segments.row[kept].astype(np.int32), segments.number[kept].astype(np.int32)
+    return Meta(num_rows, row, number, source)
+
+
+def _places(row: np.ndarray, is_image: np.ndarray, total: int) -> tuple[Places, np.ndarray]:
+    """Picture places, and i64[total] that is place + 1 on each picture's token."""
+    slot = np.arange(len(row)) - np.searchsorted(row, row)
+    bidirectional = np.zeros(total, np.int64)
+    bidirectional[is_image] = slot + 1
+    return Places(row, slot), bidirectional
+
+
+def _spread(first: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """``first[i], first[i] + 1, ...``, ``count[i]`` of them, one after another."""
+    skipped = np.cumsum(count) - count
+    return np.repeat(first - skipped, count) + np.arange(int(count.sum()))

@@ -1,0 +1,124 @@
+"""`jaxvlm data check`: what a run would refuse, by reason, before it starts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data import chat, formats, images, tokenizer
+from jaxvlm.data.errors import ImageError, Problem
+
+_NAMED = 5  # ids listed for each reason
+_PERCENTILES = (0, 50, 90, 99, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a data file holds."""
+
+    name: str
+    total: int
+    """Records, good and bad."""
+    good: int
+    pictures: int
+    """Different picture files that decode."""
+    problems: dict[str, list[str]]
+    """Reason -> the records refused for it, most frequent reason first."""
+    tokens: dict[str, int]
+    """Percentile (p0 ... p100) of a good record's tokens; empty without a good record."""
+    images_most: int
+    """Pictures of the record with most."""
+
+    @property
+    def skip_share(self) -> float:
+        """Share of records that a run would skip."""
+        return (self.total - self.good) / max(self.total, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return {**dataclasses.asdict(self), "skip_share": self.skip_share}
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        out = [
+            f"{self.name}: {self.good} of {self.total} records are good"
+            f" ({self.skip_share:.2%} would be skipped), {self.pictures} pictures decoded"
+        ]
+        if self.tokens:
+            spread = ", ".join(f"{name} {value}" for name, value in self.tokens.items())
+            out.append(f"tokens a record: {spread}; pictures a record: at most {self.images_most}")
+        for reason, ids in self.problems.items():
+            more = ", ..." if len(ids) > _NAMED else ""
+            out.append(f"{len(ids):>7}  {reason}: {', '.join(ids[:_NAMED])}{more}")
+        return out
+
+
+def check(
+    spec: str,
+    config: DataConfig,
+    *,
+    chat_tokenizer: tokenizer.ChatTokenizer | None = None,
+    image_size: int = 64,
+    num_patches: chat.NumPatches = 16,
+) -> Report:
+    """Read a data file to the last pixel.
+
+    Args:
+        spec: as for :func:`jaxvlm.data.formats.read`.
+        config: limits on length and pictures.
+        chat_tokenizer: None builds a word tokenizer from the file.
+        image_size: pixels a side of the model's pictures.
+        num_patches: tokens of a picture.
+
+    Raises:
+        DataError: the file as a whole can't be used.
+    """
+    records, problems = formats.read(spec, config.image_root)
+    total = len(records) + len(problems)
+    chat_tokenizer = chat_tokenizer or tokenizer.build(chat.texts(records))
+    corpus, unfit = chat.encode(records, chat_tokenizer, num_patches)
+    problems = problems + unfit
+    broken: dict[int, str] = {}
+    for i, path in enumerate(corpus.paths):
+        try:
+            images.load(path, image_size, config.resize, config.max_pixels)
+        except ImageError as error:
+            broken[i] = str(error)
+    good = []
+    for i, source in enumerate(corpus.source.tolist()):
+        reason = _reason(corpus, i, broken, config)
+        if reason:
+            problems.append(Problem(records[source].id, reason))
+        else:
+            good.append(i)
+    by_reason: dict[str, list[str]] = collections.defaultdict(list)
+    for problem in problems:
+        by_reason[problem.reason].append(problem.id)
+    length = corpus.length[good]
+    tokens = {f"p{p}": int(np.percentile(length, p)) for p in _PERCENTILES} if good else {}
+    return Report(
+        name=spec,
+        total=total,
+        good=len(good),
+        pictures=len(corpus.paths) - len(broken),
+        problems=dict(sorted(by_reason.items(), key=lambda item: -len(item[1]))),
+        tokens=tokens,
+        images_most=max((len(corpus.pictures[i]) for i in good), default=0),
+    )
+
+
+def _reason(corpus: chat.Corpus, i: int, broken: dict[int, str], config: DataConfig) -> str:
+    """Why an encoded record can't be used; "" if it can."""
+    pictures = corpus.pictures[i]
+    for picture in pictures:
+        if picture in broken:
+            return broken[picture]
+    if int(corpus.length[i]) > config.max_length:
+        return f"longer than data.max_length={config.max_length}"
+    if len(pictures) > config.max_images:
+        return f"more than data.max_images={config.max_images} pictures"
+    return ""

@@ -1,0 +1,246 @@
+"""Picture files -> u8 pixels of one size, their cache keys, and their augmentation."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import io
+import os
+import pathlib
+import threading
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8, UInt32
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+
+from jaxvlm.data.errors import ImageError
+
+Pixels = UInt8[np.ndarray, "H W 3"]
+RESIZE = ("squash", "pad", "crop")
+PAD = 128  # grey: 0 once the model has mapped 0..255 to -1..1
+
+_open_lock = threading.Lock()  # warnings.catch_warnings is not safe among threads
+
+
+class Decoded(NamedTuple):
+    """A picture, ready for a batch."""
+
+    pixels: Pixels
+    digest: bytes
+    """16 bytes: hash of the file."""
+
+
+def check(path: str, max_pixels: int) -> str | None:
+    """Why a picture can't be used, as far as its header tells; nothing is decoded.
+
+    Args:
+        path: picture file.
+        max_pixels: width times height, at most.
+
+    Returns:
+        The reason, or None if the header is good.
+    """
+    try:
+        with _open(path, max_pixels):
+            return None
+    except ImageError as error:
+        return str(error)
+
+
+def load(path: str, size: int, resize: str = "squash", max_pixels: int = 50_000_000) -> Pixels:
+    """Decode a picture to RGB of one size.
+
+    EXIF orientation is applied, transparency is laid over white. A JPEG much larger than
+    ``size`` is decoded at a half, quarter or eighth, never below twice ``size``.
+
+    Args:
+        path: picture file.
+        size: pixels a side.
+        resize: ``squash`` to a square; ``pad`` to one with grey; ``crop`` its middle.
+        max_pixels: width times height, at most.
+
+    Returns:
+        u8[size, size, 3].
+
+    Raises:
+        ImageError: why it can't be decoded.
+    """
+    return decode(_bytes(path), size, resize, max_pixels)
+
+
+def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
+    """:func:`load`, of a file's bytes."""
+    with _open(io.BytesIO(data), max_pixels) as image:
+        try:
+            image.draft("RGB", (2 * size, 2 * size))
+            image.load()
+            return _square(_upright(image), size, resize)
+        except Exception as error:  # damaged files make Pillow's decoders raise all kinds
+            short = "truncated" in str(error) or "broken" in str(error)
+            reason = (
+                "truncated file"
+                if short
+                else f"can't be decoded: {str(error) or type(error).__name__}"
+            )
+            raise ImageError(reason) from None
+
+
+def convert(image: Image.Image, size: int, resize: str = "squash") -> Pixels:
+    """An open picture as :func:`load` gives it: u8[size, size, 3]."""
+    return _square(ImageOps.exif_transpose(image), size, resize)
+
+
+def key(
+    digest: bytes, fingerprint: str, augmentation: tuple[int, ...] = ()
+) -> UInt32[np.ndarray, "4"]:
+    """The visual-token cache's key: equal only if the model sees equal pixels.
+
+    Args:
+        digest: hash of the picture file's bytes.
+        fingerprint: of the preprocessing (size, resize ...).
+        augmentation: what :func:`augment` drew; () is none.
+
+    Returns:
+        u32[4].
+    """
+    text = f"{fingerprint}|{augmentation}".encode()
+    return np.frombuffer(hashlib.blake2b(digest + text, digest_size=16).digest(), "<u4").copy()
+
+
+def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:
+    """An augmentation: (mirrored 0|1, pixels down, pixels right); () where it changes nothing."""
+    mirrored = int(rng.integers(2)) if flip else 0
+    down, right = (int(i) for i in rng.integers(-shift, shift + 1, 2)) if shift else (0, 0)
+    return (mirrored, down, right) if mirrored or down or right else ()
+
+
+def augment(pixels: Pixels, drawn: tuple[int, ...]) -> Pixels:
+    """Apply what :func:`draw` drew; edges are repeated where a shift uncovers them."""
+    if not drawn:
+        return pixels
+    mirrored, down, right = drawn
+    height, width = pixels.shape[:2]
+    rows = np.clip(np.arange(height) - down, 0, height - 1)
+    columns = np.clip(np.arange(width) - right, 0, width - 1)
+    columns = columns[::-1] if mirrored else columns
+    return pixels[rows[:, None], columns[None, :]]
+
+
+class Pictures:
+    """Decoded pictures by file, the latest used kept up to a number of megabytes."""
+
+    def __init__(self, size: int, resize: str, max_pixels: int, cache_mb: int):
+        """Say how pictures are decoded.
+
+        Args:
+            size: pixels a side.
+            resize: ``squash`` | ``pad`` | ``crop``.
+            max_pixels: of a file, at most.
+            cache_mb: bound on the pixels kept in memory, in 2**20 bytes.
+        """
+        self.size, self.resize, self.max_pixels = size, resize, max_pixels
+        self.fingerprint = f"{size}|{resize}|rgb-1"
+        self._room = cache_mb * 2**20
+        self._kept: collections.OrderedDict[str, Decoded] = collections.OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> Decoded:
+        """The picture of a file, decoded now or before.
+
+        Raises:
+            ImageError: why it can't be decoded.
+        """
+        with self._lock:
+            if path in self._kept:
+                self._kept.move_to_end(path)
+                return self._kept[path]
+        data = _bytes(path)
+        pixels = decode(data, self.size, self.resize, self.max_pixels)
+        decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
+        with self._lock:
+            if path not in self._kept and pixels.nbytes <= self._room:
+                self._kept[path] = decoded
+                self._bytes += pixels.nbytes
+                while self._bytes > self._room:
+                    self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
+        return decoded
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return pathlib.Path(path).read_bytes()
+    except FileNotFoundError:
+        raise ImageError("missing file") from None
+    except (OSError, ValueError) as error:
+        raise ImageError(f"can't be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
+    """Open a picture and read its header; raises ImageError."""
+    try:
+        empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
+        if empty:
+            raise ImageError("0-byte file")
+        with _open_lock, warnings.catch_warnings():
+            # Our own bound follows, and names the record.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(source)
+    except ImageError:
+        raise
+    except FileNotFoundError:
+        raise ImageError("missing file") from None
+    except UnidentifiedImageError:
+        raise ImageError("not a picture that Pillow can read") from None
+    except Image.DecompressionBombError:
+        raise ImageError(f"more than data.max_pixels={max_pixels} pixels") from None
+    except Exception as error:  # damaged headers make Pillow's plugins raise all kinds
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ImageError(f"can't be read: {reason}") from None
+    if image.width * image.height > max_pixels:
+        image.close()
+        raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
+    return image
+
+
+def _square(image: Image.Image, size: int, resize: str) -> Pixels:
+    return np.asarray(_fit(_rgb(image), size, resize))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    ImageOps.exif_transpose(image, in_place=True)  # in place: else it copies upright ones too
+    return image
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Any mode as RGB; transparency over white."""
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        # Pillow's own conversion clips at 255 instead of scaling.
+        values = np.asarray(image).astype(np.float64)
+        scale = 255 / 65535 if values.max(initial=0) > 255 else 1.0
+        grey = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _fit(image: Image.Image, size: int, resize: str) -> Image.Image:
+    """To ``size`` by ``size``, by one of RESIZE."""
+    if image.size == (size, size):
+        return image
+    if resize == "pad":
+        # Not ImageOps.pad: it rounds the short side of a 1 x 40 picture to nothing.
+        scale = size / max(image.size)
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        canvas = Image.new("RGB", (size, size), (PAD, PAD, PAD))
+        inner = image.resize((width, height), Image.Resampling.BICUBIC)
+        canvas.paste(inner, ((size - width) // 2, (size - height) // 2))
+        return canvas
+    if resize == "crop":
+        return ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    return image.resize((size, size), Image.Resampling.BICUBIC)

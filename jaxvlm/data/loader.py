@@ -1,0 +1,351 @@
+"""The data of a run: batches for training by step, and for evaluation record by record."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data import chat, corpora, formats, images, packing
+from jaxvlm.data.batch import Layout, Meta, assemble
+from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
+from jaxvlm.data.formats import Record
+from jaxvlm.data.iterate import TrainBatches, ahead
+from jaxvlm.data.order import EMPTY, Order, Row, rows
+from jaxvlm.data.tokenizer import ChatTokenizer
+from jaxvlm.types import Batch
+
+_AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
+_log = logging.getLogger("jaxvlm.data")
+
+
+class Settings(NamedTuple):
+    """What the data must know about the model and the run."""
+
+    image_size: int
+    """Pixels a side."""
+    num_patches: chat.NumPatches
+    """Tokens of a picture."""
+    seed: int = 0
+    visual_mask: str = "causal"
+    """causal | prefix."""
+
+
+class Dataset:
+    """Records that a run trains on or is evaluated on.
+
+    Attributes:
+        records: what was read; ``Meta.record`` points here.
+        problems: records that are skipped, known before the first step.
+        corpus: ids and loss masks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        records: Sequence[Record],
+        problems: Sequence[Problem],
+        config: DataConfig,
+        tokenizer: ChatTokenizer,
+        settings: Settings,
+    ):
+        """Encode and group records; see :meth:`from_config`."""
+        _validate(config, settings)
+        self.name, self.config, self.settings = name, config, settings
+        self.records, self.tokenizer = list(records), tokenizer
+        self.total = len(records) + len(problems)
+        self._pictures = images.Pictures(
+            settings.image_size, config.resize, config.max_pixels, config.image_cache_mb
+        )
+        corpus, unfit = chat.encode(self.records, tokenizer, settings.num_patches)
+        corpus, broken = corpora.with_good_pictures(corpus, self.records, config.max_pixels)
+        bad = [*problems, *unfit, *broken]
+        enforce(bad, self.total, config.on_bad, config.max_skip_share, name)
+        pieces, long = _pieces(corpus, config, tokenizer)
+        too_long = [Problem(self._record_id(corpus, i), *why) for i, *why in long]
+        enforce(too_long, self.total, config.on_long, 1.0, name)
+        self.problems = bad + too_long
+        enforce(self.problems, self.total, "skip", config.max_skip_share, name)
+        if not len(pieces.num_tokens):
+            raise DataError(f"{name}: no record is left; `jaxvlm data check` says why")
+        self.corpus, self.pieces = corpus, pieces
+        self._skipped: dict[int, Problem] = {}  # record -> why, at run time
+        self._lock = threading.Lock()
+        self._order: Order | None = None
+        self._digest = corpora.digest(corpus)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: DataConfig,
+        tokenizer: ChatTokenizer,
+        *,
+        image_size: int,
+        num_patches: chat.NumPatches,
+        seed: int = 0,
+        visual_mask: str = "causal",
+        spec: str = "",
+        read: tuple[list[Record], list[Problem]] | None = None,
+    ) -> Dataset:
+        """Read, check and encode a data file.
+
+        Every picture's header is read, none is decoded.
+
+        Args:
+            config: what to read and how to pack it.
+            tokenizer: gives the ids.
+            image_size: pixels a side of the model's pictures.
+            num_patches: tokens of a picture, or a function of its file.
+            seed: of the run.
+            visual_mask: causal | prefix: whether a picture's tokens see each other both ways.
+            spec: what to read; "" is ``config.train``.
+            read: what :func:`jaxvlm.data.formats.read` gave for it, if it was read already.
+
+        Raises:
+            DataError: the file can't be used, or too many of its records can't.
+        """
+        name = spec or config.train
+        records, problems = read or formats.read(name, config.image_root)
+        settings = Settings(image_size, num_patches, seed, visual_mask)
+        return cls(name, records, problems, config, tokenizer, settings)
+
+    @property
+    def order(self) -> Order:
+        """Rows by step. Raises DataError where a batch has more rows than there are pieces."""
+        if self._order is None:
+            self._order = Order(self.pieces, self.config, self.settings.seed)
+        return self._order
+
+    @property
+    def skipped(self) -> list[Problem]:
+        """Records left out at run time, so far and on this process: their picture failed."""
+        with self._lock:
+            return list(self._skipped.values())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every record has been trained on once."""
+        return self.order.steps_per_epoch
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Row lengths that batches may have: what a run compiles for."""
+        config = self.config
+        count = 1 if config.packing else config.buckets
+        return packing.buckets(config.max_length, count)
+
+    def train(self, local_rows: np.ndarray, start_step: int = 0) -> TrainBatches:
+        """Endless batches from ``start_step`` on, read ahead by ``config.workers`` threads.
+
+        Args:
+            local_rows: i[b]: this process's rows of the global batch.
+            start_step: the first step.
+        """
+        config, order = self.config, self.order
+        local = [int(row) for row in local_rows]
+
+        def load(step: int) -> tuple[Batch, Meta]:
+            chosen = [order.row(step, row) for row in local]
+            length = config.max_length
+            if not config.packing:  # all hosts must agree on it: look at the whole batch
+                every = [order.row(step, row) for row in range(config.batch_size)]
+                length = self._fit(every)
+            ids = step * config.batch_size + np.asarray(local, np.int32)
+            return self._load(self.corpus, self.pieces, chosen, length, ids)
+
+        return TrainBatches(
+            ahead(load, start_step, 2**31 - 1, config), start_step, self.fingerprint()
+        )
+
+    def eval(
+        self,
+        local_rows: np.ndarray,
+        batch_size: int,
+        num_records: int = 0,
+        shuffled_pictures: bool = False,
+    ) -> Iterator[tuple[Batch, Meta]]:
+        """Every record once, in rows that are packed as in training; the last are padding.
+
+        Args:
+            local_rows: i[b]: this process's rows of the global batch.
+            batch_size: rows of the global batch.
+            num_records: at most; a fixed random choice of pieces. 0: all.
+            shuffled_pictures: give each picture's records another picture: the blind control.
+
+        Raises:
+            DataError: ``shuffled_pictures`` with fewer than two pictures.
+        """
+        corpus, pieces = self._subset(num_records)
+        other = self._other_pictures() if shuffled_pictures else None
+        packed = [Row(row) for row in rows(np.arange(len(pieces.num_tokens)), pieces, self.config)]
+        steps = -(-len(packed) // batch_size)
+        packed += [EMPTY] * (steps * batch_size - len(packed))
+        local = [int(row) for row in local_rows]
+
+        def load(step: int) -> tuple[Batch, Meta]:
+            every = packed[step * batch_size : (step + 1) * batch_size]
+            length = self.config.max_length if self.config.packing else self._fit(every, pieces)
+            ids = step * batch_size + np.asarray(local, np.int32)
+            chosen = [every[row] for row in local]
+            return self._load(corpus, pieces, chosen, length, ids, other, train=False)
+
+        return iter(ahead(load, 0, steps, self.config))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What batches are a function of, besides the step; JSON-able."""
+        settings, config = self.settings, dataclasses.asdict(self.config)
+        names = [
+            *("batch_size", "max_length", "max_images", "packing", "share_pictures"),
+            *("buckets", "virtual_shards", "resize", "flip", "shift"),
+        ]
+        picked = {f"data.{name}": config[name] for name in names}
+        picked |= {"seed": settings.seed, "image_size": settings.image_size}
+        picked |= {"visual_mask": settings.visual_mask, "records": len(self.corpus.first)}
+        return picked | {"content": self._digest}
+
+    def _record_id(self, corpus: chat.Corpus, record: int) -> str:
+        return self.records[int(corpus.source[record])].id
+
+    def _fit(self, chosen: Sequence[Row], pieces: packing.Pieces | None = None) -> int:
+        """The shortest row length that fits every row."""
+        sizes = (pieces or self.pieces).num_tokens
+        longest = max((int(sizes[row.pieces].sum()) for row in chosen), default=0)
+        return next(length for length in self.row_lengths if length >= longest)
+
+    def _layout(self, pieces: packing.Pieces) -> Layout:
+        most = self.config.max_images if self.config.packing else int(pieces.num_images.max())
+        return Layout(
+            image_id=self.tokenizer.image_id,
+            pad_id=self.tokenizer.pad_id,
+            max_images=most if self.corpus.paths else 0,
+            has_parents=bool((pieces.record < 0).any()),
+            prefix_mask=self.settings.visual_mask == "prefix" and bool(self.corpus.paths),
+        )
+
+    def _load(
+        self,
+        corpus: chat.Corpus,
+        pieces: packing.Pieces,
+        chosen: Sequence[Row],
+        length: int,
+        example_id: np.ndarray,
+        other: np.ndarray | None = None,
+        train: bool = True,
+    ) -> tuple[Batch, Meta]:
+        """Decode pictures, leave out pieces whose pictures fail, and lay out the rest."""
+        kept: list[np.ndarray] = []
+        pixels: list[np.ndarray] = []
+        keys: list[np.ndarray] = []
+        for row in chosen:
+            good = []
+            for piece in row.pieces.tolist():
+                try:
+                    views = self._views(pieces.pictures[piece], piece, row.pass_, other, train)
+                except ImageError as error:
+                    self._skip(corpus, pieces, piece, str(error))
+                    continue
+                good.append(piece)
+                for view, key in views:
+                    pixels.append(view)
+                    keys.append(key)
+            kept.append(np.asarray(good, np.int32))
+        layout = self._layout(self.pieces)
+        batch, meta, places = assemble(corpus, pieces, kept, length, layout)
+        batch = batch._replace(example_id=example_id.astype(np.int32))
+        if layout.max_images:
+            shape = (len(chosen), layout.max_images)
+            size = self.settings.image_size
+            canvas = np.zeros((*shape, size, size, 3), np.uint8)
+            image_key = np.zeros((*shape, 4), np.uint32)
+            for i, (row_, slot) in enumerate(zip(places.row.tolist(), places.slot.tolist())):
+                canvas[row_, slot] = pixels[i]
+                image_key[row_, slot] = keys[i]
+            batch = batch._replace(pixels=canvas, image_key=image_key)
+        return batch, meta
+
+    def _views(
+        self,
+        pictures: tuple[int, ...],
+        piece: int,
+        pass_: int,
+        other: np.ndarray | None,
+        train: bool,
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Pixels and key of each picture of a piece, augmented; raises ImageError."""
+        config = self.config
+        rng = None
+        if train and (config.flip or config.shift):
+            rng = np.random.default_rng([self.settings.seed, _AUGMENT, pass_, piece])
+        out = []
+        for picture in pictures:
+            picture = picture if other is None else int(other[picture])
+            decoded = self._pictures.get(self.corpus.paths[picture])
+            drawn = images.draw(rng, config.flip, config.shift) if rng else ()
+            key = images.key(decoded.digest, self._pictures.fingerprint, drawn)
+            out.append((images.augment(decoded.pixels, drawn), key))
+        return out
+
+    def _skip(self, corpus: chat.Corpus, pieces: packing.Pieces, piece: int, reason: str) -> None:
+        """Count a piece whose picture failed, once, and stop the run where it is too much."""
+        lost = pieces.record[pieces.start[piece] : pieces.start[piece + 1]]
+        with self._lock:
+            for record in lost[lost >= 0].tolist():
+                problem = Problem(self._record_id(corpus, record), reason)
+                if self._skipped.setdefault(int(corpus.source[record]), problem) is problem:
+                    _log.warning("%s: left out: %s", self.name, problem)
+        failed = self.skipped
+        enforce(failed, self.total, self.config.on_bad, 1.0, self.name)
+        enforce(self.problems + failed, self.total, "skip", self.config.max_skip_share, self.name)
+
+    def _subset(self, num_records: int) -> tuple[chat.Corpus, packing.Pieces]:
+        """About ``num_records`` records, in whole pieces as far as it goes."""
+        if not 0 < num_records < len(self.corpus.first):
+            return self.corpus, self.pieces
+        order = np.random.default_rng([0, _SUBSET]).permutation(len(self.pieces.num_tokens))
+        start = self.pieces.start
+        segments = np.concatenate([np.arange(start[i], start[i + 1]) for i in order.tolist()])
+        records = self.pieces.record[segments]
+        chosen = np.sort(records[records >= 0][:num_records])
+        corpus = corpora.take(self.corpus, chosen)
+        return corpus, _pieces(corpus, self.config, self.tokenizer)[0]
+
+    def _other_pictures(self) -> np.ndarray:
+        """i64[pictures]: for each picture another one."""
+        total = len(self.corpus.paths)
+        if total < 2:
+            raise DataError(f"{self.name}: the blind control needs two pictures, not {total}")
+        cycle = np.random.default_rng([0, _BLIND]).permutation(total)
+        other = np.empty(total, np.int64)
+        other[cycle] = np.roll(cycle, 1)
+        return other
+
+
+def _validate(config: DataConfig, settings: Settings) -> None:
+    """Raise DataError for a setting that is none of its choices."""
+    choices = {
+        "data.on_long": (config.on_long, ("refuse", "skip")),
+        "data.on_bad": (config.on_bad, ("refuse", "skip")),
+        "data.resize": (config.resize, images.RESIZE),
+        "model.decoder.visual_mask": (settings.visual_mask, ("causal", "prefix")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise DataError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+    for name in ("batch_size", "max_length", "virtual_shards"):
+        if getattr(config, name) < 1:
+            raise DataError(f"data.{name}={getattr(config, name)} must be at least 1")
+
+
+def _pieces(
+    corpus: chat.Corpus, config: DataConfig, tokenizer: ChatTokenizer
+) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
+    # One record a row has nobody to share with.
+    share = config.share_pictures and config.packing
+    return packing.build_pieces(
+        corpus, tokenizer.image_id, config.max_length, config.max_images, share
+    )

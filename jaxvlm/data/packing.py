@@ -1,0 +1,270 @@
+"""Records -> pieces -> rows: who shares a picture, who shares a row. Pure functions.
+
+A *piece* is what is packed whole: one record, or a shared beginning (text up to the last
+picture) with the records that go on from it. A piece's segments are its tokens' runs: the shared
+beginning is the parent of the others, which see it and not each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int, Int32, Int64
+
+from jaxvlm.data.chat import Corpus
+from jaxvlm.data.errors import DataError
+
+LOOK_AHEAD = 8  # rows held open while packing
+
+_ASSIGN = 0x5A  # tags that keep the random streams of one seed apart
+_ORDER = 0x0D
+
+
+class Pieces(NamedTuple):
+    """Pieces and their segments, flat; ``start[i]:start[i+1]`` are piece i's."""
+
+    start: Int64[np.ndarray, " pieces+1"]
+    """First segment of each piece."""
+    record: Int32[np.ndarray, " segments"]
+    """The record that a segment ends; -1 for a shared beginning."""
+    first: Int64[np.ndarray, " segments"]
+    """Index in the corpus of the segment's first token ..."""
+    last: Int64[np.ndarray, " segments"]
+    """... and one after its last."""
+    length: Int32[np.ndarray, " segments"]
+    """Tokens in a row, pictures included."""
+    offset: Int32[np.ndarray, " segments"]
+    """Position of the first token: where the parent ended, so that sharing changes no result."""
+    pictures: tuple[tuple[int, ...], ...]
+    """Of each piece: indices into the corpus's paths."""
+    num_tokens: Int32[np.ndarray, " pieces"]
+    num_images: Int32[np.ndarray, " pieces"]
+
+
+def build_pieces(
+    corpus: Corpus, image_id: int, max_length: int, max_images: int, share: bool
+) -> tuple[Pieces, list[tuple[int, str, str]]]:
+    """Group records that begin alike, and cut groups that no row could hold.
+
+    Args:
+        corpus: encoded records.
+        image_id: the picture token.
+        max_length: tokens a row.
+        max_images: pictures a row.
+        share: whether records with the same leading pictures share them.
+
+    Returns:
+        Pieces, each fit for a row of its own, in the order of their first record; and
+        (record, reason, detail) of the records that fit no row.
+    """
+    groups: dict[tuple, list[int]] = {}
+    shared: dict[tuple, int] = {}
+    problems: list[tuple[int, str, str]] = []
+    length = corpus.length.tolist()
+    prefixes = _prefixes(corpus, image_id) if share else np.zeros(len(length), np.int64)
+    for i, (tokens, pictures, prefix) in enumerate(zip(length, corpus.pictures, prefixes.tolist())):
+        if tokens > max_length:
+            problems.append((i, f"longer than data.max_length={max_length}", f"{tokens} tokens"))
+        elif len(pictures) > max_images:
+            detail = f"{len(pictures)} pictures"
+            problems.append((i, f"more than data.max_images={max_images} pictures", detail))
+        else:
+            begin = int(corpus.first[i])
+            head = corpus.tokens[begin : begin + prefix].tobytes()
+            name = (pictures, head) if prefix else (i,)
+            groups.setdefault(name, []).append(i)
+            shared[name] = prefix
+    builder = _Builder(corpus, max_length)
+    for name, members in groups.items():
+        builder.add(members, shared[name])
+    return builder.pieces(), problems
+
+
+def _prefixes(corpus: Corpus, image_id: int) -> Int64[np.ndarray, " records"]:
+    """Tokens (a picture counting as one) that a record can share: through its last picture.
+
+    0 where it has no picture, where the loss begins inside them, or right after them: a child's
+    first token has no token of its own before it that could predict it.
+    """
+    out = np.zeros(len(corpus.first), np.int64)
+    known: dict[int, int] = {}
+    for i, (first, last) in enumerate(zip(corpus.first.tolist(), corpus.last.tolist())):
+        if first not in known:
+            places = np.flatnonzero(corpus.tokens[first:last] == image_id)
+            prefix = int(places[-1]) + 1 if len(places) else 0
+            clear = first + prefix < last and not corpus.loss[first : first + prefix + 1].any()
+            known[first] = prefix if clear else 0
+        out[i] = known[first]
+    return out
+
+
+class _Builder:
+    """Collects segments piece by piece."""
+
+    def __init__(self, corpus: Corpus, max_length: int):
+        self.corpus, self.max_length = corpus, max_length
+        self.start = [0]
+        self.segments: list[tuple[int, int, int, int, int]] = []
+        self.pictures: list[tuple[int, ...]] = []
+        self.first, self.last = corpus.first.tolist(), corpus.last.tolist()
+        self.length = corpus.length.tolist()
+
+    def add(self, members: list[int], prefix: int) -> None:
+        """Records that share ``prefix`` tokens, in as many pieces as the row's length asks."""
+        pictures = self.corpus.pictures[members[0]]
+        head = prefix + int(sum(self.corpus.image_tokens[p] - 1 for p in pictures))
+        waiting: list[int] = []
+        used = head
+        for i in members:
+            rest = self.length[i] - head
+            if waiting and used + rest > self.max_length:
+                self._close(waiting, prefix, head, pictures)
+                waiting, used = [], head
+            waiting.append(i)
+            used += rest
+        self._close(waiting, prefix, head, pictures)
+
+    def _close(self, records: list[int], prefix: int, head: int, pictures: tuple) -> None:
+        if len(records) == 1:  # nobody to share with: one segment says the same
+            prefix = head = 0
+        else:
+            begin = self.first[records[0]]
+            self.segments.append((-1, begin, begin + prefix, head, 0))
+        for i in records:
+            first, last = self.first[i] + prefix, self.last[i]
+            self.segments.append((i, first, last, self.length[i] - head, head))
+        self.start.append(len(self.segments))
+        self.pictures.append(pictures)
+
+    def pieces(self) -> Pieces:
+        table = np.asarray(self.segments, np.int64).reshape(-1, 5).T
+        start = np.asarray(self.start, np.int64)
+        total = np.concatenate([[0], np.cumsum(table[3])])
+        return Pieces(
+            start=start,
+            record=table[0].astype(np.int32),
+            first=table[1],
+            last=table[2],
+            length=table[3].astype(np.int32),
+            offset=table[4].astype(np.int32),
+            pictures=tuple(self.pictures),
+            num_tokens=(total[start[1:]] - total[start[:-1]]).astype(np.int32),
+            num_images=np.asarray([len(p) for p in self.pictures], np.int32),
+        )
+
+
+def units(pieces: Pieces, batch_size: int) -> list[list[int]]:
+    """What is dealt to virtual shards: the pieces of one set of pictures, together.
+
+    Pictures that are fewer than the rows of a batch can't be kept together: then each piece is
+    a unit of its own.
+
+    Raises:
+        DataError: fewer pieces than rows a batch.
+    """
+    total = len(pieces.num_tokens)
+    if total < batch_size:
+        raise DataError(
+            f"data: {total} packed pieces are fewer than data.batch_size={batch_size};"
+            f" lower it to {max(total, 1)} or less, or set data.share_pictures=false"
+        )
+    sets: dict[tuple, list[int]] = {}
+    for i, pictures in enumerate(pieces.pictures):
+        sets.setdefault(pictures or (-1 - i,), []).append(i)
+    return list(sets.values()) if len(sets) >= batch_size else [[i] for i in range(total)]
+
+
+def effective_shards(virtual_shards: int, batch_size: int, num_units: int) -> int:
+    """V: the virtual shards that data is dealt to; a multiple of ``batch_size``.
+
+    Small data gets fewer than asked, so that each has about four units to shuffle and pack.
+    """
+    return batch_size * max(1, min(virtual_shards, num_units // 4) // batch_size)
+
+
+def assign(
+    pieces: Pieces, members: list[list[int]], num_shards: int, seed: int
+) -> list[Int32[np.ndarray, " n"]]:
+    """Deal units to virtual shards for good, about equal in tokens.
+
+    Args:
+        pieces: all pieces.
+        members: pieces of each unit; at least ``num_shards`` units.
+        num_shards: V.
+        seed: of the run.
+
+    Returns:
+        Pieces of each shard, ascending; no shard is empty.
+    """
+    weight = np.asarray([int(pieces.num_tokens[m].sum()) for m in members])
+    order = np.random.default_rng([seed, _ASSIGN]).permutation(len(members))
+    longest_first = order[np.argsort(-weight[order], kind="stable")]
+    heap = [(0, shard) for shard in range(num_shards)]
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    for i in longest_first.tolist():
+        load, shard = heapq.heappop(heap)
+        shards[shard] += members[i]
+        heapq.heappush(heap, (load + int(weight[i]), shard))
+    return [np.sort(np.asarray(shard, np.int32)) for shard in shards]
+
+
+def shuffled(
+    shard_pieces: Int32[np.ndarray, " n"], seed: int, pass_: int, shard: int
+) -> Int32[np.ndarray, " n"]:
+    """The shard's pieces in the order of one pass over them."""
+    return np.random.default_rng([seed, _ORDER, pass_, shard]).permutation(shard_pieces)
+
+
+def pack(
+    order: Int[np.ndarray, " n"],
+    pieces: Pieces,
+    max_length: int,
+    max_images: int,
+    max_pieces: int = 0,
+) -> list[Int32[np.ndarray, " k"]]:
+    """First fit among the ``LOOK_AHEAD`` rows held open; the oldest is closed for a new one.
+
+    Args:
+        order: pieces, each once.
+        pieces: their sizes.
+        max_length: tokens a row.
+        max_images: pictures a row.
+        max_pieces: pieces a row; 0 is no bound.
+
+    Returns:
+        Rows of pieces; every piece of ``order`` in exactly one.
+    """
+    if max_pieces == 1:
+        return [np.asarray([i], np.int32) for i in order]
+    closed: list[list[int]] = []
+    rows: list[list[int]] = []
+    room: list[list[int]] = []  # tokens and pictures left in each open row
+    tokens, images = pieces.num_tokens[order].tolist(), pieces.num_images[order].tolist()
+    for piece, need, pictures in zip(order.tolist(), tokens, images):
+        for row, left in zip(rows, room):
+            if need <= left[0] and pictures <= left[1]:
+                row.append(piece)
+                left[0] -= need
+                left[1] -= pictures
+                break
+        else:
+            if len(rows) == LOOK_AHEAD:
+                closed.append(rows.pop(0))
+                room.pop(0)
+            rows.append([piece])
+            room.append([max_length - need, max_images - pictures])
+    return [np.asarray(row, np.int32) for row in closed + rows]
+
+
+def buckets(max_length: int, count: int) -> tuple[int, ...]:
+    """Row lengths to choose from: multiples of 8, each about 1.6 times the one before.
+
+    Returns:
+        Up to ``count`` lengths, ascending; the last is ``max_length`` itself.
+    """
+    lengths = {max_length}
+    for i in range(1, max(count, 1)):
+        lengths.add(min(max_length, -(-int(max_length / 1.6**i) // 8) * 8))
+    return tuple(sorted(lengths))

@@ -1,0 +1,300 @@
+"""Tokenizers in Hugging Face form: built from the training text, or loaded from a folder.
+
+Only the `tokenizers` library is needed. What `build` saves is what transformers' AutoTokenizer
+loads, and both give the same ids.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsInt
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from jaxvlm.data import template as chat_template
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.formats import PLACEHOLDER, Turn
+
+SPECIAL = {
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "eos_token": "<eos>",
+    "image_token": "<image>",
+}
+ROLES = ("<system>", "<user>", "<assistant>")
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{- raise_exception('unknown role ' + message['role']) -}}"
+    "{%- endif -%}"
+    "{{- '<' + message['role'] + '>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{{- '<image>' if part['type'] == 'image' else part['text'] -}}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{- '<eos>' if message['role'] == 'assistant' else '' -}}"
+    "{%- endfor -%}"
+    "{{- '<assistant>' if add_generation_prompt else '' -}}"
+)
+"""``<user>question<assistant>answer<eos>``: one token a header, one that ends an answer."""
+
+# Names of the picture token in the families that jaxvlm reads, when the folder doesn't say.
+_KNOWN_IMAGE_TOKENS = (
+    "<image>",
+    "<|image_pad|>",
+    "<image_soft_token>",
+    "<|image|>",
+    "<IMG_CONTEXT>",
+    "[IMG]",
+)
+
+
+class ChatTokenizer:
+    """A tokenizer with a chat template and a picture token."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str, special: dict[str, str]):
+        """Wrap a backend.
+
+        Args:
+            backend: the `tokenizers` object; truncation and padding are switched off.
+            template: chat template.
+            special: names such as ``eos_token`` -> the token's text; ``image_token`` and
+                ``eos_token`` must be there.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend, self.template, self.special = backend, template, dict(special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        for name in ("eos_token", "image_token"):
+            if self.special.get(name) not in vocabulary:
+                raise DataError(
+                    f"tokenizer: {name} {self.special.get(name)!r} is not in its vocabulary; "
+                    f"name one in tokenizer_config.json"
+                )
+        self.eos_id: int = vocabulary[self.special["eos_token"]]
+        self.image_id: int = vocabulary[self.special["image_token"]]
+        self.pad_id: int = vocabulary.get(self.special.get("pad_token", ""), self.eos_id)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens = frozenset(t.content for t in added.values() if t.special)
+        self._lists = self._takes_lists()
+        self.stop_ids: tuple[int, ...] = self._stop_ids()
+
+    def render(self, turns: Sequence[Turn], add_generation_prompt: bool = False) -> str:
+        """The turns as one string, each picture as one picture token.
+
+        Args:
+            turns: what was said; ``<image>`` stands for a picture.
+            add_generation_prompt: end with the header of the assistant's next turn.
+
+        Raises:
+            TemplateError: the template refuses these turns.
+        """
+        messages = [{"role": t.role, "content": self._content(t.content)} for t in turns]
+        return self._render(messages, add_generation_prompt)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of rendered text; nothing is added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        """Ids and character offsets of rendered texts; nothing is added."""
+        return self.backend.encode_batch(texts, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[SupportsInt], skip_special: bool = True) -> str:
+        """Text of ids.
+
+        Args:
+            ids: token ids.
+            skip_special: leave special tokens out.
+        """
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        named = {k: v for k, v in self.special.items() if k != "image_token"}
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": int(1e30),
+            "clean_up_tokenization_spaces": False,
+            "extra_special_tokens": {"image_token": self.special["image_token"]},
+            "chat_template": self.template,
+            **named,
+        }
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        return chat_template.render(self.template, messages, add_generation_prompt, **self.special)
+
+    def _content(self, text: str) -> Any:
+        if PLACEHOLDER not in text:
+            return text
+        if not self._lists:
+            return text.replace(PLACEHOLDER, self.special["image_token"])
+        parts: list[dict[str, str]] = []
+        for i, piece in enumerate(text.split(PLACEHOLDER)):
+            parts += [{"type": "image"}] if i else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        return parts
+
+    def _takes_lists(self) -> bool:
+        """Whether the template writes a picture token for ``{"type": "image"}`` by itself.
+
+        Templates made for pictures do (and may wrap it in start and end tokens, as Qwen-VL's
+        does); text-only ones get the picture token inside the text.
+        """
+        probe = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+        try:
+            return self._render(probe, False).count(self.special["image_token"]) == 1
+        except chat_template.TemplateError:
+            return False
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: eos, and what the template writes after one (Gemma, Qwen)."""
+        stops: dict[int, None] = {self.eos_id: None}
+        try:
+            turns = [Turn("user", "a"), Turn("assistant", "b")]
+            start = len(self.render(turns[:1], add_generation_prompt=True))
+            ids = self.encode(self.render(turns)[start:])
+            # The last special one: an empty <think></think>, or "b" as <unk>, may come before.
+            names = self.special_tokens - {self.special.get("unk_token")}
+            ends = [i for i in ids if self.backend.id_to_token(i) in names]
+            stops |= dict.fromkeys(ends[-1:])
+        except chat_template.TemplateError:
+            pass
+        return tuple(stops)
+
+
+def build(texts: Iterable[str], kind: str = "word", vocab_size: int = 8192) -> ChatTokenizer:
+    """A new tokenizer for some texts.
+
+    Args:
+        texts: what it is trained on; ``<image>`` in them is ignored.
+        kind: ``word`` (lower case, split at spaces and punctuation; words not in ``texts``
+            become ``<unk>``) or ``bpe`` (byte level: every text has ids and comes back whole).
+        vocab_size: tokens at most, special ones included.
+
+    Raises:
+        DataError: unknown ``kind``, or a ``vocab_size`` too small for it.
+    """
+    special = [*SPECIAL.values(), *ROLES]
+    trainer: trainers.Trainer
+    if kind == "word":
+        backend = tokenizers.Tokenizer(models.WordLevel({}, unk_token=SPECIAL["unk_token"]))
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+        )
+        least = len(special) + 1
+        trainer = trainers.WordLevelTrainer(
+            vocab_size=vocab_size, special_tokens=special, show_progress=False
+        )
+    elif kind == "bpe":
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        least = len(special) + 256
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+    else:
+        raise DataError(f"tokenizer.kind={kind!r} is unknown; use word or bpe")
+    if vocab_size < least:
+        raise DataError(f"tokenizer.vocab_size={vocab_size} is too small; {kind} needs {least}")
+    backend.train_from_iterator((t.replace(PLACEHOLDER, " ") for t in texts), trainer)
+    return ChatTokenizer(backend, TEMPLATE, SPECIAL)
+
+
+def load(folder: str | pathlib.Path) -> ChatTokenizer:
+    """The tokenizer of a Hugging Face folder.
+
+    Where the folder knows no picture token, ``<image>`` is added after its last id; the model's
+    embedding must then hold ``vocab_size`` rows.
+
+    Args:
+        folder: holds ``tokenizer.json`` and a chat template (``chat_template.jinja``,
+            ``chat_template.json``, or inside ``tokenizer_config.json``).
+
+    Raises:
+        DataError: a file is missing or broken, or no chat template is found.
+    """
+    folder = pathlib.Path(folder).expanduser()
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: no tokenizer.json; give a folder with a fast tokenizer")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"{folder}/tokenizer.json: can't be read: {error}") from None
+    config = _json(folder / "tokenizer_config.json")
+    template = _find_template(folder, config)
+    special = {
+        name: text
+        for source in (_json(folder / "special_tokens_map.json"), config)
+        for name, value in source.items()
+        if name.endswith("_token") and (text := _text(value))
+    }
+    special.setdefault("eos_token", "</s>")
+    image = _find_image_token(folder, config, special, backend)
+    special["image_token"] = image
+    if backend.token_to_id(image) is None:
+        backend.add_special_tokens([tokenizers.AddedToken(image, normalized=False, special=True)])
+    return ChatTokenizer(backend, template, special)
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+
+
+def _text(value: Any) -> str:
+    """A special token's text: written plainly or as an AddedToken."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _find_template(folder: pathlib.Path, config: dict[str, Any]) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _json(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    if not isinstance(template, str) or not template:
+        raise DataError(f"{folder}: no chat template; put one in {folder}/chat_template.jinja")
+    return template
+
+
+def _find_image_token(
+    folder: pathlib.Path,
+    config: dict[str, Any],
+    special: dict[str, str],
+    backend: tokenizers.Tokenizer,
+) -> str:
+    """The picture token that the folder names, or a known one, or the one to add."""
+    extra = config.get("extra_special_tokens")
+    named = [special.get("image_token", "")]
+    named += [_text(extra.get("image_token"))] if isinstance(extra, dict) else []
+    model = _json(folder / "config.json")
+    number = model.get("image_token_id", model.get("image_token_index"))
+    named += [backend.id_to_token(number) or ""] if isinstance(number, int) else []
+    for token in [*named, *_KNOWN_IMAGE_TOKENS]:
+        if token and backend.token_to_id(token) is not None:
+            return token
+    return PLACEHOLDER

@@ -1,0 +1,29 @@
+"""Losses as sums and weights (see ``jaxvlm.types.Loss``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.types import Batch, Loss, Sums
+
+
+def scales(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
+    """``coefficient_k / W_k`` of each term over the global batch; 0 where nothing is weighted.
+
+    Args:
+        loss: the loss.
+        batch: the whole global batch, before it is cut into microbatches.
+    """
+    weights = loss.weights(batch)
+    return {
+        name: jnp.where(weights[name] > 0, factor / jnp.maximum(weights[name], 1e-20), 0.0)
+        for name, factor in loss.coefficients().items()
+    }
+
+
+def total(sums: Sums, scale: Mapping[str, jax.Array]) -> jax.Array:
+    """f32[]: ``sum_k scale_k * S_k``."""
+    return sum((scale[name] * value for name, value in sums.terms.items()), jnp.float32(0))

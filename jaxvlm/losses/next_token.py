@@ -1,0 +1,98 @@
+"""Next-token cross-entropy, its logits made a chunk at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.types import Batch, Out, Sums
+
+_AUTO_LOGITS = 8 * 2**20
+"""Logits a row-chunk may hold where the chunk is chosen: 32 MiB of float32 a row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """Cross-entropy of each token given the ones before it in its segment.
+
+    ``-log softmax(hidden[t] @ head)[tokens[t + 1]]``, weighted by ``loss_weight[t + 1]``
+    where t and t + 1 lie in one segment; the denominator is the sum of those weights.
+
+    Args:
+        chunk: tokens a row whose logits exist at once; 0 chooses from the vocabulary.
+    """
+
+    chunk: int = 0
+    additive: bool = True
+
+    def coefficients(self) -> Mapping[str, float]:
+        """One term."""
+        return {"loss": 1.0}
+
+    def weights(self, batch: Batch) -> dict[str, Any]:
+        """``{"loss": f32[]}``: the sum of the weights of predicted tokens."""
+        return {"loss": jnp.sum(targets(batch)[1])}
+
+    def __call__(self, out: Out, batch: Batch) -> Sums:
+        """Sums over ``batch``: the loss, and ``accuracy`` of the argmax."""
+        labels, weight = targets(batch)
+        nll, hit = token_scores(out, labels, self.chunk)
+        total = jnp.sum(weight)
+        return Sums(
+            terms={"loss": jnp.sum(nll * weight)},
+            metrics={"accuracy": (jnp.sum(hit * weight), total)},
+        )
+
+
+def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """``(labels i32[B, T], weight f32[B, T])``: what place t predicts, and how much it counts."""
+    labels = jnp.roll(batch.tokens, -1, axis=1)
+    same = jnp.roll(batch.segment, -1, axis=1) == batch.segment
+    weight = jnp.where(same, jnp.roll(batch.loss_weight, -1, axis=1), 0.0)
+    return labels, weight.at[:, -1].set(0.0)  # the roll wraps around the row's end
+
+
+def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood of each label, and whether it is the argmax.
+
+    Logits are float32 and exist for ``chunk`` tokens of each row at a time, in the backward
+    pass too, where they are made again.
+
+    Args:
+        out: hidden [B, T, D] and head [D, V].
+        labels: i32[B, T].
+        chunk: tokens a row; 0 chooses.
+
+    Returns:
+        ``(nll f32[B, T], hit f32[B, T])``.
+    """
+    B, T, D = out.hidden.shape
+    chunk = min(T, chunk or max(64, _AUTO_LOGITS // out.head.shape[1]))
+
+    def score(hidden: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
+        flat = hidden.reshape(-1, D)
+        head = out.head.astype(flat.dtype)
+        logits = jnp.matmul(flat, head, preferred_element_type=jnp.float32)
+        logits = logits.reshape(*label.shape, -1)
+        picked = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+        nll = jax.nn.logsumexp(logits, axis=-1) - picked
+        hit = jnp.argmax(logits, axis=-1) == label
+        return nll, hit.astype(jnp.float32)
+
+    if chunk >= T:
+        return score(out.hidden, labels)
+    pad = -T % chunk
+    hidden = jnp.pad(out.hidden, ((0, 0), (0, pad), (0, 0)))
+    labels = jnp.pad(labels, ((0, 0), (0, pad)))
+    parts = (T + pad) // chunk
+    hidden = jnp.moveaxis(hidden.reshape(B, parts, chunk, D), 1, 0)
+    labels = jnp.moveaxis(labels.reshape(B, parts, chunk), 1, 0)
+    _, (nll, hit) = jax.lax.scan(
+        lambda _, x: (None, jax.checkpoint(score, prevent_cse=False)(*x)), None, (hidden, labels)
+    )
+    whole = (jnp.moveaxis(x, 0, 1).reshape(B, T + pad)[:, :T] for x in (nll, hit))
+    return tuple(whole)  # type: ignore[return-value]  # two of them

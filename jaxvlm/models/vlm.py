@@ -1,0 +1,94 @@
+"""A vision-language model: ViT, connector, decoder."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.models.connector import Connector
+from jaxvlm.models.decoder import Decoder
+from jaxvlm.models.vit import ViT
+from jaxvlm.nn.embed import place_images
+from jaxvlm.nn.kv import KVCache
+from jaxvlm.nn.mask import Mask, batch_mask
+from jaxvlm.nn.param import Init
+from jaxvlm.parallel.rules import Axes, shard
+from jaxvlm.types import Batch, Out
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+PIXEL_MEAN, PIXEL_SCALE = 127.5, 127.5
+"""u8 pixels become (x - mean) / scale, in -1..1."""
+
+
+class Stream(NamedTuple):
+    """What flows between :meth:`VLM.pre`, :meth:`VLM.blocks` and :meth:`VLM.post`."""
+
+    x: Any
+    """[B, T, D] residual stream."""
+    positions: Any
+    """i32[B, 1, T]."""
+    mask: Mask
+    kv: KVCache | None = None
+    length: Any = None
+    """i32[]: tokens in ``kv``."""
+
+
+class VLM(nnx.Module):
+    """``post(blocks(pre(batch)))``: cut where a pipeline may cut it.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules by tower: keys ``vision``, ``connector``, ``decoder``.
+        config: dims and variants.
+    """
+
+    def __init__(self, init: Init, axes: dict[str, Axes], config: ModelConfig):
+        if config.dtype not in DTYPES:
+            raise ConfigError(f"config.model.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
+        self.config, self.axes = config, axes["decoder"]
+        self.vision = ViT(init, axes["vision"], config.vision, config.attention)
+        widths = (config.vision.width, config.decoder.width)
+        self.connector = Connector(init, axes["connector"], config.connector, *widths)
+        self.decoder = Decoder(init, axes["decoder"], config.decoder, config.attention)
+
+    def __call__(self, batch: Batch) -> Out:
+        """The forward pass over a batch."""
+        return self.post(self.blocks(self.pre(batch)))
+
+    def encode(self, pixels: jax.Array) -> jax.Array:
+        """u8[B, H, W, 3] -> [B, P, D_vision]: the tower alone, before the connector."""
+        dtype = DTYPES[self.config.dtype]
+        x = (pixels.astype(jnp.float32) - PIXEL_MEAN) / PIXEL_SCALE
+        with jax.named_scope("vision"):
+            return self.vision(x.astype(dtype))
+
+    def pre(self, batch: Batch) -> Stream:
+        """Embeddings with the pictures' tokens at their places."""
+        x = self.decoder.embed(batch.tokens, DTYPES[self.config.dtype])
+        features = batch.features
+        if features is None and batch.pixels is not None:
+            B, num_images = batch.pixels.shape[:2]
+            tokens = self.encode(batch.pixels.reshape(B * num_images, *batch.pixels.shape[2:]))
+            features = tokens.reshape(B, num_images, *tokens.shape[1:])
+        if features is not None:
+            flat = features.reshape(-1, *features.shape[2:])
+            with jax.named_scope("connector"):
+                visual = self.connector(flat)
+            visual = visual.reshape(*features.shape[:2], *visual.shape[1:])
+            x = place_images(x, visual, batch.image_start)
+        x = shard(self.axes, x, "batch", "seq", "embed")
+        return Stream(x, batch.positions, batch_mask(batch))
+
+    def blocks(self, stream: Stream) -> Stream:
+        """Through the decoder's layers."""
+        with jax.named_scope("decoder"):
+            x, kv = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.length)
+        return stream._replace(x=x, kv=kv)
+
+    def post(self, stream: Stream) -> Out:
+        """The final norm; the loss applies the head."""
+        return Out(hidden=self.decoder.norm(stream.x), head=self.decoder.embed.head())

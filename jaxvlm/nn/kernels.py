@@ -1,0 +1,182 @@
+"""Attention backends, and the choice among them.
+
+``xla`` serves every mask. The others serve some; one that cannot is passed over, and the
+choice with its reasons is logged once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvlm.config import ConfigError
+from jaxvlm.nn.mask import Mask
+from jaxvlm.parallel.local import per_device
+from jaxvlm.parallel.rules import Axes
+
+log = logging.getLogger(__name__)
+
+BATCHED = ("batch", "seq")
+QUERY = ("batch", "seq", "heads", "head_dim")
+KEY = ("batch", "seq", "kv_heads", "head_dim")
+_PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
+_TILE = 128  # rows of a splash block: the TPU's lane count
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, backend: str = "auto"
+) -> jax.Array:
+    """Scaled dot-product attention with grouped queries.
+
+    Args:
+        q: [B, T, N, H].
+        k: [B, S, K, H], K divides N.
+        v: [B, S, K, H].
+        mask: who may attend to whom.
+        axes: mesh and rules; its platform decides what ``auto`` means.
+        backend: ``auto``, or a name in :data:`BACKENDS`.
+
+    Returns:
+        [B, T, N, H] in ``q``'s dtype; the softmax is in float32.
+
+    Raises:
+        ConfigError: a backend named explicitly cannot serve these shapes or this mask.
+    """
+    return BACKENDS[_choose(q, k, mask, axes.platform, backend)](q, k, v, mask, axes)
+
+
+def _choose(q: jax.Array, k: jax.Array, mask: Mask, platform: str, backend: str) -> str:
+    if backend != "auto":
+        if backend not in BACKENDS:
+            raise ConfigError(f"config.model.attention={backend!r}; known: {', '.join(BACKENDS)}")
+        if refusal := _refusal(backend, q, k, mask):
+            raise ConfigError(f"config.model.attention={backend!r}: {refusal}; use 'auto'")
+        return backend
+    for name in _PREFERRED.get(platform, ()):
+        refusal = _refusal(name, q, k, mask)
+        if not refusal:
+            _say(f"attention {q.shape} x {k.shape}: {name}")
+            return name
+        _say(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
+    return "xla"
+
+
+@functools.cache
+def _say(line: str) -> None:
+    log.info(line)
+
+
+def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask) -> str:
+    """Why ``backend`` cannot serve, or ``""``."""
+    length, head_dim = q.shape[1], q.shape[3]
+    if backend == "cudnn":
+        if q.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
+        if head_dim % 8 or head_dim > 128:
+            return f"cuDNN takes head dims that are multiples of 8 up to 128, not {head_dim}"
+    if backend in ("splash", "triton"):
+        if mask.q_parent is not None:
+            return "it knows segments but not their parents"
+        if mask.q_group is not None:
+            return "it has no bidirectional groups"
+        if q.shape[1] != k.shape[1]:
+            return "queries and keys differ in length"
+        if length % _TILE:
+            return f"{length} tokens are not a multiple of {_TILE}"
+    return ""
+
+
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> jax.Array:
+    dense = mask.dense()
+    dense = None if dense is None else dense[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=dense, implementation="xla")
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> jax.Array:
+    plain = mask.q_segment is None and mask.q_group is None and q.shape[1] == k.shape[1]
+    if plain and mask.q_index is not None:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+    dense = mask.dense()
+    dense = None if dense is None else dense[:, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=dense, implementation="cudnn")
+
+
+def _splash(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, interpret: bool = False
+) -> jax.Array:
+    """TPU splash attention: blocks outside the causal triangle are never computed."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only, slow to import
+        splash_attention_kernel as kernel,
+        splash_attention_mask as masks,
+    )
+
+    length, head_dim = q.shape[1], q.shape[3]
+    shape = (length, length)
+    causal = mask.q_index is not None
+    block = max(b for b in (512, 256, 128) if length % b == 0)
+    sizes = kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+    def one_device(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None) -> jax.Array:
+        one_head = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+        run = kernel.make_splash_mha(
+            masks.MultiHeadMask([one_head] * q.shape[2]),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        repeat = q.shape[2] // k.shape[2]
+        heads_first = [
+            jnp.swapaxes(x, 1, 2)
+            for x in (q / math.sqrt(head_dim), jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2))
+        ]
+        ids = None if segment is None else kernel.SegmentIds(segment, segment)
+        out = jax.vmap(run)(*heads_first, ids) if ids is not None else jax.vmap(run)(*heads_first)
+        return jnp.swapaxes(out, 1, 2).astype(q.dtype)
+
+    args = [(q, QUERY), (k, KEY), (v, KEY), (mask.q_segment, BATCHED)]
+    return per_device(one_device, axes, args, (q.shape, QUERY))
+
+
+def _triton(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, interpret: bool = False
+) -> jax.Array:
+    """Pallas' GPU kernel: packed segments without a [T, S] mask in memory."""
+    from jax.experimental.pallas.ops.gpu import attention as kernel  # GPU only, slow to import
+
+    def one_device(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None) -> jax.Array:
+        repeat = q.shape[2] // k.shape[2]
+        return kernel.mha(
+            q,
+            jnp.repeat(k, repeat, 2),
+            jnp.repeat(v, repeat, 2),
+            segment,
+            sm_scale=1.0 / float(np.sqrt(q.shape[3])),
+            causal=mask.q_index is not None,
+            interpret=interpret,
+        )
+
+    args = [(q, QUERY), (k, KEY), (v, KEY), (mask.q_segment, BATCHED)]
+    return per_device(one_device, axes, args, (q.shape, QUERY))
+
+
+BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "xla": _xla,
+    "cudnn": _cudnn,
+    "splash": _splash,
+    "triton": _triton,
+}
+"""Name -> backend. ``triton`` is taken only when named."""

@@ -1,0 +1,118 @@
+"""Parameters that say what their dims mean, and the two ways to see a module.
+
+A module is an ``nnx.Module``; training code sees it as a static graph and a flat dict
+``path -> array`` (:func:`split`, :func:`merge`), so that everything a step changes is a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvlm.types import Logical, Params
+
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+def fan_in(*dims: int) -> Initializer:
+    """Normal with variance 1 / prod(dims): outputs keep their input's scale."""
+    return normal(1.0 / math.sqrt(math.prod(dims)))
+
+
+def normal(std: float) -> Initializer:
+    """Normal of standard deviation ``std``."""
+    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
+
+
+def zeros(_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """All zeros."""
+    return jnp.zeros(shape, jnp.float32)
+
+
+def ones(_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """All ones."""
+    return jnp.ones(shape, jnp.float32)
+
+
+@dataclasses.dataclass
+class Init:
+    """Draws the parameters of a module, or of ``layers`` modules at once.
+
+    ``init.stacked(n)`` gives parameters a leading dim ``layers`` of size n, which
+    ``jaxvlm.nn.stack`` scans over. No ``vmap``, so the words stay true.
+    """
+
+    rngs: nnx.Rngs
+    layers: int = 0
+
+    def stacked(self, num_layers: int) -> Init:
+        """The same source of randomness, for ``num_layers`` modules at once."""
+        return dataclasses.replace(self, layers=num_layers)
+
+
+def param(init: Init, shape: tuple[int, ...], logical: Logical, draw: Initializer) -> nnx.Param:
+    """A float32 parameter, its meaning beside its shape.
+
+    Args:
+        init: where randomness comes from.
+        shape: dims of one layer's parameter.
+        logical: one word a dim.
+        draw: the initializer.
+    """
+    if len(shape) != len(logical):
+        raise ValueError(f"shape {shape} and axes {logical} differ in length")
+    if init.layers:
+        shape, logical = (init.layers, *shape), ("layers", *logical)
+    return nnx.Param(draw(init.rngs.params(), shape), logical=logical)
+
+
+def split(module: nnx.Module) -> tuple[Any, Params]:
+    """``(graph, {path: array})`` of a module; the graph is static and hashable."""
+    graph, state = nnx.split(module)
+    flat = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return graph, flat
+
+
+def merge(graph: Any, params: Params) -> Any:
+    """The module of ``graph`` with the parameters ``params``; inverse of :func:`split`."""
+    nested: dict[Any, Any] = {}
+    for path, value in params.items():
+        *folders, name = path.split("/")
+        place = nested
+        for folder in folders:
+            place = place.setdefault(int(folder) if folder.isdigit() else folder, {})
+        place[name] = value
+    return nnx.merge(graph, nnx.State(nested))
+
+
+def logical_axes(module: nnx.Module) -> dict[str, Logical]:
+    """``{path: words}`` of every parameter."""
+    _, state = nnx.split(module)
+    return {"/".join(map(str, p)): leaf.get_metadata("logical") for p, leaf in nnx.to_flat_state(state)}
+
+
+def contract(x: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
+    """``x``'s last ``num_in`` dims against ``w``'s first: ``[..., in] x [in, out] -> [..., out]``.
+
+    One 2-D matmul whatever the ranks: on CPU the weight gradient of a 3-D product is three
+    times slower, and other platforms compile both to the same code.
+
+    Args:
+        x: [*lead, *in].
+        w: [*in, *out]; taken in ``x``'s dtype.
+        num_in: how many dims ``in`` is.
+
+    Returns:
+        [*lead, *out], of ``x``'s dtype.
+    """
+    lead, inner, out = x.shape[: x.ndim - num_in], w.shape[:num_in], w.shape[num_in:]
+    flat = x.reshape(math.prod(lead), math.prod(inner)) @ w.astype(x.dtype).reshape(
+        math.prod(inner), math.prod(out)
+    )
+    return flat.reshape(*lead, *out)

@@ -1,0 +1,68 @@
+"""AdamW with decoupled decay, clipping and per-module rates."""
+
+from __future__ import annotations
+
+import optax
+
+from jaxvlm.config import OptimConfig
+from jaxvlm.optim.masks import check_patterns, decayed, matches
+from jaxvlm.optim.schedule import Schedule
+from jaxvlm.types import Logical, Params
+
+
+def make_optimizer(
+    config: OptimConfig, schedule: Schedule, logical: dict[str, Logical]
+) -> optax.GradientTransformation:
+    """The optimizer over the trainable parameters.
+
+    Args:
+        config: rates, decay, clipping.
+        schedule: step -> learning rate.
+        logical: trainable path -> words; decides what is decayed.
+
+    Returns:
+        An optax transformation over ``{path: array}``.
+
+    Raises:
+        ConfigError: a pattern that matches nothing.
+    """
+    check_patterns("config.optim.decay", config.decay, logical)
+    check_patterns("config.optim.no_decay", config.no_decay, logical)
+    scaled = [pattern for pattern, _ in config.learning_rate_scale]
+    check_patterns("config.optim.learning_rate_scale", scaled, logical)
+    parts = []
+    if config.clip_norm:
+        parts.append(optax.clip_by_global_norm(config.clip_norm))
+    parts += [
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=decayed(logical, config.decay, config.no_decay)
+        ),
+        optax.scale_by_learning_rate(schedule),
+    ]
+    if config.learning_rate_scale:
+        parts.append(_scale_by_path(config.learning_rate_scale))
+    return optax.chain(*parts)
+
+
+def _scale_by_path(scales: tuple[tuple[str, float], ...]) -> optax.GradientTransformation:
+    """Multiply updates, decay included, by the factor of the first pattern that matches."""
+
+    def factor(path: str) -> float:
+        return next((value for pattern, value in scales if matches(path, (pattern,))), 1.0)
+
+    def update(updates: Params, _params: Params | None = None) -> Params:
+        return {path: u * factor(path) for path, u in updates.items()}
+
+    return optax.stateless(update)
+
+
+def split_frozen(params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
+    """``(trainable, frozen)`` parts of a flat dict.
+
+    Raises:
+        ConfigError: a pattern that matches nothing.
+    """
+    check_patterns("config.optim.frozen", patterns, params)
+    frozen = {path: x for path, x in params.items() if matches(path, patterns)}
+    return {path: x for path, x in params.items() if path not in frozen}, frozen

@@ -1,0 +1,36 @@
+"""Run a kernel that the compiler cannot partition once on each device's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxvlm.parallel.rules import Axes
+from jaxvlm.types import Logical
+
+
+def per_device(
+    fn: Callable[..., jax.Array],
+    axes: Axes,
+    args: Sequence[tuple[Any, Logical]],
+    out: tuple[tuple[int, ...], Logical],
+) -> jax.Array:
+    """``fn`` on each device's part of its arguments; no part needs another.
+
+    Args:
+        fn: takes as many arrays (or None) as ``args``; returns one.
+        axes: the tower's mesh and activation rules.
+        args: pairs of an array (or None) and its words.
+        out: the global shape of the result and its words.
+
+    Returns:
+        The global result.
+    """
+    if axes.mesh.size == 1:
+        return fn(*(x for x, _ in args))
+    specs = tuple(None if x is None else axes.activation(words, x.shape).spec for x, words in args)
+    out_spec = axes.activation(out[1], out[0]).spec
+    run = jax.shard_map(fn, mesh=axes.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
+    return run(*(x for x, _ in args))

@@ -1,0 +1,60 @@
+"""Device meshes from a config field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxvlm.config import ConfigError, MeshConfig
+
+AXES = ("data", "fsdp", "tensor")
+"""Mesh axes, slowest links first."""
+
+BATCH_AXES = ("data", "fsdp")
+"""The mesh axes that batch rows are split over."""
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh of ``config``'s shape.
+
+    Args:
+        config: devices along each axis; one may be -1, which takes all that are left.
+        devices: which devices; all of them if ``None``.
+
+    Returns:
+        A mesh with the axes :data:`AXES`, of type Auto: the compiler completes shardings.
+
+    Raises:
+        ConfigError: the shape does not use exactly the devices there are.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    shape = _shape(config, len(devices))
+    # Explicit axes are JAX's new default; Auto is named here, once (optax's losses need it).
+    auto = (jax.sharding.AxisType.Auto,) * len(AXES)
+    if devices == jax.devices() and devices[0].platform == "tpu":
+        return jax.make_mesh(shape, AXES, axis_types=auto)  # knows the torus
+    return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=auto)
+
+
+def batch_shards(mesh: jax.sharding.Mesh) -> int:
+    """How many parts batch rows are split into."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def _shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
+    sizes = [getattr(config, axis) for axis in AXES]
+    text = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes))
+    if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
+        raise ConfigError(f"config.mesh ({text}): sizes are positive; one may be -1 (the rest)")
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and num_devices % known == 0:
+        sizes[sizes.index(-1)] = num_devices // known
+    if math.prod(sizes) != num_devices:
+        raise ConfigError(
+            f"config.mesh ({text}) does not fit {num_devices} devices; "
+            f"set sizes whose product is {num_devices}, or one of them to -1"
+        )
+    return tuple(sizes)

@@ -1,0 +1,116 @@
+"""Which mesh axis each logical axis lies on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxvlm.config import ConfigError
+from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.types import Logical
+
+Place = str | tuple[str, ...] | None
+
+PARAMETERS: dict[str, Place] = {
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "norm": None,  # vectors of a norm or an output bias: too small to be worth a gather
+    "patch": None,  # pixels of a patch, or of a convolution's window
+    "position": None,
+}
+"""Parameters: Megatron pairs over ``tensor``, everything wide over ``fsdp``."""
+
+ACTIVATIONS: dict[str, Place] = {
+    "batch": BATCH_AXES,
+    "seq": None,
+    "embed": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+"""Activations: rows over the data axes, heads and MLP width over ``tensor``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """A mesh and the rules of one tower, kept by each module. Static and hashable."""
+
+    mesh: jax.sharding.Mesh
+    parameters: tuple[tuple[str, Place], ...] = tuple(PARAMETERS.items())
+    activations: tuple[tuple[str, Place], ...] = tuple(ACTIVATIONS.items())
+
+    @property
+    def platform(self) -> str:
+        """``cpu``, ``gpu`` or ``tpu``: where this tower runs."""
+        return self.mesh.devices.flat[0].platform
+
+    def parameter(self, name: str, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
+        """The sharding of parameter ``name``.
+
+        Raises:
+            ConfigError: a word without a rule, two dims on one mesh axis, or a dim that its
+                mesh axes do not divide.
+        """
+        return self._sharding(name, logical, shape, dict(self.parameters))
+
+    def activation(self, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
+        """The sharding of an activation; raises like :meth:`parameter`."""
+        return self._sharding("an activation", logical, shape, dict(self.activations))
+
+    def _sharding(
+        self, name: str, logical: Logical, shape: tuple[int, ...], rules: Mapping[str, Place]
+    ) -> NamedSharding:
+        if len(logical) != len(shape):
+            raise ConfigError(f"{name}: {len(shape)} dims {shape} but {len(logical)} words {logical}")
+        used: dict[str, str] = {}
+        places: list[Place] = []
+        for word, size in zip(logical, shape):
+            if word not in rules:
+                raise ConfigError(f"{name}: no sharding rule for the logical axis {word!r}")
+            axes = _as_tuple(rules[word])
+            for axis in axes:
+                if axis in used and self.mesh.shape[axis] > 1:
+                    raise ConfigError(
+                        f"{name}: the rules put both {used[axis]!r} and {word!r} "
+                        f"on the mesh axis {axis!r}"
+                    )
+                used[axis] = word
+            parts = 1
+            for axis in axes:
+                parts *= self.mesh.shape[axis]
+            if size % parts:
+                raise ConfigError(
+                    f"{name}: {word}={size} is not divisible by the {parts} devices of mesh "
+                    f"axis {'×'.join(axes)}; change config.mesh or the model's {word}"
+                )
+            places.append(None if parts == 1 else (axes[0] if len(axes) == 1 else axes))
+        return NamedSharding(self.mesh, PartitionSpec(*places))
+
+
+def shard(axes: Axes, x: jax.Array, *logical: str) -> jax.Array:
+    """``x``, its layout pinned by the meaning of its dims.
+
+    Args:
+        axes: the tower's mesh and rules.
+        x: an activation, any dtype.
+        *logical: one word a dim of ``x``.
+    """
+    if axes.mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, axes.activation(logical, x.shape))
+
+
+def _as_tuple(place: Place) -> tuple[str, ...]:
+    if place is None:
+        return ()
+    return (place,) if isinstance(place, str) else place

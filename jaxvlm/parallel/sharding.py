@@ -1,0 +1,113 @@
+"""Shardings of whole trees, and global arrays from each process's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxvlm.config import ConfigError
+from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
+from jaxvlm.types import Batch
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of a value that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of every field of a Batch: rows over the data axes."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
+    """The rows of the global batch that this process's devices hold.
+
+    Args:
+        mesh: the mesh.
+        batch_size: rows of the global batch.
+
+    Returns:
+        i64[rows], ascending.
+
+    Raises:
+        ConfigError: the mesh's data axes do not divide ``batch_size``.
+    """
+    shards = batch_shards(mesh)
+    if batch_size % shards:
+        raise ConfigError(
+            f"config.data.batch_size={batch_size} is not divisible by the {shards} parts of "
+            f"mesh axes {'×'.join(BATCH_AXES)}"
+        )
+    index = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
+    rows = {r for (part,) in index.values() for r in range(*part.indices(batch_size))}
+    return np.asarray(sorted(rows))
+
+
+def to_global(mesh: Mesh, local: Batch, batch_size: int) -> Batch:
+    """This process's rows as its part of the global batch.
+
+    Args:
+        mesh: the mesh.
+        local: numpy fields, the rows of :func:`local_rows` in order.
+        batch_size: rows of the global batch.
+
+    Returns:
+        The Batch as global ``jax.Array``s.
+    """
+    sharding = batch_sharding(mesh)
+
+    def place(x: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(sharding, x, (batch_size, *x.shape[1:]))
+
+    return jax.tree.map(place, local)
+
+
+def follow(tree: Any, like: dict[str, NamedSharding], mesh: Mesh) -> Any:
+    """Shardings of an optimizer state: a leaf of a parameter's name and shape lies as it does.
+
+    ``jax.jit(tx.init)`` would replicate the moments, so they are named here.
+
+    Args:
+        tree: the state as ShapeDtypeStructs (``jax.eval_shape(tx.init, params)``).
+        like: parameter path -> sharding.
+        mesh: for all other leaves, which are replicated.
+    """
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        key = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
+        return like[key] if leaf.ndim and key in like else replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:
+    """The rows of a global array that this process answers for: each row belongs to one.
+
+    Args:
+        x: [B, ...] with the batch's sharding; copies on other devices are left out.
+
+    Returns:
+        global row -> numpy row.
+    """
+    rows: dict[int, np.ndarray] = {}
+    for part in x.addressable_shards:
+        if part.replica_id == 0:
+            first = part.index[0].start or 0
+            rows.update({first + i: row for i, row in enumerate(np.asarray(part.data))})
+    return rows
+
+
+def sum_over_processes(x: np.ndarray) -> np.ndarray:
+    """The sum of each process's ``x`` f64[n], on every process."""
+    if jax.process_count() == 1:
+        return x
+    from jax.experimental import multihost_utils
+
+    # Two float32 halves carry a float64's counts exactly up to 2**48.
+    high = x.astype(np.float32)
+    halves = np.stack([high, (x - high).astype(np.float32)])
+    return np.asarray(multihost_utils.process_allgather(halves), np.float64).sum(axis=(0, 1))

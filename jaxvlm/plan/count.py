@@ -1,0 +1,106 @@
+"""Model FLOPs from shapes.
+
+Convention, everywhere in jaxvlm: a multiply-add is 2 FLOPs; matmuls only (no softmax, norm or
+embedding look-up); causal attention counts the half it needs; a trained part costs three
+times its forward pass, a frozen part with something trained before it two times, a frozen
+part with nothing trained before it once. Recomputation is not counted: this is MFU's
+numerator, not HFU's. Padding tokens are not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvlm.config import ModelConfig
+from jaxvlm.types import Batch
+
+
+class Flops(NamedTuple):
+    """FLOPs of one forward pass, or of one step."""
+
+    vision: float
+    """Of all pictures."""
+    connector: float
+    decoder: float
+    head: float
+    """The output matrix."""
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return sum(self)
+
+
+def forward(config: ModelConfig, tokens: float, length: float, images: float) -> Flops:
+    """FLOPs of a forward pass.
+
+    Args:
+        config: dims, ``decoder.vocab_size`` set.
+        tokens: tokens in all rows, padding left out.
+        length: keys a query sees before the causal half is taken (a row's mean segment reach).
+        images: pictures in all rows.
+    """
+    v, c, d = config.vision, config.connector, config.decoder
+    patches = (v.image_size // v.patch_size) ** 2
+    seen = patches + v.class_token
+    blocks = v.depth + 1 + v.feature_layer
+    vit_token = 2 * (4 * v.width**2 + 2 * v.width * v.mlp_dim) + 4 * seen * v.width
+    vision = images * (seen * blocks * vit_token + _stem(config))
+    hidden = c.hidden or d.width
+    if c.kind == "mlp":
+        connector = images * patches * 2 * (v.width * hidden + hidden * d.width)
+    else:
+        connector = images * patches * 2 * v.width * d.width
+    heads = d.num_heads * d.head_dim
+    weights = 2 * d.width * heads + 2 * d.width * d.num_kv_heads * d.head_dim
+    decoder_token = 2 * (weights + 3 * d.width * d.mlp_dim) + 4 * (length / 2) * heads
+    return Flops(
+        vision, connector, tokens * d.depth * decoder_token, tokens * 2 * d.width * d.vocab_size
+    )
+
+
+def step(forward_flops: Flops, trained: dict[str, bool]) -> Flops:
+    """FLOPs of a training step.
+
+    Args:
+        forward_flops: of its forward pass.
+        trained: tower -> whether any parameter of it is; ``vision``, ``connector``, ``decoder``.
+    """
+    before = False
+    factors = []
+    for tower in ("vision", "connector", "decoder"):
+        factors.append(3 if trained[tower] else 2 if before else 1)
+        before = before or trained[tower]
+    factors.append(factors[-1])  # the head is the decoder's
+    return Flops(*(f * n for f, n in zip(factors, forward_flops)))
+
+
+def _stem(config: ModelConfig) -> float:
+    """FLOPs of one picture's stem."""
+    v = config.vision
+    if v.stem == "linear":
+        return 2 * 3 * v.image_size**2 * v.width
+    steps = int(math.log2(v.patch_size))
+    channels = [3] + [max(8, v.width >> max(0, 2 - i)) for i in range(steps - 1)] + [v.width]
+    sides = [v.image_size >> (i + 1) for i in range(steps)]
+    return sum(2 * 9 * a * b * s * s for a, b, s in zip(channels, channels[1:], sides))
+
+
+def reach(batch: Batch, rows: int = 4) -> float:
+    """Twice the mean number of keys that a real token attends to (its causal half doubled).
+
+    Args:
+        batch: numpy fields.
+        rows: how many rows to look at.
+    """
+    segment = np.asarray(batch.segment[:rows])
+    seen = segment[:, :, None] == segment[:, None, :]
+    if batch.parent is not None:
+        parent = np.asarray(batch.parent[:rows])
+        seen |= (parent[:, :, None] == segment[:, None, :]) & (parent > 0)[:, :, None]
+    seen &= np.tri(segment.shape[1], dtype=bool)
+    real = segment > 0
+    return 2.0 * float(seen.sum(-1)[real].mean()) if real.any() else 0.0

@@ -1,0 +1,200 @@
+"""The training loop: takes steps, reads their metrics one step late, and calls hooks.
+
+It knows a state, a step and an iterator; what they are made of is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from jaxvlm.train.clock import Clock
+from jaxvlm.train.programs import Programs
+from jaxvlm.types import Batch, TrainState
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message says why and what to do."""
+
+
+@runtime_checkable
+class Hooks(Protocol):
+    """What happens around steps."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Every ``log_every`` steps: means since the last call, and the clock's figures."""
+        ...
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+        """At checkpoints, and after each evaluation; ``data`` is the iterator's state after ``step`` batches."""
+        ...
+
+    def evaluate(self, step: int, state: TrainState) -> bool:
+        """At evaluations, the last step's too; True ends the run (no better for too long)."""
+        ...
+
+    def should_stop(self, step: int) -> bool:
+        """After every step: True if the machine is being taken away."""
+        ...
+
+    def bad_step(self, step: int, what: str) -> None:
+        """A step whose update was skipped."""
+        ...
+
+
+@runtime_checkable
+class Batches(Protocol):
+    """An endless iterator of global batches that knows where it is."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Itself."""
+        ...
+
+    def __next__(self) -> Batch:
+        """The next global batch."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; the batches after it are a function of it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When things happen, in steps; 0 is never."""
+
+    steps: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    max_bad_steps: int
+    profile: tuple[int, int] = (0, 0)
+    profile_folder: str = ""
+
+
+def train(
+    state: TrainState,
+    programs: Programs,
+    batches: Batches,
+    schedule: Schedule,
+    hooks: Hooks,
+    *,
+    start: int,
+    leaves: list[str],
+) -> tuple[TrainState, str]:
+    """Take steps ``start`` to ``schedule.steps``.
+
+    A step's metrics are fetched after the next one is dispatched, so the device never waits
+    for the host, and every step's guard is read.
+
+    Args:
+        state: after ``start`` steps.
+        programs: the step; consumes its state.
+        batches: positioned at batch ``start``.
+        schedule: when to log, evaluate and save.
+        hooks: what that does.
+        start: steps taken before.
+        leaves: parameter names in the order of the step's ``bad_leaf``.
+
+    Returns:
+        The last state, and why it ended: ``done``, ``preempted`` or ``no better``.
+
+    Raises:
+        TrainingStopped: too many non-finite steps in a row.
+    """
+    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, hooks)
+    pending: tuple[int, dict[str, Any]] | None = None
+    why = "done"
+    with contextlib.ExitStack() as stack:
+        for step in range(start + 1, schedule.steps + 1):
+            _profile(schedule, step, start, stack)
+            with clock.waiting():
+                batch = next(batches)
+            with clock.paused():
+                program = programs.get(state, batch)  # compiles where the shape is new
+            with clock.dispatching():
+                state, metrics = program(state, batch)
+            with clock.computing():
+                window.read(pending)
+                pending = (step, metrics)
+                last = step == schedule.steps
+                logs = last or _due(step, schedule.log_every)
+                stop = hooks.should_stop(step)
+                evaluates = not stop and (last or _due(step, schedule.eval_every))
+                saves = stop or evaluates or _due(step, schedule.save_every)
+                if logs or saves:
+                    pending = window.read(pending)
+            if logs:
+                hooks.log(step, window.means() | clock.lap(step))
+            with clock.paused():
+                if stop:
+                    why = "preempted"
+                if evaluates and hooks.evaluate(step, state) and not last:
+                    why = "no better"
+                if saves:
+                    hooks.save(step, state, batches.state())
+            if why != "done":
+                break
+    return state, why
+
+
+class _Window:
+    """Means of metrics between two log lines, and the watch over skipped updates."""
+
+    def __init__(self, leaves: list[str], max_bad_steps: int, hooks: Hooks):
+        self.leaves, self.max_bad_steps, self.hooks = leaves, max_bad_steps, hooks
+        self.sums: dict[str, float] = {}
+        self.count = 0
+
+    def read(self, pending: tuple[int, dict[str, Any]] | None) -> None:
+        """Fetch a step's metrics; waits until that step is done."""
+        if pending is None:
+            return
+        step, metrics = pending
+        values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        in_a_row, bad_leaf = int(values.pop("bad_in_a_row")), int(values.pop("bad_leaf"))
+        self.skipped = values.pop("skipped")
+        if in_a_row:
+            self._bad(step, in_a_row, bad_leaf, values["loss"])
+            return
+        self.count += 1
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """Means since the last call, over the steps that were not skipped."""
+        count = max(self.count, 1)
+        out = {name: value / count for name, value in self.sums.items()}
+        self.sums, self.count = {}, 0
+        return out | {"skipped_updates": self.skipped}
+
+    def _bad(self, step: int, in_a_row: int, bad_leaf: int, loss: float) -> None:
+        where = f"the gradient of {self.leaves[bad_leaf]}" if bad_leaf >= 0 else "the loss"
+        what = f"{where} is not finite (loss {loss:g}); the update is skipped"
+        self.hooks.bad_step(step, what)
+        if in_a_row >= self.max_bad_steps:
+            raise TrainingStopped(
+                f"step {step}: {where} is not finite, {in_a_row} steps in a row "
+                f"(config.max_bad_steps={self.max_bad_steps}); lower "
+                "config.optim.learning_rate, raise config.optim.warmup_steps, set "
+                "config.optim.clip_norm, or look at the data with `jaxvlm data check`"
+            )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _profile(schedule: Schedule, step: int, start: int, stack: contextlib.ExitStack) -> None:
+    """Start a trace at the first profiled step of this process, stop it after the last."""
+    first, end = schedule.profile
+    if end <= first:
+        return
+    if step == max(first, start + 1) and step < end:
+        stack.enter_context(jax.profiler.trace(schedule.profile_folder))
+    elif step == end:
+        stack.close()

@@ -1,0 +1,90 @@
+"""Compiled steps, one for each shape of batch, counted and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxvlm.types import Batch, TrainState
+
+
+class Programs:
+    """``programs.get(state, batch)`` is the step compiled for the batch's shape.
+
+    Args:
+        step: a jitted step.
+        say: takes a line whenever a program is compiled.
+    """
+
+    def __init__(self, step: Any, say: Callable[[str], None]):
+        self.step, self.say = step, say
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.seconds = 0.0
+
+    def get(self, state: TrainState, batch: Batch) -> Any:
+        """The program for ``batch``'s shape: ``program(state, batch) -> (state, metrics)``."""
+        key = tuple(None if x is None else (x.shape, str(x.dtype)) for x in batch)
+        if key not in self.compiled:
+            start = time.perf_counter()
+            self.compiled[key] = self.step.lower(state, batch).compile()
+            seconds = time.perf_counter() - start
+            self.seconds += seconds
+            rows, length = batch.tokens.shape
+            pictures = 0 if batch.pixels is None else batch.pixels.shape[1]
+            self.say(
+                f"compiled the step for {rows} rows x {length} tokens, {pictures} pictures a row: "
+                f"{seconds:.1f} s (program {len(self.compiled)})"
+            )
+        return self.compiled[key]
+
+
+def memory(program: Any) -> dict[str, int]:
+    """Bytes of a compiled program on one device, as its compiler counts them."""
+    stats = program.memory_analysis()
+    if stats is None:
+        return {}
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporary": stats.temp_size_in_bytes,
+        "peak": stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes,
+    }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device's memory is used up."""
+    text = str(error)
+    return isinstance(error, jax.errors.JaxRuntimeError) and (
+        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    )
+
+
+def explain_out_of_memory(state: Any, batch: Batch, dims: dict[str, int], advice: list[str]) -> str:
+    """One line: the largest buffers on a device, and what to change.
+
+    Args:
+        state: arrays or ShapeDtypeStructs with shardings.
+        batch: likewise.
+        dims: name -> bytes of activations that can be told from the settings.
+        advice: fields to change, cheapest first.
+    """
+    sizes = dict(dims)
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state, batch)):
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        count = 1
+        for size in shape:
+            count *= size
+        sizes[jax.tree_util.keystr(path, simple=True, separator="/")] = count * leaf.dtype.itemsize
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    shown = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in largest)
+    return (
+        f"out of device memory; largest buffers on a device: {shown}. "
+        f"Try, in this order: {'; '.join(advice)}"
+    )

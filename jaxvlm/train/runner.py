@@ -1,0 +1,96 @@
+"""The plain runner: one jitted program, the whole batch at once or in microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.config import ConfigError
+from jaxvlm.losses.base import total
+from jaxvlm.types import Batch, Loss, Out, Params, Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainRunner:
+    """Runs ``apply(params, batch) -> Out``; see ``jaxvlm.types.Runner``."""
+
+    apply: Callable[[Params, Batch], Out]
+
+    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
+        """The forward pass."""
+        return self.apply({**params, **frozen}, batch)
+
+    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
+        """Gradients of ``params`` for the cotangent ``d_out`` of the output."""
+        _, back = jax.vjp(lambda p: self.fwd(p, frozen, batch), params)
+        return back(d_out)[0]
+
+    def loss_grad(
+        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+    ) -> tuple[Sums, Params]:
+        """The loss's sums over ``batch`` and the gradient of ``sum_k scale_k * S_k``."""
+
+        def objective(p: Params) -> tuple[jax.Array, Sums]:
+            sums = loss(self.fwd(p, frozen, batch), batch)
+            return total(sums, scale), sums
+
+        (_, sums), grads = jax.value_and_grad(objective, has_aux=True)(params)
+        return sums, grads
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatched:
+    """A runner that sums ``loss_grad`` of another over ``parts`` of the batch.
+
+    Rows are dealt like cards, part m taking rows m, m + parts, …, so that each device keeps
+    its own rows and nothing is sent.
+    """
+
+    runner: PlainRunner
+    parts: int
+
+    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
+        """The forward pass, undivided."""
+        return self.runner.fwd(params, frozen, batch)
+
+    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
+        """Gradients for a cotangent, undivided."""
+        return self.runner.vjp(params, frozen, batch, d_out)
+
+    def loss_grad(
+        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+    ) -> tuple[Sums, Params]:
+        """As the runner's own, a part at a time; gradients add in float32.
+
+        Raises:
+            ConfigError: a loss that is no sum over examples, or a batch that parts don't divide.
+        """
+        if not loss.additive:
+            raise ConfigError(
+                f"config.microbatches={self.parts}: {type(loss).__name__} is not a sum over "
+                "examples, so parts of a batch give another gradient; use gradient caching"
+            )
+        rows = batch.tokens.shape[0]
+        if rows % self.parts:
+            raise ConfigError(
+                f"config.microbatches={self.parts} does not divide data.batch_size={rows}"
+            )
+
+        def deal(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(rows // self.parts, self.parts, *x.shape[1:]), 1, 0)
+
+        def add(carry: Any, part: Batch) -> tuple[Any, None]:
+            new = self.runner.loss_grad(params, frozen, part, loss, scale)
+            return jax.tree.map(jnp.add, carry, new), None
+
+        dealt = jax.tree.map(deal, batch)
+        like = jax.eval_shape(
+            lambda p: self.runner.loss_grad(params, frozen, p, loss, scale),
+            jax.tree.map(lambda x: x[0], dealt),
+        )
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jax.lax.scan(add, nothing, dealt)[0]

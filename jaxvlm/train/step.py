@@ -1,0 +1,75 @@
+"""The training step, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxvlm.losses.base import scales, total
+from jaxvlm.types import Batch, Guard, Loss, Params, Runner, TrainState
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+
+
+def init_state(params: Params, frozen: Params, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first step; under ``jit``, so that it is born sharded."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, frozen, tx.init(params), (), (), Guard(zero, zero))
+
+
+def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> Step:
+    """``step(state, batch) -> (state, metrics)``, pure and ready for ``jax.jit``.
+
+    Args:
+        runner: how the model is run.
+        loss: sums and weights.
+        tx: the optimizer over trainable parameters.
+
+    Returns:
+        The step. Its metrics are scalars: the loss and its terms, ``grad_norm``, ``skipped``,
+        ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
+        finite, or -1), ``tokens`` and ``pictures`` in the batch, and each of the loss's metrics as a mean.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        scale = scales(loss, batch)
+        sums, grads = runner.loss_grad(state.params, state.frozen, batch, loss, scale)
+        value = total(sums, scale)
+
+        norms = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())])
+        ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
+        bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
+
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = state._replace(
+            step=state.step + 1,
+            params=_select(ok, params, state.params),
+            opt_state=_select(ok, opt_state, state.opt_state),
+            guard=Guard(
+                skipped=state.guard.skipped + (~ok).astype(jnp.int32),
+                in_a_row=jnp.where(ok, 0, state.guard.in_a_row + 1).astype(jnp.int32),
+            ),
+        )
+        metrics = {
+            "loss": value,
+            "grad_norm": jnp.sqrt(jnp.sum(norms)),
+            "skipped": new.guard.skipped,
+            "bad_in_a_row": new.guard.in_a_row,
+            "bad_leaf": bad_leaf.astype(jnp.int32),
+            "tokens": jnp.sum(batch.segment > 0),
+            "pictures": jnp.sum(batch.image_start >= 0) if batch.image_start is not None else 0,
+        }
+        means = {name: s / jnp.maximum(w, 1e-20) for name, (s, w) in sums.metrics.items()}
+        return new, metrics | means
+
+    return step
+
+
+def _select(ok: jax.Array, new: Any, old: Any) -> Any:
+    """``new`` where the step is good, else ``old``, bit for bit."""
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)

@@ -1,0 +1,88 @@
+"""Small models, batches and meshes that many tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxvlm.config import (
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    VisionConfig,
+)
+from jaxvlm.types import Batch
+
+VOCAB, ROWS, LENGTH, PATCHES = 64, 8, 32, 4
+
+TINY = ModelConfig(
+    vision=VisionConfig(
+        image_size=16, patch_size=8, width=16, depth=2, num_heads=8, mlp_dim=32, stem="conv"
+    ),
+    decoder=DecoderConfig(
+        vocab_size=VOCAB, width=32, depth=2, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=64
+    ),
+)
+
+MESHES = {
+    "one": MeshConfig(1, 1, 1),
+    "data8": MeshConfig(8, 1, 1),
+    "fsdp8": MeshConfig(1, 8, 1),
+    "tensor8": MeshConfig(1, 1, 8),
+    "data2_fsdp2_tensor2": MeshConfig(2, 2, 2),
+}
+
+
+def train_config(mesh: MeshConfig = MESHES["one"], **optim: object) -> TrainConfig:
+    """A run of the tiny model; ``optim`` overrides OptimConfig's fields."""
+    return TrainConfig(
+        model=TINY,
+        mesh=mesh,
+        steps=20,
+        optim=dataclasses.replace(OptimConfig(warmup_steps=2, learning_rate=1e-2), **optim),
+    )
+
+
+def devices_of(mesh: MeshConfig) -> list[jax.Device]:
+    """As many devices as the mesh has places."""
+    return jax.devices()[: mesh.data * mesh.fsdp * mesh.tensor]
+
+
+def random_batch(seed: int = 0, rows: int = ROWS) -> Batch:
+    """Packed rows: a shared picture with two questions, then text alone, then padding.
+
+    The pictures of rows differ in how many tokens follow, so that a mean of means would show.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(5, VOCAB, (rows, LENGTH)).astype(np.int32)
+    segment, parent = np.zeros_like(tokens), np.zeros_like(tokens)
+    weight = np.zeros(tokens.shape, np.float32)
+    positions = np.zeros((rows, 1, LENGTH), np.int32)
+    start = np.full((rows, 2), -1, np.int32)
+    for row in range(rows):
+        first = PATCHES + 1
+        a, b = 4 + row % 3, 5 + row % 2
+        spans = [(0, first, 0, 0), (first, a, 1, first), (first + a, b, 1, first), (first + a + b, 6, 0, 0)]
+        for number, (begin, size, of, offset) in enumerate(spans, start=1):
+            part = slice(begin, begin + size)
+            segment[row, part], parent[row, part] = number, of
+            positions[row, 0, part] = offset + np.arange(size)
+            if number > 1:
+                weight[row, begin + 2 : begin + size] = 1.0
+        if row % 4 != 3:
+            start[row, row % 2] = 1
+    pixels = rng.integers(0, 256, (rows, 2, 16, 16, 3)).astype(np.uint8)
+    return Batch(
+        tokens=tokens,
+        loss_weight=weight,
+        positions=positions,
+        segment=segment,
+        parent=parent,
+        pixels=pixels,
+        image_start=start,
+        example_id=np.arange(rows, dtype=np.int32),
+    )

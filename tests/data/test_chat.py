@@ -1,0 +1,150 @@
+"""The loss lies on the assistant's turns: against transformers' own mask."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from jaxvlm.data import chat, tokenizer
+from jaxvlm.data.formats import Record, Turn
+from tests.data.conftest import record
+
+WITH_MARKS = """{% for message in messages %}
+{% if message['role'] == 'assistant' %}
+<|start|>assistant
+{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}
+
+{% else %}
+<|start|>{{ message['role'] }}
+{{ message['content'] }}<|end|>
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """(ours, transformers') with a template that marks what the assistant says."""
+    from transformers import AutoTokenizer
+
+    base = tokenizer.build(["what color is it? red, blue", "is it a circle"], "bpe", 320)
+    base.backend.add_special_tokens(
+        [AddedToken(n, normalized=False) for n in ("<|start|>", "<|end|>")]
+    )
+    special = tokenizer.SPECIAL | {"eos_token": "<|end|>"}
+    folder = tmp_path_factory.mktemp("marked")
+    tokenizer.ChatTokenizer(base.backend, WITH_MARKS, special).save(folder)
+    return tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+
+
+texts = st.text("ab<|>?. é世🙂\n", min_size=1, max_size=12)
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    system=st.booleans(),
+    rounds=st.lists(st.tuples(texts, texts.filter(str.strip)), min_size=1, max_size=3),
+)
+def test_mask_is_transformers_mask(marked, system, rounds):
+    ours, theirs = marked
+    turns = [Turn("system", "be brief")] if system else []
+    for question, answer in rounds:
+        turns += [Turn("user", question), Turn("assistant", answer)]
+    want = theirs.apply_chat_template(
+        [{"role": t.role, "content": t.content} for t in turns],
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    corpus, problems = chat.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    assert corpus.tokens.tolist() == want["input_ids"]
+    assert corpus.loss.tolist() == [bool(m) for m in want["assistant_masks"]]
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe"])
+def test_loss_is_on_answers_and_their_end(kind):
+    ours = tokenizer.build(["what color is it? red yes blue"], kind, 300)
+    turns = (
+        Turn("user", "<image>what color is it?"),
+        Turn("assistant", "red"),
+        Turn("user", "blue?"),
+        Turn("assistant", "yes blue"),
+    )
+    corpus, _ = chat.encode([Record("x", turns, ("a.png",))], ours, 9)
+    said = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert said.replace(" ", "") == "red<eos>yesblue<eos>"
+    assert corpus.length[0] == len(corpus.tokens) + 8
+
+
+def test_equal_words_share_ids_and_nothing_depends_on_it(word_tokenizer):
+    records = [record(i, [f"{i % 3}.png"], f"is it a circle {'red ' * (i % 4)}") for i in range(20)]
+    records.insert(7, record("blind"))
+    corpus, _ = chat.encode(records, word_tokenizer, 5)
+    assert len(corpus.tokens) < corpus.length.sum()
+    for i, one in enumerate(records):
+        alone, _ = chat.encode([one], word_tokenizer, 5)
+        span = slice(corpus.first[i], corpus.last[i])
+        np.testing.assert_array_equal(corpus.tokens[span], alone.tokens)
+        np.testing.assert_array_equal(corpus.loss[span], alone.loss)
+        assert corpus.length[i] == alone.length[0]
+        assert [corpus.paths[p] for p in corpus.pictures[i]] == list(one.images)
+
+
+def test_pictures_may_differ_in_size(word_tokenizer):
+    sizes = {"a.png": 3, "b.png": 7}
+    corpus, _ = chat.encode([record("x", ["a.png", "b.png", "a.png"])], word_tokenizer, sizes.get)
+    assert corpus.length[0] == corpus.last[0] - 3 + 3 + 7 + 3
+
+
+def test_prompt_is_the_beginning_of_the_record(word_tokenizer):
+    one = record("x", ["a.png"])
+    corpus, _ = chat.encode([one], word_tokenizer, 1)
+    prompt = chat.prompt_ids(one.turns[:1], word_tokenizer, 1)
+    np.testing.assert_array_equal(corpus.tokens[: len(prompt)], prompt)
+    assert not corpus.loss[: len(prompt)].any()
+    assert corpus.loss[len(prompt) :].all()
+    assert len(chat.prompt_ids(one.turns[:1], word_tokenizer, 9)) == len(prompt) + 8
+    assert len(chat.prompt_ids(record("x", "ab").turns[:1], word_tokenizer, [2, 3])) > 5
+
+
+def test_template_that_thinks_in_the_last_answer_alone(marked):
+    ours, _ = marked
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ m.content.strip() }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    ours = tokenizer.ChatTokenizer(ours.backend, template, ours.special)
+    turns = [Turn("user", "a"), Turn("assistant", "b "), Turn("user", "a"), Turn("assistant", "c")]
+    corpus, problems = chat.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    said = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert said == "b<|end|><think></think>c<|end|>"
+
+
+REFUSED = {
+    "the text holds a special token": ("<eos> red", None),
+    "the chat template refuses it": ("red", "{{ raise_exception('no') }}"),
+    "the chat template rewrites earlier turns": ("red", "{{ messages[-1]['content'] }}"),
+    "the chat template drops or adds pictures": (
+        "red",
+        "{% for m in messages %}{{ m.content.replace('<image>', '') }}{% endfor %}",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_a_template_cannot_do_is_a_problem(reason, word_tokenizer):
+    answer, template = REFUSED[reason]
+    ours = word_tokenizer
+    if template:
+        ours = tokenizer.ChatTokenizer(ours.backend, template, ours.special)
+    good, bad = record("good"), record("bad", ["a.png"], answer=answer)
+    corpus, problems = chat.encode([bad] if template else [good, bad], ours, 4)
+    assert [(p.id, p.reason) for p in problems] == [("bad", reason)]
+    assert len(corpus.first) == (0 if template else 1)

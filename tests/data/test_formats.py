@@ -1,0 +1,129 @@
+"""Every format gives the same records; every bad record is named, with the reason."""
+
+import pathlib
+import sys
+
+import pytest
+
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.formats import Turn, read
+from tests.data.conftest import llava
+
+QUESTION = "<image>\nwhat color is it?"
+
+
+def messages(content=QUESTION, answer="red", **more):
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"id": "x", "messages": turns, **more}
+
+
+def part(**image):
+    return [{"type": "image", **image}, {"type": "text", "text": "\nwhat color is it?"}]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        llava(),
+        llava(image=["a.png"]),
+        llava(text="what color is it?"),  # no placeholder, one picture: it stands first
+        messages(images=["a.png"]),
+        messages(part(), images=["a.png"]),
+        messages(part(image="a.png")),
+        messages(part(path="a.png")),
+        messages(part(url="a.png")),
+        messages([{"type": "image_url", "image_url": {"url": "a.png"}}, part()[1]]),
+    ],
+)
+@pytest.mark.parametrize("lines", [False, True])
+def test_formats_agree(item, lines, write_json, tmp_path):
+    records, problems = read(write_json([item], lines=lines))
+    assert not problems
+    assert records[0].turns == (Turn("user", QUESTION), Turn("assistant", "red"))
+    assert records[0].images == (str(tmp_path / "a.png"),)
+    assert records[0].id == "x"
+
+
+def test_image_root_and_roles(write_json):
+    item = llava(image=None, text="hello")
+    item["conversations"].insert(0, {"from": "system", "value": "be brief"})
+    with_picture = llava("y", "sub/a.png")
+    records, _ = read(write_json([item, with_picture]), image_root="/pictures")
+    assert [t.role for t in records[0].turns] == ["system", "user", "assistant"]
+    assert records[1].images == ("/pictures/sub/a.png",)
+
+
+BAD = {
+    "placeholders and pictures differ": llava(text="<image><image> what?"),
+    "placeholders and pictures differ in number": llava(image=["a.png", "b.png"], text="what?"),
+    "empty conversation": {"id": "x", "conversations": []},
+    "no assistant turn": {"id": "x", "messages": [{"role": "user", "content": "hi"}]},
+    "every assistant turn is empty": llava(answer=" "),
+    "a picture in an assistant turn": llava(text="draw", answer="<image>"),
+    "unknown role": {"id": "x", "conversations": [{"from": "cat", "value": "miau"}]},
+    "a turn without 'role'": {"id": "x", "messages": [{"content": "hi"}]},
+    "a turn without 'from'": {"id": "x", "conversations": [{"value": "hi"}]},
+    "a turn is not an object": {"id": "x", "conversations": ["hi"]},
+    "neither 'conversations'": {"id": "x", "text": "hi"},
+    "a picture that is not a file": llava(image="https://example.com/a.png"),
+    "a content item of unknown type": messages([{"type": "video", "video": "a.mp4"}]),
+    "pictures named both": messages(part(image="a.png"), images=["b.png"]),
+    "neither text nor a list": messages(content=None),
+    "text that is not valid Unicode": llava(answer="\ud83d"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_record_is_named(reason, write_json):
+    records, problems = read(write_json([llava("good"), BAD[reason]]))
+    assert [r.id for r in records] == ["good"]
+    assert [p.id for p in problems] == ["x"]
+    assert reason in problems[0].reason
+
+
+def test_bad_lines_have_numbers(tmp_path, write_json):
+    path = pathlib.Path(write_json([llava("one"), llava("two")], lines=True))
+    path.write_bytes(path.read_bytes() + b'\n{"id": \n{"id": "\xff"}\n[1]\n')
+    records, problems = read(str(path))
+    assert len(records) == 2
+    found = [(p.id, p.reason) for p in problems]
+    assert found == [
+        ("data.jsonl:3", "not JSON"),
+        ("data.jsonl:4", "not UTF-8"),
+        ("data.jsonl:5", "not a JSON object"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"", "empty"),
+        (b" \n", "empty"),
+        (b"[]", "no record"),
+        (b"[{}", "not JSON"),
+        (b"hello", "neither JSON"),
+        (b'[\n{"id": "\xff"}]', "data.json:2: not UTF-8"),
+    ],
+)
+def test_bad_file(content, says, tmp_path):
+    path = tmp_path / "data.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=says) as error:
+        read(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_easy_vqa():
+    records, problems = read("easy-vqa:test")
+    assert len(records) == 9673
+    assert not problems
+    assert {r.tags["kind"] for r in records} == {"yes/no", "shape", "color"}
+    assert all(pathlib.Path(r.images[0]).is_file() for r in records[::500])
+
+
+def test_easy_vqa_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "easy_vqa", None)
+    with pytest.raises(DataError, match="pip install easy-vqa"):
+        read("easy-vqa:train")
