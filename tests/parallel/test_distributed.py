@@ -146,6 +146,9 @@ def test_sigterm_in_a_single_process():
         assert not distributed.should_stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert distributed.should_stop(2)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        distributed.catch_sigterm()
+        assert not distributed.should_stop(3)
     finally:
         signal.signal(signal.SIGTERM, before)
         distributed._asked_to_stop.clear()
