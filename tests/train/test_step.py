@@ -87,7 +87,9 @@ def test_a_frozen_tower_keeps_its_bits_and_costs_nothing(model, params):
             np.testing.assert_array_equal(np.asarray(state.frozen[path]), before, err_msg=path)
         else:
             assert np.any(np.asarray(state.params[path]) != before), path
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
+    paths = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    ]
     assert any("decoder/" in path for path in paths)
     assert not any("vision/" in path for path in paths)
     # The compiled program differentiates the connector and the decoder, never the tower.
