@@ -22,8 +22,9 @@ def get_config(arg: str = ""):
     config.data.shift = 4
 
     vision = config.model.vision
-    vision.image_size, vision.patch_size, vision.stem = 64, 16, "conv"
-    vision.width, vision.depth, vision.num_heads, vision.mlp_dim = 64, 2, 2, 256
+    vision.image_size, vision.patch_size, vision.stem = 64, 8, "conv"
+    vision.width, vision.depth, vision.num_heads, vision.mlp_dim = 64, 1, 2, 256
+    config.model.connector.merge = 2  # 64 patches become 16 tokens
     decoder = config.model.decoder
     decoder.width, decoder.depth, decoder.mlp_dim = 64, 2, 192
     decoder.num_heads, decoder.num_kv_heads, decoder.head_dim = 2, 2, 32

@@ -66,7 +66,12 @@ def random_batch(seed: int = 0, rows: int = ROWS) -> Batch:
     for row in range(rows):
         first = PATCHES + 1
         a, b = 4 + row % 3, 5 + row % 2
-        spans = [(0, first, 0, 0), (first, a, 1, first), (first + a, b, 1, first), (first + a + b, 6, 0, 0)]
+        spans = [
+            (0, first, 0, 0),
+            (first, a, 1, first),
+            (first + a, b, 1, first),
+            (first + a + b, 6, 0, 0),
+        ]
         for number, (begin, size, of, offset) in enumerate(spans, start=1):
             part = slice(begin, begin + size)
             segment[row, part], parent[row, part] = number, of

@@ -10,7 +10,8 @@ from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
 from jaxvlm.io.checkpoint import Checkpointer
 from jaxvlm.parallel import distributed
-from jaxvlm.train.metrics import MetricWriter, Progress
+from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.progress import Progress
 from jaxvlm.types import TrainState
 
 _SLOW_INPUT = 0.1

@@ -8,7 +8,7 @@ from typing import Any
 from jaxvlm.config import ConfigError, DataConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, formats, tokenizer
 from jaxvlm.data.loader import Dataset
-from jaxvlm.models.vit import num_patches
+from jaxvlm.models.vlm import num_visual_tokens
 
 _MULTIPLE = 64
 """Vocabularies are rounded up to it, so that mesh axes divide them on every mesh alike."""
@@ -28,9 +28,7 @@ def make_tokenizer(
         return tokenizer.load(saved)
     if config.tokenizer.path:
         return tokenizer.load(config.tokenizer.path)
-    return tokenizer.build(
-        chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size
-    )
+    return tokenizer.build(chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size)
 
 
 def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
@@ -64,7 +62,7 @@ def make_dataset(
         config.data,
         chat_tokenizer,
         image_size=config.model.vision.image_size,
-        num_patches=num_patches(config.model.vision),
+        num_patches=num_visual_tokens(config.model),
         seed=config.seed,
         visual_mask=config.model.decoder.visual_mask,
         spec=spec,

@@ -22,7 +22,7 @@ from jaxvlm.data.formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.io.checkpoint import restore_params
-from jaxvlm.models.vit import num_patches
+from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.types import Batch, Params
@@ -44,9 +44,7 @@ class Loaded:
         tokenizer: with its chat template.
     """
 
-    def __init__(
-        self, config: TrainConfig, model: Model, params: Params, tokenizer: ChatTokenizer
-    ):
+    def __init__(self, config: TrainConfig, model: Model, params: Params, tokenizer: ChatTokenizer):
         self.config, self.model, self.params, self.tokenizer = config, model, params, tokenizer
         self._generate = jax.jit(self._run, static_argnums=(2,))
 
@@ -132,7 +130,7 @@ class Loaded:
         B = -(-rows // parts) * parts
         T = -(-max(map(len, ids)) // _LENGTH_STEP) * _LENGTH_STEP
         most = max(len(pictures) for pictures, _ in queries)
-        patches = num_patches(self.model.config.vision)
+        patches = num_visual_tokens(self.model.config)
         size = self.model.config.vision.image_size
         tokens = np.full((B, T), self.tokenizer.pad_id, np.int32)
         segment, positions = np.zeros((B, T), np.int32), np.zeros((B, 1, T), np.int32)
@@ -168,7 +166,7 @@ class Loaded:
             raise ConfigError(
                 f"the prompt has {marks} {PLACEHOLDER} marks but {len(pictures)} pictures are given"
             )
-        patches = num_patches(self.model.config.vision)
+        patches = num_visual_tokens(self.model.config)
         return chat.prompt_ids([Turn("user", prompt)], self.tokenizer, patches)
 
     def _pixels(self, picture: Picture) -> np.ndarray:
@@ -195,7 +193,9 @@ def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) 
     config = record.read_config(workdir)
     use_compile_cache(config.compile_cache)
     tokenizer = inputs.make_tokenizer(config, workdir / "tokenizer", ([], []))
-    config = dataclasses.replace(config, model=inputs.with_vocab(config.model, tokenizer.vocab_size))
+    config = dataclasses.replace(
+        config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
+    )
     model = build_model(config.model, make_mesh(mesh or MeshConfig()))
     choice = (config.checkpoint.metric, config.checkpoint.mode)
     params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)

@@ -13,7 +13,9 @@ USAGE = "check FILE [--max_length=N] [--image_size=N]"
 def define(values: flags.FlagValues) -> None:
     """Declare the flags of ``data``."""
     flags.DEFINE_string(
-        "tokenizer", "", "Folder of a tokenizer; else a word tokenizer is built from the file.",
+        "tokenizer",
+        "",
+        "Folder of a tokenizer; else a word tokenizer is built from the file.",
         flag_values=values,
     )
     flags.DEFINE_integer("max_length", 512, "Tokens a row.", flag_values=values)

@@ -18,7 +18,9 @@ def define(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_integer("limit", 0, "Records at most; 0 is all.", flag_values=values)
     flags.DEFINE_string(
-        "sheet", "", "Write a contact sheet of pictures and answers to this PNG.",
+        "sheet",
+        "",
+        "Write a contact sheet of pictures and answers to this PNG.",
         flag_values=values,
     )
 

@@ -15,8 +15,10 @@ def define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
     flags.DEFINE_multi_string("image", [], "A picture; may be repeated.", flag_values=values)
     flags.DEFINE_string(
-        "prompt", "", "What to ask. <image> marks where a picture goes; pictures come first if "
-        "there is none.", flag_values=values,
+        "prompt",
+        "",
+        "What to ask. <image> marks where a picture goes; pictures come first if there is none.",
+        flag_values=values,
     )
     flags.DEFINE_integer("max_new", 64, "New tokens at most.", flag_values=values)
     flags.DEFINE_float("temperature", 0.0, "0 is greedy.", flag_values=values)

@@ -24,11 +24,14 @@ def define(values: flags.FlagValues) -> None:
         "workdir", "", "The run's folder; a run that is in it is resumed.", flag_values=values
     )
     flags.DEFINE_bool(
-        "print_config", False, "Print every setting as it would be used, and exit.",
+        "print_config",
+        False,
+        "Print every setting as it would be used, and exit.",
         flag_values=values,
     )
     flags.DEFINE_bool(
-        "dry_run", False,
+        "dry_run",
+        False,
         "Compile the step, show one batch decoded with its loss mask and the memory it would "
         "take, and exit.",
         flag_values=values,
@@ -42,7 +45,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if args:
         raise ConfigError(f"train takes flags only, not {args[0]!r}")
     if values["config"].value is None:
-        raise ConfigError("train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py")
+        raise ConfigError(
+            "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"
+        )
     config = from_config_dict(values["config"].value)
     if values["print_config"].value:
         print(to_config_dict(config))

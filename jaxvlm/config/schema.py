@@ -39,6 +39,7 @@ class ConnectorConfig:
 
     kind: str = "mlp"  # mlp: linear, activation, linear | linear
     hidden: int = 0  # 0: the decoder's width
+    merge: int = 1  # m x m neighbouring patches become one visual token
     activation: str = "gelu"
 
 

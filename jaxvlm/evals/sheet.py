@@ -50,7 +50,9 @@ def draw(cells: Sequence[Cell], path: pathlib.Path) -> None:
         thumb = thumb.resize(_inside(thumb.size), Image.Resampling.NEAREST)
         sheet.paste(thumb, (left, top))
         colour = _RIGHT if cell.right else _WRONG
-        pen.rectangle((left - 2, top - 2, left + _PICTURE + 1, top + _PICTURE + 1), outline=colour, width=2)
+        pen.rectangle(
+            (left - 2, top - 2, left + _PICTURE + 1, top + _PICTURE + 1), outline=colour, width=2
+        )
         verdict = "right" if cell.right else f"wrong, expected {cell.expected!r}"
         lines = textwrap.wrap(cell.question, 30)[:2]
         for n, (text, ink) in enumerate(

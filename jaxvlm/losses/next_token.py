@@ -51,7 +51,7 @@ class NextToken:
 def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
     """``(labels i32[B, T], weight f32[B, T])``: what place t predicts, and how much it counts."""
     labels = jnp.roll(batch.tokens, -1, axis=1)
-    same = jnp.roll(batch.segment, -1, axis=1) == batch.segment
+    same = (jnp.roll(batch.segment, -1, axis=1) == batch.segment) & (batch.segment > 0)
     weight = jnp.where(same, jnp.roll(batch.loss_weight, -1, axis=1), 0.0)
     return labels, weight.at[:, -1].set(0.0)  # the roll wraps around the row's end
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 from flax import nnx
 
@@ -18,7 +20,7 @@ class Connector(nnx.Module):
         init: source of parameters.
         axes: mesh and rules.
         config: variant.
-        vision_width: width of the visual tokens.
+        vision_width: width of the ViT's tokens.
         width: D of the decoder.
     """
 
@@ -32,7 +34,8 @@ class Connector(nnx.Module):
                 f"config.model.connector.activation={config.activation!r}; "
                 f"known: {', '.join(ACTIVATIONS)}"
             )
-        self.axes, self.activation = axes, config.activation
+        self.axes, self.activation, self.merge = axes, config.activation, config.merge
+        vision_width *= config.merge**2
         mlp = config.kind == "mlp"
         hidden = (config.hidden or width) if mlp else vision_width
         draw = fan_in(vision_width)
@@ -43,8 +46,27 @@ class Connector(nnx.Module):
         self.b_out = param(init, (width,), ("norm",), zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, P, D_vision] -> [B, P, D]."""
+        """[B, P, D_vision] -> [B, P / merge^2, D]."""
+        x = merge_patches(x, self.merge)
         if self.w_in is not None and self.b_in is not None:
             x = contract(x, self.w_in[...]) + self.b_in[...].astype(x.dtype)
             x = ACTIVATIONS[self.activation](shard(self.axes, x, "batch", "seq", "mlp"))
         return contract(x, self.w_out[...]) + self.b_out[...].astype(x.dtype)
+
+
+def merge_patches(x: jax.Array, merge: int) -> jax.Array:
+    """Join ``merge`` x ``merge`` neighbours of a square grid, row by row (pixel shuffle).
+
+    Args:
+        x: [B, P, D], P a square whose side ``merge`` divides.
+        merge: neighbours a side.
+
+    Returns:
+        [B, P / merge^2, merge^2 * D].
+    """
+    if merge == 1:
+        return x
+    B, P, D = x.shape
+    side = math.isqrt(P) // merge
+    x = x.reshape(B, side, merge, side, merge, D).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(B, side * side, merge * merge * D)

@@ -9,12 +9,12 @@ from jaxvlm.config import ConfigError, DecoderConfig
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.kv import KVCache
+from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import RMSNorm
 from jaxvlm.nn.param import Init
 from jaxvlm.nn.rope import rope
 from jaxvlm.nn.stack import BlockSpec, Stack
-from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.rules import Axes
 
 
@@ -87,8 +87,12 @@ def check(config: DecoderConfig) -> None:
             f"num_kv_heads={config.num_kv_heads}"
         )
     if config.head_dim % 2:
-        raise ConfigError(f"{where}.head_dim={config.head_dim} is odd; rotary pairs need an even one")
+        raise ConfigError(
+            f"{where}.head_dim={config.head_dim} is odd; rotary pairs need an even one"
+        )
     if config.activation not in ACTIVATIONS:
-        raise ConfigError(f"{where}.activation={config.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        raise ConfigError(
+            f"{where}.activation={config.activation!r}; known: {', '.join(ACTIVATIONS)}"
+        )
     if config.visual_mask not in ("causal", "prefix"):
         raise ConfigError(f"{where}.visual_mask={config.visual_mask!r}; known: causal, prefix")

@@ -116,7 +116,9 @@ class ViT(nnx.Module):
         D, P = config.width, num_patches(config)
         self.axes, self.config = axes, config
         self.stem = STEMS[config.stem](init, config)
-        self.class_token = param(init, (D,), ("norm",), normal(0.02)) if config.class_token else None
+        self.class_token = (
+            param(init, (D,), ("norm",), normal(0.02)) if config.class_token else None
+        )
         tokens = P + config.class_token
         learned = config.position == "learned"
         self.position = (
@@ -152,7 +154,9 @@ class ViT(nnx.Module):
         x = self.stem(pixels)
         x = shard(self.axes, x, "batch", "seq", "embed")
         if self.class_token is not None:
-            token = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2]))
+            token = jnp.broadcast_to(
+                self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2])
+            )
             x = jnp.concatenate([token, x], axis=1)
         if self.position is not None:
             x = x + self.position[...].astype(x.dtype)
@@ -184,11 +188,15 @@ def check(config: VisionConfig) -> None:
             f"patch_size={config.patch_size}"
         )
     if config.width % config.num_heads:
-        raise ConfigError(f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}")
+        raise ConfigError(
+            f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}"
+        )
     if config.stem not in STEMS:
         raise ConfigError(f"{where}.stem={config.stem!r}; known: {', '.join(STEMS)}")
     if config.activation not in ACTIVATIONS:
-        raise ConfigError(f"{where}.activation={config.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        raise ConfigError(
+            f"{where}.activation={config.activation!r}; known: {', '.join(ACTIVATIONS)}"
+        )
     if config.position not in ("learned", "sincos2d"):
         raise ConfigError(f"{where}.position={config.position!r}; known: learned, sincos2d")
     if config.position == "sincos2d" and (config.class_token or config.width % 4):

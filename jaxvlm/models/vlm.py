@@ -23,6 +23,21 @@ from jaxvlm.types import Batch, Out
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
+def num_visual_tokens(config: ModelConfig) -> int:
+    """Tokens that a picture takes in the decoder's row.
+
+    Raises:
+        ConfigError: the connector's ``merge`` does not divide the grid of patches.
+    """
+    side, merge = config.vision.image_size // config.vision.patch_size, config.connector.merge
+    if merge < 1 or side % merge:
+        raise ConfigError(
+            f"config.model.connector.merge={merge} does not divide the {side} x {side} patches "
+            "of a picture"
+        )
+    return (side // merge) ** 2
+
+
 class Stream(NamedTuple):
     """What flows between :meth:`VLM.pre`, :meth:`VLM.blocks` and :meth:`VLM.post`."""
 
@@ -48,6 +63,7 @@ class VLM(nnx.Module):
     def __init__(self, init: Init, axes: dict[str, Axes], config: ModelConfig):
         if config.dtype not in DTYPES:
             raise ConfigError(f"config.model.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
+        num_visual_tokens(config)  # refuses a merge that does not fit
         self.config, self.axes = config, axes["decoder"]
         self.vision = ViT(init, axes["vision"], config.vision, config.attention)
         widths = (config.vision.width, config.decoder.width)

@@ -113,6 +113,8 @@ def _splash(
     """TPU splash attention: blocks outside the causal triangle are never computed."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only, slow to import
         splash_attention_kernel as kernel,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_mask as masks,
     )
 
@@ -129,7 +131,9 @@ def _splash(
         block_kv_dq=block,
     )
 
-    def one_device(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None) -> jax.Array:
+    def one_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
+    ) -> jax.Array:
         one_head = masks.CausalMask(shape) if causal else masks.FullMask(shape)
         run = kernel.make_splash_mha(
             masks.MultiHeadMask([one_head] * q.shape[2]),
@@ -157,7 +161,9 @@ def _triton(
     """Pallas' GPU kernel: packed segments without a [T, S] mask in memory."""
     from jax.experimental.pallas.ops.gpu import attention as kernel  # GPU only, slow to import
 
-    def one_device(q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None) -> jax.Array:
+    def one_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
+    ) -> jax.Array:
         repeat = q.shape[2] // k.shape[2]
         return kernel.mha(
             q,

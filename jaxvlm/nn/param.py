@@ -94,7 +94,9 @@ def merge(graph: Any, params: Params) -> Any:
 def logical_axes(module: nnx.Module) -> dict[str, Logical]:
     """``{path: words}`` of every parameter."""
     _, state = nnx.split(module)
-    return {"/".join(map(str, p)): leaf.get_metadata("logical") for p, leaf in nnx.to_flat_state(state)}
+    return {
+        "/".join(map(str, p)): leaf.get_metadata("logical") for p, leaf in nnx.to_flat_state(state)
+    }
 
 
 def contract(x: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -122,12 +123,19 @@ def exit_now(code: int) -> None:
 
 
 def catch_sigterm() -> None:
-    """From now on SIGTERM makes :func:`should_stop` true instead of ending the process.
+    """The next SIGTERM makes :func:`should_stop` true instead of ending the process.
 
-    With several processes JAX has done so in :func:`initialize`.
+    The one after it ends the process as usual. With several processes JAX has done so in
+    :func:`initialize`. Outside the main thread, where Python takes no signals, it does nothing.
     """
-    if not _liveness:
-        signal.signal(signal.SIGTERM, lambda number, frame: _asked_to_stop.append(number))
+    _asked_to_stop.clear()
+    if not _liveness and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    _asked_to_stop.append(number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def should_stop(step: int) -> bool:

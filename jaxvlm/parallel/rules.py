@@ -71,7 +71,9 @@ class Axes:
         self, name: str, logical: Logical, shape: tuple[int, ...], rules: Mapping[str, Place]
     ) -> NamedSharding:
         if len(logical) != len(shape):
-            raise ConfigError(f"{name}: {len(shape)} dims {shape} but {len(logical)} words {logical}")
+            raise ConfigError(
+                f"{name}: {len(shape)} dims {shape} but {len(logical)} words {logical}"
+            )
         used: dict[str, str] = {}
         places: list[Place] = []
         for word, size in zip(logical, shape):

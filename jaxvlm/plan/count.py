@@ -49,9 +49,9 @@ def forward(config: ModelConfig, tokens: float, length: float, images: float) ->
     blocks = v.depth + 1 + v.feature_layer
     vit_token = 2 * (4 * v.width**2 + 2 * v.width * v.mlp_dim) + 4 * seen * v.width
     vision = images * (seen * blocks * vit_token + _stem(config))
-    hidden = c.hidden or d.width
+    hidden, merged = c.hidden or d.width, c.merge**2
     if c.kind == "mlp":
-        connector = images * patches * 2 * (v.width * hidden + hidden * d.width)
+        connector = images * patches / merged * 2 * (merged * v.width * hidden + hidden * d.width)
     else:
         connector = images * patches * 2 * v.width * d.width
     heads = d.num_heads * d.head_dim

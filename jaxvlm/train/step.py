@@ -40,7 +40,9 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
         sums, grads = runner.loss_grad(state.params, state.frozen, batch, loss, scale)
         value = total(sums, scale)
 
-        norms = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())])
+        norms = jnp.stack(
+            [jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())]
+        )
         ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
         bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
 

@@ -74,7 +74,9 @@ def test_specs_match_the_golden_table(name, request):
     for path, leaf in jax.tree_util.tree_leaves_with_path(made.abstract):
         table[jax.tree_util.keystr(path, simple=True, separator="/")] = str(leaf.sharding.spec)
     batch = to_global(mesh, random_batch(), ROWS)
-    table |= {f"batch/{n}": str(x.sharding.spec) for n, x in batch._asdict().items() if x is not None}
+    table |= {
+        f"batch/{n}": str(x.sharding.spec) for n, x in batch._asdict().items() if x is not None
+    }
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if request.config.getoption("--update-golden"):
         GOLDEN.write_text(json.dumps(golden | {name: table}, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,222 @@
+"""One process's part of a training run, from the first state to the last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxvlm.build import inputs, sheets, training
+from jaxvlm.build.hooks import RunHooks
+from jaxvlm.build.scorer import Report, Scorer
+from jaxvlm.build.setup import peak_flops
+from jaxvlm.config import TrainConfig
+from jaxvlm.data.iterate import TrainBatches, resume_step
+from jaxvlm.io.checkpoint import Checkpointer, restore_params
+from jaxvlm.parallel import distributed
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.train import loop, programs
+from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.progress import Progress
+from jaxvlm.types import Batch, TrainState
+
+if TYPE_CHECKING:
+    from jaxvlm.build.run import Run
+
+_ADVICE = [
+    "raise config.microbatches (exact, a little slower)",
+    "config.model.decoder.remat=dots, then full (about a third slower)",
+    "config.mesh.fsdp=N over more devices",
+    "lower config.data.batch_size or config.data.max_length",
+]
+
+
+def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
+    """Train ``run`` to its end; see ``Run.fit``."""
+    config = run.config
+    with contextlib.ExitStack() as stack:
+        lines: list[str] = []
+        checkpointer = Checkpointer(
+            workdir / "checkpoints",
+            config.checkpoint.keep,
+            config.checkpoint.metric,
+            config.checkpoint.mode,
+            on_warning=lines.append,
+        )
+        made = training.build_training(config, run.model, run.steps, lines.append)
+        state, start, extra = _first_state(run, made, checkpointer, lines.append)
+        progress = Progress(run.steps, start)
+        stack.callback(progress.close)
+        for line in lines:
+            progress.log(line)
+        made.step.say = progress.log
+        source = run.dataset.train(run.rows, start)
+        stack.callback(source.close)
+        batches = _GlobalBatches(source, run.mesh, config.data.batch_size)
+        writer = MetricWriter(
+            workdir, config.tensorboard, config.wandb_project, start if start else -1
+        )
+        stack.callback(writer.close)
+        scorer = _scorer(run)
+        hooks = RunHooks(
+            config=config,
+            writer=writer,
+            progress=progress,
+            checkpointer=checkpointer,
+            evaluate_now=_evaluation(scorer, config),
+            learning_rate=made.learning_rate,
+            flops_per_step=_introduce(run, made, batches, progress.log),
+            peak_flops=peak_flops(run.mesh, config.model.dtype)[0],
+            best=extra.get("best"),
+            worse=extra.get("worse", 0),
+        )
+        begin = time.perf_counter()
+        # Tightly around the loop: a failure here is told to peers before anything waits for them.
+        with distributed.guard_peers(), _memory_explained(made, batches):
+            state, why = loop.train(
+                state, made.step, batches, _schedule(run, workdir), hooks,
+                start=start, leaves=made.leaves,
+            )  # fmt: skip
+        seconds = time.perf_counter() - begin
+        checkpointer.close()
+        report = hooks.last_report
+        if why == "done" and scorer is not None and jax.process_count() == 1:
+            sheets.contact_sheet(run.answering(state), scorer.dataset, workdir / "sheet.png")
+            progress.log(f"contact sheet: {workdir / 'sheet.png'}")
+        return state, _result(run, state, why, seconds, report)
+
+
+def _result(
+    run: Run, state: TrainState, why: str, seconds: float, report: Report | None
+) -> dict[str, Any]:
+    blind = report.blind if report else {}
+    return {
+        "step": int(jax.device_get(state.step)),
+        "ended": why,
+        "seconds": seconds,
+        "skipped_updates": int(jax.device_get(state.guard.skipped)),
+        "skipped_records": len(run.dataset.problems) + len(run.dataset.skipped),
+        **(report.metrics if report else {}),
+        **{f"blind/{name}": value for name, value in blind.items()},
+    }
+
+
+def _first_state(
+    run: Run, made: training.Training, checkpointer: Checkpointer, say: Callable[[str], None]
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """The state to go on from, its step, and what was saved beside it."""
+    found = checkpointer.restore(made.abstract)
+    if found is not None:
+        start = resume_step(found.extra["data"], run.dataset.fingerprint())
+        say(f"resuming at step {start} of {run.steps}")
+        return found.state, start, found.extra
+    if run.config.init_from:
+        folder = pathlib.Path(run.config.init_from) / "checkpoints"
+        params = restore_params(folder, run.model.abstract(), "latest", on_warning=say)
+        say(f"weights from {run.config.init_from}")
+    else:
+        params = run.model.init(run.config.seed)
+    return made.init(params), 0, {}
+
+
+def _scorer(run: Run) -> Scorer | None:
+    """What evaluates the run, or ``None`` without evaluation data."""
+    config = run.config
+    if not config.data.eval:
+        return None
+    dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer)
+    return Scorer(run.model, dataset, config.data.batch_size)
+
+
+def _evaluation(
+    scorer: Scorer | None, config: TrainConfig
+) -> Callable[[TrainState], Report] | None:
+    if scorer is None:
+        return None
+    return lambda state: scorer.report({**state.params, **state.frozen}, config.eval_records)
+
+
+def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:
+    config = run.config
+    return loop.Schedule(
+        steps=run.steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        save_every=config.checkpoint.every,
+        max_bad_steps=config.max_bad_steps,
+        profile=config.profile_steps,
+        profile_folder=str(workdir / "profile"),
+    )
+
+
+@contextlib.contextmanager
+def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
+    """An out-of-memory error says what filled the memory and what to change."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not programs.is_out_of_memory(error) or batches.last is None:
+            raise
+        text = programs.explain_out_of_memory(made.abstract, batches.last, {}, _ADVICE)
+        raise loop.TrainingStopped(text) from error
+
+
+def _introduce(
+    run: Run, made: training.Training, batches: _GlobalBatches, say: Callable[[str], None]
+) -> float:
+    """Say what is about to run; returns the FLOPs of a mean step, judged by its first batch."""
+    local, rows = batches.peek(), run.config.data.batch_size
+    scale = rows / len(run.rows)
+    tokens = float((np.asarray(local.segment) > 0).sum()) * scale
+    pictures = 0 if local.image_start is None else (np.asarray(local.image_start) >= 0).sum()
+    flops = made.flops_per_step(local, tokens, float(pictures) * scale)
+    size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
+    trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in made.leaves)
+    shape = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
+    _, source = peak_flops(run.mesh, run.config.model.dtype)
+    say(f"{size:,} parameters, {trained:,} trained; mesh {shape}")
+    say(
+        f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} pictures; "
+        f"{run.steps} steps of {rows} rows x {local.tokens.shape[1]} tokens, "
+        f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; "
+        f"{flops / 1e9:.2f} GFLOP a step; MFU against {source}"
+    )
+    if run.dataset.problems:
+        say(
+            f"{len(run.dataset.problems)} records are skipped; the first: {run.dataset.problems[0]}"
+        )
+    return flops
+
+
+class _GlobalBatches:
+    """Local rows placed on the mesh as they are taken."""
+
+    def __init__(self, source: TrainBatches, mesh: jax.sharding.Mesh, batch_size: int):
+        self.source, self.mesh, self.batch_size = source, mesh, batch_size
+        self._peeked: Batch | None = None
+        self._taken = source.state()
+        self.last: Batch | None = None
+
+    def __iter__(self) -> _GlobalBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        local = self.peek()
+        self._peeked, self._taken = None, self.source.state()
+        self.last = to_global(self.mesh, local, self.batch_size)
+        return self.last
+
+    def peek(self) -> Batch:
+        """The next batch's local rows, not taken yet."""
+        if self._peeked is None:
+            self._peeked = next(self.source)[0]
+        return self._peeked
+
+    def state(self) -> dict[str, Any]:
+        """The iterator's state after the batches that were taken."""
+        return self._taken

@@ -1,0 +1,79 @@
+"""Cross-entropy against torch, whole and in chunks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvlm.losses.next_token import NextToken, targets, token_scores
+from jaxvlm.types import Batch, Out
+
+B, T, D, V = 2, 24, 8, 40
+
+
+@pytest.fixture(scope="module")
+def case():
+    rng = np.random.default_rng(0)
+    segment = np.zeros((B, T), np.int32)
+    segment[:, :9], segment[:, 9:20] = 1, 2
+    batch = Batch(
+        tokens=rng.integers(0, V, (B, T)).astype(np.int32),
+        loss_weight=rng.integers(0, 2, (B, T)).astype(np.float32),
+        positions=np.zeros((B, 1, T), np.int32),
+        segment=segment,
+    )
+    hidden = jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(D, V)), jnp.float32)
+    return batch, hidden, head
+
+
+def test_equals_torch(case):
+    torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+    batch, hidden, head = case
+    total, weight = 0.0, 0.0
+    for row in range(B):
+        for t in range(T - 1):
+            if batch.segment[row, t] and batch.segment[row, t] == batch.segment[row, t + 1]:
+                logits = torch.tensor(np.asarray(hidden[row, t]) @ np.asarray(head))
+                label = torch.tensor(int(batch.tokens[row, t + 1]))
+                w = float(batch.loss_weight[row, t + 1])
+                total += w * float(torch.nn.functional.cross_entropy(logits, label))
+                weight += w
+    sums = NextToken()(Out(hidden, head), batch)
+    np.testing.assert_allclose(sums.terms["loss"], total, rtol=1e-5)
+    np.testing.assert_allclose(NextToken().weights(batch)["loss"], weight)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 24, 100])
+def test_chunks_change_neither_loss_nor_gradient(case, chunk):
+    batch, hidden, head = case
+
+    def value(h, w, size):
+        return NextToken(size)(Out(h, w), batch).terms["loss"]
+
+    whole = jax.value_and_grad(value, (0, 1))(hidden, head, T)
+    parts = jax.jit(jax.value_and_grad(value, (0, 1)), static_argnums=2)(hidden, head, chunk)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, parts)
+
+
+def test_logits_never_exist_at_once():
+    big_v, big_t = 1000, 512
+    hidden, head = jnp.zeros((4, big_t, D)), jnp.zeros((D, big_v))
+    labels = jnp.zeros((4, big_t), jnp.int32)
+
+    def value(h, w):
+        return jnp.sum(token_scores(Out(h, w), labels, 64)[0])
+
+    temp = jax.jit(jax.grad(value, (0, 1))).lower(hidden, head).compile().memory_analysis()
+    assert temp.temp_size_in_bytes < 4 * big_t * big_v * 4 / 2
+
+
+def test_targets_never_cross_a_segment_or_the_rows_end(case):
+    batch, _, _ = case
+    full = batch._replace(loss_weight=np.ones((B, T), np.float32))
+    _, weight = targets(full)
+    expected = np.zeros((B, T))
+    expected[:, :8], expected[:, 9:19] = 1, 1
+    np.testing.assert_array_equal(weight, expected)

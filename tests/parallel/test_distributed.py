@@ -1,0 +1,189 @@
+"""Two processes find each other, stop together, and neither outlives the other."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxvlm.parallel import distributed
+from jaxvlm.parallel.distributed import Place, find_place, first_host
+
+PROGRAM = """
+import sys, time
+from jaxvlm.parallel import distributed
+
+assert distributed.initialize()
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+mode = sys.argv[1]
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+ones = jax.make_array_from_callback(
+    (8,), NamedSharding(mesh, PartitionSpec("data")), lambda i: np.ones(8, np.float32)[i]
+)
+total = jax.jit(jnp.sum)
+with distributed.guard_peers():
+    for step in range(100_000):
+        assert float(total(ones)) == 8
+        if step == 3:
+            print("running", flush=True)
+            if mode == "finish":
+                break
+            if mode == "uneven" and jax.process_index() == 0:
+                break  # waits for the other one in JAX's exit handler
+            if mode == "uneven":
+                time.sleep(1000)
+            if mode == "error" and jax.process_index() == 1:
+                raise ValueError("a bug in one process")
+            if mode == "exit" and jax.process_index() == 1:
+                print("bad input", file=sys.stderr)
+                distributed.exit_now(2)
+        if distributed.should_stop(step):
+            print("stopped at", step, flush=True)
+            break
+        time.sleep(0.01)
+"""
+
+
+def start_pair(mode: str) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pair = []
+    for process in range(2):
+        env = os.environ | {
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "JAX_PLATFORMS": "cpu",
+            "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
+            "JAXVLM_NUM_PROCESSES": "2",
+            "JAXVLM_PROCESS_ID": str(process),
+        }
+        command = [sys.executable, "-c", PROGRAM, mode]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pair.append(subprocess.Popen(command, env=env, text=True, **pipes))
+    return pair
+
+
+def until_running(pair: list[subprocess.Popen]) -> None:
+    for process in pair:
+        lines = iter(process.stdout.readline, "")
+        assert any(line == "running\n" for line in lines), process.communicate()
+
+
+@pytest.fixture
+def started():
+    pairs = []
+
+    def start(mode: str) -> list[subprocess.Popen]:
+        pairs.append(start_pair(mode))
+        return pairs[-1]
+
+    yield start
+    for pair in pairs:
+        for process in pair:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("mode", ["loop", "uneven"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killing_one_ends_the_other(started, victim, mode):
+    pair = started(mode)
+    until_running(pair)
+    time.sleep(0.3)
+    pair[victim].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    _, errors = pair[1 - victim].communicate(timeout=60)
+    assert time.monotonic() - begin < 20
+    assert pair[1 - victim].returncode == 75, errors
+    assert f"jaxvlm: process {victim} of 2 is gone" in errors
+
+
+def test_an_error_in_one_ends_both(started):
+    pair = started("error")
+    (_, first), (_, second) = [process.communicate(timeout=60) for process in pair]
+    assert "process 1 of 2 stopped with an error" in first
+    assert "ValueError: a bug in one process" in second
+    assert [process.returncode for process in pair] == [75, 1]
+
+
+def test_exit_now_keeps_its_status(started):
+    pair = started("exit")
+    (_, first), (_, second) = [process.communicate(timeout=60) for process in pair]
+    assert "process 1 of 2 stopped with an error" in first
+    assert second.rstrip().endswith("bad input")
+    assert [process.returncode for process in pair] == [75, 2]
+
+
+def test_a_good_end_is_quiet(started):
+    pair = started("finish")
+    outputs = [process.communicate(timeout=60) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    assert not any("jaxvlm:" in errors for _, errors in outputs)
+
+
+def test_sigterm_stops_both_at_one_step(started):
+    pair = started("loop")
+    until_running(pair)
+    pair[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=60) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    steps = [output for output, _ in outputs]
+    assert "stopped at" in steps[0]
+    assert steps[0].split("stopped at")[1] == steps[1].split("stopped at")[1]
+
+
+def test_sigterm_in_a_single_process():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        distributed.catch_sigterm()
+        assert not distributed.should_stop(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert distributed.should_stop(2)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        distributed.catch_sigterm()
+        assert not distributed.should_stop(3)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        distributed._asked_to_stop.clear()
+
+
+def test_the_environment_says_where():
+    assert find_place({}) is None
+    assert not distributed.initialize()
+    given = {"JAXVLM_COORDINATOR": "h:1", "JAXVLM_NUM_PROCESSES": "2", "JAXVLM_PROCESS_ID": "1"}
+    assert find_place(given) == Place("h:1", 2, 1, None)
+    assert find_place(given | {"JAXVLM_NUM_PROCESSES": "1", "JAXVLM_PROCESS_ID": "0"}) is None
+    with pytest.raises(ValueError, match="JAXVLM_PROCESS_ID is not: set all three"):
+        find_place({name: given[name] for name in list(given)[:2]})
+    with pytest.raises(ValueError, match="must be below 2"):
+        find_place(given | {"JAXVLM_PROCESS_ID": "2"})
+    with pytest.raises(ValueError, match="must be a number"):
+        find_place(given | {"JAXVLM_PROCESS_ID": "one"})
+
+
+def test_slurm_variables():
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NODELIST": "gpu[07-09,12]",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    }
+    assert find_place(step) == Place("gpu07:61447", 4, 3, None)
+    assert find_place(step | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}).local_devices == [1]
+    assert find_place({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"), [("a1,b2", "a1"), ("n[3,5]", "n3"), ("x-[010-020]", "x-010"), ("q", "q")]
+)
+def test_first_host(nodes, host):
+    assert first_host(nodes) == host

@@ -1,0 +1,145 @@
+"""The metrics file is valid JSON lines, with each step once, whatever happened to the run."""
+
+import io
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxvlm.train.metrics import MetricWriter, read_metrics
+from jaxvlm.train.progress import Progress, short, summary, time_left
+
+
+def strict_lines(path):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_lines_are_valid_json(tmp_path):
+    writer = MetricWriter(tmp_path, tensorboard=False)
+    writer.write(1, {"train/loss": np.float32(0.5), "train/tokens": np.int64(7), "note": "x"})
+    writer.write(2, {"train/loss": math.nan, "train/norm": math.inf, "train/low": -math.inf})
+    writer.close()
+    writer.close()
+    first, second = strict_lines(tmp_path / "metrics.jsonl")
+    assert first["step"] == 1
+    assert (first["train/loss"], first["train/tokens"], first["note"]) == (0.5, 7, "x")
+    assert first["time"] > 1e9
+    assert (second["train/loss"], second["train/norm"], second["train/low"]) == (
+        "nan",
+        "inf",
+        "-inf",
+    )
+    again = read_metrics(tmp_path)[1]
+    assert math.isnan(again["train/loss"])
+    assert again["train/low"] == -math.inf
+
+
+def test_resume_drops_the_abandoned_future(tmp_path):
+    writer = MetricWriter(tmp_path, tensorboard=False)
+    for step in range(1, 7):
+        writer.write(step, {"train/loss": step})
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 3, "train/lo')  # cut by a kill
+    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=4)
+    writer.write(5, {"train/loss": 50})
+    writer.close()
+    assert [(x["step"], x["train/loss"]) for x in strict_lines(path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 4),
+        (5, 50),
+    ]
+    MetricWriter(tmp_path, tensorboard=False).close()
+    assert path.read_text() == ""
+
+
+def test_tensorboard_events(tmp_path):
+    writer = MetricWriter(tmp_path, tensorboard=True)
+    writer.write(3, {"train/loss": 0.25})
+    writer.images(3, "eval/samples", np.zeros((2, 4, 5, 3), np.uint8))
+    writer.images(3, "eval/one", np.zeros((4, 5, 3), np.uint8))
+    with pytest.raises(ValueError, match="pictures are u8"):
+        writer.images(3, "eval/bad", np.zeros((4, 5, 3)))
+    writer.close()
+    data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    for tag in (b"train/loss", b"eval/samples", b"eval/one"):
+        assert tag in data
+
+
+def test_wandb_missing_names_the_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxvlm\[wandb\]'"):
+        MetricWriter(tmp_path, tensorboard=False, wandb_project="p")
+
+
+def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
+    logged = []
+
+    class Wandb:
+        Image = staticmethod(lambda picture: picture.shape)
+
+        def init(self, **settings):
+            return self
+
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            logged.append("finished")
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    writer = MetricWriter(tmp_path, tensorboard=False, wandb_project="p")
+    writer.write(1, {"train/loss": 2.0, "note": "x"})
+    writer.images(1, "eval/one", np.zeros((4, 5, 3), np.uint8))
+    writer.close()
+    assert logged == [(1, {"train/loss": 2.0}), (1, {"eval/one": [(4, 5, 3)]}), "finished"]
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    out = io.StringIO()
+    with Progress(
+        10, start=2, console=Console(file=out, force_terminal=False, width=40)
+    ) as progress:
+        progress.log("step time 0.1 s [data 2%]")
+        values = {"loss": 0.12345, "tokens_per_s": 12345, "pictures_per_s": 45, "mfu": 0.41}
+        progress.update(4, values | {"wait": "1%"})
+    progress.update(5, {})
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step time 0.1 s [data 2%]"
+    assert lines[1].startswith(
+        "train 4/10 loss 0.1235 tok/s 12.3k pic/s 45 MFU 41.0% wait 1% left 0:"
+    )
+    assert len(lines) == 2
+
+
+def test_a_bar_on_a_terminal():
+    out = io.StringIO()
+    with Progress(10, console=Console(file=out, force_terminal=True, width=120)) as progress:
+        progress.update(4, {"loss": 0.5})
+        progress.log("above the bar")
+    text = out.getvalue()
+    assert "above the bar" in text
+    assert "4/10" in text
+    assert "loss 0.5000" in text
+
+
+def test_numbers_for_people():
+    assert [short(x) for x in (0, 9.994, 1234, 999_600, 2.5e9)] == [
+        "0",
+        "9.99",
+        "1.23k",
+        "1M",
+        "2.5G",
+    ]
+    assert summary({"loss": math.nan}) == "loss nan"
+    assert time_left(10, 0, 5) == "?"
+    assert time_left(10, 10, 65) == "1:05"
+    assert time_left(10, 1, 1000) == "2:46:40"

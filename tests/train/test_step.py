@@ -1,0 +1,170 @@
+"""The step: microbatches, freezing, skipped updates, learning rates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from builders import MESHES, ROWS, TINY, devices_of, random_batch, train_config
+
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import build_training
+from jaxvlm.config import ConfigError
+from jaxvlm.losses.base import scales
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.train.runner import Microbatched, PlainRunner
+
+MESH = MESHES["one"]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(MESH, devices_of(MESH))
+
+
+@pytest.fixture(scope="module")
+def model(mesh):
+    return build_model(TINY, mesh)
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return jax.device_get(model.init(0))
+
+
+def made(model, config):
+    return build_training(config, model, config.steps, lambda line: None)
+
+
+def on_device():
+    return jax.tree.map(jnp.asarray, random_batch())
+
+
+def run(training, model, params, batches):
+    state = training.init({k: jnp.array(v) for k, v in params.items()})
+    for batch in batches:
+        batch = to_global(model.mesh, batch, ROWS)
+        state, metrics = training.step.get(state, batch)(state, batch)
+    return state, metrics
+
+
+def test_microbatches_give_the_whole_batchs_gradient(model, params):
+    batch, loss, plain = on_device(), NextToken(), PlainRunner(model.apply)
+    scale = scales(loss, batch)
+    whole_sums, whole = jax.jit(lambda p: plain.loss_grad(p, {}, batch, loss, scale))(params)
+    for parts in (2, 4):
+        runner = Microbatched(plain, parts)
+        sums, grads = jax.jit(lambda p, r=runner: r.loss_grad(p, {}, batch, loss, scale))(params)
+        np.testing.assert_allclose(sums.terms["loss"], whole_sums.terms["loss"], rtol=1e-6)
+        for path, g in whole.items():
+            np.testing.assert_allclose(grads[path], g, rtol=1e-4, atol=1e-7, err_msg=path)
+
+
+def test_a_loss_that_is_no_sum_refuses_microbatches(model, params):
+    loss = dataclasses.replace(NextToken(), additive=False)
+    batch = on_device()
+    with pytest.raises(ConfigError, match="not a sum over examples"):
+        Microbatched(PlainRunner(model.apply), 2).loss_grad(params, {}, batch, loss, {})
+
+
+def test_microbatches_that_do_not_divide_are_refused(model, params):
+    with pytest.raises(ConfigError, match=r"microbatches=3 does not divide data\.batch_size=8"):
+        runner = Microbatched(PlainRunner(model.apply), 3)
+        runner.loss_grad(params, {}, on_device(), NextToken(), {})
+
+
+def test_a_frozen_tower_keeps_its_bits_and_costs_nothing(model, params):
+    config = train_config(frozen=("vision/*",), weight_decay=0.1)
+    training = made(model, config)
+    state, _ = run(training, model, params, [random_batch(seed) for seed in range(20)])
+    for path, before in params.items():
+        if path.startswith("vision/"):
+            np.testing.assert_array_equal(np.asarray(state.frozen[path]), before, err_msg=path)
+        else:
+            assert np.any(np.asarray(state.params[path]) != before), path
+    paths = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)
+    ]
+    assert any("decoder/" in path for path in paths)
+    assert not any("vision/" in path for path in paths)
+    # The compiled program differentiates the connector and the decoder, never the tower.
+    (program,) = training.step.compiled.values()
+    lines = program.as_text().splitlines()
+    back = [line for line in lines if "transpose(" in line and "op_name" in line]
+    assert any("decoder" in line for line in back)
+    assert not any("/vision/" in line or "(vision)" in line for line in back)
+
+
+def test_the_frozen_check_can_fail(model, params):
+    training = made(model, train_config())
+    batch = to_global(model.mesh, random_batch(), ROWS)
+    text = training.step.get(training.abstract, batch).as_text()
+    assert any("transpose(" in line and "vision" in line for line in text.splitlines())
+
+
+def test_a_skipped_update_changes_nothing_but_the_counts(model, params):
+    training = made(model, train_config())
+    good = random_batch()
+    state, _ = run(training, model, params, [good])
+    before = jax.device_get(state)
+    poison = dict(before.params)
+    poison["decoder/norm/scale"] = np.full_like(poison["decoder/norm/scale"], np.inf)
+    broken = jax.device_put(before._replace(params=poison))
+    batch = to_global(model.mesh, good, ROWS)
+    after, metrics = training.step.get(broken, batch)(broken, batch)
+    assert int(after.guard.skipped) == int(after.guard.in_a_row) == 1
+    assert int(after.step) == 2
+    assert int(metrics["bad_leaf"]) >= 0 or not np.isfinite(float(metrics["loss"]))
+    for path, value in poison.items():
+        np.testing.assert_array_equal(np.asarray(after.params[path]), value)
+    for a, b in zip(jax.tree.leaves(after.opt_state), jax.tree.leaves(before.opt_state)):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+
+def test_learning_rate_scale_is_exact(model, params):
+    half = train_config(learning_rate_scale=(("vision/*", 0.5),), weight_decay=0.1)
+    full = train_config(weight_decay=0.1)
+    a, _ = run(made(model, half), model, params, [random_batch()])
+    b, _ = run(made(model, full), model, params, [random_batch()])
+    for path, before in params.items():
+        factor = 0.5 if path.startswith("vision/") else 1.0
+        moved, whole = np.asarray(a.params[path]) - before, np.asarray(b.params[path]) - before
+        np.testing.assert_allclose(moved, factor * whole, rtol=1e-3, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("field", ["frozen", "decay", "no_decay"])
+def test_a_pattern_that_matches_nothing_is_refused(model, field):
+    with pytest.raises(ConfigError, match=rf"optim\.{field}: no parameter matches 'visoin/\*'"):
+        made(model, train_config(**{field: ("visoin/*",)}))
+
+
+def test_freezing_everything_is_refused(model):
+    with pytest.raises(ConfigError, match="freezes every parameter"):
+        made(model, train_config(frozen=("*",)))
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
+def test_remat_changes_no_gradient_and_applies_to_both_towers(params, remat, mesh, model):
+    vision = dataclasses.replace(TINY.vision, remat=remat)
+    decoder = dataclasses.replace(TINY.decoder, remat=remat)
+    other = build_model(dataclasses.replace(TINY, vision=vision, decoder=decoder), mesh)
+    batch, loss = on_device(), NextToken()
+    scale = scales(loss, batch)
+
+    def grads(m):
+        return lambda p: PlainRunner(m.apply).loss_grad(p, {}, batch, loss, scale)[1]
+
+    kept = jax.jit(grads(model))(params)
+    again = jax.jit(grads(other))(params)
+    for path, g in kept.items():
+        np.testing.assert_allclose(again[path], g, rtol=1e-4, atol=1e-6, err_msg=path)
+    text = str(jax.make_jaxpr(grads(other))(params))
+    assert text.count("remat") >= 2, "one in each tower's scan"
+    assert "remat" not in str(jax.make_jaxpr(grads(model))(params))
+    if remat == "offload":
+        assert "<host>" in text or "pinned_host" in text
