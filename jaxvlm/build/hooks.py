@@ -52,8 +52,9 @@ class RunHooks:
         self.progress.update(step, values)
         if metrics["wait_share"] > _SLOW_INPUT:
             self.progress.log(
-                f"step {step}: {100 * metrics['wait_share']:.0f} % of the time is spent waiting for "
-                "data; raise config.data.workers, config.data.prefetch or config.data.image_cache_mb"
+                f"step {step}: {100 * metrics['wait_share']:.0f} % of the time is spent waiting "
+                "for data; raise config.data.workers, config.data.prefetch or "
+                "config.data.image_cache_mb"
             )
 
     def evaluate(self, step: int, state: TrainState) -> bool:

@@ -30,6 +30,7 @@ from jaxvlm.types import Batch, Params
 Picture = str | os.PathLike[str] | Image.Image | np.ndarray
 """A file, a PIL picture, or u8[H, W, 3]."""
 
+_ONE = (str, os.PathLike, Image.Image, np.ndarray)
 _LENGTH_STEP = 32
 """Prompts are padded to a multiple of it, so that few lengths are compiled."""
 
@@ -70,8 +71,7 @@ class Loaded:
             ConfigError: marks and pictures differ in number.
             ImageError: a picture can't be read.
         """
-        one = isinstance(pictures, (str, os.PathLike, Image.Image, np.ndarray))
-        given = [pictures] if one else list(pictures)  # type: ignore[arg-type, list-item]  # checked
+        given: list[Any] = [pictures] if isinstance(pictures, _ONE) else list(pictures)
         return self.generate_batch([(given, prompt)], max_new, temperature, seed)[0]
 
     def generate_batch(

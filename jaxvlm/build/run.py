@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,13 +31,19 @@ class Run:
         workdir: its folder; a run that is in it is resumed. Everything a run writes is there:
             ``config.json``, ``tokenizer/``, ``metrics.jsonl``, ``tensorboard/``,
             ``checkpoints/``, ``sheet.png``.
+        devices: which devices the mesh is made of; all by default.
 
     Raises:
         ConfigError: settings that can't be used.
         DataError: data that can't be used.
     """
 
-    def __init__(self, config: Any, workdir: str | pathlib.Path = ""):
+    def __init__(
+        self,
+        config: Any,
+        workdir: str | pathlib.Path = "",
+        devices: Sequence[jax.Device] | None = None,
+    ):
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
         if not given.data.train:
             raise ConfigError(
@@ -44,7 +51,7 @@ class Run:
             )
         self.workdir = pathlib.Path(workdir) if workdir else None
         use_compile_cache(given.compile_cache)
-        self.mesh = make_mesh(given.mesh)
+        self.mesh = make_mesh(given.mesh, devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)
         read = inputs.read_records(given.data, given.data.train)
         saved = self.workdir / "tokenizer" if self.workdir else None

@@ -33,13 +33,11 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args:
         raise ConfigError(f"eval takes flags only, not {args[0]!r}")
-    if not values["checkpoint"].value:
+    if not values.checkpoint:
         raise ConfigError("eval needs --checkpoint=WORKDIR")
     distributed.initialize()
-    model = load(values["checkpoint"].value)
-    report = model.evaluate(
-        values["data"].value, limit=values["limit"].value, sheet=values["sheet"].value
-    )
+    model = load(values.checkpoint)
+    report = model.evaluate(values.data, limit=values.limit, sheet=values.sheet)
     for line in report.lines():
         print(line)
     return report.metrics

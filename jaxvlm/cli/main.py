@@ -112,7 +112,7 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         if code is None:
             raise
         return _fail(str(error), code)
-    if values["json"].value:
+    if values.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))
 
