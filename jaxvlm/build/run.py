@@ -62,6 +62,8 @@ class Run:
         self.model: Model = build_model(self.config.model, self.mesh)
         self.dataset = inputs.make_dataset(self.config, given.data.train, self.tokenizer, read)
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
+        # Built here, so that a setting that can't be used is refused before a file is written.
+        self.training = training.build_training(self.config, self.model, self.steps, print)
         self.state: TrainState | None = None
 
     def fit(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Run:
 
     def dry_run(self) -> dict[str, Any]:
         """Compile the step, print one batch with its loss mask and the memory; train nothing."""
-        made = training.build_training(self.config, self.model, self.steps, print)
+        made = self.training
         local, meta = next(self.dataset.train(self.rows, 0))
         for line in preview(local, meta, self.dataset, self.tokenizer):
             print(line)

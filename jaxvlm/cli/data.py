@@ -10,7 +10,7 @@ SUMMARY = "data check FILE: say what training would refuse, by reason."
 USAGE = "check FILE [--max_length=N] [--image_size=N]"
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``data``."""
     flags.DEFINE_string(
         "tokenizer",

@@ -10,7 +10,7 @@ SUMMARY = "Evaluate a trained model on a data file."
 USAGE = "--checkpoint=WORKDIR [--data=FILE] [--limit=N]"
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
     flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
     flags.DEFINE_string(

@@ -10,7 +10,7 @@ SUMMARY = "Answer a prompt about pictures."
 USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``generate``."""
     flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
     flags.DEFINE_multi_string("image", [], "A picture; may be repeated.", flag_values=values)

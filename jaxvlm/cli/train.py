@@ -11,7 +11,7 @@ SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``train``."""
     config_flags.DEFINE_config_file(
         "config",
@@ -19,6 +19,7 @@ def define(values: flags.FlagValues) -> None:
         "The recipe: a Python file with get_config(arg) -> ConfigDict; override any setting with "
         "--config.a.b=value. All settings: --print_config.",
         flag_values=values,
+        sys_argv=["jaxvlm", *argv],  # where overrides are looked for
     )
     flags.DEFINE_string(
         "workdir", "", "The run's folder; a run that is in it is resumed.", flag_values=values

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxvlm.losses.base import scales, total
+from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch, Guard, Loss, Params, Runner, TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
