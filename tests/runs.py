@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -37,6 +38,14 @@ def write_data(folder: pathlib.Path, pictures: int = 40, name: str = "data.jsonl
     path = folder / name
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def recipe(data: pathlib.Path):
+    """The recipe's ConfigDict for ``data``."""
+    spec = importlib.util.spec_from_file_location("recipe", HERE / "recipe.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(str(data))
 
 
 def command(*args: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import signal
@@ -11,18 +10,11 @@ import time
 import jax
 import numpy as np
 import pytest
-from runs import HERE, finish, losses, start
+from runs import finish, losses, recipe, start
 
 import jaxvlm
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.io.checkpoint import restore_params
-
-
-def recipe(data):
-    spec = importlib.util.spec_from_file_location("recipe", HERE / "recipe.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(str(data))
 
 
 def weights(run):
