@@ -41,7 +41,8 @@ class RunHooks:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Rates, MFU and the clock's split beside the step's own metrics."""
         seconds = metrics["step_ms"] / 1e3
-        tokens, pictures = metrics.pop("tokens"), metrics.pop("pictures")
+        # Nothing is counted where every step since the last line was skipped.
+        tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         values = metrics | {
             "learning_rate": self.learning_rate(step - 1),
             "tokens_per_s": tokens / seconds,
