@@ -14,7 +14,7 @@ from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
-from jaxvlm.build.setup import use_compile_cache
+from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import make_mesh
@@ -50,6 +50,7 @@ class Run:
                 "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
             )
         self.workdir = pathlib.Path(workdir) if workdir else None
+        keep_freed_memory()
         use_compile_cache(given.compile_cache)
         self.mesh = make_mesh(given.mesh, devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)
