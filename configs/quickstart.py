@@ -32,10 +32,10 @@ def get_config(arg: str = ""):
     config.optim.learning_rate = 1e-3
     config.optim.b2 = 0.99
     config.optim.warmup_steps = 100
-    config.epochs = 20.0
+    config.epochs = 12.0
     config.log_every = 50
     config.eval_every = 0
-    config.checkpoint.every = 1000
+    config.checkpoint.every = 500
 
     if arg == "smoke":
         config.epochs, config.steps = 0.0, 30

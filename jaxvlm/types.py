@@ -100,8 +100,10 @@ class Sums(NamedTuple):
 class Loss(Protocol):
     """A loss is sums and weights, so that any split of the batch gives the same gradient."""
 
-    additive: bool
-    """True if the loss is a sum over examples; plain microbatching refuses one that is not."""
+    @property
+    def additive(self) -> bool:
+        """True if the loss is a sum over examples; plain microbatching refuses one that is not."""
+        ...
 
     def weights(self, batch: Batch) -> dict[str, Any]:
         """Denominators W_k f32[] of the *global* batch; depends on no parameter."""

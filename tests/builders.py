@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -91,3 +92,16 @@ def random_batch(seed: int = 0, rows: int = ROWS) -> Batch:
         image_start=start,
         example_id=np.arange(rows, dtype=np.int32),
     )
+
+
+def assert_gradients_close(grads, expected) -> None:
+    """DESIGN's measure: a leaf's error against its norm, or its share of the whole's."""
+
+    def norm(x) -> float:
+        return float(np.linalg.norm(np.asarray(x, np.float64)))
+
+    whole = math.sqrt(sum(norm(g) ** 2 for g in expected.values()))
+    count = sum(g.size for g in expected.values())
+    for path, g in expected.items():
+        bound = 1e-5 * max(norm(g), 1e-2 * whole * math.sqrt(g.size / count))
+        assert norm(np.asarray(grads[path]) - np.asarray(g)) <= bound, path

@@ -48,7 +48,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             config.checkpoint.mode,
             on_warning=lines.append,
         )
-        made = training.build_training(config, run.model, run.steps, lines.append)
+        made = run.training
         state, start, extra = _first_state(run, made, checkpointer, lines.append)
         progress = Progress(run.steps, start)
         stack.callback(progress.close)
@@ -71,6 +71,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             evaluate_now=_evaluation(scorer, config),
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, progress.log),
+            steps=run.steps,
             peak_flops=peak_flops(run.mesh, config.model.dtype)[0],
             best=extra.get("best"),
             worse=extra.get("worse", 0),
@@ -86,8 +87,10 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         checkpointer.close()
         report = hooks.last_report
         if why == "done" and scorer is not None and jax.process_count() == 1:
-            sheets.contact_sheet(run.answering(state), scorer.dataset, workdir / "sheet.png")
-            progress.log(f"contact sheet: {workdir / 'sheet.png'}")
+            path = workdir / "sheet.png"
+            sheets.contact_sheet(run.answering(state), scorer.dataset, path)
+            progress.log(f"contact sheet: {path}")
+            writer.images(run.steps, "eval/sheet", sheets.pixels(path))
         return state, _result(run, state, why, seconds, report)
 
 
@@ -135,10 +138,12 @@ def _scorer(run: Run) -> Scorer | None:
 
 def _evaluation(
     scorer: Scorer | None, config: TrainConfig
-) -> Callable[[TrainState], Report] | None:
+) -> Callable[[TrainState, bool], Report] | None:
     if scorer is None:
         return None
-    return lambda state: scorer.report({**state.params, **state.frozen}, config.eval_records)
+    return lambda state, blind: scorer.report(
+        {**state.params, **state.frozen}, config.eval_records, blind
+    )
 
 
 def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:
@@ -162,7 +167,11 @@ def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
     except jax.errors.JaxRuntimeError as error:
         if not programs.is_out_of_memory(error) or batches.last is None:
             raise
-        text = programs.explain_out_of_memory(made.abstract, batches.last, {}, _ADVICE)
+        compiled = list(made.step.compiled.values())
+        work = programs.memory(compiled[-1]).get("temporary", 0) if compiled else 0
+        text = programs.explain_out_of_memory(
+            made.abstract, batches.last, {"activations and work space": work}, _ADVICE
+        )
         raise loop.TrainingStopped(text) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -17,7 +18,7 @@ _MULTIPLE = 64
 def make_tokenizer(
     config: TrainConfig, saved: pathlib.Path | None, read: Any
 ) -> tokenizer.ChatTokenizer:
-    """The run's tokenizer: the one it has, the one it names, or one built from its text.
+    """The run's tokenizer: the one it has, the one it names, ``init_from``'s, or one built.
 
     Args:
         config: of the run.
@@ -28,6 +29,8 @@ def make_tokenizer(
         return tokenizer.load(saved)
     if config.tokenizer.path:
         return tokenizer.load(config.tokenizer.path)
+    if config.init_from:  # its weights mean its tokens
+        return tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
     return tokenizer.build(chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size)
 
 
@@ -37,8 +40,6 @@ def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
     Raises:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
-    import dataclasses
-
     set_size = model.decoder.vocab_size
     if set_size and set_size < vocab_size:
         raise ConfigError(

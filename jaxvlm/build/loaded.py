@@ -18,6 +18,7 @@ from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import use_compile_cache
 from jaxvlm.config import ConfigError, MeshConfig, TrainConfig
 from jaxvlm.data import chat, images
+from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.generate import Sampling, generate
@@ -30,6 +31,7 @@ from jaxvlm.types import Batch, Params
 Picture = str | os.PathLike[str] | Image.Image | np.ndarray
 """A file, a PIL picture, or u8[H, W, 3]."""
 
+_ONE = (str, os.PathLike, Image.Image, np.ndarray)
 _LENGTH_STEP = 32
 """Prompts are padded to a multiple of it, so that few lengths are compiled."""
 
@@ -68,10 +70,9 @@ class Loaded:
 
         Raises:
             ConfigError: marks and pictures differ in number.
-            ImageError: a picture can't be read.
+            DataError: a picture can't be read.
         """
-        one = isinstance(pictures, (str, os.PathLike, Image.Image, np.ndarray))
-        given = [pictures] if one else list(pictures)  # type: ignore[arg-type, list-item]  # checked
+        given: list[Any] = [pictures] if isinstance(pictures, _ONE) else list(pictures)
         return self.generate_batch([(given, prompt)], max_new, temperature, seed)[0]
 
     def generate_batch(
@@ -109,9 +110,9 @@ class Loaded:
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
         dataset = inputs.make_dataset(self.config, spec, self.tokenizer)
-        report = Scorer(self.model, dataset, self.config.data.batch_size).report(
-            self.params, limit, blind
-        )
+        parts = batch_shards(self.model.mesh)
+        rows = -(-self.config.data.batch_size // parts) * parts
+        report = Scorer(self.model, dataset, rows).report(self.params, limit, blind)
         if sheet:
             sheets.contact_sheet(self, dataset, pathlib.Path(sheet))
         return report
@@ -172,7 +173,10 @@ class Loaded:
     def _pixels(self, picture: Picture) -> np.ndarray:
         size, resize = self.model.config.vision.image_size, self.config.data.resize
         if isinstance(picture, (str, os.PathLike)):
-            return images.load(str(picture), size, resize, self.config.data.max_pixels)
+            try:
+                return images.load(str(picture), size, resize, self.config.data.max_pixels)
+            except ImageError as error:
+                raise DataError(f"{picture}: {error}") from None
         made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
         return images.convert(made, size, resize)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,13 +31,19 @@ class Run:
         workdir: its folder; a run that is in it is resumed. Everything a run writes is there:
             ``config.json``, ``tokenizer/``, ``metrics.jsonl``, ``tensorboard/``,
             ``checkpoints/``, ``sheet.png``.
+        devices: which devices the mesh is made of; all by default.
 
     Raises:
         ConfigError: settings that can't be used.
         DataError: data that can't be used.
     """
 
-    def __init__(self, config: Any, workdir: str | pathlib.Path = ""):
+    def __init__(
+        self,
+        config: Any,
+        workdir: str | pathlib.Path = "",
+        devices: Sequence[jax.Device] | None = None,
+    ):
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
         if not given.data.train:
             raise ConfigError(
@@ -45,7 +52,7 @@ class Run:
         self.workdir = pathlib.Path(workdir) if workdir else None
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
-        self.mesh = make_mesh(given.mesh)
+        self.mesh = make_mesh(given.mesh, devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)
         read = inputs.read_records(given.data, given.data.train)
         saved = self.workdir / "tokenizer" if self.workdir else None
@@ -56,6 +63,8 @@ class Run:
         self.model: Model = build_model(self.config.model, self.mesh)
         self.dataset = inputs.make_dataset(self.config, given.data.train, self.tokenizer, read)
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
+        # Built here, so that a setting that can't be used is refused before a file is written.
+        self.training = training.build_training(self.config, self.model, self.steps, print)
         self.state: TrainState | None = None
 
     def fit(self) -> dict[str, Any]:
@@ -100,7 +109,7 @@ class Run:
 
     def dry_run(self) -> dict[str, Any]:
         """Compile the step, print one batch with its loss mask and the memory; train nothing."""
-        made = training.build_training(self.config, self.model, self.steps, print)
+        made = self.training
         local, meta = next(self.dataset.train(self.rows, 0))
         for line in preview(local, meta, self.dataset, self.tokenizer):
             print(line)

@@ -19,7 +19,7 @@ def use_compile_cache(setting: str) -> None:
     Args:
         setting: a folder, ``auto`` (the user's cache), or ``""`` for none.
     """
-    if not setting or jax.config.jax_compilation_cache_dir:
+    if not setting or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = pathlib.Path("~/.cache/jaxvlm/xla" if setting == "auto" else setting).expanduser()
     try:

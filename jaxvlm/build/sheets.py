@@ -6,6 +6,7 @@ import pathlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image
 
 from jaxvlm.data.formats import PLACEHOLDER, Record
 from jaxvlm.data.loader import Dataset
@@ -41,6 +42,12 @@ def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: in
         for record, (_, question), answer in zip(records, queries, answers)
     ]
     draw(cells, path)
+
+
+def pixels(path: pathlib.Path) -> np.ndarray:
+    """u8[H, W, 3] of a written sheet."""
+    with Image.open(path) as sheet:
+        return np.asarray(sheet.convert("RGB"))
 
 
 def _question(record: Record) -> str | None:

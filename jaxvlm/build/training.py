@@ -19,7 +19,7 @@ from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.sharding import follow, replicated
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
-from jaxvlm.train.runner import Microbatched, PlainRunner
+from jaxvlm.train.runner import Microbatched, PlainRunner, check_parts
 from jaxvlm.train.step import init_state, make_step
 from jaxvlm.types import Batch, Params, TrainState
 
@@ -87,7 +87,9 @@ def build_training(
     tx = make_optimizer(config.optim, schedule, {p: model.logical[p] for p in trainable})
     plain = PlainRunner(model.apply)
     runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
-    step = make_step(runner, NextToken(config.loss_chunk), tx)
+    loss = NextToken(config.loss_chunk)
+    check_parts(config.microbatches, loss, config.data.batch_size)
+    step = make_step(runner, loss, tx)
     shardings = _shardings(model, trainable, frozen, tx)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(model.mesh)))
     shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), trainable, frozen)

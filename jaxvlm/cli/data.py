@@ -10,7 +10,7 @@ SUMMARY = "data check FILE: say what training would refuse, by reason."
 USAGE = "check FILE [--max_length=N] [--image_size=N]"
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``data``."""
     flags.DEFINE_string(
         "tokenizer",
@@ -33,12 +33,12 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if len(args) != 2 or args[0] != "check":
         raise ConfigError("usage: jaxvlm data check FILE")
     config = DataConfig(
-        max_length=values["max_length"].value,
-        max_images=values["max_images"].value,
-        image_root=values["image_root"].value,
+        max_length=values.max_length,
+        max_images=values.max_images,
+        image_root=values.image_root,
     )
-    size, patch = values["image_size"].value, values["patch_size"].value
-    folder = values["tokenizer"].value
+    size, patch = values.image_size, values.patch_size
+    folder = values.tokenizer
     report = check.check(
         args[1],
         config,

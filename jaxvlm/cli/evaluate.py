@@ -10,7 +10,7 @@ SUMMARY = "Evaluate a trained model on a data file."
 USAGE = "--checkpoint=WORKDIR [--data=FILE] [--limit=N]"
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
     flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
     flags.DEFINE_string(
@@ -33,13 +33,11 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args:
         raise ConfigError(f"eval takes flags only, not {args[0]!r}")
-    if not values["checkpoint"].value:
+    if not values.checkpoint:
         raise ConfigError("eval needs --checkpoint=WORKDIR")
     distributed.initialize()
-    model = load(values["checkpoint"].value)
-    report = model.evaluate(
-        values["data"].value, limit=values["limit"].value, sheet=values["sheet"].value
-    )
+    model = load(values.checkpoint)
+    report = model.evaluate(values.data, limit=values.limit, sheet=values.sheet)
     for line in report.lines():
         print(line)
     return report.metrics

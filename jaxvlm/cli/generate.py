@@ -10,7 +10,7 @@ SUMMARY = "Answer a prompt about pictures."
 USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``generate``."""
     flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
     flags.DEFINE_multi_string("image", [], "A picture; may be repeated.", flag_values=values)
@@ -32,15 +32,15 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args:
         raise ConfigError(f"generate takes flags only, not {args[0]!r}")
-    if not values["checkpoint"].value or not values["prompt"].value:
+    if not values.checkpoint or not values.prompt:
         raise ConfigError("generate needs --checkpoint=WORKDIR and --prompt=TEXT")
-    model = load(values["checkpoint"].value)
+    model = load(values.checkpoint)
     answer = model.generate(
-        values["image"].value,
-        values["prompt"].value,
-        max_new=values["max_new"].value,
-        temperature=values["temperature"].value,
-        seed=values["seed"].value,
+        values.image,
+        values.prompt,
+        max_new=values.max_new,
+        temperature=values.temperature,
+        seed=values.seed,
     )
     print(answer)
     return {"answer": answer}

@@ -20,8 +20,8 @@ class Command(Protocol):
     SUMMARY: str
     USAGE: str
 
-    def define(self, values: flags.FlagValues) -> None:
-        """Declare the command's flags."""
+    def define(self, values: flags.FlagValues, argv: list[str]) -> None:
+        """Declare the command's flags; ``argv`` are its arguments."""
         ...
 
     def run(self, values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -89,19 +89,21 @@ def run(argv: list[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "Print one JSON object as the last line.", flag_values=values)
     flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
-    command.define(values)
+    command.define(values, rest)
     if any(arg in ("--help", "-h", "-help") for arg in rest):
         print(_help(name, command, values))
         return 0
     try:
         args = values(["jaxvlm", *rest])[1:]
-        return _run(command, values, args)
     except flags.Error as error:
         return _fail(f"{error} (see `jaxvlm {name} --help`)", 2)
+    except Exception as error:  # whatever a recipe, somebody's Python file, can raise
+        return _fail(f"the recipe or an override of it: {type(error).__name__}: {error}", 2)
+    return _run(command, values, args)
 
 
 def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("jaxvlm").setLevel(logging.INFO)
     try:
         result = command.run(values, args)
@@ -112,7 +114,7 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         if code is None:
             raise
         return _fail(str(error), code)
-    if values["json"].value:
+    if values.json:
         print(json.dumps(result), flush=True)
     return int(result.get("exit_code", 0))
 

@@ -11,7 +11,7 @@ SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
 
 
-def define(values: flags.FlagValues) -> None:
+def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``train``."""
     config_flags.DEFINE_config_file(
         "config",
@@ -19,6 +19,7 @@ def define(values: flags.FlagValues) -> None:
         "The recipe: a Python file with get_config(arg) -> ConfigDict; override any setting with "
         "--config.a.b=value. All settings: --print_config.",
         flag_values=values,
+        sys_argv=["jaxvlm", *argv],  # where overrides are looked for
     )
     flags.DEFINE_string(
         "workdir", "", "The run's folder; a run that is in it is resumed.", flag_values=values
@@ -40,25 +41,25 @@ def define(values: flags.FlagValues) -> None:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Train, and report the last evaluation."""
-    from jaxvlm.config import ConfigError, from_config_dict, to_config_dict
+    from jaxvlm.config import ConfigError, TrainConfig, from_config_dict, to_config_dict
 
     if args:
         raise ConfigError(f"train takes flags only, not {args[0]!r}")
-    if values["config"].value is None:
+    if values.config is None:
         raise ConfigError(
             "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"
         )
-    config = from_config_dict(values["config"].value)
-    if values["print_config"].value:
+    config: TrainConfig = from_config_dict(values.config)
+    if values.print_config:
         print(to_config_dict(config))
         return to_config_dict(config).to_dict()
     from jaxvlm.build import Run
     from jaxvlm.parallel import distributed
 
-    if not values["workdir"].value and not values["dry_run"].value:
+    if not values.workdir and not values.dry_run:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
     distributed.initialize()
-    made = Run(config, values["workdir"].value)
-    if values["dry_run"].value:
+    made = Run(config, values.workdir)
+    if values.dry_run:
         return made.dry_run()
     return made.fit()

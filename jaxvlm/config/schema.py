@@ -64,6 +64,8 @@ class DecoderConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
+    """A vision-language model."""
+
     vision: VisionConfig = VisionConfig()
     connector: ConnectorConfig = ConnectorConfig()
     decoder: DecoderConfig = DecoderConfig()
@@ -136,6 +138,8 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
+    """When checkpoints are written and which are kept."""
+
     every: int = 500  # steps; 0: only at the end and on SIGTERM
     keep: int = 2  # newest kept, the best one besides
     metric: str = "exact_match"  # of the evaluation; names the best checkpoint

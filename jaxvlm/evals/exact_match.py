@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxvlm.types import Batch
 
-Scores = Callable[[Batch], tuple[Any, Any, Any]]
+Scores = Callable[[Batch], tuple[Any, ...]]
 """Local Batch rows -> numpy ``(nll, hit, weight)``, each f32[rows, T], place t scoring t + 1."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import jax
@@ -41,8 +42,8 @@ class LinearStem(nnx.Module):
 class ConvStem(nnx.Module):
     """3x3 stride-2 convolutions down to one place a patch (arXiv 2106.14881).
 
-    Channels double from a quarter of the ViT's width up to it. Small models from scratch learn shapes with it
-    that a linear patch embedding misses.
+    Channels double from a quarter of the ViT's width up to it. Small models from scratch learn
+    shapes with it that a linear patch embedding misses.
     """
 
     def __init__(self, init: Init, config: VisionConfig):
@@ -55,9 +56,9 @@ class ConvStem(nnx.Module):
         channels = [3, *conv_channels(config.width, steps)]
         self.activation = config.activation
         axes = ("patch", "patch", "patch", "embed")
-        self.convs = nnx.List()
-        self.biases = nnx.List()
-        for c_in, c_out in zip(channels, channels[1:]):
+        self.convs: nnx.List = nnx.List()
+        self.biases: nnx.List = nnx.List()
+        for c_in, c_out in itertools.pairwise(channels):
             # Twice the variance of fan_in keeps the scale behind a ReLU-like activation.
             draw = normal(math.sqrt(2.0 / (9 * c_in)))
             self.convs.append(param(init, (3, 3, c_in, c_out), axes, draw))

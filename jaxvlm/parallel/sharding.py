@@ -43,7 +43,8 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
             f"mesh axes {'×'.join(BATCH_AXES)}"
         )
     index = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
-    rows = {r for (part,) in index.values() for r in range(*part.indices(batch_size))}
+    parts = [where[0] for where in index.values() if where is not None]
+    rows = {row for part in parts for row in range(*part.indices(batch_size))}
     return np.asarray(sorted(rows))
 
 

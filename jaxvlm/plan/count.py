@@ -31,10 +31,12 @@ class Flops(NamedTuple):
     @property
     def total(self) -> float:
         """Their sum."""
-        return sum(self)
+        return float(sum(self))
 
 
-def forward(config: ModelConfig, tokens: float, length: float, images: float) -> Flops:
+def forward(
+    config: ModelConfig, tokens: float | int, length: float | int, images: float | int
+) -> Flops:
     """FLOPs of a forward pass.
 
     Args:
@@ -82,11 +84,11 @@ def _stem(config: ModelConfig) -> float:
     """FLOPs of one picture's stem."""
     v = config.vision
     if v.stem == "linear":
-        return 2 * 3 * v.image_size**2 * v.width
+        return 2.0 * 3 * v.image_size**2 * v.width
     steps = int(math.log2(v.patch_size))
     channels = [3] + [max(8, v.width >> max(0, 2 - i)) for i in range(steps - 1)] + [v.width]
     sides = [v.image_size >> (i + 1) for i in range(steps)]
-    return sum(2 * 9 * a * b * s * s for a, b, s in zip(channels, channels[1:], sides))
+    return 2.0 * 9 * sum(a * b * s * s for a, b, s in zip(channels, channels[1:], sides))
 
 
 def reach(batch: Batch, rows: int = 4) -> float:

@@ -24,15 +24,21 @@ class Clock:
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
+        self._hidden = False
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[kind] += time.perf_counter() - begin
+            if not self._hidden:
+                self.seconds[kind] += time.perf_counter() - begin
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Time until the next batch is there."""
+        """Time until the next batch is there, where the device has nothing else to do."""
         return self._timed("wait")
+
+    def hide(self) -> None:
+        """Inside a timed block: something else went on meanwhile, so do not count it."""
+        self._hidden = True
 
     def dispatching(self) -> contextlib.AbstractContextManager[None]:
         """Time to hand a step to the device."""

@@ -30,7 +30,10 @@ class Hooks(Protocol):
         ...
 
     def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        """At checkpoints, and after each evaluation; ``data`` is the iterator's state after ``step`` batches."""
+        """At checkpoints, and after each evaluation.
+
+        ``data`` is the iterator's state after ``step`` batches.
+        """
         ...
 
     def evaluate(self, step: int, state: TrainState) -> bool:
@@ -114,6 +117,8 @@ def train(
             _profile(schedule, step, start, stack)
             with clock.waiting():
                 batch = next(batches)
+                if pending is not None and not pending[1]["loss"].is_ready():
+                    clock.hide()  # the device was still at work: nothing was lost
             with clock.paused():
                 program = programs.get(state, batch)  # compiles where the shape is new
             with clock.dispatching():
@@ -127,7 +132,8 @@ def train(
                 evaluates = not stop and (last or _due(step, schedule.eval_every))
                 saves = stop or evaluates or _due(step, schedule.save_every)
                 if logs or saves:
-                    pending = window.read(pending)
+                    window.read(pending)
+                    pending = None
             if logs:
                 hooks.log(step, window.means() | clock.lap(step))
             with clock.paused():

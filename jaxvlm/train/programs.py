@@ -66,16 +66,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def explain_out_of_memory(state: Any, batch: Batch, dims: dict[str, int], advice: list[str]) -> str:
+def explain_out_of_memory(
+    state: Any, batch: Batch, others: dict[str, int], advice: list[str]
+) -> str:
     """One line: the largest buffers on a device, and what to change.
 
     Args:
         state: arrays or ShapeDtypeStructs with shardings.
         batch: likewise.
-        dims: name -> bytes of activations that can be told from the settings.
+        others: name -> bytes of buffers that are no part of either.
         advice: fields to change, cheapest first.
     """
-    sizes = dict(dims)
+    sizes = dict(others)
     for path, leaf in jax.tree_util.tree_leaves_with_path((state, batch)):
         shape = leaf.sharding.shard_shape(leaf.shape)
         count = 1

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError
-from jaxvlm.losses.base import total
+from jaxvlm.train.objective import total
 from jaxvlm.types import Batch, Loss, Out, Params, Sums
 
 
@@ -42,6 +42,21 @@ class PlainRunner:
         return sums, grads
 
 
+def check_parts(parts: int, loss: Loss, rows: int) -> None:
+    """Refuse microbatches that would change the gradient, or do not divide the batch.
+
+    Raises:
+        ConfigError: a loss that is no sum over examples, or ``rows`` that parts don't divide.
+    """
+    if not loss.additive:
+        raise ConfigError(
+            f"config.microbatches={parts}: {type(loss).__name__} is not a sum over examples, so "
+            "parts of a batch give another gradient; use gradient caching"
+        )
+    if parts < 1 or rows % parts:
+        raise ConfigError(f"config.microbatches={parts} does not divide data.batch_size={rows}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Microbatched:
     """A runner that sums ``loss_grad`` of another over ``parts`` of the batch.
@@ -67,18 +82,10 @@ class Microbatched:
         """As the runner's own, a part at a time; gradients add in float32.
 
         Raises:
-            ConfigError: a loss that is no sum over examples, or a batch that parts don't divide.
+            ConfigError: see :func:`check_parts`.
         """
-        if not loss.additive:
-            raise ConfigError(
-                f"config.microbatches={self.parts}: {type(loss).__name__} is not a sum over "
-                "examples, so parts of a batch give another gradient; use gradient caching"
-            )
         rows = batch.tokens.shape[0]
-        if rows % self.parts:
-            raise ConfigError(
-                f"config.microbatches={self.parts} does not divide data.batch_size={rows}"
-            )
+        check_parts(self.parts, loss, rows)
 
         def deal(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x.reshape(rows // self.parts, self.parts, *x.shape[1:]), 1, 0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxvlm.losses.base import scales, total
+from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch, Guard, Loss, Params, Runner, TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -32,7 +32,8 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
     Returns:
         The step. Its metrics are scalars: the loss and its terms, ``grad_norm``, ``skipped``,
         ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
-        finite, or -1), ``tokens`` and ``pictures`` in the batch, and each of the loss's metrics as a mean.
+        finite, or -1), ``tokens`` and ``pictures`` in the batch, and each of the loss's metrics
+        as a mean.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:

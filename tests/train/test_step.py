@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import MESHES, ROWS, TINY, devices_of, random_batch, train_config
+from builders import (
+    MESHES,
+    ROWS,
+    TINY,
+    assert_gradients_close,
+    devices_of,
+    random_batch,
+    train_config,
+)
 
 from jaxvlm.build.model import build_model
 from jaxvlm.build.training import build_training
 from jaxvlm.config import ConfigError
-from jaxvlm.losses.base import scales
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.train.objective import scales
 from jaxvlm.train.runner import Microbatched, PlainRunner
 
 MESH = MESHES["one"]
@@ -41,6 +50,11 @@ def made(model, config):
     return build_training(config, model, config.steps, lambda line: None)
 
 
+def backward_names(program):
+    """Names of the compiled operations that automatic differentiation transposed."""
+    return re.findall(r'op_name="([^"]*transpose\(jvp[^"]*)"', program.as_text())
+
+
 def on_device():
     return jax.tree.map(jnp.asarray, random_batch())
 
@@ -61,8 +75,7 @@ def test_microbatches_give_the_whole_batchs_gradient(model, params):
         runner = Microbatched(plain, parts)
         sums, grads = jax.jit(lambda p, r=runner: r.loss_grad(p, {}, batch, loss, scale))(params)
         np.testing.assert_allclose(sums.terms["loss"], whole_sums.terms["loss"], rtol=1e-6)
-        for path, g in whole.items():
-            np.testing.assert_allclose(grads[path], g, rtol=1e-4, atol=1e-7, err_msg=path)
+        assert_gradients_close(grads, whole)
 
 
 def test_a_loss_that_is_no_sum_refuses_microbatches(model, params):
@@ -94,17 +107,16 @@ def test_a_frozen_tower_keeps_its_bits_and_costs_nothing(model, params):
     assert not any("vision/" in path for path in paths)
     # The compiled program differentiates the connector and the decoder, never the tower.
     (program,) = training.step.compiled.values()
-    lines = program.as_text().splitlines()
-    back = [line for line in lines if "transpose(" in line and "op_name" in line]
-    assert any("decoder" in line for line in back)
-    assert not any("/vision/" in line or "(vision)" in line for line in back)
+    back = backward_names(program)
+    assert any("decoder" in name for name in back)
+    assert not [name for name in back if "vision" in name]
 
 
 def test_the_frozen_check_can_fail(model, params):
     training = made(model, train_config())
     batch = to_global(model.mesh, random_batch(), ROWS)
-    text = training.step.get(training.abstract, batch).as_text()
-    assert any("transpose(" in line and "vision" in line for line in text.splitlines())
+    back = backward_names(training.step.get(training.abstract, batch))
+    assert any("vision" in name for name in back)
 
 
 def test_a_skipped_update_changes_nothing_but_the_counts(model, params):
@@ -161,8 +173,7 @@ def test_remat_changes_no_gradient_and_applies_to_both_towers(params, remat, mes
 
     kept = jax.jit(grads(model))(params)
     again = jax.jit(grads(other))(params)
-    for path, g in kept.items():
-        np.testing.assert_allclose(again[path], g, rtol=1e-4, atol=1e-6, err_msg=path)
+    assert_gradients_close(again, kept)
     text = str(jax.make_jaxpr(grads(other))(params))
     assert text.count("remat") >= 2, "one in each tower's scan"
     assert "remat" not in str(jax.make_jaxpr(grads(model))(params))

@@ -1,4 +1,4 @@
-"""Losses as sums and weights (see ``jaxvlm.types.Loss``)."""
+"""From a loss's sums to one number: the protocol's side of a loss (see ``jaxvlm.types.Loss``)."""
 
 from __future__ import annotations
 

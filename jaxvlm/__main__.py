@@ -1,0 +1,5 @@
+"""``python -m jaxvlm`` is ``jaxvlm``."""
+
+from jaxvlm.cli.main import main
+
+main()

@@ -1,0 +1,191 @@
+"""The command line as a person meets it: help, one-line errors, exit codes, JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from runs import HERE, write_data
+
+from jaxvlm.cli.main import COMMANDS, run
+
+RECIPE = str(HERE / "recipe.py")
+
+
+def fails(capsys, *argv: str) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    assert run(list(argv)) == 2
+    err = capsys.readouterr().err.strip()
+    assert len(err.splitlines()) == 1, err
+    assert "Traceback" not in err
+    return err
+
+
+def test_help_lists_each_command_and_each_explains_itself(capsys):
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in COMMANDS:
+        assert f"  {name}" in text
+        assert run([name, "--help"]) == 0
+        assert "flags:" in capsys.readouterr().out
+
+
+def test_no_command_and_unknown_command(capsys):
+    assert run([]) == 2
+    capsys.readouterr()
+    assert "commands: train, eval" in fails(capsys, "trian")
+
+
+@pytest.mark.parametrize(
+    "flag, says",
+    [
+        ("--config.optim.learning_rat=1", "learning_rate"),
+        ("--config.optim.learning_rate=fast", "learning_rate"),
+        ("--config.mesh.data=3", r"does not fit 8 devices"),
+        ("--config.data.batch_size=12", "not divisible by the 8 parts"),
+        ("--config.model.vision.patch_size=7", "not a multiple of patch_size=7"),
+        ("--config.model.vision.stem=cnov", "known: linear, conv"),
+        ("--config.model.dtype=float8", "known: float32, bfloat16"),
+        ("--config.model.attention=flash", "known: auto, xla, cudnn"),
+        ("--config.model.decoder.remat=all", "known: none, dots, full, offload"),
+        ("--config.optim.schedule=cosin", "known: constant, linear, cosine"),
+        ("--config.optim.frozen=('visoin/*',)", "no parameter matches 'visoin/*'"),
+        ("--config.epochs=2.0", "set one of config.steps=12 and config.epochs=2"),
+        ("--config.microbatches=3", "does not divide data.batch_size=8"),
+        ("--config.model.connector.merge=3", "does not divide the 2 x 2 patches"),
+        ("--config.init_from=/nowhere", "/nowhere"),
+        ("--config.data.resize=stretch", "resize"),
+    ],
+)
+def test_bad_settings_are_one_line(capsys, tmp_path, flag, says):
+    data = write_data(tmp_path, pictures=8)
+    args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}", flag]
+    assert says in fails(capsys, *args)
+
+
+def test_missing_pieces_are_one_line(capsys, tmp_path):
+    assert "--config=FILE" in fails(capsys, "train", f"--workdir={tmp_path}")
+    assert "--workdir=DIR" in fails(capsys, "train", f"--config={RECIPE}:x.jsonl")
+    assert "nowhere.jsonl" in fails(
+        capsys, "train", f"--config={RECIPE}:nowhere.jsonl", f"--workdir={tmp_path}"
+    )
+    assert "holds no run" in fails(capsys, "eval", f"--checkpoint={tmp_path}")
+    assert "--prompt" in fails(capsys, "generate", f"--checkpoint={tmp_path}")
+    assert "check FILE" in fails(capsys, "data", "chekc")
+
+
+def test_print_config_prints_what_would_be_used(capsys, tmp_path):
+    code = run(
+        ["train", f"--config={RECIPE}:x.jsonl", "--print_config", "--config.seed=7", "--json"]
+    )
+    assert code == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert json.loads(last)["seed"] == 7
+    assert json.loads(last)["data"]["train"] == "x.jsonl"
+
+
+def test_dry_run_shows_the_loss_mask_and_writes_nothing(capsys, tmp_path):
+    data = write_data(tmp_path, pictures=8)
+    before = sorted(tmp_path.iterdir())
+    assert run(["train", f"--config={RECIPE}:{data}", "--dry_run", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "[[" in out and "<image x4>" in out and "child of 1" in out
+    assert json.loads(out.splitlines()[-1])["memory"]["peak"] > 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def broken_records(folder):
+    """One record for each way to be bad, and what is said of it."""
+    write_data(folder, pictures=40)
+    (folder / "empty.png").write_bytes(b"")
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 255, (64, 64, 3)).astype(np.uint8)).save(folder / "cut.jpg")
+    whole = (folder / "cut.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (10_000, 10_000)).save(folder / "bomb.png")
+
+    def record(name, picture, text="<image>\nwhat?"):
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "red"}]
+        return {"id": name, "messages": turns, "images": [picture]}
+
+    bad = [
+        record("gone", "gone.png"),
+        record("empty", "empty.png"),
+        record("cut", "cut.jpg"),
+        record("bomb", "bomb.png"),
+        record("twice", "0.png", "<image><image> what?"),
+        {"id": "mute", "messages": []},
+    ]
+    path = folder / "data.jsonl"
+    lines = [json.dumps(r).encode() for r in bad]
+    path.write_bytes(
+        path.read_bytes() + b"\n".join([*lines, b'{"id": "\xff\xfe"}', b"{oops"]) + b"\n"
+    )
+    return path, ["gone", "empty", "cut", "bomb", "twice", "mute"]
+
+
+def test_data_check_names_every_bad_record(capsys, tmp_path):
+    path, names = broken_records(tmp_path)
+    assert run(["data", "check", str(path), "--json"]) == 1
+    out = capsys.readouterr().out
+    report = json.loads(out.splitlines()[-1])
+    found = {name for ids in report["problems"].values() for name in ids}
+    assert set(names) <= found
+    assert len(found) == len(names) + 2  # and two lines that are no JSON
+    assert report["good"] == 80
+
+
+def test_bad_records_are_counted_and_too_many_stop_the_run(capsys, tmp_path):
+    path, _ = broken_records(tmp_path)
+    args = ["train", f"--config={RECIPE}:{path}", f"--workdir={tmp_path / 'run'}"]
+    says = fails(capsys, *args)
+    assert "max_skip_share" in says and "%" in says
+    code = run(
+        [
+            *args,
+            "--config.data.max_skip_share=0.2",
+            "--config.steps=0",
+            "--config.epochs=1.0",
+            "--json",
+        ]
+    )
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    assert json.loads(captured.out.splitlines()[-1])["skipped_records"] >= 7
+    assert "cut: truncated file" in captured.err  # found only when it was decoded
+
+
+def test_train_eval_generate(capsys, tmp_path):
+    data = write_data(tmp_path)
+    run_folder = tmp_path / "run"
+    args = [f"--config={RECIPE}:{data}", f"--workdir={run_folder}", f"--config.data.eval={data}"]
+    more = ["--config.eval_every=6", "--config.early_stop=1", "--config.steps=60", "--json"]
+    more += ["--config.optim.learning_rate=1e-9", "--config.profile_steps=(2,4)"]
+    assert run(["train", *args, *more, "--config.tensorboard=True"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["ended"] == "no better" and result["step"] == 12, "the second one was no better"
+    assert {"exact_match", "loss"} <= result.keys()
+    assert list((run_folder / "profile").rglob("*.xplane.pb"))
+    assert list((run_folder / "tensorboard").iterdir())
+    document = json.loads((run_folder / "config.json").read_text())
+    assert document["versions"]["jax"] and document["devices"].startswith("8 x ")
+
+    assert (
+        run(["eval", f"--checkpoint={run_folder}", f"--sheet={tmp_path / 's.png'}", "--json"]) == 0
+    )
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["exact_match"] == pytest.approx(result["exact_match"])
+    assert report["answers"] == 80
+    with Image.open(tmp_path / "s.png") as sheet:
+        assert sheet.size[0] > 500
+
+    picture = str(tmp_path / "0.png")
+    ask = ["generate", f"--checkpoint={run_folder}", f"--image={picture}", "--prompt=is it red?"]
+    assert run([*ask, "--max_new=4", "--json"]) == 0
+    assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1])["answer"], str)
+    assert "2 pictures" in fails(capsys, *ask[:3], f"--image={picture}", "--prompt=<image> what?")
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"x")
+    assert "bad.png" in fails(capsys, ask[0], ask[1], f"--image={bad}", "--prompt=what?")

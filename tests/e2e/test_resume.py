@@ -1,0 +1,141 @@
+"""Killed at any moment, on another mesh, or told to stop: the run goes on as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from runs import finish, losses, recipe, start
+
+import jaxvlm
+from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.io.checkpoint import restore_params
+
+
+def weights(run):
+    found = restore_params(run.workdir / "checkpoints", run.model.abstract(), "latest")
+    return {path: np.asarray(x) for path, x in found.items()}
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for path in a:
+        np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def unbroken(data, tmp_path_factory):
+    run = jaxvlm.Run(recipe(data), tmp_path_factory.mktemp("unbroken"))
+    result = run.fit()
+    assert result["ended"] == "done" and result["step"] == 12
+    return run
+
+
+@pytest.mark.parametrize("shape, devices", [((4, 1, 1), 4), ((1, 2, 2), 4), ((2, 2, 1), 4)])
+def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
+    config = recipe(data)
+    config.steps = 6
+    jaxvlm.Run(config, tmp_path).fit()
+    config.steps = 12
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = shape
+    result = jaxvlm.Run(config, tmp_path, devices=jax.devices()[:devices]).fit()
+    assert result["step"] == 12
+    expected, got = losses(unbroken.workdir), losses(tmp_path)
+    assert got.keys() == expected.keys() == set(range(1, 13))
+    for step in range(7, 13):
+        assert abs(got[step] - expected[step]) <= 1e-5 * abs(expected[step]), step
+
+
+def test_sigterm_saves_and_the_run_goes_on(data, unbroken, tmp_path):
+    process = start(
+        tmp_path, data, "--json", "--config.steps=100000", "--config.checkpoint.every=0"
+    )
+    wait_for_step(tmp_path, 5, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err[-2000:]
+    result = json.loads(out.splitlines()[-1])
+    assert result["ended"] == "preempted" and result["step"] >= 5
+    config = recipe(data)
+    config.steps = result["step"] + 2
+    again = jaxvlm.Run(config, tmp_path)
+    assert again.fit()["step"] == result["step"] + 2
+    first = losses(tmp_path)
+    for step in range(1, 13):
+        if step in first:
+            assert abs(first[step] - losses(unbroken.workdir)[step]) <= 1e-6, step
+
+
+def wait_for_step(workdir, step, process, timeout=120):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        path = workdir / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step} within {timeout} s")
+
+
+def kill_and_resume(data, workdir, steps, kills, seed):
+    """Kill -9 at random steps, and at moments when a checkpoint is being written."""
+    draw = random.Random(seed)
+    args = (f"--config.steps={steps}", "--config.log_every=1")
+    for number in range(kills):
+        process = start(workdir, data, *args)
+        target = (number + 1) * steps // (kills + 1) + draw.randint(0, 3)
+        wait_for_step(workdir, target, process)
+        if number % 2:
+            writing = workdir / "checkpoints"
+            until = time.monotonic() + 2
+            while time.monotonic() < until and not list(writing.glob("*tmp*")):
+                time.sleep(0.0005)
+        else:
+            time.sleep(draw.random() * 0.05)
+        process.kill()
+        process.communicate()
+    finish(start(workdir, data, *args))
+
+
+@pytest.mark.parametrize("kills, steps", [(2, 120), pytest.param(10, 600, marks=pytest.mark.long)])
+def test_kill_minus_nine_loses_nothing(data, tmp_path, kills, steps):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(start(whole, data, f"--config.steps={steps}"))
+    kill_and_resume(data, broken, steps, kills, seed=0)
+    config = recipe(data)
+    config.steps = steps
+    runs = [jaxvlm.Run(config, folder) for folder in (whole, broken)]
+    assert_same_bits(*(weights(run) for run in runs))
+    assert losses(whole) == losses(broken)
+
+
+def test_changed_data_is_refused(data, unbroken, tmp_path):
+    config = recipe(data)
+    config.steps = 3
+    jaxvlm.Run(config, tmp_path).fit()
+    config.steps, config.data.batch_size = 6, 16
+    with pytest.raises(ValueError, match=r"data\.batch_size 8 -> 16"):
+        jaxvlm.Run(config, tmp_path).fit()
+
+
+def test_init_from_takes_weights_and_nothing_else(data, unbroken, tmp_path):
+    config = recipe(data)
+    config.init_from, config.steps = str(unbroken.workdir), 3
+    config.optim.learning_rate = 1e-12
+    run = jaxvlm.Run(config, tmp_path)
+    assert run.fit()["step"] == 3
+    for path, value in weights(unbroken).items():
+        np.testing.assert_allclose(weights(run)[path], value, atol=1e-9, err_msg=path)
+
+
+def test_a_mesh_of_too_many_devices_is_refused(data):
+    config = recipe(data)
+    config.mesh.data = 16
+    with pytest.raises(ConfigError, match="does not fit 8 devices"):
+        jaxvlm.Run(config)
+    assert MeshConfig().data == -1

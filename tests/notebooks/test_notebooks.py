@@ -1,0 +1,39 @@
+"""The notebooks run from top to bottom, and define nothing."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import warnings
+
+import pytest
+
+NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebook_runs(path, tmp_path, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the notebook machinery, on its way to new versions
+        import nbclient
+        import nbformat
+
+        monkeypatch.setenv("SMOKE", "1")
+        monkeypatch.setenv("WORKDIR", str(tmp_path))
+        monkeypatch.setenv("XLA_FLAGS", "")
+        notebook = nbformat.read(path, as_version=4)
+        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
+    text = "".join(o.get("text", "") for o in outputs)
+    assert "exact_match" in text and "->" in text
+    assert any("image/png" in o.get("data", {}) for o in outputs), "the curves"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebook_defines_nothing(path):
+    import nbformat
+
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            nodes = ast.walk(ast.parse(cell.source))
+            assert not [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))]

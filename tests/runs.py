@@ -1,0 +1,80 @@
+"""Data and processes for whole runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+from PIL import Image
+
+HERE = pathlib.Path(__file__).parent / "e2e"
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
+
+
+def write_data(folder: pathlib.Path, pictures: int = 40, name: str = "data.jsonl") -> pathlib.Path:
+    """Pictures of one colour with two questions each, as messages."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(pictures):
+        color = list(COLORS)[i % len(COLORS)]
+        noise = rng.integers(-20, 20, (16, 16, 3))
+        pixels = np.clip(np.asarray(COLORS[color]) + noise, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        for question, answer in (
+            ("which color is it?", color),
+            ("is it red?", "yes" if color == "red" else "no"),
+        ):
+            content = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": question}]
+            messages = [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": answer},
+            ]
+            lines.append(json.dumps({"id": f"{i}-{answer}", "messages": messages}))
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def recipe(data: pathlib.Path):
+    """The recipe's ConfigDict for ``data``."""
+    spec = importlib.util.spec_from_file_location("recipe", HERE / "recipe.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(str(data))
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "jaxvlm", *args]
+
+
+def environment(devices: int = 8, **extra: str) -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"} | extra
+
+
+def start(workdir: pathlib.Path, data: pathlib.Path, *args: str, devices: int = 8, **env: str):
+    """``jaxvlm train`` as a process of its own."""
+    return subprocess.Popen(
+        command("train", f"--config={HERE / 'recipe.py'}:{data}", f"--workdir={workdir}", *args),
+        env=environment(devices, **env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process, timeout: float = 180) -> str:
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == 0, err[-3000:]
+    return out + err
+
+
+def losses(workdir: pathlib.Path) -> dict[int, float]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
