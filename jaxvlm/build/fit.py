@@ -15,7 +15,7 @@ from jaxvlm.build import inputs, sheets, training
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
-from jaxvlm.config import TrainConfig
+from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.iterate import TrainBatches, resume_step
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
@@ -132,7 +132,12 @@ def _scorer(run: Run) -> Scorer | None:
     if not config.data.eval:
         return None
     dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer)
-    return Scorer(run.model, dataset, config.data.batch_size)
+    scorer = Scorer(run.model, dataset, config.data.batch_size)
+    metric = config.checkpoint.metric
+    if metric not in scorer.metrics:  # now, not after hours
+        known = ", ".join(scorer.metrics)
+        raise ConfigError(f"config.checkpoint.metric={metric!r} is not evaluated; known: {known}")
+    return scorer
 
 
 def _evaluation(

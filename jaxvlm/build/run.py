@@ -45,10 +45,7 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
     ):
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
-        if not given.data.train:
-            raise ConfigError(
-                "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
-            )
+        _check(given)
         self.workdir = pathlib.Path(workdir) if workdir else None
         use_compile_cache(given.compile_cache)
         self.mesh = make_mesh(given.mesh, devices)
@@ -131,3 +128,16 @@ class Run:
             self.tokenizer.save(self.workdir / "tokenizer")
         kind = self.mesh.devices.flat[0].device_kind
         record.write_config(self.workdir, self.config, f"{self.mesh.size} x {kind}")
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse what no other part looks at before the first checkpoint."""
+    if not config.data.train:
+        raise ConfigError(
+            "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
+        )
+    keep, mode = config.checkpoint.keep, config.checkpoint.mode
+    if keep < 1:
+        raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
+    if mode not in ("max", "min"):
+        raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")

@@ -17,7 +17,8 @@ def use_compile_cache(setting: str) -> None:
     Args:
         setting: a folder, ``auto`` (the user's cache), or ``""`` for none.
     """
-    if not setting or jax.config.jax_compilation_cache_dir:
+    set_already = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]  # made at run time
+    if not setting or set_already:
         return
     folder = pathlib.Path("~/.cache/jaxvlm/xla" if setting == "auto" else setting).expanduser()
     try:
