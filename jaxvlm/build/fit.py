@@ -71,6 +71,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             evaluate_now=_evaluation(scorer, config),
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, progress.log),
+            steps=run.steps,
             peak_flops=peak_flops(run.mesh, config.model.dtype)[0],
             best=extra.get("best"),
             worse=extra.get("worse", 0),
@@ -142,10 +143,12 @@ def _scorer(run: Run) -> Scorer | None:
 
 def _evaluation(
     scorer: Scorer | None, config: TrainConfig
-) -> Callable[[TrainState], Report] | None:
+) -> Callable[[TrainState, bool], Report] | None:
     if scorer is None:
         return None
-    return lambda state: scorer.report({**state.params, **state.frozen}, config.eval_records)
+    return lambda state, blind: scorer.report(
+        {**state.params, **state.frozen}, config.eval_records, blind
+    )
 
 
 def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:

@@ -14,6 +14,12 @@ from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
 from jaxvlm.types import TrainState
 
+_SHOWN = (
+    *("loss", "tokens_per_s", "pictures_per_s", "mfu", "accuracy", "learning_rate"),
+    *("step_ms", "wait_ms", "host_ms", "device_ms"),
+)
+"""What a line for people holds; ``metrics.jsonl`` holds everything."""
+
 _SLOW_INPUT = 0.1
 """Share of time spent waiting for data above which the log says what to change."""
 
@@ -26,10 +32,13 @@ class RunHooks:
     writer: MetricWriter
     progress: Progress
     checkpointer: Checkpointer
-    evaluate_now: Callable[[TrainState], Report] | None
+    evaluate_now: Callable[[TrainState, bool], Report] | None
+    """State, and whether to run the blind control too."""
     learning_rate: Callable[[int], float]
     flops_per_step: float
     """Model FLOPs of a mean step, all devices."""
+    steps: int
+    """Of the whole run; the last evaluation has the blind control beside it."""
     peak_flops: float
     """Of all devices together, a second."""
     report: Report | None = None
@@ -41,7 +50,8 @@ class RunHooks:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Rates, MFU and the clock's split beside the step's own metrics."""
         seconds = metrics["step_ms"] / 1e3
-        tokens, pictures = metrics.pop("tokens"), metrics.pop("pictures")
+        # Nothing is counted where every step since the last line was skipped.
+        tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         values = metrics | {
             "learning_rate": self.learning_rate(step - 1),
             "tokens_per_s": tokens / seconds,
@@ -49,7 +59,10 @@ class RunHooks:
             "mfu": self.flops_per_step / seconds / self.peak_flops,
         }
         self.writer.write(step, {f"train/{name}": value for name, value in values.items()})
-        self.progress.update(step, values)
+        shown = {name: values[name] for name in _SHOWN if name in values}
+        if values.get("skipped_updates"):
+            shown["skipped_updates"] = values["skipped_updates"]
+        self.progress.update(step, shown)
         if metrics["wait_share"] > _SLOW_INPUT:
             self.progress.log(
                 f"step {step}: {100 * metrics['wait_share']:.0f} % of the time is spent waiting "
@@ -61,7 +74,7 @@ class RunHooks:
         """Evaluate; True where ``early_stop`` evaluations in a row were no better."""
         if self.evaluate_now is None:
             return False
-        self.report = self.last_report = self.evaluate_now(state)
+        self.report = self.last_report = self.evaluate_now(state, step == self.steps)
         values = {f"eval/{name}": value for name, value in self.report.metrics.items()}
         values |= {f"eval/blind/{name}": value for name, value in self.report.blind.items()}
         self.writer.write(step, values)

@@ -14,7 +14,7 @@ from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
-from jaxvlm.build.setup import use_compile_cache
+from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import make_mesh
@@ -47,6 +47,7 @@ class Run:
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
         _check(given)
         self.workdir = pathlib.Path(workdir) if workdir else None
+        keep_freed_memory()
         use_compile_cache(given.compile_cache)
         self.mesh = make_mesh(given.mesh, devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)

@@ -25,8 +25,11 @@ class VisionConfig:
     class_token: bool = False  # prepended, and dropped again before the connector
     patch_bias: bool = True
     pre_norm: bool = False  # CLIP's LayerNorm before the first block
-    feature_layer: int = -1  # -1: last block, then the final norm; -2: the block before, no norm
+    feature_layer: int = -1  # -1: after the last block; -2: before it, and so on
+    final_norm: bool = True  # a LayerNorm behind the last block; used where feature_layer is -1
     norm_eps: float = 1e-6
+    pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of pixels in 0..1, red green blue
+    pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     remat: str = "none"  # none | dots | full | offload
 
 

@@ -80,8 +80,7 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
         logits = logits.reshape(*label.shape, -1)
         picked = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - picked
-        hit = jnp.argmax(logits, axis=-1) == label
-        return nll, hit.astype(jnp.float32)
+        return nll, (_argmax(logits) == label).astype(jnp.float32)
 
     if chunk >= T:
         return score(out.hidden, labels)
@@ -96,3 +95,11 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
     )
     whole = (jnp.moveaxis(x, 0, 1).reshape(B, T + pad)[:, :T] for x in (nll, hit))
     return tuple(whole)  # type: ignore[return-value]  # two of them
+
+
+def _argmax(logits: jax.Array) -> jax.Array:
+    """``jnp.argmax(logits, -1)`` as two plain reductions: XLA's own is five times slower on CPU."""
+    logits = jax.lax.stop_gradient(logits)
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    return jnp.min(jnp.where(logits == best, index, logits.shape[-1]), axis=-1)

@@ -140,8 +140,8 @@ class ViT(nnx.Module):
             attention=attention,
         )
         self.stack = Stack(init, axes, spec, config.depth, config.remat)
-        final = config.feature_layer == -1
-        self.norm = LayerNorm(init, D, config.norm_eps) if final else None
+        # Like the blocks behind feature_layer, a norm that is not used is kept for export.
+        self.norm = LayerNorm(init, D, config.norm_eps)
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
         """Visual tokens of normalised pictures.
@@ -166,7 +166,7 @@ class ViT(nnx.Module):
         if self.pre_norm is not None:
             x = self.pre_norm(x)
         x, _ = self.stack(x, Context(Mask()), skip_last=-1 - self.config.feature_layer)
-        if self.norm is not None:
+        if self.config.feature_layer == -1 and self.config.final_norm:
             x = self.norm(x)
         return x[:, 1:] if self.class_token is not None else x
 

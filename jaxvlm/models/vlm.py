@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxvlm.config import ConfigError, ModelConfig
@@ -21,8 +22,6 @@ from jaxvlm.parallel.rules import Axes, shard
 from jaxvlm.types import Batch, Out
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-PIXEL_MEAN, PIXEL_SCALE = 127.5, 127.5
-"""u8 pixels become (x - mean) / scale, in -1..1."""
 
 
 def num_visual_tokens(config: ModelConfig) -> int:
@@ -82,7 +81,9 @@ class VLM(nnx.Module):
     def encode(self, pixels: jax.Array) -> jax.Array:
         """u8[B, H, W, 3] -> [B, P, D_vision]: the tower alone, before the connector."""
         dtype = DTYPES[self.config.dtype]
-        x = (pixels.astype(jnp.float32) - PIXEL_MEAN) / PIXEL_SCALE
+        mean = 255.0 * np.asarray(self.config.vision.pixel_mean, np.float32)
+        scale = 255.0 * np.asarray(self.config.vision.pixel_std, np.float32)
+        x = (pixels.astype(jnp.float32) - mean) / scale
         with jax.named_scope("vision"):
             return self.vision(x.astype(dtype))
 

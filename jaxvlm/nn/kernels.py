@@ -26,6 +26,7 @@ BATCHED = ("batch", "seq")
 QUERY = ("batch", "seq", "heads", "head_dim")
 KEY = ("batch", "seq", "kv_heads", "head_dim")
 _PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
+_HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 _TILE = 128  # rows of a splash block: the TPU's lane count
 
 
@@ -91,9 +92,18 @@ def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask) -> str:
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> jax.Array:
+    # jax.nn.dot_product_attention(implementation="xla") computes the same; with its gradient it
+    # takes 1.5 times as long on a CPU.
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    grouped = (q * jnp.asarray(1.0 / math.sqrt(H), q.dtype)).reshape(B, T, K, N // K, H)
+    score = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32)
     dense = mask.dense()
-    dense = None if dense is None else dense[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=dense, implementation="xla")
+    if dense is not None:
+        # Finite, so that a row of padding with nothing to see is no NaN.
+        score = jnp.where(dense[:, None, None], score, _HIDDEN)
+    weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weight, v).reshape(B, T, N, H)
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> jax.Array:

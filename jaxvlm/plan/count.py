@@ -34,7 +34,9 @@ class Flops(NamedTuple):
         return float(sum(self))
 
 
-def forward(config: ModelConfig, tokens: float, length: float, images: float) -> Flops:
+def forward(
+    config: ModelConfig, tokens: float | int, length: float | int, images: float | int
+) -> Flops:
     """FLOPs of a forward pass.
 
     Args:

@@ -52,7 +52,7 @@ def test_load_gives_the_same_answers(trained):
 
 def test_bfloat16_compute_keeps_float32_parameters(data, tmp_path):
     config = recipe(data)
-    config.model.dtype, config.steps = "bfloat16", 2
+    config.model.dtype, config.steps = "bfloat16", 3
     run = jaxvlm.Run(config, tmp_path)
     run.fit()
     assert {str(x.dtype) for x in run.state.params.values()} == {"float32"}

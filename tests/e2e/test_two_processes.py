@@ -52,6 +52,7 @@ def test_a_killed_process_ends_the_other_with_a_message(data, tmp_path, victim):
         time.sleep(0.1)
     time.sleep(1.0)
     processes[victim].kill()
+    processes[victim].communicate()
     survivor = processes[1 - victim]
     begin = time.monotonic()
     _, err = survivor.communicate(timeout=60)

@@ -1,0 +1,139 @@
+"""What benchmarks share: the machine in words, workers in processes of their own, ABAB."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions, load and the command, for a result's JSON."""
+    cpu = "unknown"
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x
+        ]
+        cpu = names[0] if names else cpu
+    packages = ("jax", "jaxlib", "torch", "transformers", "flax", "optax", "numpy", "pillow")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_average_at_start": os.getloadavg()[0],
+        "versions": versions,
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _git(*args: str) -> str:
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def summary(seconds: list[list[float]]) -> dict[str, float]:
+    """Of pairs (wall, CPU seconds): minimum and median in milliseconds."""
+    wall, cpu = zip(*seconds, strict=True)
+    return {
+        "min_ms": round(1e3 * min(wall), 2),
+        "median_ms": round(1e3 * statistics.median(wall), 2),
+        "cpu_min_ms": round(1e3 * min(cpu), 2),
+        "cpu_median_ms": round(1e3 * statistics.median(cpu), 2),
+        "samples": len(seconds),
+    }
+
+
+def timed(work: Callable[[], Any]) -> list[float]:
+    """[wall, CPU] seconds of ``work``.
+
+    CPU time (of all threads) is what a shared machine does not distort.
+    """
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return [time.perf_counter() - wall, time.process_time() - cpu]
+
+
+def write(name: str, result: dict[str, Any], folder: pathlib.Path = RESULTS) -> None:
+    """Write ``result`` as JSON and say where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+class Worker:
+    """A contestant in a process of its own, idle on its pipe while another runs.
+
+    The process prints one JSON line when its first step is done, and one for each line it reads.
+    """
+
+    def __init__(self, name: str, script: str, *args: str, threads: int = 2):
+        env = dict(os.environ, PYTHONPATH=str(ROOT), HF_HUB_OFFLINE="1", JAX_PLATFORMS="cpu")
+        env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = env["NPROC"] = str(threads)
+        # Spinning at barriers makes torch ten times slower where other work shares the cores.
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+        if threads == 1:
+            env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+        env.pop("JAX_COMPILATION_CACHE_DIR", None)  # every start is a cold one
+        self.name = name
+        start = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "workers" / script), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        self.ready = self._answer()
+        self.start_to_first_step = time.perf_counter() - start
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line, wait for the answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise SystemExit(f"worker {self.name} ended with {self._process.wait()}")
+
+
+def serve(ready: dict[str, Any], run: Any) -> None:
+    """The worker's side: ``run(n)`` returns the seconds of n steps."""
+    print(json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"seconds": run(int(line))}), flush=True)

@@ -1,0 +1,117 @@
+"""CLIP's vision tower (arXiv 2103.00020) in Hugging Face's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxvlm.config import VisionConfig
+from jaxvlm.models.families.fields import METADATA, Fields, activation, read
+from jaxvlm.models.families.names import Entry
+
+PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
+PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
+DEPTH = 12
+"""Hugging Face's default of ``num_hidden_layers``."""
+_FIELDS = Fields(
+    {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 12,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    {
+        "model_type": ("clip_vision_model",),
+        "num_channels": (3,),
+        "attention_dropout": (0.0,),
+        "dropout": (0.0,),
+    },
+    METADATA | {"vocab_size"},  # a text tower that is not here
+)
+
+
+def vision_from_hf(group: Mapping[str, Any], feature_layer: int, where: str) -> VisionConfig:
+    """The tower of a CLIP ``vision_config``.
+
+    Args:
+        group: the fields.
+        feature_layer: see :class:`VisionConfig`; what comes behind it is kept, not run.
+        where: what error messages put before a field's name.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that this family can't do.
+    """
+    vision = read(group, _FIELDS, where)
+    return VisionConfig(
+        image_size=vision["image_size"],
+        patch_size=vision["patch_size"],
+        width=vision["hidden_size"],
+        depth=vision["num_hidden_layers"],
+        num_heads=vision["num_attention_heads"],
+        mlp_dim=vision["intermediate_size"],
+        activation=activation(vision["hidden_act"], where + "hidden_act"),
+        class_token=True,
+        patch_bias=False,
+        pre_norm=True,
+        final_norm=False,
+        feature_layer=feature_layer,
+        norm_eps=float(vision["layer_norm_eps"]),
+        pixel_mean=PIXEL_MEAN,
+        pixel_std=PIXEL_STD,
+    )
+
+
+def dims(config: VisionConfig) -> dict[str, int]:
+    """Letter -> size, for :func:`entries`."""
+    side = config.image_size // config.patch_size
+    return {
+        "d": config.width,
+        "f": config.mlp_dim,
+        "n": config.num_heads,
+        "h": config.width // config.num_heads,
+        "s": side * side + 1,
+        "p": config.patch_size,
+        "q": config.patch_size,
+        "c": 3,
+    }
+
+
+def entries(model: str) -> tuple[Entry, ...]:
+    """Every parameter of the tower; ``model`` stands before ``embeddings``."""
+    top = (
+        Entry("vision/class_token", model + "embeddings.class_embedding", "d", "d"),
+        Entry("vision/stem/w", model + "embeddings.patch_embedding.weight", "p q c d", "d c p q"),
+        Entry("vision/position", model + "embeddings.position_embedding.weight", "s d", "s d"),
+        Entry("vision/pre_norm/scale", model + "pre_layrnorm.weight", "d", "d"),
+        Entry("vision/pre_norm/bias", model + "pre_layrnorm.bias", "d", "d"),
+        Entry("vision/norm/scale", model + "post_layernorm.weight", "d", "d"),
+        Entry("vision/norm/bias", model + "post_layernorm.bias", "d", "d"),
+    )
+    block = model + "encoder.layers.{}."
+    return top + tuple(
+        Entry("vision/stack/blocks/" + o, block + t, *dims) for o, t, *dims in _BLOCK
+    )
+
+
+_BLOCK = (
+    ("norm1/scale", "layer_norm1.weight", "d", "d"),
+    ("norm1/bias", "layer_norm1.bias", "d", "d"),
+    ("norm2/scale", "layer_norm2.weight", "d", "d"),
+    ("norm2/bias", "layer_norm2.bias", "d", "d"),
+    ("attn/wq", "self_attn.q_proj.weight", "d n h", "nh d"),
+    ("attn/wk", "self_attn.k_proj.weight", "d n h", "nh d"),
+    ("attn/wv", "self_attn.v_proj.weight", "d n h", "nh d"),
+    ("attn/wo", "self_attn.out_proj.weight", "n h d", "d nh"),
+    ("attn/bq", "self_attn.q_proj.bias", "n h", "nh"),
+    ("attn/bk", "self_attn.k_proj.bias", "n h", "nh"),
+    ("attn/bv", "self_attn.v_proj.bias", "n h", "nh"),
+    ("attn/bo", "self_attn.out_proj.bias", "d", "d"),
+    ("mlp/w_in", "mlp.fc1.weight", "d f", "f d"),
+    ("mlp/b_in", "mlp.fc1.bias", "f", "f"),
+    ("mlp/w_out", "mlp.fc2.weight", "f d", "d f"),
+    ("mlp/b_out", "mlp.fc2.bias", "d", "d"),
+)

@@ -1,0 +1,97 @@
+"""Reading Hugging Face's ``config.json`` so that nothing in it is overlooked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxvlm.config import ConfigError
+
+METADATA = frozenset(
+    (
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "ignore_index",
+        "image_seq_length",
+        "image_token_id",
+        "image_token_index",
+        "initializer_factor",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "max_position_embeddings",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "padding_side",
+        "pretraining_tp",
+        "problem_type",
+        "projection_dim",
+        "return_dict",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_bfloat16",
+        "use_cache",
+    )
+)
+"""Fields that change no output of a network."""
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+}
+"""Hugging Face's name -> ours."""
+
+
+class Fields(NamedTuple):
+    """What a group of ``config.json`` may say."""
+
+    reads: dict[str, Any]
+    """Field -> Hugging Face's default where the file leaves it out."""
+    only: dict[str, tuple[Any, ...]]
+    """Field -> the values that a family can do."""
+    ignored: frozenset[str] = METADATA
+    """Fields that change no output."""
+
+
+def read(group: Mapping[str, Any], fields: Fields, where: str) -> dict[str, Any]:
+    """The values of ``fields.reads``.
+
+    Args:
+        group: of ``config.json``.
+        fields: what a family understands.
+        where: what error messages put before a field's name.
+
+    Raises:
+        ConfigError: a field that is unknown, or a value that the family can't do.
+    """
+    for name, value in group.items():
+        if name in fields.only and value not in fields.only[name]:
+            can = " or ".join(map(repr, fields.only[name]))
+            raise ConfigError(f"{where}{name}={value!r} is not supported here, only {can}")
+        if name not in fields.reads and name not in fields.only and name not in fields.ignored:
+            raise ConfigError(f"{where}{name}={value!r} is unknown to this family")
+    return {name: group.get(name, default) for name, default in fields.reads.items()}
+
+
+def activation(name: str, field: str) -> str:
+    """Our name of an activation.
+
+    Raises:
+        ConfigError: none of ours is that; ``field`` says where it stands.
+    """
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{field}={name!r}; known: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

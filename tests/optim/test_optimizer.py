@@ -1,0 +1,87 @@
+"""AdamW against torch, schedules against closed forms, masks by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxvlm.config import ConfigError, OptimConfig
+from jaxvlm.optim.masks import decayed
+from jaxvlm.optim.optimizer import make_optimizer, split_frozen
+from jaxvlm.optim.schedule import make_schedule
+
+LOGICAL = {
+    "decoder/w": ("embed", "mlp"),
+    "decoder/bias": ("mlp",),
+    "decoder/embed/table": ("vocab", "embed"),
+    "vision/position": ("position", "embed"),
+    "vision/bq": ("layers", "heads", "head_dim"),
+    "vision/wq": ("layers", "embed", "heads", "head_dim"),
+}
+
+
+def test_adamw_with_clipping_equals_torch():
+    torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+    config = OptimConfig(
+        learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5, warmup_steps=0, schedule="constant"
+    )
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(4, 3)).astype(np.float32)
+    theirs = torch.nn.Parameter(torch.tensor(w))
+    adam = torch.optim.AdamW(
+        [theirs], lr=1e-2, betas=(config.b1, config.b2), eps=config.eps, weight_decay=0.1
+    )
+    tx = make_optimizer(config, make_schedule(config, 10), {"w": ("embed", "mlp")})
+    params = {"w": jnp.asarray(w)}
+    state = tx.init(params)
+    for _ in range(10):
+        g = rng.normal(size=w.shape).astype(np.float32)
+        theirs.grad = torch.tensor(g)
+        torch.nn.utils.clip_grad_norm_([theirs], 0.5, error_if_nonfinite=True)
+        adam.step()
+        updates, state = tx.update({"w": jnp.asarray(g)}, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["w"], theirs.detach(), rtol=2e-5, atol=1e-6)
+
+
+def test_what_is_decayed():
+    found = {path for path, yes in decayed(LOGICAL, (), ()).items() if yes}
+    assert found == {"decoder/w", "vision/wq"}
+    asked = {p for p, yes in decayed(LOGICAL, ("decoder/embed/*",), ("vision/*",)).items() if yes}
+    assert asked == {"decoder/w", "decoder/embed/table"}
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_schedules(kind):
+    config = OptimConfig(learning_rate=2.0, schedule=kind, warmup_steps=10, final_share=0.1)
+    schedule = make_schedule(config, 110)
+    share = {
+        "constant": lambda t: 1.0,
+        "linear": lambda t: 1 - 0.9 * t,
+        "cosine": lambda t: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * t)),
+    }[kind]
+    for step in range(10):
+        assert float(schedule(jnp.asarray(step))) == pytest.approx(2.0 * (step + 1) / 10)
+    for step in (10, 35, 60, 109):
+        assert float(schedule(jnp.asarray(step))) == pytest.approx(
+            2 * share((step - 10) / 100), rel=1e-5
+        )
+
+
+def test_a_warmup_that_fills_the_run_is_refused():
+    with pytest.raises(ConfigError, match="warmup_steps=50 leaves none of the 20 steps"):
+        make_schedule(OptimConfig(), 20)
+    with pytest.raises(ConfigError, match="known: constant, linear, cosine"):
+        make_schedule(dataclasses.replace(OptimConfig(), schedule="step"), 100)
+
+
+def test_split_frozen():
+    params = dict.fromkeys(LOGICAL, 0)
+    trainable, frozen = split_frozen(params, ("vision/*",))
+    assert set(frozen) == {path for path in LOGICAL if path.startswith("vision/")}
+    assert set(trainable) == set(LOGICAL) - set(frozen)
