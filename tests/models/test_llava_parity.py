@@ -10,10 +10,10 @@ import pytest
 from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.infer.generate import Sampling, generate
-from jaxvlm.losses.base import scales, total
 from jaxvlm.losses.next_token import NextToken, targets, token_scores
 from jaxvlm.models.families import llava
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch")
