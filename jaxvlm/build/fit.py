@@ -50,6 +50,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         )
         made = run.training
         state, start, extra = _first_state(run, made, checkpointer, lines.append)
+        run.write_down(workdir)  # not before: a config that does not fit must not replace the run's
         progress = Progress(run.steps, start)
         stack.callback(progress.close)
         for line in lines:

@@ -77,7 +77,9 @@ class Run:
         if self.workdir is None:
             raise ConfigError("fit needs a folder: jaxvlm.Run(config, workdir=...)")
         distributed.catch_sigterm()
-        self._write_down()
+        if (self.workdir / "config.json").is_file() and not jax.process_index():
+            for line in record.changes(record.read_config(self.workdir), self.config):
+                print(f"changed since this run began: {line}", flush=True)
         self.state, result = fit(self, self.workdir)
         return result
 
@@ -116,19 +118,15 @@ class Run:
             print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")
         return {"steps": self.steps, "memory": memory, "tokens": int((local.segment > 0).sum())}
 
-    def _write_down(self) -> None:
-        """The workdir's files that say what the run is."""
-        assert self.workdir is not None
+    def write_down(self, workdir: pathlib.Path) -> None:
+        """Write the files that say what the run is; process 0 alone does."""
         if jax.process_index():
             return
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        if (self.workdir / "config.json").is_file():
-            for line in record.changes(record.read_config(self.workdir), self.config):
-                print(f"changed since this run began: {line}", flush=True)
-        if not (self.workdir / "tokenizer").is_dir():
-            self.tokenizer.save(self.workdir / "tokenizer")
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not (workdir / "tokenizer").is_dir():
+            self.tokenizer.save(workdir / "tokenizer")
         kind = self.mesh.devices.flat[0].device_kind
-        record.write_config(self.workdir, self.config, f"{self.mesh.size} x {kind}")
+        record.write_config(workdir, self.config, f"{self.mesh.size} x {kind}")
 
 
 def _check(config: TrainConfig) -> None:
