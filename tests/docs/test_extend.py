@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from builders import VOCAB, random_batch
 from runs import losses, recipe, write_data
 
@@ -19,6 +20,13 @@ from jaxvlm.losses.next_token import targets
 from jaxvlm.types import Loss, Out
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "extend.md"
+
+
+@pytest.fixture(autouse=True)
+def names_are_forgotten(monkeypatch):
+    """What a block adds to a dict is gone after its test."""
+    monkeypatch.setattr("jaxvlm.build.losses.LOSSES", LOSSES.copy())
+    monkeypatch.setattr("jaxvlm.data.formats.FORMATS", formats.FORMATS.copy())
 
 
 def run_section(title: str) -> dict:
@@ -32,8 +40,7 @@ def run_section(title: str) -> dict:
     return names
 
 
-def test_the_loss_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxvlm.build.losses.LOSSES", LOSSES.copy())
+def test_the_loss_trains(tmp_path):
     run_section("A loss")
     data = write_data(tmp_path, pictures=8)
     config = recipe(data)
@@ -58,8 +65,7 @@ def test_the_loss_is_what_it_says():
     assert focal.weights(batch)["focal"] == len(rows)
 
 
-def test_the_data_format_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxvlm.data.formats.FORMATS", formats.FORMATS.copy())
+def test_the_data_format_is_read(tmp_path):
     run_section("A data format")
     path = tmp_path / "data.jsonl"
     good = {"question": "what is it?", "answer": "a cat", "image": "cat.png"}
