@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -140,3 +141,8 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
     if mode not in ("max", "min"):
         raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
+            "pip install 'jaxvlm[wandb]', or leave it empty"
+        )

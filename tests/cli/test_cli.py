@@ -84,7 +84,8 @@ def test_print_config_prints_what_would_be_used(capsys, tmp_path):
         ["train", f"--config={RECIPE}:x.jsonl", "--print_config", "--config.seed=7", "--json"]
     )
     assert code == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    assert "config.seed=7" in lines and "config.optim.frozen=()" in lines
     assert json.loads(last)["seed"] == 7
     assert json.loads(last)["data"]["train"] == "x.jsonl"
 
