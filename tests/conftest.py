@@ -5,7 +5,9 @@ import pathlib
 import sys
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_backend_optimization_level=0"  # compiling is the cost of tests: half of it
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _CACHE = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "xla-tests"

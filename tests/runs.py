@@ -53,7 +53,7 @@ def command(*args: str) -> list[str]:
 
 
 def environment(devices: int = 8, **extra: str) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"} | extra
 
 
