@@ -11,6 +11,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,7 +99,10 @@ class Worker:
         env["OMP_WAIT_POLICY"] = "PASSIVE"
         if threads == 1:
             env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-        env.pop("JAX_COMPILATION_CACHE_DIR", None)  # every start is a cold one
+        # Every start is a cold one: no compiled program is found on disk.
+        env.pop("JAX_COMPILATION_CACHE_DIR", None)
+        self._cache = tempfile.TemporaryDirectory()
+        env["TORCHINDUCTOR_CACHE_DIR"] = self._cache.name
         self.name = name
         start = time.perf_counter()
         self._process = subprocess.Popen(
@@ -123,6 +127,7 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+        self._cache.cleanup()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
