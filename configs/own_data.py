@@ -1,6 +1,6 @@
 """A small VLM from scratch on your own pictures and conversations.
 
-    jaxvlm data check my.jsonl
+    jaxvlm data check my.jsonl --config=configs/own_data.py
     jaxvlm train --config=configs/own_data.py --config.data.train=my.jsonl --workdir=runs/mine
 
 ``my.jsonl`` holds one conversation a line, pictures beside it:

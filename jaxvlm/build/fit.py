@@ -15,7 +15,7 @@ from jaxvlm.build import inputs, sheets, training
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
-from jaxvlm.config import TrainConfig
+from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.iterate import TrainBatches, resume_step
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
@@ -50,6 +50,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         )
         made = run.training
         state, start, extra = _first_state(run, made, checkpointer, lines.append)
+        run.write_down(workdir)  # not before: a config that does not fit must not replace the run's
         progress = Progress(run.steps, start)
         stack.callback(progress.close)
         for line in lines:
@@ -63,6 +64,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         )
         stack.callback(writer.close)
         scorer = _scorer(run)
+        peak, source_of_peak = peak_flops(run.mesh, config.model.dtype)
         hooks = RunHooks(
             config=config,
             writer=writer,
@@ -70,9 +72,9 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             checkpointer=checkpointer,
             evaluate_now=_evaluation(scorer, config),
             learning_rate=made.learning_rate,
-            flops_per_step=_introduce(run, made, batches, progress.log),
+            flops_per_step=_introduce(run, made, batches, source_of_peak, progress.log),
             steps=run.steps,
-            peak_flops=peak_flops(run.mesh, config.model.dtype)[0],
+            peak_flops=peak,
             best=extra.get("best"),
             worse=extra.get("worse", 0),
         )
@@ -133,7 +135,12 @@ def _scorer(run: Run) -> Scorer | None:
     if not config.data.eval:
         return None
     dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer)
-    return Scorer(run.model, dataset, config.data.batch_size)
+    scorer = Scorer(run.model, dataset, config.data.batch_size)
+    metric = config.checkpoint.metric
+    if metric not in scorer.metrics:  # now, not after hours
+        known = ", ".join(scorer.metrics)
+        raise ConfigError(f"config.checkpoint.metric={metric!r} is not evaluated; known: {known}")
+    return scorer
 
 
 def _evaluation(
@@ -176,9 +183,16 @@ def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
 
 
 def _introduce(
-    run: Run, made: training.Training, batches: _GlobalBatches, say: Callable[[str], None]
+    run: Run,
+    made: training.Training,
+    batches: _GlobalBatches,
+    peak: str,
+    say: Callable[[str], None],
 ) -> float:
-    """Say what is about to run; returns the FLOPs of a mean step, judged by its first batch."""
+    """Say what is about to run; returns the FLOPs of a mean step, judged by its first batch.
+
+    ``peak`` says where MFU's denominator is from.
+    """
     local, rows = batches.peek(), run.config.data.batch_size
     scale = rows / len(run.rows)
     tokens = float((np.asarray(local.segment) > 0).sum()) * scale
@@ -187,13 +201,12 @@ def _introduce(
     size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
     trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in made.leaves)
     shape = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
-    _, source = peak_flops(run.mesh, run.config.model.dtype)
     say(f"{size:,} parameters, {trained:,} trained; mesh {shape}")
     say(
         f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} pictures; "
         f"{run.steps} steps of {rows} rows x {local.tokens.shape[1]} tokens, "
         f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; "
-        f"{flops / 1e9:.2f} GFLOP a step; MFU against {source}"
+        f"{flops / 1e9:.2f} GFLOP a step; MFU against {peak}"
     )
     if run.dataset.problems:
         say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -45,10 +46,7 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
     ):
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
-        if not given.data.train:
-            raise ConfigError(
-                "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
-            )
+        _check(given)
         self.workdir = pathlib.Path(workdir) if workdir else None
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
@@ -80,7 +78,9 @@ class Run:
         if self.workdir is None:
             raise ConfigError("fit needs a folder: jaxvlm.Run(config, workdir=...)")
         distributed.catch_sigterm()
-        self._write_down()
+        if (self.workdir / "config.json").is_file() and not jax.process_index():
+            for line in record.changes(record.read_config(self.workdir), self.config):
+                print(f"changed since this run began: {line}", flush=True)
         self.state, result = fit(self, self.workdir)
         return result
 
@@ -119,16 +119,30 @@ class Run:
             print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")
         return {"steps": self.steps, "memory": memory, "tokens": int((local.segment > 0).sum())}
 
-    def _write_down(self) -> None:
-        """The workdir's files that say what the run is."""
-        assert self.workdir is not None
+    def write_down(self, workdir: pathlib.Path) -> None:
+        """Write the files that say what the run is; process 0 alone does."""
         if jax.process_index():
             return
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        if (self.workdir / "config.json").is_file():
-            for line in record.changes(record.read_config(self.workdir), self.config):
-                print(f"changed since this run began: {line}", flush=True)
-        if not (self.workdir / "tokenizer").is_dir():
-            self.tokenizer.save(self.workdir / "tokenizer")
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not (workdir / "tokenizer").is_dir():
+            self.tokenizer.save(workdir / "tokenizer")
         kind = self.mesh.devices.flat[0].device_kind
-        record.write_config(self.workdir, self.config, f"{self.mesh.size} x {kind}")
+        record.write_config(workdir, self.config, f"{self.mesh.size} x {kind}")
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse what no other part looks at before the first checkpoint."""
+    if not config.data.train:
+        raise ConfigError(
+            "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
+        )
+    keep, mode = config.checkpoint.keep, config.checkpoint.mode
+    if keep < 1:
+        raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
+    if mode not in ("max", "min"):
+        raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
+            "pip install 'jaxvlm[wandb]', or leave it empty"
+        )

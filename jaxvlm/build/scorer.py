@@ -56,7 +56,14 @@ class Scorer:
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
         self.rows = local_rows(model.mesh, batch_size)
         sharding = batch_sharding(model.mesh)
+        self.kinds = tuple(sorted({r.tags.get("kind", "") for r in dataset.records} - {""}))
         self._scores = jax.jit(self._forward, out_shardings=(sharding, sharding, sharding))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the figures that a report holds."""
+        by_kind = (f"exact_match/{kind}" for kind in self.kinds)
+        return ("loss", "accuracy", "exact_match", *by_kind, "answers")
 
     def _forward(self, params: Params, batch: Batch) -> Any:
         labels, weight = targets(batch)
@@ -91,5 +98,5 @@ class Scorer:
             score,
             kinds.__getitem__,
             sum_over_processes,
-            tuple(sorted(set(kinds) - {""})),
+            self.kinds,
         )

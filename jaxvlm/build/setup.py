@@ -36,7 +36,7 @@ def keep_freed_memory() -> None:
     cost a fifth of a step. To be called before JAX starts its threads. Does nothing where there
     is an accelerator, whose buffers are elsewhere, or another C library.
     """
-    platforms = jax.config.jax_platforms or ""  # type: ignore[attr-defined]  # not in its stub
+    platforms = jax.config.values["jax_platforms"] or ""
     accelerators = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0", "/dev/kfd")
     if platforms != "cpu" and any(pathlib.Path(path).exists() for path in accelerators):
         return

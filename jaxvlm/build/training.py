@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
 from jaxvlm.config import ConfigError, TrainConfig
-from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.sharding import follow, replicated
@@ -78,7 +78,8 @@ def build_training(
         say: takes lines for people.
 
     Raises:
-        ConfigError: patterns that match nothing, or a schedule that does not fit ``steps``.
+        ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
+            fit ``steps``.
     """
     trainable, frozen = split_frozen(model.shapes, config.optim.frozen)
     if not trainable:
@@ -87,7 +88,7 @@ def build_training(
     tx = make_optimizer(config.optim, schedule, {p: model.logical[p] for p in trainable})
     plain = PlainRunner(model.apply)
     runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
-    loss = NextToken(config.loss_chunk)
+    loss = make_loss(config)
     check_parts(config.microbatches, loss, config.data.batch_size)
     step = make_step(runner, loss, tx)
     shardings = _shardings(model, trainable, frozen, tx)

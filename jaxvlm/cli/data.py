@@ -1,17 +1,26 @@
-"""``jaxvlm data check``."""
+"""``jaxvlm data``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from absl import flags
+from ml_collections import config_flags
 
 SUMMARY = "data check FILE: say what training would refuse, by reason."
-USAGE = "check FILE [--max_length=N] [--image_size=N]"
+USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``data``."""
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "The recipe that FILE is for: its limits, picture size and tokenizer are used, and the "
+        "other flags here are not. Overrides as in `jaxvlm train`.",
+        flag_values=values,
+        sys_argv=["jaxvlm", *argv],  # where overrides are looked for
+    )
     flags.DEFINE_string(
         "tokenizer",
         "",
@@ -22,30 +31,53 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_integer("image_size", 64, "Pixels a side.", flag_values=values)
     flags.DEFINE_integer("patch_size", 16, "Pixels a side of a patch.", flag_values=values)
     flags.DEFINE_integer("max_images", 8, "Pictures a row.", flag_values=values)
-    flags.DEFINE_string("image_root", "", "Folder of the pictures.", flag_values=values)
+    flags.DEFINE_string(
+        "image_root", "", "Folder of the pictures; else the data file's.", flag_values=values
+    )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Check, print, and exit 1 where records would be refused."""
-    from jaxvlm.config import ConfigError, DataConfig
-    from jaxvlm.data import check, tokenizer
+    from jaxvlm.config import ConfigError
+    from jaxvlm.data import check
 
     if len(args) != 2 or args[0] != "check":
-        raise ConfigError("usage: jaxvlm data check FILE")
-    config = DataConfig(
-        max_length=values.max_length,
-        max_images=values.max_images,
-        image_root=values.image_root,
-    )
-    size, patch = values.image_size, values.patch_size
-    folder = values.tokenizer
-    report = check.check(
-        args[1],
-        config,
-        chat_tokenizer=tokenizer.load(folder) if folder else None,
-        image_size=size,
-        num_patches=(size // patch) ** 2,
-    )
+        raise ConfigError("usage: jaxvlm data check FILE [--config=RECIPE]")
+    limits = _of_flags(values) if values.config is None else _of_recipe(values.config, args[1])
+    report = check.check(args[1], **limits)
     for line in report.lines():
         print(line)
     return report.to_dict() | {"exit_code": 1 if report.problems else 0}
+
+
+def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
+    """What ``check`` needs to know, flag by flag."""
+    from jaxvlm.config import DataConfig
+    from jaxvlm.data import tokenizer
+
+    return {
+        "config": DataConfig(
+            max_length=values.max_length,
+            max_images=values.max_images,
+            image_root=values.image_root,
+        ),
+        "chat_tokenizer": tokenizer.load(values.tokenizer) if values.tokenizer else None,
+        "image_size": values.image_size,
+        "num_patches": (values.image_size // values.patch_size) ** 2,
+    }
+
+
+def _of_recipe(given: Any, spec: str) -> dict[str, Any]:
+    """The same, as a run of the recipe on ``spec`` would have it."""
+    from jaxvlm.build import inputs
+    from jaxvlm.config import TrainConfig, from_config_dict
+    from jaxvlm.models.vlm import num_visual_tokens
+
+    config: TrainConfig = from_config_dict(given)
+    read = inputs.read_records(config.data, spec)
+    return {
+        "config": config.data,
+        "chat_tokenizer": inputs.make_tokenizer(config, None, read),
+        "image_size": config.model.vision.image_size,
+        "num_patches": num_visual_tokens(config.model),
+    }

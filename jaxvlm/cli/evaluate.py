@@ -6,13 +6,18 @@ from typing import Any
 
 from absl import flags
 
-SUMMARY = "Evaluate a trained model on a data file."
-USAGE = "--checkpoint=WORKDIR [--data=FILE] [--limit=N]"
+SUMMARY = "Exact match of a trained model on a data file, and the blind control."
+USAGE = "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--sheet=FILE.png]"
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
-    flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint",
+        "",
+        "A workdir of `jaxvlm train`; its best checkpoint is used.",
+        flag_values=values,
+    )
     flags.DEFINE_string(
         "data", "", "Data file; the run's own config.data.eval if not given.", flag_values=values
     )

@@ -12,17 +12,24 @@ USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``generate``."""
-    flags.DEFINE_string("checkpoint", "", "A run's folder.", flag_values=values)
-    flags.DEFINE_multi_string("image", [], "A picture; may be repeated.", flag_values=values)
+    flags.DEFINE_string(
+        "checkpoint",
+        "",
+        "A workdir of `jaxvlm train`; its best checkpoint is used.",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_string("image", [], "A picture file", flag_values=values)
     flags.DEFINE_string(
         "prompt",
         "",
-        "What to ask. <image> marks where a picture goes; pictures come first if there is none.",
+        "What to ask. <image> marks where each picture goes; without a mark they come first.",
         flag_values=values,
     )
     flags.DEFINE_integer("max_new", 64, "New tokens at most.", flag_values=values)
-    flags.DEFINE_float("temperature", 0.0, "0 is greedy.", flag_values=values)
-    flags.DEFINE_integer("seed", 0, "For temperatures above 0.", flag_values=values)
+    flags.DEFINE_float(
+        "temperature", 0.0, "0 takes the likeliest token (greedy).", flag_values=values
+    )
+    flags.DEFINE_integer("seed", 0, "Of the draws, for temperatures above 0.", flag_values=values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

@@ -146,6 +146,7 @@ def _help(name: str, command: Command, values: flags.FlagValues) -> str:
     lines = [f"usage: jaxvlm {name} {command.USAGE}", "", command.SUMMARY, "", "flags:"]
     for flag in sorted({f.name for f in values._flags().values()} - {"help"}):
         default = values[flag].default
-        shown = f" (default: {default})" if default not in (None, "", False) else ""
-        lines.append(f"  --{flag}\n      {values[flag].help}{shown}")
+        shown = f" (default: {default})" if default not in (None, "", False, []) else ""
+        text = " ".join(str(values[flag].help).split())  # absl adds lines of its own to some
+        lines.append(f"  --{flag}\n      {text}{shown}")
     return "\n".join(lines)

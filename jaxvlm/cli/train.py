@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -51,7 +53,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         )
     config: TrainConfig = from_config_dict(values.config)
     if values.print_config:
-        print(to_config_dict(config))
+        print("\n".join(_lines(config)))
         return to_config_dict(config).to_dict()
     from jaxvlm.build import Run
     from jaxvlm.parallel import distributed
@@ -63,3 +65,13 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.dry_run:
         return made.dry_run()
     return made.fit()
+
+
+def _lines(config: Any, path: str = "config") -> Iterator[str]:
+    """``config.a.b=value`` for every setting, as the command line takes it."""
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), f"{path}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _lines(value, name)
+        else:
+            yield f"{name}={value!r}"

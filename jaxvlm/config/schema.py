@@ -70,7 +70,7 @@ class ModelConfig:
     connector: ConnectorConfig = ConnectorConfig()
     decoder: DecoderConfig = DecoderConfig()
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
-    attention: str = "auto"  # auto | xla | cudnn | splash
+    attention: str = "auto"  # auto | xla | cudnn | splash | triton
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class TokenizerConfig:
 class DataConfig:
     """What a run reads, and how its records become rows."""
 
-    train: str = ""  # FILE.json (LLaVA), FILE.jsonl (messages), or easy-vqa:train
+    train: str = ""  # FILE.json, FILE.jsonl, or easy-vqa:train (docs/data.md)
     eval: str = ""  # likewise; "" evaluates nothing
     image_root: str = ""  # "": the folder of the data file
     batch_size: int = 32  # rows a step, over all devices
@@ -160,6 +160,7 @@ class TrainConfig:
     steps: int = 0  # one of steps and epochs is set
     epochs: float = 0.0
     microbatches: int = 1  # parts that a batch's gradient is summed over
+    loss: str = "next_token"  # a name in jaxvlm.build.losses.LOSSES
     loss_chunk: int = 0  # tokens a row whose logits exist at once; 0: chosen from the vocabulary
     init_from: str = ""  # workdir whose weights (alone) this run starts from
     log_every: int = 20  # steps

@@ -1,7 +1,7 @@
 """Files of conversations about pictures -> records, and the problems of those that are none.
 
-A format is a function ``raw item -> (id, turns, images)``. It is chosen by what an item holds:
-``conversations`` (LLaVA) or ``messages`` (OpenAI-like). Named sources are in ``SOURCES``.
+A format is a function in ``FORMATS``. It is chosen by what an item holds: ``conversations``
+(LLaVA) or ``messages`` (OpenAI-like). Named sources are in ``SOURCES``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,13 @@ class Record(NamedTuple):
     """Labels that evaluations report by, e.g. ``{"kind": "color"}``."""
 
 
-class _Bad(Exception):
-    """Why an item is no record: (reason, detail)."""
+class BadItem(Exception):
+    """An item that is no record.
+
+    Args:
+        reason: why, in a few words that are the same for like items.
+        detail: what is particular to this one.
+    """
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason, detail)
@@ -82,10 +87,10 @@ def read(spec: str, image_root: str = "") -> tuple[list[Record], list[Problem]]:
         identifier = where
         try:
             if not isinstance(item, dict):
-                raise _Bad("not a JSON object")
+                raise BadItem("not a JSON object")
             identifier = where if item.get("id") is None else str(item["id"])
             records.append(_record(identifier, item, root))
-        except _Bad as bad:
+        except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
     if not records and not problems:
         raise DataError(f"{spec}: holds no record; give a file with at least one conversation")
@@ -135,16 +140,15 @@ def _is_one_object(data: bytes, lines: list[bytes]) -> bool:
 
 
 def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record:
-    """One raw item as a Record; raises _Bad."""
-    if "conversations" in item:
-        turns, inline = _conversation(item["conversations"], _llava_turn)
-    elif "messages" in item:
-        turns, inline = _conversation(item["messages"], _message_turn)
-    else:
-        raise _Bad("neither 'conversations' nor 'messages'", f"keys: {', '.join(sorted(item))}")
+    """One raw item as a Record; raises BadItem."""
+    key = next((key for key in FORMATS if key in item), None)
+    if key is None:
+        known = " nor ".join(map(repr, FORMATS))
+        raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
+    turns, inline = FORMATS[key](item)
     named = _listed(item)
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
-        raise _Bad("pictures named both in the content and in 'images'")
+        raise BadItem("pictures named both in the content and in 'images'")
     images = [i for i in inline if i] or named
     count = sum(turn.content.count(PLACEHOLDER) for turn in turns)
     if count == 0 and len(images) == 1:
@@ -154,7 +158,7 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
         count = 1
     if count != len(images):
         detail = f"{count} placeholders, {len(images)} pictures"
-        raise _Bad("placeholders and pictures differ in number", detail)
+        raise BadItem("placeholders and pictures differ in number", detail)
     _check_turns(turns)
     return Record(identifier, tuple(turns), tuple(_locate(name, root) for name in images))
 
@@ -165,14 +169,14 @@ def _check_turns(turns: list[Turn]) -> None:
         for turn in turns:
             turn.content.encode("utf-8")
     except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, and no tokenizer takes it
-        raise _Bad("text that is not valid Unicode") from None
+        raise BadItem("text that is not valid Unicode") from None
     answers = [turn for turn in turns if turn.role == "assistant"]
     if not answers:
-        raise _Bad("no assistant turn")
+        raise BadItem("no assistant turn")
     if not any(turn.content.strip() for turn in answers):
-        raise _Bad("every assistant turn is empty")
+        raise BadItem("every assistant turn is empty")
     if any(PLACEHOLDER in turn.content for turn in answers):
-        raise _Bad("a picture in an assistant turn")
+        raise BadItem("a picture in an assistant turn")
 
 
 def _conversation(
@@ -180,14 +184,14 @@ def _conversation(
 ) -> tuple[list[Turn], list[str]]:
     """Turns, and for each picture in a content list its file ("" takes the next listed)."""
     if not isinstance(raw, list):
-        raise _Bad("the conversation is not a list")
+        raise BadItem("the conversation is not a list")
     if not raw:
-        raise _Bad("empty conversation")
+        raise BadItem("empty conversation")
     turns: list[Turn] = []
     inline: list[str] = []
     for entry in raw:
         if not isinstance(entry, dict):
-            raise _Bad("a turn is not an object")
+            raise BadItem("a turn is not an object")
         turn, names = parse(entry)
         turns.append(turn)
         inline += names
@@ -197,38 +201,38 @@ def _conversation(
 def _llava_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
     role = entry.get("from")
     if role is None:
-        raise _Bad("a turn without 'from'")
+        raise BadItem("a turn without 'from'")
     if not isinstance(role, str) or role not in _LLAVA_ROLES:
-        raise _Bad("unknown role", repr(role))
+        raise BadItem("unknown role", repr(role))
     value = entry.get("value")
     if not isinstance(value, str):
-        raise _Bad("a turn whose 'value' is not text")
+        raise BadItem("a turn whose 'value' is not text")
     return Turn(_LLAVA_ROLES[role], value), []
 
 
 def _message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
     role = entry.get("role")
     if role is None:
-        raise _Bad("a turn without 'role'")
+        raise BadItem("a turn without 'role'")
     if role not in _ROLES:
-        raise _Bad("unknown role", repr(role))
+        raise BadItem("unknown role", repr(role))
     content = entry.get("content")
     if isinstance(content, str):
         return Turn(role, content), []
     if not isinstance(content, list):
-        raise _Bad("a turn whose 'content' is neither text nor a list")
+        raise BadItem("a turn whose 'content' is neither text nor a list")
     parts, names = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
             if PLACEHOLDER in part["text"]:
-                raise _Bad("'<image>' written inside a content list's text")
+                raise BadItem("'<image>' written inside a content list's text")
             parts.append(part["text"])
         elif kind in ("image", "image_url"):
             parts.append(PLACEHOLDER)
             names.append(_inline_name(part))
         else:
-            raise _Bad("a content item of unknown type", repr(kind))
+            raise BadItem("a content item of unknown type", repr(kind))
     return Turn(role, "".join(parts)), names
 
 
@@ -256,14 +260,23 @@ def _listed(item: dict[str, Any]) -> list[str]:
 
 def _file_name(value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise _Bad("a picture's name is not text")
+        raise BadItem("a picture's name is not text")
     if value.startswith(("http://", "https://", "data:")):
-        raise _Bad("a picture that is not a file", value[:60])
+        raise BadItem("a picture that is not a file", value[:60])
     return value.removeprefix("file://")
 
 
 def _locate(name: str, root: pathlib.Path) -> str:
     return str(root / name)
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], tuple[list[Turn], list[str]]]] = {
+    "conversations": lambda item: _conversation(item["conversations"], _llava_turn),
+    "messages": lambda item: _conversation(item["messages"], _message_turn),
+}
+"""The key that marks a format -> a function of an item: its turns, and the files of pictures
+that the turns themselves name ("" takes the next of the item's ``image`` or ``images``). It raises
+BadItem for an item that it can't read."""
 
 
 def _easy_vqa(split: str) -> list[Record]:

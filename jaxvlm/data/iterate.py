@@ -54,7 +54,7 @@ def resume_step(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> int
     if changed:
         raise DataError(
             f"data: changed since the checkpoint: {', '.join(changed)}; set it back, or"
-            " start a new workdir with init_from"
+            " start a new workdir with --config.init_from=OLD_WORKDIR"
         )
     return int(state["step"])
 

@@ -116,10 +116,15 @@ def check_structure(
             wrong.append(f"{name} is {have} in the checkpoint, {want} in this run")
     if wrong:
         more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        advice = (
+            "Use the model settings of its workdir's config.json"
+            if partial
+            else "The config changed since it was written: use the settings in the workdir's "
+            "config.json, or, if the model is the same, a new workdir with "
+            "--config.init_from=OLD_WORKDIR to take over its weights"
+        )
         raise StructureError(
-            f"{where} does not fit this configuration: {'; '.join(wrong[:NAMED])}{more}. "
-            "The config changed since it was written: use the workdir's config.json, or a new "
-            "workdir with --config.init_from=OLD_WORKDIR to take over the weights that fit"
+            f"{where} does not fit this configuration: {'; '.join(wrong[:NAMED])}{more}. {advice}"
         )
 
 

@@ -14,7 +14,7 @@ from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.vit import ViT
 from jaxvlm.nn.embed import place_images
-from jaxvlm.nn.kernels import BACKENDS
+from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
 from jaxvlm.nn.param import Init
@@ -64,9 +64,7 @@ class VLM(nnx.Module):
     def __init__(self, init: Init, axes: dict[str, Axes], config: ModelConfig):
         if config.dtype not in DTYPES:
             raise ConfigError(f"config.model.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
-        if config.attention not in ("auto", *BACKENDS):
-            known = ", ".join(("auto", *BACKENDS))
-            raise ConfigError(f"config.model.attention={config.attention!r}; known: {known}")
+        check_backend(config.attention)
         num_visual_tokens(config)  # refuses a merge that does not fit
         self.config, self.axes = config, axes["decoder"]
         self.vision = ViT(init, axes["vision"], config.vision, config.attention)

@@ -52,7 +52,19 @@ def attend(
     return BACKENDS[_choose(q, k, mask, axes.platform, backend)](q, k, v, mask, axes)
 
 
+def check_backend(name: str) -> None:
+    """Refuse a backend that does not exist.
+
+    Raises:
+        ConfigError: with the names that do.
+    """
+    if name not in ("auto", *BACKENDS):
+        known = ", ".join(("auto", *BACKENDS))
+        raise ConfigError(f"config.model.attention={name!r}; known: {known}")
+
+
 def _choose(q: jax.Array, k: jax.Array, mask: Mask, platform: str, backend: str) -> str:
+    check_backend(backend)
     if backend != "auto":
         if refusal := _refusal(backend, q, k, mask):
             raise ConfigError(f"config.model.attention={backend!r}: {refusal}; use 'auto'")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
+from jaxvlm.config import ConfigError
 from jaxvlm.parallel.liveness import Liveness, flush_and_exit
 
 HEARTBEAT_S = 40  # JAX's own watch, the second line behind Liveness; ends a hang within a minute
@@ -54,7 +55,7 @@ def initialize() -> bool:
         True if this run has several processes.
 
     Raises:
-        ValueError: the variables are incomplete or no numbers.
+        ConfigError: the variables are incomplete or no numbers.
         RuntimeError: the other processes can't be reached.
     """
     if _liveness:
@@ -156,17 +157,17 @@ def find_place(environ: Any) -> Place | None:
         environ: mapping of names to strings.
 
     Raises:
-        ValueError: they are incomplete or no numbers.
+        ConfigError: they are incomplete or no numbers.
     """
     names = ("JAXVLM_COORDINATOR", "JAXVLM_NUM_PROCESSES", "JAXVLM_PROCESS_ID")
     given = [name for name in names if environ.get(name)]
     if given and len(given) < len(names):
         missing = ", ".join(name for name in names if name not in given)
-        raise ValueError(f"{', '.join(given)} is set but {missing} is not: set all three or none")
+        raise ConfigError(f"{', '.join(given)} is set but {missing} is not: set all three or none")
     if given:
         count, process = (_number(environ, name) for name in names[1:])
         if process >= count:
-            raise ValueError(f"JAXVLM_PROCESS_ID is {process}; it must be below {count}")
+            raise ConfigError(f"JAXVLM_PROCESS_ID is {process}; it must be below {count}")
         return Place(environ[names[0]], count, process, None) if count > 1 else None
     return _slurm_place(environ)
 
@@ -192,11 +193,11 @@ def first_host(nodes: str) -> str:
     """The first host of a SLURM list: ``gpu[07-09,12],login`` -> ``gpu07``.
 
     Raises:
-        ValueError: the list is empty.
+        ConfigError: the list is empty.
     """
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
     if not match:
-        raise ValueError("SLURM_STEP_NODELIST is empty: start the command with srun")
+        raise ConfigError("SLURM_STEP_NODELIST is empty: start the command with srun")
     prefix, ranges = match.groups()
     return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "")
 
@@ -204,7 +205,7 @@ def first_host(nodes: str) -> str:
 def _number(environ: Any, name: str) -> int:
     value = environ.get(name, "")
     if not value.isdigit():
-        raise ValueError(f"{name} must be a number, not {value!r}")
+        raise ConfigError(f"{name} must be a number, not {value!r}")
     return int(value)
 
 

@@ -48,10 +48,10 @@ def check_parts(parts: int, loss: Loss, rows: int) -> None:
     Raises:
         ConfigError: a loss that is no sum over examples, or ``rows`` that parts don't divide.
     """
-    if not loss.additive:
+    if parts > 1 and not loss.additive:
         raise ConfigError(
             f"config.microbatches={parts}: {type(loss).__name__} is not a sum over examples, so "
-            "parts of a batch give another gradient; use gradient caching"
+            "parts of a batch would give another gradient; set config.microbatches=1"
         )
     if parts < 1 or rows % parts:
         raise ConfigError(f"config.microbatches={parts} does not divide data.batch_size={rows}")

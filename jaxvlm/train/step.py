@@ -30,7 +30,8 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
         tx: the optimizer over trainable parameters.
 
     Returns:
-        The step. Its metrics are scalars: the loss and its terms, ``grad_norm``, ``skipped``,
+        The step. Its metrics are scalars: the loss and, where it has several, its terms as
+        ``loss/<term>``, scaled as they add up; ``grad_norm``, ``skipped``, ``bad_in_a_row``,
         ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
         finite, or -1), ``tokens`` and ``pictures`` in the batch, and each of the loss's metrics
         as a mean.
@@ -67,6 +68,8 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
             "tokens": jnp.sum(batch.segment > 0),
             "pictures": jnp.sum(batch.image_start >= 0) if batch.image_start is not None else 0,
         }
+        terms = {f"loss/{name}": scale[name] * s for name, s in sums.terms.items()}
+        metrics |= terms if len(terms) > 1 else {}
         means = {name: s / jnp.maximum(w, 1e-20) for name, (s, w) in sums.metrics.items()}
         return new, metrics | means
 

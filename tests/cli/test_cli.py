@@ -57,6 +57,9 @@ def test_no_command_and_unknown_command(capsys):
         ("--config.model.connector.merge=3", "does not divide the 2 x 2 patches"),
         ("--config.init_from=/nowhere", "/nowhere"),
         ("--config.data.resize=stretch", "resize"),
+        ("--config.loss=focal", "known: next_token"),
+        ("--config.checkpoint.mode=best", "known: max, min"),
+        ("--config.checkpoint.keep=0", "at least 1"),
     ],
 )
 def test_bad_settings_are_one_line(capsys, tmp_path, flag, says):
@@ -81,7 +84,8 @@ def test_print_config_prints_what_would_be_used(capsys, tmp_path):
         ["train", f"--config={RECIPE}:x.jsonl", "--print_config", "--config.seed=7", "--json"]
     )
     assert code == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    *lines, last = capsys.readouterr().out.strip().splitlines()
+    assert "config.seed=7" in lines and "config.optim.frozen=()" in lines
     assert json.loads(last)["seed"] == 7
     assert json.loads(last)["data"]["train"] == "x.jsonl"
 
@@ -135,6 +139,23 @@ def test_data_check_names_every_bad_record(capsys, tmp_path):
     assert set(names) <= found
     assert len(found) == len(names) + 2  # and two lines that are no JSON
     assert report["good"] == 80
+
+
+def test_data_check_takes_a_recipes_limits(capsys, tmp_path):
+    data = write_data(tmp_path, pictures=8)
+    assert run(["data", "check", str(data), f"--config={RECIPE}:{data}"]) == 0
+    capsys.readouterr()
+    limit = "--config.data.max_length=8"
+    assert run(["data", "check", str(data), f"--config={RECIPE}:{data}", limit]) == 1
+    assert "16  longer than data.max_length=8" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_evaluated_is_refused_before_the_first_step(capsys, tmp_path):
+    data = write_data(tmp_path, pictures=8)
+    args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}"]
+    more = [f"--config.data.eval={data}", "--config.checkpoint.metric=exact_macht"]
+    says = fails(capsys, *args, *more)
+    assert "known: loss, accuracy, exact_match, answers" in says
 
 
 def test_bad_records_are_counted_and_too_many_stop_the_run(capsys, tmp_path):

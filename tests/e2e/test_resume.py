@@ -14,7 +14,7 @@ from runs import finish, losses, recipe, start
 
 import jaxvlm
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.io.checkpoint import CheckpointError, restore_params
 
 
 def weights(run):
@@ -118,9 +118,14 @@ def test_changed_data_is_refused(data, unbroken, tmp_path):
     config = recipe(data)
     config.steps = 3
     jaxvlm.Run(config, tmp_path).fit()
+    before = (tmp_path / "config.json").read_text()
     config.steps, config.data.batch_size = 6, 16
     with pytest.raises(ValueError, match=r"data\.batch_size 8 -> 16"):
         jaxvlm.Run(config, tmp_path).fit()
+    config.data.batch_size, config.optim.frozen = 8, ("vision/*",)
+    with pytest.raises(CheckpointError, match="if the model is the same, a new workdir"):
+        jaxvlm.Run(config, tmp_path).fit()
+    assert (tmp_path / "config.json").read_text() == before, "the run is what it was"
 
 
 def test_init_from_takes_weights_and_nothing_else(data, unbroken, tmp_path):

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from builders import (
     MESHES,
@@ -26,7 +27,8 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import Microbatched, PlainRunner
+from jaxvlm.train.runner import Microbatched, PlainRunner, check_parts
+from jaxvlm.train.step import init_state, make_step
 
 MESH = MESHES["one"]
 
@@ -83,6 +85,35 @@ def test_a_loss_that_is_no_sum_refuses_microbatches(model, params):
     batch = on_device()
     with pytest.raises(ConfigError, match="not a sum over examples"):
         Microbatched(PlainRunner(model.apply), 2).loss_grad(params, {}, batch, loss, {})
+
+
+def test_a_loss_that_is_no_sum_runs_undivided():
+    check_parts(1, dataclasses.replace(NextToken(), additive=False), 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TwoTerms(NextToken):
+    """Cross-entropy, and a second term with another coefficient and denominator."""
+
+    def coefficients(self):
+        return {"loss": 1.0, "size": 0.1}
+
+    def weights(self, batch):
+        return super().weights(batch) | {"size": jnp.float32(2.0)}
+
+    def __call__(self, out, batch):
+        sums = super().__call__(out, batch)
+        size = jnp.sum(jnp.square(out.hidden.astype(jnp.float32)))
+        return sums._replace(terms=sums.terms | {"size": size})
+
+
+def test_terms_are_reported_as_they_add_up(model, params):
+    tx = optax.sgd(0.0)
+    step = make_step(PlainRunner(model.apply), _TwoTerms(), tx)
+    state = init_state(params, {}, tx)
+    _, metrics = jax.jit(step)(state, on_device())
+    assert metrics["loss/size"] > 0
+    np.testing.assert_allclose(metrics["loss/loss"] + metrics["loss/size"], metrics["loss"], 1e-6)
 
 
 def test_microbatches_that_do_not_divide_are_refused(model, params):

@@ -1,0 +1,25 @@
+"""Losses by name: what ``config.loss`` may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxvlm.config import ConfigError, TrainConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.types import Loss
+
+LOSSES: dict[str, Callable[[TrainConfig], Loss]] = {
+    "next_token": lambda config: NextToken(config.loss_chunk),
+}
+"""Name -> a function that makes the loss from the run's settings."""
+
+
+def make_loss(config: TrainConfig) -> Loss:
+    """The loss that ``config.loss`` names.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if config.loss not in LOSSES:
+        raise ConfigError(f"config.loss={config.loss!r}; known: {', '.join(LOSSES)}")
+    return LOSSES[config.loss](config)

@@ -1,0 +1,58 @@
+"""What the pages point at exists, and their figures about the quickstart are the quickstart's."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from jaxvlm.build import inputs
+from jaxvlm.config import from_config_dict
+from jaxvlm.data import Dataset, chat, formats, tokenizer
+from jaxvlm.models.vlm import num_visual_tokens
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_files_and_tests_that_design_names_exist():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    for name in re.findall(
+        r"`(?:jaxvlm/)?((?:\w+/)+\w+\.py)`", text.split("## Where it differs")[0]
+    ):
+        assert (ROOT / name).exists() or (ROOT / "jaxvlm" / name).exists(), name
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    for name in re.findall(r"`(test_\w+)(?:…)?`", text):
+        assert f"def {name}" in tests, name
+
+
+def test_figures_of_the_quickstart():
+    path = ROOT / "configs" / "quickstart.py"
+    spec = importlib.util.spec_from_file_location("quickstart", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = from_config_dict(module.get_config())
+    read = formats.read(config.data.train)
+    built = tokenizer.build(chat.texts(read[0]))
+    data: Dataset = inputs.make_dataset(config, config.data.train, built, read)
+    design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))
+    order = data.order
+    visits = [len(order._pass(shard, 0)) for shard in range(order.num_shards)]
+    pieces, records = len(data.pieces.num_tokens), len(data.records)
+    assert f"{records:,} records" in design and f"{pieces:,} pieces" in design
+    assert f"V = {order.num_shards} virtual shards" in design
+    rows, length = config.data.batch_size, config.data.max_length
+    side = config.model.vision.image_size
+    assert f"{rows} rows of {length} tokens, pictures of {side} pixels" in design
+    assert f"picture's one token becomes {num_visual_tokens(config.model)}" in design
+    shards = f"{order.num_shards} shards of {min(visits)} to {max(visits)} rows"
+    epoch = f"{rows} rows a batch, so {order.steps_per_epoch} steps"
+    assert f"records in {pieces:,} pieces, {shards}, {epoch}" in page
