@@ -2,7 +2,7 @@
 
     jaxvlm train --config=configs/quickstart.py --workdir=runs/quickstart
 
-0.3 M parameters. Some ten questions share a picture: they are packed in one row, each sees
+0.2 M parameters. Some ten questions share a picture: they are packed in one row, each sees
 the picture, none sees another, and the picture is encoded once.
 """
 
