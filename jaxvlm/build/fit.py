@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pathlib
 import time
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxvlm.build import inputs, sheets, training
+from jaxvlm.build import inputs, record, sheets, training
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
 from jaxvlm.config import ConfigError, TrainConfig
+from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
@@ -40,6 +42,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
     """Train ``run`` to its end; see ``Run.fit``."""
     config = run.config
     with contextlib.ExitStack() as stack:
+        if not jax.process_index():
+            stack.enter_context(record.locked(workdir))
         lines: list[str] = []
         checkpointer = Checkpointer(
             workdir / "checkpoints",
@@ -48,8 +52,12 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             config.checkpoint.mode,
             on_warning=lines.append,
         )
+        distributed.check_same(
+            "settings or data", [run.dataset.fingerprint(), run.steps, dataclasses.asdict(config)]
+        )
         made = run.training
         state, start, extra = _first_state(run, made, checkpointer, lines.append)
+        scorer = _scorer(run)
         run.write_down(workdir)  # not before: a config that does not fit must not replace the run's
         progress = Progress(run.steps, start)
         stack.callback(progress.close)
@@ -63,7 +71,6 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             workdir, config.tensorboard, config.wandb_project, start if start else -1
         )
         stack.callback(writer.close)
-        scorer = _scorer(run)
         peak, source_of_peak = peak_flops(run.mesh, config.model.dtype)
         hooks = RunHooks(
             config=config,
@@ -81,19 +88,37 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         begin = time.perf_counter()
         # Tightly around the loop: a failure here is told to peers before anything waits for them.
         with distributed.guard_peers(), _memory_explained(made, batches):
-            state, why = loop.train(
-                state, made.step, batches, _schedule(run, workdir), hooks,
-                start=start, leaves=made.leaves,
-            )  # fmt: skip
+            why = _catch_up(hooks, state, start, extra)
+            if not why:
+                state, why = loop.train(
+                    state, made.step, batches, _schedule(run, workdir), hooks,
+                    start=start, leaves=made.leaves,
+                )  # fmt: skip
         seconds = time.perf_counter() - begin
         checkpointer.close()
         report = hooks.last_report
-        if why == "done" and scorer is not None and jax.process_count() == 1:
-            path = workdir / "sheet.png"
-            sheets.contact_sheet(run.answering(state), scorer.dataset, path)
-            progress.log(f"contact sheet: {path}")
-            writer.images(run.steps, "eval/sheet", sheets.pixels(path))
+        if why != "preempted" and scorer is not None and jax.process_count() == 1:
+            _draw_sheet(run, state, scorer, workdir / "sheet.png", writer, progress.log)
         return state, _result(run, state, why, seconds, report)
+
+
+def _draw_sheet(
+    run: Run,
+    state: TrainState,
+    scorer: Scorer,
+    path: pathlib.Path,
+    writer: MetricWriter,
+    say: Callable[[str], None],
+) -> None:
+    """A picture that can't be drawn must not cost a finished run its result."""
+    try:
+        if not sheets.contact_sheet(run.answering(state), scorer.dataset, path):
+            say("no contact sheet: no record of one picture and one question")
+            return
+        writer.images(run.steps, "eval/sheet", sheets.pixels(path))
+        say(f"contact sheet: {path}")
+    except (OSError, DataError) as error:
+        say(f"no contact sheet: {error}")
 
 
 def _result(
@@ -127,6 +152,15 @@ def _first_state(
     else:
         params = run.model.init(run.config.seed)
     return made.init(params), 0, {}
+
+
+def _catch_up(hooks: RunHooks, state: TrainState, start: int, extra: dict[str, Any]) -> str:
+    """The evaluation that a SIGTERM kept from its step; "no better" where it ends the run."""
+    every = hooks.config.eval_every
+    due = start == hooks.steps or (every > 0 and start % every == 0)
+    if start and due and extra.get("evaluated") != start:
+        hooks.evaluate(start, state)
+    return "no better" if start and hooks.exhausted() else ""
 
 
 def _scorer(run: Run) -> Scorer | None:
@@ -208,11 +242,23 @@ def _introduce(
         f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; "
         f"{flops / 1e9:.2f} GFLOP a step; MFU against {peak}"
     )
+    _say_unknown(run, say)
     if run.dataset.problems:
         say(
             f"{len(run.dataset.problems)} records are skipped; the first: {run.dataset.problems[0]}"
         )
     return flops
+
+
+def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
+    """Name what the tokenizer has no word for, where it is trained on."""
+    corpus = run.dataset.corpus
+    lost = int(np.sum(corpus.loss & (corpus.tokens == run.tokenizer.unk_id)))
+    if lost:
+        say(
+            f"{lost} trained tokens of different texts are <unk>, words that the tokenizer does "
+            "not have; raise config.tokenizer.vocab_size or set config.tokenizer.kind=bpe"
+        )
 
 
 class _GlobalBatches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,8 @@ class RunHooks:
     last_report: Report | None = None
     best: float | None = None
     worse: int = 0
+    evaluated: int = -1
+    """Step of the last evaluation."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Rates, MFU and the clock's split beside the step's own metrics."""
@@ -53,7 +56,7 @@ class RunHooks:
         # Nothing is counted where every step since the last line was skipped.
         tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         values = metrics | {
-            "learning_rate": self.learning_rate(step - 1),
+            "learning_rate": self.learning_rate(step - 1 - int(metrics["skipped_updates"])),
             "tokens_per_s": tokens / seconds,
             "pictures_per_s": pictures / seconds,
             "mfu": self.flops_per_step / seconds / self.peak_flops,
@@ -80,12 +83,20 @@ class RunHooks:
         self.writer.write(step, values)
         for line in self.report.lines():
             self.progress.log(f"step {step}: {line}")
+        self.evaluated = step
         score = self.report.metrics[self.config.checkpoint.metric]
         sign = 1 if self.config.checkpoint.mode == "max" else -1
-        if self.best is None or sign * score > sign * self.best:
+        better = self.best is None or sign * score > sign * self.best
+        if better and math.isfinite(score):  # what is no number is never the best
             self.best, self.worse = score, 0
         else:
             self.worse += 1
+        if self.exhausted() and not self.report.blind:  # so this was the last one
+            self.last_report = self.evaluate_now(state, True)
+        return self.exhausted()
+
+    def exhausted(self) -> bool:
+        """Whether ``early_stop`` evaluations in a row were no better."""
         return bool(self.config.early_stop) and self.worse >= self.config.early_stop
 
     def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
@@ -93,6 +104,7 @@ class RunHooks:
         metrics = dict(self.report.metrics) if self.report is not None else {}
         self.report = None
         extra = {"data": data, "best": self.best, "worse": self.worse}
+        extra |= {"evaluated": self.evaluated}
         self.checkpointer.save(step, state, extra, metrics)
 
     def should_stop(self, step: int) -> bool:

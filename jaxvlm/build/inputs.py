@@ -27,6 +27,11 @@ def make_tokenizer(
     """
     if saved is not None and saved.is_dir():
         return tokenizer.load(saved)
+    if saved is not None and (saved.parent / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{saved} is gone, but its run has checkpoints: their weights mean its tokens. Put it "
+            "back, or start in another folder"
+        )
     if config.tokenizer.path:
         return tokenizer.load(config.tokenizer.path)
     if config.init_from:  # its weights mean its tokens

@@ -17,7 +17,7 @@ from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import use_compile_cache
 from jaxvlm.config import ConfigError, MeshConfig, TrainConfig
-from jaxvlm.data import chat, images
+from jaxvlm.data import chat, formats, images
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import ChatTokenizer
@@ -83,6 +83,10 @@ class Loaded:
         seed: int = 0,
     ) -> list[str]:
         """Answers to several (pictures, prompt) pairs at once; see :meth:`generate`."""
+        if max_new < 1 or temperature < 0:
+            raise ConfigError(
+                f"max_new={max_new} must be at least 1, and temperature={temperature:g} at least 0"
+            )
         sampling = Sampling(max_new, temperature, self.tokenizer.stop_ids)
         batch = self._prompts(queries)
         new = self._generate(self.params, batch, sampling, jax.random.key(seed))
@@ -162,10 +166,16 @@ class Loaded:
     def _ids(self, pictures: Sequence[Picture], prompt: str) -> np.ndarray:
         marks = prompt.count(PLACEHOLDER)
         if not marks and pictures:
-            prompt = PLACEHOLDER * len(pictures) + "\n" + prompt
+            prompt = PLACEHOLDER * len(pictures) + prompt
         elif marks != len(pictures):
             raise ConfigError(
                 f"the prompt has {marks} {PLACEHOLDER} marks but {len(pictures)} pictures are given"
+            )
+        prompt = formats.tidy(prompt)
+        forged = [t for t in self.tokenizer.special_tokens if t != PLACEHOLDER and t in prompt]
+        if forged:
+            raise ConfigError(
+                f"the prompt holds the special token {sorted(forged)[0]}; leave it out"
             )
         patches = num_visual_tokens(self.model.config)
         return chat.prompt_ids([Turn("user", prompt)], self.tokenizer, patches)
@@ -193,6 +203,7 @@ def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) 
         ConfigError: the folder holds no run.
         CheckpointError: no checkpoint can be read.
     """
+    record.local_folder("checkpoint", folder)
     workdir = pathlib.Path(folder)
     config = record.read_config(workdir)
     use_compile_cache(config.compile_cache)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
+import os
 import pathlib
 import platform
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -14,6 +18,40 @@ from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
+
+
+def local_folder(what: str, folder: str | os.PathLike[str]) -> None:
+    """Refuse an address where a folder is wanted: it would become a local folder of that name.
+
+    Raises:
+        ConfigError: ``folder`` is a URL such as ``gs://bucket/run``.
+    """
+    if "://" in str(folder):
+        raise ConfigError(
+            f"{what}={folder}: object stores are not read or written yet; mount the bucket "
+            "(gcsfuse, a PersistentVolume) and give its folder"
+        )
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Keep other runs out of ``workdir`` while this one writes there.
+
+    Raises:
+        ConfigError: another run is at work in it.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--workdir={workdir}: another run is writing there; wait for it, or choose "
+                "another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def write_config(workdir: pathlib.Path, config: TrainConfig, devices: str) -> None:
@@ -25,7 +63,10 @@ def write_config(workdir: pathlib.Path, config: TrainConfig, devices: str) -> No
         "devices": devices,
     }
     text = json.dumps(document, indent=2) + "\n"
-    (workdir / _FILE).write_text(text, encoding="utf-8")
+    # A kill in the middle of writing must leave the old file, or the new one.
+    half = workdir / f"{_FILE}.tmp"
+    half.write_text(text, encoding="utf-8")
+    os.replace(half, workdir / _FILE)
 
 
 def read_config(workdir: str | pathlib.Path) -> TrainConfig:
@@ -42,6 +83,15 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
         return from_config_dict(document["config"])
     except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
+
+
+def changed_settings(workdir: pathlib.Path, config: TrainConfig) -> list[str]:
+    """Lines that say which settings differ from those the run in ``workdir`` was last given."""
+    try:
+        old = read_config(workdir)
+    except ConfigError as error:  # it is about to be written anew
+        return [str(error)]
+    return [f"changed since this run began: {line}" for line in changes(old, config)]
 
 
 def changes(old: Any, new: Any, path: str = "config") -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
+from jaxvlm.build.record import local_folder
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.parallel import distributed
@@ -47,6 +50,8 @@ class Run:
     ):
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
         _check(given)
+        local_folder("--workdir", workdir)
+        local_folder("config.init_from", given.init_from)
         self.workdir = pathlib.Path(workdir) if workdir else None
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
@@ -79,8 +84,8 @@ class Run:
             raise ConfigError("fit needs a folder: jaxvlm.Run(config, workdir=...)")
         distributed.catch_sigterm()
         if (self.workdir / "config.json").is_file() and not jax.process_index():
-            for line in record.changes(record.read_config(self.workdir), self.config):
-                print(f"changed since this run began: {line}", flush=True)
+            for line in record.changed_settings(self.workdir, self.config):
+                print(line, flush=True)
         self.state, result = fit(self, self.workdir)
         return result
 
@@ -125,7 +130,11 @@ class Run:
             return
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / "tokenizer").is_dir():
-            self.tokenizer.save(workdir / "tokenizer")
+            # Whole or not at all: a kill in the middle must not leave half a tokenizer.
+            half = workdir / "tokenizer.tmp"
+            shutil.rmtree(half, ignore_errors=True)
+            self.tokenizer.save(half)
+            half.rename(workdir / "tokenizer")
         kind = self.mesh.devices.flat[0].device_kind
         record.write_config(workdir, self.config, f"{self.mesh.size} x {kind}")
 
@@ -141,8 +150,43 @@ def _check(config: TrainConfig) -> None:
         raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
     if mode not in ("max", "min"):
         raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")
+    _check_ranges(config)
+    if config.eval_every and not config.data.eval:
+        raise ConfigError(
+            f"config.eval_every={config.eval_every}, but config.data.eval names no data"
+        )
+    if config.early_stop and not config.eval_every:
+        raise ConfigError(
+            f"config.early_stop={config.early_stop} needs evaluations on the way: set "
+            "config.data.eval and config.eval_every"
+        )
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
             "pip install 'jaxvlm[wandb]', or leave it empty"
         )
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    """Refuse numbers that have no meaning."""
+    optim, data = config.optim, config.data
+    bounds = {
+        "optim.learning_rate": (optim.learning_rate, 0, math.inf),
+        "optim.warmup_steps": (optim.warmup_steps, 0, math.inf),
+        "optim.b1": (optim.b1, 0, 0.9999999),
+        "optim.b2": (optim.b2, 0, 0.9999999),
+        "optim.weight_decay": (optim.weight_decay, 0, math.inf),
+        "optim.clip_norm": (optim.clip_norm, 0, math.inf),
+        "data.workers": (data.workers, 1, math.inf),
+        "data.prefetch": (data.prefetch, 1, math.inf),
+        "data.max_images": (data.max_images, 1, math.inf),
+        "data.max_skip_share": (data.max_skip_share, 0, 1),
+        "log_every": (config.log_every, 1, math.inf),
+        "loss_chunk": (config.loss_chunk, 0, math.inf),
+        "max_bad_steps": (config.max_bad_steps, 1, math.inf),
+        "checkpoint.every": (config.checkpoint.every, 0, math.inf),
+    }
+    for name, (value, least, most) in bounds.items():
+        if not least <= value <= most:
+            span = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise ConfigError(f"config.{name}={value}: it must be {span}")

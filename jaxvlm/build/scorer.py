@@ -67,7 +67,9 @@ class Scorer:
 
     def _forward(self, params: Params, batch: Batch) -> Any:
         labels, weight = targets(batch)
-        return (*token_scores(self.model.apply(params, batch), labels), weight)
+        nll, hit = token_scores(self.model.apply(params, batch), labels)
+        # An answer with a word that the tokenizer does not have can't be given.
+        return nll, hit * (labels != self.dataset.tokenizer.unk_id), weight
 
     def report(self, params: Params, limit: int = 0, blind: bool = True) -> Report:
         """Exact match over the data set, and the blind control beside it.

@@ -6,6 +6,7 @@ import ctypes
 import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +62,14 @@ def peak_flops(mesh: jax.sharding.Mesh, dtype: str) -> tuple[float, str]:
     if chip is not None:
         return chip.peak_flops * mesh.size, chip.name
     # Forced CPU devices share the cores, so what one matmul reaches is all there is.
-    return _measured(), "measured matmul"
+    if device.platform == "cpu":
+        return _measured(jnp.float32, 1024), "measured matmul"
+    return _measured(jnp.dtype(dtype), 8192) * mesh.size, "measured matmul"
 
 
-def _measured(size: int = 1024, repeats: int = 3) -> float:
-    x = jnp.ones((size, size), jnp.float32)
+def _measured(dtype: Any, size: int, repeats: int = 3) -> float:
+    """FLOP/s of one device."""
+    x = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()
     best = float("inf")

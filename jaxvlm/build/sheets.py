@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SEED = 0x5E
 
 
-def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: int = 24) -> None:
+def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: int = 24) -> bool:
     """Generate answers for some records and draw them.
 
     Args:
@@ -26,14 +26,17 @@ def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: in
         dataset: where records come from; a fixed random choice of those with a picture.
         path: PNG to write.
         count: cells at most.
+
+    Returns:
+        False if no record has one picture and one question; nothing is written then.
     """
-    usable = [i for i, record in enumerate(dataset.records) if _question(record) is not None]
+    usable = [i for i in dataset.usable() if _question(dataset.records[i]) is not None]
     rng = np.random.default_rng(_SEED)
     chosen = rng.permutation(len(usable))[:count]
     records = [dataset.records[usable[i]] for i in chosen.tolist()]
     queries = [(record.images, _question(record) or "") for record in records]
     if not queries:
-        return
+        return False
     # A fixed number of rows compiles one program.
     filled = queries + [queries[0]] * (count - len(queries))
     answers = model.generate_batch(filled, max_new=16)[: len(queries)]
@@ -42,6 +45,7 @@ def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: in
         for record, (_, question), answer in zip(records, queries, answers)
     ]
     draw(cells, path)
+    return True
 
 
 def pixels(path: pathlib.Path) -> np.ndarray:

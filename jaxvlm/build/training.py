@@ -16,6 +16,7 @@ from jaxvlm.build.model import Model
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
+from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import follow, replicated
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
@@ -90,6 +91,12 @@ def build_training(
     runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
     loss = make_loss(config)
     check_parts(config.microbatches, loss, config.data.batch_size)
+    shards = batch_shards(model.mesh)
+    if config.data.batch_size % (config.microbatches * shards):
+        raise ConfigError(
+            f"config.microbatches={config.microbatches} on {shards} data shards does not divide "
+            f"data.batch_size={config.data.batch_size}: each part needs a row for every shard"
+        )
     step = make_step(runner, loss, tx)
     shardings = _shardings(model, trainable, frozen, tx)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(model.mesh)))

@@ -45,4 +45,4 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     report = model.evaluate(values.data, limit=values.limit, sheet=values.sheet)
     for line in report.lines():
         print(line)
-    return report.metrics
+    return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}

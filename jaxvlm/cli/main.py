@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -68,7 +70,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "jax" in sys.modules:  # a failed process must not wait for its peers
         from jaxvlm.parallel.distributed import exit_now
 
-        exit_now(code)
+        try:
+            exit_now(code)
+        except SystemExit:
+            if code:  # nor for threads of a library that wait for what failed
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
     sys.exit(code)
 
 
@@ -95,6 +103,8 @@ def run(argv: list[str]) -> int:
         return 0
     try:
         args = values(["jaxvlm", *rest])[1:]
+        if "config" in values:
+            _ = values.config  # a recipe that failed to load says so when it is looked at
     except flags.Error as error:
         return _fail(f"{error} (see `jaxvlm {name} --help`)", 2)
     except Exception as error:  # whatever a recipe, somebody's Python file, can raise
@@ -115,8 +125,17 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
             raise
         return _fail(str(error), code)
     if values.json:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with NaN and infinities as None: JSON has none of them."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _exit_code(error: Exception) -> int | None:

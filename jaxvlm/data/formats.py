@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ _LLAVA_ROLES = {
     "system": "system",
 }
 _ROLES = ("system", "user", "assistant")
+_BREAKS = re.compile(rf"\n*{PLACEHOLDER}\n*")
 
 
 class Turn(NamedTuple):
@@ -150,17 +152,27 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("pictures named both in the content and in 'images'")
     images = [i for i in inline if i] or named
+    turns = [Turn(turn.role, tidy(turn.content)) for turn in turns]
     count = sum(turn.content.count(PLACEHOLDER) for turn in turns)
     if count == 0 and len(images) == 1:
         # What LLaVA's own files do: the picture stands before the first question.
         first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-        turns[first] = Turn(turns[first].role, f"{PLACEHOLDER}\n{turns[first].content}")
+        turns[first] = Turn(turns[first].role, f"{PLACEHOLDER}{turns[first].content}")
         count = 1
     if count != len(images):
         detail = f"{count} placeholders, {len(images)} pictures"
         raise BadItem("placeholders and pictures differ in number", detail)
     _check_turns(turns)
     return Record(identifier, tuple(turns), tuple(_locate(name, root) for name in images))
+
+
+def tidy(text: str) -> str:
+    """``text`` without the line breaks that LLaVA's files put around ``<image>``.
+
+    What stands between a picture and a text is the chat template's to say; data in every format
+    and prompts for generation agree this way.
+    """
+    return _BREAKS.sub(PLACEHOLDER, text)
 
 
 def _check_turns(turns: list[Turn]) -> None:
@@ -293,7 +305,7 @@ def _easy_vqa(split: str) -> list[Record]:
     return [
         Record(
             f"easy-vqa:{split}/{i}",
-            (Turn("user", f"{PLACEHOLDER}\n{question}"), Turn("assistant", answer)),
+            (Turn("user", f"{PLACEHOLDER}{question}"), Turn("assistant", answer)),
             (paths[picture],),
             kinds.get(answer, {"kind": "color"}),
         )

@@ -32,6 +32,10 @@ class Decoded(NamedTuple):
     """16 bytes: hash of the file."""
 
 
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""What is decoded. Not all that Pillow knows: its EPS reader runs Ghostscript on the file."""
+
+
 def check(path: str, max_pixels: int) -> str | None:
     """Why a picture can't be used, as far as its header tells; nothing is decoded.
 
@@ -187,7 +191,7 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
         with _open_lock, warnings.catch_warnings():
             # Our own bound follows, and names the record.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(source)
+            image = Image.open(source, formats=FORMATS)
     except ImageError:
         raise
     except FileNotFoundError:

@@ -155,7 +155,7 @@ class Dataset:
             if not config.packing:  # all hosts must agree on it: look at the whole batch
                 every = [order.row(step, row) for row in range(config.batch_size)]
                 length = self._fit(every)
-            ids = step * config.batch_size + np.asarray(local, np.int32)
+            ids = step * config.batch_size + np.asarray(local, np.int64)
             return self._load(self.corpus, self.pieces, chosen, length, ids)
 
         return TrainBatches(
@@ -190,7 +190,7 @@ class Dataset:
         def load(step: int) -> tuple[Batch, Meta]:
             every = packed[step * batch_size : (step + 1) * batch_size]
             length = self.config.max_length if self.config.packing else self._fit(every, pieces)
-            ids = step * batch_size + np.asarray(local, np.int32)
+            ids = step * batch_size + np.asarray(local, np.int64)
             chosen = [every[row] for row in local]
             return self._load(corpus, pieces, chosen, length, ids, other, train=False)
 
@@ -247,7 +247,8 @@ class Dataset:
                 try:
                     views = self._views(pieces.pictures[piece], piece, row.pass_, other, train)
                 except ImageError as error:
-                    self._skip(corpus, pieces, piece, str(error))
+                    if other is None:  # the blind control says nothing of the piece itself
+                        self._skip(corpus, pieces, piece, str(error))
                     continue
                 good.append(piece)
                 for view, key in views:
@@ -256,7 +257,7 @@ class Dataset:
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
         batch, meta, places = assemble(corpus, pieces, kept, length, layout)
-        batch = batch._replace(example_id=example_id.astype(np.int32))
+        batch = batch._replace(example_id=(example_id % 2**31).astype(np.int32))
         if layout.max_images:
             shape = (len(chosen), layout.max_images)
             size = self.settings.image_size
@@ -302,6 +303,10 @@ class Dataset:
         enforce(failed, self.total, self.config.on_bad, 1.0, self.name)
         enforce(self.problems + failed, self.total, "skip", self.config.max_skip_share, self.name)
 
+    def usable(self) -> list[int]:
+        """Indices of the records that are in the data set and have not failed since."""
+        return [i for i in self.corpus.source.tolist() if i not in self._skipped]
+
     def _subset(self, num_records: int) -> tuple[chat.Corpus, packing.Pieces]:
         """About ``num_records`` records, in whole pieces as far as it goes."""
         if not 0 < num_records < len(self.corpus.first):
@@ -316,11 +321,12 @@ class Dataset:
 
     def _other_pictures(self) -> np.ndarray:
         """i64[pictures]: for each picture another one."""
-        total = len(self.corpus.paths)
-        if total < 2:
-            raise DataError(f"{self.name}: the blind control needs two pictures, not {total}")
-        cycle = np.random.default_rng([0, _BLIND]).permutation(total)
-        other = np.empty(total, np.int64)
+        # Pictures of refused records are in no record of the corpus, and are not handed out.
+        used = np.unique([i for pictures in self.corpus.pictures for i in pictures]).astype(int)
+        if len(used) < 2:
+            raise DataError(f"{self.name}: the blind control needs two pictures, not {len(used)}")
+        cycle = np.random.default_rng([0, _BLIND]).permutation(used)
+        other = np.arange(len(self.corpus.paths))
         other[cycle] = np.roll(cycle, 1)
         return other
 

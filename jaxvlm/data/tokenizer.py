@@ -77,6 +77,8 @@ class ChatTokenizer:
         self.eos_id: int = vocabulary[self.special["eos_token"]]
         self.image_id: int = vocabulary[self.special["image_token"]]
         self.pad_id: int = vocabulary.get(self.special.get("pad_token", ""), self.eos_id)
+        self.unk_id: int = vocabulary.get(self.special.get("unk_token", ""), -1)
+        """-1 where every text has ids."""
         self.vocab_size: int = max(vocabulary.values()) + 1
         added = backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(t.content for t in added.values() if t.special)

@@ -2,7 +2,8 @@
 
 Greedy decoding gives exactly the reference answer if and only if, with the reference fed in,
 the argmax at every answer place (its end token included) is the reference token. So one
-forward pass scores all answers of a packed batch.
+forward pass scores all answers of a packed batch. A record of several turns counts once, as right
+where every turn is, later ones with the reference's earlier answers before them.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def generate(
         return _Loop(s.index + 1, following, done, stream.kv, out)
 
     out = jnp.full((B, sampling.max_new), -1, jnp.int32)
-    start = _Loop(jnp.int32(0), token, jnp.zeros(B, bool), stream.kv, out)
+    start = _Loop(jnp.int32(0), token, ~jnp.any(batch.segment > 0, axis=1), stream.kv, out)
     return jax.lax.while_loop(go_on, turn, start).out
 
 

@@ -81,6 +81,8 @@ def check(config: DecoderConfig) -> None:
     where = "config.model.decoder"
     if config.vocab_size < 1:
         raise ConfigError(f"{where}.vocab_size={config.vocab_size} is not known yet")
+    if config.depth < 1:
+        raise ConfigError(f"{where}.depth={config.depth}: at least 1 layer")
     if config.num_heads % config.num_kv_heads:
         raise ConfigError(
             f"{where}.num_heads={config.num_heads} is not a multiple of "

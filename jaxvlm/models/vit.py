@@ -188,6 +188,8 @@ def check(config: VisionConfig) -> None:
             f"{where}.image_size={config.image_size} is not a multiple of "
             f"patch_size={config.patch_size}"
         )
+    if config.depth < 1:
+        raise ConfigError(f"{where}.depth={config.depth}: at least 1 layer")
     if config.width % config.num_heads:
         raise ConfigError(
             f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}"

@@ -91,6 +91,8 @@ def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask) -> str:
             return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
         if head_dim % 8 or head_dim > 128:
             return f"cuDNN takes head dims that are multiples of 8 up to 128, not {head_dim}"
+        if mask.q_segment is not None and (length % 2 or k.shape[1] % 2):
+            return f"cuDNN takes packed rows of an even length, not {length} x {k.shape[1]}"
     if backend in ("splash", "triton"):
         if mask.q_parent is not None:
             return "it knows segments but not their parents"

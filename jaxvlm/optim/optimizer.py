@@ -30,10 +30,10 @@ def make_optimizer(
     check_patterns("config.optim.no_decay", config.no_decay, logical)
     scaled = [pattern for pattern, _ in config.learning_rate_scale]
     check_patterns("config.optim.learning_rate_scale", scaled, logical)
-    parts = []
-    if config.clip_norm:
-        parts.append(optax.clip_by_global_norm(config.clip_norm))
-    parts += [
+    # A stage in either case: a run may be resumed with clipping switched on or off.
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    parts = [
+        clip,
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(
             config.weight_decay, mask=decayed(logical, config.decay, config.no_decay)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import json
 import os
 import re
 import signal
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxvlm.config import ConfigError
@@ -106,6 +109,29 @@ def guard_peers() -> Iterator[None]:
             _failed.append(error)
             _liveness[0].leave(failed=True)
         raise
+
+
+def check_same(what: str, value: Any) -> None:
+    """Refuse to go on where processes differ; they would mix data or wait for each other.
+
+    Args:
+        what: names ``value`` in the error.
+        value: JSON-able; compared by its hash.
+
+    Raises:
+        ConfigError: in every process, naming those that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    text = json.dumps(value, sort_keys=True, default=str)
+    mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    others = [i for i, theirs in enumerate(every) if not np.array_equal(theirs, every[0])]
+    if others:
+        raise ConfigError(
+            f"{what}: process {', '.join(map(str, others))} has others than process 0; every host "
+            "must be given the same command and see the same files"
+        )
 
 
 def exit_now(code: int) -> None:

@@ -9,7 +9,7 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.formats import Turn, read
 from tests.data.conftest import llava
 
-QUESTION = "<image>\nwhat color is it?"
+QUESTION = "<image>what color is it?"  # no line break: see formats.tidy
 
 
 def messages(content=QUESTION, answer="red", **more):

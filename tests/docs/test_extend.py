@@ -71,7 +71,7 @@ def test_the_data_format_is_read(tmp_path):
     good = {"question": "what is it?", "answer": "a cat", "image": "cat.png"}
     path.write_text(f"{json.dumps(good)}\n{json.dumps(good | {'answer': 3})}\n")
     (record,), (problem,) = formats.read(str(path))
-    assert record.turns[0] == formats.Turn("user", "<image>\nwhat is it?")
+    assert record.turns[0] == formats.Turn("user", "<image>what is it?")
     assert record.turns[1] == formats.Turn("assistant", "a cat")
     assert record.images == (str(tmp_path / "cat.png"),)
     assert str(problem) == "data.jsonl:2: 'answer' is not text (3)"

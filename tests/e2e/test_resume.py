@@ -144,3 +144,53 @@ def test_a_mesh_of_too_many_devices_is_refused(data):
     with pytest.raises(ConfigError, match="does not fit 8 devices"):
         jaxvlm.Run(config)
     assert MeshConfig().data == -1
+
+
+def test_early_stop_survives_the_same_command(data, tmp_path):
+    config = recipe(data)
+    config.data.eval, config.eval_every, config.early_stop = str(data), 3, 1
+    config.optim.learning_rate, config.steps = 1e-12, 60
+    first = jaxvlm.Run(config, tmp_path).fit()
+    assert first["ended"] == "no better" and first["step"] == 6
+    assert "blind/exact_match" in first and (tmp_path / "sheet.png").is_file()
+    again = jaxvlm.Run(config, tmp_path).fit()
+    assert again["ended"] == "no better" and again["step"] == 6
+
+
+def test_half_written_files_of_a_killed_start_do_no_harm(data, tmp_path):
+    config = recipe(data)
+    config.steps = 3
+    jaxvlm.Run(config, tmp_path).fit()
+    (tmp_path / "tokenizer.tmp").mkdir()
+    (tmp_path / "config.json").write_text('{"config": {')
+    config.steps = 6
+    assert jaxvlm.Run(config, tmp_path).fit()["step"] == 6
+    assert jaxvlm.load(tmp_path).generate([], "is it red?", max_new=2) is not None
+
+
+def test_an_address_is_no_folder(data):
+    for field in ("workdir", "init_from"):
+        config = recipe(data)
+        config.init_from = "gs://bucket/run" if field == "init_from" else ""
+        with pytest.raises(ConfigError, match="object stores are not read"):
+            jaxvlm.Run(config, "gs://bucket/run" if field == "workdir" else "")
+
+
+def test_clipping_can_be_switched_on_when_resuming(data, tmp_path):
+    config = recipe(data)
+    config.steps, config.optim.clip_norm = 3, 0.0
+    jaxvlm.Run(config, tmp_path).fit()
+    config.steps, config.optim.clip_norm = 6, 1.0
+    assert jaxvlm.Run(config, tmp_path).fit()["step"] == 6
+
+
+def test_a_missing_evaluation_picture_harms_neither_control_nor_sheet(data, tmp_path):
+    lines = data.read_text().splitlines()
+    gone = lines[0].replace("0.png", "gone.png").replace('"id": "', '"id": "gone-')
+    path = data.parent / "one_gone.jsonl"
+    path.write_text("\n".join([gone, *lines]) + "\n")
+    config = recipe(data)
+    config.data.eval, config.data.max_skip_share, config.steps = str(path), 0.02, 3
+    result = jaxvlm.Run(config, tmp_path).fit()
+    assert result["answers"] == result["blind/answers"] == 80
+    assert (tmp_path / "sheet.png").is_file()
