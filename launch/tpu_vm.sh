@@ -10,14 +10,14 @@ Usage: launch/tpu_vm.sh --tpu=NAME --zone=ZONE [--project=ID] [--install=SPEC]
 Runs `jaxvlm ARGUMENTS` on all hosts of the TPU VM slice NAME, one process a host:
 
   launch/tpu_vm.sh --tpu=v5e-16 --zone=us-central1-a -- \
-      train --config=configs/quickstart.py --workdir=gs://my-bucket/runs/first
+      train --config=configs/quickstart.py --workdir=/mnt/shared/runs/first
 
   --install=SPEC   first `pip install SPEC` on all hosts, e.g. 'jaxvlm[tpu]'
   --cache=FOLDER   compiled programs, shared by all hosts (a gs:// folder works);
                    default: ~/.cache/jaxvlm/xla on each host
   --dry_run        print the gcloud command, run nothing
 
-The workdir must be one that all hosts see: gs://, or a mounted Filestore. To resume after a
+The workdir must be a folder that all hosts see: a mounted Filestore or bucket (gcsfuse). To resume after a
 preemption, run the same command again.
 TEXT
 }

@@ -103,10 +103,12 @@ def run(argv: list[str]) -> int:
         return 0
     try:
         args = values(["jaxvlm", *rest])[1:]
-        if "config" in values:
-            _ = values.config  # a recipe that failed to load says so when it is looked at
+        if "config" in values and values["config"].value is not None:
+            _ = values["config"].value.items  # a recipe that failed to load says so here
     except flags.Error as error:
         return _fail(f"{error} (see `jaxvlm {name} --help`)", 2)
+    except OSError as error:
+        return _fail(f"--config: no such recipe: {str(error).splitlines()[-1]}", 2)
     except Exception as error:  # whatever a recipe, somebody's Python file, can raise
         return _fail(f"the recipe or an override of it: {type(error).__name__}: {error}", 2)
     return _run(command, values, args)

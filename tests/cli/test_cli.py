@@ -57,6 +57,11 @@ def test_no_command_and_unknown_command(capsys):
         ("--config.model.connector.merge=3", "does not divide the 2 x 2 patches"),
         ("--config.init_from=/nowhere", "/nowhere"),
         ("--config.data.resize=stretch", "resize"),
+        ("--config.optim.learning_rate=-1.0", "must be at least 0"),
+        ("--config.data.workers=-3", "must be at least 1"),
+        ("--config.model.decoder.depth=0", "at least 1 layer"),
+        ("--config.eval_every=5", "config.data.eval names no data"),
+        ("--config.early_stop=2", "needs evaluations on the way"),
         ("--config.loss=focal", "known: next_token"),
         ("--config.checkpoint.mode=best", "known: max, min"),
         ("--config.checkpoint.keep=0", "at least 1"),
@@ -70,6 +75,8 @@ def test_bad_settings_are_one_line(capsys, tmp_path, flag, says):
 
 def test_missing_pieces_are_one_line(capsys, tmp_path):
     assert "--config=FILE" in fails(capsys, "train", f"--workdir={tmp_path}")
+    missing = fails(capsys, "train", "--config=nope.py", f"--workdir={tmp_path}")
+    assert "no such recipe" in missing and "nope.py" in missing
     assert "--workdir=DIR" in fails(capsys, "train", f"--config={RECIPE}:x.jsonl")
     assert "nowhere.jsonl" in fails(
         capsys, "train", f"--config={RECIPE}:nowhere.jsonl", f"--workdir={tmp_path}"
@@ -210,3 +217,38 @@ def test_train_eval_generate(capsys, tmp_path):
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"x")
     assert "bad.png" in fails(capsys, ask[0], ask[1], f"--image={bad}", "--prompt=what?")
+
+
+def test_one_run_at_a_time_in_a_folder(capsys, tmp_path):
+    from jaxvlm.build.record import locked
+
+    data = write_data(tmp_path, pictures=8)
+    with locked(tmp_path / "run"):
+        args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}"]
+        assert "another run is writing there" in fails(capsys, *args)
+
+
+def test_an_answer_that_the_tokenizer_has_no_word_for_is_never_right(capsys, tmp_path):
+    data = write_data(tmp_path, pictures=8)
+    folder = tmp_path / "run"
+    assert run(["train", f"--config={RECIPE}:{data}", f"--workdir={folder}", "--json"]) == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().replace('"yes"', '"jawohl"').replace('"no"', '"nein"'))
+    capsys.readouterr()
+    command = ["eval", f"--checkpoint={folder}", f"--data={other}", "--json"]
+    assert run(command) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["exact_match"] <= 0.5, "half of the records answer with unknown words"
+
+
+def test_a_lost_tokenizer_is_not_made_anew(capsys, tmp_path):
+    import shutil
+
+    data = write_data(tmp_path, pictures=8)
+    args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}", "--json"]
+    assert run([*args, "--config.steps=4"]) == 0
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    capsys.readouterr()
+    assert "is gone" in fails(capsys, *args)
+    ask = ["generate", f"--checkpoint={tmp_path / 'run'}", "--prompt=what?"]
+    assert "is gone" in fails(capsys, *ask)
