@@ -147,6 +147,7 @@ def _first_state(
         return found.state, start, found.extra
     if run.config.init_from:
         folder = pathlib.Path(run.config.init_from) / "checkpoints"
+        record.check_same_model(run.config.init_from, run.config.model)
         params = restore_params(folder, run.model.abstract(), "latest", on_warning=say)
         say(f"weights from {run.config.init_from}")
     else:

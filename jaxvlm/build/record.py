@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
+from jaxvlm.config import ConfigError, ModelConfig, TrainConfig, from_config_dict
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
@@ -92,6 +92,30 @@ def changed_settings(workdir: pathlib.Path, config: TrainConfig) -> list[str]:
     except ConfigError as error:  # it is about to be written anew
         return [str(error)]
     return [f"changed since this run began: {line}" for line in changes(old, config)]
+
+
+def check_same_model(workdir: str, model: ModelConfig) -> None:
+    """Refuse weights of a model that computes another thing with arrays of the same shapes.
+
+    Raises:
+        ConfigError: the settings that differ.
+    """
+    old = read_config(workdir).model
+    # A vocabulary's size is filled in later, and is checked by the arrays' shapes.
+    old = dataclasses.replace(
+        old, decoder=dataclasses.replace(old.decoder, vocab_size=model.decoder.vocab_size)
+    )
+    free = ("attention", "remat", "dtype")  # how it is computed, not what
+    found = [line for line in changes(old, model, "config.model") if not _is_one_of(line, free)]
+    if found:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another model: {'; '.join(found)}; "
+            "use its settings"
+        )
+
+
+def _is_one_of(line: str, names: tuple[str, ...]) -> bool:
+    return line.split(":")[0].rsplit(".", 1)[-1] in names
 
 
 def changes(old: Any, new: Any, path: str = "config") -> list[str]:

@@ -86,7 +86,14 @@ def build_training(
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
-    tx = make_optimizer(config.optim, schedule, {p: model.logical[p] for p in trainable})
+    vision = config.model.vision
+    used = {"vision/stack/*": vision.depth + 1 + vision.feature_layer}
+    tx = make_optimizer(
+        config.optim,
+        schedule,
+        {p: model.logical[p] for p in trainable},
+        used if vision.feature_layer < -1 else None,
+    )
     plain = PlainRunner(model.apply)
     runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
     loss = make_loss(config)

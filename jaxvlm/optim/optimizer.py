@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import jax
 import optax
 
 from jaxvlm.config import OptimConfig
@@ -11,7 +14,10 @@ from jaxvlm.types import Logical, Params
 
 
 def make_optimizer(
-    config: OptimConfig, schedule: Schedule, logical: dict[str, Logical]
+    config: OptimConfig,
+    schedule: Schedule,
+    logical: dict[str, Logical],
+    used_layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer over the trainable parameters.
 
@@ -19,6 +25,8 @@ def make_optimizer(
         config: rates, decay, clipping.
         schedule: step -> learning rate.
         logical: trainable path -> words; decides what is decayed.
+        used_layers: path pattern of a stack -> how many of its layers are run. Those behind have
+            no gradient, and are kept from decay too.
 
     Returns:
         An optax transformation over ``{path: array}``.
@@ -42,7 +50,22 @@ def make_optimizer(
     ]
     if config.learning_rate_scale:
         parts.append(_scale_by_path(config.learning_rate_scale))
+    if used_layers:
+        parts.append(_keep_unused(used_layers))
     return optax.chain(*parts)
+
+
+def _keep_unused(used_layers: Mapping[str, int]) -> optax.GradientTransformation:
+    """No update for layers that are not run: decay alone would wear them away."""
+
+    def kept(path: str, update: jax.Array) -> jax.Array:
+        used = next((n for pattern, n in used_layers.items() if matches(path, (pattern,))), None)
+        return update if used is None else update.at[used:].set(0)
+
+    def update(updates: Params, _params: Params | None = None) -> Params:
+        return {path: kept(path, u) for path, u in updates.items()}
+
+    return optax.stateless(update)
 
 
 def _scale_by_path(scales: tuple[tuple[str, float], ...]) -> optax.GradientTransformation:

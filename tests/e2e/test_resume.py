@@ -138,6 +138,13 @@ def test_init_from_takes_weights_and_nothing_else(data, unbroken, tmp_path):
         np.testing.assert_allclose(weights(run)[path], value, atol=1e-9, err_msg=path)
 
 
+def test_init_from_another_model_is_refused(data, unbroken, tmp_path):
+    config = recipe(data)
+    config.init_from, config.model.decoder.rope_theta = str(unbroken.workdir), 500.0
+    with pytest.raises(ConfigError, match=r"rope_theta: 10000\.0 -> 500\.0"):
+        jaxvlm.Run(config, tmp_path).fit()
+
+
 def test_a_mesh_of_too_many_devices_is_refused(data):
     config = recipe(data)
     config.mesh.data = 16

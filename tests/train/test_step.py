@@ -180,6 +180,19 @@ def test_learning_rate_scale_is_exact(model, params):
         np.testing.assert_allclose(moved, factor * whole, rtol=1e-3, atol=1e-6, err_msg=path)
 
 
+def test_layers_that_are_not_run_are_not_decayed(mesh):
+    vision = dataclasses.replace(TINY.vision, feature_layer=-2)
+    model = build_model(dataclasses.replace(TINY, vision=vision), mesh)
+    config = train_config(weight_decay=0.1)
+    config = dataclasses.replace(config, model=model.config)
+    before = jax.device_get(model.init(0))
+    state, _ = run(made(model, config), model, before, [random_batch()])
+    path = "vision/stack/blocks/mlp/w_in"
+    after = np.asarray(state.params[path])
+    np.testing.assert_array_equal(after[1], before[path][1])
+    assert np.any(after[0] != before[path][0])
+
+
 @pytest.mark.parametrize("field", ["frozen", "decay", "no_decay"])
 def test_a_pattern_that_matches_nothing_is_refused(model, field):
     with pytest.raises(ConfigError, match=rf"optim\.{field}: no parameter matches 'visoin/\*'"):
