@@ -93,8 +93,8 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
     _, (nll, hit) = jax.lax.scan(
         lambda _, x: (None, jax.checkpoint(score, prevent_cse=False)(*x)), None, (hidden, labels)
     )
-    whole = (jnp.moveaxis(x, 0, 1).reshape(B, T + pad)[:, :T] for x in (nll, hit))
-    return tuple(whole)  # type: ignore[return-value]  # two of them
+    nll, hit = (jnp.moveaxis(x, 0, 1).reshape(B, T + pad)[:, :T] for x in (nll, hit))
+    return nll, hit
 
 
 def _argmax(logits: jax.Array) -> jax.Array:

@@ -16,8 +16,8 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+transformers = pytest.importorskip("transformers", reason="the oracle")
 
 IMAGE, VOCAB, SIZE, PATCHES = 95, 96, 16, 4
 CONFIGS = {
