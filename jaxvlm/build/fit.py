@@ -97,7 +97,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         seconds = time.perf_counter() - begin
         checkpointer.close()
         report = hooks.last_report
-        if why != "preempted" and scorer is not None and jax.process_count() == 1:
+        if why != "preempted" and scorer is not None:
             _draw_sheet(run, state, scorer, workdir / "sheet.png", writer, progress.log)
         return state, _result(run, state, why, seconds, report)
 
@@ -115,7 +115,8 @@ def _draw_sheet(
         if not sheets.contact_sheet(run.answering(state), scorer.dataset, path):
             say("no contact sheet: no record of one picture and one question")
             return
-        writer.images(run.steps, "eval/sheet", sheets.pixels(path))
+        if not jax.process_index():
+            writer.images(run.steps, "eval/sheet", sheets.pixels(path))
         say(f"contact sheet: {path}")
     except (OSError, DataError) as error:
         say(f"no contact sheet: {error}")

@@ -15,7 +15,7 @@ from PIL import Image
 from jaxvlm.build import inputs, record, sheets
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.scorer import Report, Scorer
-from jaxvlm.build.setup import use_compile_cache
+from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, MeshConfig, TrainConfig
 from jaxvlm.data import chat, formats, images
 from jaxvlm.data.errors import DataError, ImageError
@@ -25,7 +25,7 @@ from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.io.checkpoint import restore_params
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.types import Batch, Params
 
 Picture = str | os.PathLike[str] | Image.Image | np.ndarray
@@ -48,7 +48,10 @@ class Loaded:
 
     def __init__(self, config: TrainConfig, model: Model, params: Params, tokenizer: ChatTokenizer):
         self.config, self.model, self.params, self.tokenizer = config, model, params, tokenizer
-        self._generate = jax.jit(self._run, static_argnums=(2,))
+        # Whole on every device: each process reads all answers.
+        self._generate = jax.jit(
+            self._run, static_argnums=(2,), out_shardings=replicated(model.mesh)
+        )
 
     def generate(
         self,
@@ -206,6 +209,7 @@ def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) 
     record.local_folder("checkpoint", folder)
     workdir = pathlib.Path(folder)
     config = record.read_config(workdir)
+    keep_freed_memory()
     use_compile_cache(config.compile_cache)
     tokenizer = inputs.make_tokenizer(config, workdir / "tokenizer", ([], []))
     config = dataclasses.replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 from PIL import Image
 
@@ -44,7 +45,8 @@ def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: in
         Cell(record.images[0], question.replace(PLACEHOLDER, "").strip(), answer, _answer(record))
         for record, (_, question), answer in zip(records, queries, answers)
     ]
-    draw(cells, path)
+    if not jax.process_index():
+        draw(cells, path)
     return True
 
 

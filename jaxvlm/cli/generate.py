@@ -6,18 +6,15 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli.common import define_model, load_model, say
+
 SUMMARY = "Answer a prompt about pictures."
 USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``generate``."""
-    flags.DEFINE_string(
-        "checkpoint",
-        "",
-        "A workdir of `jaxvlm train`; its best checkpoint is used.",
-        flag_values=values,
-    )
+    define_model(values)
     flags.DEFINE_multi_string("image", [], "A picture file", flag_values=values)
     flags.DEFINE_string(
         "prompt",
@@ -34,14 +31,13 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Generate and print the answer."""
-    from jaxvlm.build import load
     from jaxvlm.config import ConfigError
 
     if args:
         raise ConfigError(f"generate takes flags only, not {args[0]!r}")
-    if not values.checkpoint or not values.prompt:
-        raise ConfigError("generate needs --checkpoint=WORKDIR and --prompt=TEXT")
-    model = load(values.checkpoint)
+    if not values.prompt:
+        raise ConfigError("generate needs --prompt=TEXT")
+    model = load_model("generate", values)
     answer = model.generate(
         values.image,
         values.prompt,
@@ -49,5 +45,5 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         temperature=values.temperature,
         seed=values.seed,
     )
-    print(answer)
+    say(answer)
     return {"answer": answer}

@@ -126,9 +126,18 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         if code is None:
             raise
         return _fail(str(error), code)
-    if values.json:
+    if values.json and not _one_of_many():
         print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _one_of_many() -> bool:
+    """Whether another process speaks for this one."""
+    if "jax" not in sys.modules:
+        return False
+    from jaxvlm.parallel.distributed import is_silent
+
+    return is_silent()
 
 
 def _finite(value: Any) -> Any:
@@ -144,11 +153,12 @@ def _exit_code(error: Exception) -> int | None:
     """2 for bad input, 1 for a run that could not go on, ``None`` for a bug."""
     from jaxvlm.data.errors import DataError
     from jaxvlm.io.checkpoint import CheckpointError
+    from jaxvlm.parallel.distributed import JoinError
     from jaxvlm.train.loop import TrainingStopped
 
     if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
         return 2
-    return 1 if isinstance(error, TrainingStopped) else None
+    return 1 if isinstance(error, (TrainingStopped, JoinError)) else None
 
 
 def _fail(text: str, code: int) -> int:

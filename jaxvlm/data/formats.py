@@ -26,6 +26,44 @@ _LLAVA_ROLES = {
     "system": "system",
 }
 _ROLES = ("system", "user", "assistant")
+_UNUSED = frozenset(
+    [
+        "audio",
+        "audios",
+        "chosen",
+        "label_mask",
+        "objects",
+        "rejected",
+        "rejected_response",
+        "system",
+        "tool_calls",
+        "tools",
+        "video",
+        "videos",
+    ]
+)
+"""What other trainers read of a record and jaxvlm does not; ignored, it would be silently lost."""
+_UNUSED_OF_TURN = frozenset(
+    [
+        "audio",
+        "audios",
+        "function_call",
+        "image",
+        "images",
+        "loss_mask",
+        "reasoning",
+        "reasoning_content",
+        "refusal",
+        "thinking",
+        "tool_call_id",
+        "tool_calls",
+        "tools",
+        "video",
+        "videos",
+    ]
+)
+_TRAINED = frozenset(("loss", "train", "weight"))
+"""A turn's own say on whether it is trained on; only "yes" is what happens anyway."""
 _BREAKS = re.compile(rf"\n*{PLACEHOLDER}\n*")
 
 
@@ -143,11 +181,14 @@ def _is_one_object(data: bytes, lines: list[bytes]) -> bool:
 
 def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record:
     """One raw item as a Record; raises BadItem."""
-    key = next((key for key in FORMATS if key in item), None)
-    if key is None:
+    keys = [key for key in FORMATS if key in item]
+    if not keys:
         known = " nor ".join(map(repr, FORMATS))
         raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
-    turns, inline = FORMATS[key](item)
+    if len(keys) > 1:
+        raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
+    _refuse_unused(item, _UNUSED, "a field that is not used here")
+    turns, inline = FORMATS[keys[0]](item)
     named = _listed(item)
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("pictures named both in the content and in 'images'")
@@ -164,6 +205,13 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
         raise BadItem("placeholders and pictures differ in number", detail)
     _check_turns(turns)
     return Record(identifier, tuple(turns), tuple(_locate(name, root) for name in images))
+
+
+def _refuse_unused(item: Mapping[str, Any], unused: frozenset[str], reason: str) -> None:
+    """Refuse what would change the training if it were read; null and empty say nothing."""
+    found = sorted(key for key in unused & item.keys() if item[key] not in (None, "", [], {}))
+    if found:
+        raise BadItem(reason, ", ".join(found))
 
 
 def tidy(text: str) -> str:
@@ -204,6 +252,9 @@ def _conversation(
     for entry in raw:
         if not isinstance(entry, dict):
             raise BadItem("a turn is not an object")
+        _refuse_unused(entry, _UNUSED_OF_TURN, "a turn's field that is not used here")
+        if any(entry.get(key) not in (None, 1, True) for key in _TRAINED):
+            raise BadItem("a turn that says how much it is trained on")
         turn, names = parse(entry)
         turns.append(turn)
         inline += names
@@ -260,9 +311,12 @@ def _inline_name(part: dict[str, Any]) -> str:
 
 def _listed(item: dict[str, Any]) -> list[str]:
     """The record's own list of pictures."""
-    raw = item.get("images", item.get("image"))
-    if raw is None or raw == "":
+    given = [item[key] for key in ("images", "image") if item.get(key) not in (None, "", [])]
+    if not given:
         return []
+    if len(given) > 1:
+        raise BadItem("both 'image' and 'images'; which one is meant?")
+    raw = given[0]
     names = raw if isinstance(raw, list) else [raw]
     return [
         _file_name(n.get("path") or n.get("url") or n.get("image") if isinstance(n, dict) else n)

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import signal
@@ -33,6 +34,10 @@ SHUTDOWN_S = 600  # how long a finished process waits for the others to finish
 _liveness: list[Liveness] = []  # none, or the one of this process
 _failed: list[BaseException] = []
 _asked_to_stop: list[int] = []
+
+
+class JoinError(RuntimeError):
+    """The other processes of the run can't be reached."""
 
 
 class Place(NamedTuple):
@@ -59,7 +64,7 @@ def initialize() -> bool:
 
     Raises:
         ConfigError: the variables are incomplete or no numbers.
-        RuntimeError: the other processes can't be reached.
+        JoinError: the other processes can't be reached.
     """
     if _liveness:
         return True
@@ -82,16 +87,23 @@ def initialize() -> bool:
         )
     except RuntimeError as error:
         where = f"process 0 at {place.coordinator}" if place else "the other hosts"
-        raise RuntimeError(
+        raise JoinError(
             f"could not join {where}: {error}. Check that every process was started, that they "
             "agree on address and count, and that no firewall or proxy stands between"
         ) from error
     if jax.process_count() == 1:
         return False
+    if jax.process_index():
+        logging.getLogger("jaxvlm").setLevel(logging.WARNING)  # process 0 speaks for all
     _liveness.append(Liveness(jax.process_index(), jax.process_count()))
     # Registered after JAX's own exit handler, so it runs before: that one waits for all peers.
     atexit.register(_leave)
     return True
+
+
+def is_silent() -> bool:
+    """True in every process of a run but process 0, which speaks for all."""
+    return bool(_liveness) and jax.process_index() > 0
 
 
 @contextlib.contextmanager

@@ -6,12 +6,15 @@ import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+from jaxvlm.config import ConfigError
 
 FILE = "metrics.jsonl"
 
@@ -36,7 +39,7 @@ class MetricWriter:
                 will be written again. Below 0 starts a new file.
 
         Raises:
-            ModuleNotFoundError: wandb is asked for but not installed.
+            ConfigError: wandb is asked for but not installed.
         """
         self._active = jax.process_index() == 0
         self._board: Any = None
@@ -169,8 +172,13 @@ def _start_wandb(project: str, folder: Path) -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"wandb_project is {project!r}, but wandb is not installed: "
+        raise ConfigError(
+            f"config.wandb_project is {project!r}, but wandb is not installed: "
             "pip install 'jaxvlm[wandb]', or leave wandb_project empty"
         ) from error
-    return wandb.init(project=project, dir=str(folder), name=folder.name, resume="allow")
+    # A resumed run goes on in its own chart; the id is made once and kept in the folder.
+    kept = folder / "wandb_id"
+    if not kept.is_file():
+        kept.write_text(uuid.uuid4().hex, encoding="utf-8")
+    name = kept.read_text(encoding="utf-8").strip()
+    return wandb.init(project=project, dir=str(folder), name=folder.name, id=name, resume="allow")

@@ -212,7 +212,12 @@ def test_train_eval_generate(capsys, tmp_path):
     picture = str(tmp_path / "0.png")
     ask = ["generate", f"--checkpoint={run_folder}", f"--image={picture}", "--prompt=is it red?"]
     assert run([*ask, "--max_new=4", "--json"]) == 0
-    assert isinstance(json.loads(capsys.readouterr().out.splitlines()[-1])["answer"], str)
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])["answer"]
+    assert isinstance(answer, str)
+    assert run([*ask, "--max_new=4", "--json", "--mesh=data=2,fsdp=2,tensor=2"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["answer"] == answer
+    assert "--mesh=fsbp=8" in fails(capsys, *ask, "--mesh=fsbp=8")
+    assert "does not fit 8 devices" in fails(capsys, *ask, "--mesh=tensor=2")
     assert "2 pictures" in fails(capsys, *ask[:3], f"--image={picture}", "--prompt=<image> what?")
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"x")

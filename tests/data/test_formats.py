@@ -70,7 +70,27 @@ BAD = {
     "pictures named both": messages(part(image="a.png"), images=["b.png"]),
     "neither text nor a list": messages(content=None),
     "text that is not valid Unicode": llava(answer="\ud83d"),
+    "both 'conversations' and 'messages'": llava() | messages("hi"),
+    "both 'image' and 'images'": llava(image="a.png") | {"images": ["b.png"]},
+    "a field that is not used here": llava() | {"tools": ["search"]},
+    "a turn's field that is not used here": {
+        "id": "x",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [1]}],
+    },
+    "a turn that says how much": {
+        "id": "x",
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "yes", "weight": 0},
+        ],
+    },
 }
+
+
+def test_fields_that_say_nothing_are_no_harm(write_json):
+    item = llava() | {"videos": [], "system": None, "source": "web"}
+    item["conversations"][1] |= {"weight": 1, "tool_calls": None}
+    assert len(read(write_json([item]))[0]) == 1
 
 
 @pytest.mark.parametrize("reason", BAD)

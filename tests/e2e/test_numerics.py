@@ -10,6 +10,7 @@ import jaxvlm
 from jaxvlm.build import inputs
 from jaxvlm.build.scorer import Scorer
 from jaxvlm.train.loop import TrainingStopped
+from jaxvlm.train.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,9 @@ def trained(data, tmp_path_factory):
     config = recipe(data)
     config.data.eval, config.steps, config.log_every = str(data), 150, 50
     config.optim.learning_rate, config.data.shift = 1e-2, 0
+    # The highest loss is "best", so that the best checkpoint is not the newest.
+    config.eval_every = 75
+    config.checkpoint.metric, config.checkpoint.mode, config.checkpoint.keep = "loss", "max", 1
     run = jaxvlm.Run(config, tmp_path_factory.mktemp("trained"))
     result = run.fit()
     return run, result
@@ -76,7 +80,10 @@ def test_non_finite_steps_in_a_row_stop_the_run_with_advice(data, tmp_path):
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(trained):
-    run, result = trained
-    model = jaxvlm.load(run.workdir, which="best")
-    report = model.evaluate(blind=False).metrics
-    assert report["exact_match"] == pytest.approx(result["exact_match"])
+    run, _ = trained
+    lines = {line["step"]: line for line in read_metrics(run.workdir) if "eval/loss" in line}
+    assert sorted(lines) == [75, 150]
+    assert lines[75]["eval/loss"] > 1.01 * lines[150]["eval/loss"]
+    for which, step in (("best", 75), ("latest", 150)):
+        report = jaxvlm.load(run.workdir, which=which).evaluate(blind=False).metrics
+        assert report["loss"] == pytest.approx(lines[step]["eval/loss"], rel=1e-4), which

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxvlm.config import ConfigError
 from jaxvlm.train.metrics import MetricWriter, read_metrics
 from jaxvlm.train.progress import Progress, short, summary, time_left
 
@@ -76,17 +77,18 @@ def test_tensorboard_events(tmp_path):
 
 def test_wandb_missing_names_the_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jaxvlm\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'jaxvlm\[wandb\]'"):
         MetricWriter(tmp_path, tensorboard=False, wandb_project="p")
 
 
 def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
-    logged = []
+    logged, started = [], []
 
     class Wandb:
         Image = staticmethod(lambda picture: picture.shape)
 
         def init(self, **settings):
+            started.append(settings["id"])
             return self
 
         def log(self, values, step):
@@ -101,6 +103,8 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
     writer.images(1, "eval/one", np.zeros((4, 5, 3), np.uint8))
     writer.close()
     assert logged == [(1, {"train/loss": 2.0}), (1, {"eval/one": [(4, 5, 3)]}), "finished"]
+    MetricWriter(tmp_path, tensorboard=False, wandb_project="p", resume_step=1).close()
+    assert started[0] == started[1] != "", "a resumed run goes on in its own chart"
 
 
 def test_plain_lines_where_there_is_no_terminal():

@@ -1,0 +1,65 @@
+"""Flags of the commands that read a trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from absl import flags
+
+
+def define_model(values: flags.FlagValues) -> None:
+    """Declare which model, and on which mesh."""
+    flags.DEFINE_string(
+        "checkpoint",
+        "",
+        "A workdir of `jaxvlm train`; its best checkpoint is used.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "mesh",
+        "",
+        "Devices along mesh axes, e.g. fsdp=4,tensor=2; all on data if not given.",
+        flag_values=values,
+    )
+
+
+def load_model(command: str, values: flags.FlagValues) -> Any:
+    """The model that the flags of :func:`define_model` name.
+
+    Raises:
+        ConfigError: no checkpoint is named, or the mesh is none.
+    """
+    from jaxvlm.build import load
+    from jaxvlm.config import ConfigError
+    from jaxvlm.parallel import distributed
+
+    if not values.checkpoint:
+        raise ConfigError(f"{command} needs --checkpoint=WORKDIR")
+    mesh = _mesh(values.mesh)
+    distributed.initialize()
+    return load(values.checkpoint, mesh=mesh)
+
+
+def say(text: str) -> None:
+    """Print from process 0."""
+    from jaxvlm.parallel.distributed import is_silent
+
+    if not is_silent():
+        print(text, flush=True)
+
+
+def _mesh(text: str) -> Any:
+    """``fsdp=4,tensor=2`` as a MeshConfig; axes that are not named have one device."""
+    from jaxvlm.config import ConfigError, MeshConfig
+
+    if not text:
+        return MeshConfig()
+    axes = [field.name for field in dataclasses.fields(MeshConfig)]
+    sizes = dict.fromkeys(axes, 1)
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in axes or not size.removeprefix("-").isdecimal():
+            raise ConfigError(f"--mesh={text}: give AXIS=N,AXIS=N with the axes {', '.join(axes)}")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
