@@ -15,7 +15,7 @@ devices lie. ``jaxvlm.parallel.rules`` maps one to the other. We say *axis* for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -134,6 +134,33 @@ class Runner(Protocol):
         self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
     ) -> tuple[Sums, Params]:
         """The loss's sums over ``batch`` and the gradient of ``sum_k scale_k * S_k``."""
+        ...
+
+
+@runtime_checkable
+class WeightMap(Protocol):
+    """Which tensors of a checkpoint hold which parameters, both ways."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's name and shape."""
+        ...
+
+    def check(self, found: Mapping[str, tuple[int, ...]], where: str) -> dict[str, str]:
+        """Name -> how ``found`` spells it; refuses what does not fit."""
+        ...
+
+    def read(
+        self,
+        path: str,
+        index: tuple[slice, ...],
+        get: Callable[[str, tuple[slice, ...]], np.ndarray],
+        out: np.ndarray,
+    ) -> None:
+        """Fill ``out`` with the part ``index`` of a parameter."""
+        ...
+
+    def write(self, name: str, get: Callable[[str, int | None], np.ndarray]) -> np.ndarray:
+        """A tensor, from layers of parameters."""
         ...
 
 

@@ -33,7 +33,7 @@ def main(folder: pathlib.Path, case: str) -> None:
     optim = OptimConfig(learning_rate=1e-4, schedule="constant", warmup_steps=0, clip_norm=0.0)
     train = TrainConfig(model=config, optim=optim, steps=1000)
     training = build_training(train, model, 1000, lambda _: None)
-    params = llava.from_hf(load_file(folder / "model.safetensors"), config)
+    params = llava.weights(config).load(load_file(folder / "model.safetensors"))
     state = training.init(jax.device_put(params, model.shardings))
     batches = []
     with np.load(folder / f"{case}.npz") as stored:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxvlm.build import inputs, record, sheets, training
+from jaxvlm.build import inputs, pretrained, record, sheets, training
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
@@ -151,6 +151,9 @@ def _first_state(
         record.check_same_model(run.config.init_from, run.config.model)
         params = restore_params(folder, run.model.abstract(), "latest", on_warning=say)
         say(f"weights from {run.config.init_from}")
+    elif run.source is not None:
+        params = pretrained.read_params(run.source, run.model.config, run.model.abstract())
+        say(f"weights from {run.source.weights}")
     else:
         params = run.model.init(run.config.seed)
     return made.init(params), 0, {}
@@ -170,7 +173,7 @@ def _scorer(run: Run) -> Scorer | None:
     config = run.config
     if not config.data.eval:
         return None
-    dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer)
+    dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer, run.prepare)
     scorer = Scorer(run.model, dataset, config.data.batch_size)
     metric = config.checkpoint.metric
     if metric not in scorer.metrics:  # now, not after hours

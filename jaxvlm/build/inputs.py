@@ -6,8 +6,9 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from jaxvlm.build import pretrained
 from jaxvlm.config import ConfigError, DataConfig, ModelConfig, TrainConfig
-from jaxvlm.data import chat, formats, tokenizer
+from jaxvlm.data import chat, formats, images, tokenizer
 from jaxvlm.data.loader import Dataset
 from jaxvlm.models.vlm import num_visual_tokens
 
@@ -16,14 +17,18 @@ _MULTIPLE = 64
 
 
 def make_tokenizer(
-    config: TrainConfig, saved: pathlib.Path | None, read: Any
+    config: TrainConfig,
+    saved: pathlib.Path | None,
+    read: Any,
+    source: pretrained.Source | None = None,
 ) -> tokenizer.ChatTokenizer:
-    """The run's tokenizer: the one it has, the one it names, ``init_from``'s, or one built.
+    """The run's tokenizer: its own, the one it names, its checkpoint's, ``init_from``'s, or new.
 
     Args:
         config: of the run.
         saved: the run's tokenizer folder; used where it exists.
         read: records of the training file.
+        source: the checkpoint that it starts from.
     """
     if saved is not None and saved.is_dir():
         return tokenizer.load(saved)
@@ -34,6 +39,8 @@ def make_tokenizer(
         )
     if config.tokenizer.path:
         return tokenizer.load(config.tokenizer.path)
+    if source is not None:
+        return tokenizer.load(source.files)
     if config.init_from:  # its weights mean its tokens
         return tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
     return tokenizer.build(chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size)
@@ -61,7 +68,11 @@ def read_records(config: DataConfig, spec: str) -> Any:
 
 
 def make_dataset(
-    config: TrainConfig, spec: str, chat_tokenizer: tokenizer.ChatTokenizer, read: Any = None
+    config: TrainConfig,
+    spec: str,
+    chat_tokenizer: tokenizer.ChatTokenizer,
+    prepare: images.Preparation,
+    read: Any = None,
 ) -> Dataset:
     """The data set ``spec``, encoded for the run's model."""
     return Dataset.from_config(
@@ -71,6 +82,7 @@ def make_dataset(
         num_patches=num_visual_tokens(config.model),
         seed=config.seed,
         visual_mask=config.model.decoder.visual_mask,
+        prepare=prepare,
         spec=spec,
         read=read,
     )

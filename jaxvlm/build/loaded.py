@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import inputs, record, sheets
+from jaxvlm.build import inputs, pretrained, record, sheets
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
-from jaxvlm.config import ConfigError, MeshConfig, TrainConfig
+from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, formats, images
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.formats import PLACEHOLDER, Turn
@@ -44,10 +44,19 @@ class Loaded:
         model: on its mesh.
         params: all parameters.
         tokenizer: with its chat template.
+        prepare: how pictures become pixels.
     """
 
-    def __init__(self, config: TrainConfig, model: Model, params: Params, tokenizer: ChatTokenizer):
-        self.config, self.model, self.params, self.tokenizer = config, model, params, tokenizer
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: Model,
+        params: Params,
+        tokenizer: ChatTokenizer,
+        prepare: images.Preparation,
+    ):
+        self.config, self.model, self.params = config, model, params
+        self.tokenizer, self.prepare = tokenizer, prepare
         # Whole on every device: each process reads all answers.
         self._generate = jax.jit(
             self._run, static_argnums=(2,), out_shardings=replicated(model.mesh)
@@ -116,7 +125,7 @@ class Loaded:
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
-        dataset = inputs.make_dataset(self.config, spec, self.tokenizer)
+        dataset = inputs.make_dataset(self.config, spec, self.tokenizer, self.prepare)
         parts = batch_shards(self.model.mesh)
         rows = -(-self.config.data.batch_size // parts) * parts
         report = Scorer(self.model, dataset, rows).report(self.params, limit, blind)
@@ -184,38 +193,52 @@ class Loaded:
         return chat.prompt_ids([Turn("user", prompt)], self.tokenizer, patches)
 
     def _pixels(self, picture: Picture) -> np.ndarray:
-        size, resize = self.model.config.vision.image_size, self.config.data.resize
         if isinstance(picture, (str, os.PathLike)):
             try:
-                return images.load(str(picture), size, resize, self.config.data.max_pixels)
+                return images.load(str(picture), self.prepare, self.config.data.max_pixels)
             except ImageError as error:
                 raise DataError(f"{picture}: {error}") from None
         made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        return images.convert(made, size, resize)
+        return images.convert(made, self.prepare)
 
 
 def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) -> Loaded:
-    """A trained model from a run's folder.
+    """A trained model, from a run's folder or a Hugging Face checkpoint.
 
     Args:
-        folder: a workdir of ``jaxvlm train``.
-        which: ``best`` (by the run's metric; the latest where none was evaluated) or ``latest``.
+        folder: a workdir of ``jaxvlm train``, a folder with ``config.json`` and safetensors, or
+            an id of the hub.
+        which: of a workdir: ``best`` (by the run's metric; the latest where none was evaluated)
+            or ``latest``.
         mesh: MeshConfig; all devices on ``data`` if ``None``.
 
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: the folder holds neither.
         CheckpointError: no checkpoint can be read.
     """
     record.local_folder("checkpoint", folder)
+    hugging_face = pretrained.is_checkpoint(folder)
     workdir = pathlib.Path(folder)
-    config = record.read_config(workdir)
+    if hugging_face:
+        config = TrainConfig(model=ModelConfig(checkpoint=str(folder)))
+        source = pretrained.find(str(folder))
+        config = pretrained.with_source(config, source)
+    else:
+        config = record.read_config(workdir)
+        source = pretrained.find(config.model.checkpoint, workdir)
     keep_freed_memory()
     use_compile_cache(config.compile_cache)
-    tokenizer = inputs.make_tokenizer(config, workdir / "tokenizer", ([], []))
+    saved = None if hugging_face else workdir / "tokenizer"
+    tokenizer = inputs.make_tokenizer(config, saved, ([], []), source)
+    pretrained.check_tokens(source, tokenizer)
     config = dataclasses.replace(
         config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
     )
     model = build_model(config.model, make_mesh(mesh or MeshConfig()))
-    choice = (config.checkpoint.metric, config.checkpoint.mode)
-    params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
-    return Loaded(config, model, params, tokenizer)
+    prepare = pretrained.preparation(config, source)
+    if hugging_face and source is not None:
+        params = pretrained.read_params(source, config.model, model.abstract())
+    else:
+        choice = (config.checkpoint.metric, config.checkpoint.mode)
+        params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+    return Loaded(config, model, params, tokenizer, prepare)

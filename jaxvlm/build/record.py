@@ -105,7 +105,7 @@ def check_same_model(workdir: str, model: ModelConfig) -> None:
     old = dataclasses.replace(
         old, decoder=dataclasses.replace(old.decoder, vocab_size=model.decoder.vocab_size)
     )
-    free = ("attention", "remat", "dtype")  # how it is computed, not what
+    free = ("attention", "remat", "dtype", "checkpoint")  # how it is computed, not what
     found = [line for line in changes(old, model, "config.model") if not _is_one_of(line, free)]
     if found:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxvlm.build import inputs, record, training
+from jaxvlm.build import inputs, pretrained, record, training
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
@@ -57,14 +57,20 @@ class Run:
         use_compile_cache(given.compile_cache)
         self.mesh = make_mesh(given.mesh, devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)
+        self.source = pretrained.find(given.model.checkpoint, self.workdir)
+        given = pretrained.with_source(given, self.source)
+        self.prepare = pretrained.preparation(given, self.source)
         read = inputs.read_records(given.data, given.data.train)
         saved = self.workdir / "tokenizer" if self.workdir else None
-        self.tokenizer = inputs.make_tokenizer(given, saved, read)
+        self.tokenizer = inputs.make_tokenizer(given, saved, read, self.source)
+        pretrained.check_tokens(self.source, self.tokenizer)
         self.config = dataclasses.replace(
             given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
         )
         self.model: Model = build_model(self.config.model, self.mesh)
-        self.dataset = inputs.make_dataset(self.config, given.data.train, self.tokenizer, read)
+        self.dataset = inputs.make_dataset(
+            self.config, given.data.train, self.tokenizer, self.prepare, read
+        )
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
         # Built here, so that a setting that can't be used is refused before a file is written.
         self.training = training.build_training(self.config, self.model, self.steps, print)
@@ -110,7 +116,7 @@ class Run:
     def answering(self, state: TrainState) -> Loaded:
         """The weights of ``state`` as a model that answers."""
         params = {**state.params, **state.frozen}
-        return Loaded(self.config, self.model, params, self.tokenizer)
+        return Loaded(self.config, self.model, params, self.tokenizer, self.prepare)
 
     def dry_run(self) -> dict[str, Any]:
         """Compile the step, print one batch with its loss mask and the memory; train nothing."""
@@ -135,6 +141,8 @@ class Run:
             shutil.rmtree(half, ignore_errors=True)
             self.tokenizer.save(half)
             half.rename(workdir / "tokenizer")
+        if self.source is not None:
+            pretrained.keep(self.source, workdir)
         kind = self.mesh.devices.flat[0].device_kind
         record.write_config(workdir, self.config, f"{self.mesh.size} x {kind}")
 

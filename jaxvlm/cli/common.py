@@ -13,7 +13,7 @@ def define_model(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "checkpoint",
         "",
-        "A workdir of `jaxvlm train`; its best checkpoint is used.",
+        "A workdir of `jaxvlm train` (its best checkpoint is used), or a Hugging Face folder.",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -35,7 +35,7 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     from jaxvlm.parallel import distributed
 
     if not values.checkpoint:
-        raise ConfigError(f"{command} needs --checkpoint=WORKDIR")
+        raise ConfigError(f"{command} needs --checkpoint=WORKDIR or a Hugging Face folder")
     mesh = _mesh(values.mesh)
     distributed.initialize()
     return load(values.checkpoint, mesh=mesh)

@@ -53,7 +53,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
     """What ``check`` needs to know, flag by flag."""
     from jaxvlm.config import DataConfig
-    from jaxvlm.data import tokenizer
+    from jaxvlm.data import images, tokenizer
 
     return {
         "config": DataConfig(
@@ -62,22 +62,24 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
             image_root=values.image_root,
         ),
         "chat_tokenizer": tokenizer.load(values.tokenizer) if values.tokenizer else None,
-        "image_size": values.image_size,
+        "prepare": images.squares(values.image_size),
         "num_patches": (values.image_size // values.patch_size) ** 2,
     }
 
 
 def _of_recipe(given: Any, spec: str) -> dict[str, Any]:
     """The same, as a run of the recipe on ``spec`` would have it."""
-    from jaxvlm.build import inputs
+    from jaxvlm.build import inputs, pretrained
     from jaxvlm.config import TrainConfig, from_config_dict
     from jaxvlm.models.vlm import num_visual_tokens
 
     config: TrainConfig = from_config_dict(given)
+    source = pretrained.find(config.model.checkpoint)
+    config = pretrained.with_source(config, source)
     read = inputs.read_records(config.data, spec)
     return {
         "config": config.data,
-        "chat_tokenizer": inputs.make_tokenizer(config, None, read),
-        "image_size": config.model.vision.image_size,
+        "chat_tokenizer": inputs.make_tokenizer(config, None, read, source),
+        "prepare": pretrained.preparation(config, source),
         "num_patches": num_visual_tokens(config.model),
     }

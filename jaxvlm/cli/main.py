@@ -49,6 +49,12 @@ def _generate() -> Any:
     return generate
 
 
+def _export() -> Any:
+    from jaxvlm.cli import export
+
+    return export
+
+
 def _data() -> Any:
     from jaxvlm.cli import data
 
@@ -59,6 +65,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "train": _train,
     "eval": _eval,
     "generate": _generate,
+    "export": _export,
     "data": _data,
 }
 """Name -> a function that imports its module: ``--help`` should not wait for JAX."""

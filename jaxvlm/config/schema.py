@@ -71,6 +71,7 @@ class ModelConfig:
     decoder: DecoderConfig = DecoderConfig()
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
     attention: str = "auto"  # auto | xla | cudnn | splash | triton
+    checkpoint: str = ""  # Hugging Face folder or hub id: its dims, weights, tokenizer, processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ class DataConfig:
     on_bad: str = "skip"  # refuse | skip a record that can't be read
     max_skip_share: float = 0.01  # of all records; more stops the run
     max_pixels: int = 50_000_000  # larger pictures are bad records (decompression bombs)
-    resize: str = "squash"  # squash | pad | crop to the model's picture size
+    resize: str = "auto"  # the checkpoint's processor, or squash | pad | crop to the model's size
     flip: bool = False  # random horizontal flips
     shift: int = 0  # random shifts, pixels each way
     workers: int = 1  # threads that read ahead

@@ -62,7 +62,7 @@ def check(
     config: DataConfig,
     *,
     chat_tokenizer: tokenizer.ChatTokenizer | None = None,
-    image_size: int = 64,
+    prepare: images.Preparation,
     num_patches: chat.NumPatches = 16,
 ) -> Report:
     """Read a data file to the last pixel.
@@ -71,7 +71,7 @@ def check(
         spec: as for :func:`jaxvlm.data.formats.read`.
         config: limits on length and pictures.
         chat_tokenizer: None builds a word tokenizer from the file.
-        image_size: pixels a side of the model's pictures.
+        prepare: how a picture becomes pixels.
         num_patches: tokens of a picture.
 
     Raises:
@@ -85,7 +85,7 @@ def check(
     broken: dict[int, str] = {}
     for i, path in enumerate(corpus.paths):
         try:
-            images.load(path, image_size, config.resize, config.max_pixels)
+            images.load(path, prepare, config.max_pixels)
         except ImageError as error:
             broken[i] = str(error)
     good = []

@@ -9,6 +9,7 @@ import os
 import pathlib
 import threading
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from jaxvlm.data.errors import ImageError
 
 Pixels = UInt8[np.ndarray, "H W 3"]
-RESIZE = ("squash", "pad", "crop")
+RESIZE = ("auto", "squash", "pad", "crop")
 PAD = 128  # grey: 0 once the model has mapped 0..255 to -1..1
 
 _open_lock = threading.Lock()  # warnings.catch_warnings is not safe among threads
@@ -53,34 +54,58 @@ def check(path: str, max_pixels: int) -> str | None:
         return str(error)
 
 
-def load(path: str, size: int, resize: str = "squash", max_pixels: int = 50_000_000) -> Pixels:
-    """Decode a picture to RGB of one size.
+class Preparation(NamedTuple):
+    """How a picture becomes pixels."""
 
-    EXIF orientation is applied, transparency is laid over white. A JPEG much larger than
-    ``size`` is decoded at a half, quarter or eighth, never below twice ``size``.
+    convert: Callable[[Image.Image], Pixels]
+    """An upright picture of any mode -> u8[H, W, 3]."""
+    fingerprint: str
+    """Preparations with the same one give the same pixels."""
+    draft: int = 0
+    """Pixels a side below which a JPEG is never decoded; 0: always in full."""
+
+
+def squares(size: int, resize: str = "auto") -> Preparation:
+    """Squares of RGB; transparency is laid over white.
+
+    A JPEG much larger than ``size`` is decoded at a half, quarter or eighth, never below twice
+    ``size``.
+
+    Args:
+        size: pixels a side.
+        resize: ``squash`` (or ``auto``) to a square; ``pad`` to one with grey; ``crop`` its
+            middle.
+    """
+
+    def convert(image: Image.Image) -> Pixels:
+        return np.asarray(_fit(_rgb(image), size, resize))
+
+    kind = "squash" if resize == "auto" else resize
+    return Preparation(convert, f"{size}|{kind}|rgb-1", 2 * size)
+
+
+def load(path: str, prepare: Preparation, max_pixels: int = 50_000_000) -> Pixels:
+    """Decode a picture and prepare it; its EXIF orientation is applied.
 
     Args:
         path: picture file.
-        size: pixels a side.
-        resize: ``squash`` to a square; ``pad`` to one with grey; ``crop`` its middle.
+        prepare: how it becomes pixels.
         max_pixels: width times height, at most.
-
-    Returns:
-        u8[size, size, 3].
 
     Raises:
         ImageError: why it can't be decoded.
     """
-    return decode(_bytes(path), size, resize, max_pixels)
+    return decode(_bytes(path), prepare, max_pixels)
 
 
-def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
+def decode(data: bytes, prepare: Preparation, max_pixels: int) -> Pixels:
     """:func:`load`, of a file's bytes."""
     with _open(io.BytesIO(data), max_pixels) as image:
         try:
-            image.draft("RGB", (2 * size, 2 * size))
+            if prepare.draft:
+                image.draft("RGB", (prepare.draft, prepare.draft))
             image.load()
-            return _square(_upright(image), size, resize)
+            return prepare.convert(_upright(image))
         except Exception as error:  # damaged files make Pillow's decoders raise all kinds
             short = "truncated" in str(error) or "broken" in str(error)
             reason = (
@@ -91,9 +116,9 @@ def decode(data: bytes, size: int, resize: str, max_pixels: int) -> Pixels:
             raise ImageError(reason) from None
 
 
-def convert(image: Image.Image, size: int, resize: str = "squash") -> Pixels:
-    """An open picture as :func:`load` gives it: u8[size, size, 3]."""
-    return _square(ImageOps.exif_transpose(image), size, resize)
+def convert(image: Image.Image, prepare: Preparation) -> Pixels:
+    """An open picture as :func:`load` gives it."""
+    return prepare.convert(ImageOps.exif_transpose(image))
 
 
 def key(
@@ -135,17 +160,15 @@ def augment(pixels: Pixels, drawn: tuple[int, ...]) -> Pixels:
 class Pictures:
     """Decoded pictures by file, the latest used kept up to a number of megabytes."""
 
-    def __init__(self, size: int, resize: str, max_pixels: int, cache_mb: int):
+    def __init__(self, prepare: Preparation, max_pixels: int, cache_mb: int):
         """Say how pictures are decoded.
 
         Args:
-            size: pixels a side.
-            resize: ``squash`` | ``pad`` | ``crop``.
+            prepare: how a picture becomes pixels.
             max_pixels: of a file, at most.
             cache_mb: bound on the pixels kept in memory, in 2**20 bytes.
         """
-        self.size, self.resize, self.max_pixels = size, resize, max_pixels
-        self.fingerprint = f"{size}|{resize}|rgb-1"
+        self.prepare, self.max_pixels = prepare, max_pixels
         self._room = cache_mb * 2**20
         self._kept: collections.OrderedDict[str, Decoded] = collections.OrderedDict()
         self._bytes = 0
@@ -162,7 +185,7 @@ class Pictures:
                 self._kept.move_to_end(path)
                 return self._kept[path]
         data = _bytes(path)
-        pixels = decode(data, self.size, self.resize, self.max_pixels)
+        pixels = decode(data, self.prepare, self.max_pixels)
         decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
         with self._lock:
             if path not in self._kept and pixels.nbytes <= self._room:
@@ -207,10 +230,6 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
         image.close()
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
     return image
-
-
-def _square(image: Image.Image, size: int, resize: str) -> Pixels:
-    return np.asarray(_fit(_rgb(image), size, resize))
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -29,6 +29,8 @@ class Settings(NamedTuple):
 
     image_size: int
     """Pixels a side."""
+    prepare: images.Preparation
+    """How a picture becomes them."""
     num_patches: chat.NumPatches
     """Tokens of a picture."""
     seed: int = 0
@@ -59,9 +61,7 @@ class Dataset:
         self.name, self.config, self.settings = name, config, settings
         self.records, self.tokenizer = list(records), tokenizer
         self.total = len(records) + len(problems)
-        self._pictures = images.Pictures(
-            settings.image_size, config.resize, config.max_pixels, config.image_cache_mb
-        )
+        self._pictures = images.Pictures(settings.prepare, config.max_pixels, config.image_cache_mb)
         corpus, unfit = chat.encode(self.records, tokenizer, settings.num_patches)
         corpus, broken = corpora.with_good_pictures(corpus, self.records, config.max_pixels)
         bad = [*problems, *unfit, *broken]
@@ -89,6 +89,7 @@ class Dataset:
         num_patches: chat.NumPatches,
         seed: int = 0,
         visual_mask: str = "causal",
+        prepare: images.Preparation | None = None,
         spec: str = "",
         read: tuple[list[Record], list[Problem]] | None = None,
     ) -> Dataset:
@@ -103,6 +104,7 @@ class Dataset:
             num_patches: tokens of a picture, or a function of its file.
             seed: of the run.
             visual_mask: causal | prefix: whether a picture's tokens see each other both ways.
+            prepare: how a picture becomes pixels; ``None`` does as ``config.resize`` says.
             spec: what to read; "" is ``config.train``.
             read: what :func:`jaxvlm.data.formats.read` gave for it, if it was read already.
 
@@ -111,7 +113,8 @@ class Dataset:
         """
         name = spec or config.train
         records, problems = read or formats.read(name, config.image_root)
-        settings = Settings(image_size, num_patches, seed, visual_mask)
+        prepare = prepare or images.squares(image_size, config.resize)
+        settings = Settings(image_size, prepare, num_patches, seed, visual_mask)
         return cls(name, records, problems, config, tokenizer, settings)
 
     @property
@@ -201,10 +204,14 @@ class Dataset:
         settings, config = self.settings, dataclasses.asdict(self.config)
         names = [
             *("batch_size", "max_length", "max_images", "packing", "share_pictures"),
-            *("buckets", "virtual_shards", "resize", "flip", "shift"),
+            *("buckets", "virtual_shards", "flip", "shift"),
         ]
         picked = {f"data.{name}": config[name] for name in names}
-        picked |= {"seed": settings.seed, "image_size": settings.image_size}
+        picked |= {
+            "pictures": settings.prepare.fingerprint,
+            "seed": settings.seed,
+            "image_size": settings.image_size,
+        }
         picked |= {"visual_mask": settings.visual_mask, "records": len(self.corpus.first)}
         return picked | {"content": self._digest}
 
@@ -287,7 +294,7 @@ class Dataset:
             picture = picture if other is None else int(other[picture])
             decoded = self._pictures.get(self.corpus.paths[picture])
             drawn = images.draw(rng, config.flip, config.shift) if rng else ()
-            key = images.key(decoded.digest, self._pictures.fingerprint, drawn)
+            key = images.key(decoded.digest, self.settings.prepare.fingerprint, drawn)
             out.append((images.augment(decoded.pixels, drawn), key))
         return out
 

@@ -31,30 +31,32 @@ def test_modes_as_pillow(mode, tmp_path):
     path = tmp_path / "a.tiff"
     image = Image.fromarray(COLORS).convert(mode)
     image.save(path)
-    np.testing.assert_array_equal(images.load(str(path), 16), np.asarray(image.convert("RGB")))
+    np.testing.assert_array_equal(
+        images.load(str(path), images.squares(16)), np.asarray(image.convert("RGB"))
+    )
 
 
 def test_alpha_lies_over_white(tmp_path):
     for mode in ("RGBA", "LA"):
         image = Image.new("RGBA", (16, 16), (200, 200, 200, 0)).convert(mode)
         image.save(tmp_path / "a.png")
-        assert (images.load(str(tmp_path / "a.png"), 16) == 255).all()
+        assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 255).all()
     half = Image.new("RGBA", (16, 16), (0, 0, 0, 128))
     half.save(tmp_path / "a.png")
-    assert (images.load(str(tmp_path / "a.png"), 16) == 127).all()
+    assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 127).all()
 
 
 def test_palette_with_transparency(tmp_path):
     image = Image.new("P", (16, 16), 0)
     image.putpalette([10, 20, 30] + [0] * 765)
     image.save(tmp_path / "a.png", transparency=0)
-    assert (images.load(str(tmp_path / "a.png"), 16) == 255).all()
+    assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 255).all()
 
 
 def test_sixteen_bits_are_scaled(tmp_path):
     values = np.full((16, 16), 257 * 100, np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
-    assert (images.load(str(tmp_path / "a.png"), 16) == 100).all()
+    assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 100).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -69,12 +71,12 @@ def test_exif_orientation(orientation, tmp_path):
     if orientation > 1:
         stored = stored.transpose(Image.Transpose[turn[orientation]])
     stored.save(tmp_path / "a.jpg", exif=exif, quality=95)
-    got = images.load(str(tmp_path / "a.jpg"), 16)
+    got = images.load(str(tmp_path / "a.jpg"), images.squares(16))
     assert got[:6, :6].min() > 200
     assert got[10:].max() < 50
     opened = Image.open(tmp_path / "a.jpg")
     size = opened.size
-    np.testing.assert_array_equal(images.convert(opened, 16), got)
+    np.testing.assert_array_equal(images.convert(opened, images.squares(16)), got)
     assert opened.size == size  # the caller's picture stays as it was
 
 
@@ -82,7 +84,7 @@ def test_exif_orientation(orientation, tmp_path):
 @pytest.mark.parametrize("shape", [(1, 40), (40, 1), (7, 300), (16, 16)])
 def test_any_shape_fits(resize, shape, tmp_path):
     Image.new("RGB", shape, (9, 9, 9)).save(tmp_path / "a.png")
-    got = images.load(str(tmp_path / "a.png"), 16, resize)
+    got = images.load(str(tmp_path / "a.png"), images.squares(16, resize))
     assert got.shape == (16, 16, 3)
     assert got.dtype == np.uint8
     if resize == "pad" and shape[0] != shape[1]:
@@ -96,14 +98,14 @@ def test_squash_as_pillow(tmp_path):
     image = Image.fromarray(RNG.integers(0, 256, (50, 30, 3), np.uint8))
     image.save(tmp_path / "a.png")
     want = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC))
-    np.testing.assert_array_equal(images.load(str(tmp_path / "a.png"), 16), want)
+    np.testing.assert_array_equal(images.load(str(tmp_path / "a.png"), images.squares(16)), want)
 
 
 def test_large_jpeg_is_close_to_pillow(tmp_path):
     smooth = Image.fromarray(COLORS).resize((400, 400), Image.Resampling.BICUBIC)
     smooth.save(tmp_path / "a.jpg", quality=95)
     want = np.asarray(Image.open(tmp_path / "a.jpg").resize((16, 16), Image.Resampling.BICUBIC))
-    got = images.load(str(tmp_path / "a.jpg"), 16)
+    got = images.load(str(tmp_path / "a.jpg"), images.squares(16))
     assert np.abs(got.astype(int) - want).max() <= 6
 
 
@@ -124,11 +126,11 @@ def test_bad_files(tmp_path):
     for path, reason in by_header.items():
         assert reason in (images.check(str(path), 50_000_000) or "")
         with pytest.raises(ImageError, match=reason):
-            images.load(str(path), 16)
+            images.load(str(path), images.squares(16))
     for path in (short, hollow):
         assert images.check(str(path), 50_000_000) is None
         with pytest.raises(ImageError, match="truncated"):
-            images.load(str(path), 16)
+            images.load(str(path), images.squares(16))
 
 
 def test_key_is_of_bytes_preprocessing_and_augmentation():
@@ -154,7 +156,7 @@ def test_augment():
 
 def test_cache_is_bounded(picture, monkeypatch):
     paths = [picture(f"{i}.png", (i, i, i)) for i in range(6)]
-    pictures = images.Pictures(256, "squash", 10**6, cache_mb=1)  # room for five
+    pictures = images.Pictures(images.squares(256), 10**6, cache_mb=1)  # room for five
     for path in paths:
         pictures.get(path)
     opened = []
@@ -179,7 +181,7 @@ def test_damaged_files_are_pictures_or_image_errors(kind, tmp_path):
         data[rng.integers(len(data), size=4)] = rng.integers(256, size=4)
         path.write_bytes(data.tobytes()[: rng.integers(1, 2 * len(data))])
         try:
-            assert images.load(str(path), 16, max_pixels=10**6).shape == (16, 16, 3)
+            assert images.load(str(path), images.squares(16), max_pixels=10**6).shape == (16, 16, 3)
         except ImageError as error:
             assert "\n" not in str(error)
             refused += 1

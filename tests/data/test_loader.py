@@ -12,6 +12,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data import tokenizer
 from jaxvlm.data.check import check
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.images import squares
 from jaxvlm.data.iterate import resume_step
 from jaxvlm.data.loader import Dataset
 from jaxvlm.types import Batch
@@ -226,7 +227,7 @@ def test_check_reports_every_reason(tmp_path, picture, write_json):
     items += [llava("cut", cut), llava("gone", "gone.png"), llava("two", good, "<image><image>")]
     items += [llava("long", good, "<image>" + "word " * 300)]
     path = write_json(items)
-    report = check(path, DataConfig())
+    report = check(path, DataConfig(), prepare=squares(64))
     assert (report.total, report.good, report.pictures) == (7, 3, 1)
     assert report.problems == {
         "placeholders and pictures differ in number": ["two"],

@@ -11,6 +11,7 @@ import pytest
 from jaxvlm.build import inputs
 from jaxvlm.config import from_config_dict
 from jaxvlm.data import Dataset, chat, formats, tokenizer
+from jaxvlm.data.images import squares
 from jaxvlm.models.vlm import num_visual_tokens
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -42,7 +43,9 @@ def test_figures_of_the_quickstart():
     config = from_config_dict(module.get_config())
     read = formats.read(config.data.train)
     built = tokenizer.build(chat.texts(read[0]))
-    data: Dataset = inputs.make_dataset(config, config.data.train, built, read)
+    data: Dataset = inputs.make_dataset(
+        config, config.data.train, built, squares(config.model.vision.image_size), read
+    )
     design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))
     order = data.order
     visits = [len(order._pass(shard, 0)) for shard in range(order.num_shards)]

@@ -1,0 +1,45 @@
+"""The model families of Hugging Face checkpoints: one file each, chosen by ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.models.families import llava
+from jaxvlm.types import WeightMap
+
+
+@runtime_checkable
+class Family(Protocol):
+    """What a family's file has."""
+
+    def config_from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
+        """The model that a ``config.json`` describes."""
+        ...
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Which tensors hold which parameters."""
+        ...
+
+
+FAMILIES: dict[str, Any] = {"llava": llava}
+"""``model_type`` of a ``config.json`` -> the family."""
+
+
+def family(hf_config: Mapping[str, Any], where: str) -> Family:
+    """The family of a ``config.json``.
+
+    Args:
+        hf_config: the file's content.
+        where: its folder, for the message.
+
+    Raises:
+        ConfigError: none is known for its ``model_type``.
+    """
+    kind = hf_config.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"{where}: model_type={kind!r} is no family of jaxvlm; known: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[kind]

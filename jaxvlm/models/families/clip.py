@@ -93,7 +93,7 @@ def entries(model: str) -> tuple[Entry, ...]:
     )
     block = model + "encoder.layers.{}."
     return top + tuple(
-        Entry("vision/stack/blocks/" + o, block + t, *dims) for o, t, *dims in _BLOCK
+        Entry("vision/stack/blocks/" + o, block + t, dims, theirs) for o, t, dims, theirs in _BLOCK
     )
 
 

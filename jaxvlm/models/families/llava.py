@@ -6,13 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxvlm.config import ConfigError, ConnectorConfig, ModelConfig
-from jaxvlm.models.families import clip, llama, names
+from jaxvlm.models.families import clip, llama
 from jaxvlm.models.families.fields import METADATA, Fields, activation, read
-from jaxvlm.models.families.names import Entry
-from jaxvlm.types import Params
+from jaxvlm.models.families.names import Entry, NameMap
 
 _FIELDS = Fields(
     {
@@ -94,32 +91,20 @@ _ALIASES = (
 _BUFFERS = ("embeddings.position_ids", "rotary_emb.inv_freq")
 
 
-def from_hf(tensors: Mapping[str, np.ndarray], config: ModelConfig) -> Params:
-    """Our parameters, in float32, from a checkpoint's tensors.
+def weights(config: ModelConfig) -> NameMap:
+    """Every tensor, in the names of the published ``llava-hf`` checkpoints.
 
-    Layers that the visual tokens are taken before are kept too, so that nothing is lost.
+    Layers that the visual tokens are taken before are in it too, so that nothing is lost.
 
     Args:
-        tensors: name -> array, all of the checkpoint's files together.
         config: of :func:`config_from_hf`.
-
-    Raises:
-        ConfigError: a tensor that is missing, left over, or of another shape.
     """
-    return names.load(tensors, *_map(config), _ALIASES, _BUFFERS)
-
-
-def to_hf(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The inverse of :func:`from_hf`, in the names of the published ``llava-hf`` checkpoints."""
-    return names.dump(params, *_map(config))
-
-
-def _map(config: ModelConfig) -> tuple[tuple[Entry, ...], dict[str, int], dict[str, int]]:
-    """Entries, sizes and depths, as ``names`` takes them."""
     entries = (
         *llama.entries(config.decoder, "language_model.model.", "language_model."),
         *_CONNECTOR,
         *clip.entries("vision_tower.vision_model."),
     )
     sizes = {**llama.dims(config.decoder), **clip.dims(config.vision), "E": config.decoder.width}
-    return entries, sizes, {"vision": config.vision.depth, "decoder": config.decoder.depth}
+    depths = {"vision": config.vision.depth, "decoder": config.decoder.depth}
+    copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
+    return NameMap(entries, sizes, depths, _ALIASES, _BUFFERS + copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,88 +26,180 @@ class Entry(NamedTuple):
     """Ours, one letter a word: ``"D N H"``."""
     their_dims: str
     """Theirs: ``"NH D"``."""
+    part: tuple[int, int] = (0, 1)
+    """(i, n): ours is the i-th of n equal parts of theirs, cut along its first dim."""
 
 
-def load(
-    tensors: Mapping[str, np.ndarray],
-    entries: Sequence[Entry],
-    sizes: Mapping[str, int],
-    depths: Mapping[str, int],
-    aliases: Iterable[tuple[str, str]] = (),
-    buffers: tuple[str, ...] = (),
-) -> Params:
-    """Our parameters, in float32, from a checkpoint's tensors.
+class NameMap(NamedTuple):
+    """Every parameter of a model; the ``WeightMap`` that reading and writing use."""
 
-    Args:
-        tensors: name -> array.
-        entries: every parameter.
-        sizes: letter -> size.
-        depths: tower (the first word of our path) -> layers.
-        aliases: (pattern, replacement) that turn other spellings into ``theirs``.
-        buffers: ends of names that are computed, not trained; left out.
+    entries: Sequence[Entry]
+    sizes: Mapping[str, int]
+    """Letter -> size."""
+    depths: Mapping[str, int]
+    """Tower (the first word of our path) -> layers."""
+    aliases: Sequence[tuple[str, str]] = ()
+    """(pattern, replacement), applied in turn, that turn other spellings into ``theirs``."""
+    buffers: tuple[str, ...] = ()
+    """Ends of names that are computed, not trained, or are copies of others; left out."""
 
-    Raises:
-        ConfigError: a tensor that is missing, left over, or of another shape.
-    """
-    left = {
-        _rename(name, aliases): array
-        for name, array in tensors.items()
-        if not any(map(name.endswith, buffers))
-    }
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's name and shape."""
+        found = {}
+        for entry in self.entries:
+            first, *rest = self._their_shape(entry)
+            for name in self._names(entry):
+                found[name] = (first * entry.part[1], *rest)
+        return found
 
-    def take(name: str, entry: Entry) -> np.ndarray:
-        if name not in left:
-            raise ConfigError(f"the checkpoint has no tensor {name}")
-        array = left.pop(name)
-        shape = tuple(math.prod(sizes[a] for a in word) for word in entry.their_dims.split())
-        if array.shape != shape:
-            raise ConfigError(f"tensor {name} has shape {array.shape}; config.json says {shape}")
-        letters = entry.their_dims.replace(" ", "")
-        split = np.asarray(array, np.float32).reshape([sizes[a] for a in letters])
-        return split.transpose([letters.index(a) for a in entry.dims.split()])
+    def check(self, found: Mapping[str, tuple[int, ...]], where: str) -> dict[str, str]:
+        """Refuse a checkpoint that does not hold exactly what its config says.
 
-    params: Params = {}
-    for entry in entries:
-        names = _names(entry, depths)
+        Args:
+            found: name -> shape of what is there, in any known spelling.
+            where: the checkpoint, for the message.
+
+        Returns:
+            Name -> how it is spelled there.
+
+        Raises:
+            ConfigError: every tensor that is missing, left over, or of another shape.
+        """
+        spelled = {self._canonical(name): name for name in found}
+        spelled.pop("", None)
+        needed = self.tensors()
+        shapes = [
+            f"{name} (has {list(found[spelled[name]])}, needs {list(shape)})"
+            for name, shape in needed.items()
+            if name in spelled and tuple(found[spelled[name]]) != shape
+        ]
+        groups = {
+            "missing": sorted(needed.keys() - spelled.keys()),
+            "with no place here": sorted(spelled.keys() - needed.keys()),
+            "of another shape": shapes,
+        }
+        lines = [f"{len(names)} {what}: {_some(names)}" for what, names in groups.items() if names]
+        if lines:
+            raise ConfigError(f"{where} do not fit config.json: {'; '.join(lines)}")
+        return spelled
+
+    def read(
+        self,
+        path: str,
+        index: tuple[slice, ...],
+        get: Callable[[str, tuple[slice, ...]], np.ndarray],
+        out: np.ndarray,
+    ) -> None:
+        """Fill ``out`` with one shard of a parameter, reading no more than it needs.
+
+        Args:
+            path: of the parameter.
+            index: which part of it, a slice a dim.
+            get: (tensor's name, slices) -> that part of the tensor.
+            out: of the part's shape; its dtype is what values become.
+        """
+        entry = self._entry(path)
+        names, targets = self._names(entry), [out]
         if "{}" in entry.theirs:
-            params[entry.ours] = np.stack([take(name, entry) for name in names])
-        else:
-            params[entry.ours] = np.ascontiguousarray(take(names[0], entry))
-    if left:
-        some = ", ".join(sorted(left)[:3])
-        raise ConfigError(f"the checkpoint has {len(left)} tensors with no place here: {some}")
-    return params
+            names, targets = names[index[0]], list(out)
+            index = index[1:]
+        dims = dict(zip(entry.dims.split(), index, strict=True))
+        ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
+        words = entry.their_dims.split()
+        where = tuple(self._their_slice(word, ranges) for word in words)
+        first, offset = where[0], entry.part[0] * self._their_shape(entry)[0]
+        where = (slice(first.start + offset, first.stop + offset), *where[1:])
+        letters = entry.their_dims.replace(" ", "")
+        shape, inner = [], []
+        for word in words:
+            shape += [len(ranges[word[0]]), *(self.sizes[a] for a in word[1:])]
+            inner += [slice(None), *(dims[a] for a in word[1:])]
+        order = [letters.index(a) for a in entry.dims.split()]
+        for name, target in zip(names, targets, strict=True):
+            target[...] = get(name, where).reshape(shape)[tuple(inner)].transpose(order)
+
+    def write(self, name: str, get: Callable[[str, int | None], np.ndarray]) -> np.ndarray:
+        """One tensor.
+
+        Args:
+            name: of the tensor.
+            get: (path, layer) -> that layer of a parameter; layer ``None`` is all of it.
+        """
+        parts = []
+        for entry, layer in self._sources()[name]:
+            array = get(entry.ours, layer)
+            dims, words = entry.dims.split(), entry.their_dims.split()
+            order = [dims.index(a) for word in words for a in word]
+            parts.append(np.transpose(array, order).reshape(self._their_shape(entry)))
+        return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0])
+
+    def load(self, tensors: Mapping[str, np.ndarray]) -> Params:
+        """Our parameters, in float32, from tensors in memory.
+
+        Raises:
+            ConfigError: tensors that are missing, left over, or of another shape.
+        """
+        spelled = self.check({name: array.shape for name, array in tensors.items()}, "the tensors")
+        params: Params = {}
+        for entry in self.entries:
+            shape = [self.sizes[a] for a in entry.dims.split()]
+            if "{}" in entry.theirs:
+                shape = [len(self._names(entry)), *shape]
+            out = np.empty(shape, np.float32)
+            whole = (slice(None),) * len(shape)
+            self.read(
+                entry.ours, whole, lambda name, at: np.asarray(tensors[spelled[name]])[at], out
+            )
+            params[entry.ours] = out
+        return params
+
+    def dump(self, params: Params) -> dict[str, np.ndarray]:
+        """The inverse of :meth:`load`.
+
+        Raises:
+            ConfigError: a parameter without an entry.
+        """
+        if extra := sorted(set(params) - {entry.ours for entry in self.entries}):
+            raise ConfigError(f"parameters without a tensor name: {', '.join(extra)}")
+
+        def get(path: str, layer: int | None) -> np.ndarray:
+            return np.asarray(params[path] if layer is None else params[path][layer])
+
+        return {name: self.write(name, get) for name in self.tensors()}
+
+    def _canonical(self, name: str) -> str:
+        """``name`` in our spelling; "" for what is left out."""
+        for pattern, replacement in self.aliases:
+            name = re.sub(pattern, replacement, name)
+        return "" if any(map(name.endswith, self.buffers)) else name
+
+    def _entry(self, path: str) -> Entry:
+        return next(entry for entry in self.entries if entry.ours == path)
+
+    def _sources(self) -> dict[str, list[tuple[Entry, int | None]]]:
+        """Tensor -> the parameters it holds, part by part, and their layer."""
+        found: dict[str, list[tuple[Entry, int | None]]] = {}
+        for entry in sorted(self.entries, key=lambda entry: entry.part[0]):
+            stacked = "{}" in entry.theirs
+            for layer, name in enumerate(self._names(entry)):
+                found.setdefault(name, []).append((entry, layer if stacked else None))
+        return found
+
+    def _names(self, entry: Entry) -> list[str]:
+        if "{}" not in entry.theirs:
+            return [entry.theirs]
+        return [entry.theirs.format(i) for i in range(self.depths[entry.ours.split("/")[0]])]
+
+    def _their_shape(self, entry: Entry) -> tuple[int, ...]:
+        return tuple(math.prod(self.sizes[a] for a in word) for word in entry.their_dims.split())
+
+    def _their_slice(self, word: str, ranges: Mapping[str, range]) -> slice:
+        """What of a dim of theirs to read: its first letter's range, all of its others."""
+        inner = math.prod(self.sizes[a] for a in word[1:])
+        first = ranges[word[0]]
+        return slice(first.start * inner, first.stop * inner)
 
 
-def dump(
-    params: Params, entries: Sequence[Entry], sizes: Mapping[str, int], depths: Mapping[str, int]
-) -> dict[str, np.ndarray]:
-    """The inverse of :func:`load`; arguments as there.
-
-    Raises:
-        ConfigError: a parameter without an entry.
-    """
-    if extra := sorted(set(params) - {entry.ours for entry in entries}):
-        raise ConfigError(f"parameters without a tensor name: {', '.join(extra)}")
-    tensors: dict[str, np.ndarray] = {}
-    for entry in entries:
-        array = np.asarray(params[entry.ours])
-        layers = list(array) if "{}" in entry.theirs else [array]
-        dims, words = entry.dims.split(), entry.their_dims.split()
-        order = [dims.index(a) for word in words for a in word]
-        shape = [math.prod(sizes[a] for a in word) for word in words]
-        for name, layer in zip(_names(entry, depths), layers, strict=True):
-            tensors[name] = np.ascontiguousarray(layer.transpose(order)).reshape(shape)
-    return tensors
-
-
-def _names(entry: Entry, depths: Mapping[str, int]) -> list[str]:
-    if "{}" not in entry.theirs:
-        return [entry.theirs]
-    return [entry.theirs.format(i) for i in range(depths[entry.ours.split("/")[0]])]
-
-
-def _rename(name: str, aliases: Iterable[tuple[str, str]]) -> str:
-    for pattern, replacement in aliases:
-        name = re.sub(pattern, replacement, name)
-    return name
+def _some(names: Sequence[str], most: int = 40) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,65 @@
+"""Small Hugging Face checkpoints of random weights, made with transformers."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from jaxvlm.data import chat, formats, tokenizer
+
+SIZE, PATCH = 16, 8
+
+
+def write_llava(
+    folder: pathlib.Path, data: pathlib.Path, dtype: str = "bfloat16", shard: str = "20KB"
+) -> pathlib.Path:
+    """A LLaVA whose tokenizer knows the words of ``data``: several shards and an index."""
+    import torch
+    import transformers
+
+    built = tokenizer.build(chat.texts(formats.read(str(data))[0]), "word", 96)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            image_size=SIZE,
+            patch_size=PATCH,
+            initializer_range=0.2,
+        ),
+        text_config=transformers.LlamaConfig(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+        ),
+        image_token_index=built.image_id,
+        image_seq_length=(SIZE // PATCH) ** 2,
+    )
+    torch.manual_seed(1)
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    built.save(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(CLIP_PROCESSOR))
+    (folder / "merges_of_somebody.txt").write_text("carried along\n")
+    return folder
+
+
+CLIP_PROCESSOR = {
+    "crop_size": {"height": SIZE, "width": SIZE},
+    "do_center_crop": True,
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_processor_type": "CLIPImageProcessor",
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"shortest_edge": SIZE},
+}

@@ -1,0 +1,192 @@
+"""A Hugging Face folder goes in, trains on a mesh, and comes out as one that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from checkpoints import write_llava
+from PIL import Image
+from runs import environment, recipe
+
+import jaxvlm
+from jaxvlm.cli.main import run as cli
+from jaxvlm.config import ConfigError, MeshConfig, default_config
+from jaxvlm.io import hf
+
+torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+transformers = pytest.importorskip("transformers", reason="the oracle")
+
+
+@pytest.fixture(scope="module")
+def folder(data, tmp_path_factory):
+    return write_llava(tmp_path_factory.mktemp("llava") / "hf", data)
+
+
+def settings(data, folder):
+    config = default_config()
+    config.update(recipe(data))
+    config.model = default_config().model
+    config.model.checkpoint = str(folder)
+    config.data.flip, config.data.shift = False, 0
+    return config
+
+
+def torch_model(folder):
+    return transformers.LlavaForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+
+
+def torch_logits(folder, picture, prompt):
+    """What transformers alone makes of a folder: its processor, its tokenizer, its model."""
+    processor = transformers.CLIPImageProcessorPil.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "text", "text": prompt}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    text = text.replace("<image>", "<image>" * 4)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    pixels = processor(Image.open(picture), return_tensors="pt").pixel_values
+    model = torch_model(folder)
+    inputs = {"input_ids": ids, "pixel_values": pixels}
+    with torch.no_grad():
+        logits = model(**inputs).logits[0]
+        new = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    return logits.numpy(), tokenizer.decode(new, skip_special_tokens=True)
+
+
+def our_logits(model, picture, prompt):
+    batch = model._prompts([([picture], prompt)])
+    out = model.model.apply(model.params, batch)
+    logits = np.asarray(out.hidden @ out.head)
+    return logits[0][np.asarray(batch.segment)[0] > 0]
+
+
+def test_a_folder_answers_as_transformers_does(data, folder):
+    picture = Image.fromarray(np.random.default_rng(2).integers(0, 255, (23, 40, 3), np.uint8))
+    path = str(folder.parent / "odd.png")
+    picture.save(path)
+    logits, answer = torch_logits(folder, path, "which color is it?")
+    model = jaxvlm.load(folder, mesh=MeshConfig(data=1, fsdp=4, tensor=2))
+    ours = our_logits(model, path, "which color is it?")
+    assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
+    assert model.generate(path, "which color is it?", max_new=8) == answer
+
+
+def test_what_is_not_trained_comes_out_bit_for_bit(data, folder, tmp_path):
+    config = settings(data, folder)
+    config.steps, config.optim.learning_rate, config.optim.warmup_steps = 1, 0.0, 0
+    jaxvlm.Run(config, tmp_path / "run").fit()
+    out = tmp_path / "out"
+    assert cli(["export", f"--workdir={tmp_path / 'run'}", f"--output={out}"]) == 0
+    assert hf.read_layout(out) == hf.read_layout(folder), "names, shapes, dtypes and files"
+    index = json.loads((out / hf.INDEX).read_text())
+    assert index["weight_map"] == json.loads((folder / hf.INDEX).read_text())["weight_map"]
+    before, after = torch_model(folder).state_dict(), torch_model(out).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    same = {p.name for p in folder.iterdir() if p.suffix != ".safetensors"}
+    assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == same
+    for name in same - {hf.INDEX}:
+        assert (out / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_a_step_on_a_mesh_is_exported(data, folder, tmp_path, capsys):
+    config = settings(data, folder)
+    config.steps, config.optim.learning_rate, config.optim.warmup_steps = 1, 1e-2, 0
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, 4, 2
+    config.optim.frozen = ("vision/pre_norm/*",)
+    jaxvlm.Run(config, tmp_path / "run").fit()
+    out = tmp_path / "out"
+    export = ["export", f"--workdir={tmp_path / 'run'}", f"--output={out}", "--dtype=float32"]
+    assert cli(export) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    before, after = torch_model(folder).state_dict(), torch_model(out).state_dict()
+    # CLIP's last block and its norm lie behind the layer that is read, so nothing trains them.
+    still = ("pre_layrnorm", "encoder.layers.2.", "post_layernorm", "position_ids")
+    for name, x in before.items():
+        if name.endswith("k_proj.bias"):
+            continue  # its gradient is rounding alone
+        assert torch.equal(x, after[name]) == any(part in name for part in still), name
+    model = jaxvlm.load(tmp_path / "run", "latest")
+    picture = str(data.parent / "0.png")
+    logits, _ = torch_logits(out, picture, "is it red?")
+    ours = our_logits(model, picture, "is it red?")
+    assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
+    capsys.readouterr()
+    assert cli(export) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from jaxvlm.cli.main import run
+folder, workdir, data, recipe = sys.argv[1:]
+common = [f"--config={recipe}:{data}", f"--workdir={workdir}"]
+common += [f"--config.model.checkpoint={folder}"]
+dims = [f"--config.model.{t}.{k}={v}" for t, k, v in (
+    ("vision", "image_size", 64), ("vision", "patch_size", 16), ("vision", "stem", "linear"),
+    ("vision", "width", 64), ("vision", "depth", 2), ("vision", "num_heads", 4),
+    ("vision", "mlp_dim", 256), ("decoder", "width", 64), ("decoder", "depth", 2),
+    ("decoder", "mlp_dim", 192), ("decoder", "num_heads", 4), ("decoder", "num_kv_heads", 4),
+    ("decoder", "head_dim", 16))]
+assert run(["train", *common, *dims, "--config.steps=1", "--config.optim.warmup_steps=0"]) == 0
+assert run(["export", f"--workdir={workdir}", f"--output={workdir}/out"]) == 0
+assert run(["generate", f"--checkpoint={workdir}/out", "--prompt=is it red?", "--max_new=2"]) == 0
+assert run(["data", "check", data, common[0], common[2], *dims]) == 0
+"""
+
+
+def test_no_torch_is_needed(data, folder, tmp_path):
+    from runs import HERE
+
+    args = [str(folder), str(tmp_path / "run"), str(data), str(HERE / "recipe.py")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *args],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "weights from" in done.stderr
+
+
+def copy(folder, target):
+    import shutil
+
+    shutil.copytree(folder, target)
+    return target
+
+
+def test_a_folder_that_does_not_fit_is_named(data, folder, tmp_path):
+    config = settings(data, folder)
+    config.model.decoder.width = 48
+    with pytest.raises(ConfigError, match=r"decoder\.width=48, but the checkpoint says 32"):
+        jaxvlm.Run(config)
+    broken = copy(folder, tmp_path / "a")
+    text = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(text | {"model_type": "llama5"}))
+    with pytest.raises(ConfigError, match="model_type='llama5' is no family"):
+        jaxvlm.load(broken)
+    (broken / "config.json").write_text(json.dumps(text | {"image_token_index": 90}))
+    with pytest.raises(ConfigError, match="picture token has id"):
+        jaxvlm.load(broken)
+    (broken / "config.json").write_text(json.dumps(text))
+    first = sorted(broken.glob("*.safetensors"))[0]
+    whole = first.read_bytes()
+    first.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=f"{first.name} can't be read"):
+        jaxvlm.load(broken)
+    first.unlink()
+    (broken / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="pickles, which are never read"):
+        jaxvlm.load(broken)
+    with pytest.raises(ConfigError, match="no such folder"):
+        config = settings(data, "/no/where")
+        jaxvlm.Run(config)
