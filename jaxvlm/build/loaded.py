@@ -12,28 +12,21 @@ import jax
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import inputs, pretrained, record, sheets
+from jaxvlm.build import inputs, pretrained, prompts, record, sheets
 from jaxvlm.build.model import Model, build_model
+from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, TrainConfig
-from jaxvlm.data import chat, formats, images
-from jaxvlm.data.errors import DataError, ImageError
-from jaxvlm.data.formats import PLACEHOLDER, Turn
+from jaxvlm.data import images
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.io.checkpoint import restore_params
-from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.sharding import batch_sharding, replicated
+from jaxvlm.parallel.sharding import replicated
 from jaxvlm.types import Batch, Params
 
-Picture = str | os.PathLike[str] | Image.Image | np.ndarray
-"""A file, a PIL picture, or u8[H, W, 3]."""
-
 _ONE = (str, os.PathLike, Image.Image, np.ndarray)
-_LENGTH_STEP = 32
-"""Prompts are padded to a multiple of it, so that few lengths are compiled."""
 
 
 class Loaded:
@@ -44,7 +37,7 @@ class Loaded:
         model: on its mesh.
         params: all parameters.
         tokenizer: with its chat template.
-        prepare: how pictures become pixels.
+        pictures: what the model wants of them.
     """
 
     def __init__(
@@ -53,10 +46,10 @@ class Loaded:
         model: Model,
         params: Params,
         tokenizer: ChatTokenizer,
-        prepare: images.Preparation,
+        pictures: images.PictureFormat,
     ):
         self.config, self.model, self.params = config, model, params
-        self.tokenizer, self.prepare = tokenizer, prepare
+        self.tokenizer, self.pictures = tokenizer, pictures
         # Whole on every device: each process reads all answers.
         self._generate = jax.jit(
             self._run, static_argnums=(2,), out_shardings=replicated(model.mesh)
@@ -100,7 +93,9 @@ class Loaded:
                 f"max_new={max_new} must be at least 1, and temperature={temperature:g} at least 0"
             )
         sampling = Sampling(max_new, temperature, self.tokenizer.stop_ids)
-        batch = self._prompts(queries)
+        batch = prompts.batch(
+            queries, self.model, self.tokenizer, self.pictures, self.config.data.max_pixels
+        )
         new = self._generate(self.params, batch, sampling, jax.random.key(seed))
         answers = []
         for row in np.asarray(new)[: len(queries)].tolist():
@@ -125,7 +120,7 @@ class Loaded:
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
-        dataset = inputs.make_dataset(self.config, spec, self.tokenizer, self.prepare)
+        dataset = inputs.make_dataset(self.config, spec, self.tokenizer, self.pictures)
         parts = batch_shards(self.model.mesh)
         rows = -(-self.config.data.batch_size // parts) * parts
         report = Scorer(self.model, dataset, rows).report(self.params, limit, blind)
@@ -137,69 +132,6 @@ class Loaded:
         d = self.model.config.decoder
         shape = (d.depth, d.num_kv_heads, d.head_dim)
         return generate(self.model.module(params), batch, sampling, shape, key)
-
-    def _prompts(self, queries: Sequence[tuple[Sequence[Picture], str]]) -> Batch:
-        """Prompts padded on the left to one length, pictures in fixed places."""
-        ids = [self._ids(pictures, prompt) for pictures, prompt in queries]
-        shards = batch_sharding(self.model.mesh)
-        rows = len(ids)
-        parts = batch_shards(self.model.mesh)
-        B = -(-rows // parts) * parts
-        T = -(-max(map(len, ids)) // _LENGTH_STEP) * _LENGTH_STEP
-        most = max(len(pictures) for pictures, _ in queries)
-        patches = num_visual_tokens(self.model.config)
-        size = self.model.config.vision.image_size
-        tokens = np.full((B, T), self.tokenizer.pad_id, np.int32)
-        segment, positions = np.zeros((B, T), np.int32), np.zeros((B, 1, T), np.int32)
-        pixels = np.zeros((B, most, size, size, 3), np.uint8)
-        start = np.full((B, most), -1, np.int32)
-        group = np.zeros((B, T), np.int32)
-        for row, ((pictures, _), row_ids) in enumerate(zip(queries, ids)):
-            first = T - len(row_ids)
-            tokens[row, first:], segment[row, first:] = row_ids, 1
-            positions[row, 0, first:] = np.arange(len(row_ids))
-            places = first + np.flatnonzero(row_ids == self.tokenizer.image_id)[::patches]
-            for i, (picture, place) in enumerate(zip(pictures, places.tolist())):
-                pixels[row, i] = self._pixels(picture)
-                start[row, i], group[row, place : place + patches] = place, i + 1
-        prefix = self.model.config.decoder.visual_mask == "prefix" and most > 0
-        batch = Batch(
-            tokens,
-            np.zeros((B, T), np.float32),
-            positions,
-            segment,
-            bidirectional=group if prefix else None,
-            pixels=pixels if most else None,
-            image_start=start if most else None,
-            example_id=np.arange(B, dtype=np.int32),
-        )
-        return jax.tree.map(lambda x: jax.device_put(x, shards), batch)
-
-    def _ids(self, pictures: Sequence[Picture], prompt: str) -> np.ndarray:
-        marks = prompt.count(PLACEHOLDER)
-        if not marks and pictures:
-            prompt = PLACEHOLDER * len(pictures) + prompt
-        elif marks != len(pictures):
-            raise ConfigError(
-                f"the prompt has {marks} {PLACEHOLDER} marks but {len(pictures)} pictures are given"
-            )
-        prompt = formats.tidy(prompt)
-        forged = [t for t in self.tokenizer.special_tokens if t != PLACEHOLDER and t in prompt]
-        if forged:
-            raise ConfigError(
-                f"the prompt holds the special token {sorted(forged)[0]}; leave it out"
-            )
-        patches = num_visual_tokens(self.model.config)
-        return chat.prompt_ids([Turn("user", prompt)], self.tokenizer, patches)
-
-    def _pixels(self, picture: Picture) -> np.ndarray:
-        if isinstance(picture, (str, os.PathLike)):
-            try:
-                return images.load(str(picture), self.prepare, self.config.data.max_pixels)
-            except ImageError as error:
-                raise DataError(f"{picture}: {error}") from None
-        made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        return images.convert(made, self.prepare)
 
 
 def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) -> Loaded:
@@ -235,10 +167,10 @@ def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) 
         config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
     )
     model = build_model(config.model, make_mesh(mesh or MeshConfig()))
-    prepare = pretrained.preparation(config, source)
+    pictures = pretrained.pictures(config, source, tokenizer)
     if hugging_face and source is not None:
         params = pretrained.read_params(source, config.model, model.abstract())
     else:
         choice = (config.checkpoint.metric, config.checkpoint.mode)
         params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
-    return Loaded(config, model, params, tokenizer, prepare)
+    return Loaded(config, model, params, tokenizer, pictures)

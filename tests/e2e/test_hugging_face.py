@@ -13,6 +13,7 @@ from PIL import Image
 from runs import environment, recipe
 
 import jaxvlm
+from jaxvlm.build import prompts
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, MeshConfig, default_config
 from jaxvlm.io import hf
@@ -61,7 +62,9 @@ def torch_logits(folder, picture, prompt):
 
 
 def our_logits(model, picture, prompt):
-    batch = model._prompts([([picture], prompt)])
+    batch = prompts.batch(
+        [([picture], prompt)], model.model, model.tokenizer, model.pictures, 10**6
+    )
     out = model.model.apply(model.params, batch)
     logits = np.asarray(out.hidden @ out.head)
     return logits[0][np.asarray(batch.segment)[0] > 0]
