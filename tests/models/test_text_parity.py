@@ -13,7 +13,8 @@ from jaxvlm.config import MeshConfig
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.decoder import Decoder
-from jaxvlm.models.families import llama, names, text
+from jaxvlm.models.families import llama, text
+from jaxvlm.models.families.names import NameMap
 from jaxvlm.models.vlm import Stream
 from jaxvlm.nn.mask import batch_mask
 from jaxvlm.nn.param import Init, merge, split
@@ -179,14 +180,15 @@ def oracle(name):
                 parameter += 0.2 * torch.randn_like(parameter)
     ours = text.decoder_from_hf(config.to_dict(), "config.json: ")
     graph, shapes = build(ours)
-    params = names.load({n: p.detach().numpy() for n, p in theirs.named_parameters()}, *table(ours))
+    params = table(ours).load({n: p.detach().numpy() for n, p in theirs.named_parameters()})
     assert {path: x.shape for path, x in params.items()} == {p: x.shape for p, x in shapes.items()}
     return theirs, ours, graph, params
 
 
 def table(config):
-    """Entries, sizes and depths, as ``names`` takes them."""
-    return llama.entries(config, "model.", ""), llama.dims(config), {"decoder": config.depth}
+    """Every tensor of a text model."""
+    depths = {"decoder": config.depth}
+    return NameMap(llama.entries(config, "model.", ""), llama.dims(config), depths)
 
 
 def make_batch(spans, length, seed=0):
@@ -236,9 +238,7 @@ def test_logits_loss_and_gradients_are_torchs(name):
     labels = torch.from_numpy(np.where(batch.loss_weight > 0, batch.tokens, -100)).long()
     out = theirs(**torch_inputs(batch), labels=labels)
     out.loss.backward()
-    their_grads = names.load(
-        {n: p.grad.numpy() for n, p in theirs.named_parameters()}, *table(config)
-    )
+    their_grads = table(config).load({n: p.grad.numpy() for n, p in theirs.named_parameters()})
 
     @jax.jit
     def run(params, batch):
