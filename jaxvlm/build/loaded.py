@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -20,13 +21,17 @@ from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.data import images
 from jaxvlm.data.tokenizer import ChatTokenizer
-from jaxvlm.infer.generate import Sampling, generate
+from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
 from jaxvlm.io.checkpoint import restore_params
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import replicated
 from jaxvlm.types import Batch, Params
 
 _ONE = (str, os.PathLike, Image.Image, np.ndarray)
+_CAPACITY_STEP = 64
+"""Room for new tokens is a multiple of it, so that few lengths are compiled."""
+_CHUNK = 16
+"""Tokens made between two looks at them; divides ``_CAPACITY_STEP``."""
 
 
 class Loaded:
@@ -51,17 +56,17 @@ class Loaded:
         self.config, self.model, self.params = config, model, params
         self.tokenizer, self.pictures = tokenizer, pictures
         # Whole on every device: each process reads all answers.
-        self._generate = jax.jit(
-            self._run, static_argnums=(2,), out_shardings=replicated(model.mesh)
+        whole = replicated(model.mesh)
+        self._prefill = jax.jit(self._start, static_argnums=(2, 3))
+        self._decode = jax.jit(
+            self._go_on,
+            static_argnums=(2, 3),
+            donate_argnums=1,
+            out_shardings=(None, whole, whole),
         )
 
     def generate(
-        self,
-        pictures: Picture | Sequence[Picture],
-        prompt: str,
-        max_new: int = 64,
-        temperature: float = 0.0,
-        seed: int = 0,
+        self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
     ) -> str:
         """The model's answer.
 
@@ -70,38 +75,83 @@ class Loaded:
             prompt: what to ask; ``<image>`` marks where each picture goes. Without a mark the
                 pictures come first.
             max_new: new tokens at most.
-            temperature: 0 is greedy.
-            seed: for temperatures above 0.
+            **sampling: ``temperature`` (0, the default, is greedy), ``top_k``, ``top_p``, ``seed``.
 
         Raises:
-            ConfigError: marks and pictures differ in number.
+            ConfigError: marks and pictures differ in number, or a setting is out of range.
             DataError: a picture can't be read.
         """
-        given: list[Any] = [pictures] if isinstance(pictures, _ONE) else list(pictures)
-        return self.generate_batch([(given, prompt)], max_new, temperature, seed)[0]
+        return self.generate_batch([(_listed(pictures), prompt)], max_new, **sampling)[0]
 
     def generate_batch(
         self,
         queries: Sequence[tuple[Sequence[Picture], str]],
         max_new: int = 64,
-        temperature: float = 0.0,
-        seed: int = 0,
+        **sampling: Any,
     ) -> list[str]:
         """Answers to several (pictures, prompt) pairs at once; see :meth:`generate`."""
-        if max_new < 1 or temperature < 0:
+        *_, last = self._texts(queries, max_new, **sampling)
+        return [answer.strip() for answer in last]
+
+    def stream(
+        self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
+    ) -> Iterator[str]:
+        """The answer in pieces, as it is made; arguments as :meth:`generate`."""
+        said = ""
+        for (text,) in self._texts([(_listed(pictures), prompt)], max_new, **sampling):
+            text = text.lstrip() if not said else text
+            whole = text.rstrip("\ufffd ")  # half of a character, or the space before a word
+            if whole.startswith(said) and whole != said:
+                yield whole[len(said) :]
+                said = whole
+
+    def _texts(
+        self,
+        queries: Sequence[tuple[Sequence[Picture], str]],
+        max_new: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[list[str]]:
+        """The answers so far, every few tokens."""
+        if max_new < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ConfigError(
-                f"max_new={max_new} must be at least 1, and temperature={temperature:g} at least 0"
+                f"max_new={max_new} must be at least 1, temperature={temperature:g} and "
+                f"top_k={top_k} at least 0, and top_p={top_p:g} above 0 and at most 1"
             )
-        sampling = Sampling(max_new, temperature, self.tokenizer.stop_ids)
+        how = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
         batch = prompts.batch(
             queries, self.model, self.tokenizer, self.pictures, self.config.data.max_pixels
         )
-        new = self._generate(self.params, batch, sampling, jax.random.key(seed))
-        answers = []
-        for row in np.asarray(new)[: len(queries)].tolist():
-            stop = next((i for i, t in enumerate(row) if t in sampling.stop_ids), len(row))
-            answers.append(self.tokenizer.decode(row[:stop]).strip())
-        return answers
+        capacity = -(-max_new // _CAPACITY_STEP) * _CAPACITY_STEP
+        state = self._prefill(self.params, batch, how, capacity, jax.random.key(seed))
+        new: list[list[int]] = [[] for _ in queries]
+        for _ in range(0, max_new, _CHUNK):
+            state, tokens, done = self._decode(self.params, state, how, _CHUNK)
+            for row, more in zip(new, np.asarray(tokens).tolist()):
+                row += more
+            yield [self._text(row[:max_new]) for row in new]
+            if np.asarray(done):
+                return
+
+    def _text(self, ids: list[int]) -> str:
+        ends = (*self.tokenizer.stop_ids, -1)
+        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        return self.tokenizer.decode(ids[:stop])
+
+    def _start(
+        self, params: Params, batch: Batch, sampling: Sampling, capacity: int, key: jax.Array
+    ) -> Decoding:
+        d = self.model.config.decoder
+        shape = (d.depth, d.num_kv_heads, d.head_dim)
+        return prefill(self.model.module(params), batch, sampling, capacity, shape, key)
+
+    def _go_on(
+        self, params: Params, state: Decoding, sampling: Sampling, count: int
+    ) -> tuple[Decoding, jax.Array, jax.Array]:
+        state, tokens = decode(self.model.module(params), state, sampling, count)
+        return state, tokens, jnp.all(state.done)
 
     def evaluate(
         self, spec: str = "", limit: int = 0, sheet: str = "", blind: bool = True
@@ -128,10 +178,9 @@ class Loaded:
             sheets.contact_sheet(self, dataset, pathlib.Path(sheet))
         return report
 
-    def _run(self, params: Params, batch: Batch, sampling: Sampling, key: jax.Array) -> jax.Array:
-        d = self.model.config.decoder
-        shape = (d.depth, d.num_kv_heads, d.head_dim)
-        return generate(self.model.module(params), batch, sampling, shape, key)
+
+def _listed(pictures: Picture | Sequence[Picture]) -> list[Any]:
+    return [pictures] if isinstance(pictures, _ONE) else list(pictures)
 
 
 def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) -> Loaded:

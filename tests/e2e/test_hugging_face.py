@@ -79,6 +79,17 @@ def test_a_folder_answers_as_transformers_does(data, folder):
     ours = our_logits(model, path, "which color is it?")
     assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
     assert model.generate(path, "which color is it?", max_new=8) == answer
+    several = [([path], "which color is it?"), ([], "what?"), ([path, path], "<image> or <image>")]
+    together = model.generate_batch(several, max_new=40)
+    assert together[0].startswith(answer)
+    assert together == [model.generate(p, prompt, max_new=40) for p, prompt in several]
+    most = 0
+    for seed in range(4):
+        drawn = {"max_new": 40, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": seed}
+        pieces = list(model.stream([], "what?", **drawn))
+        assert "".join(pieces).strip() == model.generate([], "what?", **drawn)
+        most = max(most, len(pieces))
+    assert most > 1, "an answer that came at once shows no streaming"
 
 
 def test_what_is_not_trained_comes_out_bit_for_bit(data, folder, tmp_path):
