@@ -42,7 +42,6 @@ class Decoder(nnx.Module):
             norm_eps=config.norm_eps,
             activation=config.activation,
             gated=True,
-            bias=False,
             attention=attention,
         )
         self.stack = Stack(init, axes, spec, config.depth, config.remat)

@@ -10,9 +10,12 @@ from flax import nnx
 from jaxvlm.nn.kernels import attend
 from jaxvlm.nn.kv import KVCache, append
 from jaxvlm.nn.mask import Mask
+from jaxvlm.nn.norm import RMSNorm
 from jaxvlm.nn.param import Init, contract, fan_in, param, zeros
 from jaxvlm.nn.rope import Rope, rotate
 from jaxvlm.parallel.rules import Axes, shard
+
+_QK_EPS = 1e-6  # of the norms over all heads, whatever the blocks' own
 
 
 class Context(NamedTuple):
@@ -35,7 +38,9 @@ class Attention(nnx.Module):
         num_heads: N.
         num_kv_heads: K, divides N.
         head_dim: H.
-        bias: biases on all four projections.
+        qkv_bias: biases on queries, keys and values.
+        out_bias: a bias on the last projection.
+        qk_norm_all: an RMSNorm over all heads of the queries together, one over the keys'.
         backend: see :func:`jaxvlm.nn.kernels.attend`.
     """
 
@@ -48,7 +53,9 @@ class Attention(nnx.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        bias: bool,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm_all: bool = False,
         backend: str,
     ):
         D, N, K, H = width, num_heads, num_kv_heads, head_dim
@@ -58,10 +65,12 @@ class Attention(nnx.Module):
         self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
         self.wo = param(init, (N, H, D), ("heads", "head_dim", "embed"), fan_in(N, H))
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.bq = param(init, (N, H), heads, zeros) if bias else None
-        self.bk = param(init, (K, H), kv_heads, zeros) if bias else None
-        self.bv = param(init, (K, H), kv_heads, zeros) if bias else None
-        self.bo = param(init, (D,), ("norm",), zeros) if bias else None
+        self.bq = param(init, (N, H), heads, zeros) if qkv_bias else None
+        self.bk = param(init, (K, H), kv_heads, zeros) if qkv_bias else None
+        self.bv = param(init, (K, H), kv_heads, zeros) if qkv_bias else None
+        self.bo = param(init, (D,), ("norm",), zeros) if out_bias else None
+        self.q_norm_all = RMSNorm(init, N * H, _QK_EPS) if qk_norm_all else None
+        self.k_norm_all = RMSNorm(init, K * H, _QK_EPS) if qk_norm_all else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
@@ -70,6 +79,8 @@ class Attention(nnx.Module):
         q = self._project(x, self.wq, self.bq, "heads")
         k = self._project(x, self.wk, self.bk, "kv_heads")
         v = self._project(x, self.wv, self.bv, "kv_heads")
+        if self.q_norm_all is not None and self.k_norm_all is not None:
+            q, k = _norm_all(q, self.q_norm_all), _norm_all(k, self.k_norm_all)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         if kv is not None:
@@ -87,3 +98,8 @@ class Attention(nnx.Module):
         if b is not None:
             y = y + b[...].astype(y.dtype)
         return shard(self.axes, y, "batch", "seq", heads, "head_dim")
+
+
+def _norm_all(x: jax.Array, norm: RMSNorm) -> jax.Array:
+    """[B, T, N, H] -> [B, T, N, H], normed over N and H together."""
+    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

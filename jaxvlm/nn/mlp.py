@@ -49,6 +49,7 @@ class MLP(nnx.Module):
         self.w_gate = param(init, (D, F), ("embed", "mlp"), fan_in(D)) if gated else None
         self.w_in = param(init, (D, F), ("embed", "mlp"), fan_in(D))
         self.w_out = param(init, (F, D), ("mlp", "embed"), fan_in(F))
+        self.b_gate = param(init, (F,), ("mlp",), zeros) if gated and bias else None
         self.b_in = param(init, (F,), ("mlp",), zeros) if bias else None
         self.b_out = param(init, (D,), ("norm",), zeros) if bias else None
 
@@ -59,7 +60,10 @@ class MLP(nnx.Module):
         if self.b_in is not None:
             h = h + self.b_in[...].astype(h.dtype)
         if self.w_gate is not None:
-            h = h * act(contract(x, self.w_gate[...]))
+            gate = contract(x, self.w_gate[...])
+            if self.b_gate is not None:
+                gate = gate + self.b_gate[...].astype(gate.dtype)
+            h = h * act(gate)
         else:
             h = act(h)
         y = contract(shard(self.axes, h, "batch", "seq", "mlp"), self.w_out[...])  # BTF,FD->BTD

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -14,7 +15,7 @@ from jaxvlm.nn.attention import Attention, Context
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.norm import NORMS
-from jaxvlm.nn.param import Init
+from jaxvlm.nn.param import Init, constant, param
 from jaxvlm.parallel.rules import Axes, shard
 
 
@@ -31,8 +32,12 @@ class BlockSpec:
     norm_eps: float
     activation: str
     gated: bool
-    bias: bool
     attention: str  # backend
+    qkv_bias: bool = False
+    out_bias: bool = False  # of attention's last projection
+    mlp_bias: bool = False
+    qk_norm_all: bool = False  # queries and keys are normed over all heads together
+    layer_scale: float = 0.0  # first value of a learned factor on what is added; 0: none
 
 
 class Block(nnx.Module):
@@ -49,7 +54,9 @@ class Block(nnx.Module):
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            bias=spec.bias,
+            qkv_bias=spec.qkv_bias,
+            out_bias=spec.out_bias,
+            qk_norm_all=spec.qk_norm_all,
             backend=spec.attention,
         )
         self.norm2 = norm(init, spec.width, spec.norm_eps)
@@ -60,17 +67,33 @@ class Block(nnx.Module):
             mlp_dim=spec.mlp_dim,
             activation=spec.activation,
             gated=spec.gated,
-            bias=spec.bias,
+            bias=spec.mlp_bias,
         )
+        D, first = spec.width, constant(spec.layer_scale)
+        self.scale1 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
+        self.scale2 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
     ) -> tuple[jax.Array, KVCache | None]:
         """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it."""
         y, kv = self.attn(self.norm1(x), context, kv)
-        x = x + y
-        x = x + self.mlp(self.norm2(x))
+        x = x + _scaled(y, self.scale1)
+        x = x + _scaled(self.mlp(self.norm2(x)), self.scale2)
         return shard(self.axes, x, "batch", "seq", "embed"), kv
+
+
+def _scaled(x: jax.Array, scale: Any) -> jax.Array:
+    return x if scale is None else x * scale[...].astype(x.dtype)
+
+
+class Local(NamedTuple):
+    """A second context, and which layers take it."""
+
+    context: Context
+    """``None`` in the same places as the first one."""
+    pattern: tuple[bool, ...]
+    """True where a layer takes it; static, and repeated over the depth."""
 
 
 class Stack(nnx.Module):
@@ -93,31 +116,54 @@ class Stack(nnx.Module):
         self.depth, self.remat = depth, remat
 
     def __call__(
-        self, x: jax.Array, context: Context, kv: KVCache | None = None, skip_last: int = 0
+        self,
+        x: jax.Array,
+        context: Context,
+        kv: KVCache | None = None,
+        skip_last: int = 0,
+        local: Local | None = None,
+        skip_first: int = 0,
     ) -> tuple[jax.Array, KVCache | None]:
-        """[B, T, D] -> [B, T, D] through all blocks but the last ``skip_last``.
+        """[B, T, D] -> [B, T, D] through all blocks but the first and last that are skipped.
 
         Args:
             x: the residual stream.
             context: what the blocks share; closed over, so nothing of it is stacked.
             kv: caches with a leading dim L, or ``None``.
             skip_last: blocks left out at the end (a tower read before its last layers).
+            local: what some layers share instead of ``context``.
+            skip_first: blocks left out at the start (they were run before).
         """
         graph, params = nnx.split(self.blocks)
-        if skip_last:
-            params = jax.tree.map(lambda p: p[: self.depth - skip_last], params)
+        if skip_last or skip_first:
+            part = slice(skip_first, self.depth - skip_last)
+            params = jax.tree.map(lambda p: p[part], params)
+        choice = None
+        if local is not None:
+            pattern = local.pattern * (self.depth // len(local.pattern) + 1)
+            choice = jnp.asarray(pattern[skip_first : self.depth - skip_last])
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_kv = layer
+            layer_params, layer_kv, is_local = layer
             # All that follows depends on the named value alone, so that an offloaded one
             # leaves nothing of the residual stream on the device.
             x = checkpoint_name(x, _BLOCK_INPUT)
-            return nnx.merge(graph, layer_params)(x, context, layer_kv)
+            shared = context if local is None else _choose(is_local, local.context, context)
+            return nnx.merge(graph, layer_params)(x, shared, layer_kv)
 
-        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv))
+        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice))
 
 
 _BLOCK_INPUT = "block_input"
+
+
+def _choose(is_local: jax.Array, local: Context, context: Context) -> Context:
+    """One of two contexts, leaf by leaf; where both hold one array, that array."""
+
+    def leaf(a: Any, b: Any) -> Any:
+        return a if a is b else jnp.where(is_local, a, b)
+
+    return jax.tree.map(leaf, local, context)
 
 
 def _offload(body: Any) -> Any:
