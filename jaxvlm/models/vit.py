@@ -136,7 +136,9 @@ class ViT(nnx.Module):
             norm_eps=config.norm_eps,
             activation=config.activation,
             gated=False,
-            bias=True,
+            qkv_bias=True,
+            out_bias=True,
+            mlp_bias=True,
             attention=attention,
         )
         self.stack = Stack(init, axes, spec, config.depth, config.remat)

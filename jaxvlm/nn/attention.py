@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jaxvlm.nn.kernels import attend
+from jaxvlm.nn.kernels import Scores, attend
 from jaxvlm.nn.kv import KVCache, append
 from jaxvlm.nn.mask import Mask
-from jaxvlm.nn.param import Init, contract, fan_in, param, zeros
+from jaxvlm.nn.norm import NORMS
+from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
 from jaxvlm.nn.rope import Rope, rotate
+from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
 
@@ -31,37 +33,24 @@ class Attention(nnx.Module):
     Args:
         init: source of parameters.
         axes: mesh and rules.
-        width: D.
-        num_heads: N.
-        num_kv_heads: K, divides N.
-        head_dim: H.
-        bias: biases on all four projections.
-        backend: see :func:`jaxvlm.nn.kernels.attend`.
+        spec: the block's; K divides N.
     """
 
-    def __init__(
-        self,
-        init: Init,
-        axes: Axes,
-        *,
-        width: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        backend: str,
-    ):
-        D, N, K, H = width, num_heads, num_kv_heads, head_dim
-        self.axes, self.backend = axes, backend
+    def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
+        D, N, K, H = spec.width, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.axes, self.spec = axes, spec
         self.wq = param(init, (D, N, H), ("embed", "heads", "head_dim"), fan_in(D))
         self.wk = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
         self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
         self.wo = param(init, (N, H, D), ("heads", "head_dim", "embed"), fan_in(N, H))
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.bq = param(init, (N, H), heads, zeros) if bias else None
-        self.bk = param(init, (K, H), kv_heads, zeros) if bias else None
-        self.bv = param(init, (K, H), kv_heads, zeros) if bias else None
-        self.bo = param(init, (D,), ("norm",), zeros) if bias else None
+        self.bq = param(init, (N, H), heads, zeros) if spec.qkv_bias else None
+        self.bk = param(init, (K, H), kv_heads, zeros) if spec.qkv_bias else None
+        self.bv = param(init, (K, H), kv_heads, zeros) if spec.qkv_bias else None
+        self.bo = param(init, (D,), ("norm",), zeros) if spec.out_bias else None
+        norm = NORMS[spec.norm]
+        self.q_norm = norm(init, H, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = norm(init, H, spec.norm_eps) if spec.qk_norm else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
@@ -70,20 +59,18 @@ class Attention(nnx.Module):
         q = self._project(x, self.wq, self.bq, "heads")
         k = self._project(x, self.wk, self.bk, "kv_heads")
         v = self._project(x, self.wv, self.bv, "kv_heads")
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         if kv is not None:
             kv = append(kv, k, v, context.length)
             k, v = kv.k, kv.v
-        out = attend(q, k, v, context.mask, self.axes, self.backend)
+        scores = Scores(self.spec.query_scale, self.spec.attention_cap)
+        out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
-        y = contract(out, self.wo[...], 2)  # BTNH,NHD->BTD
-        if self.bo is not None:
-            y = y + self.bo[...].astype(y.dtype)
-        return y, kv
+        return affine(out, self.wo, self.bo, 2), kv  # BTNH,NHD->BTD
 
     def _project(self, x: jax.Array, w: Any, b: Any, heads: str) -> jax.Array:
-        y = contract(x, w[...])  # BTD,DNH->BTNH
-        if b is not None:
-            y = y + b[...].astype(y.dtype)
+        y = affine(x, w, b)  # BTD,DNH->BTNH
         return shard(self.axes, y, "batch", "seq", heads, "head_dim")

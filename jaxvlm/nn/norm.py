@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,16 +19,19 @@ class RMSNorm(nnx.Module):
         init: source of parameters.
         width: D.
         eps: added to the mean square.
+        plus_one: the factor is ``1 + scale``, and is applied before the dtype is restored.
     """
 
-    def __init__(self, init: Init, width: int, eps: float):
-        self.eps = eps
-        self.scale = param(init, (width,), ("norm",), ones)
+    def __init__(self, init: Init, width: int, eps: float, plus_one: bool = False):
+        self.eps, self.plus_one = eps, plus_one
+        self.scale = param(init, (width,), ("norm",), zeros if plus_one else ones)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., D] -> [..., D], the dtype kept."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.plus_one:
+            return (y * (1.0 + self.scale[...])).astype(x.dtype)
         return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
@@ -45,4 +51,9 @@ class LayerNorm(nnx.Module):
         return (y * self.scale[...] + self.bias[...]).astype(x.dtype)
 
 
-NORMS = {"rms": RMSNorm, "layer": LayerNorm}
+NORMS: dict[str, Any] = {
+    "rms": RMSNorm,
+    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
+    "layer": LayerNorm,
+}
+"""Name -> norm of ``(init, width, eps)``."""

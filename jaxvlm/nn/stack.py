@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -15,62 +16,41 @@ from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init
+from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSpec:
-    """Dims and variants of a block; ViT and decoder are two values of it."""
-
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    norm: str  # rms | layer
-    norm_eps: float
-    activation: str
-    gated: bool
-    bias: bool
-    attention: str  # backend
-
-
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; what is added may be normed too."""
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
-        norm = NORMS[spec.norm]
+        norm = functools.partial(NORMS[spec.norm], init, spec.width, spec.norm_eps)
         self.axes = axes
-        self.norm1 = norm(init, spec.width, spec.norm_eps)
-        self.attn = Attention(
-            init,
-            axes,
-            width=spec.width,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            bias=spec.bias,
-            backend=spec.attention,
-        )
-        self.norm2 = norm(init, spec.width, spec.norm_eps)
-        self.mlp = MLP(
-            init,
-            axes,
-            width=spec.width,
-            mlp_dim=spec.mlp_dim,
-            activation=spec.activation,
-            gated=spec.gated,
-            bias=spec.bias,
-        )
+        self.norm1 = norm()
+        self.attn = Attention(init, axes, spec)
+        self.post_norm1 = norm() if spec.post_norms else None
+        self.norm2 = norm()
+        self.mlp = MLP(init, axes, spec)
+        self.post_norm2 = norm() if spec.post_norms else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
     ) -> tuple[jax.Array, KVCache | None]:
         """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it."""
         y, kv = self.attn(self.norm1(x), context, kv)
-        x = x + y
-        x = x + self.mlp(self.norm2(x))
+        x = x + (y if self.post_norm1 is None else self.post_norm1(y))
+        y = self.mlp(self.norm2(x))
+        x = x + (y if self.post_norm2 is None else self.post_norm2(y))
         return shard(self.axes, x, "batch", "seq", "embed"), kv
+
+
+class Local(NamedTuple):
+    """A second context, and which layers take it: sliding windows, another rotary base."""
+
+    context: Context
+    """``None`` in the same places as the first one."""
+    pattern: tuple[bool, ...]
+    """True where a layer takes it; static, and repeated over the depth."""
 
 
 class Stack(nnx.Module):
@@ -93,7 +73,12 @@ class Stack(nnx.Module):
         self.depth, self.remat = depth, remat
 
     def __call__(
-        self, x: jax.Array, context: Context, kv: KVCache | None = None, skip_last: int = 0
+        self,
+        x: jax.Array,
+        context: Context,
+        kv: KVCache | None = None,
+        skip_last: int = 0,
+        local: Local | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
         """[B, T, D] -> [B, T, D] through all blocks but the last ``skip_last``.
 
@@ -102,22 +87,42 @@ class Stack(nnx.Module):
             context: what the blocks share; closed over, so nothing of it is stacked.
             kv: caches with a leading dim L, or ``None``.
             skip_last: blocks left out at the end (a tower read before its last layers).
+            local: what some layers share instead of ``context``.
         """
         graph, params = nnx.split(self.blocks)
         if skip_last:
             params = jax.tree.map(lambda p: p[: self.depth - skip_last], params)
+        run, choice = self.depth - skip_last, None
+        if local is not None:
+            layers = [local.pattern[i % len(local.pattern)] for i in range(run)]
+            if len(set(layers)) == 2:
+                choice = jnp.asarray(layers)
+            elif layers[0]:
+                context = local.context
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_kv = layer
+            layer_params, layer_kv, is_local = layer
             # All that follows depends on the named value alone, so that an offloaded one
             # leaves nothing of the residual stream on the device.
             x = checkpoint_name(x, _BLOCK_INPUT)
-            return nnx.merge(graph, layer_params)(x, context, layer_kv)
+            shared = context if local is None else _choose(is_local, local.context, context)
+            return nnx.merge(graph, layer_params)(x, shared, layer_kv)
 
-        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv))
+        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice))
 
 
 _BLOCK_INPUT = "block_input"
+
+
+def _choose(is_local: jax.Array | None, local: Context, context: Context) -> Context:
+    """One of two contexts, leaf by leaf; where both hold one array, that array."""
+    if is_local is None:
+        return context
+
+    def leaf(a: Any, b: Any) -> Any:
+        return a if a is b else jnp.where(is_local, a, b)
+
+    return jax.tree.map(leaf, local, context)
 
 
 def _offload(body: Any) -> Any:
