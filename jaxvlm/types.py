@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array | np.ndarray
@@ -85,6 +86,15 @@ class Out(NamedTuple):
     """[]: learned bias of a contrastive model."""
     aux: Any = None
     """dict of extra terms (router losses and the like)."""
+    logit_cap: Any = None
+    """f32[]: logits become ``cap * tanh(logits / cap)``; ``None`` leaves them as they are."""
+
+    def logits(self, hidden: Any) -> jax.Array:
+        """f32[..., V]: the logits of some of ``hidden``'s states [..., D]."""
+        head = self.head.astype(hidden.dtype)
+        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        cap = self.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class Sums(NamedTuple):

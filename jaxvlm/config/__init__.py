@@ -1,6 +1,7 @@
 """Settings: dataclasses inside, a ConfigDict at the door."""
 
 from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
+from jaxvlm.config.derived import layer_windows
 from jaxvlm.config.schema import (
     CheckpointConfig,
     ConnectorConfig,
@@ -9,6 +10,7 @@ from jaxvlm.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    RopeScaling,
     TokenizerConfig,
     TrainConfig,
     VisionConfig,
@@ -23,10 +25,12 @@ __all__ = [
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "RopeScaling",
     "TokenizerConfig",
     "TrainConfig",
     "VisionConfig",
     "default_config",
     "from_config_dict",
+    "layer_windows",
     "to_config_dict",
 ]

@@ -67,6 +67,21 @@ class ConnectorConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary wavelengths are stretched beyond the length that a model was trained on."""
+
+    kind: str = "default"  # default: not at all | linear | dynamic | llama3 | yarn
+    factor: float = 1.0
+    original_length: int = 0  # tokens trained on: dynamic, llama3, yarn
+    low_factor: float = 1.0  # llama3: wavelengths above original_length / low_factor are stretched
+    high_factor: float = 4.0  # llama3: those below original_length / high_factor are not
+    beta_fast: float = 32.0  # yarn: turns in original_length from which on nothing is stretched
+    beta_slow: float = 1.0  # yarn: turns below which all is
+    whole_dims: bool = True  # yarn: round the two borders to whole dims
+    magnitude: float = 1.0  # of cosine and sine
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A causal, pre-norm decoder (RMSNorm, rotary positions, grouped queries, SwiGLU)."""
 
@@ -78,8 +93,24 @@ class DecoderConfig:
     head_dim: int = 16
     mlp_dim: int = 192
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    rope_sections: tuple[int, ...] = ()  # wavelengths a position row (time, height, width); (): one
+    rope_interleaved: bool = False  # sections take turns instead of lying one behind the other
     activation: str = "silu"
+    norm: str = "rms"  # rms | rms_plus_one: the factor is 1 + weight
     norm_eps: float = 1e-6
+    qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated
+    post_norms: bool = False  # what attention and MLP add to the stream is normed too
+    qkv_bias: bool = False
+    out_bias: bool = False  # of attention's last projection
+    mlp_bias: bool = False
+    query_scale: float = 0.0  # of attention's scores; 0: head_dim ** -0.5
+    attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they don't
+    logit_cap: float = 0.0  # logits likewise
+    embed_scale: float = 1.0  # of the tokens' embeddings
+    window: int = 0  # positions that a local layer's query sees, its own counted; 0: all
+    window_pattern: tuple[bool, ...] = (True,)  # which layers are local; repeated over the depth
+    local_rope_theta: float = 0.0  # of local layers, unscaled; 0: as the others
     tied_embeddings: bool = True
     visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways
     remat: str = "none"  # none | dots | full | offload

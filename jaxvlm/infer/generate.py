@@ -78,17 +78,23 @@ def generate(
     if group is not None:
         group = jnp.pad(group, ((0, 0), (0, sampling.max_new)))
 
-    def mask(q_index: jax.Array, q_segment: jax.Array, q_group: Any) -> Mask:
+    # Every new token counts on from the prompt's last position, whichever row holds it.
+    next_position = jnp.max(batch.positions, axis=(1, 2), keepdims=True) + 1
+    new_positions = next_position[:, 0] + jnp.arange(sampling.max_new, dtype=jnp.int32)
+    k_position = jnp.concatenate([batch.positions[:, 0], new_positions], axis=1)
+
+    def mask(q_index: jax.Array, q_segment: jax.Array, q_group: Any, q_position: jax.Array) -> Mask:
         # Keys that are not written yet lie after every query, so the causal rule hides them.
-        return Mask(q_index, k_index, q_segment, real, None, q_group, group)
+        parts = (q_index, k_index, q_segment, real, None, q_group, group)
+        return Mask(*parts, q_position=q_position, k_position=k_position)
 
     cache = kv_cache.init((L, B, size, K, H), first.x.dtype)
-    prompt_mask = mask(jnp.arange(T, dtype=jnp.int32)[None], batch.segment, batch.bidirectional)
+    places = jnp.arange(T, dtype=jnp.int32)[None]
+    prompt_mask = mask(places, batch.segment, batch.bidirectional, batch.positions[:, 0])
     stream = model.blocks(first._replace(kv=cache, length=jnp.int32(0), mask=prompt_mask))
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(batch.example_id)
     last = stream._replace(x=stream.x[:, -1:], kv=None)
     token = _pick(model.post(last), sampling, keys, jnp.int32(0))
-    next_position = batch.positions[:, :, -1:] + 1
     ones = jnp.ones((B, 1), batch.segment.dtype)
 
     def go_on(s: _Loop) -> jax.Array:
@@ -97,10 +103,11 @@ def generate(
     def turn(s: _Loop) -> _Loop:
         out = s.out.at[:, s.index].set(jnp.where(s.done, -1, s.token))
         done = s.done | jnp.any(s.token[:, None] == stops, axis=1)
-        new = Batch(s.token[:, None], None, next_position + s.index, ones)
+        position = next_position + s.index
+        new = Batch(s.token[:, None], None, position, ones)
         at = T + s.index
         q_group = None if group is None else jnp.zeros_like(ones)
-        step_mask = mask(at[None, None].astype(jnp.int32), ones, q_group)
+        step_mask = mask(at[None, None].astype(jnp.int32), ones, q_group, position[:, 0])
         stream = model.pre(new)._replace(kv=s.kv, length=at, mask=step_mask)
         stream = model.blocks(stream)
         following = _pick(model.post(stream), sampling, keys, s.index + 1)
@@ -113,9 +120,7 @@ def generate(
 
 def _pick(out: Out, sampling: Sampling, keys: jax.Array, index: jax.Array) -> jax.Array:
     """i32[B]: the token after the last hidden state of each row."""
-    hidden = out.hidden[:, -1]
-    head = out.head.astype(hidden.dtype)
-    logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    logits = out.logits(out.hidden[:, -1])
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     draws = jax.vmap(lambda k: jax.random.fold_in(k, index))(keys)

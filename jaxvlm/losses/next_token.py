@@ -74,10 +74,7 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
     chunk = min(T, chunk or max(64, _AUTO_LOGITS // out.head.shape[1]))
 
     def score(hidden: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
-        flat = hidden.reshape(-1, D)
-        head = out.head.astype(flat.dtype)
-        logits = jnp.matmul(flat, head, preferred_element_type=jnp.float32)
-        logits = logits.reshape(*label.shape, -1)
+        logits = out.logits(hidden.reshape(-1, D)).reshape(*label.shape, -1)
         picked = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
         nll = jax.nn.logsumexp(logits, axis=-1) - picked
         return nll, (_argmax(logits) == label).astype(jnp.float32)

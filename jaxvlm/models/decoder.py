@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 from flax import nnx
 
-from jaxvlm.config import ConfigError, DecoderConfig
+from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
-from jaxvlm.nn.norm import RMSNorm
+from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init
-from jaxvlm.nn.rope import rope
-from jaxvlm.nn.stack import BlockSpec, Stack
+from jaxvlm.nn.rope import SCALINGS, rope
+from jaxvlm.nn.spec import BlockSpec
+from jaxvlm.nn.stack import Local, Stack
 from jaxvlm.parallel.rules import Axes
+from jaxvlm.types import Out
 
 
 class Decoder(nnx.Module):
-    """Llama's decoder (arXiv 2302.13971): RMSNorm, RoPE, grouped queries, SwiGLU.
+    """Llama's decoder (arXiv 2302.13971) and its descendants: their differences are settings.
 
     Args:
         init: source of parameters.
@@ -30,22 +34,10 @@ class Decoder(nnx.Module):
 
     def __init__(self, init: Init, axes: Axes, config: DecoderConfig, attention: str):
         check(config)
-        self.config = config
-        self.embed = Embed(init, axes, config.vocab_size, config.width, config.tied_embeddings)
-        spec = BlockSpec(
-            width=config.width,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            mlp_dim=config.mlp_dim,
-            norm="rms",
-            norm_eps=config.norm_eps,
-            activation=config.activation,
-            gated=True,
-            attention=attention,
-        )
-        self.stack = Stack(init, axes, spec, config.depth, config.remat)
-        self.norm = RMSNorm(init, config.width, config.norm_eps)
+        c = self.config = config
+        self.embed = Embed(init, axes, c.vocab_size, c.width, c.tied_embeddings, c.embed_scale)
+        self.stack = Stack(init, axes, _spec(c, attention), c.depth, c.remat)
+        self.norm = NORMS[c.norm](init, c.width, c.norm_eps)
 
     def __call__(
         self,
@@ -59,7 +51,7 @@ class Decoder(nnx.Module):
 
         Args:
             x: [B, T, D] embeddings.
-            positions: i32[B, 1, T].
+            positions: i32[B, R, T]; R = 1, or one row for each of ``rope_sections``.
             mask: who may attend to whom.
             kv: caches [L, B, S, K, H] of tokens seen before, or ``None``.
             length: i32[] tokens in ``kv``.
@@ -67,8 +59,45 @@ class Decoder(nnx.Module):
         Returns:
             [B, T, D], and ``kv`` with the new tokens.
         """
-        turn = rope(positions, self.config.head_dim, self.config.rope_theta)
-        return self.stack(x, Context(mask, turn, length), kv)
+        c = self.config
+        sections = (c.rope_sections, c.rope_interleaved)
+        turn = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling, *sections)
+        if not any(layer_windows(c)):
+            return self.stack(x, Context(mask, turn, length), kv)
+        local_turn = rope(positions, c.head_dim, c.local_rope_theta) if c.local_rope_theta else turn
+        local = Context(mask._replace(window=c.window), local_turn, length)
+        everywhere = Context(mask._replace(window=0), turn, length)
+        return self.stack(x, everywhere, kv, local=Local(local, c.window_pattern))
+
+    def out(self, x: jax.Array) -> Out:
+        """The final norm, and what makes logits of it: [B, T, D] -> Out."""
+        return Out(
+            hidden=self.norm(x),
+            head=self.embed.head(),
+            logit_cap=self.config.logit_cap or None,
+        )
+
+
+def _spec(config: DecoderConfig, attention: str) -> BlockSpec:
+    return BlockSpec(
+        width=config.width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        mlp_dim=config.mlp_dim,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        activation=config.activation,
+        gated=True,
+        attention=attention,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        mlp_bias=config.mlp_bias,
+        qk_norm=config.qk_norm,
+        post_norms=config.post_norms,
+        query_scale=config.query_scale,
+        attention_cap=config.attention_cap,
+    )
 
 
 def check(config: DecoderConfig) -> None:
@@ -91,9 +120,39 @@ def check(config: DecoderConfig) -> None:
         raise ConfigError(
             f"{where}.head_dim={config.head_dim} is odd; rotary pairs need an even one"
         )
-    if config.activation not in ACTIVATIONS:
+    _check_names(config, where)
+    _check_positions(config, where)
+
+
+def _check_names(config: DecoderConfig, where: str) -> None:
+    known: dict[str, Iterable[str]] = {
+        "activation": ACTIVATIONS,
+        "norm": ("rms", "rms_plus_one"),
+        "visual_mask": ("causal", "prefix"),
+    }
+    for field, names in known.items():
+        if (value := getattr(config, field)) not in names:
+            raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(names)}")
+
+
+def _check_positions(config: DecoderConfig, where: str) -> None:
+    scaling, sections = config.rope_scaling, config.rope_sections
+    if scaling.kind not in SCALINGS:
         raise ConfigError(
-            f"{where}.activation={config.activation!r}; known: {', '.join(ACTIVATIONS)}"
+            f"{where}.rope_scaling.kind={scaling.kind!r}; known: {', '.join(SCALINGS)}"
         )
-    if config.visual_mask not in ("causal", "prefix"):
-        raise ConfigError(f"{where}.visual_mask={config.visual_mask!r}; known: causal, prefix")
+    if scaling.kind in ("dynamic", "llama3", "yarn") and scaling.original_length < 1:
+        raise ConfigError(
+            f"{where}.rope_scaling.original_length={scaling.original_length}: kind="
+            f"{scaling.kind!r} needs the length that the model was trained on"
+        )
+    if sections and sum(sections) != config.head_dim // 2:
+        raise ConfigError(
+            f"{where}.rope_sections={sections} add up to {sum(sections)}, not to half of "
+            f"head_dim={config.head_dim}"
+        )
+    if not config.window_pattern:
+        raise ConfigError(f"{where}.window_pattern is empty; (True,) makes every layer local")
+    if any(layer_windows(config)) and sections:
+        # A picture's tokens share one place in time: there is no row to measure a window in.
+        raise ConfigError(f"{where}.window={config.window} has no meaning with rope_sections")

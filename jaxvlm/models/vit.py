@@ -18,7 +18,8 @@ from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import NORMS, LayerNorm
 from jaxvlm.nn.param import Init, normal, param
-from jaxvlm.nn.stack import BlockSpec, Local, Stack
+from jaxvlm.nn.spec import BlockSpec
+from jaxvlm.nn.stack import Local, Stack
 from jaxvlm.parallel.rules import Axes, shard
 
 

@@ -110,4 +110,4 @@ class VLM(nnx.Module):
 
     def post(self, stream: Stream) -> Out:
         """The final norm; the loss applies the head."""
-        return Out(hidden=self.decoder.norm(stream.x), head=self.decoder.embed.head())
+        return self.decoder.out(stream.x)

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jaxvlm.nn.kernels import attend
+from jaxvlm.nn.kernels import Scores, attend
 from jaxvlm.nn.kv import KVCache, append
 from jaxvlm.nn.mask import Mask
-from jaxvlm.nn.norm import RMSNorm
-from jaxvlm.nn.param import Init, contract, fan_in, param, zeros
+from jaxvlm.nn.norm import NORMS, RMSNorm
+from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
 from jaxvlm.nn.rope import Rope, rotate
+from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
-_QK_EPS = 1e-6  # of the norms over all heads, whatever the blocks' own
+_NORM_ALL_EPS = 1e-6  # whatever the blocks' own norms have
 
 
 class Context(NamedTuple):
@@ -34,43 +35,26 @@ class Attention(nnx.Module):
     Args:
         init: source of parameters.
         axes: mesh and rules.
-        width: D.
-        num_heads: N.
-        num_kv_heads: K, divides N.
-        head_dim: H.
-        qkv_bias: biases on queries, keys and values.
-        out_bias: a bias on the last projection.
-        qk_norm_all: an RMSNorm over all heads of the queries together, one over the keys'.
-        backend: see :func:`jaxvlm.nn.kernels.attend`.
+        spec: the block's; K divides N.
     """
 
-    def __init__(
-        self,
-        init: Init,
-        axes: Axes,
-        *,
-        width: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        qkv_bias: bool,
-        out_bias: bool,
-        qk_norm_all: bool = False,
-        backend: str,
-    ):
-        D, N, K, H = width, num_heads, num_kv_heads, head_dim
-        self.axes, self.backend = axes, backend
+    def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
+        D, N, K, H = spec.width, spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.axes, self.spec = axes, spec
         self.wq = param(init, (D, N, H), ("embed", "heads", "head_dim"), fan_in(D))
         self.wk = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
         self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
         self.wo = param(init, (N, H, D), ("heads", "head_dim", "embed"), fan_in(N, H))
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.bq = param(init, (N, H), heads, zeros) if qkv_bias else None
-        self.bk = param(init, (K, H), kv_heads, zeros) if qkv_bias else None
-        self.bv = param(init, (K, H), kv_heads, zeros) if qkv_bias else None
-        self.bo = param(init, (D,), ("norm",), zeros) if out_bias else None
-        self.q_norm_all = RMSNorm(init, N * H, _QK_EPS) if qk_norm_all else None
-        self.k_norm_all = RMSNorm(init, K * H, _QK_EPS) if qk_norm_all else None
+        self.bq = param(init, (N, H), heads, zeros) if spec.qkv_bias else None
+        self.bk = param(init, (K, H), kv_heads, zeros) if spec.qkv_bias else None
+        self.bv = param(init, (K, H), kv_heads, zeros) if spec.qkv_bias else None
+        self.bo = param(init, (D,), ("norm",), zeros) if spec.out_bias else None
+        norm = NORMS[spec.norm]
+        self.q_norm = norm(init, H, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = norm(init, H, spec.norm_eps) if spec.qk_norm else None
+        self.q_norm_all = RMSNorm(init, N * H, _NORM_ALL_EPS) if spec.qk_norm_all else None
+        self.k_norm_all = RMSNorm(init, K * H, _NORM_ALL_EPS) if spec.qk_norm_all else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
@@ -79,6 +63,8 @@ class Attention(nnx.Module):
         q = self._project(x, self.wq, self.bq, "heads")
         k = self._project(x, self.wk, self.bk, "kv_heads")
         v = self._project(x, self.wv, self.bv, "kv_heads")
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.q_norm_all is not None and self.k_norm_all is not None:
             q, k = _norm_all(q, self.q_norm_all), _norm_all(k, self.k_norm_all)
         if context.rope is not None:
@@ -86,17 +72,13 @@ class Attention(nnx.Module):
         if kv is not None:
             kv = append(kv, k, v, context.length)
             k, v = kv.k, kv.v
-        out = attend(q, k, v, context.mask, self.axes, self.backend)
+        scores = Scores(self.spec.query_scale, self.spec.attention_cap)
+        out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
-        y = contract(out, self.wo[...], 2)  # BTNH,NHD->BTD
-        if self.bo is not None:
-            y = y + self.bo[...].astype(y.dtype)
-        return y, kv
+        return affine(out, self.wo, self.bo, 2), kv  # BTNH,NHD->BTD
 
     def _project(self, x: jax.Array, w: Any, b: Any, heads: str) -> jax.Array:
-        y = contract(x, w[...])  # BTD,DNH->BTNH
-        if b is not None:
-            y = y + b[...].astype(y.dtype)
+        y = affine(x, w, b)  # BTD,DNH->BTNH
         return shard(self.axes, y, "batch", "seq", heads, "head_dim")
 
 

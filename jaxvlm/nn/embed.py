@@ -21,17 +21,28 @@ class Embed(nnx.Module):
         vocab_size: V.
         width: D.
         tied: the output matrix is the embedding's transpose.
+        scale: of the embeddings; the output matrix has none.
     """
 
-    def __init__(self, init: Init, axes: Axes, vocab_size: int, width: int, tied: bool):
+    def __init__(
+        self,
+        init: Init,
+        axes: Axes,
+        vocab_size: int,
+        width: int,
+        tied: bool,
+        scale: float = 1.0,
+    ):
         V, D = vocab_size, width
-        self.axes = axes
+        self.axes, self.scale = axes, scale
         self.table = param(init, (V, D), ("vocab", "embed"), normal(width**-0.5))
         self.out = None if tied else param(init, (D, V), ("embed", "vocab"), fan_in(D))
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """i32[B, T] -> [B, T, D] of ``dtype``."""
         x = self.table[...].astype(dtype)[tokens]
+        if self.scale != 1.0:
+            x = x * jnp.asarray(self.scale, dtype)
         return shard(self.axes, x, "batch", "seq", "embed")
 
     def head(self) -> jax.Array:

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,30 @@ _HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 _TILE = 128  # rows of a splash block: the TPU's lane count
 
 
+class Scores(NamedTuple):
+    """How products of queries and keys become scores. Static."""
+
+    scale: float = 0.0
+    """0: ``head_dim ** -0.5``."""
+    cap: float = 0.0
+    """``cap * tanh(score / cap)`` before the mask; 0 is none. Source: Gemma 2, arXiv 2408.00118."""
+
+    def factor(self, head_dim: int) -> float:
+        """What products are multiplied by."""
+        return self.scale or 1.0 / math.sqrt(head_dim)
+
+
+_PLAIN = Scores()
+
+
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, backend: str = "auto"
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    backend: str = "auto",
+    scores: Scores = _PLAIN,
 ) -> jax.Array:
     """Scaled dot-product attention with grouped queries.
 
@@ -42,6 +65,7 @@ def attend(
         mask: who may attend to whom.
         axes: mesh and rules; its platform decides what ``auto`` means.
         backend: ``auto``, or a name in :data:`BACKENDS`.
+        scores: scale and soft cap.
 
     Returns:
         [B, T, N, H] in ``q``'s dtype; the softmax is in float32.
@@ -49,7 +73,8 @@ def attend(
     Raises:
         ConfigError: a backend named explicitly cannot serve these shapes or this mask.
     """
-    return BACKENDS[_choose(q, k, mask, axes.platform, backend)](q, k, v, mask, axes)
+    name = _choose(q, k, mask, axes.platform, backend, scores.cap)
+    return BACKENDS[name](q, k, v, mask, axes, scores)
 
 
 def check_backend(name: str) -> None:
@@ -63,14 +88,16 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"config.model.attention={name!r}; known: {known}")
 
 
-def _choose(q: jax.Array, k: jax.Array, mask: Mask, platform: str, backend: str) -> str:
+def _choose(
+    q: jax.Array, k: jax.Array, mask: Mask, platform: str, backend: str, cap: float = 0.0
+) -> str:
     check_backend(backend)
     if backend != "auto":
-        if refusal := _refusal(backend, q, k, mask):
+        if refusal := _refusal(backend, q, k, mask, cap):
             raise ConfigError(f"config.model.attention={backend!r}: {refusal}; use 'auto'")
         return backend
     for name in _PREFERRED.get(platform, ()):
-        refusal = _refusal(name, q, k, mask)
+        refusal = _refusal(name, q, k, mask, cap)
         if not refusal:
             _say(f"attention {q.shape} x {k.shape}: {name}")
             return name
@@ -83,9 +110,11 @@ def _say(line: str) -> None:
     log.info(line)
 
 
-def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask) -> str:
+def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float) -> str:
     """Why ``backend`` cannot serve, or ``""``."""
     length, head_dim = q.shape[1], q.shape[3]
+    if cap and backend != "xla":
+        return "it has no soft cap"
     if backend == "cudnn":
         if q.dtype not in (jnp.bfloat16, jnp.float16):
             return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
@@ -98,6 +127,8 @@ def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask) -> str:
             return "it knows segments but not their parents"
         if mask.q_group is not None:
             return "it has no bidirectional groups"
+        if mask.window is not None:
+            return "it has no sliding windows"
         if q.shape[1] != k.shape[1]:
             return "queries and keys differ in length"
         if length % _TILE:
@@ -105,15 +136,19 @@ def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask) -> str:
     return ""
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> jax.Array:
+def _xla(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes, scores: Scores = _PLAIN
+) -> jax.Array:
     # jax.nn.dot_product_attention(implementation="xla") computes the same. On a CPU its gradient
     # takes 1.5 times as long, and so does that of einsums that leave the heads behind the tokens.
     B, T, N, H = q.shape
     K, S = k.shape[2:0:-1]
-    scaled = q * jnp.asarray(1.0 / math.sqrt(H), q.dtype)
+    scaled = q * jnp.asarray(scores.factor(H), q.dtype)
     scaled = scaled.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
     score = jnp.matmul(scaled, k.transpose(0, 2, 3, 1), preferred_element_type=jnp.float32)
     score = score.reshape(B, K, N // K, T, S)
+    if scores.cap:
+        score = scores.cap * jnp.tanh(score / scores.cap)
     dense = mask.dense()
     if dense is not None:
         # Finite, so that a row of padding with nothing to see is no NaN.
@@ -123,17 +158,29 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> j
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes) -> jax.Array:
-    plain = mask.q_segment is None and mask.q_group is None and q.shape[1] == k.shape[1]
-    if plain and mask.q_index is not None:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+def _cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes, scores: Scores = _PLAIN
+) -> jax.Array:
+    run = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=scores.factor(q.shape[3]),
+        implementation="cudnn",
+    )
+    unmarked = mask.q_segment is None and mask.q_group is None and mask.window is None
+    if unmarked and mask.q_index is not None and q.shape[1] == k.shape[1]:
+        return run(q, k, v, is_causal=True)
     dense = mask.dense()
-    dense = None if dense is None else dense[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=dense, implementation="cudnn")
+    return run(q, k, v, mask=None if dense is None else dense[:, None])
 
 
 def _splash(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    scores: Scores = _PLAIN,
+    interpret: bool = False,
 ) -> jax.Array:
     """TPU splash attention: blocks outside the causal triangle are never computed."""
     from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only, slow to import
@@ -143,8 +190,8 @@ def _splash(
         splash_attention_mask as masks,
     )
 
-    length, head_dim = q.shape[1], q.shape[3]
-    shape = (length, length)
+    length = q.shape[1]
+    shape, scale = (length, length), scores.factor(q.shape[3])
     causal = mask.q_index is not None
     block = max(b for b in (512, 256, 128) if length % b == 0)
     sizes = kernel.BlockSizes(
@@ -170,7 +217,7 @@ def _splash(
         repeat = q.shape[2] // k.shape[2]
         heads_first = [
             jnp.swapaxes(x, 1, 2)
-            for x in (q / math.sqrt(head_dim), jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2))
+            for x in (q * scale, jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2))
         ]
         ids = None if segment is None else kernel.SegmentIds(segment, segment)
         out = jax.vmap(run)(*heads_first, ids) if ids is not None else jax.vmap(run)(*heads_first)
@@ -181,7 +228,13 @@ def _splash(
 
 
 def _triton(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, interpret: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    scores: Scores = _PLAIN,
+    interpret: bool = False,
 ) -> jax.Array:
     """Pallas' GPU kernel: packed segments without a [T, S] mask in memory."""
     from jax.experimental.pallas.ops.gpu import attention as kernel  # GPU only, slow to import
@@ -195,7 +248,7 @@ def _triton(
             jnp.repeat(k, repeat, 2),
             jnp.repeat(v, repeat, 2),
             segment,
-            sm_scale=1.0 / float(np.sqrt(q.shape[3])),
+            sm_scale=scores.factor(q.shape[3]),
             causal=mask.q_index is not None,
             interpret=interpret,
         )

@@ -14,7 +14,11 @@ class Mask(NamedTuple):
     """A query attends to a key when
 
     (same segment, or the key's segment is the query's parent) and
-    (the key is not later, or both are in one bidirectional group).
+    (the key is not later, or both are in one bidirectional group) and
+    (the key's position is less than ``window`` before the query's).
+
+    A window is measured in positions, not in places of the row: a packed child goes on where its
+    parent's positions end, so it sees what it would see in a row of its own.
 
     ``None`` means that the condition is not in use. Segment 0 is padding: nothing else
     attends to it.
@@ -34,6 +38,12 @@ class Mask(NamedTuple):
     """i32[B, T]: bidirectional group, 0 is none."""
     k_group: Any = None
     """i32[B, S]."""
+    window: Any = None
+    """i32[]: positions that a query sees, its own counted; 0 is no limit."""
+    q_position: Any = None
+    """i32[B, T]; read where there is a window."""
+    k_position: Any = None
+    """i32[B, S]."""
 
     def dense(self) -> jax.Array | None:
         """bool[1 or B, T, S], or ``None`` where everything is allowed."""
@@ -49,6 +59,10 @@ class Mask(NamedTuple):
                 of_parent = self.q_parent[:, :, None] == self.k_segment[:, None, :]
                 joined = joined | (of_parent & (self.q_parent > 0)[:, :, None])
             allowed = joined if allowed is None else allowed & joined
+        if self.window is not None:
+            distance = self.q_position[:, :, None] - self.k_position[:, None, :]
+            near = (distance < self.window) | (jnp.asarray(self.window) == 0)
+            allowed = near if allowed is None else allowed & near
         return allowed
 
 
@@ -63,4 +77,6 @@ def batch_mask(batch: Batch) -> Mask:
         q_parent=batch.parent,
         q_group=batch.bidirectional,
         k_group=batch.bidirectional,
+        q_position=batch.positions[:, 0],
+        k_position=batch.positions[:, 0],
     )

@@ -8,7 +8,8 @@ from functools import partial
 import jax
 from flax import nnx
 
-from jaxvlm.nn.param import Init, contract, fan_in, param, zeros
+from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
+from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -26,26 +27,12 @@ class MLP(nnx.Module):
     Args:
         init: source of parameters.
         axes: mesh and rules.
-        width: D.
-        mlp_dim: F.
-        activation: a name in :data:`ACTIVATIONS`.
-        gated: SwiGLU-like (arXiv 2002.05202).
-        bias: biases on all projections.
+        spec: the block's; gated is SwiGLU-like (arXiv 2002.05202).
     """
 
-    def __init__(
-        self,
-        init: Init,
-        axes: Axes,
-        *,
-        width: int,
-        mlp_dim: int,
-        activation: str,
-        gated: bool,
-        bias: bool,
-    ):
-        D, F = width, mlp_dim
-        self.axes, self.activation = axes, activation
+    def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
+        D, F, gated, bias = spec.width, spec.mlp_dim, spec.gated, spec.mlp_bias
+        self.axes, self.activation = axes, spec.activation
         self.w_gate = param(init, (D, F), ("embed", "mlp"), fan_in(D)) if gated else None
         self.w_in = param(init, (D, F), ("embed", "mlp"), fan_in(D))
         self.w_out = param(init, (F, D), ("mlp", "embed"), fan_in(F))
@@ -56,15 +43,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         act = ACTIVATIONS[self.activation]
-        h = contract(x, self.w_in[...])  # BTD,DF->BTF
-        if self.b_in is not None:
-            h = h + self.b_in[...].astype(h.dtype)
-        if self.w_gate is not None:
-            gate = contract(x, self.w_gate[...])
-            if self.b_gate is not None:
-                gate = gate + self.b_gate[...].astype(gate.dtype)
-            h = h * act(gate)
-        else:
-            h = act(h)
-        y = contract(shard(self.axes, h, "batch", "seq", "mlp"), self.w_out[...])  # BTF,FD->BTD
-        return y if self.b_out is None else y + self.b_out[...].astype(y.dtype)
+        h = affine(x, self.w_in, self.b_in)  # BTD,DF->BTF
+        h = act(h) if self.w_gate is None else h * act(affine(x, self.w_gate, self.b_gate))
+        h = shard(self.axes, h, "batch", "seq", "mlp")
+        return affine(h, self.w_out, self.b_out)  # BTF,FD->BTD

@@ -104,6 +104,12 @@ def logical_axes(module: nnx.Module) -> dict[str, Logical]:
     }
 
 
+def affine(x: jax.Array, w: Any, b: Any, num_in: int = 1) -> jax.Array:
+    """:func:`contract` with the parameter ``w``, plus the parameter ``b`` unless it is ``None``."""
+    y = contract(x, w[...], num_in)
+    return y if b is None else y + b[...].astype(y.dtype)
+
+
 def contract(x: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
     """``x``'s last ``num_in`` dims against ``w``'s first: ``[..., in] x [in, out] -> [..., out]``.
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxvlm.config import RopeScaling
 
 
 class Rope(NamedTuple):
@@ -17,21 +22,119 @@ class Rope(NamedTuple):
     """f32[B, T, H/2]."""
 
 
-def rope(positions: jax.Array, head_dim: int, theta: float) -> Rope:
+_UNSCALED = RopeScaling()
+
+
+def rope(
+    positions: jax.Array,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling = _UNSCALED,
+    sections: tuple[int, ...] = (),
+    interleaved: bool = False,
+) -> Rope:
     """Rotation angles.
 
     Args:
-        positions: i32[B, R, T]; only R = 1 here (sections of M-RoPE come with the families).
+        positions: i32[B, R, T]; R = 1, or the number of sections.
         head_dim: H, even.
         theta: base of the wavelengths.
+        scaling: how they are stretched.
+        sections: how many of the H/2 wavelengths follow each row of positions; () is one row.
+        interleaved: the rows take turns (0 1 2 0 1 2 …) for as long as a section lasts, and what
+            remains follows row 0; else one section lies behind the other.
 
-    Source: RoFormer, arXiv 2104.09864, eq. 15.
+    Raises:
+        ValueError: rows of positions that the sections do not fit.
+
+    Source: RoFormer, arXiv 2104.09864, eq. 15; sections: Qwen2-VL, arXiv 2409.12191, and
+        Qwen3-VL, arXiv 2511.21631.
     """
-    if positions.shape[1] != 1:
-        raise ValueError(f"positions have {positions.shape[1]} rows; this decoder takes 1")
+    rows = positions.shape[1]
+    if rows not in (1, max(1, len(sections))):
+        raise ValueError(
+            f"positions have {rows} rows; this decoder takes 1"
+            + (f" or {len(sections)}" if sections else "")
+        )
+    if rows > 1:
+        row = section_rows(head_dim // 2, sections, interleaved)
+        place = jnp.swapaxes(positions[:, row], 1, 2)  # [B, T, H/2]
+    else:
+        place = positions[:, 0, :, None]
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    angle = positions[:, 0, :, None].astype(jnp.float32) * theta**-exponent
-    return Rope(jnp.cos(angle), jnp.sin(angle))
+    angle = place.astype(jnp.float32) * SCALINGS[scaling.kind](theta, exponent, scaling, positions)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling.magnitude != 1.0:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    return Rope(cos, sin)
+
+
+def section_rows(count: int, sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
+    """i64[count]: the row of positions that each wavelength follows; see :func:`rope`."""
+    if not interleaved:
+        return np.repeat(np.arange(len(sections)), sections)
+    row = np.zeros(count, np.int64)
+    for i in range(1, len(sections)):
+        row[i : len(sections) * sections[i] : len(sections)] = i
+    return row
+
+
+def _default(theta: float, exponent: jax.Array, _: RopeScaling, __: jax.Array) -> jax.Array:
+    return theta**-exponent
+
+
+def _linear(theta: float, exponent: jax.Array, to: RopeScaling, _: jax.Array) -> jax.Array:
+    return theta**-exponent / to.factor
+
+
+def _dynamic(theta: float, exponent: jax.Array, to: RopeScaling, positions: jax.Array) -> jax.Array:
+    """A larger base as soon as the longest row outgrows what was trained on."""
+    head_dim = 2 * exponent.shape[0]
+    longest = jnp.maximum(jnp.max(positions) + 1, to.original_length).astype(jnp.float32)
+    growth = to.factor * longest / to.original_length - (to.factor - 1)
+    return (theta * growth ** (head_dim / (head_dim - 2))) ** -exponent
+
+
+def _llama3(theta: float, exponent: jax.Array, to: RopeScaling, _: jax.Array) -> jax.Array:
+    """Long wavelengths are stretched, short ones are not, those between partly.
+
+    Source: Llama 3.1's reference code, ``apply_scaling``.
+    """
+    frequency = theta**-exponent
+    turns = to.original_length * frequency / (2 * math.pi)
+    kept = (turns - to.low_factor) / (to.high_factor - to.low_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return frequency * (kept + (1 - kept) / to.factor)
+
+
+def _yarn(theta: float, exponent: jax.Array, to: RopeScaling, _: jax.Array) -> jax.Array:
+    """As llama3, between two dims that turn ``beta_fast`` and ``beta_slow`` times.
+
+    Source: YaRN, arXiv 2309.00071, section 3.2.
+    """
+    head_dim = 2 * exponent.shape[0]
+
+    def dim_of(turns: float) -> float:
+        wavelength = to.original_length / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dim_of(to.beta_fast), dim_of(to.beta_slow)
+    if to.whole_dims:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # no division by zero where the borders meet
+    stretched = np.clip((np.arange(head_dim // 2) - low) / width, 0, 1).astype(np.float32)
+    return theta**-exponent * (stretched / to.factor + (1 - stretched))
+
+
+SCALINGS: dict[str, Callable[[float, jax.Array, RopeScaling, jax.Array], jax.Array]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+"""Kind -> frequencies f32[H/2] of (base, exponents f32[H/2], scaling, positions i32[B, R, T])."""
 
 
 def rotate(x: jax.Array, turn: Rope) -> jax.Array:

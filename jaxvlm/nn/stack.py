@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,59 +16,22 @@ from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init, constant, param
+from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSpec:
-    """Dims and variants of a block; ViT and decoder are two values of it."""
-
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    norm: str  # rms | layer
-    norm_eps: float
-    activation: str
-    gated: bool
-    attention: str  # backend
-    qkv_bias: bool = False
-    out_bias: bool = False  # of attention's last projection
-    mlp_bias: bool = False
-    qk_norm_all: bool = False  # queries and keys are normed over all heads together
-    layer_scale: float = 0.0  # first value of a learned factor on what is added; 0: none
-
-
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; what is added may be normed too."""
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
-        norm = NORMS[spec.norm]
+        norm = functools.partial(NORMS[spec.norm], init, spec.width, spec.norm_eps)
         self.axes = axes
-        self.norm1 = norm(init, spec.width, spec.norm_eps)
-        self.attn = Attention(
-            init,
-            axes,
-            width=spec.width,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            qkv_bias=spec.qkv_bias,
-            out_bias=spec.out_bias,
-            qk_norm_all=spec.qk_norm_all,
-            backend=spec.attention,
-        )
-        self.norm2 = norm(init, spec.width, spec.norm_eps)
-        self.mlp = MLP(
-            init,
-            axes,
-            width=spec.width,
-            mlp_dim=spec.mlp_dim,
-            activation=spec.activation,
-            gated=spec.gated,
-            bias=spec.mlp_bias,
-        )
+        self.norm1 = norm()
+        self.attn = Attention(init, axes, spec)
+        self.post_norm1 = norm() if spec.post_norms else None
+        self.norm2 = norm()
+        self.mlp = MLP(init, axes, spec)
+        self.post_norm2 = norm() if spec.post_norms else None
         D, first = spec.width, constant(spec.layer_scale)
         self.scale1 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
         self.scale2 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
@@ -78,17 +41,20 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, KVCache | None]:
         """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it."""
         y, kv = self.attn(self.norm1(x), context, kv)
-        x = x + _scaled(y, self.scale1)
-        x = x + _scaled(self.mlp(self.norm2(x)), self.scale2)
+        x = x + _added(y, self.post_norm1, self.scale1)
+        y = self.mlp(self.norm2(x))
+        x = x + _added(y, self.post_norm2, self.scale2)
         return shard(self.axes, x, "batch", "seq", "embed"), kv
 
 
-def _scaled(x: jax.Array, scale: Any) -> jax.Array:
-    return x if scale is None else x * scale[...].astype(x.dtype)
+def _added(y: jax.Array, norm: Any, scale: Any) -> jax.Array:
+    """What a half of a block adds to the stream."""
+    y = y if norm is None else norm(y)
+    return y if scale is None else y * scale[...].astype(y.dtype)
 
 
 class Local(NamedTuple):
-    """A second context, and which layers take it."""
+    """A second context, and which layers take it: sliding windows, another rotary base."""
 
     context: Context
     """``None`` in the same places as the first one."""
@@ -124,7 +90,7 @@ class Stack(nnx.Module):
         local: Local | None = None,
         skip_first: int = 0,
     ) -> tuple[jax.Array, KVCache | None]:
-        """[B, T, D] -> [B, T, D] through all blocks but the first and last that are skipped.
+        """[B, T, D] -> [B, T, D] through all blocks but those skipped.
 
         Args:
             x: the residual stream.
@@ -135,13 +101,16 @@ class Stack(nnx.Module):
             skip_first: blocks left out at the start (they were run before).
         """
         graph, params = nnx.split(self.blocks)
-        if skip_last or skip_first:
-            part = slice(skip_first, self.depth - skip_last)
-            params = jax.tree.map(lambda p: p[part], params)
+        run = range(skip_first, self.depth - skip_last)
+        if len(run) < self.depth:
+            params = jax.tree.map(lambda p: p[run.start : run.stop], params)
         choice = None
         if local is not None:
-            pattern = local.pattern * (self.depth // len(local.pattern) + 1)
-            choice = jnp.asarray(pattern[skip_first : self.depth - skip_last])
+            layers = [local.pattern[i % len(local.pattern)] for i in run]
+            if len(set(layers)) == 2:
+                choice = jnp.asarray(layers)
+            elif layers[0]:
+                context = local.context
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             layer_params, layer_kv, is_local = layer
@@ -157,8 +126,10 @@ class Stack(nnx.Module):
 _BLOCK_INPUT = "block_input"
 
 
-def _choose(is_local: jax.Array, local: Context, context: Context) -> Context:
+def _choose(is_local: jax.Array | None, local: Context, context: Context) -> Context:
     """One of two contexts, leaf by leaf; where both hold one array, that array."""
+    if is_local is None:
+        return context
 
     def leaf(a: Any, b: Any) -> Any:
         return a if a is b else jnp.where(is_local, a, b)

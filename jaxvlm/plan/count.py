@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import ModelConfig
+from jaxvlm.config import ModelConfig, layer_windows
 from jaxvlm.types import Batch
 
 
@@ -58,10 +58,14 @@ def forward(
         connector = images * patches * 2 * v.width * d.width
     heads = d.num_heads * d.head_dim
     weights = 2 * d.width * heads + 2 * d.width * d.num_kv_heads * d.head_dim
-    decoder_token = 2 * (weights + 3 * d.width * d.mlp_dim) + 4 * (length / 2) * heads
-    return Flops(
-        vision, connector, tokens * d.depth * decoder_token, tokens * 2 * d.width * d.vocab_size
-    )
+    layers = 2.0 * d.depth * (weights + 3 * d.width * d.mlp_dim)
+    layers += sum(4 * (_within(window, length) / 2) * heads for window in layer_windows(d))
+    return Flops(vision, connector, tokens * layers, tokens * 2 * d.width * d.vocab_size)
+
+
+def _within(window: int, length: float) -> float:
+    """``length`` where a query sees at most ``window`` keys; a row's first ones see fewer."""
+    return length if not 0 < window < length else window * (2 - window / length)
 
 
 def step(forward_flops: Flops, trained: dict[str, bool]) -> Flops:

@@ -1,36 +1,43 @@
-"""Llama's decoder (arXiv 2302.13971) in Hugging Face's words."""
+"""Llama's decoder (arXiv 2302.13971) in Hugging Face's words, and what its descendants share.
+
+SmolLM2 is a Llama. A family that changes little takes :data:`READS`, :data:`ONLY` and
+:func:`decoder`; :func:`entries` serves all of them, since their tensors bear the same names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxvlm.config import ConfigError, DecoderConfig
-from jaxvlm.models.families.fields import Fields, activation, read
+from jaxvlm.config import DecoderConfig
+from jaxvlm.models.families.fields import METADATA, Fields, activation, read
 from jaxvlm.models.families.names import Entry
+from jaxvlm.models.families.positions import Rotary, read_rotary
+
+READS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 2048,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+"""Fields that every descendant has, with Llama's defaults."""
+ONLY: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0,)}
+IGNORED = METADATA | {"cache_implementation", "is_llama_config", "transformers.js_config"}
 
 _FIELDS = Fields(
-    {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": None,
-        "rope_parameters": None,
-    },
-    {
-        "model_type": ("llama",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "attention_dropout": (0.0,),
-        "rope_scaling": (None,),
-    },
+    {**READS, "attention_bias": False, "mlp_bias": False},
+    {**ONLY, "model_type": ("llama",), "rope_interleaved": (False,)},
+    IGNORED,
 )
 
 
@@ -45,31 +52,45 @@ def decoder_from_hf(group: Mapping[str, Any], where: str) -> DecoderConfig:
         ConfigError: a field that is unknown here, or a value that this family can't do.
     """
     text = read(group, _FIELDS, where)
-    heads = text["num_attention_heads"]
-    return DecoderConfig(
-        vocab_size=text["vocab_size"],
-        width=text["hidden_size"],
-        depth=text["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=text["num_key_value_heads"] or heads,
-        head_dim=text["head_dim"] or text["hidden_size"] // heads,
-        mlp_dim=text["intermediate_size"],
-        rope_theta=_rope_theta(text, where),
-        activation=activation(text["hidden_act"], where + "hidden_act"),
-        norm_eps=float(text["rms_norm_eps"]),
-        tied_embeddings=bool(text["tie_word_embeddings"]),
+    bias = bool(text["attention_bias"])
+    return decoder(
+        text,
+        where,
+        read_rotary(text, where, 10_000.0),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=bool(text["mlp_bias"]),
     )
 
 
-def _rope_theta(text: Mapping[str, Any], where: str) -> float:
-    rope = dict(text["rope_parameters"] or {})
-    kind, theta = rope.pop("rope_type", "default"), rope.pop("rope_theta", None)
-    if kind != "default" or rope:
-        raise ConfigError(
-            f"{where}rope_parameters={text['rope_parameters']!r} is not "
-            "supported by this family, only rope_type='default' with rope_theta"
-        )
-    return float(theta or text["rope_theta"] or 10_000.0)
+def decoder(text: Mapping[str, Any], where: str, rotary: Rotary, **variants: Any) -> DecoderConfig:
+    """A decoder from the fields in :data:`READS`.
+
+    Args:
+        text: their values.
+        where: what error messages put before a field's name.
+        rotary: its rotary positions.
+        **variants: further fields of :class:`DecoderConfig`; they win.
+    """
+    heads = text["num_attention_heads"]
+    shared = {
+        "vocab_size": text["vocab_size"],
+        "width": text["hidden_size"],
+        "depth": text["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": text["num_key_value_heads"] or heads,
+        "head_dim": text["head_dim"] or text["hidden_size"] // heads,
+        "mlp_dim": text["intermediate_size"],
+        "rope_theta": rotary.theta,
+        "rope_scaling": rotary.scaling,
+        "rope_sections": rotary.sections,
+        "rope_interleaved": rotary.interleaved,
+        "norm_eps": float(text["rms_norm_eps"]),
+        "tied_embeddings": bool(text["tie_word_embeddings"]),
+    }
+    if "activation" not in variants:
+        shared["activation"] = activation(text["hidden_act"], where + "hidden_act")
+    return DecoderConfig(**{**shared, **variants})
 
 
 def dims(config: DecoderConfig) -> dict[str, int]:
@@ -88,25 +109,69 @@ def entries(config: DecoderConfig, model: str, head: str) -> tuple[Entry, ...]:
     """Every parameter of the decoder.
 
     Args:
-        config: a tied output matrix has no entry.
+        config: what is off in it (biases, norms, an output matrix of its own) has no entry.
         model: what stands before ``embed_tokens``.
         head: what stands before ``lm_head``.
     """
-    layer = model + "layers.{}."
-    untied = Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D")
-    return (
+    layers = (*_norms(config), *_attention(config), *_mlp(config))
+    top = [
         Entry("decoder/embed/table", model + "embed_tokens.weight", "V D", "V D"),
         Entry("decoder/norm/scale", model + "norm.weight", "D", "D"),
-        Entry("decoder/stack/blocks/norm1/scale", layer + "input_layernorm.weight", "D", "D"),
-        Entry(
-            "decoder/stack/blocks/norm2/scale", layer + "post_attention_layernorm.weight", "D", "D"
-        ),
-        Entry("decoder/stack/blocks/attn/wq", layer + "self_attn.q_proj.weight", "D N H", "NH D"),
-        Entry("decoder/stack/blocks/attn/wk", layer + "self_attn.k_proj.weight", "D K H", "KH D"),
-        Entry("decoder/stack/blocks/attn/wv", layer + "self_attn.v_proj.weight", "D K H", "KH D"),
-        Entry("decoder/stack/blocks/attn/wo", layer + "self_attn.o_proj.weight", "N H D", "D NH"),
-        Entry("decoder/stack/blocks/mlp/w_gate", layer + "mlp.gate_proj.weight", "D F", "F D"),
-        Entry("decoder/stack/blocks/mlp/w_in", layer + "mlp.up_proj.weight", "D F", "F D"),
-        Entry("decoder/stack/blocks/mlp/w_out", layer + "mlp.down_proj.weight", "F D", "D F"),
-        *(() if config.tied_embeddings else (untied,)),
-    )
+    ]
+    if not config.tied_embeddings:
+        top.append(Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D"))
+    ours, theirs = "decoder/stack/blocks/", model + "layers.{}."
+    return (*top, *(Entry(ours + o, theirs + t, here, there) for o, t, here, there in layers))
+
+
+_Rows = list[tuple[str, str, str, str]]
+
+
+def _norms(config: DecoderConfig) -> _Rows:
+    names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    if config.post_norms:
+        names = {
+            "norm1": "input_layernorm",
+            "post_norm1": "post_attention_layernorm",
+            "norm2": "pre_feedforward_layernorm",
+            "post_norm2": "post_feedforward_layernorm",
+        }
+    return [(ours + "/scale", theirs + ".weight", "D", "D") for ours, theirs in names.items()]
+
+
+def _attention(config: DecoderConfig) -> _Rows:
+    rows: _Rows = [
+        ("attn/wq", "self_attn.q_proj.weight", "D N H", "NH D"),
+        ("attn/wk", "self_attn.k_proj.weight", "D K H", "KH D"),
+        ("attn/wv", "self_attn.v_proj.weight", "D K H", "KH D"),
+        ("attn/wo", "self_attn.o_proj.weight", "N H D", "D NH"),
+    ]
+    if config.qkv_bias:
+        rows += [
+            ("attn/bq", "self_attn.q_proj.bias", "N H", "NH"),
+            ("attn/bk", "self_attn.k_proj.bias", "K H", "KH"),
+            ("attn/bv", "self_attn.v_proj.bias", "K H", "KH"),
+        ]
+    if config.out_bias:
+        rows.append(("attn/bo", "self_attn.o_proj.bias", "D", "D"))
+    if config.qk_norm:
+        rows += [
+            ("attn/q_norm/scale", "self_attn.q_norm.weight", "H", "H"),
+            ("attn/k_norm/scale", "self_attn.k_norm.weight", "H", "H"),
+        ]
+    return rows
+
+
+def _mlp(config: DecoderConfig) -> _Rows:
+    rows: _Rows = [
+        ("mlp/w_gate", "mlp.gate_proj.weight", "D F", "F D"),
+        ("mlp/w_in", "mlp.up_proj.weight", "D F", "F D"),
+        ("mlp/w_out", "mlp.down_proj.weight", "F D", "D F"),
+    ]
+    if config.mlp_bias:
+        rows += [
+            ("mlp/b_gate", "mlp.gate_proj.bias", "F", "F"),
+            ("mlp/b_in", "mlp.up_proj.bias", "F", "F"),
+            ("mlp/b_out", "mlp.down_proj.bias", "D", "D"),
+        ]
+    return rows

@@ -1,0 +1,30 @@
+"""What a transformer block is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """Dims and variants of a block; ViT and decoder are two values of it."""
+
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    norm: str  # a name in jaxvlm.nn.norm.NORMS
+    norm_eps: float
+    activation: str  # a name in jaxvlm.nn.mlp.ACTIVATIONS
+    gated: bool
+    attention: str  # backend
+    qkv_bias: bool = False
+    out_bias: bool = False  # of attention's last projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated
+    post_norms: bool = False  # what attention and MLP add to the stream is normed too
+    query_scale: float = 0.0  # of attention's scores; 0: head_dim ** -0.5
+    qk_norm_all: bool = False  # an RMSNorm over all heads of the queries, another of the keys
+    layer_scale: float = 0.0  # first value of a learned factor on what is added; 0: none
+    attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they don't
