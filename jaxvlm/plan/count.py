@@ -63,7 +63,7 @@ def forward(
     return Flops(vision, connector, tokens * layers, tokens * 2 * d.width * d.vocab_size)
 
 
-def _within(window: int, length: float) -> float:
+def _within(window: int, length: float | int) -> float | int:
     """``length`` where a query sees at most ``window`` keys; a row's first ones see fewer."""
     return length if not 0 < window < length else window * (2 - window / length)
 

@@ -64,3 +64,19 @@ def test_reach_counts_what_a_token_sees():
     assert count.reach(batch) == pytest.approx(2 * (1 + 2 + 1 + 2) / 4)
     parent = np.array([[0, 0, 1, 1, 0]], np.int32)
     assert count.reach(batch._replace(parent=parent)) == pytest.approx(2 * (1 + 2 + 3 + 4) / 4)
+
+
+def test_a_window_is_counted_as_what_it_sees():
+    decoder = dataclasses.replace(TINY.decoder, depth=3)
+    local = dataclasses.replace(decoder, window=5, window_pattern=(True, False))
+    length = 16
+    place = np.arange(length)
+    near = (place[:, None] >= place) & (place[:, None] - place < 5)
+    whole, windowed = (
+        count.forward(dataclasses.replace(TINY, decoder=d), length, length, 0).decoder
+        for d in (decoder, local)
+    )
+    heads = decoder.num_heads * decoder.head_dim
+    # Two of the three layers are local; a causal row counts half its square.
+    saved = 2 * 4 * heads * (length * length / 2 - near.sum())
+    assert whole - windowed == pytest.approx(saved, rel=0.1)
