@@ -25,7 +25,7 @@ class Connector(nnx.Module):
         init: source of parameters.
         axes: mesh and rules.
         config: variant.
-        vision_width: width of the ViT's tokens; with ``levels``, of each feature layer.
+        vision_width: width of the ViT's tokens, all feature layers together.
         width: D of the decoder.
     """
 
@@ -33,6 +33,7 @@ class Connector(nnx.Module):
         self, init: Init, axes: Axes, config: ConnectorConfig, vision_width: int, width: int
     ):
         check(config)
+        vision_width //= 1 + config.levels
         self.axes, self.config, self.vision_width = axes, config, vision_width
         merged = vision_width * (config.merge**2 if config.pool == "concat" else 1)
         normed = merged if config.norm_merged else vision_width

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvlm.config import ConfigError, VisionConfig
+from jaxvlm.config import ConfigError, VisionConfig, feature_blocks
 from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
 from jaxvlm.models.stem import STEMS
 from jaxvlm.nn.attention import Context
@@ -96,7 +96,7 @@ class ViT(nnx.Module):
     def _blocks(self, x: jax.Array, at: Places | None) -> jax.Array:
         """Through the blocks; the feature layers side by side."""
         context, local = self._contexts(at)
-        taps, depth = blocks_before(self.config), self.config.depth
+        taps, depth = feature_blocks(self.config), self.config.depth
         seen: dict[int, jax.Array] = {}
         # A scan over all blocks would keep every layer's output; this one is cut at the taps.
         for first, last in itertools.pairwise([0, *sorted(set(taps))]):
@@ -146,12 +146,6 @@ def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
 def num_patches(config: VisionConfig) -> int:
     """P: patches a picture, or places of the position table of a packed tower."""
     return (config.image_size // config.patch_size) ** 2
-
-
-def blocks_before(config: VisionConfig) -> tuple[int, ...]:
-    """Blocks that are run before each feature layer is taken, in the order of the layers."""
-    layers = config.feature_layers or (config.feature_layer,)
-    return tuple(config.depth + 1 + layer for layer in layers)
 
 
 def check(config: VisionConfig) -> None:

@@ -24,7 +24,7 @@ class Towers(nnx.Module):
 
     def __init__(self, init, axes, vision, connector, width):
         self.vision = ViT(init, axes, vision, "auto")
-        taps = 1 if connector is None or connector.levels else max(1, len(vision.feature_layers))
+        taps = max(1, len(vision.feature_layers))
         self.connector = (
             None
             if connector is None
