@@ -13,7 +13,7 @@ import optax
 
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
-from jaxvlm.config import ConfigError, TrainConfig
+from jaxvlm.config import ConfigError, TrainConfig, feature_blocks
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
@@ -87,12 +87,12 @@ def build_training(
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
     vision = config.model.vision
-    used = {"vision/stack/*": vision.depth + 1 + vision.feature_layer}
+    run = max(feature_blocks(vision))
     tx = make_optimizer(
         config.optim,
         schedule,
         {p: model.logical[p] for p in trainable},
-        used if vision.feature_layer < -1 else None,
+        {"vision/stack/*": run} if run < vision.depth else None,
     )
     plain = PlainRunner(model.apply)
     runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain

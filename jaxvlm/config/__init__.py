@@ -1,7 +1,7 @@
 """Settings: dataclasses inside, a ConfigDict at the door."""
 
 from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
-from jaxvlm.config.derived import layer_windows
+from jaxvlm.config.derived import feature_blocks, layer_windows
 from jaxvlm.config.schema import (
     CheckpointConfig,
     ConnectorConfig,
@@ -30,6 +30,7 @@ __all__ = [
     "TrainConfig",
     "VisionConfig",
     "default_config",
+    "feature_blocks",
     "from_config_dict",
     "layer_windows",
     "to_config_dict",

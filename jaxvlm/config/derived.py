@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from jaxvlm.config.schema import DecoderConfig
+from jaxvlm.config.schema import DecoderConfig, VisionConfig
 
 
 def layer_windows(config: DecoderConfig) -> list[int]:
     """Positions that each layer's queries see, layer by layer; 0 is all."""
     pattern = config.window_pattern
     return [config.window if pattern[i % len(pattern)] else 0 for i in range(config.depth)]
+
+
+def feature_blocks(config: VisionConfig) -> tuple[int, ...]:
+    """Blocks that are run before each feature layer is taken, in the order of the layers."""
+    layers = config.feature_layers or (config.feature_layer,)
+    return tuple(config.depth + 1 + layer for layer in layers)

@@ -13,21 +13,37 @@ import dataclasses
 class VisionConfig:
     """A pre-norm ViT."""
 
-    image_size: int = 64  # pixels a side
+    image_size: int = 64  # pixels a side; packed: of the square that ``position`` is a table for
     patch_size: int = 16  # pixels a side
     width: int = 64
     depth: int = 2
     num_heads: int = 4
     mlp_dim: int = 256
     stem: str = "linear"  # linear: one matmul a patch; conv: 3x3 stride-2 convolutions
-    position: str = "learned"  # learned | sincos2d
+    position: str = "learned"  # learned | sincos2d | none
     activation: str = "gelu"  # gelu | gelu_tanh | quick_gelu | silu | relu
+    gated: bool = False  # (act(x W_gate) * x W_in) W_out in the MLP
     class_token: bool = False  # prepended, and dropped again before the connector
+    keep_class_token: bool = False  # it is a visual token too
     patch_bias: bool = True
+    qkv_bias: bool = True
+    qk_norm_all: bool = False  # RMSNorm over all heads of the queries, another of the keys
+    layer_scale: float = 0.0  # first value of a learned factor on what blocks add; 0: none
     pre_norm: bool = False  # CLIP's LayerNorm before the first block
-    feature_layer: int = -1  # -1: after the last block; -2: before it, and so on
-    final_norm: bool = True  # a LayerNorm behind the last block; used where feature_layer is -1
+    feature_layer: int = -1  # -1: after the last block; -2: before it, and so on; -depth - 1: first
+    feature_layers: tuple[int, ...] = ()  # several, side by side in each token; (): feature_layer
+    post_norm: bool = True  # a LayerNorm lies behind the last block
+    final_norm: bool = True  # it is used, where feature_layer is -1
+    norm: str = "layer"  # of the blocks: layer | rms
     norm_eps: float = 1e-6
+    packed: bool = False  # patches of pictures of any size in a row, instead of square pictures
+    patch_layout: str = "hwc"  # of a packed patch: hwc | cthw
+    frames: int = 1  # of a video in one packed patch (t)
+    block: int = 1  # packed patches come in blocks of m x m neighbours, blocks row by row
+    position_resize: str = "corners"  # packed: corners | antialias, how the table meets a grid
+    rope_theta: float = 0.0  # of rotary positions (row, column); 0: none
+    window: int = 0  # packed: pixels a side that attention stays in; 0: the whole picture
+    full_layers: tuple[int, ...] = ()  # blocks, from 0, that see the whole picture all the same
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of pixels in 0..1, red green blue
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     remat: str = "none"  # none | dots | full | offload
@@ -40,6 +56,13 @@ class ConnectorConfig:
     kind: str = "mlp"  # mlp: linear, activation, linear | linear
     hidden: int = 0  # 0: the decoder's width
     merge: int = 1  # m x m neighbouring patches become one visual token
+    pool: str = "concat"  # what a merge does: concat | mean
+    norm: str = "none"  # none | layer | rms | rms_plus_one (the factor is 1 + scale)
+    norm_merged: bool = False  # the norm lies behind the merge, not before
+    norm_eps: float = 1e-6
+    bias: bool = True
+    newline: bool = False  # a learned token ends each picture
+    levels: int = 0  # DeepStack: how many of the ViT's feature_layers have a connector of their own
     activation: str = "gelu"
 
 

@@ -2,71 +2,154 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Collection
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.config import ConfigError, ConnectorConfig
 from jaxvlm.nn.mlp import ACTIVATIONS
-from jaxvlm.nn.param import Init, contract, fan_in, param, zeros
+from jaxvlm.nn.norm import NORMS
+from jaxvlm.nn.param import Init, contract, fan_in, normal, param, zeros
 from jaxvlm.parallel.rules import Axes, shard
 
 
 class Connector(nnx.Module):
-    """Linear, activation, linear; or one linear map.
+    """Norm, merge of neighbours, then linear, activation, linear; or one linear map.
 
     Args:
         init: source of parameters.
         axes: mesh and rules.
         config: variant.
-        vision_width: width of the ViT's tokens.
+        vision_width: width of the ViT's tokens, all feature layers together.
         width: D of the decoder.
     """
 
     def __init__(
         self, init: Init, axes: Axes, config: ConnectorConfig, vision_width: int, width: int
     ):
-        if config.kind not in ("mlp", "linear"):
-            raise ConfigError(f"config.model.connector.kind={config.kind!r}; known: mlp, linear")
-        if config.activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"config.model.connector.activation={config.activation!r}; "
-                f"known: {', '.join(ACTIVATIONS)}"
-            )
-        self.axes, self.activation, self.merge = axes, config.activation, config.merge
-        vision_width *= config.merge**2
-        mlp = config.kind == "mlp"
-        hidden = (config.hidden or width) if mlp else vision_width
-        draw = fan_in(vision_width)
-        self.w_in = param(init, (vision_width, hidden), ("embed", "mlp"), draw) if mlp else None
-        self.b_in = param(init, (hidden,), ("mlp",), zeros) if mlp else None
+        check(config)
+        vision_width //= 1 + config.levels
+        self.axes, self.config, self.vision_width = axes, config, vision_width
+        merged = vision_width * (config.merge**2 if config.pool == "concat" else 1)
+        normed = merged if config.norm_merged else vision_width
+        self.norm: Any = (
+            None if config.norm == "none" else NORMS[config.norm](init, normed, config.norm_eps)
+        )
+        mlp, bias = config.kind == "mlp", config.bias
+        hidden = (config.hidden or width) if mlp else merged
+        draw = fan_in(merged)
+        self.w_in = param(init, (merged, hidden), ("embed", "mlp"), draw) if mlp else None
+        self.b_in = param(init, (hidden,), ("mlp",), zeros) if mlp and bias else None
         out_axes = ("mlp", "embed") if mlp else ("embed", "norm")
         self.w_out = param(init, (hidden, width), out_axes, fan_in(hidden))
-        self.b_out = param(init, (width,), ("norm",), zeros)
+        self.b_out = param(init, (width,), ("norm",), zeros) if bias else None
+        self.newline = (
+            param(init, (width,), ("norm",), normal(width**-0.5)) if config.newline else None
+        )
+        level = dataclasses.replace(config, levels=0, newline=False, norm_merged=True)
+        self.levels: Any = (
+            Connector(init.stacked(config.levels), axes, level, vision_width, width)
+            if config.levels
+            else None
+        )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, P, D_vision] -> [B, P / merge^2, D]."""
-        x = merge_patches(x, self.merge)
-        if self.w_in is not None and self.b_in is not None:
-            x = contract(x, self.w_in[...]) + self.b_in[...].astype(x.dtype)
-            x = ACTIVATIONS[self.activation](shard(self.axes, x, "batch", "seq", "mlp"))
-        return contract(x, self.w_out[...]) + self.b_out[...].astype(x.dtype)
+    def __call__(self, x: jax.Array, blocks: bool = False) -> jax.Array:
+        """Visual tokens for the decoder's first layer.
+
+        Args:
+            x: [B, P, D_vision], rows of a square picture or packed patches; with ``levels``,
+                their feature layers lie side by side behind the first one, which is taken here.
+            blocks: the patches to merge follow each other (packed), instead of plain rows.
+
+        Returns:
+            [B, P / merge^2, D], and one token more with ``newline``.
+        """
+        config = self.config
+        x = x[..., : self.vision_width] if self.levels is not None else x
+        if self.norm is not None and not config.norm_merged:
+            x = self.norm(x)
+        x = merge_patches(x, config.merge, config.pool, blocks)
+        if self.norm is not None and config.norm_merged:
+            x = self.norm(x)
+        if self.w_in is not None:
+            x = contract(x, self.w_in[...])
+            x = x if self.b_in is None else x + self.b_in[...].astype(x.dtype)
+            x = ACTIVATIONS[config.activation](shard(self.axes, x, "batch", "seq", "mlp"))
+        x = contract(x, self.w_out[...])
+        x = x if self.b_out is None else x + self.b_out[...].astype(x.dtype)
+        if self.newline is not None:
+            end = jnp.broadcast_to(self.newline[...].astype(x.dtype), (x.shape[0], 1, x.shape[2]))
+            x = jnp.concatenate([x, end], axis=1)
+        return x
+
+    def deep(self, x: jax.Array, blocks: bool = False) -> jax.Array:
+        """What DeepStack adds to the visual tokens in the decoder's first layers.
+
+        Args:
+            x: [B, P, (1 + levels) * D_vision], as for :meth:`__call__`.
+            blocks: as there.
+
+        Returns:
+            [levels, B, P / merge^2, D].
+
+        Source: DeepStack, arXiv 2406.04334; Qwen3-VL, arXiv 2511.21631.
+        """
+        graph, params = nnx.split(self.levels)
+        parts = jnp.split(x, 1 + self.config.levels, axis=-1)[1:]
+        return jnp.stack(
+            [
+                nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], params))(part, blocks)
+                for i, part in enumerate(parts)
+            ]
+        )
 
 
-def merge_patches(x: jax.Array, merge: int) -> jax.Array:
-    """Join ``merge`` x ``merge`` neighbours of a square grid, row by row (pixel shuffle).
+def check(config: ConnectorConfig) -> None:
+    """Refuse words that mean nothing.
+
+    Raises:
+        ConfigError: which field, and what would do.
+    """
+    for field, known in _KNOWN.items():
+        if getattr(config, field) not in known:
+            said = f"{field}={getattr(config, field)!r}"
+            raise ConfigError(f"config.model.connector.{said}; known: {', '.join(known)}")
+
+
+_KNOWN: dict[str, Collection[str]] = {
+    "kind": ("mlp", "linear"),
+    "activation": ACTIVATIONS,
+    "pool": ("concat", "mean"),
+    "norm": ("none", *NORMS),
+}
+"""Field -> the words that it may be."""
+
+
+def merge_patches(
+    x: jax.Array, merge: int, pool: str = "concat", blocks: bool = False
+) -> jax.Array:
+    """Join ``merge`` x ``merge`` neighbours, row by row (pixel shuffle).
 
     Args:
-        x: [B, P, D], P a square whose side ``merge`` divides.
+        x: [B, P, D]; a square grid whose side ``merge`` divides, or any with ``blocks``.
         merge: neighbours a side.
+        pool: ``concat`` or ``mean``.
+        blocks: the patches to merge follow each other already.
 
     Returns:
-        [B, P / merge^2, merge^2 * D].
+        [B, P / merge^2, merge^2 * D], or [B, P / merge^2, D] of their mean.
     """
     if merge == 1:
         return x
     B, P, D = x.shape
-    side = math.isqrt(P) // merge
-    x = x.reshape(B, side, merge, side, merge, D).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(B, side * side, merge * merge * D)
+    if not blocks:
+        side = math.isqrt(P) // merge
+        x = x.reshape(B, side, merge, side, merge, D).transpose(0, 1, 3, 2, 4, 5)
+    if pool == "mean":
+        return jnp.mean(x.reshape(B, P // merge**2, merge**2, D), axis=2)
+    return x.reshape(B, P // merge**2, merge**2 * D)

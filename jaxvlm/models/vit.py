@@ -3,107 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import math
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvlm.config import ConfigError, VisionConfig
+from jaxvlm.config import ConfigError, VisionConfig, feature_blocks
+from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
+from jaxvlm.models.stem import STEMS
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
-from jaxvlm.nn.norm import LayerNorm
-from jaxvlm.nn.param import Init, contract, fan_in, normal, param, zeros
-from jaxvlm.nn.stack import BlockSpec, Stack
+from jaxvlm.nn.norm import NORMS, LayerNorm
+from jaxvlm.nn.param import Init, normal, param
+from jaxvlm.nn.spec import BlockSpec
+from jaxvlm.nn.stack import Local, Stack
 from jaxvlm.parallel.rules import Axes, shard
 
 
-class LinearStem(nnx.Module):
-    """One matmul a patch: patchify is a reshape (arXiv 2010.11929)."""
-
-    def __init__(self, init: Init, config: VisionConfig):
-        inner = (config.patch_size, config.patch_size, 3)
-        self.patch_size = config.patch_size
-        axes = ("patch", "patch", "patch", "embed")
-        self.w = param(init, (*inner, config.width), axes, fan_in(*inner))
-        self.b = param(init, (config.width,), ("norm",), zeros) if config.patch_bias else None
-
-    def __call__(self, pixels: jax.Array) -> jax.Array:
-        """[B, H, W, 3] -> [B, P, D], patches row by row."""
-        B, H, W, C = pixels.shape
-        p = self.patch_size
-        x = pixels.reshape(B, H // p, p, W // p, p, C).transpose(0, 1, 3, 2, 4, 5)
-        x = contract(x.reshape(B, (H // p) * (W // p), p, p, C), self.w[...], 3)
-        return x if self.b is None else x + self.b[...].astype(x.dtype)
-
-
-class ConvStem(nnx.Module):
-    """3x3 stride-2 convolutions down to one place a patch (arXiv 2106.14881).
-
-    Channels double from a quarter of the ViT's width up to it. Small models from scratch learn
-    shapes with it that a linear patch embedding misses.
-    """
-
-    def __init__(self, init: Init, config: VisionConfig):
-        steps = int(math.log2(config.patch_size))
-        if config.patch_size != 2**steps or not steps:
-            raise ConfigError(
-                f"config.model.vision.stem='conv' halves the picture at each step: patch_size="
-                f"{config.patch_size} must be a power of two, at least 2"
-            )
-        channels = [3, *conv_channels(config.width, steps)]
-        self.activation = config.activation
-        axes = ("patch", "patch", "patch", "embed")
-        self.convs: nnx.List = nnx.List()
-        self.biases: nnx.List = nnx.List()
-        for c_in, c_out in itertools.pairwise(channels):
-            # Twice the variance of fan_in keeps the scale behind a ReLU-like activation.
-            draw = normal(math.sqrt(2.0 / (9 * c_in)))
-            self.convs.append(param(init, (3, 3, c_in, c_out), axes, draw))
-            self.biases.append(param(init, (c_out,), ("norm",), zeros))
-
-    def __call__(self, pixels: jax.Array) -> jax.Array:
-        """[B, H, W, 3] -> [B, P, D]."""
-        x = pixels
-        for i, (w, b) in enumerate(zip(self.convs, self.biases)):
-            x = _conv3x3_stride2(x, w[...]) + b[...].astype(x.dtype)
-            if i + 1 < len(self.convs):
-                x = ACTIVATIONS[self.activation](x)
-        return x.reshape(x.shape[0], -1, x.shape[-1])
-
-
-def _conv3x3_stride2(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[B, H, W, C] x [3, 3, C, E] -> [B, H/2, W/2, E], zero padding of one.
-
-    Nine shifted views and one matmul: XLA's CPU convolution has a slow gradient.
-    """
-    H, W = x.shape[1] // 2, x.shape[2] // 2
-    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    views = [
-        jax.lax.slice(
-            padded,
-            (0, i, j, 0),
-            (x.shape[0], i + 2 * H - 1, j + 2 * W - 1, x.shape[3]),
-            (1, 2, 2, 1),
-        )
-        for i in range(3)
-        for j in range(3)
-    ]
-    return contract(jnp.stack(views, axis=3), w.reshape(9, *w.shape[2:]), 2)
-
-
-def conv_channels(width: int, steps: int) -> list[int]:
-    """Channels after each convolution of a :class:`ConvStem`; the last is ``width``."""
-    return [max(8, width >> max(0, 2 - i)) for i in range(steps - 1)] + [width]
-
-
-STEMS = {"linear": LinearStem, "conv": ConvStem}
-
-
 class ViT(nnx.Module):
-    """Pictures of one fixed size to visual tokens.
+    """Pictures of one fixed size, or packed patches of any, to visual tokens.
 
     Args:
         init: source of parameters.
@@ -126,55 +47,104 @@ class ViT(nnx.Module):
             param(init, (tokens, D), ("position", "embed"), normal(0.02)) if learned else None
         )
         self.pre_norm = LayerNorm(init, D, config.norm_eps) if config.pre_norm else None
-        spec = BlockSpec(
-            width=D,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_dim=D // config.num_heads,
-            mlp_dim=config.mlp_dim,
-            norm="layer",
-            norm_eps=config.norm_eps,
-            activation=config.activation,
-            gated=False,
-            qkv_bias=True,
-            out_bias=True,
-            mlp_bias=True,
-            attention=attention,
-        )
-        self.stack = Stack(init, axes, spec, config.depth, config.remat)
+        self.stack = Stack(init, axes, block_spec(config, attention), config.depth, config.remat)
         # Like the blocks behind feature_layer, a norm that is not used is kept for export.
-        self.norm = LayerNorm(init, D, config.norm_eps)
+        self.norm = LayerNorm(init, D, config.norm_eps) if config.post_norm else None
 
-    def __call__(self, pixels: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
         """Visual tokens of normalised pictures.
 
         Args:
-            pixels: [B, H, W, 3], about unit variance, in the compute dtype.
+            x: [B, H, W, 3], about unit variance, in the compute dtype; or packed patches
+                [B, P, patch_dim], with their ``grid``.
+            grid: i32[B, I, 3] (t, h, w) of each picture in a row; zeros where there is none.
 
         Returns:
-            [B, P, D]; the class token is dropped.
+            [B, P, D], a row of tokens a picture or a row of packed patches. The class token is
+            dropped unless it is kept, and lies first then; several feature layers lie side by
+            side in D.
+
+        Raises:
+            ValueError: a grid for fixed pictures, or none for packed patches.
         """
-        x = self.stem(pixels)
+        config = self.config
+        if (grid is not None) != config.packed:
+            raise ValueError("a grid goes with packed patches, and only with them")
+        x = self.stem(x)
         x = shard(self.axes, x, "batch", "seq", "embed")
+        at = None if grid is None else places(grid, x.shape[1], config.block)
         if self.class_token is not None:
             token = jnp.broadcast_to(
                 self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2])
             )
             x = jnp.concatenate([token, x], axis=1)
-        if self.position is not None:
-            x = x + self.position[...].astype(x.dtype)
-        else:
-            x = x + jnp.asarray(sincos2d(self.config), x.dtype)
+        x = self._add_position(x, at)
         if self.pre_norm is not None:
             x = self.pre_norm(x)
-        x, _ = self.stack(x, Context(Mask()), skip_last=-1 - self.config.feature_layer)
-        if self.config.feature_layer == -1 and self.config.final_norm:
-            x = self.norm(x)
-        return x[:, 1:] if self.class_token is not None else x
+        x = self._blocks(x, at)
+        drop = self.class_token is not None and not config.keep_class_token
+        return x[:, 1:] if drop else x
+
+    def _add_position(self, x: jax.Array, at: Places | None) -> jax.Array:
+        if self.position is not None:
+            table = self.position[...].astype(x.dtype)
+            return x + (table if at is None else resample(table, at, self.config.position_resize))
+        if self.config.position == "sincos2d":
+            x = x + jnp.asarray(sincos2d(self.config), x.dtype)
+        return x
+
+    def _blocks(self, x: jax.Array, at: Places | None) -> jax.Array:
+        """Through the blocks; the feature layers side by side."""
+        context, local = self._contexts(at)
+        taps, depth = feature_blocks(self.config), self.config.depth
+        seen: dict[int, jax.Array] = {}
+        # A scan over all blocks would keep every layer's output; this one is cut at the taps.
+        for first, last in itertools.pairwise([0, *sorted(set(taps))]):
+            if last > first:
+                x, _ = self.stack(x, context, skip_last=depth - last, local=local, skip_first=first)
+            seen[last] = x
+        if depth in seen and self.norm is not None and self.config.final_norm:
+            seen[depth] = self.norm(seen[depth])
+        return jnp.concatenate([seen[n] for n in taps], axis=-1) if len(taps) > 1 else seen[taps[0]]
+
+    def _contexts(self, at: Places | None) -> tuple[Context, Local | None]:
+        """What all blocks share, and what those that see a window share."""
+        config = self.config
+        if at is None:
+            return Context(Mask()), None
+        turn = rope2d(at, config.width // config.num_heads, config.rope_theta)
+        rope = turn if config.rope_theta else None
+        context = Context(Mask(q_segment=at.segment, k_segment=at.segment), rope)
+        if not config.window:
+            return context, None
+        near = windows(at, config.window // config.patch_size)
+        pattern = tuple(i not in config.full_layers for i in range(config.depth))
+        return context, Local(Context(Mask(q_segment=near, k_segment=near), rope), pattern)
+
+
+def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
+    """The tower's block."""
+    return BlockSpec(
+        width=config.width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.width // config.num_heads,
+        mlp_dim=config.mlp_dim,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        activation=config.activation,
+        gated=config.gated,
+        qkv_bias=config.qkv_bias,
+        out_bias=True,
+        mlp_bias=True,
+        qk_norm_all=config.qk_norm_all,
+        layer_scale=config.layer_scale,
+        attention=attention,
+    )
 
 
 def num_patches(config: VisionConfig) -> int:
-    """P: visual tokens a picture."""
+    """P: patches a picture, or places of the position table of a packed tower."""
     return (config.image_size // config.patch_size) ** 2
 
 
@@ -185,6 +155,10 @@ def check(config: VisionConfig) -> None:
         ConfigError: which field, and what would do.
     """
     where = "config.model.vision"
+    for field, known in _KNOWN.items():
+        if getattr(config, field) not in known:
+            said = f"{field}={getattr(config, field)!r}"
+            raise ConfigError(f"{where}.{said}; known: {', '.join(known)}")
     if config.image_size % config.patch_size:
         raise ConfigError(
             f"{where}.image_size={config.image_size} is not a multiple of "
@@ -196,22 +170,60 @@ def check(config: VisionConfig) -> None:
         raise ConfigError(
             f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}"
         )
-    if config.stem not in STEMS:
-        raise ConfigError(f"{where}.stem={config.stem!r}; known: {', '.join(STEMS)}")
-    if config.activation not in ACTIVATIONS:
-        raise ConfigError(
-            f"{where}.activation={config.activation!r}; known: {', '.join(ACTIVATIONS)}"
-        )
-    if config.position not in ("learned", "sincos2d"):
-        raise ConfigError(f"{where}.position={config.position!r}; known: learned, sincos2d")
     if config.position == "sincos2d" and (config.class_token or config.width % 4):
         raise ConfigError(f"{where}.position='sincos2d' takes no class token and a width of 4n")
-    if not -config.depth <= config.feature_layer <= -1:
-        raise ConfigError(
-            f"{where}.feature_layer={config.feature_layer} counts from the end: -{config.depth}..-1"
-        )
+    for layer in (config.feature_layer, *config.feature_layers):
+        if not -config.depth - 1 <= layer <= -1:
+            name = "feature_layers" if config.feature_layers else "feature_layer"
+            raise ConfigError(
+                f"{where}.{name}={layer} counts from the end: -{config.depth + 1}..-1"
+            )
     if config.stem == "conv" and not config.patch_bias:
         raise ConfigError(f"{where}.patch_bias=False has no meaning for stem='conv'")
+    if config.keep_class_token and not config.class_token:
+        raise ConfigError(f"{where}.keep_class_token=True without class_token")
+    _check_packed(config, where)
+
+
+def _check_packed(config: VisionConfig, where: str) -> None:
+    """The half of :func:`check` about packed patches."""
+    if config.packed:
+        if config.stem == "conv" or config.position == "sincos2d" or config.class_token:
+            raise ConfigError(
+                f"{where}.packed=True takes stem='linear', position='learned' or 'none', and no "
+                "class token"
+            )
+        side = config.patch_size * config.block
+        if config.block < 1 or config.window % side:
+            raise ConfigError(
+                f"{where}.window={config.window} is not a multiple of patch_size x block = {side}"
+            )
+        head_dim = config.width // config.num_heads
+        if config.rope_theta and head_dim % 4:
+            raise ConfigError(f"{where}.rope_theta takes heads of 4n dims, not {head_dim}")
+    else:
+        names = ("patch_layout", "frames", "block", "rope_theta", "window")
+        default = VisionConfig()
+        for name in names:
+            if getattr(config, name) != getattr(default, name):
+                raise ConfigError(f"{where}.{name}={getattr(config, name)!r} without packed=True")
+    if config.frames > 1 and config.patch_layout == "hwc":
+        raise ConfigError(f"{where}.frames={config.frames} takes patch_layout='cthw'")
+    if any(not 0 <= layer < config.depth for layer in config.full_layers):
+        raise ConfigError(
+            f"{where}.full_layers={config.full_layers} are not all in 0..{config.depth - 1}"
+        )
+
+
+_KNOWN: dict[str, Collection[str]] = {
+    "stem": STEMS,
+    "activation": ACTIVATIONS,
+    "position": ("learned", "sincos2d", "none"),
+    "norm": NORMS,
+    "patch_layout": ("hwc", "cthw"),
+    "position_resize": AXES,
+}
+"""Field -> the words that it may be."""
 
 
 def sincos2d(config: VisionConfig) -> np.ndarray:

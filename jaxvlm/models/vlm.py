@@ -28,15 +28,25 @@ def num_visual_tokens(config: ModelConfig) -> int:
     """Tokens that a picture takes in the decoder's row.
 
     Raises:
-        ConfigError: the connector's ``merge`` does not divide the grid of patches.
+        ConfigError: the connector's ``merge`` does not divide the grid of patches, or is not the
+            ``block`` that packed patches come in.
     """
-    side, merge = config.vision.image_size // config.vision.patch_size, config.connector.merge
+    vision, connector = config.vision, config.connector
+    side, merge = vision.image_size // vision.patch_size, connector.merge
     if merge < 1 or side % merge:
         raise ConfigError(
             f"config.model.connector.merge={merge} does not divide the {side} x {side} patches "
             "of a picture"
         )
-    return (side // merge) ** 2
+    if vision.packed and merge != vision.block:
+        raise ConfigError(
+            f"config.model.connector.merge={merge} is not config.model.vision.block={vision.block}"
+        )
+    if vision.keep_class_token and merge > 1:
+        raise ConfigError(
+            f"config.model.connector.merge={merge} takes patches alone, without the class token"
+        )
+    return (side // merge) ** 2 + vision.keep_class_token + connector.newline
 
 
 class Stream(NamedTuple):
@@ -68,7 +78,8 @@ class VLM(nnx.Module):
         num_visual_tokens(config)  # refuses a merge that does not fit
         self.config, self.axes = config, axes["decoder"]
         self.vision = ViT(init, axes["vision"], config.vision, config.attention)
-        widths = (config.vision.width, config.decoder.width)
+        taps = max(1, len(config.vision.feature_layers))
+        widths = (taps * config.vision.width, config.decoder.width)
         self.connector = Connector(init, axes["connector"], config.connector, *widths)
         self.decoder = Decoder(init, axes["decoder"], config.decoder, config.attention)
 

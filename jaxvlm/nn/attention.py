@@ -10,11 +10,13 @@ from flax import nnx
 from jaxvlm.nn.kernels import Scores, attend
 from jaxvlm.nn.kv import KVCache, append
 from jaxvlm.nn.mask import Mask
-from jaxvlm.nn.norm import NORMS
+from jaxvlm.nn.norm import NORMS, RMSNorm
 from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
 from jaxvlm.nn.rope import Rope, rotate
 from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
+
+_NORM_ALL_EPS = 1e-6  # whatever the blocks' own norms have
 
 
 class Context(NamedTuple):
@@ -51,6 +53,8 @@ class Attention(nnx.Module):
         norm = NORMS[spec.norm]
         self.q_norm = norm(init, H, spec.norm_eps) if spec.qk_norm else None
         self.k_norm = norm(init, H, spec.norm_eps) if spec.qk_norm else None
+        self.q_norm_all = RMSNorm(init, N * H, _NORM_ALL_EPS) if spec.qk_norm_all else None
+        self.k_norm_all = RMSNorm(init, K * H, _NORM_ALL_EPS) if spec.qk_norm_all else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
@@ -61,6 +65,8 @@ class Attention(nnx.Module):
         v = self._project(x, self.wv, self.bv, "kv_heads")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm_all is not None and self.k_norm_all is not None:
+            q, k = _norm_all(q, self.q_norm_all), _norm_all(k, self.k_norm_all)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         if kv is not None:
@@ -74,3 +80,8 @@ class Attention(nnx.Module):
     def _project(self, x: jax.Array, w: Any, b: Any, heads: str) -> jax.Array:
         y = affine(x, w, b)  # BTD,DNH->BTNH
         return shard(self.axes, y, "batch", "seq", heads, "head_dim")
+
+
+def _norm_all(x: jax.Array, norm: RMSNorm) -> jax.Array:
+    """[B, T, N, H] -> [B, T, N, H], normed over N and H together."""
+    return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

@@ -35,6 +35,11 @@ def zeros(_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
+def constant(value: float) -> Initializer:
+    """All ``value``."""
+    return lambda _key, shape: jnp.full(shape, value, jnp.float32)
+
+
 def ones(_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """All ones."""
     return jnp.ones(shape, jnp.float32)

@@ -25,4 +25,6 @@ class BlockSpec:
     qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated
     post_norms: bool = False  # what attention and MLP add to the stream is normed too
     query_scale: float = 0.0  # of attention's scores; 0: head_dim ** -0.5
+    qk_norm_all: bool = False  # an RMSNorm over all heads of the queries, another of the keys
+    layer_scale: float = 0.0  # first value of a learned factor on what is added; 0: none
     attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they don't

@@ -15,7 +15,7 @@ from jaxvlm.nn.attention import Attention, Context
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.norm import NORMS
-from jaxvlm.nn.param import Init
+from jaxvlm.nn.param import Init, constant, param
 from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
@@ -32,16 +32,25 @@ class Block(nnx.Module):
         self.norm2 = norm()
         self.mlp = MLP(init, axes, spec)
         self.post_norm2 = norm() if spec.post_norms else None
+        D, first = spec.width, constant(spec.layer_scale)
+        self.scale1 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
+        self.scale2 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
     ) -> tuple[jax.Array, KVCache | None]:
         """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it."""
         y, kv = self.attn(self.norm1(x), context, kv)
-        x = x + (y if self.post_norm1 is None else self.post_norm1(y))
+        x = x + _added(y, self.post_norm1, self.scale1)
         y = self.mlp(self.norm2(x))
-        x = x + (y if self.post_norm2 is None else self.post_norm2(y))
+        x = x + _added(y, self.post_norm2, self.scale2)
         return shard(self.axes, x, "batch", "seq", "embed"), kv
+
+
+def _added(y: jax.Array, norm: Any, scale: Any) -> jax.Array:
+    """What a half of a block adds to the stream."""
+    y = y if norm is None else norm(y)
+    return y if scale is None else y * scale[...].astype(y.dtype)
 
 
 class Local(NamedTuple):
@@ -79,8 +88,9 @@ class Stack(nnx.Module):
         kv: KVCache | None = None,
         skip_last: int = 0,
         local: Local | None = None,
+        skip_first: int = 0,
     ) -> tuple[jax.Array, KVCache | None]:
-        """[B, T, D] -> [B, T, D] through all blocks but the last ``skip_last``.
+        """[B, T, D] -> [B, T, D] through all blocks but those skipped.
 
         Args:
             x: the residual stream.
@@ -88,13 +98,15 @@ class Stack(nnx.Module):
             kv: caches with a leading dim L, or ``None``.
             skip_last: blocks left out at the end (a tower read before its last layers).
             local: what some layers share instead of ``context``.
+            skip_first: blocks left out at the start (they were run before).
         """
         graph, params = nnx.split(self.blocks)
-        if skip_last:
-            params = jax.tree.map(lambda p: p[: self.depth - skip_last], params)
-        run, choice = self.depth - skip_last, None
+        run = range(skip_first, self.depth - skip_last)
+        if len(run) < self.depth:
+            params = jax.tree.map(lambda p: p[run.start : run.stop], params)
+        choice = None
         if local is not None:
-            layers = [local.pattern[i % len(local.pattern)] for i in range(run)]
+            layers = [local.pattern[i % len(local.pattern)] for i in run]
             if len(set(layers)) == 2:
                 choice = jnp.asarray(layers)
             elif layers[0]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import ModelConfig, layer_windows
+from jaxvlm.config import ModelConfig, feature_blocks, layer_windows
 from jaxvlm.types import Batch
 
 
@@ -35,7 +35,11 @@ class Flops(NamedTuple):
 
 
 def forward(
-    config: ModelConfig, tokens: float | int, length: float | int, images: float | int
+    config: ModelConfig,
+    tokens: float | int,
+    length: float | int,
+    images: float | int,
+    patches: float | int = 0,
 ) -> Flops:
     """FLOPs of a forward pass.
 
@@ -43,19 +47,12 @@ def forward(
         config: dims, ``decoder.vocab_size`` set.
         tokens: tokens in all rows, padding left out.
         length: keys a query sees before the causal half is taken (a row's mean segment reach).
-        images: pictures in all rows.
+        images: pictures in all rows; each frame of a video is one.
+        patches: of a picture, where they come packed; 0: of the one size that all have.
     """
-    v, c, d = config.vision, config.connector, config.decoder
-    patches = (v.image_size // v.patch_size) ** 2
-    seen = patches + v.class_token
-    blocks = v.depth + 1 + v.feature_layer
-    vit_token = 2 * (4 * v.width**2 + 2 * v.width * v.mlp_dim) + 4 * seen * v.width
-    vision = images * (seen * blocks * vit_token + _stem(config))
-    hidden, merged = c.hidden or d.width, c.merge**2
-    if c.kind == "mlp":
-        connector = images * patches / merged * 2 * (merged * v.width * hidden + hidden * d.width)
-    else:
-        connector = images * patches * 2 * v.width * d.width
+    d = config.decoder
+    patches = patches or (config.vision.image_size // config.vision.patch_size) ** 2
+    vision, connector = images * _vision(config, patches), images * _connector(config, patches)
     heads = d.num_heads * d.head_dim
     weights = 2 * d.width * heads + 2 * d.width * d.num_kv_heads * d.head_dim
     layers = 2.0 * d.depth * (weights + 3 * d.width * d.mlp_dim)
@@ -63,7 +60,7 @@ def forward(
     return Flops(vision, connector, tokens * layers, tokens * 2 * d.width * d.vocab_size)
 
 
-def _within(window: int, length: float) -> float:
+def _within(window: int, length: float | int) -> float | int:
     """``length`` where a query sees at most ``window`` keys; a row's first ones see fewer."""
     return length if not 0 < window < length else window * (2 - window / length)
 
@@ -84,11 +81,36 @@ def step(forward_flops: Flops, trained: dict[str, bool]) -> Flops:
     return Flops(*(f * n for f, n in zip(factors, forward_flops)))
 
 
-def _stem(config: ModelConfig) -> float:
+def _vision(config: ModelConfig, patches: float | int) -> float:
+    """FLOPs of the tower over one picture."""
+    v = config.vision
+    seen = patches + v.class_token
+    near = min(seen, (v.window // v.patch_size) ** 2) if v.window else seen
+    run = range(max(feature_blocks(v)))
+    keys = sum(seen if i in v.full_layers else near for i in run)
+    weights = 4 * v.width**2 + (3 if v.gated else 2) * v.width * v.mlp_dim
+    table = 2.0 * patches * (v.image_size // v.patch_size) ** 2 * v.width
+    resized = table if v.packed and v.position == "learned" else 0.0
+    blocks = seen * (2 * len(run) * weights + 4 * keys * v.width)
+    return float(blocks + resized + _stem(config, patches))
+
+
+def _connector(config: ModelConfig, patches: float | int) -> float:
+    """FLOPs of the connector over one picture."""
+    v, c, D = config.vision, config.connector, config.decoder.width
+    tokens = patches / c.merge**2 + v.keep_class_token
+    width = v.width * max(1, len(v.feature_layers)) / (1 + c.levels)
+    merged = width * (c.merge**2 if c.pool == "concat" else 1)
+    hidden = c.hidden or D
+    token = merged * hidden + hidden * D if c.kind == "mlp" else merged * D
+    return 2.0 * (1 + c.levels) * tokens * token
+
+
+def _stem(config: ModelConfig, patches: float | int) -> float:
     """FLOPs of one picture's stem."""
     v = config.vision
     if v.stem == "linear":
-        return 2.0 * 3 * v.image_size**2 * v.width
+        return 2.0 * 3 * v.frames * v.patch_size**2 * patches * v.width
     steps = int(math.log2(v.patch_size))
     channels = [3] + [max(8, v.width >> max(0, 2 - i)) for i in range(steps - 1)] + [v.width]
     sides = [v.image_size >> (i + 1) for i in range(steps)]

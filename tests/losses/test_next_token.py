@@ -46,12 +46,24 @@ def test_equals_torch(case):
     np.testing.assert_allclose(NextToken().weights(batch)["loss"], weight)
 
 
+def test_capped_logits_equal_torch(case):
+    torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+    _, hidden, head = case
+    labels = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)), jnp.int32)
+    logits = torch.tensor(np.asarray(hidden)) @ torch.tensor(np.asarray(head))
+    capped = (3.0 * torch.tanh(logits / 3.0)).flatten(0, 1)
+    flat = torch.tensor(np.asarray(labels)).flatten().long()
+    expected = torch.nn.functional.cross_entropy(capped, flat, reduction="none").reshape(B, T)
+    nll, _ = token_scores(Out(hidden, head, logit_cap=3.0), labels, 5)
+    np.testing.assert_allclose(nll, expected.numpy(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 8, 24, 100])
 def test_chunks_change_neither_loss_nor_gradient(case, chunk):
     batch, hidden, head = case
 
     def value(h, w, size):
-        return NextToken(size)(Out(h, w), batch).terms["loss"]
+        return NextToken(size)(Out(h, w, logit_cap=4.0), batch).terms["loss"]
 
     whole = jax.value_and_grad(value, (0, 1))(hidden, head, T)
     parts = jax.jit(jax.value_and_grad(value, (0, 1)), static_argnums=2)(hidden, head, chunk)

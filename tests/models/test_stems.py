@@ -10,7 +10,8 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, ModelConfig, VisionConfig
 from jaxvlm.models.connector import merge_patches
-from jaxvlm.models.vit import ConvStem, LinearStem, check, sincos2d
+from jaxvlm.models.stem import ConvStem, LinearStem
+from jaxvlm.models.vit import check, sincos2d
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.nn.param import Init
 
@@ -71,10 +72,10 @@ def test_sincos_rows_are_distinct_and_bounded():
         ({"image_size": 30}, "not a multiple of patch_size"),
         ({"width": 66}, "not a multiple of num_heads"),
         ({"stem": "cnov"}, "known: linear, conv"),
-        ({"position": "rope"}, "known: learned, sincos2d"),
+        ({"position": "rope"}, "known: learned, sincos2d, none"),
         ({"position": "sincos2d", "class_token": True}, "no class token"),
         ({"feature_layer": 0}, "counts from the end"),
-        ({"feature_layer": -3}, "counts from the end"),
+        ({"feature_layer": -4}, "counts from the end"),
         ({"stem": "conv", "patch_bias": False}, "no meaning"),
     ],
 )

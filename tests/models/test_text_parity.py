@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import importlib
+import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxvlm.config import MeshConfig
+from jaxvlm.config import ConfigError, DecoderConfig, MeshConfig, RopeScaling
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.decoder import Decoder
+from jaxvlm.models.decoder import Decoder, check
 from jaxvlm.models.families import llama, text
+from jaxvlm.models.families.fields import METADATA
 from jaxvlm.models.families.names import NameMap
 from jaxvlm.models.vlm import Stream
 from jaxvlm.nn.mask import batch_mask
@@ -25,6 +29,7 @@ from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
+from transformers.models.gemma3 import modeling_gemma3 as gemma3  # noqa: E402
 
 VOCAB, NEW = 96, 12
 LLAMA3 = {
@@ -114,6 +119,113 @@ TOWERS = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         },
     ),
+    "gemma: one key head, the old name of gelu": (
+        "Gemma",
+        {"num_key_value_heads": 1, "head_dim": 16, "hidden_act": "gelu"},
+    ),
+    "gemma: biases, untied, llama3": (
+        "Gemma",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 12,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "gemma2: alternating": (
+        "Gemma2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2: uncapped scores": (
+        "Gemma2",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "attention_bias": True,
+            "query_pre_attn_scalar": 5,
+            "sliding_window": 4,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 20.0,
+            "layer_types": MIXED,
+            "hidden_activation": "silu",
+        },
+    ),
+    "gemma3: two bases, linear": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gemma3: capped logits, yarn": (
+        "Gemma3Text",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "attention_bias": True,
+            "sliding_window": 3,
+            "layer_types": MIXED,
+            "final_logit_softcapping": 4.0,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "qwen2-vl: sections": (
+        "Qwen2VLText",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        },
+    ),
+    "qwen2.5-vl: sections, yarn": (
+        "Qwen2_5_VLText",
+        {
+            "num_key_value_heads": 4,
+            "rope_parameters": {**YARN, "mrope_section": [1, 1, 2]},
+        },
+    ),
+    "qwen3-vl: sections in turn": (
+        "Qwen3VLText",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 20,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 3, 3]},
+        },
+    ),
+    "qwen3-vl: biases, linear": (
+        "Qwen3VLText",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 12,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "rope_theta": 300.0,
+                "factor": 2.0,
+                "mrope_section": [2, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
 }
 
 
@@ -161,10 +273,35 @@ def hf_config(name):
         "initializer_range": 0.2,
         "pad_token_id": 0,
     }
-    config_class = getattr(transformers, family + "Config", None) or getattr(
-        transformers, family + "TextConfig"
-    )
-    return config_class(**{**dims, **given})
+    return family_class(family, "Config")(**{**dims, **given})
+
+
+def family_class(family, kind):
+    """A class of transformers that its top level may not show."""
+    found = getattr(transformers, family + kind, None)
+    if found is None:
+        folder = {"Qwen2VLText": "qwen2_vl", "Qwen2_5_VLText": "qwen2_5_vl"}.get(family, "qwen3_vl")
+        file = "configuration" if kind == "Config" else "modeling"
+        module = f"transformers.models.{folder}.{file}_{folder}"
+        found = getattr(importlib.import_module(module), family + kind)
+    return found
+
+
+class Tied(torch.nn.Module):
+    """A text tower of a larger model, with the embedding's transpose for a head."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, labels=None, **inputs):
+        hidden = self.model(**inputs, use_cache=False).last_hidden_state
+        logits = hidden @ self.model.embed_tokens.weight.T
+        loss = None
+        if labels is not None:
+            flat = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(*flat)
+        return types.SimpleNamespace(logits=logits, loss=loss)
 
 
 @functools.cache
@@ -172,17 +309,26 @@ def oracle(name):
     """(torch model, our config, our graph, our parameters)."""
     config = hf_config(name)
     torch.manual_seed(3)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if in_sections(name):
+        config._attn_implementation = "eager"
+        theirs = Tied(family_class(TOWERS[name][0], "Model")(config))
+    else:
+        theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     theirs = theirs.float().eval()
     with torch.no_grad():  # biases and norms are born 0 and 1, which would hide mistakes
         for parameter in theirs.parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
-    ours = text.decoder_from_hf(config.to_dict(), "config.json: ")
+    group = config.to_dict() | ({"tie_word_embeddings": True} if in_sections(name) else {})
+    ours = text.decoder_from_hf(group, "config.json: ")
     graph, shapes = build(ours)
     params = table(ours).load({n: p.detach().numpy() for n, p in theirs.named_parameters()})
     assert {path: x.shape for path, x in params.items()} == {p: x.shape for p, x in shapes.items()}
     return theirs, ours, graph, params
+
+
+def in_sections(name):
+    return "VL" in TOWERS[name][0]
 
 
 def table(config):
@@ -210,11 +356,35 @@ PROMPTS = make_batch([(3, 11), (8, 11), (0, 11)], 11, seed=2)
 
 
 def torch_inputs(batch):
+    positions = torch.from_numpy(batch.positions).long().transpose(0, 1)
     return {
         "input_ids": torch.from_numpy(batch.tokens).long(),
         "attention_mask": torch.from_numpy((batch.segment > 0).astype(np.int64)),
-        "position_ids": torch.from_numpy(batch.positions[:, 0]).long(),
+        "position_ids": positions if len(positions) > 1 else positions[0],
     }
+
+
+def case(name):
+    """The ragged batch as the tower's larger model would see it, and torch's inputs."""
+    batch, rng = RAGGED, np.random.default_rng(7)
+    if in_sections(name):
+        shape = (batch.tokens.shape[0], 3, batch.tokens.shape[1])
+        batch = batch._replace(positions=rng.integers(0, 20, shape).astype(np.int32))
+    inputs = torch_inputs(batch)
+    if name.startswith("gemma3"):
+        # Two pictures, one longer than the window, whose tokens see each other both ways.
+        group = np.zeros_like(batch.tokens)
+        group[:, 6:8], group[:, 8:15] = 1, 2
+        batch = batch._replace(bidirectional=np.where(batch.segment > 0, group, 0))
+        inputs["attention_mask"] = gemma3.create_masks_for_vision_model(
+            oracle(name)[0].config,
+            torch.zeros(*batch.tokens.shape, 32),
+            inputs["attention_mask"],
+            None,
+            inputs["position_ids"],
+            torch.from_numpy(batch.bidirectional) - 1,
+        )
+    return batch, inputs
 
 
 def relative(ours, theirs):
@@ -234,9 +404,9 @@ def assert_gradients_close(grads, expected, tolerance=1e-3):
 def test_logits_loss_and_gradients_are_torchs(name):
     theirs, config, graph, params = oracle(name)
     theirs = copy.deepcopy(theirs)  # a dynamic rope remembers the longest row that it has seen
-    batch = RAGGED
+    batch, inputs = case(name)
     labels = torch.from_numpy(np.where(batch.loss_weight > 0, batch.tokens, -100)).long()
-    out = theirs(**torch_inputs(batch), labels=labels)
+    out = theirs(**inputs, labels=labels)
     out.loss.backward()
     their_grads = table(config).load({n: p.grad.numpy() for n, p in theirs.named_parameters()})
 
@@ -256,12 +426,10 @@ def test_logits_loss_and_gradients_are_torchs(name):
     assert all(np.any(g) for g in their_grads.values())
 
 
-@pytest.mark.parametrize("name", TOWERS)
-def test_greedy_decoding_gives_torchs_ids(name):
-    theirs, config, graph, params = oracle(name)
-    inputs = torch_inputs(PROMPTS)
+def torch_generate(model, inputs):
+    """(new ids i64[B, NEW], their logits)."""
     del inputs["position_ids"]
-    made = copy.deepcopy(theirs).generate(
+    made = model.generate(
         **inputs,
         max_new_tokens=NEW,
         do_sample=False,
@@ -270,14 +438,282 @@ def test_greedy_decoding_gives_torchs_ids(name):
         return_dict_in_generate=True,
         output_logits=True,
     )
-    expected = made.sequences[:, PROMPTS.tokens.shape[1] :].numpy()
-    logits = torch.stack(made.logits, 1)
+    return made.sequences[:, inputs["input_ids"].shape[1] :].numpy(), torch.stack(made.logits, 1)
+
+
+def torch_decode_uncached(model, inputs):
+    """Likewise, for a text tower that has no ``generate``; each token is a forward pass."""
+    ids, logits = [], []
+    after = inputs["position_ids"].amax((0, 2)) + 1
+    for step in range(NEW):
+        with torch.no_grad():
+            logits.append(model(**inputs).logits[:, -1])
+        ids.append(logits[-1].argmax(-1))
+        new = (after + step).expand(3, -1)
+        news = {"input_ids": ids[-1], "attention_mask": torch.ones_like(after), "position_ids": new}
+        inputs = {k: torch.cat([x, news[k][..., None]], -1) for k, x in inputs.items()}
+    return torch.stack(ids, 1).numpy(), torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_greedy_decoding_gives_torchs_ids(name):
+    theirs, config, graph, params = oracle(name)
+    batch = PROMPTS
+    if in_sections(name):
+        shape = (len(batch.tokens), 3, batch.tokens.shape[1])
+        noise = np.random.default_rng(9).integers(0, 5, shape, np.int32)
+        batch = batch._replace(positions=batch.positions + noise)
+    decode = torch_decode_uncached if in_sections(name) else torch_generate
+    expected, logits = decode(copy.deepcopy(theirs), torch_inputs(batch))
     best = logits.topk(2).values
     clear = (best[..., 0] - best[..., 1]) > 1e-3 * (logits.amax(-1) - logits.amin(-1))
     sure = np.cumprod(clear.numpy(), axis=1).astype(bool)
     shape = (config.depth, config.num_kv_heads, config.head_dim)
     new = jax.jit(
         lambda p, b: generate(merge(graph, p), b, Sampling(), NEW, shape, jax.random.key(0))
-    )(params, jax.tree.map(jnp.asarray, PROMPTS))
+    )(params, jax.tree.map(jnp.asarray, batch))
     assert sure.mean() > 0.5
     np.testing.assert_array_equal(np.where(sure, new, 0), np.where(sure, expected, 0))
+
+
+@pytest.mark.parametrize("name", ["gemma3: two bases, linear", "mistral: window, yarn"])
+def test_packed_questions_see_through_a_window_what_separate_rows_see(name):
+    _, _, graph, params = oracle(name)
+    rng = np.random.default_rng(5)
+    head, questions = 6, (4, 7, 5)
+    pieces = [rng.integers(3, VOCAB, n).astype(np.int32) for n in (head, *questions)]
+    sizes = [len(piece) for piece in pieces]
+    whole = np.concatenate(pieces)[None]
+    segment = np.repeat(np.arange(1, 5, dtype=np.int32), sizes)[None]
+    places = [np.arange(n, dtype=np.int32) + (head if i else 0) for i, n in enumerate(sizes)]
+    # The parent's tokens see both ways, as a picture's may.
+    group = (segment == 1).astype(np.int32)
+    packed = Batch(
+        whole,
+        None,
+        np.concatenate(places)[None, None],
+        segment,
+        (segment > 1).astype(np.int32),
+        group,
+    )
+    run = jax.jit(lambda p, b: merge(graph, p)(b).hidden)
+    together = np.asarray(run(params, packed))[0]
+    length = head + max(questions)
+    rows = np.zeros((3, length), np.int32)
+    real = np.zeros_like(rows)
+    for row, question in enumerate(pieces[1:]):
+        rows[row, : head + len(question)] = np.concatenate([pieces[0], question])
+        real[row, : head + len(question)] = 1
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (3, 1, length))
+    both_ways = np.where(np.arange(length) < head, real, 0).astype(np.int32)
+    apart = np.asarray(run(params, Batch(rows, None, positions, real, None, both_ways)))
+    first = head
+    for row, n in enumerate(questions):
+        np.testing.assert_allclose(
+            together[first : first + n], apart[row, head : head + n], rtol=2e-4, atol=2e-5
+        )
+        first += n
+
+
+REFUSED = [
+    ("llama: biases, llama3, tied", "hidden_act", "mish"),
+    ("llama: biases, llama3, tied", "attention_dropout", 0.1),
+    ("llama: biases, llama3, tied", "sliding_window", 4),
+    ("llama: biases, llama3, tied", "rope_interleaved", True),
+    ("llama: biases, llama3, tied", "a_new_field", 1),
+    ("llama: biases, llama3, tied", "rope_scaling", {"type": "longrope", "factor": 2.0}),
+    ("llama: biases, llama3, tied", "rope_scaling", {"type": "linear"}),
+    ("llama: biases, llama3, tied", "rope_scaling", {"type": "linear", "factor": 2.0, "beta": 1}),
+    ("llama: biases, llama3, tied", "rope_parameters", {"partial_rotary_factor": 0.5}),
+    ("llama: biases, llama3, tied", "rope_parameters", {"mrope_section": [2, 2, 2]}),
+    ("mistral: window, yarn", "layer_types", MIXED),
+    ("mistral: window, yarn", "sliding_window", 0),
+    ("qwen2: upper windows, yarn", "layer_types", [*MIXED[:2], "chunked_attention"]),
+    ("qwen2: upper windows, yarn", "layer_types", MIXED[:2]),
+    ("qwen2: tied", "layer_types", MIXED),
+    ("qwen2: tied", "attention_bias", True),
+    ("qwen3: tied, dynamic", "mlp_bias", True),
+    ("qwen2-vl: sections", "use_sliding_window", True),
+    ("qwen2-vl: sections", "head_dim", 32),
+    ("qwen3-vl: sections in turn", "rope_parameters", {"mrope_interleaved": False}),
+    ("gemma: biases, untied, llama3", "use_bidirectional_attention", True),
+    ("gemma: biases, untied, llama3", "hidden_activation", "relu"),
+    ("gemma2: alternating", "hidden_act", "relu"),
+    ("gemma3: two bases, linear", "attn_logit_softcapping", 50.0),
+    ("gemma3: two bases, linear", "rope_parameters", {"rope_theta": 1e4}),
+    ("gemma3: two bases, linear", "rope_parameters", {"sliding_attention": {"factor": 2.0}}),
+]
+
+
+@pytest.mark.parametrize(("name", "field", "value"), REFUSED)
+def test_what_it_cannot_do_is_named(name, field, value):
+    group = hf_config(name).to_dict() | {field: value}
+    if field == "rope_scaling":
+        del group["rope_parameters"]
+    with pytest.raises(ConfigError, match=field if name[:5] != "qwen2" else "layer_types|" + field):
+        text.decoder_from_hf(group, "config.json: ")
+
+
+def test_an_unknown_tower_is_named():
+    with pytest.raises(ConfigError, match="model_type='mamba'; known: llama"):
+        text.decoder_from_hf({"model_type": "mamba"}, "config.json: ")
+
+
+# As the hub has them: the spelling before transformers 5, and fields left to their defaults.
+PUBLISHED = {
+    "meta-llama/Llama-3.2-1B": (
+        {
+            "model_type": "llama",
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "tie_word_embeddings": True,
+            "vocab_size": 128256,
+        },
+        {"rope_theta": 5e5, "rope_scaling": RopeScaling("llama3", 32.0, 8192, 1.0, 4.0)},
+    ),
+    "mistralai/Mistral-7B-v0.1": (
+        {"model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 4096},
+        {"window": 4096, "window_pattern": (True,), "num_kv_heads": 8, "mlp_dim": 14336},
+    ),
+    "Qwen/Qwen2.5-7B, with its card's yarn": (
+        {
+            "model_type": "qwen2",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "max_window_layers": 28,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "type": "yarn",
+            },
+        },
+        {
+            "window": 0,
+            "head_dim": 128,
+            "qkv_bias": True,
+            "out_bias": False,
+            "rope_scaling": RopeScaling("yarn", 4.0, 32768, magnitude=0.1 * math.log(4.0) + 1.0),
+        },
+    ),
+    "google/gemma-2-2b": (
+        {
+            "model_type": "gemma2",
+            "attn_logit_softcapping": 50.0,
+            "cache_implementation": "hybrid",
+            "final_logit_softcapping": 30.0,
+            "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+        },
+        {"window": 4096, "window_pattern": (True, False), "query_scale": 1 / 16, "logit_cap": 30.0},
+    ),
+    "google/gemma-3-4b, text": (
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        {
+            "window": 1024,
+            "window_pattern": (True,) * 5 + (False,),
+            "rope_theta": 1e6,
+            "local_rope_theta": 1e4,
+            "rope_scaling": RopeScaling("linear", 8.0),
+            "num_kv_heads": 4,
+        },
+    ),
+    "Qwen/Qwen3-VL-4B, text": (
+        {
+            "model_type": "qwen3_vl_text",
+            "hidden_size": 2560,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rope_theta": 5000000,
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_type": "default",
+            },
+        },
+        {"rope_sections": (24, 20, 20), "rope_interleaved": True, "rope_theta": 5e6},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    group, expected = PUBLISHED[name]
+    config = text.decoder_from_hf(group, "config.json: ")
+    check(config)
+    assert {field: getattr(config, field) for field in expected} == expected
+    # What transformers makes of the file, in the new spelling, says the same.
+    family = {"gemma3_text": "Gemma3Text", "qwen3_vl_text": "Qwen3VLText"}
+    kind = family.get(group["model_type"], group["model_type"].capitalize())
+    given = copy.deepcopy({k: v for k, v in group.items() if k != "model_type"})
+    again = family_class(kind, "Config")(**given).to_dict()
+    again.setdefault("tie_word_embeddings", config.tied_embeddings)
+    assert text.decoder_from_hf(again, "config.json: ") == config
+
+
+# Fields that say nothing where another one rules, in torch as here.
+MOOT = {"_sliding_window_pattern", "max_window_layers", "sliding_window"}
+MOOT |= {"sliding_window_pattern", "use_sliding_window"}  # layer_types is there
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_no_field_is_overlooked(name):
+    """Any field with another value makes another decoder, or is refused by name."""
+    group = hf_config(name).to_dict()
+    config = text.decoder_from_hf(group, "config.json: ")
+    other = {bool: lambda v: not v, int: lambda v: 2 * v, float: lambda v: v / 2 + 0.5}
+    seen = 0
+    for field, value in group.items():
+        if field in METADATA or field in MOOT or type(value) not in other:
+            continue
+        seen += 1
+        try:
+            changed = text.decoder_from_hf(group | {field: other[type(value)](value)}, "")
+        except ConfigError as error:
+            assert field in str(error)
+        else:
+            assert changed != config, field
+    assert seen >= 8
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"norm": "layer"}, "norm='layer'; known: rms, rms_plus_one"),
+        ({"rope_scaling": RopeScaling("longrope")}, "kind='longrope'; known: default"),
+        ({"rope_scaling": RopeScaling("yarn", 2.0)}, "needs the length"),
+        ({"rope_sections": (2, 2, 2)}, "add up to 6, not to half of head_dim=16"),
+        ({"window": 4, "rope_sections": (4, 2, 2)}, "no meaning with rope_sections"),
+        ({"window": 4, "window_pattern": ()}, "window_pattern is empty"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(change, match):
+    with pytest.raises(ConfigError, match=match):
+        check(DecoderConfig(vocab_size=8, **change))

@@ -83,7 +83,8 @@ def test_the_dense_mask_is_its_definition():
     parent = np.where(segment > 2, 1, 0).astype(np.int32)
     group = rng.integers(0, 3, (2, T)).astype(np.int32)
     index = np.arange(T, dtype=np.int32)[None]
-    for parts in ("", "s", "sp", "sg", "spg", "g"):
+    position = rng.integers(0, T, (2, T)).astype(np.int32)
+    for parts in ("", "s", "sp", "sg", "spg", "g", "w", "spgw", "spg0"):
         mask = Mask(
             q_index=jnp.asarray(index),
             k_index=jnp.asarray(index),
@@ -92,6 +93,9 @@ def test_the_dense_mask_is_its_definition():
             q_parent=jnp.asarray(parent) if "p" in parts else None,
             q_group=jnp.asarray(group) if "g" in parts else None,
             k_group=jnp.asarray(group) if "g" in parts else None,
+            window=6 if "w" in parts else 0 if "0" in parts else None,
+            q_position=jnp.asarray(position),
+            k_position=jnp.asarray(position),
         )
         expected = np.zeros((2, T, T), bool)
         for b in range(2):
@@ -101,19 +105,24 @@ def test_the_dense_mask_is_its_definition():
                     joined = "s" not in parts or segment[b, q] == segment[b, k]
                     if "p" in parts and parent[b, q] > 0:
                         joined |= parent[b, q] == segment[b, k]
-                    expected[b, q, k] = joined and (k <= q or together)
+                    near = "w" not in parts or position[b, q] - position[b, k] < 6
+                    expected[b, q, k] = joined and (k <= q or together) and near
         got = np.broadcast_to(mask.dense(), expected.shape)
         np.testing.assert_array_equal(got, expected, err_msg=parts)
     assert Mask().dense() is None
 
 
-def test_xla_is_a_softmax_over_allowed_keys():
+@pytest.mark.parametrize("scores", [kernels.Scores(), kernels.Scores(0.3, 2.0)])
+def test_xla_is_a_softmax_over_allowed_keys(scores):
     q, k, v, _ = (np.asarray(x, np.float64) for x in arrays())
     ids = np.asarray(segments())
-    out = kernels.attend(*arrays()[:3], masks(True, True), axes(), "xla")
+    out = kernels.attend(*arrays()[:3], masks(True, True), axes(), "xla", scores)
     for b, t, n in [(0, 0, 0), (0, 60, 3), (1, 127, 2), (0, 49, 1)]:
         keys = [s for s in range(t + 1) if ids[b, s] == ids[b, t]]
-        score = np.asarray([q[b, t, n] @ k[b, s, n // (N // K)] for s in keys]) / np.sqrt(H)
+        score = np.asarray([q[b, t, n] @ k[b, s, n // (N // K)] for s in keys])
+        score = score * (scores.scale or H**-0.5)
+        if scores.cap:
+            score = scores.cap * np.tanh(score / scores.cap)
         weight = np.exp(score - score.max())
         expected = (weight / weight.sum()) @ v[b, keys, n // (N // K)]
         np.testing.assert_allclose(out[b, t, n], expected, atol=1e-5)
@@ -132,6 +141,10 @@ def test_a_backend_that_cannot_serve_says_why():
         refuses("bidirectional", backend, mask=mask._replace(q_group=segments()))
         refuses("not a multiple of 128", backend, *(x[:, :100] for x in (q, k, v)))
         refuses("differ in length", backend, q=q[:, :1])
+        refuses("no sliding windows", backend, mask=mask._replace(window=4))
+    for backend in ("splash", "triton", "cudnn"):
+        with pytest.raises(ConfigError, match="no soft cap"):
+            kernels.attend(q, k, v, mask, axes(), backend, kernels.Scores(cap=50.0))
     refuses("not float32", "cudnn")
     half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     wide = [jnp.tile(x, (1, 1, 1, 3)) for x in half]

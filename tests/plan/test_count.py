@@ -8,9 +8,15 @@ import jax
 import numpy as np
 import pytest
 from builders import MESHES, TINY, devices_of
+from flax import nnx
 
 from jaxvlm.build.model import build_model
+from jaxvlm.config import ConnectorConfig, DecoderConfig, ModelConfig, VisionConfig
+from jaxvlm.models.connector import Connector
+from jaxvlm.models.vit import ViT
+from jaxvlm.nn.param import Init, merge, split
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.rules import Axes
 from jaxvlm.plan import count
 from jaxvlm.types import Batch
 
@@ -49,6 +55,45 @@ def test_forward_flops_match_the_compiler(stem):
     assert ours == pytest.approx(theirs, rel=0.05)
 
 
+def test_flops_of_a_packed_tower_match_the_compiler():
+    config = ModelConfig(
+        vision=VisionConfig(
+            image_size=64, patch_size=8, width=256, depth=1, num_heads=4, mlp_dim=768, gated=True,
+            post_norm=False, norm="rms", packed=True, patch_layout="cthw", frames=2, block=2,
+            rope_theta=1e4, feature_layers=(-1, -2),
+        ),
+        connector=ConnectorConfig(hidden=512, merge=2, norm="rms", levels=1),
+        decoder=DecoderConfig(width=256),
+    )  # fmt: skip
+    axes = Axes(make_mesh(MESHES["one"], devices_of(MESHES["one"])))
+
+    graphs = []
+
+    def draw(key):
+        init = Init(nnx.Rngs(params=key))
+        modules = (
+            ViT(init, axes, config.vision, "auto"),
+            Connector(init, axes, config.connector, 512, 256),
+        )
+        graphs[:], params = zip(*map(split, modules))
+        return params
+
+    def run(params, patches, grid):
+        tower, connector = map(merge, graphs, params)
+        x = tower(patches, grid)
+        return connector(x, True), connector.deep(x, True)
+
+    rows, patches = 2, 320
+    shapes = (
+        jax.eval_shape(draw, jax.random.key(0)),
+        jax.ShapeDtypeStruct((rows, patches, 3 * 2 * 64), np.float32),
+        jax.ShapeDtypeStruct((rows, 1, 3), np.int32),
+    )
+    theirs = jax.jit(run).lower(*shapes).compile().cost_analysis()["flops"]
+    both = count.forward(config, 0, 0, rows, patches)
+    assert both.vision + both.connector == pytest.approx(theirs, rel=0.05)
+
+
 def test_step_counts_frozen_as_frozen():
     one = count.Flops(1.0, 10.0, 100.0, 1000.0)
     everything = dict.fromkeys(("vision", "connector", "decoder"), True)
@@ -64,3 +109,19 @@ def test_reach_counts_what_a_token_sees():
     assert count.reach(batch) == pytest.approx(2 * (1 + 2 + 1 + 2) / 4)
     parent = np.array([[0, 0, 1, 1, 0]], np.int32)
     assert count.reach(batch._replace(parent=parent)) == pytest.approx(2 * (1 + 2 + 3 + 4) / 4)
+
+
+def test_a_window_is_counted_as_what_it_sees():
+    decoder = dataclasses.replace(TINY.decoder, depth=3)
+    local = dataclasses.replace(decoder, window=5, window_pattern=(True, False))
+    length = 16
+    place = np.arange(length)
+    near = (place[:, None] >= place) & (place[:, None] - place < 5)
+    whole, windowed = (
+        count.forward(dataclasses.replace(TINY, decoder=d), length, length, 0).decoder
+        for d in (decoder, local)
+    )
+    heads = decoder.num_heads * decoder.head_dim
+    # Two of the three layers are local; a causal row counts half its square.
+    saved = 2 * 4 * heads * (length * length / 2 - near.sum())
+    assert whole - windowed == pytest.approx(saved, rel=0.1)

@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import VisionConfig
-from jaxvlm.models.families.fields import METADATA, Fields, activation, read
+from jaxvlm.models.families.fields import METADATA, Features, Fields, activation, read, square
 from jaxvlm.models.families.names import Entry
 
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
-DEPTH = 12
-"""Hugging Face's default of ``num_hidden_layers``."""
 _FIELDS = Fields(
     {
         "hidden_size": 768,
         "intermediate_size": 3072,
-        "num_hidden_layers": DEPTH,
+        "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "image_size": 224,
         "patch_size": 32,
@@ -34,31 +32,34 @@ _FIELDS = Fields(
 )
 
 
-def vision_from_hf(group: Mapping[str, Any], feature_layer: int, where: str) -> VisionConfig:
+def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> VisionConfig:
     """The tower of a CLIP ``vision_config``.
 
     Args:
         group: the fields.
-        feature_layer: see :class:`VisionConfig`; what comes behind it is kept, not run.
+        take: which layers become visual tokens; what comes behind them is kept, not run.
         where: what error messages put before a field's name.
 
     Raises:
         ConfigError: a field that is unknown here, or a value that this family can't do.
     """
     vision = read(group, _FIELDS, where)
+    layers = take.layers(vision["num_hidden_layers"]) or (-1,)  # the norm is the pooled token's
     return VisionConfig(
-        image_size=vision["image_size"],
-        patch_size=vision["patch_size"],
+        image_size=square(vision["image_size"], where + "image_size"),
+        patch_size=square(vision["patch_size"], where + "patch_size"),
         width=vision["hidden_size"],
         depth=vision["num_hidden_layers"],
         num_heads=vision["num_attention_heads"],
         mlp_dim=vision["intermediate_size"],
         activation=activation(vision["hidden_act"], where + "hidden_act"),
         class_token=True,
+        keep_class_token=take.whole,
         patch_bias=False,
         pre_norm=True,
         final_norm=False,
-        feature_layer=feature_layer,
+        feature_layer=layers[0],
+        feature_layers=layers if len(layers) > 1 else (),
         norm_eps=float(vision["layer_norm_eps"]),
         pixel_mean=PIXEL_MEAN,
         pixel_std=PIXEL_STD,
@@ -68,19 +69,20 @@ def vision_from_hf(group: Mapping[str, Any], feature_layer: int, where: str) -> 
 def dims(config: VisionConfig) -> dict[str, int]:
     """Letter -> size, for :func:`entries`."""
     side = config.image_size // config.patch_size
+    token = int(config.class_token)
     return {
         "d": config.width,
         "f": config.mlp_dim,
         "n": config.num_heads,
         "h": config.width // config.num_heads,
-        "s": side * side + 1,
+        "s": side * side + token,
         "p": config.patch_size,
         "q": config.patch_size,
         "c": 3,
     }
 
 
-def entries(model: str) -> tuple[Entry, ...]:
+def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
     """Every parameter of the tower; ``model`` stands before ``embeddings``."""
     top = (
         Entry("vision/class_token", model + "embeddings.class_embedding", "d", "d"),
@@ -91,10 +93,13 @@ def entries(model: str) -> tuple[Entry, ...]:
         Entry("vision/norm/scale", model + "post_layernorm.weight", "d", "d"),
         Entry("vision/norm/bias", model + "post_layernorm.bias", "d", "d"),
     )
-    block = model + "encoder.layers.{}."
-    return top + tuple(
-        Entry("vision/stack/blocks/" + o, block + t, dims, theirs) for o, t, dims, theirs in _BLOCK
-    )
+    return top + block_entries(model + "encoder.layers.{}.")
+
+
+def block_entries(layer: str) -> tuple[Entry, ...]:
+    """The blocks of CLIP, SigLIP and their kin; ``layer`` stands before ``self_attn``."""
+    ours = "vision/stack/blocks/"
+    return tuple(Entry(ours + o, layer + t, dims, theirs) for o, t, dims, theirs in _BLOCK)
 
 
 _BLOCK = (

@@ -86,6 +86,58 @@ def read(group: Mapping[str, Any], fields: Fields, where: str) -> dict[str, Any]
     return {name: group.get(name, default) for name, default in fields.reads.items()}
 
 
+class Features(NamedTuple):
+    """What a VLM takes of its vision tower: ``vision_feature_layer`` and its strategy."""
+
+    layer: Any = None
+    """An index of Hugging Face's ``hidden_states`` (0 is the embeddings), or several of them;
+    ``None`` is the tower's last output, behind its norm if it has one."""
+    whole: bool = False
+    """With all tokens (``full``), not without the first one (``default``)."""
+
+    def layers(self, depth: int) -> tuple[int, ...]:
+        """From the end, as ``VisionConfig`` counts them; () is the tower's last output.
+
+        Raises:
+            ConfigError: no such layer.
+        """
+        if self.layer is None:
+            return ()
+        several = self.layer if isinstance(self.layer, list | tuple) else [self.layer]
+        found = [n if n < 0 else n - depth - 1 for n in several if isinstance(n, int)]
+        if len(found) != len(several) or not all(-depth - 1 <= n <= -1 for n in found):
+            raise ConfigError(
+                f"config.json: vision_feature_layer={self.layer!r}; the tower has the layers "
+                f"-{depth + 1}..-1"
+            )
+        return tuple(found)
+
+
+def square(size: Any, field: str) -> int:
+    """The side of a square that is written as one number or as two.
+
+    Raises:
+        ConfigError: it is none; ``field`` says where it stands.
+    """
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    if len(sides) != 1:
+        raise ConfigError(f"{field}={size!r}: only squares are supported")
+    return int(sides.pop())
+
+
+def rope_base(parameters: Mapping[str, Any] | None, field: str) -> float:
+    """The base of rotary positions over rows and columns.
+
+    Raises:
+        ConfigError: another kind of positions; ``field`` says where it stands.
+    """
+    said = dict(parameters or {})
+    kind, theta = said.pop("rope_type", "axial"), said.pop("rope_theta", 10_000.0)
+    if kind != "axial" or said:
+        raise ConfigError(f"{field}={parameters!r}: only rope_type='axial' with rope_theta")
+    return float(theta)
+
+
 def activation(name: str, field: str) -> str:
     """Our name of an activation.
 

@@ -121,7 +121,7 @@ def entries(config: DecoderConfig, model: str, head: str) -> tuple[Entry, ...]:
     if not config.tied_embeddings:
         top.append(Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D"))
     ours, theirs = "decoder/stack/blocks/", model + "layers.{}."
-    return (*top, *(Entry(ours + o, theirs + t, dims, lies) for o, t, dims, lies in layers))
+    return (*top, *(Entry(ours + o, theirs + t, here, there) for o, t, here, there in layers))
 
 
 _Rows = list[tuple[str, str, str, str]]

@@ -6,10 +6,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxvlm.config import ConfigError, ConnectorConfig, ModelConfig
-from jaxvlm.models.families import clip, llama
-from jaxvlm.models.families.fields import METADATA, Fields, activation, image_token_id, read
-from jaxvlm.models.families.names import Entry, NameMap
+from jaxvlm.config import ModelConfig
+from jaxvlm.models.families import clip, connectors, llama, siglip
+from jaxvlm.models.families.fields import (
+    METADATA,
+    Features,
+    Fields,
+    activation,
+    image_token_id,
+    read,
+)
+from jaxvlm.models.families.names import NameMap
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Span
 
@@ -19,13 +26,11 @@ _FIELDS = Fields(
         "text_config": None,
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "multimodal_projector_bias": True,
         "tie_word_embeddings": False,
     },
-    {
-        "model_type": ("llava",),
-        "vision_feature_select_strategy": ("default",),
-        "multimodal_projector_bias": (True,),
-    },
+    {"model_type": ("llava",), "vision_feature_select_strategy": ("default", "full")},
     # Old files repeat the decoder's vocabulary size here.
     METADATA | {"vocab_size"},
 )
@@ -52,35 +57,17 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     where = "config.json: "
     top = read(hf_config, _FIELDS, where)
     vision = top["vision_config"] or _NO_VISION
-    depth = int(vision.get("num_hidden_layers", clip.DEPTH))
-    layer = _feature_layer(top["vision_feature_layer"], depth)
+    take = Features(top["vision_feature_layer"], top["vision_feature_select_strategy"] == "full")
+    tower = siglip if vision.get("model_type") == "siglip_vision_model" else clip
     decoder = llama.decoder_from_hf(top["text_config"] or {}, where + "text_config.")
     tied = bool(top["tie_word_embeddings"]) or decoder.tied_embeddings
     act = activation(top["projector_hidden_act"], where + "projector_hidden_act")
     return ModelConfig(
-        vision=clip.vision_from_hf(vision, layer, where + "vision_config."),
-        connector=ConnectorConfig(activation=act),
+        vision=tower.vision_from_hf(vision, take, where + "vision_config."),
+        connector=connectors.mlp(act, bool(top["multimodal_projector_bias"])),
         decoder=dataclasses.replace(decoder, tied_embeddings=tied),
     )
 
-
-def _feature_layer(layer: Any, depth: int) -> int:
-    """Hugging Face counts ``hidden_states``: the embeddings are 0, or ``-depth - 1``."""
-    if isinstance(layer, int):
-        from_end = layer if layer < 0 else layer - depth - 1
-        if -depth <= from_end <= -1:
-            return from_end
-    raise ConfigError(
-        f"config.json: vision_feature_layer={layer!r}; one layer in -{depth}..-1 is supported"
-    )
-
-
-_CONNECTOR = (
-    Entry("connector/w_in", "multi_modal_projector.linear_1.weight", "d D", "D d"),
-    Entry("connector/b_in", "multi_modal_projector.linear_1.bias", "D", "D"),
-    Entry("connector/w_out", "multi_modal_projector.linear_2.weight", "D E", "E D"),
-    Entry("connector/b_out", "multi_modal_projector.linear_2.bias", "D", "D"),
-)
 
 _ALIASES = (
     # transformers 4.52 and later, in memory and in some files.
@@ -101,12 +88,17 @@ def weights(config: ModelConfig) -> NameMap:
     Args:
         config: of :func:`config_from_hf`.
     """
+    tower = clip if config.vision.class_token else siglip
     entries = (
         *llama.entries(config.decoder, "language_model.model.", "language_model."),
-        *_CONNECTOR,
-        *clip.entries("vision_tower.vision_model."),
+        *connectors.mlp_entries("", config.connector),
+        *tower.entries("vision_tower.vision_model.", config.vision),
     )
-    sizes = {**llama.dims(config.decoder), **clip.dims(config.vision), "E": config.decoder.width}
+    sizes = {
+        **llama.dims(config.decoder),
+        **clip.dims(config.vision),
+        **connectors.dims(config.vision, config.connector, config.decoder.width),
+    }
     depths = {"vision": config.vision.depth, "decoder": config.decoder.depth}
     copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
     return NameMap(entries, sizes, depths, _ALIASES, _BUFFERS + copies)

@@ -16,8 +16,9 @@ from jaxvlm.types import Params
 class Entry(NamedTuple):
     """One parameter: what it is called and how it lies, here and there.
 
-    Each letter is a dim; letters written together are one dim there. Where ``theirs`` holds
-    ``{}`` there is one tensor a layer, and ours is their stack, layers first.
+    Each letter is a dim; letters written together are one dim there, and the word ``1`` is a dim
+    of one. Where ``theirs`` holds ``{}`` there is one tensor a layer, and ours is their stack,
+    layers first.
     """
 
     ours: str
@@ -105,11 +106,11 @@ class NameMap(NamedTuple):
             index = index[1:]
         dims = dict(zip(entry.dims.split(), index, strict=True))
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
-        words = entry.their_dims.split()
-        where = tuple(self._their_slice(word, ranges) for word in words)
+        where = tuple(self._their_slice(word, ranges) for word in entry.their_dims.split())
+        words = _words(entry)
         first, offset = where[0], entry.part[0] * self._their_shape(entry)[0]
         where = (slice(first.start + offset, first.stop + offset), *where[1:])
-        letters = entry.their_dims.replace(" ", "")
+        letters = "".join(words)
         shape, inner = [], []
         for word in words:
             shape += [len(ranges[word[0]]), *(self.sizes[a] for a in word[1:])]
@@ -128,8 +129,8 @@ class NameMap(NamedTuple):
         parts = []
         for entry, layer in self._sources()[name]:
             array = get(entry.ours, layer)
-            dims, words = entry.dims.split(), entry.their_dims.split()
-            order = [dims.index(a) for word in words for a in word]
+            dims = entry.dims.split()
+            order = [dims.index(a) for word in _words(entry) for a in word]
             parts.append(np.transpose(array, order).reshape(self._their_shape(entry)))
         return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
@@ -191,13 +192,21 @@ class NameMap(NamedTuple):
         return [entry.theirs.format(i) for i in range(self.depths[entry.ours.split("/")[0]])]
 
     def _their_shape(self, entry: Entry) -> tuple[int, ...]:
-        return tuple(math.prod(self.sizes[a] for a in word) for word in entry.their_dims.split())
+        words = entry.their_dims.split()
+        return tuple(1 if w == "1" else math.prod(self.sizes[a] for a in w) for w in words)
 
     def _their_slice(self, word: str, ranges: Mapping[str, range]) -> slice:
         """What of a dim of theirs to read: its first letter's range, all of its others."""
+        if word == "1":
+            return slice(0, 1)
         inner = math.prod(self.sizes[a] for a in word[1:])
         first = ranges[word[0]]
         return slice(first.start * inner, first.stop * inner)
+
+
+def _words(entry: Entry) -> list[str]:
+    """Their dims, those of one left out."""
+    return [word for word in entry.their_dims.split() if word != "1"]
 
 
 def _some(names: Sequence[str], most: int = 40) -> str:

@@ -146,7 +146,9 @@ def read_windows(
     if unknown := set(layer_types) - {LOCAL, GLOBAL}:
         raise ConfigError(f"{where}layer_types: {sorted(unknown)} are not supported here")
     if len(layer_types) != depth:
-        raise ConfigError(f"{where}layer_types has {len(layer_types)} entries for {depth} layers")
+        raise ConfigError(
+            f"{where}layer_types has {len(layer_types)} entries, not num_hidden_layers={depth}"
+        )
     pattern = tuple(kind == LOCAL for kind in layer_types)
     if not any(pattern):
         return {}

@@ -47,6 +47,9 @@ def decoder_from_hf(group: Mapping[str, Any], where: str) -> DecoderConfig:
     if not sectioned:
         rotary = read_rotary(text, where, 10_000.0)
         return llama.decoder(text, where, rotary, qkv_bias=True, **windows(text, where))
+    if text["head_dim"] not in (None, text["hidden_size"] // text["num_attention_heads"]):
+        # Torch's attention goes by the width, its rotary positions by this.
+        raise ConfigError(f"{where}head_dim={text['head_dim']} is not hidden_size / heads")
     rotary = sections(text, where, 1_000_000.0, (16, 24, 24), ("mrope_section",))
     return llama.decoder(text, where, rotary, qkv_bias=True)
 

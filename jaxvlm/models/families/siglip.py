@@ -1,0 +1,128 @@
+"""SigLIP's vision tower (arXiv 2303.15343) and its kin in Hugging Face's words.
+
+Idefics3 and SmolVLM use it under names of their own; SigLIP 2 (arXiv 2502.14786) with patches of
+pictures of any size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxvlm.config import ConfigError, VisionConfig
+from jaxvlm.models.families import clip
+from jaxvlm.models.families.fields import METADATA, Features, Fields, activation, read, square
+from jaxvlm.models.families.names import Entry
+
+_TOWER = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_ONLY = {"num_channels": (3,), "attention_dropout": (0.0,)}
+_HEAD = {"vision_use_head": (False,)}
+_FIELDS = {
+    "siglip_vision_model": Fields(
+        {**_TOWER, "image_size": 224, "vision_use_head": True},
+        {**_ONLY, **_HEAD},
+        # A text tower that is not here, and PaliGemma's old notes about itself.
+        METADATA | {"vocab_size", "num_image_tokens", "projector_hidden_act"},
+    ),
+    "siglip2_vision_model": Fields(
+        {**_TOWER, "num_patches": 256, "vision_use_head": True}, {**_ONLY, **_HEAD}
+    ),
+    "idefics3_vision": Fields(
+        {**_TOWER, "hidden_size": 1152, "num_attention_heads": 16, "image_size": 224}
+        | {"patch_size": 32},
+        _ONLY,
+        # Sizes that the image processor works to, and a switch that is long gone.
+        METADATA | {"size", "max_image_size", "use_base_siglip", "tie_word_embeddings"},
+    ),
+}
+_ALSO = {
+    "idefics3": "idefics3_vision",
+    "smolvlm_vision": "idefics3_vision",
+    "smolvlm": "idefics3_vision",
+}
+_MISPLACED = frozenset((19, 25, 29, 31, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62, 67))
+"""Sides up to 70 of a grid where Idefics3's positions, found by dividing in float32, give two
+neighbours one place; which ones depends on the processor, so they are refused."""
+
+
+def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> VisionConfig:
+    """The tower of a ``vision_config``.
+
+    Args:
+        group: the fields, ``model_type`` among them.
+        take: which layers become visual tokens; there is no class token to leave out.
+        where: what error messages put before a field's name.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that this family can't do.
+    """
+    kind = _ALSO.get(group.get("model_type", ""), group.get("model_type", "siglip_vision_model"))
+    if kind not in _FIELDS:
+        known = ", ".join((*_FIELDS, *_ALSO))
+        raise ConfigError(f"{where}model_type={kind!r} is not supported here, only {known}")
+    fields = {name: value for name, value in group.items() if name != "model_type"}
+    vision = read(fields, _FIELDS[kind], where)
+    if vision.get("vision_use_head"):
+        raise ConfigError(f"{where}vision_use_head=True is not supported here, only False")
+    if take.layer is not None and not take.whole:
+        raise ConfigError(
+            "config.json: vision_feature_select_strategy='default' would drop a patch of a tower "
+            "without a class token; only 'full'"
+        )
+    layers = take.layers(vision["num_hidden_layers"])
+    patch = square(vision["patch_size"], where + "patch_size")
+    tower = VisionConfig(
+        patch_size=patch,
+        width=vision["hidden_size"],
+        depth=vision["num_hidden_layers"],
+        num_heads=vision["num_attention_heads"],
+        mlp_dim=vision["intermediate_size"],
+        activation=activation(vision["hidden_act"], where + "hidden_act"),
+        feature_layer=layers[0] if layers else -1,
+        feature_layers=layers if len(layers) > 1 else (),
+        final_norm=not layers,  # hidden states are taken before it
+        norm_eps=float(vision["layer_norm_eps"]),
+    )
+    if kind == "siglip2_vision_model":
+        return _any_size(tower, vision["num_patches"], where)
+    size = square(vision["image_size"], where + "image_size")
+    if kind == "idefics3_vision" and size // patch in _MISPLACED:
+        raise ConfigError(f"{where}image_size={size} with patches of {patch} is not supported")
+    return dataclasses.replace(tower, image_size=size)
+
+
+def _any_size(tower: VisionConfig, num_patches: int, where: str) -> VisionConfig:
+    side = math.isqrt(num_patches)
+    if side * side != num_patches:
+        raise ConfigError(f"{where}num_patches={num_patches} is no square")
+    size = side * tower.patch_size
+    return dataclasses.replace(tower, image_size=size, packed=True, position_resize="antialias")
+
+
+def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
+    """Every parameter of the tower; its letters are :func:`clip.dims`'.
+
+    Args:
+        model: what stands before ``embeddings``.
+        config: of :func:`vision_from_hf`.
+    """
+    stem = model + "embeddings.patch_embedding."
+    kernel = "d pqc" if config.packed else "d c p q"
+    return (
+        Entry("vision/stem/w", stem + "weight", "p q c d", kernel),
+        Entry("vision/stem/b", stem + "bias", "d", "d"),
+        Entry("vision/position", model + "embeddings.position_embedding.weight", "s d", "s d"),
+        Entry("vision/norm/scale", model + "post_layernorm.weight", "d", "d"),
+        Entry("vision/norm/bias", model + "post_layernorm.bias", "d", "d"),
+        *clip.block_entries(model + "encoder.layers.{}."),
+    )
