@@ -19,6 +19,8 @@ class Places(NamedTuple):
 
     segment: jax.Array
     """i32[B, P]: a number of its own for each frame of each picture, from 1."""
+    picture: jax.Array
+    """i32[B, P]: a number for each picture, from 1; 0 is padding."""
     row: jax.Array
     """i32[B, P]: of the patch in its frame."""
     column: jax.Array
@@ -55,8 +57,9 @@ def places(grid: jax.Array, num_patches: int, block: int = 1) -> Places:
     row = block_of // blocks_wide * block + rest // block
     column = block_of % blocks_wide * block + rest % block
     # The index of a frame's first patch tells it from all others.
-    segment = jnp.where(index < end[:, -1:], index - within + 1, 0)
-    return Places(segment, row, column, height, width)
+    real = index < end[:, -1:]
+    segment = jnp.where(real, index - within + 1, 0)
+    return Places(segment, jnp.where(real, picture + 1, 0), row, column, height, width)
 
 
 def windows(at: Places, side: int) -> jax.Array:

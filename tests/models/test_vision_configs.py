@@ -23,11 +23,10 @@ def configs():
     def of(family):
         return lambda group: qwen_vision.towers_from_hf(group, family, 3584, "vision_config.")
 
-    headless = {"vision_use_head": False}
     return {
         "clip": (transformers.CLIPVisionConfig(), simple(clip, Features(-2))),
-        "siglip": (transformers.SiglipVisionConfig(**headless), simple(siglip)),
-        "siglip2": (transformers.Siglip2VisionConfig(**headless), simple(siglip)),
+        "siglip": (transformers.SiglipVisionConfig(), simple(siglip)),
+        "siglip2": (transformers.Siglip2VisionConfig(), simple(siglip)),
         "idefics3": (transformers.Idefics3Config().vision_config, simple(siglip)),
         "smolvlm": (transformers.SmolVLMVisionConfig(), simple(siglip)),
         "internvl": (transformers.InternVLVisionConfig(), simple(internvit, Features(-1))),
