@@ -15,7 +15,7 @@ devices lie. ``jaxvlm.parallel.rules`` maps one to the other. We say *axis* for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -71,6 +71,47 @@ class Batch(NamedTuple):
     """f32[B]: a teacher's score, for distillation."""
     example_id: Any = None
     """i32[B]: global index of the row in the run; randomness is a function of it."""
+
+
+class Span(NamedTuple):
+    """What a picture is in a row: the tokens that the chat template's one picture token becomes.
+
+    A picture may be cut in tiles, each encoded by itself: a tile's features lie one after
+    another, with text between the tiles where the family wants it.
+    """
+
+    ids: np.ndarray
+    """i32[n]."""
+    tile: np.ndarray
+    """i32[n]: from 1, the tile whose feature this token holds; 0 is none, it is text."""
+    positions: np.ndarray
+    """i32[R, n]: rotary positions, counted from where the picture stands."""
+    advance: int
+    """How far positions have gone on behind the picture."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """i32[tiles]: index of each tile's first feature."""
+        where = np.flatnonzero(self.tile)
+        _, first = np.unique(self.tile[where], return_index=True)
+        return where[first].astype(np.int32)
+
+    @classmethod
+    def of(
+        cls, image_id: int, count: int, before: Sequence[int] = (), after: Sequence[int] = ()
+    ) -> Span:
+        """One tile of ``count`` features with fixed tokens around it, one position a token.
+
+        Args:
+            image_id: what stands where a feature goes.
+            count: features.
+            before: ids before them.
+            after: ids behind them.
+        """
+        ids = np.asarray([*before, *[image_id] * count, *after], np.int32)
+        tile = np.zeros(len(ids), np.int32)
+        tile[len(before) : len(before) + count] = 1
+        return cls(ids, tile, np.arange(len(ids), dtype=np.int32)[None], len(ids))
 
 
 class Out(NamedTuple):

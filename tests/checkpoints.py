@@ -29,7 +29,7 @@ def write_llava(
             initializer_range=0.2,
         ),
         text_config=transformers.LlamaConfig(
-            vocab_size=128,
+            vocab_size=32,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=2,

@@ -173,7 +173,7 @@ def _scorer(run: Run) -> Scorer | None:
     config = run.config
     if not config.data.eval:
         return None
-    dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer, run.prepare)
+    dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer, run.pictures)
     scorer = Scorer(run.model, dataset, config.data.batch_size)
     metric = config.checkpoint.metric
     if metric not in scorer.metrics:  # now, not after hours

@@ -10,7 +10,6 @@ from jaxvlm.build import pretrained
 from jaxvlm.config import ConfigError, DataConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, formats, images, tokenizer
 from jaxvlm.data.loader import Dataset
-from jaxvlm.models.vlm import num_visual_tokens
 
 _MULTIPLE = 64
 """Vocabularies are rounded up to it, so that mesh axes divide them on every mesh alike."""
@@ -71,18 +70,18 @@ def make_dataset(
     config: TrainConfig,
     spec: str,
     chat_tokenizer: tokenizer.ChatTokenizer,
-    prepare: images.Preparation,
+    pictures: images.PictureFormat,
     read: Any = None,
 ) -> Dataset:
     """The data set ``spec``, encoded for the run's model."""
     return Dataset.from_config(
         config.data,
         chat_tokenizer,
-        image_size=config.model.vision.image_size,
-        num_patches=num_visual_tokens(config.model),
+        image_size=pictures.size,
+        num_patches=pictures.of_file,
         seed=config.seed,
         visual_mask=config.model.decoder.visual_mask,
-        prepare=prepare,
+        prepare=pictures.prepare,
         spec=spec,
         read=read,
     )

@@ -5,35 +5,33 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import inputs, pretrained, record, sheets
+from jaxvlm.build import inputs, pretrained, prompts, record, sheets
 from jaxvlm.build.model import Model, build_model
+from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, TrainConfig
-from jaxvlm.data import chat, formats, images
-from jaxvlm.data.errors import DataError, ImageError
-from jaxvlm.data.formats import PLACEHOLDER, Turn
+from jaxvlm.data import images
 from jaxvlm.data.tokenizer import ChatTokenizer
-from jaxvlm.infer.generate import Sampling, generate
+from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
 from jaxvlm.io.checkpoint import restore_params
-from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.sharding import batch_sharding, replicated
+from jaxvlm.parallel.sharding import replicated
 from jaxvlm.types import Batch, Params
 
-Picture = str | os.PathLike[str] | Image.Image | np.ndarray
-"""A file, a PIL picture, or u8[H, W, 3]."""
-
 _ONE = (str, os.PathLike, Image.Image, np.ndarray)
-_LENGTH_STEP = 32
-"""Prompts are padded to a multiple of it, so that few lengths are compiled."""
+_CAPACITY_STEP = 64
+"""Room for new tokens is a multiple of it, so that few lengths are compiled."""
+_CHUNK = 16
+"""Tokens made between two looks at them; divides ``_CAPACITY_STEP``."""
 
 
 class Loaded:
@@ -44,7 +42,7 @@ class Loaded:
         model: on its mesh.
         params: all parameters.
         tokenizer: with its chat template.
-        prepare: how pictures become pixels.
+        pictures: what the model wants of them.
     """
 
     def __init__(
@@ -53,22 +51,22 @@ class Loaded:
         model: Model,
         params: Params,
         tokenizer: ChatTokenizer,
-        prepare: images.Preparation,
+        pictures: images.PictureFormat,
     ):
         self.config, self.model, self.params = config, model, params
-        self.tokenizer, self.prepare = tokenizer, prepare
+        self.tokenizer, self.pictures = tokenizer, pictures
         # Whole on every device: each process reads all answers.
-        self._generate = jax.jit(
-            self._run, static_argnums=(2,), out_shardings=replicated(model.mesh)
+        whole = replicated(model.mesh)
+        self._prefill = jax.jit(self._start, static_argnums=(2, 3))
+        self._decode = jax.jit(
+            self._go_on,
+            static_argnums=(2, 3),
+            donate_argnums=1,
+            out_shardings=(None, whole, whole),
         )
 
     def generate(
-        self,
-        pictures: Picture | Sequence[Picture],
-        prompt: str,
-        max_new: int = 64,
-        temperature: float = 0.0,
-        seed: int = 0,
+        self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
     ) -> str:
         """The model's answer.
 
@@ -77,36 +75,83 @@ class Loaded:
             prompt: what to ask; ``<image>`` marks where each picture goes. Without a mark the
                 pictures come first.
             max_new: new tokens at most.
-            temperature: 0 is greedy.
-            seed: for temperatures above 0.
+            **sampling: ``temperature`` (0, the default, is greedy), ``top_k``, ``top_p``, ``seed``.
 
         Raises:
-            ConfigError: marks and pictures differ in number.
+            ConfigError: marks and pictures differ in number, or a setting is out of range.
             DataError: a picture can't be read.
         """
-        given: list[Any] = [pictures] if isinstance(pictures, _ONE) else list(pictures)
-        return self.generate_batch([(given, prompt)], max_new, temperature, seed)[0]
+        return self.generate_batch([(_listed(pictures), prompt)], max_new, **sampling)[0]
 
     def generate_batch(
         self,
         queries: Sequence[tuple[Sequence[Picture], str]],
         max_new: int = 64,
-        temperature: float = 0.0,
-        seed: int = 0,
+        **sampling: Any,
     ) -> list[str]:
         """Answers to several (pictures, prompt) pairs at once; see :meth:`generate`."""
-        if max_new < 1 or temperature < 0:
+        *_, last = self._texts(queries, max_new, **sampling)
+        return [answer.strip() for answer in last]
+
+    def stream(
+        self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
+    ) -> Iterator[str]:
+        """The answer in pieces, as it is made; arguments as :meth:`generate`."""
+        said = ""
+        for (text,) in self._texts([(_listed(pictures), prompt)], max_new, **sampling):
+            text = text.lstrip() if not said else text
+            whole = text.rstrip("\ufffd ")  # half of a character, or the space before a word
+            if whole.startswith(said) and whole != said:
+                yield whole[len(said) :]
+                said = whole
+
+    def _texts(
+        self,
+        queries: Sequence[tuple[Sequence[Picture], str]],
+        max_new: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[list[str]]:
+        """The answers so far, every few tokens."""
+        if max_new < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ConfigError(
-                f"max_new={max_new} must be at least 1, and temperature={temperature:g} at least 0"
+                f"max_new={max_new} must be at least 1, temperature={temperature:g} and "
+                f"top_k={top_k} at least 0, and top_p={top_p:g} above 0 and at most 1"
             )
-        sampling = Sampling(max_new, temperature, self.tokenizer.stop_ids)
-        batch = self._prompts(queries)
-        new = self._generate(self.params, batch, sampling, jax.random.key(seed))
-        answers = []
-        for row in np.asarray(new)[: len(queries)].tolist():
-            stop = next((i for i, t in enumerate(row) if t in sampling.stop_ids), len(row))
-            answers.append(self.tokenizer.decode(row[:stop]).strip())
-        return answers
+        how = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
+        batch = prompts.batch(
+            queries, self.model, self.tokenizer, self.pictures, self.config.data.max_pixels
+        )
+        capacity = -(-max_new // _CAPACITY_STEP) * _CAPACITY_STEP
+        state = self._prefill(self.params, batch, how, capacity, jax.random.key(seed))
+        new: list[list[int]] = [[] for _ in queries]
+        for _ in range(0, max_new, _CHUNK):
+            state, tokens, done = self._decode(self.params, state, how, _CHUNK)
+            for row, more in zip(new, np.asarray(tokens).tolist()):
+                row += more
+            yield [self._text(row[:max_new]) for row in new]
+            if np.asarray(done):
+                return
+
+    def _text(self, ids: list[int]) -> str:
+        ends = (*self.tokenizer.stop_ids, -1)
+        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        return self.tokenizer.decode(ids[:stop])
+
+    def _start(
+        self, params: Params, batch: Batch, sampling: Sampling, capacity: int, key: jax.Array
+    ) -> Decoding:
+        d = self.model.config.decoder
+        shape = (d.depth, d.num_kv_heads, d.head_dim)
+        return prefill(self.model.module(params), batch, sampling, capacity, shape, key)
+
+    def _go_on(
+        self, params: Params, state: Decoding, sampling: Sampling, count: int
+    ) -> tuple[Decoding, jax.Array, jax.Array]:
+        state, tokens = decode(self.model.module(params), state, sampling, count)
+        return state, tokens, jnp.all(state.done)
 
     def evaluate(
         self, spec: str = "", limit: int = 0, sheet: str = "", blind: bool = True
@@ -125,7 +170,7 @@ class Loaded:
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
-        dataset = inputs.make_dataset(self.config, spec, self.tokenizer, self.prepare)
+        dataset = inputs.make_dataset(self.config, spec, self.tokenizer, self.pictures)
         parts = batch_shards(self.model.mesh)
         rows = -(-self.config.data.batch_size // parts) * parts
         report = Scorer(self.model, dataset, rows).report(self.params, limit, blind)
@@ -133,73 +178,9 @@ class Loaded:
             sheets.contact_sheet(self, dataset, pathlib.Path(sheet))
         return report
 
-    def _run(self, params: Params, batch: Batch, sampling: Sampling, key: jax.Array) -> jax.Array:
-        d = self.model.config.decoder
-        shape = (d.depth, d.num_kv_heads, d.head_dim)
-        return generate(self.model.module(params), batch, sampling, shape, key)
 
-    def _prompts(self, queries: Sequence[tuple[Sequence[Picture], str]]) -> Batch:
-        """Prompts padded on the left to one length, pictures in fixed places."""
-        ids = [self._ids(pictures, prompt) for pictures, prompt in queries]
-        shards = batch_sharding(self.model.mesh)
-        rows = len(ids)
-        parts = batch_shards(self.model.mesh)
-        B = -(-rows // parts) * parts
-        T = -(-max(map(len, ids)) // _LENGTH_STEP) * _LENGTH_STEP
-        most = max(len(pictures) for pictures, _ in queries)
-        patches = num_visual_tokens(self.model.config)
-        size = self.model.config.vision.image_size
-        tokens = np.full((B, T), self.tokenizer.pad_id, np.int32)
-        segment, positions = np.zeros((B, T), np.int32), np.zeros((B, 1, T), np.int32)
-        pixels = np.zeros((B, most, size, size, 3), np.uint8)
-        start = np.full((B, most), -1, np.int32)
-        group = np.zeros((B, T), np.int32)
-        for row, ((pictures, _), row_ids) in enumerate(zip(queries, ids)):
-            first = T - len(row_ids)
-            tokens[row, first:], segment[row, first:] = row_ids, 1
-            positions[row, 0, first:] = np.arange(len(row_ids))
-            places = first + np.flatnonzero(row_ids == self.tokenizer.image_id)[::patches]
-            for i, (picture, place) in enumerate(zip(pictures, places.tolist())):
-                pixels[row, i] = self._pixels(picture)
-                start[row, i], group[row, place : place + patches] = place, i + 1
-        prefix = self.model.config.decoder.visual_mask == "prefix" and most > 0
-        batch = Batch(
-            tokens,
-            np.zeros((B, T), np.float32),
-            positions,
-            segment,
-            bidirectional=group if prefix else None,
-            pixels=pixels if most else None,
-            image_start=start if most else None,
-            example_id=np.arange(B, dtype=np.int32),
-        )
-        return jax.tree.map(lambda x: jax.device_put(x, shards), batch)
-
-    def _ids(self, pictures: Sequence[Picture], prompt: str) -> np.ndarray:
-        marks = prompt.count(PLACEHOLDER)
-        if not marks and pictures:
-            prompt = PLACEHOLDER * len(pictures) + prompt
-        elif marks != len(pictures):
-            raise ConfigError(
-                f"the prompt has {marks} {PLACEHOLDER} marks but {len(pictures)} pictures are given"
-            )
-        prompt = formats.tidy(prompt)
-        forged = [t for t in self.tokenizer.special_tokens if t != PLACEHOLDER and t in prompt]
-        if forged:
-            raise ConfigError(
-                f"the prompt holds the special token {sorted(forged)[0]}; leave it out"
-            )
-        patches = num_visual_tokens(self.model.config)
-        return chat.prompt_ids([Turn("user", prompt)], self.tokenizer, patches)
-
-    def _pixels(self, picture: Picture) -> np.ndarray:
-        if isinstance(picture, (str, os.PathLike)):
-            try:
-                return images.load(str(picture), self.prepare, self.config.data.max_pixels)
-            except ImageError as error:
-                raise DataError(f"{picture}: {error}") from None
-        made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        return images.convert(made, self.prepare)
+def _listed(pictures: Picture | Sequence[Picture]) -> list[Any]:
+    return [pictures] if isinstance(pictures, _ONE) else list(pictures)
 
 
 def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) -> Loaded:
@@ -235,10 +216,10 @@ def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) 
         config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
     )
     model = build_model(config.model, make_mesh(mesh or MeshConfig()))
-    prepare = pretrained.preparation(config, source)
+    pictures = pretrained.pictures(config, source, tokenizer)
     if hugging_face and source is not None:
         params = pretrained.read_params(source, config.model, model.abstract())
     else:
         choice = (config.checkpoint.metric, config.checkpoint.mode)
         params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
-    return Loaded(config, model, params, tokenizer, prepare)
+    return Loaded(config, model, params, tokenizer, pictures)

@@ -20,7 +20,8 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
 from jaxvlm.models.families import Family, family
-from jaxvlm.types import Params
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.types import Params, Span
 
 SAVED = "source"
 """Folder in a workdir: all of the checkpoint but its weights, and their layout."""
@@ -95,11 +96,19 @@ def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
     return dataclasses.replace(config, model=model)
 
 
-def preparation(config: TrainConfig, source: Source | None) -> images.Preparation:
-    """How the run's pictures become pixels: as the checkpoint wants, or as the recipe says."""
-    if source is None or config.data.resize != "auto":
-        return images.squares(config.model.vision.image_size, config.data.resize)
-    return _prepared(source).prepare
+def pictures(
+    config: TrainConfig, source: Source | None, tokenizer: ChatTokenizer
+) -> images.PictureFormat:
+    """What the run's model wants of a picture: as the checkpoint says, or as the recipe does."""
+    size = config.model.vision.image_size
+    prepare = images.squares(size, config.data.resize)
+    if source is None:
+        span = Span.of(tokenizer.image_id, num_visual_tokens(config.model))
+        return images.PictureFormat(prepare, size, lambda _width, _height: span)
+    if config.data.resize == "auto":
+        prepare = _prepared(source).prepare
+    find = source.family.span(config.model, source.hf_config, tokenizer.encode)
+    return images.PictureFormat(prepare, size, find)
 
 
 def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:

@@ -59,17 +59,17 @@ class Run:
         self.rows = local_rows(self.mesh, given.data.batch_size)
         self.source = pretrained.find(given.model.checkpoint, self.workdir)
         given = pretrained.with_source(given, self.source)
-        self.prepare = pretrained.preparation(given, self.source)
         read = inputs.read_records(given.data, given.data.train)
         saved = self.workdir / "tokenizer" if self.workdir else None
         self.tokenizer = inputs.make_tokenizer(given, saved, read, self.source)
         pretrained.check_tokens(self.source, self.tokenizer)
+        self.pictures = pretrained.pictures(given, self.source, self.tokenizer)
         self.config = dataclasses.replace(
             given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
         )
         self.model: Model = build_model(self.config.model, self.mesh)
         self.dataset = inputs.make_dataset(
-            self.config, given.data.train, self.tokenizer, self.prepare, read
+            self.config, given.data.train, self.tokenizer, self.pictures, read
         )
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
         # Built here, so that a setting that can't be used is refused before a file is written.
@@ -116,7 +116,7 @@ class Run:
     def answering(self, state: TrainState) -> Loaded:
         """The weights of ``state`` as a model that answers."""
         params = {**state.params, **state.frozen}
-        return Loaded(self.config, self.model, params, self.tokenizer, self.prepare)
+        return Loaded(self.config, self.model, params, self.tokenizer, self.pictures)
 
     def dry_run(self) -> dict[str, Any]:
         """Compile the step, print one batch with its loss mask and the memory; train nothing."""

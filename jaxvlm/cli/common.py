@@ -41,12 +41,12 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     return load(values.checkpoint, mesh=mesh)
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print from process 0."""
     from jaxvlm.parallel.distributed import is_silent
 
     if not is_silent():
-        print(text, flush=True)
+        print(text, end=end, flush=True)
 
 
 def _mesh(text: str) -> Any:

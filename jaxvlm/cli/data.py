@@ -71,15 +71,16 @@ def _of_recipe(given: Any, spec: str) -> dict[str, Any]:
     """The same, as a run of the recipe on ``spec`` would have it."""
     from jaxvlm.build import inputs, pretrained
     from jaxvlm.config import TrainConfig, from_config_dict
-    from jaxvlm.models.vlm import num_visual_tokens
 
     config: TrainConfig = from_config_dict(given)
     source = pretrained.find(config.model.checkpoint)
     config = pretrained.with_source(config, source)
     read = inputs.read_records(config.data, spec)
+    chat_tokenizer = inputs.make_tokenizer(config, None, read, source)
+    pictures = pretrained.pictures(config, source, chat_tokenizer)
     return {
         "config": config.data,
-        "chat_tokenizer": inputs.make_tokenizer(config, None, read, source),
-        "prepare": pretrained.preparation(config, source),
-        "num_patches": num_visual_tokens(config.model),
+        "chat_tokenizer": chat_tokenizer,
+        "prepare": pictures.prepare,
+        "num_patches": pictures.of_file,
     }

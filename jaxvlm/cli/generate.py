@@ -26,6 +26,12 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_float(
         "temperature", 0.0, "0 takes the likeliest token (greedy).", flag_values=values
     )
+    flags.DEFINE_integer(
+        "top_k", 0, "Draw among the so many likeliest tokens; 0 is all.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "top_p", 1.0, "Draw among the likeliest that reach this probability.", flag_values=values
+    )
     flags.DEFINE_integer("seed", 0, "Of the draws, for temperatures above 0.", flag_values=values)
 
 
@@ -38,12 +44,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if not values.prompt:
         raise ConfigError("generate needs --prompt=TEXT")
     model = load_model("generate", values)
-    answer = model.generate(
-        values.image,
-        values.prompt,
-        max_new=values.max_new,
-        temperature=values.temperature,
-        seed=values.seed,
-    )
-    say(answer)
-    return {"answer": answer}
+    names = ("max_new", "temperature", "top_k", "top_p", "seed")
+    pieces = []
+    for piece in model.stream(values.image, values.prompt, **{n: values[n].value for n in names}):
+        pieces.append(piece)
+        say(piece, end="")
+    say("")
+    return {"answer": "".join(pieces).strip()}

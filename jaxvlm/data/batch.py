@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxvlm.data.chat import Corpus
 from jaxvlm.data.packing import Pieces
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Span
 
 
 class Layout(NamedTuple):
@@ -23,6 +23,8 @@ class Layout(NamedTuple):
     """Whether any piece is shared; else ``parent`` is None."""
     prefix_mask: bool
     """Whether a picture's tokens see each other both ways."""
+    position_rows: int = 1
+    """R: rotary positions a token."""
 
 
 class Meta(NamedTuple):
@@ -87,21 +89,30 @@ def assemble(
     of_segment = np.repeat(np.arange(len(segments.which)), where)
     ids = corpus.tokens[source]
 
-    # A picture is one token in the corpus and `image_tokens` of them here.
+    # A picture is one token in the corpus and a span here.
     is_image = np.flatnonzero(ids == layout.image_id)
-    repeats = np.ones(len(ids), np.int64)
-    repeats[is_image] = corpus.image_tokens[np.asarray(flat, np.int64)]
-    places, bidirectional = _places(segments.row[of_segment[is_image]], is_image, len(ids))
+    spans = [corpus.spans[p] for p in flat]
+    repeats, advance = np.ones(len(ids), np.int64), np.ones(len(ids), np.int64)
+    repeats[is_image] = [len(span.ids) for span in spans]
+    advance[is_image] = [span.advance for span in spans]
     begin = np.cumsum(repeats) - repeats
-
     wide = np.repeat(np.arange(len(ids)), repeats)
+    inside = _spread(begin[is_image], repeats[is_image])
+
     segment = of_segment[wide]
     row = segments.row[segment]
     at = np.arange(len(wide))
     row_begin = np.searchsorted(row, np.arange(len(rows)))
     column = at - row_begin[row]
-    in_segment = at - np.searchsorted(segment, np.arange(len(segments.which)))[segment]
-    position = in_segment + pieces.offset[segments.which][segment]
+    places, place = _places(segments.row[of_segment[is_image]], spans)
+
+    tokens = ids[wide]
+    tokens[inside] = _join([span.ids for span in spans])
+    position = _positions(advance, of_segment, pieces.offset[segments.which])
+    positions = np.tile(position[wide], (layout.position_rows, 1))
+    positions[:, inside] += _join([span.positions for span in spans], layout.position_rows)
+    tile = np.zeros(len(wide), np.int64)
+    tile[inside] = _join([np.where(s.tile > 0, s.tile + p, 0) for s, p in zip(spans, place)])
 
     def field(values: np.ndarray, dtype: type = np.int32, fill: int = 0) -> np.ndarray:
         out: np.ndarray = np.full((len(rows), length), fill, dtype)
@@ -109,14 +120,16 @@ def assemble(
         return out
 
     image_start = np.full((len(rows), layout.max_images), -1, np.int32)
-    image_start[places.row, places.slot] = begin[is_image] - row_begin[places.row]
+    first = np.repeat(begin[is_image], [len(s.starts) for s in spans])
+    first = first + _join([span.starts for span in spans])
+    image_start[places.row, places.slot] = first - row_begin[places.row]
     batch = Batch(
-        tokens=field(ids[wide], fill=layout.pad_id),
+        tokens=field(tokens, fill=layout.pad_id),
         loss_weight=field(corpus.loss[source][wide], np.float32),
-        positions=field(position)[:, None],
+        positions=np.stack([field(values) for values in positions], axis=1),
         segment=field(segments.number[segment]),
         parent=field(segments.parent[segment]) if layout.has_parents else None,
-        bidirectional=field(bidirectional[wide]) if layout.prefix_mask else None,
+        bidirectional=field(tile) if layout.prefix_mask else None,
         image_start=image_start if layout.max_images else None,
     )
     return batch, _meta(corpus, pieces, segments, len(rows)), places
@@ -144,12 +157,28 @@ def _meta(corpus: Corpus, pieces: Pieces, segments: _Segments, num_rows: int) ->
     return Meta(num_rows, row, number, source)
 
 
-def _places(row: np.ndarray, is_image: np.ndarray, total: int) -> tuple[Places, np.ndarray]:
-    """Picture places, and i64[total] that is place + 1 on each picture's token."""
-    slot = np.arange(len(row)) - np.searchsorted(row, row)
-    bidirectional = np.zeros(total, np.int64)
-    bidirectional[is_image] = slot + 1
-    return Places(row, slot), bidirectional
+def _places(row: np.ndarray, spans: list[Span]) -> tuple[Places, list[int]]:
+    """Picture places, one a tile; and how many lie before each picture in its row."""
+    tiles = np.asarray([len(span.starts) for span in spans], np.int64)
+    of_tile = np.repeat(row, tiles)
+    slot = np.arange(len(of_tile)) - np.searchsorted(of_tile, of_tile)
+    before = np.cumsum(tiles) - tiles
+    return Places(of_tile, slot), [int(slot[b]) if n else 0 for b, n in zip(before, tiles)]
+
+
+def _positions(advance: np.ndarray, of_segment: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """i64[n]: where each token of the corpus stands in its conversation."""
+    reached = np.cumsum(advance) - advance
+    start = np.searchsorted(of_segment, np.arange(len(offset)))
+    return reached - reached[start][of_segment] + offset[of_segment]
+
+
+def _join(parts: list[np.ndarray], rows: int = 0) -> np.ndarray:
+    """The parts one after another; with ``rows``, 2-D ones of one row stand for all."""
+    if rows:
+        parts = [np.broadcast_to(part, (rows, part.shape[1])) for part in parts]
+        return np.concatenate([np.zeros((rows, 0), np.int64), *parts], axis=1)
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _spread(first: np.ndarray, count: np.ndarray) -> np.ndarray:

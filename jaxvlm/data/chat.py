@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,19 +12,18 @@ from jaxtyping import Bool, Int32, Int64
 
 from jaxvlm.data.errors import Problem
 from jaxvlm.data.formats import PLACEHOLDER, Record, Turn
+from jaxvlm.data.spans import Spans
 from jaxvlm.data.template import TemplateError
 from jaxvlm.data.tokenizer import ChatTokenizer
+from jaxvlm.types import Span
 
 _CHUNK = 4096  # conversations tokenized at once: bounds the memory of their offsets
-
-NumPatches = int | Callable[[str], int]
-"""Tokens of a picture: the same for all, or a function of its file."""
 
 
 class Corpus(NamedTuple):
     """Every record's ids, in two flat arrays.
 
-    A picture is *one* image token here and becomes ``image_tokens`` of them in a row. Records
+    A picture is *one* image token here and becomes a whole span in a row. Records
     that say the same share one conversation: easy-VQA's 38,575 are 1,093 conversations.
     """
 
@@ -40,8 +40,8 @@ class Corpus(NamedTuple):
     """Of each record: indices into ``paths``."""
     paths: tuple[str, ...]
     """Each picture file once."""
-    image_tokens: Int32[np.ndarray, " pictures"]
-    """Tokens that each picture takes."""
+    spans: tuple[Span, ...]
+    """What each picture is in a row."""
     source: Int32[np.ndarray, " records"]
     """Index of each in the list of records that was encoded."""
 
@@ -53,35 +53,29 @@ def texts(records: Sequence[Record]) -> Iterator[str]:
             yield turn.content.replace(PLACEHOLDER, " ")
 
 
-def prompt_ids(
-    turns: Sequence[Turn], tokenizer: ChatTokenizer, num_patches: int | Sequence[int]
-) -> Int32[np.ndarray, " T"]:
-    """Ids of a conversation that the assistant is to go on with.
+def prompt_ids(turns: Sequence[Turn], tokenizer: ChatTokenizer) -> Int32[np.ndarray, " T"]:
+    """Ids of a conversation that the assistant is to go on with, a picture being one token.
 
     Args:
         turns: what was said so far; ``<image>`` stands for a picture.
         tokenizer: gives the template and the ids.
-        num_patches: tokens of a picture, or of each.
 
     Raises:
         TemplateError: the chat template refuses these turns.
     """
     text = tokenizer.render(turns, add_generation_prompt=True)
-    ids = np.asarray(tokenizer.encode(text), np.int32)
-    repeats = np.ones(len(ids), np.int64)
-    repeats[ids == tokenizer.image_id] = num_patches
-    return np.repeat(ids, repeats)
+    return np.asarray(tokenizer.encode(text), np.int32)
 
 
 def encode(
-    records: Sequence[Record], tokenizer: ChatTokenizer, num_patches: NumPatches
+    records: Sequence[Record], tokenizer: ChatTokenizer, spans: Spans
 ) -> tuple[Corpus, list[Problem]]:
     """Ids and loss mask of every record.
 
     Args:
         records: what :func:`jaxvlm.data.formats.read` gave.
         tokenizer: gives the template and the ids.
-        num_patches: tokens of a picture.
+        spans: what a picture is in a row.
 
     Returns:
         The records that have ids, in order, and the problems of the others.
@@ -107,8 +101,9 @@ def encode(
             for path in record.images:
                 picture.setdefault(path, len(picture))
     paths = tuple(picture)
-    per_picture = [num_patches if isinstance(num_patches, int) else num_patches(p) for p in paths]
-    image_tokens = np.asarray(per_picture, np.int32).reshape(len(paths))
+    by_file = _by_file(spans, tokenizer.image_id)
+    of_picture = tuple(by_file(path) for path in paths)
+    per_picture = [len(s.ids) for s in of_picture]
     pictures = tuple(tuple(picture[p] for p in records[i].images) for i in kept)
     extra = [sum(per_picture[p] - 1 for p in group) for group in pictures]
     which = np.asarray([conversation[i] for i in kept], np.int64)
@@ -120,10 +115,21 @@ def encode(
         length=(start[which + 1] - start[which] + np.asarray(extra, np.int64)).astype(np.int32),
         pictures=pictures,
         paths=paths,
-        image_tokens=image_tokens,
+        spans=of_picture,
         source=np.asarray(kept, np.int32),
     )
     return corpus, problems
+
+
+def _by_file(spans: Spans, image_id: int) -> Callable[[str], Span]:
+    """``spans`` as a function of a file; equal numbers give the same object."""
+    of = functools.cache(functools.partial(Span.of, image_id))
+
+    def find(path: str) -> Span:
+        found = spans if isinstance(spans, int) else spans(path)
+        return of(found) if isinstance(found, int) else found
+
+    return find
 
 
 def _encode_turns(

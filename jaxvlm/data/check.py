@@ -11,6 +11,7 @@ import numpy as np
 from jaxvlm.config import DataConfig
 from jaxvlm.data import chat, formats, images, tokenizer
 from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.spans import Spans
 
 _NAMED = 5  # ids listed for each reason
 _PERCENTILES = (0, 50, 90, 99, 100)
@@ -63,7 +64,7 @@ def check(
     *,
     chat_tokenizer: tokenizer.ChatTokenizer | None = None,
     prepare: images.Preparation,
-    num_patches: chat.NumPatches = 16,
+    num_patches: Spans = 16,
 ) -> Report:
     """Read a data file to the last pixel.
 
@@ -72,7 +73,7 @@ def check(
         config: limits on length and pictures.
         chat_tokenizer: None builds a word tokenizer from the file.
         prepare: how a picture becomes pixels.
-        num_patches: tokens of a picture.
+        num_patches: what a picture is in a row.
 
     Raises:
         DataError: the file as a whole can't be used.
@@ -119,6 +120,6 @@ def _reason(corpus: chat.Corpus, i: int, broken: dict[int, str], config: DataCon
             return broken[picture]
     if int(corpus.length[i]) > config.max_length:
         return f"longer than data.max_length={config.max_length}"
-    if len(pictures) > config.max_images:
+    if sum(len(corpus.spans[p].starts) for p in pictures) > config.max_images:
         return f"more than data.max_images={config.max_images} pictures"
     return ""

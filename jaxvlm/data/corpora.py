@@ -50,9 +50,13 @@ def with_good_pictures(
 def digest(corpus: Corpus) -> str:
     """Hash of ids, masks, and the pictures' names and sizes (not where the folder lies)."""
     out = hashlib.blake2b(digest_size=8)
-    for array in (corpus.tokens, corpus.loss, corpus.first, corpus.last, corpus.image_tokens):
+    for array in (corpus.tokens, corpus.loss, corpus.first, corpus.last):
         out.update(array.tobytes())
     used = sorted({p for pictures in corpus.pictures for p in pictures})
+    known: dict[int, bytes] = {}  # pictures of one size share a span
+    for span in (corpus.spans[i] for i in used):
+        parts = (span.ids, span.tile, span.positions, np.int64(span.advance))
+        out.update(known.setdefault(id(span), b"".join(part.tobytes() for part in parts)))
     names = [(os.path.basename(p), os.path.getsize(p)) for p in (corpus.paths[i] for i in used)]
     out.update(repr((corpus.pictures, names)).encode())
     return out.hexdigest()

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import pathlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -14,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8, UInt32
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from jaxvlm.data.errors import ImageError
+from jaxvlm.types import Span
 
 Pixels = UInt8[np.ndarray, "H W 3"]
 RESIZE = ("auto", "squash", "pad", "crop")
@@ -63,6 +65,29 @@ class Preparation(NamedTuple):
     """Preparations with the same one give the same pixels."""
     draft: int = 0
     """Pixels a side below which a JPEG is never decoded; 0: always in full."""
+
+
+class PictureFormat(NamedTuple):
+    """What a model wants of a picture."""
+
+    prepare: Preparation
+    size: int
+    """Pixels a side of a tile."""
+    span: Callable[[int, int], Span]
+    """(width, height) of an upright picture -> its tokens."""
+    fixed: bool = True
+    """Whether every picture has the same."""
+
+    def of_file(self, path: str) -> Span:
+        """The span of a file; of one that can't be read, any."""
+        if self.fixed:
+            return self.span(0, 0)
+        try:
+            with _open(path, sys.maxsize) as image:
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+                return self.span(*(image.size[::-1] if turned else image.size))
+        except ImageError:
+            return self.span(1, 1)  # named when the headers are checked
 
 
 def squares(size: int, resize: str = "auto") -> Preparation:
@@ -138,6 +163,15 @@ def key(
     return np.frombuffer(hashlib.blake2b(digest + text, digest_size=16).digest(), "<u4").copy()
 
 
+def tile_key(key: UInt32[np.ndarray, "4"], tile: int) -> UInt32[np.ndarray, "4"]:
+    """The key of a picture's tile; the first has the picture's own."""
+    if not tile:
+        return key
+    return np.frombuffer(
+        hashlib.blake2b(key.tobytes() + tile.to_bytes(4, "little"), digest_size=16).digest(), "<u4"
+    ).copy()
+
+
 def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:
     """An augmentation: (mirrored 0|1, pixels down, pixels right); () where it changes nothing."""
     mirrored = int(rng.integers(2)) if flip else 0
@@ -150,11 +184,11 @@ def augment(pixels: Pixels, drawn: tuple[int, ...]) -> Pixels:
     if not drawn:
         return pixels
     mirrored, down, right = drawn
-    height, width = pixels.shape[:2]
+    height, width = pixels.shape[-3:-1]
     rows = np.clip(np.arange(height) - down, 0, height - 1)
     columns = np.clip(np.arange(width) - right, 0, width - 1)
     columns = columns[::-1] if mirrored else columns
-    return pixels[rows[:, None], columns[None, :]]
+    return pixels[..., rows[:, None], columns[None, :], :]
 
 
 class Pictures:

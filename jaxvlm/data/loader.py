@@ -17,6 +17,7 @@ from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
 from jaxvlm.data.formats import Record
 from jaxvlm.data.iterate import TrainBatches, ahead
 from jaxvlm.data.order import EMPTY, Order, Row, rows
+from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
 
@@ -31,8 +32,8 @@ class Settings(NamedTuple):
     """Pixels a side."""
     prepare: images.Preparation
     """How a picture becomes them."""
-    num_patches: chat.NumPatches
-    """Tokens of a picture."""
+    num_patches: Spans
+    """What a picture is in a row."""
     seed: int = 0
     visual_mask: str = "causal"
     """causal | prefix."""
@@ -86,7 +87,7 @@ class Dataset:
         tokenizer: ChatTokenizer,
         *,
         image_size: int,
-        num_patches: chat.NumPatches,
+        num_patches: Spans,
         seed: int = 0,
         visual_mask: str = "causal",
         prepare: images.Preparation | None = None,
@@ -101,7 +102,7 @@ class Dataset:
             config: what to read and how to pack it.
             tokenizer: gives the ids.
             image_size: pixels a side of the model's pictures.
-            num_patches: tokens of a picture, or a function of its file.
+            num_patches: what a picture is in a row: a number of tokens, or a function of its file.
             seed: of the run.
             visual_mask: causal | prefix: whether a picture's tokens see each other both ways.
             prepare: how a picture becomes pixels; ``None`` does as ``config.resize`` says.
@@ -232,6 +233,7 @@ class Dataset:
             max_images=most if self.corpus.paths else 0,
             has_parents=bool((pieces.record < 0).any()),
             prefix_mask=self.settings.visual_mask == "prefix" and bool(self.corpus.paths),
+            position_rows=max((len(s.positions) for s in self.corpus.spans[:1]), default=1),
         )
 
     def _load(
@@ -259,8 +261,9 @@ class Dataset:
                     continue
                 good.append(piece)
                 for view, key in views:
-                    pixels.append(view)
-                    keys.append(key)
+                    tiles = view[None] if view.ndim == 3 else view
+                    pixels += list(tiles)
+                    keys += [images.tile_key(key, i) for i in range(len(tiles))]
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
         batch, meta, places = assemble(corpus, pieces, kept, length, layout)

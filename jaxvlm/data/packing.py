@@ -41,6 +41,7 @@ class Pieces(NamedTuple):
     """Of each piece: indices into the corpus's paths."""
     num_tokens: Int32[np.ndarray, " pieces"]
     num_images: Int32[np.ndarray, " pieces"]
+    """Picture places that a piece takes: one a tile."""
 
 
 def build_pieces(
@@ -67,8 +68,9 @@ def build_pieces(
     for i, (tokens, pictures, prefix) in enumerate(zip(length, corpus.pictures, prefixes.tolist())):
         if tokens > max_length:
             problems.append((i, f"longer than data.max_length={max_length}", f"{tokens} tokens"))
-        elif len(pictures) > max_images:
+        elif (tiles := _tiles(corpus, pictures)) > max_images:
             detail = f"{len(pictures)} pictures"
+            detail += f" of {tiles} tiles" if tiles != len(pictures) else ""
             problems.append((i, f"more than data.max_images={max_images} pictures", detail))
         else:
             begin = int(corpus.first[i])
@@ -80,6 +82,10 @@ def build_pieces(
     for name, members in groups.items():
         builder.add(members, shared[name])
     return builder.pieces(), problems
+
+
+def _tiles(corpus: Corpus, pictures: tuple[int, ...]) -> int:
+    return sum(len(corpus.spans[p].starts) for p in pictures)
 
 
 def _prefixes(corpus: Corpus, image_id: int) -> Int64[np.ndarray, " records"]:
@@ -114,27 +120,31 @@ class _Builder:
     def add(self, members: list[int], prefix: int) -> None:
         """Records that share ``prefix`` tokens, in as many pieces as the row's length asks."""
         pictures = self.corpus.pictures[members[0]]
-        head = prefix + int(sum(self.corpus.image_tokens[p] - 1 for p in pictures))
+        spans = [self.corpus.spans[p] for p in pictures]
+        head = prefix + sum(len(span.ids) - 1 for span in spans)
+        reached = prefix + sum(span.advance - 1 for span in spans)
         waiting: list[int] = []
         used = head
         for i in members:
             rest = self.length[i] - head
             if waiting and used + rest > self.max_length:
-                self._close(waiting, prefix, head, pictures)
+                self._close(waiting, prefix, head, reached, pictures)
                 waiting, used = [], head
             waiting.append(i)
             used += rest
-        self._close(waiting, prefix, head, pictures)
+        self._close(waiting, prefix, head, reached, pictures)
 
-    def _close(self, records: list[int], prefix: int, head: int, pictures: tuple) -> None:
+    def _close(
+        self, records: list[int], prefix: int, head: int, reached: int, pictures: tuple
+    ) -> None:
         if len(records) == 1:  # nobody to share with: one segment says the same
-            prefix = head = 0
+            prefix = head = reached = 0
         else:
             begin = self.first[records[0]]
             self.segments.append((-1, begin, begin + prefix, head, 0))
         for i in records:
             first, last = self.first[i] + prefix, self.last[i]
-            self.segments.append((i, first, last, self.length[i] - head, head))
+            self.segments.append((i, first, last, self.length[i] - head, reached))
         self.start.append(len(self.segments))
         self.pictures.append(pictures)
 
@@ -151,7 +161,7 @@ class _Builder:
             offset=table[4].astype(np.int32),
             pictures=tuple(self.pictures),
             num_tokens=(total[start[1:]] - total[start[:-1]]).astype(np.int32),
-            num_images=np.asarray([len(p) for p in self.pictures], np.int32),
+            num_images=np.asarray([_tiles(self.corpus, p) for p in self.pictures], np.int32),
         )
 
 

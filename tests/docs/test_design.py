@@ -8,10 +8,9 @@ import re
 
 import pytest
 
-from jaxvlm.build import inputs
+from jaxvlm.build import inputs, pretrained
 from jaxvlm.config import from_config_dict
 from jaxvlm.data import Dataset, chat, formats, tokenizer
-from jaxvlm.data.images import squares
 from jaxvlm.models.vlm import num_visual_tokens
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def test_figures_of_the_quickstart():
     read = formats.read(config.data.train)
     built = tokenizer.build(chat.texts(read[0]))
     data: Dataset = inputs.make_dataset(
-        config, config.data.train, built, squares(config.model.vision.image_size), read
+        config, config.data.train, built, pretrained.pictures(config, None, built), read
     )
     design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))
     order = data.order

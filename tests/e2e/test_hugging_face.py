@@ -13,6 +13,7 @@ from PIL import Image
 from runs import environment, recipe
 
 import jaxvlm
+from jaxvlm.build import prompts
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, MeshConfig, default_config
 from jaxvlm.io import hf
@@ -61,7 +62,9 @@ def torch_logits(folder, picture, prompt):
 
 
 def our_logits(model, picture, prompt):
-    batch = model._prompts([([picture], prompt)])
+    batch = prompts.batch(
+        [([picture], prompt)], model.model, model.tokenizer, model.pictures, 10**6
+    )
     out = model.model.apply(model.params, batch)
     logits = np.asarray(out.hidden @ out.head)
     return logits[0][np.asarray(batch.segment)[0] > 0]
@@ -76,6 +79,17 @@ def test_a_folder_answers_as_transformers_does(data, folder):
     ours = our_logits(model, path, "which color is it?")
     assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
     assert model.generate(path, "which color is it?", max_new=8) == answer
+    several = [([path], "which color is it?"), ([], "what?"), ([path, path], "<image> or <image>")]
+    together = model.generate_batch(several, max_new=40)
+    assert together[0].startswith(answer)
+    assert together == [model.generate(p, prompt, max_new=40) for p, prompt in several]
+    most = 0
+    for seed in range(4):
+        drawn = {"max_new": 40, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": seed}
+        pieces = list(model.stream([], "what?", **drawn))
+        assert "".join(pieces).strip() == model.generate([], "what?", **drawn)
+        most = max(most, len(pieces))
+    assert most > 1, "an answer that came at once shows no streaming"
 
 
 def test_what_is_not_trained_comes_out_bit_for_bit(data, folder, tmp_path):

@@ -35,7 +35,7 @@ def test_it_learns_and_the_blind_control_does_not(trained):
 def test_scored_exact_match_is_that_of_generated_answers(trained):
     run, _ = trained
     model = run.loaded()
-    dataset = inputs.make_dataset(run.config, run.config.data.eval, run.tokenizer, run.prepare)
+    dataset = inputs.make_dataset(run.config, run.config.data.eval, run.tokenizer, run.pictures)
     records = dataset.records[:24]
     queries = [(record.images, record.turns[0].content) for record in records]
     answers = model.generate_batch(queries, max_new=8)

@@ -268,7 +268,8 @@ def test_greedy_generation_gives_transformers_ids(name):
         lambda p, b: generate(
             ours.module(p),
             b,
-            Sampling(max_new=10),
+            Sampling(),
+            10,
             (d.depth, d.num_kv_heads, d.head_dim),
             jax.random.key(0),
         )

@@ -470,7 +470,7 @@ def test_greedy_decoding_gives_torchs_ids(name):
     sure = np.cumprod(clear.numpy(), axis=1).astype(bool)
     shape = (config.depth, config.num_kv_heads, config.head_dim)
     new = jax.jit(
-        lambda p, b: generate(merge(graph, p), b, Sampling(NEW), shape, jax.random.key(0))
+        lambda p, b: generate(merge(graph, p), b, Sampling(), NEW, shape, jax.random.key(0))
     )(params, jax.tree.map(jnp.asarray, batch))
     assert sure.mean() > 0.5
     np.testing.assert_array_equal(np.where(sure, new, 0), np.where(sure, expected, 0))

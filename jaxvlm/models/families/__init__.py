@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.families import llava
-from jaxvlm.types import WeightMap
+from jaxvlm.types import Span, WeightMap
 
 
 @runtime_checkable
@@ -20,6 +20,15 @@ class Family(Protocol):
 
     def weights(self, config: ModelConfig) -> WeightMap:
         """Which tensors hold which parameters."""
+        ...
+
+    def span(
+        self,
+        config: ModelConfig,
+        hf_config: Mapping[str, Any],
+        encode: Callable[[str], Sequence[int]],
+    ) -> Callable[[int, int], Span]:
+        """(width, height) of a picture -> its tokens; ``encode`` gives the ids of a text."""
         ...
 
 

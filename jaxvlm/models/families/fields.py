@@ -147,3 +147,15 @@ def activation(name: str, field: str) -> str:
     if name not in ACTIVATIONS:
         raise ConfigError(f"{field}={name!r}; known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def image_token_id(hf_config: Mapping[str, Any]) -> int:
+    """The id of the token that stands where a picture's feature goes.
+
+    Raises:
+        ConfigError: the file does not say.
+    """
+    for name in ("image_token_id", "image_token_index"):
+        if hf_config.get(name) is not None:
+            return int(hf_config[name])
+    raise ConfigError("config.json: image_token_id is missing")

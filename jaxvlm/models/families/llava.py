@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
 from jaxvlm.models.families import clip, connectors, llama, siglip
-from jaxvlm.models.families.fields import METADATA, Features, Fields, activation, read
+from jaxvlm.models.families.fields import (
+    METADATA,
+    Features,
+    Fields,
+    activation,
+    image_token_id,
+    read,
+)
 from jaxvlm.models.families.names import NameMap
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.types import Span
 
 _FIELDS = Fields(
     {
@@ -93,3 +102,11 @@ def weights(config: ModelConfig) -> NameMap:
     depths = {"vision": config.vision.depth, "decoder": config.decoder.depth}
     copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
     return NameMap(entries, sizes, depths, _ALIASES, _BUFFERS + copies)
+
+
+def span(
+    config: ModelConfig, hf_config: Mapping[str, Any], _encode: Callable[[str], Sequence[int]]
+) -> Callable[[int, int], Span]:
+    """Every picture is one square, a token a patch."""
+    one = Span.of(image_token_id(hf_config), num_visual_tokens(config))
+    return lambda _width, _height: one
