@@ -43,6 +43,11 @@ def num_visual_tokens(config: ModelConfig) -> int:
         raise ConfigError(
             f"config.model.connector.merge={merge} is not config.model.vision.block={vision.block}"
         )
+    if connector.levels and connector.levels + 1 != len(vision.feature_layers):
+        raise ConfigError(
+            f"config.model.connector.levels={connector.levels} takes one more feature_layers than "
+            f"that, not {len(vision.feature_layers)}"
+        )
     if vision.keep_class_token and merge > 1:
         raise ConfigError(
             f"config.model.connector.merge={merge} takes patches alone, without the class token"
