@@ -13,7 +13,7 @@ import optax
 
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
-from jaxvlm.config import ConfigError, TrainConfig, feature_blocks
+from jaxvlm.config import ConfigError, TrainConfig, VisionConfig, feature_blocks
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
@@ -86,13 +86,11 @@ def build_training(
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
-    vision = config.model.vision
-    run = max(feature_blocks(vision))
     tx = make_optimizer(
         config.optim,
         schedule,
         {p: model.logical[p] for p in trainable},
-        {"vision/stack/*": run} if run < vision.depth else None,
+        _used_layers(config.model.vision),
     )
     plain = PlainRunner(model.apply)
     runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
@@ -127,6 +125,16 @@ def build_training(
         sorted(trainable),
         init,
     )
+
+
+def _used_layers(vision: VisionConfig) -> dict[str, int]:
+    """What of the tower is run on the way to visual tokens, where that is not all."""
+    used, run = {}, max(feature_blocks(vision))
+    if run < vision.depth:
+        used["vision/stack/*"] = run
+    if vision.pool == "attention":
+        used["vision/head/*"] = 0
+    return used
 
 
 def _shardings(

@@ -34,6 +34,7 @@ class VisionConfig:
     feature_layers: tuple[int, ...] = ()  # several, side by side in each token; (): feature_layer
     post_norm: bool = True  # a LayerNorm lies behind the last block
     final_norm: bool = True  # it is used, where feature_layer is -1
+    pool: str = "none"  # one vector a picture: none | class (token, normed) | attention (SigLIP's)
     norm: str = "layer"  # of the blocks: layer | rms
     norm_eps: float = 1e-6
     packed: bool = False  # patches of pictures of any size in a row, instead of square pictures

@@ -19,6 +19,8 @@ class Places(NamedTuple):
 
     segment: jax.Array
     """i32[B, P]: a number of its own for each frame of each picture, from 1."""
+    picture: jax.Array
+    """i32[B, P]: a number for each picture, from 1; 0 is padding."""
     row: jax.Array
     """i32[B, P]: of the patch in its frame."""
     column: jax.Array
@@ -55,8 +57,34 @@ def places(grid: jax.Array, num_patches: int, block: int = 1) -> Places:
     row = block_of // blocks_wide * block + rest // block
     column = block_of % blocks_wide * block + rest % block
     # The index of a frame's first patch tells it from all others.
-    segment = jnp.where(index < end[:, -1:], index - within + 1, 0)
-    return Places(segment, row, column, height, width)
+    real = index < end[:, -1:]
+    segment = jnp.where(real, index - within + 1, 0)
+    return Places(segment, jnp.where(real, picture + 1, 0), row, column, height, width)
+
+
+def token_index(grid: jax.Array, start: jax.Array, num_tokens: int, block: int) -> jax.Array:
+    """Where in a decoder's row the visual tokens of packed pictures go.
+
+    Args:
+        grid: i32[B, I, 3] (t, h, w) in patches.
+        start: i32[B, I]: place of a picture's first token.
+        num_tokens: Q: tokens of a row, padding and all; one of ``block`` x ``block`` patches.
+        block: see :func:`places`.
+
+    Returns:
+        i32[B, Q]: each its own; those of padding lie past every row.
+    """
+    picture = places(grid, num_tokens * block**2).picture[:, :: block**2]
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    count = jnp.prod(grid, axis=-1) // block**2
+    # A picture's tokens follow each other in both: they differ by one distance.
+    distance = jnp.take_along_axis(
+        start - (jnp.cumsum(count, axis=-1) - count), jnp.maximum(picture - 1, 0), axis=1
+    )
+    return jnp.where(picture > 0, index + distance, _PAST + index)
+
+
+_PAST = 2**30  # no row is as long
 
 
 def windows(at: Places, side: int) -> jax.Array:

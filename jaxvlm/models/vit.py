@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, VisionConfig, feature_blocks
 from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
+from jaxvlm.models.pool import AttentionPool
 from jaxvlm.models.stem import STEMS
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.mask import Mask
@@ -50,6 +51,11 @@ class ViT(nnx.Module):
         self.stack = Stack(init, axes, block_spec(config, attention), config.depth, config.remat)
         # Like the blocks behind feature_layer, a norm that is not used is kept for export.
         self.norm = LayerNorm(init, D, config.norm_eps) if config.post_norm else None
+        self.head = (
+            AttentionPool(init, axes, block_spec(config, attention))
+            if config.pool == "attention"
+            else None
+        )
 
     def __call__(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
         """Visual tokens of normalised pictures.
@@ -68,22 +74,57 @@ class ViT(nnx.Module):
             ValueError: a grid for fixed pictures, or none for packed patches.
         """
         config = self.config
-        if (grid is not None) != config.packed:
+        at = self._places(x, grid)
+        seen = self._blocks(self._embed(x, at), at, taps := feature_blocks(config))
+        if self.norm is not None and config.final_norm and config.depth in seen:
+            seen[config.depth] = self.norm(seen[config.depth])
+        x = jnp.concatenate([seen[n] for n in taps], axis=-1) if len(taps) > 1 else seen[taps[0]]
+        drop = self.class_token is not None and not config.keep_class_token
+        return x[:, 1:] if drop else x
+
+    def pooled(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+        """One vector a picture, from the tower's last output.
+
+        Args:
+            x: as for :meth:`__call__`.
+            grid: as there.
+
+        Returns:
+            [B, D], or [B, I, D] of the pictures in each row of packed patches; what stands
+            where there is no picture means nothing.
+
+        Raises:
+            ValueError: the tower has no ``pool``.
+        """
+        depth, at = self.config.depth, self._places(x, grid)
+        x = self._blocks(self._embed(x, at), at, (depth,))[depth]
+        if self.config.pool == "class" and self.norm is not None:
+            return self.norm(x[:, 0])
+        if self.head is None or self.norm is None:
+            raise ValueError("config.model.vision.pool='none': this tower makes tokens alone")
+        x = self.norm(x)
+        if at is None or grid is None:
+            return self.head(x, Mask(), 1)[:, 0]
+        # Of a picture's frames together: numbered by the picture, not by the frame.
+        number = jnp.broadcast_to(jnp.arange(1, grid.shape[1] + 1), grid.shape[:2])
+        return self.head(x, Mask(q_segment=number, k_segment=at.picture), grid.shape[1])
+
+    def _places(self, x: jax.Array, grid: jax.Array | None) -> Places | None:
+        if (grid is not None) != self.config.packed:
             raise ValueError("a grid goes with packed patches, and only with them")
+        return None if grid is None else places(grid, x.shape[1], self.config.block)
+
+    def _embed(self, x: jax.Array, at: Places | None) -> jax.Array:
+        """[B, P, D] before the first block, the class token first if there is one."""
         x = self.stem(x)
         x = shard(self.axes, x, "batch", "seq", "embed")
-        at = None if grid is None else places(grid, x.shape[1], config.block)
         if self.class_token is not None:
             token = jnp.broadcast_to(
                 self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2])
             )
             x = jnp.concatenate([token, x], axis=1)
         x = self._add_position(x, at)
-        if self.pre_norm is not None:
-            x = self.pre_norm(x)
-        x = self._blocks(x, at)
-        drop = self.class_token is not None and not config.keep_class_token
-        return x[:, 1:] if drop else x
+        return x if self.pre_norm is None else self.pre_norm(x)
 
     def _add_position(self, x: jax.Array, at: Places | None) -> jax.Array:
         if self.position is not None:
@@ -93,19 +134,19 @@ class ViT(nnx.Module):
             x = x + jnp.asarray(sincos2d(self.config), x.dtype)
         return x
 
-    def _blocks(self, x: jax.Array, at: Places | None) -> jax.Array:
-        """Through the blocks; the feature layers side by side."""
+    def _blocks(
+        self, x: jax.Array, at: Places | None, taps: tuple[int, ...]
+    ) -> dict[int, jax.Array]:
+        """The stream behind the first n blocks, for each n of ``taps``."""
         context, local = self._contexts(at)
-        taps, depth = feature_blocks(self.config), self.config.depth
         seen: dict[int, jax.Array] = {}
         # A scan over all blocks would keep every layer's output; this one is cut at the taps.
         for first, last in itertools.pairwise([0, *sorted(set(taps))]):
             if last > first:
-                x, _ = self.stack(x, context, skip_last=depth - last, local=local, skip_first=first)
+                skip = self.config.depth - last
+                x, _ = self.stack(x, context, skip_last=skip, local=local, skip_first=first)
             seen[last] = x
-        if depth in seen and self.norm is not None and self.config.final_norm:
-            seen[depth] = self.norm(seen[depth])
-        return jnp.concatenate([seen[n] for n in taps], axis=-1) if len(taps) > 1 else seen[taps[0]]
+        return seen
 
     def _contexts(self, at: Places | None) -> tuple[Context, Local | None]:
         """What all blocks share, and what those that see a window share."""
@@ -182,6 +223,10 @@ def check(config: VisionConfig) -> None:
         raise ConfigError(f"{where}.patch_bias=False has no meaning for stem='conv'")
     if config.keep_class_token and not config.class_token:
         raise ConfigError(f"{where}.keep_class_token=True without class_token")
+    if config.pool == "class" and not config.class_token:
+        raise ConfigError(f"{where}.pool='class' without class_token")
+    if config.pool != "none" and not config.post_norm:
+        raise ConfigError(f"{where}.pool={config.pool!r} without post_norm")
     _check_packed(config, where)
 
 
@@ -218,6 +263,7 @@ def _check_packed(config: VisionConfig, where: str) -> None:
 _KNOWN: dict[str, Collection[str]] = {
     "stem": STEMS,
     "activation": ACTIVATIONS,
+    "pool": ("none", "class", "attention"),
     "position": ("learned", "sincos2d", "none"),
     "norm": NORMS,
     "patch_layout": ("hwc", "cthw"),

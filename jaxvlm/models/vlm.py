@@ -12,8 +12,9 @@ from flax import nnx
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
+from jaxvlm.models.grid import token_index
 from jaxvlm.models.vit import ViT
-from jaxvlm.nn.embed import place_images
+from jaxvlm.nn.embed import place_images, place_tokens
 from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
@@ -41,6 +42,11 @@ def num_visual_tokens(config: ModelConfig) -> int:
     if vision.packed and merge != vision.block:
         raise ConfigError(
             f"config.model.connector.merge={merge} is not config.model.vision.block={vision.block}"
+        )
+    if connector.levels and connector.levels + 1 != len(vision.feature_layers):
+        raise ConfigError(
+            f"config.model.connector.levels={connector.levels} takes one more feature_layers than "
+            f"that, not {len(vision.feature_layers)}"
         )
     if vision.keep_class_token and merge > 1:
         raise ConfigError(
@@ -104,7 +110,9 @@ class VLM(nnx.Module):
             B, num_images = batch.pixels.shape[:2]
             tokens = self.encode(batch.pixels.reshape(B * num_images, *batch.pixels.shape[2:]))
             features = tokens.reshape(B, num_images, *tokens.shape[1:])
-        if features is not None:
+        if features is None and batch.patches is not None:
+            x = self._place_packed(x, batch)
+        elif features is not None:
             flat = features.reshape(-1, *features.shape[2:])
             with jax.named_scope("connector"):
                 visual = self.connector(flat)
@@ -112,6 +120,16 @@ class VLM(nnx.Module):
             x = place_images(x, visual, batch.image_start)
         x = shard(self.axes, x, "batch", "seq", "embed")
         return Stream(x, batch.positions, batch_mask(batch))
+
+    def _place_packed(self, x: jax.Array, batch: Batch) -> jax.Array:
+        """[B, T, D] with the visual tokens of packed patches at their places."""
+        with jax.named_scope("vision"):
+            tokens = self.vision(batch.patches.astype(x.dtype), batch.grid)
+        with jax.named_scope("connector"):
+            visual = self.connector(tokens, blocks=True)
+        block = self.config.vision.block
+        index = token_index(batch.grid, batch.image_start, visual.shape[1], block)
+        return place_tokens(x, visual, index)
 
     def blocks(self, stream: Stream) -> Stream:
         """Through the decoder's layers."""

@@ -57,12 +57,24 @@ class Attention(nnx.Module):
         self.k_norm_all = RMSNorm(init, K * H, _NORM_ALL_EPS) if spec.qk_norm_all else None
 
     def __call__(
-        self, x: jax.Array, context: Context, kv: KVCache | None = None
+        self,
+        x: jax.Array,
+        context: Context,
+        kv: KVCache | None = None,
+        source: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
-        """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it."""
+        """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it.
+
+        Args:
+            x: the queries' tokens.
+            context: what the layers share.
+            kv: tokens seen before.
+            source: [B, S, D] the keys' and values' tokens, if they are others.
+        """
+        seen = x if source is None else source
         q = self._project(x, self.wq, self.bq, "heads")
-        k = self._project(x, self.wk, self.bk, "kv_heads")
-        v = self._project(x, self.wv, self.bv, "kv_heads")
+        k = self._project(seen, self.wk, self.bk, "kv_heads")
+        v = self._project(seen, self.wv, self.bv, "kv_heads")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.q_norm_all is not None and self.k_norm_all is not None:

@@ -67,9 +67,22 @@ def place_images(x: jax.Array, visual: jax.Array, start: jax.Array) -> jax.Array
     # unique indices has a gather for a gradient, never a scatter-add.
     beyond = length + jnp.arange(index.shape[1] * num_patches).reshape(index.shape[1:])
     index = jnp.where(start[:, :, None] >= 0, index, beyond)
+    return place_tokens(x, visual.reshape(x.shape[0], -1, x.shape[2]), index.reshape(len(x), -1))
+
+
+def place_tokens(x: jax.Array, visual: jax.Array, index: jax.Array) -> jax.Array:
+    """Put visual tokens at places in the row.
+
+    Args:
+        x: [B, T, D] token embeddings.
+        visual: [B, Q, D].
+        index: i32[B, Q]; each its own, and past the row where a token has no place.
+
+    Returns:
+        [B, T, D].
+    """
 
     def one_row(row: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
         return row.at[at].set(values, mode="drop", unique_indices=True)
 
-    flat = visual.astype(x.dtype).reshape(x.shape[0], -1, x.shape[2])
-    return jax.vmap(one_row)(x, flat, index.reshape(x.shape[0], -1))
+    return jax.vmap(one_row)(x, visual.astype(x.dtype), index)

@@ -77,6 +77,16 @@ def test_sincos_rows_are_distinct_and_bounded():
         ({"feature_layer": 0}, "counts from the end"),
         ({"feature_layer": -4}, "counts from the end"),
         ({"stem": "conv", "patch_bias": False}, "no meaning"),
+        ({"feature_layers": (-1, -5)}, "counts from the end"),
+        ({"keep_class_token": True}, "without class_token"),
+        ({"norm": "batch"}, "known: rms"),
+        ({"window": 32}, "without packed"),
+        ({"rope_theta": 1e4}, "without packed"),
+        ({"packed": True, "stem": "conv"}, "takes stem='linear'"),
+        ({"packed": True, "block": 2, "window": 48}, "patch_size x block = 32"),
+        ({"packed": True, "rope_theta": 1e4, "width": 24}, "heads of 4n dims, not 6"),
+        ({"packed": True, "frames": 2}, "patch_layout='cthw'"),
+        ({"packed": True, "full_layers": (2,)}, "not all in 0..1"),
     ],
 )
 def test_dims_that_do_not_fit_are_refused(fields, says):

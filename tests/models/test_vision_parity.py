@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -276,11 +278,25 @@ def siglip2(grids, **fields):
         row[: len(picture)], seen[: len(picture)] = picture, 1
 
     def run(model):
-        out = model(alone, mask, thw[:, 1:]).last_hidden_state
+        out = model(alone, mask, thw[:, 1:])
+        if vision.pool != "none":
+            return out.pooler_output[None]
+        out = out.last_hidden_state
         return torch.cat([row[:n] for row, n in zip(out, count, strict=True)])[None]
 
     model = shaken(transformers.Siglip2VisionModel(config))
     return Case(model, run, vision, None, 0, names(vision, siglip.entries("", vision)), x, grid)
+
+
+def pooled(vision_config, model, tower):
+    vision = tower.vision_from_hf(hf(vision_config), Features(), "vision_config.")
+    vision = dataclasses.replace(vision, pool="class") if tower is clip else vision
+    x, weights = pixels(vision.image_size), names(vision, tower.entries("", vision))
+
+    def run(model):
+        return model(nchw(x)).pooler_output[None]
+
+    return Case(shaken(model(vision_config)), run, vision, None, 0, weights, x)
 
 
 IDEFICS3 = (transformers.Idefics3Config, transformers.Idefics3Model)
@@ -314,6 +330,13 @@ CASES = {
         deepstack_visual_indexes=[1], num_position_embeddings=4, depth=2, hidden_act="silu"
     ),
     "SigLIP 2": lambda: siglip2([[(1, 4, 6), (1, 2, 8)], [(1, 7, 3)]], num_patches=16),
+    "siglip, pooled": lambda: pooled(
+        siglip_config(vision_use_head=True), transformers.SiglipVisionModel, siglip
+    ),
+    "clip, pooled": lambda: pooled(clip_config(), transformers.CLIPVisionModel, clip),
+    "SigLIP 2, pooled": lambda: siglip2(
+        [[(1, 4, 6), (1, 2, 8)], [(1, 7, 3)]], num_patches=16, vision_use_head=True
+    ),
     "SigLIP 2, smaller than its table": lambda: siglip2(
         [[(1, 3, 4), (1, 5, 2)], [(1, 1, 9)]], num_patches=49, hidden_act="gelu"
     ),

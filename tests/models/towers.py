@@ -33,6 +33,8 @@ class Towers(nnx.Module):
 
     def __call__(self, x, grid):
         """[levels + 1, B, tokens, D]."""
+        if self.connector is None and self.vision.config.pool != "none":
+            return self.vision.pooled(x, grid)[None]
         x, blocks = self.vision(x, grid), grid is not None
         if self.connector is None:
             return x[None]
@@ -129,6 +131,8 @@ def real_tokens(case, count):
     """Indices of the tokens that are no padding, in all rows one after another."""
     if case.grid is None:
         return np.arange(count)
+    if case.connector is None and case.vision.pool != "none":  # one a picture
+        return np.flatnonzero(case.grid.prod(-1))
     rows = case.x.shape[1] // case.merge**2
     used = case.grid.prod(-1).sum(-1) // case.merge**2
     found = np.concatenate([b * rows + np.arange(n) for b, n in enumerate(used)])

@@ -181,7 +181,7 @@ def test_learning_rate_scale_is_exact(model, params):
 
 
 def test_layers_that_are_not_run_are_not_decayed(mesh):
-    vision = dataclasses.replace(TINY.vision, feature_layer=-2)
+    vision = dataclasses.replace(TINY.vision, feature_layer=-2, pool="attention")
     model = build_model(dataclasses.replace(TINY, vision=vision), mesh)
     config = train_config(weight_decay=0.1)
     config = dataclasses.replace(config, model=model.config)
@@ -191,6 +191,8 @@ def test_layers_that_are_not_run_are_not_decayed(mesh):
     after = np.asarray(state.params[path])
     np.testing.assert_array_equal(after[1], before[path][1])
     assert np.any(after[0] != before[path][0])
+    path = "vision/head/mlp/w_in"  # it makes no visual tokens
+    np.testing.assert_array_equal(state.params[path], before[path])
 
 
 @pytest.mark.parametrize("field", ["frozen", "decay", "no_decay"])

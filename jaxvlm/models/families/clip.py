@@ -102,6 +102,13 @@ def block_entries(layer: str) -> tuple[Entry, ...]:
     return tuple(Entry(ours + o, layer + t, dims, theirs) for o, t, dims, theirs in _BLOCK)
 
 
+MLP = (
+    ("mlp/w_in", "mlp.fc1.weight", "d f", "f d"),
+    ("mlp/b_in", "mlp.fc1.bias", "f", "f"),
+    ("mlp/w_out", "mlp.fc2.weight", "f d", "d f"),
+    ("mlp/b_out", "mlp.fc2.bias", "d", "d"),
+)
+"""A block's, and SigLIP's pooling head's."""
 _BLOCK = (
     ("norm1/scale", "layer_norm1.weight", "d", "d"),
     ("norm1/bias", "layer_norm1.bias", "d", "d"),
@@ -115,8 +122,5 @@ _BLOCK = (
     ("attn/bk", "self_attn.k_proj.bias", "n h", "nh"),
     ("attn/bv", "self_attn.v_proj.bias", "n h", "nh"),
     ("attn/bo", "self_attn.out_proj.bias", "d", "d"),
-    ("mlp/w_in", "mlp.fc1.weight", "d f", "f d"),
-    ("mlp/b_in", "mlp.fc1.bias", "f", "f"),
-    ("mlp/w_out", "mlp.fc2.weight", "f d", "d f"),
-    ("mlp/b_out", "mlp.fc2.bias", "d", "d"),
+    *MLP,
 )

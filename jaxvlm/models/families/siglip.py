@@ -26,17 +26,14 @@ _TOWER = {
     "layer_norm_eps": 1e-6,
 }
 _ONLY = {"num_channels": (3,), "attention_dropout": (0.0,)}
-_HEAD = {"vision_use_head": (False,)}
 _FIELDS = {
     "siglip_vision_model": Fields(
         {**_TOWER, "image_size": 224, "vision_use_head": True},
-        {**_ONLY, **_HEAD},
+        _ONLY,
         # A text tower that is not here, and PaliGemma's old notes about itself.
         METADATA | {"vocab_size", "num_image_tokens", "projector_hidden_act"},
     ),
-    "siglip2_vision_model": Fields(
-        {**_TOWER, "num_patches": 256, "vision_use_head": True}, {**_ONLY, **_HEAD}
-    ),
+    "siglip2_vision_model": Fields({**_TOWER, "num_patches": 256, "vision_use_head": True}, _ONLY),
     "idefics3_vision": Fields(
         {**_TOWER, "hidden_size": 1152, "num_attention_heads": 16, "image_size": 224}
         | {"patch_size": 32},
@@ -72,8 +69,6 @@ def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> Visi
         raise ConfigError(f"{where}model_type={kind!r} is not supported here, only {known}")
     fields = {name: value for name, value in group.items() if name != "model_type"}
     vision = read(fields, _FIELDS[kind], where)
-    if vision.get("vision_use_head"):
-        raise ConfigError(f"{where}vision_use_head=True is not supported here, only False")
     if take.layer is not None and not take.whole:
         raise ConfigError(
             "config.json: vision_feature_select_strategy='default' would drop a patch of a tower "
@@ -91,6 +86,7 @@ def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> Visi
         feature_layer=layers[0] if layers else -1,
         feature_layers=layers if len(layers) > 1 else (),
         final_norm=not layers,  # hidden states are taken before it
+        pool="attention" if vision.get("vision_use_head") else "none",
         norm_eps=float(vision["layer_norm_eps"]),
     )
     if kind == "siglip2_vision_model":
@@ -125,4 +121,24 @@ def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
         Entry("vision/norm/scale", model + "post_layernorm.weight", "d", "d"),
         Entry("vision/norm/bias", model + "post_layernorm.bias", "d", "d"),
         *clip.block_entries(model + "encoder.layers.{}."),
+        *(_head(model + "head.") if config.pool == "attention" else ()),
     )
+
+
+def _head(theirs: str) -> list[Entry]:
+    """The pooling head, whose three projections lie in one tensor."""
+    ours, both = "vision/head/", theirs + "attention.in_proj_"
+    found = [Entry(ours + "probe", theirs + "probe", "d", "1 1 d")]
+    for i, a in enumerate("qkv"):
+        found += [
+            Entry(f"{ours}attn/w{a}", both + "weight", "d n h", "nh d", (i, 3)),
+            Entry(f"{ours}attn/b{a}", both + "bias", "n h", "nh", (i, 3)),
+        ]
+    return [
+        *found,
+        Entry(ours + "attn/wo", theirs + "attention.out_proj.weight", "n h d", "d nh"),
+        Entry(ours + "attn/bo", theirs + "attention.out_proj.bias", "d", "d"),
+        Entry(ours + "norm/scale", theirs + "layernorm.weight", "d", "d"),
+        Entry(ours + "norm/bias", theirs + "layernorm.bias", "d", "d"),
+        *(Entry(ours + o, theirs + t, here, there) for o, t, here, there in clip.MLP),
+    ]
