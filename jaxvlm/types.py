@@ -85,7 +85,8 @@ class Out(NamedTuple):
     bias: Any = None
     """[]: learned bias of a contrastive model."""
     aux: Any = None
-    """dict of extra terms (router losses and the like)."""
+    """dict of extra terms. ``router_load`` and ``router_probability``, f32[L, E]: see
+    ``jaxvlm.nn.moe.Routed``."""
     logit_cap: Any = None
     """f32[]: logits become ``cap * tanh(logits / cap)``; ``None`` leaves them as they are."""
 

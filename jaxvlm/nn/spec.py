@@ -26,3 +26,6 @@ class BlockSpec:
     post_norms: bool = False  # what attention and MLP add to the stream is normed too
     query_scale: float = 0.0  # of attention's scores; 0: head_dim ** -0.5
     attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they don't
+    num_experts: int = 0  # each an MLP of mlp_dim; 0: one MLP for every token
+    experts_per_token: int = 0
+    normalize_experts: bool = True  # the shares of a token's experts add up to 1

@@ -17,7 +17,7 @@ from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.decoder import Decoder, check
 from jaxvlm.models.families import llama, names, text
-from jaxvlm.models.families.fields import METADATA
+from jaxvlm.models.families.llama import IGNORED
 from jaxvlm.models.vlm import Stream
 from jaxvlm.nn.mask import batch_mask
 from jaxvlm.nn.param import Init, merge, split
@@ -225,6 +225,43 @@ TOWERS = {
             },
         },
     ),
+    "qwen3-moe: shares that add up, a window": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
+    "qwen3-moe: biases, tied, raw shares": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeText",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2]},
+        },
+    ),
 }
 
 
@@ -242,11 +279,11 @@ class Text(nnx.Module):
         return Stream(x, batch.positions, batch_mask(batch))
 
     def blocks(self, stream):
-        x, kv = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.length)
-        return stream._replace(x=x, kv=kv)
+        x, side = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.length)
+        return stream._replace(x=x, kv=side.kv, routed=side.routed)
 
     def post(self, stream):
-        return self.decoder.out(stream.x)
+        return self.decoder.out(stream.x, stream.routed)
 
 
 def build(config):
@@ -279,7 +316,12 @@ def family_class(family, kind):
     """A class of transformers that its top level may not show."""
     found = getattr(transformers, family + kind, None)
     if found is None:
-        folder = {"Qwen2VLText": "qwen2_vl", "Qwen2_5_VLText": "qwen2_5_vl"}.get(family, "qwen3_vl")
+        folder = {
+            "Qwen2VLText": "qwen2_vl",
+            "Qwen2_5_VLText": "qwen2_5_vl",
+            "Qwen3VLText": "qwen3_vl",
+            "Qwen3VLMoeText": "qwen3_vl_moe",
+        }[family]
         file = "configuration" if kind == "Config" else "modeling"
         module = f"transformers.models.{folder}.{file}_{folder}"
         found = getattr(importlib.import_module(module), family + kind)
@@ -321,7 +363,7 @@ def oracle(name):
     group = config.to_dict() | ({"tie_word_embeddings": True} if in_sections(name) else {})
     ours = text.decoder_from_hf(group, "config.json: ")
     graph, shapes = build(ours)
-    params = names.load({n: p.detach().numpy() for n, p in theirs.named_parameters()}, *table(ours))
+    params = load({n: p.detach().numpy() for n, p in theirs.named_parameters()}, ours)
     assert {path: x.shape for path, x in params.items()} == {p: x.shape for p, x in shapes.items()}
     return theirs, ours, graph, params
 
@@ -332,7 +374,23 @@ def in_sections(name):
 
 def table(config):
     """Entries, sizes and depths, as ``names`` takes them."""
-    return llama.entries(config, "model.", ""), llama.dims(config), {"decoder": config.depth}
+    return llama.entries(config, "model.", ""), llama.dims(config), llama.depths(config)
+
+
+def load(tensors, config):
+    """Our parameters from those of a torch model, which holds experts in one piece."""
+    apart = {}
+    for name, array in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for e, (gate, up) in enumerate(np.split(expert, 2) for expert in array):
+                stem = name.removesuffix("gate_up_proj") + f"{e}."
+                apart |= {stem + "gate_proj.weight": gate, stem + "up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            stem = name.removesuffix("down_proj")
+            apart |= {f"{stem}{e}.down_proj.weight": expert for e, expert in enumerate(array)}
+        else:
+            apart[name] = array
+    return names.load(apart, *table(config))
 
 
 def make_batch(spans, length, seed=0):
@@ -406,9 +464,7 @@ def test_logits_loss_and_gradients_are_torchs(name):
     labels = torch.from_numpy(np.where(batch.loss_weight > 0, batch.tokens, -100)).long()
     out = theirs(**inputs, labels=labels)
     out.loss.backward()
-    their_grads = names.load(
-        {n: p.grad.numpy() for n, p in theirs.named_parameters()}, *table(config)
-    )
+    their_grads = load({n: p.grad.numpy() for n, p in theirs.named_parameters()}, config)
 
     @jax.jit
     def run(params, batch):
@@ -681,6 +737,7 @@ def test_published_configs_are_read(name):
 # Fields that say nothing where another one rules, in torch as here.
 MOOT = {"_sliding_window_pattern", "max_window_layers", "sliding_window"}
 MOOT |= {"sliding_window_pattern", "use_sliding_window"}  # layer_types is there
+MOOT |= {"router_aux_loss_coef"}  # output_router_logits is off
 
 
 @pytest.mark.parametrize("name", TOWERS)
@@ -691,7 +748,9 @@ def test_no_field_is_overlooked(name):
     other = {bool: lambda v: not v, int: lambda v: 2 * v, float: lambda v: v / 2 + 0.5}
     seen = 0
     for field, value in group.items():
-        if field in METADATA or field in MOOT or type(value) not in other:
+        if field in IGNORED or field in MOOT or type(value) not in other:
+            continue
+        if config.num_experts and field == "intermediate_size":  # of dense layers; there are none
             continue
         seen += 1
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,8 @@ class Entry(NamedTuple):
     """One parameter: what it is called and how it lies, here and there.
 
     Each letter is a dim; letters written together are one dim there. Where ``theirs`` holds
-    ``{}`` there is one tensor a layer, and ours is their stack, layers first.
+    ``{}`` there is one tensor a layer, and ours is their stack, layers first; a second ``{}`` is
+    one tensor an expert, and ours has those next.
     """
 
     ours: str
@@ -42,7 +44,7 @@ def load(
         tensors: name -> array.
         entries: every parameter.
         sizes: letter -> size.
-        depths: tower (the first word of our path) -> layers.
+        depths: tower (the first word of our path) -> layers; and how many ``experts``.
         aliases: (pattern, replacement) that turn other spellings into ``theirs``.
         buffers: ends of names that are computed, not trained; left out.
 
@@ -70,7 +72,8 @@ def load(
     for entry in entries:
         names = _names(entry, depths)
         if "{}" in entry.theirs:
-            params[entry.ours] = np.stack([take(name, entry) for name in names])
+            stack = np.stack([take(name, entry) for name in names])
+            params[entry.ours] = stack.reshape(*_counts(entry, depths), *stack.shape[1:])
         else:
             params[entry.ours] = np.ascontiguousarray(take(names[0], entry))
     if left:
@@ -92,7 +95,8 @@ def dump(
     tensors: dict[str, np.ndarray] = {}
     for entry in entries:
         array = np.asarray(params[entry.ours])
-        layers = list(array) if "{}" in entry.theirs else [array]
+        stacked = entry.theirs.count("{}")
+        layers = array.reshape(-1, *array.shape[stacked:]) if stacked else [array]
         dims, words = entry.dims.split(), entry.their_dims.split()
         order = [dims.index(a) for word in words for a in word]
         shape = [math.prod(sizes[a] for a in word) for word in words]
@@ -102,9 +106,13 @@ def dump(
 
 
 def _names(entry: Entry, depths: Mapping[str, int]) -> list[str]:
-    if "{}" not in entry.theirs:
-        return [entry.theirs]
-    return [entry.theirs.format(i) for i in range(depths[entry.ours.split("/")[0]])]
+    places = itertools.product(*map(range, _counts(entry, depths)))
+    return [entry.theirs.format(*place) for place in places]
+
+
+def _counts(entry: Entry, depths: Mapping[str, int]) -> list[int]:
+    words = [entry.ours.split("/")[0], "experts"][: entry.theirs.count("{}")]
+    return [depths[word] for word in words]
 
 
 def _rename(name: str, aliases: Iterable[tuple[str, str]]) -> str:
