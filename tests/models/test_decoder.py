@@ -1,6 +1,7 @@
 """The decoder's variants all at once: on a mesh, under remat, through every verb of a runner."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from builders import MESHES, ROWS, TINY, assert_gradients_close, devices_of, random_batch
 
 from jaxvlm.build.model import build_model
-from jaxvlm.config import RopeScaling
+from jaxvlm.config import RopeScaling, TrainConfig, from_config_dict, to_config_dict
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
@@ -35,6 +36,12 @@ EVERYTHING = dataclasses.replace(
     num_experts=4,
     experts_per_token=2,
 )
+
+
+def test_settings_survive_the_command_lines_form():
+    config = TrainConfig(model=dataclasses.replace(TINY, decoder=EVERYTHING))
+    assert from_config_dict(to_config_dict(config)) == config
+    assert from_config_dict(json.loads(to_config_dict(config).to_json())) == config
 
 
 def loss_and_gradients(mesh="one", remat="none"):

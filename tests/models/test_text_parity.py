@@ -591,6 +591,10 @@ REFUSED = [
     ("qwen3: tied, dynamic", "mlp_bias", True),
     ("qwen2-vl: sections", "use_sliding_window", True),
     ("qwen2-vl: sections", "head_dim", 32),
+    ("qwen3-moe: biases, tied, raw shares", "decoder_sparse_step", 2),
+    ("qwen3-moe: biases, tied, raw shares", "mlp_only_layers", [0]),
+    ("qwen3-moe: biases, tied, raw shares", "output_router_logits", True),
+    ("qwen3-vl-moe", "norm_topk_prob", False),
     ("qwen3-vl: sections in turn", "rope_parameters", {"mrope_interleaved": False}),
     ("gemma: biases, untied, llama3", "use_bidirectional_attention", True),
     ("gemma: biases, untied, llama3", "hidden_activation", "relu"),
@@ -716,6 +720,46 @@ PUBLISHED = {
         },
         {"rope_sections": (24, 20, 20), "rope_interleaved": True, "rope_theta": 5e6},
     ),
+    "HuggingFaceTB/SmolLM2-135M": (
+        {
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "is_llama_config": True,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 9,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 3,
+            "rms_norm_eps": 1e-5,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+            "vocab_size": 49152,
+        },
+        {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "rope_theta": 1e5},
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "max_window_layers": 48,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 48,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.001,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        {"num_experts": 128, "experts_per_token": 8, "mlp_dim": 768, "normalize_experts": True},
+    ),
 }
 
 
@@ -726,7 +770,11 @@ def test_published_configs_are_read(name):
     check(config)
     assert {field: getattr(config, field) for field in expected} == expected
     # What transformers makes of the file, in the new spelling, says the same.
-    family = {"gemma3_text": "Gemma3Text", "qwen3_vl_text": "Qwen3VLText"}
+    family = {
+        "gemma3_text": "Gemma3Text",
+        "qwen3_vl_text": "Qwen3VLText",
+        "qwen3_moe": "Qwen3Moe",
+    }
     kind = family.get(group["model_type"], group["model_type"].capitalize())
     given = copy.deepcopy({k: v for k, v in group.items() if k != "model_type"})
     again = family_class(kind, "Config")(**given).to_dict()
