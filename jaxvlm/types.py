@@ -137,7 +137,8 @@ class Out(NamedTuple):
     bias: Any = None
     """[]: learned bias of a contrastive model."""
     aux: Any = None
-    """dict of extra terms (router losses and the like)."""
+    """dict of extra terms. ``router_load`` and ``router_probability``, f32[L, E]: see
+    ``jaxvlm.nn.moe.Routed``."""
     logit_cap: Any = None
     """f32[]: logits become ``cap * tanh(logits / cap)``; ``None`` leaves them as they are."""
 
@@ -221,8 +222,8 @@ class WeightMap(Protocol):
         """Fill ``out`` with the part ``index`` of a parameter."""
         ...
 
-    def write(self, name: str, get: Callable[[str, int | None], np.ndarray]) -> np.ndarray:
-        """A tensor, from layers of parameters."""
+    def write(self, name: str, get: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
+        """A tensor, from parameters' places in their stacks."""
         ...
 
 

@@ -9,7 +9,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.types import Loss
 
 LOSSES: dict[str, Callable[[TrainConfig], Loss]] = {
-    "next_token": lambda config: NextToken(config.loss_chunk),
+    "next_token": lambda config: NextToken(config.loss_chunk, config.router_loss),
 }
 """Name -> a function that makes the loss from the run's settings."""
 
@@ -18,8 +18,13 @@ def make_loss(config: TrainConfig) -> Loss:
     """The loss that ``config.loss`` names.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a router's loss for a model without one.
     """
     if config.loss not in LOSSES:
         raise ConfigError(f"config.loss={config.loss!r}; known: {', '.join(LOSSES)}")
+    if config.router_loss and not config.model.decoder.num_experts:
+        raise ConfigError(
+            f"config.router_loss={config.router_loss}: there is no router where "
+            "config.model.decoder.num_experts=0"
+        )
     return LOSSES[config.loss](config)

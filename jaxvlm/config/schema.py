@@ -112,6 +112,9 @@ class DecoderConfig:
     window: int = 0  # positions that a local layer's query sees, its own counted; 0: all
     window_pattern: tuple[bool, ...] = (True,)  # which layers are local; repeated over the depth
     local_rope_theta: float = 0.0  # of local layers, unscaled; 0: as the others
+    num_experts: int = 0  # each an MLP of mlp_dim; 0: one MLP for every token
+    experts_per_token: int = 0
+    normalize_experts: bool = True  # the shares of a token's experts add up to 1
     tied_embeddings: bool = True
     visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways |
     # prompt: all before the first answer does
@@ -219,6 +222,7 @@ class TrainConfig:
     microbatches: int = 1  # parts that a batch's gradient is summed over
     loss: str = "next_token"  # a name in jaxvlm.build.losses.LOSSES
     loss_chunk: int = 0  # tokens a row whose logits exist at once; 0: chosen from the vocabulary
+    router_loss: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     init_from: str = ""  # workdir whose weights (alone) this run starts from
     log_every: int = 20  # steps
     eval_every: int = 0  # steps; 0: only at the end

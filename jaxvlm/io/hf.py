@@ -149,7 +149,7 @@ def write_params(
     for file, names in by_file.items():
         tensors = {}
         for name in names:
-            array = weights.write(ours[name], lambda path, layer: _host(params[path], layer))
+            array = weights.write(ours[name], lambda path, place: _host(params[path], place))
             tensors[name] = array.astype(DTYPES[layout[name].dtype])
             total += tensors[name].nbytes
         if not jax.process_index():
@@ -162,8 +162,8 @@ def write_params(
         (Path(folder) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _host(x: jax.Array, layer: int | None) -> np.ndarray:
-    part = x if layer is None else x[layer]
+def _host(x: jax.Array, place: tuple[int, ...]) -> np.ndarray:
+    part = x[place] if place else x
     if isinstance(part, jax.Array) and not part.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(part, tiled=True))
     return np.asarray(part)

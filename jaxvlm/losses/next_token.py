@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxvlm.losses.router import busiest, load_balance
 from jaxvlm.types import Batch, Out, Sums
 
 _AUTO_LOGITS = 8 * 2**20
@@ -24,28 +25,38 @@ class NextToken:
 
     Args:
         chunk: tokens a row whose logits exist at once; 0 chooses from the vocabulary.
+        router: factor of the load-balancing term of a mixture of experts; 0 has none.
     """
 
     chunk: int = 0
+    router: float = 0.0
     additive: bool = True
 
+    def __post_init__(self) -> None:
+        if self.router:  # the balance of loads is one of the whole batch
+            object.__setattr__(self, "additive", False)
+
     def coefficients(self) -> Mapping[str, float]:
-        """One term."""
-        return {"loss": 1.0}
+        """The cross-entropy, and the router's balance where it has a factor."""
+        return {"loss": 1.0, **({"router": self.router} if self.router else {})}
 
     def weights(self, batch: Batch) -> dict[str, Any]:
-        """``{"loss": f32[]}``: the sum of the weights of predicted tokens."""
-        return {"loss": jnp.sum(targets(batch)[1])}
+        """``loss``: the sum of the weights of predicted tokens; ``router``: 1."""
+        weights = {"loss": jnp.sum(targets(batch)[1])}
+        return weights | ({"router": jnp.float32(1)} if self.router else {})
 
     def __call__(self, out: Out, batch: Batch) -> Sums:
-        """Sums over ``batch``: the loss, and ``accuracy`` of the argmax."""
+        """Sums over ``batch``: the loss, ``accuracy`` of the argmax, and how experts are used."""
         labels, weight = targets(batch)
         nll, hit = token_scores(out, labels, self.chunk)
         total = jnp.sum(weight)
-        return Sums(
-            terms={"loss": jnp.sum(nll * weight)},
-            metrics={"accuracy": (jnp.sum(hit * weight), total)},
-        )
+        terms = {"loss": jnp.sum(nll * weight)}
+        metrics = {"accuracy": (jnp.sum(hit * weight), total)}
+        if self.router:
+            terms["router"] = load_balance(out.aux)
+        if out.aux and "router_load" in out.aux:
+            metrics["busiest_expert"] = (busiest(out.aux), jnp.float32(1))
+        return Sums(terms, metrics)
 
 
 def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -13,11 +13,12 @@ from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
+from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init
 from jaxvlm.nn.rope import SCALINGS, rope
 from jaxvlm.nn.spec import BlockSpec
-from jaxvlm.nn.stack import Local, Stack
+from jaxvlm.nn.stack import Local, Side, Stack
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Out
 
@@ -46,7 +47,7 @@ class Decoder(nnx.Module):
         mask: Mask,
         kv: KVCache | None = None,
         length: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, Side]:
         """Hidden states after the last block, before the final norm.
 
         Args:
@@ -57,7 +58,7 @@ class Decoder(nnx.Module):
             length: i32[] tokens in ``kv``.
 
         Returns:
-            [B, T, D], and ``kv`` with the new tokens.
+            [B, T, D]; ``kv`` with the new tokens, and how experts were chosen.
         """
         c = self.config
         sections = (c.rope_sections, c.rope_interleaved)
@@ -71,11 +72,15 @@ class Decoder(nnx.Module):
         everywhere = Context(mask._replace(window=0), turn, length)
         return self.stack(x, everywhere, kv, local=Local(local, c.window_pattern))
 
-    def out(self, x: jax.Array) -> Out:
-        """The final norm, and what makes logits of it: [B, T, D] -> Out."""
+    def out(self, x: jax.Array, routed: Routed | None = None) -> Out:
+        """The final norm, and what a loss needs besides: [B, T, D] -> Out."""
+        aux = None
+        if routed is not None:
+            aux = {"router_load": routed.load, "router_probability": routed.probability}
         return Out(
             hidden=self.norm(x),
             head=self.embed.head(),
+            aux=aux,
             logit_cap=self.config.logit_cap or None,
         )
 
@@ -99,6 +104,9 @@ def _spec(config: DecoderConfig, attention: str) -> BlockSpec:
         post_norms=config.post_norms,
         query_scale=config.query_scale,
         attention_cap=config.attention_cap,
+        num_experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        normalize_experts=config.normalize_experts,
     )
 
 
@@ -122,6 +130,13 @@ def check(config: DecoderConfig) -> None:
         raise ConfigError(
             f"{where}.head_dim={config.head_dim} is odd; rotary pairs need an even one"
         )
+    if config.num_experts and not 1 <= config.experts_per_token <= config.num_experts:
+        raise ConfigError(
+            f"{where}.experts_per_token={config.experts_per_token}: 1 to "
+            f"num_experts={config.num_experts}"
+        )
+    if config.num_experts and config.mlp_bias:
+        raise ConfigError(f"{where}.mlp_bias=True has no meaning with experts")
     _check_names(config, where)
     _check_positions(config, where)
 

@@ -18,6 +18,7 @@ from jaxvlm.nn.embed import place_images, place_tokens
 from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
+from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.param import Init
 from jaxvlm.parallel.rules import Axes, shard
 from jaxvlm.types import Batch, Out
@@ -66,6 +67,8 @@ class Stream(NamedTuple):
     kv: KVCache | None = None
     length: Any = None
     """i32[]: tokens in ``kv``."""
+    routed: Routed | None = None
+    """How experts were chosen, layer by layer."""
 
 
 class VLM(nnx.Module):
@@ -134,9 +137,11 @@ class VLM(nnx.Module):
     def blocks(self, stream: Stream) -> Stream:
         """Through the decoder's layers."""
         with jax.named_scope("decoder"):
-            x, kv = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.length)
-        return stream._replace(x=x, kv=kv)
+            x, side = self.decoder(
+                stream.x, stream.positions, stream.mask, stream.kv, stream.length
+            )
+        return stream._replace(x=x, kv=side.kv, routed=side.routed)
 
     def post(self, stream: Stream) -> Out:
         """The final norm; the loss applies the head."""
-        return self.decoder.out(stream.x)
+        return self.decoder.out(stream.x, stream.routed)

@@ -14,10 +14,20 @@ from jaxvlm.config import ConfigError
 from jaxvlm.nn.attention import Attention, Context
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mlp import MLP
+from jaxvlm.nn.moe import MoE, Routed
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init, constant, param
 from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
+
+
+class Side(NamedTuple):
+    """What a block gives besides the stream; with a leading dim L from a stack."""
+
+    kv: KVCache | None
+    """The KV cache with the new tokens in it."""
+    routed: Routed | None
+    """Of a mixture of experts."""
 
 
 class Block(nnx.Module):
@@ -30,7 +40,7 @@ class Block(nnx.Module):
         self.attn = Attention(init, axes, spec)
         self.post_norm1 = norm() if spec.post_norms else None
         self.norm2 = norm()
-        self.mlp = MLP(init, axes, spec)
+        self.mlp = MoE(init, axes, spec) if spec.num_experts else MLP(init, axes, spec)
         self.post_norm2 = norm() if spec.post_norms else None
         D, first = spec.width, constant(spec.layer_scale)
         self.scale1 = param(init, (D,), ("norm",), first) if spec.layer_scale else None
@@ -38,13 +48,19 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
-    ) -> tuple[jax.Array, KVCache | None]:
-        """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it."""
+    ) -> tuple[jax.Array, Side]:
+        """[B, T, D] -> [B, T, D], and what else comes of it."""
         y, kv = self.attn(self.norm1(x), context, kv)
         x = x + _added(y, self.post_norm1, self.scale1)
-        y = self.mlp(self.norm2(x))
+        y, routed = self._mlp(self.norm2(x), context)
         x = x + _added(y, self.post_norm2, self.scale2)
-        return shard(self.axes, x, "batch", "seq", "embed"), kv
+        return shard(self.axes, x, "batch", "seq", "embed"), Side(kv, routed)
+
+    def _mlp(self, x: jax.Array, context: Context) -> tuple[jax.Array, Routed | None]:
+        if not isinstance(self.mlp, MoE):
+            return self.mlp(x), None
+        segment = context.mask.q_segment
+        return self.mlp(x, None if segment is None else segment > 0)
 
 
 def _added(y: jax.Array, norm: Any, scale: Any) -> jax.Array:
@@ -89,7 +105,7 @@ class Stack(nnx.Module):
         skip_last: int = 0,
         local: Local | None = None,
         skip_first: int = 0,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, Side]:
         """[B, T, D] -> [B, T, D] through all blocks but those skipped.
 
         Args:

@@ -16,6 +16,7 @@ def per_device(
     axes: Axes,
     args: Sequence[tuple[Any, Logical]],
     out: tuple[tuple[int, ...], Logical],
+    summed: str = "",
 ) -> jax.Array:
     """``fn`` on each device's part of its arguments; no part needs another.
 
@@ -24,6 +25,7 @@ def per_device(
         axes: the tower's mesh and activation rules.
         args: pairs of an array (or None) and its words.
         out: the global shape of the result and its words.
+        summed: the word of a dim that ``fn`` contracts: where it is split, results are added up.
 
     Returns:
         The global result.
@@ -32,5 +34,11 @@ def per_device(
         return fn(*(x for x, _ in args))
     specs = tuple(None if x is None else axes.activation(words, x.shape).spec for x, words in args)
     out_spec = axes.activation(out[1], out[0]).spec
-    run = jax.shard_map(fn, mesh=axes.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
+    places = axes.mesh_axes(summed) if summed else ()
+
+    def part(*parts: Any) -> jax.Array:
+        y = fn(*parts)
+        return jax.lax.psum(y, places) if places else y
+
+    run = jax.shard_map(part, mesh=axes.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
     return run(*(x for x, _ in args))

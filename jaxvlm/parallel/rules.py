@@ -22,6 +22,7 @@ PARAMETERS: dict[str, Place] = {
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
+    "experts": None,
     "norm": None,  # vectors of a norm or an output bias: too small to be worth a gather
     "patch": None,  # pixels of a patch, or of a convolution's window
     "position": None,
@@ -37,6 +38,7 @@ ACTIVATIONS: dict[str, Place] = {
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
+    "experts": None,
 }
 """Activations: rows over the data axes, heads and MLP width over ``tensor``."""
 
@@ -66,6 +68,10 @@ class Axes:
     def activation(self, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of an activation; raises like :meth:`parameter`."""
         return self._sharding("an activation", logical, shape, dict(self.activations))
+
+    def mesh_axes(self, word: str) -> tuple[str, ...]:
+        """The mesh axes that an activation's ``word`` is split over."""
+        return tuple(a for a in _as_tuple(dict(self.activations)[word]) if self.mesh.shape[a] > 1)
 
     def _sharding(
         self, name: str, logical: Logical, shape: tuple[int, ...], rules: Mapping[str, Place]

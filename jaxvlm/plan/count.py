@@ -55,7 +55,10 @@ def forward(
     vision, connector = images * _vision(config, patches), images * _connector(config, patches)
     heads = d.num_heads * d.head_dim
     weights = 2 * d.width * heads + 2 * d.width * d.num_kv_heads * d.head_dim
-    layers = 2.0 * d.depth * (weights + 3 * d.width * d.mlp_dim)
+    mlp = 3 * d.width * d.mlp_dim
+    if d.num_experts:
+        mlp = d.experts_per_token * mlp + d.width * d.num_experts
+    layers = 2.0 * d.depth * (weights + mlp)
     layers += sum(4 * (_within(window, length) / 2) * heads for window in layer_windows(d))
     return Flops(vision, connector, tokens * layers, tokens * 2 * d.width * d.vocab_size)
 

@@ -125,3 +125,11 @@ def test_a_window_is_counted_as_what_it_sees():
     # Two of the three layers are local; a causal row counts half its square.
     saved = 2 * 4 * heads * (length * length / 2 - near.sum())
     assert whole - windowed == pytest.approx(saved, rel=0.1)
+
+
+def test_only_the_experts_that_a_token_goes_to_are_counted():
+    sparse = dataclasses.replace(TINY.decoder, num_experts=16, experts_per_token=3)
+    wide = dataclasses.replace(TINY.decoder, mlp_dim=3 * TINY.decoder.mlp_dim)
+    of = [count.forward(dataclasses.replace(TINY, decoder=d), 10, 8.0, 0) for d in (sparse, wide)]
+    router = 10 * wide.depth * 2 * wide.width * 16
+    assert of[0].decoder == pytest.approx(of[1].decoder + router)

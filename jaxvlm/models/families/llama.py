@@ -102,7 +102,13 @@ def dims(config: DecoderConfig) -> dict[str, int]:
         "N": config.num_heads,
         "K": config.num_kv_heads,
         "H": config.head_dim,
+        "X": config.num_experts,
     }
+
+
+def depths(config: DecoderConfig) -> dict[str, int]:
+    """How many tensors stand for one parameter, as :mod:`names` counts them."""
+    return {"decoder": config.depth, "experts": config.num_experts}
 
 
 def entries(config: DecoderConfig, model: str, head: str) -> tuple[Entry, ...]:
@@ -163,6 +169,13 @@ def _attention(config: DecoderConfig) -> _Rows:
 
 
 def _mlp(config: DecoderConfig) -> _Rows:
+    if config.num_experts:
+        return [
+            ("mlp/router", "mlp.gate.weight", "D X", "X D"),
+            ("mlp/w_gate", "mlp.experts.{}.gate_proj.weight", "D F", "F D"),
+            ("mlp/w_in", "mlp.experts.{}.up_proj.weight", "D F", "F D"),
+            ("mlp/w_out", "mlp.experts.{}.down_proj.weight", "F D", "D F"),
+        ]
     rows: _Rows = [
         ("mlp/w_gate", "mlp.gate_proj.weight", "D F", "F D"),
         ("mlp/w_in", "mlp.up_proj.weight", "D F", "F D"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ class Entry(NamedTuple):
 
     Each letter is a dim; letters written together are one dim there, and the word ``1`` is a dim
     of one. Where ``theirs`` holds ``{}`` there is one tensor a layer, and ours is their stack,
-    layers first.
+    layers first; a second ``{}`` is one tensor an expert, and ours has those next.
     """
 
     ours: str
@@ -38,7 +39,7 @@ class NameMap(NamedTuple):
     sizes: Mapping[str, int]
     """Letter -> size."""
     depths: Mapping[str, int]
-    """Tower (the first word of our path) -> layers."""
+    """Tower (the first word of our path) -> layers; and how many ``experts``."""
     aliases: Sequence[tuple[str, str]] = ()
     """(pattern, replacement), applied in turn, that turn other spellings into ``theirs``."""
     buffers: tuple[str, ...] = ()
@@ -100,10 +101,11 @@ class NameMap(NamedTuple):
             out: of the part's shape; its dtype is what values become.
         """
         entry = self._entry(path)
-        names, targets = self._names(entry), [out]
-        if "{}" in entry.theirs:
-            names, targets = names[index[0]], list(out)
-            index = index[1:]
+        lead = len(self._counts(entry))
+        kept = [range(n)[s] for n, s in zip(self._counts(entry), index[:lead], strict=True)]
+        names = [entry.theirs.format(*place) for place in itertools.product(*kept)]
+        targets = out.reshape(-1, *out.shape[lead:]) if lead else [out]
+        index = index[lead:]
         dims = dict(zip(entry.dims.split(), index, strict=True))
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
         where = tuple(self._their_slice(word, ranges) for word in entry.their_dims.split())
@@ -119,16 +121,16 @@ class NameMap(NamedTuple):
         for name, target in zip(names, targets, strict=True):
             target[...] = get(name, where).reshape(shape)[tuple(inner)].transpose(order)
 
-    def write(self, name: str, get: Callable[[str, int | None], np.ndarray]) -> np.ndarray:
+    def write(self, name: str, get: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
         """One tensor.
 
         Args:
             name: of the tensor.
-            get: (path, layer) -> that layer of a parameter; layer ``None`` is all of it.
+            get: (path, place) -> that layer, or (layer, expert), of a parameter; () is all of it.
         """
         parts = []
-        for entry, layer in self._sources()[name]:
-            array = get(entry.ours, layer)
+        for entry, place in self._sources()[name]:
+            array = get(entry.ours, place)
             dims = entry.dims.split()
             order = [dims.index(a) for word in _words(entry) for a in word]
             parts.append(np.transpose(array, order).reshape(self._their_shape(entry)))
@@ -144,8 +146,7 @@ class NameMap(NamedTuple):
         params: Params = {}
         for entry in self.entries:
             shape = [self.sizes[a] for a in entry.dims.split()]
-            if "{}" in entry.theirs:
-                shape = [len(self._names(entry)), *shape]
+            shape = [*self._counts(entry), *shape]
             out = np.empty(shape, np.float32)
             whole = (slice(None),) * len(shape)
             self.read(
@@ -163,8 +164,8 @@ class NameMap(NamedTuple):
         if extra := sorted(set(params) - {entry.ours for entry in self.entries}):
             raise ConfigError(f"parameters without a tensor name: {', '.join(extra)}")
 
-        def get(path: str, layer: int | None) -> np.ndarray:
-            return np.asarray(params[path] if layer is None else params[path][layer])
+        def get(path: str, place: tuple[int, ...]) -> np.ndarray:
+            return np.asarray(params[path])[place]
 
         return {name: self.write(name, get) for name in self.tensors()}
 
@@ -177,19 +178,22 @@ class NameMap(NamedTuple):
     def _entry(self, path: str) -> Entry:
         return next(entry for entry in self.entries if entry.ours == path)
 
-    def _sources(self) -> dict[str, list[tuple[Entry, int | None]]]:
-        """Tensor -> the parameters it holds, part by part, and their layer."""
-        found: dict[str, list[tuple[Entry, int | None]]] = {}
+    def _sources(self) -> dict[str, list[tuple[Entry, tuple[int, ...]]]]:
+        """Tensor -> the parameters it holds, part by part, and their place in a stack."""
+        found: dict[str, list[tuple[Entry, tuple[int, ...]]]] = {}
         for entry in sorted(self.entries, key=lambda entry: entry.part[0]):
-            stacked = "{}" in entry.theirs
-            for layer, name in enumerate(self._names(entry)):
-                found.setdefault(name, []).append((entry, layer if stacked else None))
+            for place in itertools.product(*map(range, self._counts(entry))):
+                found.setdefault(entry.theirs.format(*place), []).append((entry, place))
         return found
 
     def _names(self, entry: Entry) -> list[str]:
-        if "{}" not in entry.theirs:
-            return [entry.theirs]
-        return [entry.theirs.format(i) for i in range(self.depths[entry.ours.split("/")[0]])]
+        places = itertools.product(*map(range, self._counts(entry)))
+        return [entry.theirs.format(*place) for place in places]
+
+    def _counts(self, entry: Entry) -> list[int]:
+        """Layers, and experts, that ours stacks."""
+        words = [entry.ours.split("/")[0], "experts"][: entry.theirs.count("{}")]
+        return [self.depths[word] for word in words]
 
     def _their_shape(self, entry: Entry) -> tuple[int, ...]:
         words = entry.their_dims.split()

@@ -16,6 +16,8 @@ DECODERS: dict[str, Callable[[Mapping[str, Any], str], DecoderConfig]] = {
     "qwen2_5_vl_text": qwen2.decoder_from_hf,
     "qwen3": qwen3.decoder_from_hf,
     "qwen3_vl_text": qwen3.decoder_from_hf,
+    "qwen3_moe": qwen3.decoder_from_hf,
+    "qwen3_vl_moe_text": qwen3.decoder_from_hf,
     "gemma": gemma.decoder_from_hf,
     "gemma2": gemma.decoder_from_hf,
     "gemma3_text": gemma.decoder_from_hf,

@@ -1,0 +1,128 @@
+"""A mixture of experts in an MLP's place: each token goes to its best few, and none is dropped."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvlm.nn.mlp import ACTIVATIONS
+from jaxvlm.nn.param import Init, contract, fan_in, param
+from jaxvlm.nn.spec import BlockSpec
+from jaxvlm.parallel.local import per_device
+from jaxvlm.parallel.rules import Axes
+
+TOKEN = ("batch", "seq", "embed")
+CHOICE = ("batch", "seq", "experts")
+
+
+class Routed(NamedTuple):
+    """How a layer's tokens were dealt out; sums over real tokens, so parts of a batch add up."""
+
+    load: Any
+    """f32[E]: tokens that chose each expert."""
+    probability: Any
+    """f32[E]: the sum of each expert's probabilities, chosen or not; in all, the tokens."""
+
+
+class MoE(nnx.Module):
+    """``sum_e p_e (act(x W_gate_e) * x W_in_e) W_out_e`` over a token's ``top`` experts.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules.
+        spec: the block's; ``mlp_dim`` is one expert's.
+
+    Source: Qwen3, arXiv 2505.09388; dropless by sorting: MegaBlocks, arXiv 2211.15841.
+    """
+
+    def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
+        D, F, E = spec.width, spec.mlp_dim, spec.num_experts
+        self.axes, self.spec = axes, spec
+        self.router = param(init, (D, E), ("embed", "experts"), fan_in(D))
+        self.w_gate = param(init, (E, D, F), ("experts", "embed", "mlp"), fan_in(D))
+        self.w_in = param(init, (E, D, F), ("experts", "embed", "mlp"), fan_in(D))
+        self.w_out = param(init, (E, F, D), ("experts", "mlp", "embed"), fan_in(F))
+
+    def __call__(self, x: jax.Array, real: jax.Array | None) -> tuple[jax.Array, Routed]:
+        """[B, T, D] -> [B, T, D], and what the router did where ``real`` (bool[B, T])."""
+        logits = contract(x, self.router[...])  # BTD,DE->BTE
+        probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        share, chosen = jax.lax.top_k(probability, self.spec.experts_per_token)
+        if self.spec.normalize_experts:
+            share = share / jnp.sum(share, axis=-1, keepdims=True)
+        weights = [w[...].astype(x.dtype) for w in (self.w_gate, self.w_in, self.w_out)]
+        y = per_device(
+            functools.partial(run_experts, activation=self.spec.activation),
+            self.axes,
+            [
+                (x, TOKEN),
+                (chosen, CHOICE),
+                (share.astype(x.dtype), CHOICE),
+                (weights[0], ("experts", "embed", "mlp")),
+                (weights[1], ("experts", "embed", "mlp")),
+                (weights[2], ("experts", "mlp", "embed")),
+            ],
+            (x.shape, TOKEN),
+            summed="mlp",
+        )
+        counted = jnp.ones(x.shape[:2]) if real is None else real.astype(jnp.float32)
+        votes = jnp.sum(jax.nn.one_hot(chosen, self.spec.num_experts), axis=2)
+        load = jnp.einsum("BTE,BT->E", votes, counted)
+        return y, Routed(load, jnp.einsum("BTE,BT->E", probability, counted))
+
+
+def run_experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    share: jax.Array,
+    w_gate: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    activation: str,
+) -> jax.Array:
+    """Tokens sorted by expert, a grouped matmul, and back.
+
+    Args:
+        x: [B, T, D].
+        chosen: i32[B, T, top] experts of each token.
+        share: [B, T, top], what each contributes.
+        w_gate: [E, D, F].
+        w_in: [E, D, F].
+        w_out: [E, F, D].
+        activation: a name in ``ACTIVATIONS``.
+
+    Returns:
+        [B, T, D].
+    """
+    (B, T, D), top = x.shape, chosen.shape[2]
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    back = jnp.argsort(order)
+    sizes = jnp.bincount(expert, length=w_gate.shape[0]).astype(jnp.int32)
+    copies = jnp.broadcast_to(x[:, :, None], (B, T, top, D)).reshape(-1, D)
+    rows = permute(copies, order, back)
+    gate = ACTIVATIONS[activation](jax.lax.ragged_dot(rows, w_gate, sizes))
+    h = gate * jax.lax.ragged_dot(rows, w_in, sizes)
+    y = permute(jax.lax.ragged_dot(h, w_out, sizes), back, order)
+    return jnp.einsum("BTKD,BTK->BTD", y.reshape(B, T, top, D), share)
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
+    """``x[order]``; ``back`` undoes it, so that the gradient is a gather and no scatter."""
+    return x[order]
+
+
+def _permute_fwd(x: jax.Array, order: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x[order], back
+
+
+def _permute_bwd(back: jax.Array, d_out: jax.Array) -> tuple[jax.Array, None, None]:
+    return d_out[back], None, None
+
+
+permute.defvjp(_permute_fwd, _permute_bwd)
