@@ -141,25 +141,70 @@ def write_params(
     """
     spelled = weights.check({name: stored.shape for name, stored in layout.items()}, "the layout")
     ours = {theirs: name for name, theirs in spelled.items()}
+
+    def make(name: str) -> np.ndarray:
+        return weights.write(ours[name], lambda path, place: _host(params[path], place))
+
+    write_tensors(folder, {name: stored for name, stored in layout.items() if name in ours}, make)
+
+
+def write_tensors(
+    folder: str | os.PathLike[str], layout: Layout, make: Callable[[str], np.ndarray]
+) -> int:
+    """Write tensors, a file at a time; every process calls it, process 0 writes.
+
+    Args:
+        folder: must exist.
+        layout: their files and dtypes.
+        make: name -> the tensor.
+
+    Returns:
+        Bytes of all tensors.
+    """
     by_file: dict[str, list[str]] = {}
     for name, stored in layout.items():
-        if name in ours:
-            by_file.setdefault(stored.file, []).append(name)
+        by_file.setdefault(stored.file, []).append(name)
     total = 0
     for file, names in by_file.items():
-        tensors = {}
-        for name in names:
-            array = weights.write(ours[name], lambda path, place: _host(params[path], place))
-            tensors[name] = array.astype(DTYPES[layout[name].dtype])
-            total += tensors[name].nbytes
+        tensors = {name: make(name).astype(DTYPES[layout[name].dtype]) for name in names}
+        total += sum(x.nbytes for x in tensors.values())
         if not jax.process_index():
             save_file(tensors, Path(folder) / file, metadata={"format": "pt"})
     if not jax.process_index() and list(by_file) != [SINGLE]:
         index = {
             "metadata": {"total_size": total},
-            "weight_map": {name: layout[name].file for name in sorted(ours)},
+            "weight_map": {name: layout[name].file for name in sorted(layout)},
         }
         (Path(folder) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return total
+
+
+def sharded(shapes: Mapping[str, tuple[int, ...]], dtype: str, most: int) -> Layout:
+    """A layout in files of at most ``most`` bytes, or of one tensor where that is larger.
+
+    Args:
+        shapes: name -> shape.
+        dtype: of all tensors, as in :data:`DTYPES`.
+        most: bytes of a file.
+    """
+    files: list[list[str]] = [[]]
+    room = most
+    for name, shape in shapes.items():
+        size = int(np.prod(shape)) * DTYPES[dtype].itemsize
+        if files[-1] and size > room:
+            files.append([])
+            room = most
+        files[-1].append(name)
+        room -= size
+    named = [SINGLE] if len(files) == 1 else []
+    named = named or [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ]
+    return {
+        name: Stored(file, dtype, tuple(shapes[name]))
+        for file, group in zip(named, files, strict=True)
+        for name in group
+    }
 
 
 def _host(x: jax.Array, place: tuple[int, ...]) -> np.ndarray:

@@ -287,7 +287,7 @@ def test_greedy_generation_gives_transformers_ids(name):
         ("", "vision_feature_layer", -99),
         ("", "projector_hidden_act", "mish"),
         ("", "a_new_field", 1),
-        ("text_config", "model_type", "mistral"),
+        ("text_config", "model_type", "mamba"),
         ("text_config", "attention_dropout", 0.1),
         ("text_config", "sliding_window", 4096),
         ("text_config", "rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8}),

@@ -1,0 +1,45 @@
+"""Published sizes: as many parameters as transformers' own models have on the meta device."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxvlm.build.published as table
+from jaxvlm.config import ConfigError
+from jaxvlm.io import hf
+
+torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+transformers = pytest.importorskip("transformers", reason="the oracle")
+
+
+@pytest.mark.parametrize("name", table.names())
+def test_parameters_are_as_many_as_transformers(name):
+    given = table.published(name)
+    config = transformers.AutoConfig.for_model(**given)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert table.num_parameters(given) == model.num_parameters()
+
+
+def test_a_folder_of_random_weights_is_loaded(tmp_path):
+    given = json.loads(json.dumps(table.published("smolvlm-256m")))
+    given["text_config"] |= {"num_hidden_layers": 2, "vocab_size": 512}
+    given["vision_config"] |= {"num_hidden_layers": 1}
+    given["image_token_id"] = 500
+    size = table.write_random(given, tmp_path, shard_bytes=2**23)
+    layout = hf.read_layout(tmp_path)
+    assert len({stored.file for stored in layout.values()}) > 2
+    assert size == sum(2 * np.prod(stored.shape) for stored in layout.values())
+    model, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.num_parameters() == table.num_parameters(given)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ConfigError, match="no published model 'gpt-9'; known: llava"):
+        table.published("gpt-9")
