@@ -26,11 +26,10 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def num_visual_tokens(config: ModelConfig) -> int:
-    """Tokens that a picture takes in the decoder's row.
+    """Tokens that a picture of the one fixed size takes in the decoder's row.
 
     Raises:
-        ConfigError: the connector's ``merge`` does not divide the grid of patches, or is not the
-            ``block`` that packed patches come in.
+        ConfigError: tower and connector do not fit each other.
     """
     vision, connector = config.vision, config.connector
     side, merge = vision.image_size // vision.patch_size, connector.merge
@@ -39,20 +38,30 @@ def num_visual_tokens(config: ModelConfig) -> int:
             f"config.model.connector.merge={merge} does not divide the {side} x {side} patches "
             "of a picture"
         )
-    if vision.packed and merge != vision.block:
-        raise ConfigError(
-            f"config.model.connector.merge={merge} is not config.model.vision.block={vision.block}"
-        )
-    if connector.levels and connector.levels + 1 != len(vision.feature_layers):
-        raise ConfigError(
-            f"config.model.connector.levels={connector.levels} takes one more feature_layers than "
-            f"that, not {len(vision.feature_layers)}"
-        )
-    if vision.keep_class_token and merge > 1:
-        raise ConfigError(
-            f"config.model.connector.merge={merge} takes patches alone, without the class token"
-        )
+    _check_connector(config)
     return (side // merge) ** 2 + vision.keep_class_token + connector.newline
+
+
+def _check_connector(config: ModelConfig) -> None:
+    """Refuse a connector that does not fit the towers beside it."""
+    vision, connector = config.vision, config.connector
+    merge, levels = connector.merge, connector.levels
+    problem = ""
+    if vision.packed and merge != vision.block:
+        problem = f"merge={merge} is not config.model.vision.block={vision.block}"
+    elif vision.packed and connector.newline:
+        problem = "newline=True takes pictures of one size"
+    elif vision.keep_class_token and merge > 1:
+        problem = f"merge={merge} takes patches alone, without the class token"
+    elif levels and not vision.packed:
+        problem = f"levels={levels} takes packed patches"
+    elif levels and levels + 1 != len(vision.feature_layers):
+        count = len(vision.feature_layers)
+        problem = f"levels={levels} takes one more of vision.feature_layers, not {count}"
+    elif levels > config.decoder.depth:
+        problem = f"levels={levels} is more than the decoder's {config.decoder.depth} layers"
+    if problem:
+        raise ConfigError(f"config.model.connector.{problem}")
 
 
 class Stream(NamedTuple):
@@ -66,6 +75,8 @@ class Stream(NamedTuple):
     kv: KVCache | None = None
     length: Any = None
     """i32[]: tokens in ``kv``."""
+    deep: Any = None
+    """[K, B, T, D]: what DeepStack adds behind the decoder's first K blocks."""
 
 
 class VLM(nnx.Module):
@@ -105,13 +116,13 @@ class VLM(nnx.Module):
     def pre(self, batch: Batch) -> Stream:
         """Embeddings with the pictures' tokens at their places."""
         x = self.decoder.embed(batch.tokens, DTYPES[self.config.dtype])
-        features = batch.features
+        features, deep = batch.features, None
         if features is None and batch.pixels is not None:
             B, num_images = batch.pixels.shape[:2]
             tokens = self.encode(batch.pixels.reshape(B * num_images, *batch.pixels.shape[2:]))
             features = tokens.reshape(B, num_images, *tokens.shape[1:])
         if features is None and batch.patches is not None:
-            x = self._place_packed(x, batch)
+            x, deep = self._place_packed(x, batch)
         elif features is not None:
             flat = features.reshape(-1, *features.shape[2:])
             with jax.named_scope("connector"):
@@ -119,23 +130,29 @@ class VLM(nnx.Module):
             visual = visual.reshape(*features.shape[:2], *visual.shape[1:])
             x = place_images(x, visual, batch.image_start)
         x = shard(self.axes, x, "batch", "seq", "embed")
-        return Stream(x, batch.positions, batch_mask(batch))
+        return Stream(x, batch.positions, batch_mask(batch), deep=deep)
 
-    def _place_packed(self, x: jax.Array, batch: Batch) -> jax.Array:
-        """[B, T, D] with the visual tokens of packed patches at their places."""
+    def _place_packed(self, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array | None]:
+        """[B, T, D] with the visual tokens of packed patches at their places; DeepStack's too."""
         with jax.named_scope("vision"):
             tokens = self.vision(batch.patches.astype(x.dtype), batch.grid)
         with jax.named_scope("connector"):
             visual = self.connector(tokens, blocks=True)
+            levels = self.connector.deep(tokens, blocks=True) if self.connector.levels else None
         block = self.config.vision.block
         index = token_index(batch.grid, batch.image_start, visual.shape[1], block)
-        return place_tokens(x, visual, index)
+        if levels is not None:
+            nothing = jnp.zeros_like(x)
+            levels = jnp.stack([place_tokens(nothing, level, index) for level in levels])
+        return place_tokens(x, visual, index), levels
 
     def blocks(self, stream: Stream) -> Stream:
         """Through the decoder's layers."""
         with jax.named_scope("decoder"):
-            x, kv = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.length)
-        return stream._replace(x=x, kv=kv)
+            x, kv = self.decoder(
+                stream.x, stream.positions, stream.mask, stream.kv, stream.length, stream.deep
+            )
+        return stream._replace(x=x, kv=kv, deep=None)
 
     def post(self, stream: Stream) -> Out:
         """The final norm; the loss applies the head."""
