@@ -128,8 +128,9 @@ class ViT(nnx.Module):
 
     def _add_position(self, x: jax.Array, at: Places | None) -> jax.Array:
         if self.position is not None:
-            table = self.position[...].astype(x.dtype)
-            return x + (table if at is None else resample(table, at, self.config.position_resize))
+            table = self.position[...]
+            table = table if at is None else resample(table, at, self.config.position_resize)
+            return x + table.astype(x.dtype)
         if self.config.position == "sincos2d":
             x = x + jnp.asarray(sincos2d(self.config), x.dtype)
         return x
@@ -153,8 +154,8 @@ class ViT(nnx.Module):
         config = self.config
         if at is None:
             return Context(Mask()), None
-        turn = rope2d(at, config.width // config.num_heads, config.rope_theta)
-        rope = turn if config.rope_theta else None
+        theta, head_dim = config.rope_theta, config.width // config.num_heads
+        rope = rope2d(at, head_dim, theta) if theta else None
         context = Context(Mask(q_segment=at.segment, k_segment=at.segment), rope)
         if not config.window:
             return context, None
