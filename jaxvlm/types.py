@@ -73,6 +73,17 @@ class Batch(NamedTuple):
     """i32[B]: global index of the row in the run; randomness is a function of it."""
 
 
+class ChatStyle(NamedTuple):
+    """How a family writes pictures in a conversation."""
+
+    written: str = ""
+    """What its chat template writes for a picture; "" is the picture's token."""
+    seen: str = ""
+    """What the model sees in its place; holds the picture's token once."""
+    template: str = ""
+    """Chat template for folders that have none."""
+
+
 class Span(NamedTuple):
     """What a picture is in a row: the tokens that the chat template's one picture token becomes.
 

@@ -29,17 +29,18 @@ def make_tokenizer(
         read: records of the training file.
         source: the checkpoint that it starts from.
     """
+    style = source.family.chat_style(source.hf_config) if source is not None else tokenizer.PLAIN
     if saved is not None and saved.is_dir():
-        return tokenizer.load(saved)
+        return tokenizer.load(saved, style)
     if saved is not None and (saved.parent / "checkpoints").is_dir():
         raise ConfigError(
             f"{saved} is gone, but its run has checkpoints: their weights mean its tokens. Put it "
             "back, or start in another folder"
         )
     if config.tokenizer.path:
-        return tokenizer.load(config.tokenizer.path)
+        return tokenizer.load(config.tokenizer.path, style)
     if source is not None:
-        return tokenizer.load(source.files)
+        return tokenizer.load(source.files, style)
     if config.init_from:  # its weights mean its tokens
         return tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
     return tokenizer.build(chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size)

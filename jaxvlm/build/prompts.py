@@ -68,13 +68,15 @@ def batch(
         for j, tile in enumerate(tiles[i]):
             pixels[i, j] = tile
             start[i, j] = first + int(np.argmax(row.tile == j + 1))
-    prefix = model.config.decoder.visual_mask == "prefix" and most > 0
+    mask = model.config.decoder.visual_mask
+    group = segment if mask == "prompt" else group
+    both_ways = mask == "prompt" or (mask == "prefix" and most > 0)
     made = Batch(
         tokens,
         np.zeros((B, T), np.float32),
         positions,
         segment,
-        bidirectional=group if prefix else None,
+        bidirectional=group if both_ways else None,
         pixels=pixels if most else None,
         image_start=start if most else None,
         example_id=np.arange(B, dtype=np.int32),

@@ -113,7 +113,8 @@ class DecoderConfig:
     window_pattern: tuple[bool, ...] = (True,)  # which layers are local; repeated over the depth
     local_rope_theta: float = 0.0  # of local layers, unscaled; 0: as the others
     tied_embeddings: bool = True
-    visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways
+    visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways |
+    # prompt: all before the first answer does
     remat: str = "none"  # none | dots | full | offload
 
 

@@ -21,8 +21,9 @@ class Layout(NamedTuple):
     """Picture places a row; 0 where the data has no picture."""
     has_parents: bool
     """Whether any piece is shared; else ``parent`` is None."""
-    prefix_mask: bool
-    """Whether a picture's tokens see each other both ways."""
+    mask: str
+    """Which tokens see each other both ways: ``causal`` none, ``prefix`` a picture's, ``prompt``
+    all before the first answer."""
     position_rows: int = 1
     """R: rotary positions a token."""
 
@@ -113,6 +114,8 @@ def assemble(
     positions[:, inside] += _join([span.positions for span in spans], layout.position_rows)
     tile = np.zeros(len(wide), np.int64)
     tile[inside] = _join([np.where(s.tile > 0, s.tile + p, 0) for s, p in zip(spans, place)])
+    trained = corpus.loss[source][wide]
+    group = tile if layout.mask == "prefix" else _prompts(trained, segment)
 
     def field(values: np.ndarray, dtype: type = np.int32, fill: int = 0) -> np.ndarray:
         out: np.ndarray = np.full((len(rows), length), fill, dtype)
@@ -125,11 +128,11 @@ def assemble(
     image_start[places.row, places.slot] = first - row_begin[places.row]
     batch = Batch(
         tokens=field(tokens, fill=layout.pad_id),
-        loss_weight=field(corpus.loss[source][wide], np.float32),
+        loss_weight=field(trained, np.float32),
         positions=np.stack([field(values) for values in positions], axis=1),
         segment=field(segments.number[segment]),
         parent=field(segments.parent[segment]) if layout.has_parents else None,
-        bidirectional=field(tile) if layout.prefix_mask else None,
+        bidirectional=None if layout.mask == "causal" else field(group),
         image_start=image_start if layout.max_images else None,
     )
     return batch, _meta(corpus, pieces, segments, len(rows)), places
@@ -171,6 +174,14 @@ def _positions(advance: np.ndarray, of_segment: np.ndarray, offset: np.ndarray) 
     reached = np.cumsum(advance) - advance
     start = np.searchsorted(of_segment, np.arange(len(offset)))
     return reached - reached[start][of_segment] + offset[of_segment]
+
+
+def _prompts(trained: np.ndarray, segment: np.ndarray) -> np.ndarray:
+    """i64[n]: a number of its own for each segment, on the tokens before its first trained one."""
+    before = np.cumsum(trained)
+    start = np.searchsorted(segment, np.arange(segment[-1] + 1 if len(segment) else 0))
+    seen = before - (before - trained)[start][segment]
+    return np.where(seen == 0, segment + 1, 0)
 
 
 def _join(parts: list[np.ndarray], rows: int = 0) -> np.ndarray:

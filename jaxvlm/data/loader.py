@@ -36,7 +36,7 @@ class Settings(NamedTuple):
     """What a picture is in a row."""
     seed: int = 0
     visual_mask: str = "causal"
-    """causal | prefix."""
+    """causal | prefix | prompt; see ``DecoderConfig``."""
 
 
 class Dataset:
@@ -67,7 +67,7 @@ class Dataset:
         corpus, broken = corpora.with_good_pictures(corpus, self.records, config.max_pixels)
         bad = [*problems, *unfit, *broken]
         enforce(bad, self.total, config.on_bad, config.max_skip_share, name)
-        pieces, long = _pieces(corpus, config, tokenizer)
+        pieces, long = _pieces(corpus, config, tokenizer, settings)
         too_long = [Problem(self._record_id(corpus, i), *why) for i, *why in long]
         enforce(too_long, self.total, config.on_long, 1.0, name)
         self.problems = bad + too_long
@@ -104,7 +104,7 @@ class Dataset:
             image_size: pixels a side of the model's pictures.
             num_patches: what a picture is in a row: a number of tokens, or a function of its file.
             seed: of the run.
-            visual_mask: causal | prefix: whether a picture's tokens see each other both ways.
+            visual_mask: causal | prefix | prompt: which tokens see each other both ways.
             prepare: how a picture becomes pixels; ``None`` does as ``config.resize`` says.
             spec: what to read; "" is ``config.train``.
             read: what :func:`jaxvlm.data.formats.read` gave for it, if it was read already.
@@ -232,9 +232,13 @@ class Dataset:
             pad_id=self.tokenizer.pad_id,
             max_images=most if self.corpus.paths else 0,
             has_parents=bool((pieces.record < 0).any()),
-            prefix_mask=self.settings.visual_mask == "prefix" and bool(self.corpus.paths),
+            mask=self._mask(),
             position_rows=max((len(s.positions) for s in self.corpus.spans[:1]), default=1),
         )
+
+    def _mask(self) -> str:
+        mask = self.settings.visual_mask
+        return mask if self.corpus.paths or mask == "prompt" else "causal"
 
     def _load(
         self,
@@ -327,7 +331,7 @@ class Dataset:
         records = self.pieces.record[segments]
         chosen = np.sort(records[records >= 0][:num_records])
         corpus = corpora.take(self.corpus, chosen)
-        return corpus, _pieces(corpus, self.config, self.tokenizer)[0]
+        return corpus, _pieces(corpus, self.config, self.tokenizer, self.settings)[0]
 
     def _other_pictures(self) -> np.ndarray:
         """i64[pictures]: for each picture another one."""
@@ -347,7 +351,10 @@ def _validate(config: DataConfig, settings: Settings) -> None:
         "data.on_long": (config.on_long, ("refuse", "skip")),
         "data.on_bad": (config.on_bad, ("refuse", "skip")),
         "data.resize": (config.resize, images.RESIZE),
-        "model.decoder.visual_mask": (settings.visual_mask, ("causal", "prefix")),
+        "model.decoder.visual_mask": (
+            settings.visual_mask,
+            ("causal", "prefix", "prompt"),
+        ),
     }
     for name, (value, allowed) in choices.items():
         if value not in allowed:
@@ -358,10 +365,10 @@ def _validate(config: DataConfig, settings: Settings) -> None:
 
 
 def _pieces(
-    corpus: chat.Corpus, config: DataConfig, tokenizer: ChatTokenizer
+    corpus: chat.Corpus, config: DataConfig, tokenizer: ChatTokenizer, settings: Settings
 ) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
-    # One record a row has nobody to share with.
-    share = config.share_pictures and config.packing
+    # One record a row has nobody to share with; a picture that sees its question can't be shared.
+    share = config.share_pictures and config.packing and settings.visual_mask != "prompt"
     return packing.build_pieces(
         corpus, tokenizer.image_id, config.max_length, config.max_images, share
     )

@@ -17,6 +17,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from jaxvlm.data import template as chat_template
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.formats import PLACEHOLDER, Turn
+from jaxvlm.types import ChatStyle
 
 SPECIAL = {
     "pad_token": "<pad>",
@@ -52,10 +53,20 @@ _KNOWN_IMAGE_TOKENS = (
 )
 
 
+PLAIN = ChatStyle()
+"""A picture's token stands alone."""
+
+
 class ChatTokenizer:
     """A tokenizer with a chat template and a picture token."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: str, special: dict[str, str]):
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str,
+        special: dict[str, str],
+        style: ChatStyle = PLAIN,
+    ):
         """Wrap a backend.
 
         Args:
@@ -63,9 +74,11 @@ class ChatTokenizer:
             template: chat template.
             special: names such as ``eos_token`` -> the token's text; ``image_token`` and
                 ``eos_token`` must be there.
+            style: how pictures are written.
         """
         backend.no_truncation()
         backend.no_padding()
+        self.style = style
         self.backend, self.template, self.special = backend, template, dict(special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         for name in ("eos_token", "image_token"):
@@ -135,13 +148,14 @@ class ChatTokenizer:
         (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        return chat_template.render(self.template, messages, add_generation_prompt, **self.special)
+        text = chat_template.render(self.template, messages, add_generation_prompt, **self.special)
+        return text.replace(self.style.written, self.style.seen) if self.style.written else text
 
     def _content(self, text: str) -> Any:
         if PLACEHOLDER not in text:
             return text
         if not self._lists:
-            return text.replace(PLACEHOLDER, self.special["image_token"])
+            return text.replace(PLACEHOLDER, self.style.written or self.special["image_token"])
         parts: list[dict[str, str]] = []
         for i, piece in enumerate(text.split(PLACEHOLDER)):
             parts += [{"type": "image"}] if i else []
@@ -219,7 +233,7 @@ def build(texts: Iterable[str], kind: str = "word", vocab_size: int = 8192) -> C
     return ChatTokenizer(backend, TEMPLATE, SPECIAL)
 
 
-def load(folder: str | pathlib.Path) -> ChatTokenizer:
+def load(folder: str | pathlib.Path, style: ChatStyle = PLAIN) -> ChatTokenizer:
     """The tokenizer of a Hugging Face folder.
 
     Where the folder knows no picture token, ``<image>`` is added after its last id; the model's
@@ -228,6 +242,7 @@ def load(folder: str | pathlib.Path) -> ChatTokenizer:
     Args:
         folder: holds ``tokenizer.json`` and a chat template (``chat_template.jinja``,
             ``chat_template.json``, or inside ``tokenizer_config.json``).
+        style: how the model's family writes pictures.
 
     Raises:
         DataError: a file is missing or broken, or no chat template is found.
@@ -240,7 +255,9 @@ def load(folder: str | pathlib.Path) -> ChatTokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         raise DataError(f"{folder}/tokenizer.json: can't be read: {error}") from None
     config = _json(folder / "tokenizer_config.json")
-    template = _find_template(folder, config)
+    template = _find_template(folder, config) or style.template
+    if not template:
+        raise DataError(f"{folder}: no chat template; put one in {folder}/chat_template.jinja")
     special = {
         name: text
         for source in (_json(folder / "special_tokens_map.json"), config)
@@ -252,7 +269,7 @@ def load(folder: str | pathlib.Path) -> ChatTokenizer:
     special["image_token"] = image
     if backend.token_to_id(image) is None:
         backend.add_special_tokens([tokenizers.AddedToken(image, normalized=False, special=True)])
-    return ChatTokenizer(backend, template, special)
+    return ChatTokenizer(backend, template, special, style)
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
@@ -278,9 +295,7 @@ def _find_template(folder: pathlib.Path, config: dict[str, Any]) -> str:
     if isinstance(template, list):  # several, by name
         by_name = {entry.get("name"): entry.get("template") for entry in template}
         template = by_name.get("default")
-    if not isinstance(template, str) or not template:
-        raise DataError(f"{folder}: no chat template; put one in {folder}/chat_template.jinja")
-    return template
+    return template if isinstance(template, str) else ""
 
 
 def _find_image_token(

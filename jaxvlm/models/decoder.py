@@ -67,6 +67,8 @@ class Decoder(nnx.Module):
         if not any(layer_windows(c)):
             return self.stack(x, Context(mask, turn, length), kv, deep=deep)
         local_turn = rope(positions, c.head_dim, c.local_rope_theta) if c.local_rope_theta else turn
+        # A window ends a picture's group (Gemma 3), but not a prompt's (PaliGemma 2).
+        mask = mask._replace(far_groups=int(c.visual_mask == "prompt"))
         local = Context(mask._replace(window=c.window), local_turn, length)
         everywhere = Context(mask._replace(window=0), turn, length)
         return self.stack(x, everywhere, kv, local=Local(local, c.window_pattern), deep=deep)
@@ -130,7 +132,7 @@ def _check_names(config: DecoderConfig, where: str) -> None:
     known: dict[str, Iterable[str]] = {
         "activation": ACTIVATIONS,
         "norm": ("rms", "rms_plus_one"),
-        "visual_mask": ("causal", "prefix"),
+        "visual_mask": ("causal", "prefix", "prompt"),
     }
     for field, names in known.items():
         if (value := getattr(config, field)) not in names:

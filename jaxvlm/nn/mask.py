@@ -45,6 +45,9 @@ class Mask(NamedTuple):
     k_position: Any = None
     """i32[B, S]."""
 
+    far_groups: Any = None
+    """i32[]: 1 where a bidirectional group is seen beyond the window too."""
+
     def dense(self) -> jax.Array | None:
         """bool[1 or B, T, S], or ``None`` where everything is allowed."""
         allowed = None
@@ -62,6 +65,10 @@ class Mask(NamedTuple):
         if self.window is not None:
             distance = self.q_position[:, :, None] - self.k_position[:, None, :]
             near = (distance < self.window) | (jnp.asarray(self.window) == 0)
+            if self.q_group is not None and self.far_groups is not None:
+                same = self.q_group[:, :, None] == self.k_group[:, None, :]
+                far = same & (self.q_group > 0)[:, :, None] & (jnp.asarray(self.far_groups) > 0)
+                near = near | far
             allowed = near if allowed is None else allowed & near
         return allowed
 

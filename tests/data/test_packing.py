@@ -150,7 +150,7 @@ def test_a_shared_record_is_seen_as_if_alone(records, seed):
     order = Order(pieces, config(), seed)
     rows = [order.row(0, r).pieces for r in range(2)] + [np.zeros(0, np.int32)]
     shared = bool((pieces.record < 0).any())
-    layout = Layout(TOKENIZER.image_id, TOKENIZER.pad_id, 3, shared, True)
+    layout = Layout(TOKENIZER.image_id, TOKENIZER.pad_id, 3, shared, "prefix")
     batch, meta, places = assemble(corpus, pieces, rows, 40, layout)
     mask = visible(batch)
     assert not batch.segment[2].any()

@@ -35,7 +35,7 @@ def laid_out(tokenizer, questions, share):
     pieces, refused = packing.build_pieces(corpus, tokenizer.image_id, 80, 8, share)
     assert not refused and pieces.num_images.tolist() == [4] * len(pieces.num_images)
     rows = [np.arange(len(pieces.num_tokens))]
-    layout = Layout(tokenizer.image_id, 0, 12, share, True, 3)
+    layout = Layout(tokenizer.image_id, 0, 12, share, "prefix", 3)
     return corpus, assemble(corpus, pieces, rows, 80, layout)[0]
 
 

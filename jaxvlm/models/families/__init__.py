@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxvlm.config import ConfigError, ModelConfig
-from jaxvlm.models.families import llava
-from jaxvlm.types import Span, WeightMap
+from jaxvlm.models.families import gemma3, idefics3, internvl, llava, paligemma
+from jaxvlm.types import ChatStyle, Span, WeightMap
 
 
 @runtime_checkable
@@ -22,6 +22,10 @@ class Family(Protocol):
         """Which tensors hold which parameters."""
         ...
 
+    def chat_style(self, hf_config: Mapping[str, Any]) -> ChatStyle:
+        """How pictures are written in a conversation."""
+        ...
+
     def span(
         self,
         config: ModelConfig,
@@ -32,7 +36,14 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: dict[str, Any] = {"llava": llava}
+FAMILIES: dict[str, Any] = {
+    "llava": llava,
+    "paligemma": paligemma,
+    "gemma3": gemma3,
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "smolvlm": idefics3,
+}
 """``model_type`` of a ``config.json`` -> the family."""
 
 

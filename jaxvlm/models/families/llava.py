@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
-from jaxvlm.models.families import clip, connectors, llama, siglip
-from jaxvlm.models.families.fields import (
-    METADATA,
-    Features,
-    Fields,
-    activation,
-    image_token_id,
-    read,
-)
+from jaxvlm.models.families import clip, connectors, parts, siglip
+from jaxvlm.models.families.fields import METADATA, Features, Fields, activation, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Span
+from jaxvlm.types import ChatStyle, Span
 
 _FIELDS = Fields(
     {
@@ -59,25 +50,12 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     vision = top["vision_config"] or _NO_VISION
     take = Features(top["vision_feature_layer"], top["vision_feature_select_strategy"] == "full")
     tower = siglip if vision.get("model_type") == "siglip_vision_model" else clip
-    decoder = llama.decoder_from_hf(top["text_config"] or {}, where + "text_config.")
-    tied = bool(top["tie_word_embeddings"]) or decoder.tied_embeddings
     act = activation(top["projector_hidden_act"], where + "projector_hidden_act")
     return ModelConfig(
         vision=tower.vision_from_hf(vision, take, where + "vision_config."),
         connector=connectors.mlp(act, bool(top["multimodal_projector_bias"])),
-        decoder=dataclasses.replace(decoder, tied_embeddings=tied),
+        decoder=parts.decoder(top, "llama", bool(top["tie_word_embeddings"])),
     )
-
-
-_ALIASES = (
-    # transformers 4.52 and later, in memory and in some files.
-    (r"^model\.(?=vision_tower|multi_modal_projector|language_model)", ""),
-    (r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model."),
-    (r"^language_model\.(?!model|lm_head)", "language_model.model."),
-    (r"^lm_head\.", "language_model.lm_head."),
-)
-"""Other spellings of a name (pattern, replacement), applied in turn."""
-_BUFFERS = ("embeddings.position_ids", "rotary_emb.inv_freq")
 
 
 def weights(config: ModelConfig) -> NameMap:
@@ -89,24 +67,17 @@ def weights(config: ModelConfig) -> NameMap:
         config: of :func:`config_from_hf`.
     """
     tower = clip if config.vision.class_token else siglip
-    entries = (
-        *llama.entries(config.decoder, "language_model.model.", "language_model."),
-        *connectors.mlp_entries("", config.connector),
-        *tower.entries("vision_tower.vision_model.", config.vision),
-    )
-    sizes = {
-        **llama.dims(config.decoder),
-        **clip.dims(config.vision),
-        **connectors.dims(config.vision, config.connector, config.decoder.width),
-    }
-    depths = {"vision": config.vision.depth, "decoder": config.decoder.depth}
-    copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
-    return NameMap(entries, sizes, depths, _ALIASES, _BUFFERS + copies)
+    vision = tower.entries("vision_tower.vision_model.", config.vision)
+    return parts.weights(config, vision, connectors.mlp_entries("", config.connector))
+
+
+def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
+    """A picture's token stands alone."""
+    return ChatStyle()
 
 
 def span(
-    config: ModelConfig, hf_config: Mapping[str, Any], _encode: Callable[[str], Sequence[int]]
+    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
 ) -> Callable[[int, int], Span]:
-    """Every picture is one square, a token a patch."""
-    one = Span.of(image_token_id(hf_config), num_visual_tokens(config))
-    return lambda _width, _height: one
+    """A token a patch."""
+    return parts.one_span(config, hf_config)

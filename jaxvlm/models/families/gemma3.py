@@ -1,0 +1,65 @@
+"""Gemma 3 with pictures (arXiv 2503.19786) in Hugging Face's words.
+
+SigLIP, a mean over squares of patches, Gemma 3. A picture's tokens see each other both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxvlm.config import ModelConfig
+from jaxvlm.models.families import connectors, parts, siglip
+from jaxvlm.models.families.fields import METADATA, Features, Fields, read
+from jaxvlm.models.families.names import NameMap
+from jaxvlm.types import ChatStyle, Span
+
+_FIELDS = Fields(
+    {
+        "vision_config": None,
+        "text_config": None,
+        "mm_tokens_per_image": 256,
+        "tie_word_embeddings": True,
+    },
+    {"model_type": ("gemma3",)},
+    METADATA | {"boi_token_index", "eoi_token_index"},
+)
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """The model that a Gemma 3 ``config.json`` describes, in float32.
+
+    Args:
+        hf_config: the file's content.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that this family can't do.
+    """
+    where = "config.json: "
+    top = read(hf_config, _FIELDS, where)
+    vision = siglip.vision_from_hf(top["vision_config"] or {}, Features(), where + "vision_config.")
+    tied = bool(top["tie_word_embeddings"])
+    return ModelConfig(
+        vision=vision,
+        connector=connectors.pooled_linear(vision, top["mm_tokens_per_image"]),
+        decoder=parts.decoder(top, "gemma3_text", tied, visual_mask="prefix"),
+    )
+
+
+def weights(config: ModelConfig) -> NameMap:
+    """Every tensor, in the names of the published checkpoints."""
+    vision = siglip.entries("vision_tower.vision_model.", config.vision)
+    return parts.weights(config, vision, connectors.pooled_linear_entries(""))
+
+
+def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
+    """The template writes a begin; features stand between it and an end, in a paragraph."""
+    begin = "<start_of_image>"
+    return ChatStyle(begin, f"\n\n{begin}<image_soft_token><end_of_image>\n\n")
+
+
+def span(
+    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+) -> Callable[[int, int], Span]:
+    """``mm_tokens_per_image`` tokens."""
+    return parts.one_span(config, hf_config)
