@@ -201,7 +201,7 @@ def check(config: VisionConfig) -> None:
         if getattr(config, field) not in known:
             said = f"{field}={getattr(config, field)!r}"
             raise ConfigError(f"{where}.{said}; known: {', '.join(known)}")
-    if config.image_size % config.patch_size:
+    if config.image_size % config.patch_size and not (config.crop_rest and config.stem == "linear"):
         raise ConfigError(
             f"{where}.image_size={config.image_size} is not a multiple of "
             f"patch_size={config.patch_size}"
