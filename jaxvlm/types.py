@@ -52,7 +52,8 @@ class Batch(NamedTuple):
     pixels: Any = None
     """u8[B, I, H, W, 3]: pictures of one fixed size, row by row; unused places are zero."""
     patches: Any = None
-    """f32[B, P, patch_dim]: packed patches of pictures of any size (instead of ``pixels``)."""
+    """u8 or f32[B, P, patch_dim]: packed patches of pictures of any size (instead of ``pixels``),
+    values of pixels in 0..255; those of padding are zero."""
     grid: Any = None
     """i32[B, I, 3]: (t, h, w) patch grid of each packed picture; zeros where unused."""
     image_start: Any = None

@@ -84,6 +84,11 @@ def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
     if source is None:
         return config
     found = source.family.config_from_hf(source.hf_config)
+    if found.vision.packed:
+        raise ConfigError(
+            f"{source.files}: pictures of any size can't be read from data yet, and this model "
+            "takes them so"
+        )
     wanted = _prepared(source)
     if wanted.size != found.vision.image_size:
         raise ConfigError(

@@ -15,6 +15,7 @@ class VisionConfig:
 
     image_size: int = 64  # pixels a side; packed: of the square that ``position`` is a table for
     patch_size: int = 16  # pixels a side
+    crop_rest: bool = False  # pixels right and below that fill no patch are left out
     width: int = 64
     depth: int = 2
     num_heads: int = 4

@@ -33,6 +33,7 @@ class LinearStem(nnx.Module):
         if x.ndim == 4:
             B, H, W, C = x.shape
             p = self.patch_size
+            x = x[:, : H // p * p, : W // p * p]
             x = x.reshape(B, H // p, p, W // p, p, C).transpose(0, 1, 3, 2, 4, 5)
             x = x.reshape(B, (H // p) * (W // p), p, p, C)
         else:

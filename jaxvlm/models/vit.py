@@ -128,8 +128,9 @@ class ViT(nnx.Module):
 
     def _add_position(self, x: jax.Array, at: Places | None) -> jax.Array:
         if self.position is not None:
-            table = self.position[...].astype(x.dtype)
-            return x + (table if at is None else resample(table, at, self.config.position_resize))
+            table = self.position[...]
+            table = table if at is None else resample(table, at, self.config.position_resize)
+            return x + table.astype(x.dtype)
         if self.config.position == "sincos2d":
             x = x + jnp.asarray(sincos2d(self.config), x.dtype)
         return x
@@ -153,8 +154,8 @@ class ViT(nnx.Module):
         config = self.config
         if at is None:
             return Context(Mask()), None
-        turn = rope2d(at, config.width // config.num_heads, config.rope_theta)
-        rope = turn if config.rope_theta else None
+        theta, head_dim = config.rope_theta, config.width // config.num_heads
+        rope = rope2d(at, head_dim, theta) if theta else None
         context = Context(Mask(q_segment=at.segment, k_segment=at.segment), rope)
         if not config.window:
             return context, None
@@ -184,6 +185,20 @@ def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
     )
 
 
+def per_value(channels: tuple[float, float, float], config: VisionConfig) -> np.ndarray:
+    """f32[3] for pictures, f32[patch_dim] for packed patches: a number a channel, value by value.
+
+    Args:
+        channels: red, green, blue.
+        config: says how a patch lies.
+    """
+    if not config.packed:
+        return np.asarray(channels, np.float32)
+    count = config.frames * config.patch_size**2
+    lay = np.tile if config.patch_layout == "hwc" else np.repeat
+    return lay(np.asarray(channels, np.float32), count)
+
+
 def num_patches(config: VisionConfig) -> int:
     """P: patches a picture, or places of the position table of a packed tower."""
     return (config.image_size // config.patch_size) ** 2
@@ -200,7 +215,7 @@ def check(config: VisionConfig) -> None:
         if getattr(config, field) not in known:
             said = f"{field}={getattr(config, field)!r}"
             raise ConfigError(f"{where}.{said}; known: {', '.join(known)}")
-    if config.image_size % config.patch_size:
+    if config.image_size % config.patch_size and not (config.crop_rest and config.stem == "linear"):
         raise ConfigError(
             f"{where}.image_size={config.image_size} is not a multiple of "
             f"patch_size={config.patch_size}"

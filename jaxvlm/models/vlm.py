@@ -6,15 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
-from jaxvlm.models.vit import ViT
-from jaxvlm.nn.embed import place_images, place_tokens
+from jaxvlm.models.vit import ViT, per_value
+from jaxvlm.nn.embed import image_places, place_tokens
 from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
@@ -26,34 +25,49 @@ from jaxvlm.types import Batch, Out
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-def num_visual_tokens(config: ModelConfig) -> int:
-    """Tokens that a picture takes in the decoder's row.
+def check(config: ModelConfig) -> None:
+    """Refuse a connector that does not fit the tower before it or the decoder behind it.
 
     Raises:
-        ConfigError: the connector's ``merge`` does not divide the grid of patches, or is not the
-            ``block`` that packed patches come in.
+        ConfigError: which field, and why.
     """
-    vision, connector = config.vision, config.connector
+    vision, connector, where = config.vision, config.connector, "config.model.connector"
     side, merge = vision.image_size // vision.patch_size, connector.merge
-    if merge < 1 or side % merge:
+    if not vision.packed and (merge < 1 or side % merge):
         raise ConfigError(
-            f"config.model.connector.merge={merge} does not divide the {side} x {side} patches "
-            "of a picture"
+            f"{where}.merge={merge} does not divide the {side} x {side} patches of a picture"
         )
     if vision.packed and merge != vision.block:
-        raise ConfigError(
-            f"config.model.connector.merge={merge} is not config.model.vision.block={vision.block}"
-        )
+        raise ConfigError(f"{where}.merge={merge} is not config.model.vision.block={vision.block}")
     if connector.levels and connector.levels + 1 != len(vision.feature_layers):
         raise ConfigError(
-            f"config.model.connector.levels={connector.levels} takes one more feature_layers than "
-            f"that, not {len(vision.feature_layers)}"
+            f"{where}.levels={connector.levels} takes one more feature_layers than that, not "
+            f"{len(vision.feature_layers)}"
         )
-    if vision.keep_class_token and merge > 1:
+    if connector.levels > config.decoder.depth:
         raise ConfigError(
-            f"config.model.connector.merge={merge} takes patches alone, without the class token"
+            f"{where}.levels={connector.levels}, but the decoder has {config.decoder.depth} layers"
         )
-    return (side // merge) ** 2 + vision.keep_class_token + connector.newline
+    if connector.newline and (vision.packed or connector.levels):
+        raise ConfigError(f"{where}.newline=True takes pictures of one size, and no levels")
+    if vision.keep_class_token and merge > 1:
+        raise ConfigError(f"{where}.merge={merge} takes patches alone, without the class token")
+
+
+def num_visual_tokens(config: ModelConfig) -> int:
+    """Tokens that every picture takes in the decoder's row.
+
+    Raises:
+        ConfigError: pictures of any size have no such number; or what :func:`check` refuses.
+    """
+    check(config)
+    vision, connector = config.vision, config.connector
+    if vision.packed:
+        raise ConfigError(
+            "config.model.vision.packed=True: how many tokens a picture takes depends on its size"
+        )
+    side = vision.image_size // vision.patch_size
+    return (side // connector.merge) ** 2 + vision.keep_class_token + connector.newline
 
 
 class Stream(NamedTuple):
@@ -62,13 +76,15 @@ class Stream(NamedTuple):
     x: Any
     """[B, T, D] residual stream."""
     positions: Any
-    """i32[B, 1, T]."""
+    """i32[B, R, T]."""
     mask: Mask
     kv: KVCache | None = None
     length: Any = None
     """i32[]: tokens in ``kv``."""
     routed: Routed | None = None
     """How experts were chosen, layer by layer."""
+    deep: Any = None
+    """[K, B, T, D]: what DeepStack adds behind the decoder's first K blocks."""
 
 
 class VLM(nnx.Module):
@@ -84,7 +100,7 @@ class VLM(nnx.Module):
         if config.dtype not in DTYPES:
             raise ConfigError(f"config.model.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
         check_backend(config.attention)
-        num_visual_tokens(config)  # refuses a merge that does not fit
+        check(config)
         self.config, self.axes = config, axes["decoder"]
         self.vision = ViT(init, axes["vision"], config.vision, config.attention)
         taps = max(1, len(config.vision.feature_layers))
@@ -96,51 +112,64 @@ class VLM(nnx.Module):
         """The forward pass over a batch."""
         return self.post(self.blocks(self.pre(batch)))
 
-    def encode(self, pixels: jax.Array) -> jax.Array:
-        """u8[B, H, W, 3] -> [B, P, D_vision]: the tower alone, before the connector."""
-        dtype = DTYPES[self.config.dtype]
-        mean = 255.0 * np.asarray(self.config.vision.pixel_mean, np.float32)
-        scale = 255.0 * np.asarray(self.config.vision.pixel_std, np.float32)
+    def encode(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+        """The tower alone, before the connector.
+
+        Args:
+            pixels: values in 0..255, [B, H, W, 3] or packed patches [B, P, patch_dim].
+            grid: i32[B, I, 3] (t, h, w) of the pictures in each row of packed patches.
+
+        Returns:
+            [B, P, D_vision].
+        """
+        vision = self.config.vision
+        mean = 255.0 * per_value(vision.pixel_mean, vision)
+        scale = 255.0 * per_value(vision.pixel_std, vision)
         x = (pixels.astype(jnp.float32) - mean) / scale
         with jax.named_scope("vision"):
-            return self.vision(x.astype(dtype))
+            return self.vision(x.astype(DTYPES[self.config.dtype]), grid)
 
     def pre(self, batch: Batch) -> Stream:
         """Embeddings with the pictures' tokens at their places."""
         x = self.decoder.embed(batch.tokens, DTYPES[self.config.dtype])
-        features = batch.features
-        if features is None and batch.pixels is not None:
-            B, num_images = batch.pixels.shape[:2]
-            tokens = self.encode(batch.pixels.reshape(B * num_images, *batch.pixels.shape[2:]))
-            features = tokens.reshape(B, num_images, *tokens.shape[1:])
-        if features is None and batch.patches is not None:
-            x = self._place_packed(x, batch)
-        elif features is not None:
-            flat = features.reshape(-1, *features.shape[2:])
+        tokens, deep = self._tokens(batch), None
+        if tokens is not None:
+            packed = self.config.vision.packed
             with jax.named_scope("connector"):
-                visual = self.connector(flat)
-            visual = visual.reshape(*features.shape[:2], *visual.shape[1:])
-            x = place_images(x, visual, batch.image_start)
+                visual = self.connector(tokens, packed)
+                levels = self.connector.deep(tokens, packed) if self.connector.levels else None
+            count = visual.shape[1]
+            if packed:
+                index = token_index(batch.grid, batch.image_start, count, self.config.vision.block)
+            else:
+                index = image_places(batch.image_start, count, x.shape[1])
+            B, _, D = x.shape
+            x = place_tokens(x, visual.reshape(B, -1, D), index)
+            if levels is not None:
+                levels, nothing = levels.reshape(len(levels), B, -1, D), jnp.zeros_like(x)
+                deep = jnp.stack([place_tokens(nothing, level, index) for level in levels])
         x = shard(self.axes, x, "batch", "seq", "embed")
-        return Stream(x, batch.positions, batch_mask(batch))
+        return Stream(x, batch.positions, batch_mask(batch), deep=deep)
 
-    def _place_packed(self, x: jax.Array, batch: Batch) -> jax.Array:
-        """[B, T, D] with the visual tokens of packed patches at their places."""
-        with jax.named_scope("vision"):
-            tokens = self.vision(batch.patches.astype(x.dtype), batch.grid)
-        with jax.named_scope("connector"):
-            visual = self.connector(tokens, blocks=True)
-        block = self.config.vision.block
-        index = token_index(batch.grid, batch.image_start, visual.shape[1], block)
-        return place_tokens(x, visual, index)
+    def _tokens(self, batch: Batch) -> jax.Array | None:
+        """[B * I, P, D_vision] of pictures of one size, [B, P, D_vision] of packed patches."""
+        if self.config.vision.packed and batch.features is not None:
+            raise ValueError("features go with pictures of one size, not with packed patches")
+        if batch.features is not None:
+            return batch.features.reshape(-1, *batch.features.shape[2:])
+        if batch.patches is not None:
+            return self.encode(batch.patches, batch.grid)
+        if batch.pixels is not None:
+            return self.encode(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
+        return None
 
     def blocks(self, stream: Stream) -> Stream:
         """Through the decoder's layers."""
         with jax.named_scope("decoder"):
             x, side = self.decoder(
-                stream.x, stream.positions, stream.mask, stream.kv, stream.length
+                stream.x, stream.positions, stream.mask, stream.kv, stream.length, stream.deep
             )
-        return stream._replace(x=x, kv=side.kv, routed=side.routed)
+        return stream._replace(x=x, kv=side.kv, routed=side.routed, deep=None)
 
     def post(self, stream: Stream) -> Out:
         """The final norm; the loss applies the head."""

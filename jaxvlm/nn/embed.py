@@ -50,31 +50,29 @@ class Embed(nnx.Module):
         return self.table[...].T if self.out is None else self.out[...]
 
 
-def place_images(x: jax.Array, visual: jax.Array, start: jax.Array) -> jax.Array:
-    """Put each picture's visual tokens at their places in the row.
+def image_places(start: jax.Array, num_tokens: int, length: int) -> jax.Array:
+    """Where in a row the visual tokens of pictures of one size go.
 
     Args:
-        x: [B, T, D] token embeddings.
-        visual: [B, I, P, D].
         start: i32[B, I], the place of a picture's first token; -1 is no picture.
+        num_tokens: of a picture.
+        length: T, of the row.
 
     Returns:
-        [B, T, D].
+        i32[B, I * num_tokens], for :func:`place_tokens`.
     """
-    length, num_patches = x.shape[1], visual.shape[2]
-    index = start[:, :, None] + jnp.arange(num_patches)
+    index = start[:, :, None] + jnp.arange(num_tokens)
     # Places of absent pictures lie past the row, each its own, and are dropped: a set with
     # unique indices has a gather for a gradient, never a scatter-add.
-    beyond = length + jnp.arange(index.shape[1] * num_patches).reshape(index.shape[1:])
-    index = jnp.where(start[:, :, None] >= 0, index, beyond)
-    return place_tokens(x, visual.reshape(x.shape[0], -1, x.shape[2]), index.reshape(len(x), -1))
+    beyond = length + jnp.arange(index.shape[1] * num_tokens).reshape(index.shape[1:])
+    return jnp.where(start[:, :, None] >= 0, index, beyond).reshape(len(start), -1)
 
 
 def place_tokens(x: jax.Array, visual: jax.Array, index: jax.Array) -> jax.Array:
-    """Put visual tokens at places in the row.
+    """Put visual tokens at places in the row, instead of what stands there.
 
     Args:
-        x: [B, T, D] token embeddings.
+        x: [B, T, D].
         visual: [B, Q, D].
         index: i32[B, Q]; each its own, and past the row where a token has no place.
 

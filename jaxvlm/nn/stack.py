@@ -105,6 +105,7 @@ class Stack(nnx.Module):
         skip_last: int = 0,
         local: Local | None = None,
         skip_first: int = 0,
+        deep: jax.Array | None = None,
     ) -> tuple[jax.Array, Side]:
         """[B, T, D] -> [B, T, D] through all blocks but those skipped.
 
@@ -115,9 +116,32 @@ class Stack(nnx.Module):
             skip_last: blocks left out at the end (a tower read before its last layers).
             local: what some layers share instead of ``context``.
             skip_first: blocks left out at the start (they were run before).
+            deep: [K, B, T, D] what is added to the stream behind the first K blocks, one a block.
         """
-        graph, params = nnx.split(self.blocks)
         run = range(skip_first, self.depth - skip_last)
+        if deep is None:
+            return self._scan(run, x, context, kv, local, None)
+        cut, sides = run.start + deep.shape[0], []
+        for part, added in ((range(run.start, cut), deep), (range(cut, run.stop), None)):
+            if not part:
+                continue
+            here = slice(part.start - run.start, part.stop - run.start)
+            own = jax.tree.map(lambda a, here=here: a[here], kv)
+            x, side = self._scan(part, x, context, own, local, added)
+            sides.append(side)
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *sides)
+
+    def _scan(
+        self,
+        run: range,
+        x: jax.Array,
+        context: Context,
+        kv: KVCache | None,
+        local: Local | None,
+        added: jax.Array | None,
+    ) -> tuple[jax.Array, Side]:
+        """Through the blocks of ``run``; ``kv`` and ``added`` have a leading dim of as many."""
+        graph, params = nnx.split(self.blocks)
         if len(run) < self.depth:
             params = jax.tree.map(lambda p: p[run.start : run.stop], params)
         choice = None
@@ -129,14 +153,15 @@ class Stack(nnx.Module):
                 context = local.context
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_kv, is_local = layer
+            layer_params, layer_kv, is_local, more = layer
             # All that follows depends on the named value alone, so that an offloaded one
             # leaves nothing of the residual stream on the device.
             x = checkpoint_name(x, _BLOCK_INPUT)
             shared = context if local is None else _choose(is_local, local.context, context)
-            return nnx.merge(graph, layer_params)(x, shared, layer_kv)
+            x, side = nnx.merge(graph, layer_params)(x, shared, layer_kv)
+            return x if more is None else x + more, side
 
-        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice))
+        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice, added))
 
 
 _BLOCK_INPUT = "block_input"

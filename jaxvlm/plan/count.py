@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import ModelConfig, feature_blocks, layer_windows
+from jaxvlm.config import ConfigError, ModelConfig, feature_blocks, layer_windows
 from jaxvlm.types import Batch
 
 
@@ -49,7 +49,12 @@ def forward(
         length: keys a query sees before the causal half is taken (a row's mean segment reach).
         images: pictures in all rows; each frame of a video is one.
         patches: of a picture, where they come packed; 0: of the one size that all have.
+
+    Raises:
+        ConfigError: packed pictures without ``patches``.
     """
+    if config.vision.packed and images and not patches:
+        raise ConfigError("config.model.vision.packed=True: say how many patches a picture has")
     d = config.decoder
     patches = patches or (config.vision.image_size // config.vision.patch_size) ** 2
     vision, connector = images * _vision(config, patches), images * _connector(config, patches)

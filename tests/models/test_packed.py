@@ -15,8 +15,8 @@ from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, ConnectorConfig, VisionConfig
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.grid import places, token_index, windows
-from jaxvlm.models.vit import ViT
-from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.models.vit import ViT, per_value
+from jaxvlm.models.vlm import check, num_visual_tokens
 from jaxvlm.nn.param import Init, logical_axes, merge, split
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
@@ -137,7 +137,7 @@ def test_the_whole_model_takes_packed_pictures():
     @jax.jit
     def run(params, batch):
         module = model.module(params)
-        visual = module.connector(module.vision(batch.patches, batch.grid), blocks=True)
+        visual = module.connector(module.encode(batch.patches, batch.grid), blocks=True)
         return module.pre(batch).x, module.decoder.embed(batch.tokens, jnp.float32), visual
 
     mixed, text, visual = jax.device_get(run(params, batch))
@@ -152,11 +152,30 @@ def test_the_whole_model_takes_packed_pictures():
 
 @pytest.mark.parametrize(
     ("connector", "says"),
-    [({"merge": 1}, "vision.block=2"), ({"levels": 2}, "feature_layers")],
+    [
+        ({"merge": 1}, "vision.block=2"),
+        ({"levels": 2}, "feature_layers"),
+        ({"newline": True}, "pictures of one size"),
+    ],
 )
 def test_connectors_that_do_not_fit_are_refused(connector, says):
     config = dataclasses.replace(
         TINY, vision=VISION, connector=dataclasses.replace(CONNECTOR, **connector)
     )
     with pytest.raises(ConfigError, match=says):
-        num_visual_tokens(config)
+        check(config)
+
+
+def test_values_are_normed_where_their_channel_lies():
+    mean, p = (0.1, 0.2, 0.3), VISION.patch_size
+    cthw = per_value(mean, VISION).reshape(3, 2, p, p)
+    np.testing.assert_allclose(
+        cthw, np.broadcast_to(np.float32(mean)[:, None, None, None], cthw.shape)
+    )
+    flat = dataclasses.replace(VISION, patch_layout="hwc", frames=1)
+    np.testing.assert_allclose(per_value(mean, flat).reshape(p, p, 3)[1, 2], np.float32(mean))
+
+
+def test_pictures_of_any_size_have_no_fixed_count():
+    with pytest.raises(ConfigError, match="depends on its size"):
+        num_visual_tokens(dataclasses.replace(TINY, vision=VISION, connector=CONNECTOR))

@@ -96,5 +96,12 @@ def test_published_towers_are_read():
     group = {"image_size": 364, "patch_size": 14, "model_type": "idefics3", "hidden_size": 1152}
     tower = siglip.vision_from_hf(group, Features(), "vision_config.")
     assert (tower.image_size, tower.num_heads) == (364, 16)
+    # The tower of a decoder with experts is the same.
+    moe = transformers.Qwen3VLMoeConfig().vision_config
+    plain = transformers.Qwen3VLConfig().vision_config
+    assert (
+        qwen_vision.towers_from_hf(moe.to_dict(), "qwen3_vl", 3584, "")[1]
+        == qwen_vision.towers_from_hf(plain.to_dict(), "qwen3_vl", 3584, "")[1]
+    )
     with pytest.raises(ConfigError, match="decoder's 8"):
         qwen_vision.towers_from_hf({}, "qwen2_vl", 8, "vision_config.")

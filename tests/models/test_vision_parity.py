@@ -89,7 +89,7 @@ def hf(config):
 
 def paligemma():
     config = transformers.PaliGemmaConfig(
-        vision_config=siglip_config(hidden_act="quick_gelu", layer_norm_eps=1e-3),
+        vision_config=siglip_config(hidden_act="quick_gelu", layer_norm_eps=1e-3, image_size=27),
         text_config=transformers.GemmaConfig(**TEXT),
         projection_dim=WIDTH,
     )
@@ -134,7 +134,7 @@ def clip_config():
         intermediate_size=40,
         num_hidden_layers=3,
         num_attention_heads=3,
-        image_size=16,
+        image_size=18,
         patch_size=4,
         projection_dim=7,
     )

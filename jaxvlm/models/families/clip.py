@@ -45,9 +45,12 @@ def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> Visi
     """
     vision = read(group, _FIELDS, where)
     layers = take.layers(vision["num_hidden_layers"]) or (-1,)  # the norm is the pooled token's
+    size = square(vision["image_size"], where + "image_size")
+    patch = square(vision["patch_size"], where + "patch_size")
     return VisionConfig(
-        image_size=square(vision["image_size"], where + "image_size"),
-        patch_size=square(vision["patch_size"], where + "patch_size"),
+        image_size=size,
+        patch_size=patch,
+        crop_rest=size % patch > 0,
         width=vision["hidden_size"],
         depth=vision["num_hidden_layers"],
         num_heads=vision["num_attention_heads"],

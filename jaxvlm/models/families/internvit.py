@@ -66,9 +66,12 @@ def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> Visi
     if not vision["layer_scale_init_value"]:
         raise ConfigError(f"{where}layer_scale_init_value=0 is not supported here")
     pooled = bool(vision["use_mean_pooling"])
+    size = square(vision["image_size"], where + "image_size")
+    patch = square(vision["patch_size"], where + "patch_size")
     return VisionConfig(
-        image_size=square(vision["image_size"], where + "image_size"),
-        patch_size=square(vision["patch_size"], where + "patch_size"),
+        image_size=size,
+        patch_size=patch,
+        crop_rest=size % patch > 0,
         width=vision["hidden_size"],
         depth=vision["num_hidden_layers"],
         num_heads=vision["num_attention_heads"],

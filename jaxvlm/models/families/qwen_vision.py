@@ -44,6 +44,7 @@ _COMMON = {
 # Notes of old files that transformers does not read; positions of text in time are the decoder's.
 _IGNORED = METADATA | {"in_chans", "spatial_patch_size", "tokens_per_second"}
 _ONLY = {"in_channels": (3,)}
+_MOE = ("qwen3_vl_moe", "qwen3_vl_moe_vision")  # experts are in the decoder alone
 _TOWERS = {
     "qwen2_vl": _Tower(
         Fields(
@@ -75,7 +76,7 @@ _TOWERS = {
             {**_COMMON, "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh"}
             | {"intermediate_size": 4304, "patch_size": 16, "out_hidden_size": 3584}
             | {"num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24)},
-            {**_ONLY, "model_type": ("qwen3_vl", "qwen3_vl_vision", "qwen3_vl_moe")},
+            {**_ONLY, "model_type": ("qwen3_vl", "qwen3_vl_vision", *_MOE)},
             _IGNORED,
         ),
         width="hidden_size",

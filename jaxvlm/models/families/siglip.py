@@ -94,7 +94,7 @@ def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> Visi
     size = square(vision["image_size"], where + "image_size")
     if kind == "idefics3_vision" and size // patch in _MISPLACED:
         raise ConfigError(f"{where}image_size={size} with patches of {patch} is not supported")
-    return dataclasses.replace(tower, image_size=size)
+    return dataclasses.replace(tower, image_size=size, crop_rest=size % patch > 0)
 
 
 def _any_size(tower: VisionConfig, num_patches: int, where: str) -> VisionConfig:
