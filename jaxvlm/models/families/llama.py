@@ -32,12 +32,27 @@ READS: dict[str, Any] = {
 }
 """Fields that every descendant has, with Llama's defaults."""
 ONLY: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0,)}
-IGNORED = METADATA | {"cache_implementation", "is_llama_config", "transformers.js_config"}
+IGNORED = METADATA | {
+    "_attn_implementation_autoset",
+    "cache_implementation",
+    "is_llama_config",
+    "num_image_tokens",  # the larger model's
+    "transformers.js_config",
+}
+"""Fields of text configs that change no output."""
 
 _FIELDS = Fields(
     {**READS, "attention_bias": False, "mlp_bias": False},
-    {**ONLY, "model_type": ("llama",), "rope_interleaved": (False,)},
-    IGNORED,
+    {
+        **ONLY,
+        "model_type": ("llama",),
+        "rope_interleaved": (False,),
+        "qk_layer_norms": (False,),
+        "use_resampler": (False,),
+    },
+    # SmolVLM's files tell of a resampler that is off, and repeat the connector's factor.
+    IGNORED
+    | {"_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor"},
 )
 
 
