@@ -28,6 +28,8 @@ class Entry(NamedTuple):
     """Ours, one letter a word: ``"D N H"``."""
     their_dims: str
     """Theirs: ``"NH D"``."""
+    part: str = "1/1"
+    """``"1/2"``: ours is the first half of their last dim. The parts of a tensor stand in order."""
 
 
 def load(
@@ -60,10 +62,13 @@ def load(
     def take(name: str, entry: Entry) -> np.ndarray:
         if name not in left:
             raise ConfigError(f"the checkpoint has no tensor {name}")
-        array = left.pop(name)
-        shape = tuple(math.prod(sizes[a] for a in word) for word in entry.their_dims.split())
+        part, parts = map(int, entry.part.split("/"))
+        array = left.pop(name) if part == parts else left[name]
+        *outer, size = (math.prod(sizes[a] for a in word) for word in entry.their_dims.split())
+        shape = (*outer, size * parts)
         if array.shape != shape:
             raise ConfigError(f"tensor {name} has shape {array.shape}; config.json says {shape}")
+        array = array[..., (part - 1) * size : part * size]
         letters = entry.their_dims.replace(" ", "")
         split = np.asarray(array, np.float32).reshape([sizes[a] for a in letters])
         return split.transpose([letters.index(a) for a in entry.dims.split()])
@@ -101,7 +106,10 @@ def dump(
         order = [dims.index(a) for word in words for a in word]
         shape = [math.prod(sizes[a] for a in word) for word in words]
         for name, layer in zip(_names(entry, depths), layers, strict=True):
-            tensors[name] = np.ascontiguousarray(layer.transpose(order)).reshape(shape)
+            whole = np.ascontiguousarray(layer.transpose(order)).reshape(shape)
+            if name in tensors:  # the part before this one
+                whole = np.concatenate([tensors[name], whole], axis=-1)
+            tensors[name] = whole
     return tensors
 
 
