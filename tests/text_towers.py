@@ -29,6 +29,7 @@ torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
 from transformers.models.gemma3 import modeling_gemma3 as gemma3  # noqa: E402
 
+torch.set_num_threads(1)  # on models this small its threads wait for each other, seconds a test
 VOCAB = 96
 LLAMA3 = {
     "rope_type": "llama3",

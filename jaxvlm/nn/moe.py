@@ -86,6 +86,8 @@ def run_experts(
 ) -> jax.Array:
     """Tokens sorted by expert, a grouped matmul, and back.
 
+    The grouped matmul is an instruction on TPU and GPU; on CPU every expert computes every row.
+
     Args:
         x: [B, T, D].
         chosen: i32[B, T, top] experts of each token.

@@ -145,6 +145,23 @@ PUBLISHED = {
             "num_kv_heads": 4,
         },
     ),
+    "Qwen/Qwen2-VL-7B, text": (
+        {
+            "model_type": "qwen2_vl_text",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_window_layers": 28,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        },
+        {"rope_sections": (16, 24, 24), "rope_interleaved": False, "rope_theta": 1e6},
+    ),
     "Qwen/Qwen3-VL-4B, text": (
         {
             "model_type": "qwen3_vl_text",
@@ -212,6 +229,7 @@ def test_published_configs_are_read(name):
     # What transformers makes of the file, in the new spelling, says the same.
     family = {
         "gemma3_text": "Gemma3Text",
+        "qwen2_vl_text": "Qwen2VLText",
         "qwen3_vl_text": "Qwen3VLText",
         "qwen3_moe": "Qwen3Moe",
     }

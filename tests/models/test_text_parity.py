@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from text_towers import (
     LLAMA3,
     PROMPTS,
@@ -17,11 +18,14 @@ from text_towers import (
     in_sections,
     make_oracle,
     oracle,
+    table,
     torch,
     torch_inputs,
 )
 
 from jaxvlm.infer.generate import Sampling, generate
+from jaxvlm.models.families import llama
+from jaxvlm.models.families.names import NameMap
 from jaxvlm.nn.param import merge
 from jaxvlm.types import Batch
 
@@ -120,6 +124,34 @@ def test_packed_questions_see_through_a_window_what_separate_rows_see(name):
             together[first : first + n], apart[row, head : head + n], rtol=2e-4, atol=2e-5
         )
         first += n
+
+
+def test_joined_experts_are_the_same_experts():
+    """The larger models' checkpoints hold a layer's experts in two tensors, inputs first."""
+    theirs, config, _, params = oracle("qwen3-vl-moe")
+    tensors = {
+        name: x.transpose(1, 2).numpy() if x.ndim == 3 else x.numpy()
+        for name, x in theirs.state_dict().items()
+    }
+    lies = llama.entries(config, "model.", "", joined_experts=True)
+    how = NameMap(lies, llama.dims(config), llama.depths(config))
+    again = how.load(tensors)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    written = how.dump(params)
+    jax.tree.map(np.testing.assert_array_equal, written, tensors)
+
+
+@pytest.mark.parametrize("name", [n for n in TOWERS if not in_sections(TOWERS[n][0])])
+def test_transformers_loads_what_we_write(name, tmp_path):
+    theirs, config, _, params = oracle(name)
+    save_file(
+        NameMap(*table(config)).dump(params), tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    theirs.config.save_pretrained(tmp_path)
+    again, info = type(theirs).from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    for tensor, x in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[tensor], x), tensor
 
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text"]

@@ -32,12 +32,27 @@ READS: dict[str, Any] = {
 }
 """Fields that every descendant has, with Llama's defaults."""
 ONLY: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0,)}
-IGNORED = METADATA | {"cache_implementation", "is_llama_config", "transformers.js_config"}
+IGNORED = METADATA | {
+    "_attn_implementation_autoset",
+    "cache_implementation",
+    "is_llama_config",
+    "num_image_tokens",  # the larger model's
+    "transformers.js_config",
+}
+"""Fields of text configs that change no output."""
 
 _FIELDS = Fields(
     {**READS, "attention_bias": False, "mlp_bias": False},
-    {**ONLY, "model_type": ("llama",), "rope_interleaved": (False,)},
-    IGNORED,
+    {
+        **ONLY,
+        "model_type": ("llama",),
+        "rope_interleaved": (False,),
+        "qk_layer_norms": (False,),
+        "use_resampler": (False,),
+    },
+    # SmolVLM's files tell of a resampler that is off, and repeat the connector's factor.
+    IGNORED
+    | {"_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor"},
 )
 
 
@@ -111,15 +126,19 @@ def depths(config: DecoderConfig) -> dict[str, int]:
     return {"decoder": config.depth, "experts": config.num_experts}
 
 
-def entries(config: DecoderConfig, model: str, head: str) -> tuple[Entry, ...]:
+def entries(
+    config: DecoderConfig, model: str, head: str, joined_experts: bool = False
+) -> tuple[Entry, ...]:
     """Every parameter of the decoder.
 
     Args:
         config: what is off in it (biases, norms, an output matrix of its own) has no entry.
         model: what stands before ``embed_tokens``.
         head: what stands before ``lm_head``.
+        joined_experts: a layer's experts lie in two tensors, not in three an expert.
     """
-    layers = (*_norms(config), *_attention(config), *_mlp(config))
+    mlp = _mlp(config) if not config.num_experts else _experts(joined_experts)
+    layers = (*_norms(config), *_attention(config), *mlp)
     top = [
         Entry("decoder/embed/table", model + "embed_tokens.weight", "V D", "V D"),
         Entry("decoder/norm/scale", model + "norm.weight", "D", "D"),
@@ -127,10 +146,11 @@ def entries(config: DecoderConfig, model: str, head: str) -> tuple[Entry, ...]:
     if not config.tied_embeddings:
         top.append(Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D"))
     ours, theirs = "decoder/stack/blocks/", model + "layers.{}."
-    return (*top, *(Entry(ours + o, theirs + t, here, there) for o, t, here, there in layers))
+    return (*top, *(Entry(ours + o, theirs + t, *lies) for o, t, *lies in layers))
 
 
-_Rows = list[tuple[str, str, str, str]]
+_Rows = list[tuple[Any, ...]]
+"""The arguments of an Entry, without what stands before every layer's names."""
 
 
 def _norms(config: DecoderConfig) -> _Rows:
@@ -168,14 +188,24 @@ def _attention(config: DecoderConfig) -> _Rows:
     return rows
 
 
-def _mlp(config: DecoderConfig) -> _Rows:
-    if config.num_experts:
+def _experts(joined: bool) -> _Rows:
+    router = ("mlp/router", "mlp.gate.weight", "D X", "X D")
+    if joined:
         return [
-            ("mlp/router", "mlp.gate.weight", "D X", "X D"),
-            ("mlp/w_gate", "mlp.experts.{}.gate_proj.weight", "D F", "F D"),
-            ("mlp/w_in", "mlp.experts.{}.up_proj.weight", "D F", "F D"),
-            ("mlp/w_out", "mlp.experts.{}.down_proj.weight", "F D", "D F"),
+            router,
+            ("mlp/w_gate", "mlp.experts.gate_up_proj", "X D F", "X D F", (0, 2), 2),
+            ("mlp/w_in", "mlp.experts.gate_up_proj", "X D F", "X D F", (1, 2), 2),
+            ("mlp/w_out", "mlp.experts.down_proj", "X F D", "X F D"),
         ]
+    return [
+        router,
+        ("mlp/w_gate", "mlp.experts.{}.gate_proj.weight", "D F", "F D"),
+        ("mlp/w_in", "mlp.experts.{}.up_proj.weight", "D F", "F D"),
+        ("mlp/w_out", "mlp.experts.{}.down_proj.weight", "F D", "D F"),
+    ]
+
+
+def _mlp(config: DecoderConfig) -> _Rows:
     rows: _Rows = [
         ("mlp/w_gate", "mlp.gate_proj.weight", "D F", "F D"),
         ("mlp/w_in", "mlp.up_proj.weight", "D F", "F D"),

@@ -29,7 +29,9 @@ class Entry(NamedTuple):
     their_dims: str
     """Theirs: ``"NH D"``."""
     part: tuple[int, int] = (0, 1)
-    """(i, n): ours is the i-th of n equal parts of theirs, cut along its first dim."""
+    """(i, n): ours is the i-th of n equal parts of theirs."""
+    cut: int = 0
+    """The dim of theirs that those parts are cut along."""
 
 
 class NameMap(NamedTuple):
@@ -49,9 +51,10 @@ class NameMap(NamedTuple):
         """Every tensor's name and shape."""
         found = {}
         for entry in self.entries:
-            first, *rest = self._their_shape(entry)
+            shape = list(self._their_shape(entry))
+            shape[entry.cut] *= entry.part[1]
             for name in self._names(entry):
-                found[name] = (first * entry.part[1], *rest)
+                found[name] = tuple(shape)
         return found
 
     def check(self, found: Mapping[str, tuple[int, ...]], where: str) -> dict[str, str]:
@@ -108,10 +111,10 @@ class NameMap(NamedTuple):
         index = index[lead:]
         dims = dict(zip(entry.dims.split(), index, strict=True))
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
-        where = tuple(self._their_slice(word, ranges) for word in entry.their_dims.split())
-        words = _words(entry)
-        first, offset = where[0], entry.part[0] * self._their_shape(entry)[0]
-        where = (slice(first.start + offset, first.stop + offset), *where[1:])
+        slices = [self._their_slice(word, ranges) for word in entry.their_dims.split()]
+        part, offset = slices[entry.cut], entry.part[0] * self._their_shape(entry)[entry.cut]
+        slices[entry.cut] = slice(part.start + offset, part.stop + offset)
+        where, words = tuple(slices), _words(entry)
         letters = "".join(words)
         shape, inner = [], []
         for word in words:
@@ -128,13 +131,14 @@ class NameMap(NamedTuple):
             name: of the tensor.
             get: (path, place) -> that layer, or (layer, expert), of a parameter; () is all of it.
         """
-        parts = []
-        for entry, place in self._sources()[name]:
+        parts, sources = [], self._sources()[name]
+        for entry, place in sources:
             array = get(entry.ours, place)
             dims = entry.dims.split()
             order = [dims.index(a) for word in _words(entry) for a in word]
             parts.append(np.transpose(array, order).reshape(self._their_shape(entry)))
-        return np.ascontiguousarray(np.concatenate(parts) if len(parts) > 1 else parts[0])
+        cut = sources[0][0].cut
+        return np.ascontiguousarray(np.concatenate(parts, cut) if len(parts) > 1 else parts[0])
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> Params:
         """Our parameters, in float32, from tensors in memory.
