@@ -24,11 +24,33 @@ def test_parameters_are_as_many_as_transformers(name):
     assert table.num_parameters(given) == model.num_parameters()
 
 
-def test_a_folder_of_random_weights_is_loaded(tmp_path):
-    given = json.loads(json.dumps(table.published("smolvlm-256m")))
-    given["text_config"] |= {"num_hidden_layers": 2, "vocab_size": 512}
-    given["vision_config"] |= {"num_hidden_layers": 1}
-    given["image_token_id"] = 500
+SMALLER = {
+    "smolvlm-256m": {
+        "image_token_id": 500,
+        "text_config": {"num_hidden_layers": 2, "vocab_size": 512},
+        "vision_config": {"num_hidden_layers": 1},
+    },
+    "qwen2.5-vl-3b": {
+        "image_token_id": 500,
+        **{"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 600},
+        **{"vocab_size": 5000, "num_attention_heads": 4},
+        "vision_config": {"depth": 1, "out_hidden_size": 512, "hidden_size": 320},
+    },
+    "qwen3-vl-30b-a3b": {
+        "image_token_id": 500,
+        "text_config": {"num_hidden_layers": 2, "vocab_size": 5000, "num_experts": 3}
+        | {"num_experts_per_tok": 2, "num_attention_heads": 4, "hidden_size": 512},
+        "vision_config": {"depth": 2, "deepstack_visual_indexes": [0], "hidden_size": 320}
+        | {"out_hidden_size": 512},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_a_folder_of_random_weights_is_loaded(name, tmp_path):
+    given = json.loads(json.dumps(table.published(name)))
+    for field, value in SMALLER[name].items():
+        given[field] = given[field] | value if isinstance(value, dict) else value
     size = table.write_random(given, tmp_path, shard_bytes=2**23)
     layout = hf.read_layout(tmp_path)
     assert len({stored.file for stored in layout.values()}) > 2

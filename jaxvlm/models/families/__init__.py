@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxvlm.config import ConfigError, ModelConfig
-from jaxvlm.models.families import gemma3, idefics3, internvl, llava, paligemma
+from jaxvlm.models.families import gemma3, idefics3, internvl, llava, paligemma, qwen_vl
 from jaxvlm.types import ChatStyle, Span, WeightMap
 
 
@@ -43,6 +43,10 @@ FAMILIES: dict[str, Any] = {
     "internvl": internvl,
     "idefics3": idefics3,
     "smolvlm": idefics3,
+    "qwen2_vl": qwen_vl,
+    "qwen2_5_vl": qwen_vl,
+    "qwen3_vl": qwen_vl,
+    "qwen3_vl_moe": qwen_vl,
 }
 """``model_type`` of a ``config.json`` -> the family."""
 
