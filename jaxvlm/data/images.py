@@ -190,7 +190,7 @@ def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:
     return (mirrored, down, right) if mirrored or down or right else ()
 
 
-def resized(pixels: Pixels, height: int, width: int) -> Pixels:
+def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """A prepared picture in another's size."""
     if pixels.shape[:2] == (height, width):
         return pixels

@@ -64,14 +64,18 @@ class Limits(NamedTuple):
     def exceeded(self, corpus: Corpus, record: int) -> tuple[str, str]:
         """(reason, detail) of a record that fits no row; two empty ones if it fits."""
         tokens, pictures = int(corpus.length[record]), corpus.pictures[record]
+        patches = self.patches(corpus, pictures)
+        smaller = "; data.picture_pixels makes pictures smaller" if patches else ""
         if tokens > self.max_length:
-            return f"longer than data.max_length={self.max_length}", f"{tokens} tokens"
+            detail = f"{tokens} tokens"
+            detail += f", {patches // self.per_token} of them pictures'" if patches else ""
+            return f"longer than data.max_length={self.max_length}", detail + smaller
         if (tiles := _tiles(corpus, pictures)) > self.max_images:
             detail = f"{len(pictures)} pictures"
             detail += f" of {tiles} tiles" if tiles != len(pictures) else ""
             return f"more than data.max_images={self.max_images} pictures", detail
-        if (patches := self.patches(corpus, pictures)) > self.max_patches > 0:
-            detail = f"{patches} patches; data.picture_pixels makes pictures smaller"
+        if patches > self.max_patches > 0:
+            detail = f"{patches} patches{smaller}"
             return f"more than data.max_patches={self.max_patches} patches", detail
         return "", ""
 

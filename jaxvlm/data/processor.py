@@ -134,7 +134,7 @@ def _of_rows(made: Any, patching: Patching) -> Callable[[Image.Image], Pixels]:
     """Processors that give [1, P, patch_dim], padded, and a shape, as SigLIP 2's."""
 
     def convert(image: Image.Image) -> Pixels:
-        found = made(image, **_RAW)
+        found = made(image, **_RAW, do_convert_rgb=True)  # the model takes no other
         rows, columns = np.asarray(found["spatial_shapes"])[0].tolist()
         patches = found["pixel_values"][0][: rows * columns]
         return _whole(patching.join(patches, rows, columns))
