@@ -235,8 +235,7 @@ def _introduce(
     local, rows = batches.peek(), run.config.data.batch_size
     scale = rows / len(run.rows)
     tokens = float((np.asarray(local.segment) > 0).sum()) * scale
-    pictures = 0 if local.image_start is None else (np.asarray(local.image_start) >= 0).sum()
-    flops = made.flops_per_step(local, tokens, float(pictures) * scale)
+    flops = made.flops_per_step(local, scale)
     size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
     trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in made.leaves)
     shape = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())

@@ -83,6 +83,7 @@ def make_dataset(
         seed=config.seed,
         visual_mask=config.model.decoder.visual_mask,
         prepare=pictures.prepare,
+        patching=pictures.patching,
         spec=spec,
         read=read,
     )

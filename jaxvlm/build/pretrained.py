@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxvlm.config import ConfigError, ModelConfig, TrainConfig
+from jaxvlm.config import ConfigError, ModelConfig, TrainConfig, VisionConfig
 from jaxvlm.data import images, processor
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.patches import Patching
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
 from jaxvlm.models.families import Family, family
@@ -84,13 +85,13 @@ def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
     if source is None:
         return config
     found = source.family.config_from_hf(source.hf_config)
-    if found.vision.packed:
+    wanted, takes = _prepared(source, config), _patching(found.vision)
+    if wanted.patching != takes:
         raise ConfigError(
-            f"{source.files}: pictures of any size can't be read from data yet, and this model "
-            "takes them so"
+            f"{source.files}: the processor cuts pictures by {wanted.patching}, but the model "
+            f"takes {takes}"
         )
-    wanted = _prepared(source)
-    if wanted.size != found.vision.image_size:
+    if takes is None and wanted.size != found.vision.image_size:
         raise ConfigError(
             f"{source.files}: the processor makes pictures of {wanted.size} pixels, but the model "
             f"takes {found.vision.image_size}"
@@ -105,15 +106,32 @@ def pictures(
     config: TrainConfig, source: Source | None, tokenizer: ChatTokenizer
 ) -> images.PictureFormat:
     """What the run's model wants of a picture: as the checkpoint says, or as the recipe does."""
-    size = config.model.vision.image_size
-    prepare = images.squares(size, config.data.resize)
+    size, data = config.model.vision.image_size, config.data
+    prepare = images.squares(size, data.resize)
+    patching = _patching(config.model.vision)
     if source is None:
+        if any(data.picture_pixels):
+            raise ConfigError(
+                f"config.data.picture_pixels={data.picture_pixels}: this model's pictures have one "
+                "size, config.model.vision.image_size; leave it out"
+            )
         span = Span.of(tokenizer.image_id, num_visual_tokens(config.model))
         return images.PictureFormat(prepare, size, lambda _width, _height: span)
-    if config.data.resize == "auto":
-        prepare = _prepared(source).prepare
-    find = source.family.span(config.model, source.hf_config, tokenizer.encode)
-    return images.PictureFormat(prepare, size, find)
+    find: Any = source.family.span  # of packed pictures, it takes the processor's bounds too
+    if patching is None:
+        if data.resize == "auto":
+            prepare = _prepared(source, config).prepare
+        return images.PictureFormat(
+            prepare, size, find(config.model, source.hf_config, tokenizer.encode)
+        )
+    if data.resize != "auto":
+        raise ConfigError(
+            f"config.data.resize={data.resize} makes squares, but this model takes pictures of any "
+            "size; leave it out (config.data.picture_pixels bounds them)"
+        )
+    wanted = _prepared(source, config)
+    of_size = find(config.model, source.hf_config, tokenizer.encode, wanted.bounds)
+    return images.PictureFormat(wanted.prepare, 0, of_size, fixed=False, patching=patching)
 
 
 def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:
@@ -237,9 +255,16 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _prepared(source: Source) -> processor.Processor:
+def _patching(vision: VisionConfig) -> Patching | None:
+    """How a tower's pictures are cut; ``None`` where they have one size."""
+    if not vision.packed:
+        return None
+    return Patching(vision.patch_size, vision.block, vision.frames, vision.patch_layout)
+
+
+def _prepared(source: Source, config: TrainConfig) -> processor.Processor:
     try:
-        return processor.load(source.files)
+        return processor.load(source.files, config.data.picture_pixels)
     except DataError as error:
         raise ConfigError(str(error)) from None
 

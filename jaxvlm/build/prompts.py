@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from PIL import Image, ImageOps
 from jaxvlm.build.model import Model
 from jaxvlm.config import ConfigError
 from jaxvlm.data import chat, formats, images, spans
+from jaxvlm.data.batch import Places, lay_pictures
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import ChatTokenizer
@@ -23,7 +25,7 @@ Picture = str | os.PathLike[str] | Image.Image | np.ndarray
 """A file, a PIL picture, or u8[H, W, 3]."""
 
 _LENGTH_STEP = 32
-"""Prompts are padded to a multiple of it, so that few lengths are compiled."""
+"""Prompts are padded to a rung of a ladder from it on, so that few lengths are compiled."""
 
 
 def batch(
@@ -54,35 +56,55 @@ def batch(
     tiles = [[tile for pixels, _ in found for tile in pixels] for found in loaded]
     parts = batch_shards(model.mesh)
     B = -(-len(rows) // parts) * parts
-    T = -(-max(len(row.ids) for row in rows) // _LENGTH_STEP) * _LENGTH_STEP
+    T = _rung(max(len(row.ids) for row in rows), _LENGTH_STEP)
     R, most = max(len(row.positions) for row in rows), max(map(len, tiles))
     tokens = np.full((B, T), tokenizer.pad_id, np.int32)
     segment, group = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
     positions = np.zeros((B, R, T), np.int32)
-    pixels = np.zeros((B, most, pictures.size, pictures.size, 3), np.uint8)
     start = np.full((B, most), -1, np.int32)
     for i, row in enumerate(rows):
         first = T - len(row.ids)
         tokens[i, first:], segment[i, first:] = row.ids, 1
         positions[i, :, first:], group[i, first:] = row.positions, row.tile
-        for j, tile in enumerate(tiles[i]):
-            pixels[i, j] = tile
+        for j in range(len(tiles[i])):
             start[i, j] = first + int(np.argmax(row.tile == j + 1))
     mask = model.config.decoder.visual_mask
     group = segment if mask == "prompt" else group
     both_ways = mask == "prompt" or (mask == "prefix" and most > 0)
+    drawn = _pictures(tiles, pictures, (B, most)) if most else {}
     made = Batch(
         tokens,
         np.zeros((B, T), np.float32),
         positions,
         segment,
         bidirectional=group if both_ways else None,
-        pixels=pixels if most else None,
         image_start=start if most else None,
         example_id=np.arange(B, dtype=np.int32),
+        **drawn,
     )
     sharding = batch_sharding(model.mesh)
     return jax.tree.map(lambda x: jax.device_put(x, sharding), made)
+
+
+def _rung(count: int, step: int) -> int:
+    """At least ``count``: 1, 2, 3, 4, 6, 8, 12, 16 ... times ``step``."""
+    size = -(-count // step)
+    power = 1 << max(size - 1, 0).bit_length()
+    return step * (power * 3 // 4 if 4 * size <= 3 * power and power > 2 else power)
+
+
+def _pictures(
+    tiles: list[list[np.ndarray]], pictures: images.PictureFormat, shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """The fields of a batch that hold each row's pictures."""
+    row = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
+    slot = np.concatenate([np.arange(len(t)) for t in tiles])
+    flat = [tile for found in tiles for tile in found]
+    patching, most = pictures.patching, 0
+    if patching is not None:
+        counts = [sum(math.prod(patching.grid(x)) for x in found) for found in tiles]
+        most = _rung(max(counts), patching.room(1))
+    return lay_pictures(flat, Places(row, slot), shape, pictures.size, patching, most)
 
 
 def _ids(count: int, prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
@@ -104,14 +126,16 @@ def _load(
     picture: Picture, pictures: images.PictureFormat, max_pixels: int
 ) -> tuple[np.ndarray, spans.Span]:
     """u8[tiles, H, W, 3] and the picture's span."""
-    if isinstance(picture, (str, os.PathLike)):
-        try:
+    named = isinstance(picture, (str, os.PathLike))
+    try:
+        if isinstance(picture, (str, os.PathLike)):
+            span = pictures.of_file(str(picture))
             pixels = images.load(str(picture), pictures.prepare, max_pixels)
-        except ImageError as error:
-            raise DataError(f"{picture}: {error}") from None
-        span = pictures.of_file(str(picture))
-    else:
-        made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        upright = ImageOps.exif_transpose(made)
-        pixels, span = pictures.prepare.convert(upright), pictures.span(*upright.size)
+        else:
+            made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+            upright = ImageOps.exif_transpose(made)
+            span = pictures.of_size(*upright.size)
+            pixels = pictures.prepare.convert(upright)
+    except ImageError as error:
+        raise DataError(f"{picture if named else 'a picture'}: {error}") from None
     return pixels[None] if pixels.ndim == 3 else pixels, span

@@ -188,6 +188,8 @@ def _check_ranges(config: TrainConfig) -> None:
         "data.workers": (data.workers, 1, math.inf),
         "data.prefetch": (data.prefetch, 1, math.inf),
         "data.max_images": (data.max_images, 1, math.inf),
+        "data.max_patches": (data.max_patches, 0, math.inf),
+        "data.picture_pixels": (min(data.picture_pixels), 0, math.inf),
         "data.max_skip_share": (data.max_skip_share, 0, 1),
         "log_every": (config.log_every, 1, math.inf),
         "loss_chunk": (config.loss_chunk, 0, math.inf),

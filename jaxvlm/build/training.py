@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxvlm.build.losses import make_loss
@@ -39,17 +40,19 @@ class Training:
     init: Callable[[Params], TrainState]
     """All parameters -> the first state; consumes them."""
 
-    def flops_per_step(self, batch: Batch, num_tokens: float, num_pictures: float) -> float:
+    def flops_per_step(self, batch: Batch, scale: float) -> float:
         """Model FLOPs of a step (see ``jaxvlm.plan.count``).
 
         Args:
-            batch: rows to measure how far a token sees.
-            num_tokens: real tokens of a mean batch.
-            num_pictures: pictures of a mean batch.
+            batch: rows that stand for all, numpy.
+            scale: rows of a step to these.
         """
+        num_tokens = scale * float((np.asarray(batch.segment) > 0).sum())
+        num_pictures, patches = count.pictures(batch)
         towers = ("vision", "connector", "decoder")
         trained = {t: any(path.startswith(t + "/") for path in self.leaves) for t in towers}
-        one = count.forward(self.model.config, num_tokens, count.reach(batch), num_pictures)
+        reach = count.reach(batch)
+        one = count.forward(self.model.config, num_tokens, reach, scale * num_pictures, patches)
         return count.step(one, trained).total
 
 

@@ -82,5 +82,6 @@ def _of_recipe(given: Any, spec: str) -> dict[str, Any]:
         "config": config.data,
         "chat_tokenizer": chat_tokenizer,
         "prepare": pictures.prepare,
+        "patching": pictures.patching,
         "num_patches": pictures.of_file,
     }

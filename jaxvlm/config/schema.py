@@ -181,6 +181,9 @@ class DataConfig:
     batch_size: int = 32  # rows a step, over all devices
     max_length: int = 256  # tokens a row
     max_images: int = 2  # pictures a row
+    max_patches: int = 0  # patches a row of pictures of any size; 0: all that the row can need
+    picture_pixels: tuple[int, int] = (0, 0)  # least and most pixels that pictures of any size are
+    # scaled to; 0: as the checkpoint's processor says
     packing: bool = True  # several records a row; off: one record a row
     share_pictures: bool = True  # records with the same leading pictures encode them once
     buckets: int = 4  # row lengths that are compiled when packing is off

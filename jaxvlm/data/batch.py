@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxvlm.data.chat import Corpus
 from jaxvlm.data.packing import Pieces
+from jaxvlm.data.patches import Patching
 from jaxvlm.types import Batch, Span
 
 
@@ -136,6 +137,43 @@ def assemble(
         image_start=image_start if layout.max_images else None,
     )
     return batch, _meta(corpus, pieces, segments, len(rows)), places
+
+
+def lay_pictures(
+    pixels: Sequence[np.ndarray],
+    places: Places,
+    shape: tuple[int, int],
+    size: int,
+    patching: Patching | None = None,
+    max_patches: int = 0,
+) -> dict[str, np.ndarray]:
+    """The fields of a batch that hold pictures.
+
+    Args:
+        pixels: u8[H, W, 3] of each picture.
+        places: where it goes; within a row, in the order of places.
+        shape: (B, I).
+        size: pixels a side, where all pictures have one size.
+        patching: how pictures of any size are cut; ``None`` where they have one size.
+        max_patches: P, then.
+
+    Returns:
+        ``pixels``, or ``patches`` and ``grid``.
+    """
+    where = list(zip(pixels, places.row.tolist(), places.slot.tolist(), strict=True))
+    if patching is None:
+        canvas = np.zeros((*shape, size, size, 3), np.uint8)
+        for picture, row, slot in where:
+            canvas[row, slot] = picture
+        return {"pixels": canvas}
+    patches = np.zeros((shape[0], max_patches, patching.patch_dim), np.uint8)
+    grid = np.zeros((*shape, 3), np.int32)
+    for picture, row, slot in where:
+        first = int(grid[row].prod(axis=1).sum())
+        cut = patching.cut(picture)
+        patches[row, first : first + len(cut)] = cut
+        grid[row, slot] = patching.grid(picture)
+    return {"patches": patches, "grid": grid}
 
 
 def _segments(pieces: Pieces, rows: Sequence[np.ndarray]) -> _Segments:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from jaxvlm.data.errors import Problem
+from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.formats import PLACEHOLDER, Record, Turn
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.template import TemplateError
@@ -87,7 +88,8 @@ def encode(
     start = np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)])
     images = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
 
-    picture: dict[str, int] = {}
+    of_file: dict[str, Span] = {}
+    measure = _by_file(spans, tokenizer.image_id)
     kept: list[int] = []
     problems: list[Problem] = []
     for i, (record, c) in enumerate(zip(records, conversation)):
@@ -96,14 +98,12 @@ def encode(
         elif images[c] != len(record.images):
             detail = f"{images[c]} picture tokens, {len(record.images)} pictures"
             problems.append(Problem(record.id, "the chat template drops or adds pictures", detail))
+        elif unfit := _measured(record.images, measure, of_file):
+            problems.append(Problem(record.id, *unfit))
         else:
             kept.append(i)
-            for path in record.images:
-                picture.setdefault(path, len(picture))
-    paths = tuple(picture)
-    by_file = _by_file(spans, tokenizer.image_id)
-    of_picture = tuple(by_file(path) for path in paths)
-    per_picture = [len(s.ids) for s in of_picture]
+    picture = {path: number for number, path in enumerate(of_file)}
+    per_picture = [len(span.ids) for span in of_file.values()]
     pictures = tuple(tuple(picture[p] for p in records[i].images) for i in kept)
     extra = [sum(per_picture[p] - 1 for p in group) for group in pictures]
     which = np.asarray([conversation[i] for i in kept], np.int64)
@@ -114,20 +114,36 @@ def encode(
         last=start[which + 1],
         length=(start[which + 1] - start[which] + np.asarray(extra, np.int64)).astype(np.int32),
         pictures=pictures,
-        paths=paths,
-        spans=of_picture,
+        paths=tuple(of_file),
+        spans=tuple(of_file.values()),
         source=np.asarray(kept, np.int32),
     )
     return corpus, problems
 
 
+def _measured(
+    paths: Sequence[str], measure: Callable[[str], Span], known: dict[str, Span]
+) -> tuple[str, str] | None:
+    """Add the files' spans to ``known``; (reason, file) of the first that has none."""
+    for path in paths:
+        try:
+            known[path] = known.get(path) or measure(path)
+        except ImageError as error:
+            return str(error), path
+    return None
+
+
 def _by_file(spans: Spans, image_id: int) -> Callable[[str], Span]:
-    """``spans`` as a function of a file; equal numbers give the same object."""
+    """``spans`` as a function of a file; equal ones are one object."""
     of = functools.cache(functools.partial(Span.of, image_id))
+    known: dict[tuple[bytes, ...], Span] = {}
 
     def find(path: str) -> Span:
         found = spans if isinstance(spans, int) else spans(path)
-        return of(found) if isinstance(found, int) else found
+        if isinstance(found, int):
+            return of(found)
+        name = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(found))
+        return known.setdefault(name, found)
 
     return find
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import chat, formats, images, tokenizer
+from jaxvlm.data import chat, formats, images, packing, tokenizer
 from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.patches import Patching
 from jaxvlm.data.spans import Spans
 
 _NAMED = 5  # ids listed for each reason
@@ -65,6 +66,7 @@ def check(
     chat_tokenizer: tokenizer.ChatTokenizer | None = None,
     prepare: images.Preparation,
     num_patches: Spans = 16,
+    patching: Patching | None = None,
 ) -> Report:
     """Read a data file to the last pixel.
 
@@ -74,6 +76,7 @@ def check(
         chat_tokenizer: None builds a word tokenizer from the file.
         prepare: how a picture becomes pixels.
         num_patches: what a picture is in a row.
+        patching: how pictures of any size are cut; ``None`` where they have one size.
 
     Raises:
         DataError: the file as a whole can't be used.
@@ -89,9 +92,10 @@ def check(
             images.load(path, prepare, config.max_pixels)
         except ImageError as error:
             broken[i] = str(error)
-    good = []
+    limits, good = packing.limits_of(config, patching), []
     for i, source in enumerate(corpus.source.tolist()):
-        reason = _reason(corpus, i, broken, config)
+        reasons = [broken[p] for p in corpus.pictures[i] if p in broken]
+        reason = (reasons or limits.exceeded(corpus, i))[0]
         if reason:
             problems.append(Problem(records[source].id, reason))
         else:
@@ -110,16 +114,3 @@ def check(
         tokens=tokens,
         images_most=max((len(corpus.pictures[i]) for i in good), default=0),
     )
-
-
-def _reason(corpus: chat.Corpus, i: int, broken: dict[int, str], config: DataConfig) -> str:
-    """Why an encoded record can't be used; "" if it can."""
-    pictures = corpus.pictures[i]
-    for picture in pictures:
-        if picture in broken:
-            return broken[picture]
-    if int(corpus.length[i]) > config.max_length:
-        return f"longer than data.max_length={config.max_length}"
-    if sum(len(corpus.spans[p].starts) for p in pictures) > config.max_images:
-        return f"more than data.max_images={config.max_images} pictures"
-    return ""

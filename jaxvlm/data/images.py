@@ -18,6 +18,7 @@ from jaxtyping import UInt8, UInt32
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from jaxvlm.data.errors import ImageError
+from jaxvlm.data.patches import Patching
 from jaxvlm.types import Span
 
 Pixels = UInt8[np.ndarray, "H W 3"]
@@ -60,7 +61,7 @@ class Preparation(NamedTuple):
     """How a picture becomes pixels."""
 
     convert: Callable[[Image.Image], Pixels]
-    """An upright picture of any mode -> u8[H, W, 3]."""
+    """An upright picture of any mode -> u8[H, W, 3], of one size or its own."""
     fingerprint: str
     """Preparations with the same one give the same pixels."""
     draft: int = 0
@@ -72,22 +73,32 @@ class PictureFormat(NamedTuple):
 
     prepare: Preparation
     size: int
-    """Pixels a side of a tile."""
+    """Pixels a side of a tile; 0 where pictures keep their shape."""
     span: Callable[[int, int], Span]
     """(width, height) of an upright picture -> its tokens."""
     fixed: bool = True
     """Whether every picture has the same."""
+    patching: Patching | None = None
+    """How pictures of any size are cut; ``None`` where all have one size."""
 
     def of_file(self, path: str) -> Span:
-        """The span of a file; of one that can't be read, any."""
+        """The span of a file.
+
+        Raises:
+            ImageError: its size can't be read, or the model takes no such picture.
+        """
         if self.fixed:
             return self.span(0, 0)
+        with _open(path, sys.maxsize) as image:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+            return self.of_size(*(image.size[::-1] if turned else image.size))
+
+    def of_size(self, width: int, height: int) -> Span:
+        """The span of an upright picture. Raises ImageError: the model takes no such picture."""
         try:
-            with _open(path, sys.maxsize) as image:
-                turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
-                return self.span(*(image.size[::-1] if turned else image.size))
-        except ImageError:
-            return self.span(1, 1)  # named when the headers are checked
+            return self.span(width, height)
+        except ValueError as error:
+            raise ImageError(str(error)) from None
 
 
 def squares(size: int, resize: str = "auto") -> Preparation:
@@ -177,6 +188,14 @@ def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:
     mirrored = int(rng.integers(2)) if flip else 0
     down, right = (int(i) for i in rng.integers(-shift, shift + 1, 2)) if shift else (0, 0)
     return (mirrored, down, right) if mirrored or down or right else ()
+
+
+def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A prepared picture in another's size."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
 
 
 def augment(pixels: Pixels, drawn: tuple[int, ...]) -> Pixels:

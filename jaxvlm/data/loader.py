@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,11 +13,12 @@ import numpy as np
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data import chat, corpora, formats, images, packing
-from jaxvlm.data.batch import Layout, Meta, assemble
+from jaxvlm.data.batch import Layout, Meta, assemble, lay_pictures
 from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
 from jaxvlm.data.formats import Record
 from jaxvlm.data.iterate import TrainBatches, ahead
 from jaxvlm.data.order import EMPTY, Order, Row, rows
+from jaxvlm.data.patches import Patching
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
@@ -37,6 +39,8 @@ class Settings(NamedTuple):
     seed: int = 0
     visual_mask: str = "causal"
     """causal | prefix | prompt; see ``DecoderConfig``."""
+    patching: Patching | None = None
+    """How pictures of any size are cut; ``None`` where they have one size."""
 
 
 class Dataset:
@@ -75,6 +79,7 @@ class Dataset:
         if not len(pieces.num_tokens):
             raise DataError(f"{name}: no record is left; `jaxvlm data check` says why")
         self.corpus, self.pieces = corpus, pieces
+        self._most_patches = self._patches_of_a_row()
         self._skipped: dict[int, Problem] = {}  # record -> why, at run time
         self._lock = threading.Lock()
         self._order: Order | None = None
@@ -91,6 +96,7 @@ class Dataset:
         seed: int = 0,
         visual_mask: str = "causal",
         prepare: images.Preparation | None = None,
+        patching: Patching | None = None,
         spec: str = "",
         read: tuple[list[Record], list[Problem]] | None = None,
     ) -> Dataset:
@@ -106,6 +112,7 @@ class Dataset:
             seed: of the run.
             visual_mask: causal | prefix | prompt: which tokens see each other both ways.
             prepare: how a picture becomes pixels; ``None`` does as ``config.resize`` says.
+            patching: how pictures of any size are cut; ``None`` where they have one size.
             spec: what to read; "" is ``config.train``.
             read: what :func:`jaxvlm.data.formats.read` gave for it, if it was read already.
 
@@ -115,7 +122,7 @@ class Dataset:
         name = spec or config.train
         records, problems = read or formats.read(name, config.image_root)
         prepare = prepare or images.squares(image_size, config.resize)
-        settings = Settings(image_size, prepare, num_patches, seed, visual_mask)
+        settings = Settings(image_size, prepare, num_patches, seed, visual_mask, patching)
         return cls(name, records, problems, config, tokenizer, settings)
 
     @property
@@ -137,11 +144,18 @@ class Dataset:
         return self.order.steps_per_epoch
 
     @property
-    def row_lengths(self) -> tuple[int, ...]:
-        """Row lengths that batches may have: what a run compiles for."""
-        config = self.config
+    def row_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, patches) of the rows that batches may have: what a run compiles for.
+
+        Patches are those of pictures of any size; 0 where pictures have one size.
+        """
+        config, patching = self.config, self.settings.patching
         count = 1 if config.packing else config.buckets
-        return packing.buckets(config.max_length, count)
+        lengths = packing.buckets(config.max_length, count)
+        if patching is None:
+            return tuple((length, 0) for length in lengths)
+        most = self._most_patches  # a row of half the tokens has half the patches
+        return tuple((n, patching.room(most * n // lengths[-1])) for n in lengths)
 
     def train(self, local_rows: np.ndarray, start_step: int = 0) -> TrainBatches:
         """Endless batches from ``start_step`` on, read ahead by ``config.workers`` threads.
@@ -155,12 +169,12 @@ class Dataset:
 
         def load(step: int) -> tuple[Batch, Meta]:
             chosen = [order.row(step, row) for row in local]
-            length = config.max_length
+            shape = self.row_shapes[-1]
             if not config.packing:  # all hosts must agree on it: look at the whole batch
                 every = [order.row(step, row) for row in range(config.batch_size)]
-                length = self._fit(every)
+                shape = self._fit(every)
             ids = step * config.batch_size + np.asarray(local, np.int64)
-            return self._load(self.corpus, self.pieces, chosen, length, ids)
+            return self._load(self.corpus, self.pieces, chosen, shape, ids)
 
         return TrainBatches(
             ahead(load, start_step, 2**31 - 1, config), start_step, self.fingerprint()
@@ -193,10 +207,10 @@ class Dataset:
 
         def load(step: int) -> tuple[Batch, Meta]:
             every = packed[step * batch_size : (step + 1) * batch_size]
-            length = self.config.max_length if self.config.packing else self._fit(every, pieces)
+            shape = self.row_shapes[-1] if self.config.packing else self._fit(every, pieces)
             ids = step * batch_size + np.asarray(local, np.int64)
             chosen = [every[row] for row in local]
-            return self._load(corpus, pieces, chosen, length, ids, other, train=False)
+            return self._load(corpus, pieces, chosen, shape, ids, other, train=False)
 
         return iter(ahead(load, 0, steps, self.config))
 
@@ -214,16 +228,32 @@ class Dataset:
             "image_size": settings.image_size,
         }
         picked |= {"visual_mask": settings.visual_mask, "records": len(self.corpus.first)}
+        if settings.patching:
+            picked |= {"data.max_patches": config["max_patches"], "patches": self._most_patches}
         return picked | {"content": self._digest}
 
     def _record_id(self, corpus: chat.Corpus, record: int) -> str:
         return self.records[int(corpus.source[record])].id
 
-    def _fit(self, chosen: Sequence[Row], pieces: packing.Pieces | None = None) -> int:
-        """The shortest row length that fits every row."""
-        sizes = (pieces or self.pieces).num_tokens
-        longest = max((int(sizes[row.pieces].sum()) for row in chosen), default=0)
-        return next(length for length in self.row_lengths if length >= longest)
+    def _fit(self, chosen: Sequence[Row], pieces: packing.Pieces | None = None) -> tuple[int, int]:
+        """The smallest of ``row_shapes`` that fits every row."""
+        pieces = pieces or self.pieces
+        tokens, patches = (
+            max((int(sizes[row.pieces].sum()) for row in chosen), default=0)
+            for sizes in (pieces.num_tokens, pieces.num_patches)
+        )
+        return next(s for s in self.row_shapes if s[0] >= tokens and s[1] >= patches)
+
+    def _patches_of_a_row(self) -> int:
+        """Patches that no row has more of: the setting, or what its tokens and pictures allow."""
+        config, patching, pieces = self.config, self.settings.patching, self.pieces
+        if patching is None or not config.packing:
+            return int(pieces.num_patches.max())
+        limits = packing.limits_of(config, patching)
+        used = {picture for pictures in pieces.pictures for picture in pictures}
+        largest = max((limits.patches(self.corpus, (p,)) for p in used), default=0)
+        most = min(patching.per_token * config.max_length, config.max_images * largest)
+        return min(most, config.max_patches or most)
 
     def _layout(self, pieces: packing.Pieces) -> Layout:
         most = self.config.max_images if self.config.packing else int(pieces.num_images.max())
@@ -245,7 +275,7 @@ class Dataset:
         corpus: chat.Corpus,
         pieces: packing.Pieces,
         chosen: Sequence[Row],
-        length: int,
+        shape: tuple[int, int],
         example_id: np.ndarray,
         other: np.ndarray | None = None,
         train: bool = True,
@@ -270,17 +300,15 @@ class Dataset:
                     keys += [images.tile_key(key, i) for i in range(len(tiles))]
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
-        batch, meta, places = assemble(corpus, pieces, kept, length, layout)
+        batch, meta, places = assemble(corpus, pieces, kept, shape[0], layout)
         batch = batch._replace(example_id=(example_id % 2**31).astype(np.int32))
         if layout.max_images:
-            shape = (len(chosen), layout.max_images)
-            size = self.settings.image_size
-            canvas = np.zeros((*shape, size, size, 3), np.uint8)
-            image_key = np.zeros((*shape, 4), np.uint32)
-            for i, (row_, slot) in enumerate(zip(places.row.tolist(), places.slot.tolist())):
-                canvas[row_, slot] = pixels[i]
-                image_key[row_, slot] = keys[i]
-            batch = batch._replace(pixels=canvas, image_key=image_key)
+            seats, settings = (len(chosen), layout.max_images), self.settings
+            image_key = np.zeros((*seats, 4), np.uint32)
+            if keys:
+                image_key[places.row, places.slot] = keys
+            how = (settings.image_size, settings.patching, shape[1])
+            batch = batch._replace(image_key=image_key, **lay_pictures(pixels, places, seats, *how))
         return batch, meta
 
     def _views(
@@ -298,12 +326,28 @@ class Dataset:
             rng = np.random.default_rng([self.settings.seed, _AUGMENT, pass_, piece])
         out = []
         for picture in pictures:
-            picture = picture if other is None else int(other[picture])
-            decoded = self._pictures.get(self.corpus.paths[picture])
+            decoded = self._decoded(picture, other)
             drawn = images.draw(rng, config.flip, config.shift) if rng else ()
             key = images.key(decoded.digest, self.settings.prepare.fingerprint, drawn)
             out.append((images.augment(decoded.pixels, drawn), key))
         return out
+
+    def _decoded(self, picture: int, other: np.ndarray | None) -> images.Decoded:
+        """A picture, or for the blind control another one in its size; raises ImageError."""
+        patching, paths = self.settings.patching, self.corpus.paths
+        if patching is None:
+            return self._pictures.get(paths[picture if other is None else int(other[picture])])
+        own = self._pictures.get(paths[picture])
+        tokens = int((self.corpus.spans[picture].tile > 0).sum())
+        if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):
+            # Its tokens are in the row already.
+            size = "x".join(map(str, own.pixels.shape[1::-1]))
+            raise ImageError(f"prepared as {size} pixels, which are not its {tokens} tokens")
+        if other is None:
+            return own
+        decoded = self._pictures.get(paths[int(other[picture])])
+        same = images.resized(decoded.pixels, *own.pixels.shape[:2])
+        return decoded._replace(pixels=same)
 
     def _skip(self, corpus: chat.Corpus, pieces: packing.Pieces, piece: int, reason: str) -> None:
         """Count a piece whose picture failed, once, and stop the run where it is too much."""
@@ -369,6 +413,5 @@ def _pieces(
 ) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
     # One record a row has nobody to share with; a picture that sees its question can't be shared.
     share = config.share_pictures and config.packing and settings.visual_mask != "prompt"
-    return packing.build_pieces(
-        corpus, tokenizer.image_id, config.max_length, config.max_images, share
-    )
+    limits = packing.limits_of(config, settings.patching)
+    return packing.build_pieces(corpus, tokenizer.image_id, limits, share)

@@ -86,4 +86,4 @@ class Order:
 def rows(order: np.ndarray, pieces: Pieces, config: DataConfig) -> list[np.ndarray]:
     """Pieces in ``order`` packed as ``config`` says; one a row where packing is off."""
     limit = 0 if config.packing else 1
-    return packing.pack(order, pieces, config.max_length, config.max_images, limit)
+    return packing.pack(order, pieces, packing.limits_of(config), limit)

@@ -13,10 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
+from jaxvlm.config import DataConfig
 from jaxvlm.data.chat import Corpus
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.patches import Patching
 
 LOOK_AHEAD = 8  # rows held open while packing
+_ENDLESS = 2**62
 
 _ASSIGN = 0x5A  # tags that keep the random streams of one seed apart
 _ORDER = 0x0D
@@ -42,18 +45,67 @@ class Pieces(NamedTuple):
     num_tokens: Int32[np.ndarray, " pieces"]
     num_images: Int32[np.ndarray, " pieces"]
     """Picture places that a piece takes: one a tile."""
+    num_patches: Int32[np.ndarray, " pieces"]
+    """Patches of pictures of any size; 0 where pictures have one size."""
+
+
+class Limits(NamedTuple):
+    """What a row can hold."""
+
+    max_length: int
+    """Tokens."""
+    max_images: int
+    """Pictures, or their tiles."""
+    max_patches: int = 0
+    """Patches of pictures of any size; 0 is no bound."""
+    per_token: int = 0
+    """Patches that become one visual token; 0 where pictures have one size."""
+
+    def exceeded(self, corpus: Corpus, record: int) -> tuple[str, str]:
+        """(reason, detail) of a record that fits no row; two empty ones if it fits."""
+        tokens, pictures = int(corpus.length[record]), corpus.pictures[record]
+        patches = self.patches(corpus, pictures)
+        smaller = "; data.picture_pixels makes pictures smaller" if patches else ""
+        if tokens > self.max_length:
+            detail = f"{tokens} tokens"
+            detail += f", {patches // self.per_token} of them pictures'" if patches else ""
+            return f"longer than data.max_length={self.max_length}", detail + smaller
+        if (tiles := _tiles(corpus, pictures)) > self.max_images:
+            detail = f"{len(pictures)} pictures"
+            detail += f" of {tiles} tiles" if tiles != len(pictures) else ""
+            return f"more than data.max_images={self.max_images} pictures", detail
+        if patches > self.max_patches > 0:
+            detail = f"{patches} patches{smaller}"
+            return f"more than data.max_patches={self.max_patches} patches", detail
+        return "", ""
+
+    def patches(self, corpus: Corpus, pictures: tuple[int, ...]) -> int:
+        """Patches of pictures of any size."""
+        if not self.per_token:
+            return 0
+        return self.per_token * sum(int((corpus.spans[p].tile > 0).sum()) for p in pictures)
+
+
+def limits_of(config: DataConfig, patching: Patching | None = None) -> Limits:
+    """What a row can hold, as the settings say.
+
+    Args:
+        config: of the data.
+        patching: how pictures of any size are cut; ``None`` where they have one size.
+    """
+    per_token = patching.per_token if patching else 0
+    return Limits(config.max_length, config.max_images, config.max_patches, per_token)
 
 
 def build_pieces(
-    corpus: Corpus, image_id: int, max_length: int, max_images: int, share: bool
+    corpus: Corpus, image_id: int, limits: Limits, share: bool
 ) -> tuple[Pieces, list[tuple[int, str, str]]]:
     """Group records that begin alike, and cut groups that no row could hold.
 
     Args:
         corpus: encoded records.
         image_id: the picture token.
-        max_length: tokens a row.
-        max_images: pictures a row.
+        limits: what a row can hold.
         share: whether records with the same leading pictures share them.
 
     Returns:
@@ -63,22 +115,18 @@ def build_pieces(
     groups: dict[tuple, list[int]] = {}
     shared: dict[tuple, int] = {}
     problems: list[tuple[int, str, str]] = []
-    length = corpus.length.tolist()
-    prefixes = _prefixes(corpus, image_id) if share else np.zeros(len(length), np.int64)
-    for i, (tokens, pictures, prefix) in enumerate(zip(length, corpus.pictures, prefixes.tolist())):
-        if tokens > max_length:
-            problems.append((i, f"longer than data.max_length={max_length}", f"{tokens} tokens"))
-        elif (tiles := _tiles(corpus, pictures)) > max_images:
-            detail = f"{len(pictures)} pictures"
-            detail += f" of {tiles} tiles" if tiles != len(pictures) else ""
-            problems.append((i, f"more than data.max_images={max_images} pictures", detail))
+    prefixes = _prefixes(corpus, image_id) if share else np.zeros(len(corpus.length), np.int64)
+    for i, (pictures, prefix) in enumerate(zip(corpus.pictures, prefixes.tolist())):
+        reason, detail = limits.exceeded(corpus, i)
+        if reason:
+            problems.append((i, reason, detail))
         else:
             begin = int(corpus.first[i])
             head = corpus.tokens[begin : begin + prefix].tobytes()
             name = (pictures, head) if prefix else (i,)
             groups.setdefault(name, []).append(i)
             shared[name] = prefix
-    builder = _Builder(corpus, max_length)
+    builder = _Builder(corpus, limits)
     for name, members in groups.items():
         builder.add(members, shared[name])
     return builder.pieces(), problems
@@ -109,8 +157,8 @@ def _prefixes(corpus: Corpus, image_id: int) -> Int64[np.ndarray, " records"]:
 class _Builder:
     """Collects segments piece by piece."""
 
-    def __init__(self, corpus: Corpus, max_length: int):
-        self.corpus, self.max_length = corpus, max_length
+    def __init__(self, corpus: Corpus, limits: Limits):
+        self.corpus, self.limits = corpus, limits
         self.start = [0]
         self.segments: list[tuple[int, int, int, int, int]] = []
         self.pictures: list[tuple[int, ...]] = []
@@ -127,7 +175,7 @@ class _Builder:
         used = head
         for i in members:
             rest = self.length[i] - head
-            if waiting and used + rest > self.max_length:
+            if waiting and used + rest > self.limits.max_length:
                 self._close(waiting, prefix, head, reached, pictures)
                 waiting, used = [], head
             waiting.append(i)
@@ -162,6 +210,9 @@ class _Builder:
             pictures=tuple(self.pictures),
             num_tokens=(total[start[1:]] - total[start[:-1]]).astype(np.int32),
             num_images=np.asarray([_tiles(self.corpus, p) for p in self.pictures], np.int32),
+            num_patches=np.asarray(
+                [self.limits.patches(self.corpus, p) for p in self.pictures], np.int32
+            ),
         )
 
 
@@ -230,8 +281,7 @@ def shuffled(
 def pack(
     order: Int[np.ndarray, " n"],
     pieces: Pieces,
-    max_length: int,
-    max_images: int,
+    limits: Limits,
     max_pieces: int = 0,
 ) -> list[Int32[np.ndarray, " k"]]:
     """First fit among the ``LOOK_AHEAD`` rows held open; the oldest is closed for a new one.
@@ -239,8 +289,7 @@ def pack(
     Args:
         order: pieces, each once.
         pieces: their sizes.
-        max_length: tokens a row.
-        max_images: pictures a row.
+        limits: what a row can hold.
         max_pieces: pieces a row; 0 is no bound.
 
     Returns:
@@ -250,21 +299,21 @@ def pack(
         return [np.asarray([i], np.int32) for i in order]
     closed: list[list[int]] = []
     rows: list[list[int]] = []
-    room: list[list[int]] = []  # tokens and pictures left in each open row
-    tokens, images = pieces.num_tokens[order].tolist(), pieces.num_images[order].tolist()
-    for piece, need, pictures in zip(order.tolist(), tokens, images):
+    room: list[list[int]] = []  # tokens, pictures and patches left in each open row
+    whole = [limits.max_length, limits.max_images, limits.max_patches or _ENDLESS]
+    sizes = np.stack([pieces.num_tokens, pieces.num_images, pieces.num_patches], axis=1)
+    for piece, (tokens, images, patches) in zip(order.tolist(), sizes[order].tolist()):
         for row, left in zip(rows, room):
-            if need <= left[0] and pictures <= left[1]:
+            if tokens <= left[0] and images <= left[1] and patches <= left[2]:
                 row.append(piece)
-                left[0] -= need
-                left[1] -= pictures
+                left[:] = left[0] - tokens, left[1] - images, left[2] - patches
                 break
         else:
             if len(rows) == LOOK_AHEAD:
                 closed.append(rows.pop(0))
                 room.pop(0)
             rows.append([piece])
-            room.append([max_length - need, max_images - pictures])
+            room.append([whole[0] - tokens, whole[1] - images, whole[2] - patches])
     return [np.asarray(row, np.int32) for row in closed + rows]
 
 

@@ -1,7 +1,9 @@
 """Pictures prepared the way a Hugging Face checkpoint wants them, by transformers' own code.
 
 The processor does what it does up to whole-number pixels; scaling and normalising are the
-model's. So a batch holds a byte a value, and what is normalised is the same.
+model's. So a batch holds a byte a value, and what is normalised is the same. Where it gives
+patches, they are put together again to the picture that they were cut of: a mirrored or cached
+picture is one of pixels, whatever the model makes of it.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.images import Preparation
+from jaxvlm.data.images import Pixels, Preparation
+from jaxvlm.data.patches import Patching
 
 FILE = "preprocessor_config.json"
+_RAW = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
 
 
 class Processor(NamedTuple):
@@ -26,27 +31,37 @@ class Processor(NamedTuple):
 
     prepare: Preparation
     size: int
-    """Pixels a side."""
+    """Pixels a side; 0 where pictures keep their shape."""
     mean: tuple[float, float, float]
     """Of pixels in 0..1, red green blue."""
     std: tuple[float, float, float]
+    patching: Patching | None = None
+    """How a picture of any size is cut; ``None`` where all have one size."""
+    bounds: tuple[int, int] = (0, 0)
+    """Least and most pixels of a prepared picture; (0, 0) where nothing asks for them."""
 
 
-def load(folder: str | os.PathLike[str]) -> Processor:
+def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Processor:
     """The processor of a checkpoint's folder.
 
     Args:
-        folder: holds ``preprocessor_config.json``.
+        folder: holds ``preprocessor_config.json``, or ``processor_config.json`` with an
+            ``image_processor`` in it.
+        bounds: least and most pixels that a picture of any size is given; 0 is what the file
+            says.
 
     Raises:
         DataError: the file is missing or damaged, transformers knows no such processor, or it
             does what jaxvlm would not.
     """
     path = pathlib.Path(folder) / FILE
+    whole = path.with_name("processor_config.json")  # transformers 5 writes all parts into one
+    path = path if path.is_file() or not whole.is_file() else whole
     if not path.is_file():
         raise DataError(f"{path} is missing; pictures can't be prepared without it")
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = settings.get("image_processor", settings)
         made = _make(folder)
     except (ValueError, OSError, ImportError, TypeError) as error:
         raise DataError(f"{path}: {' '.join(str(error).split())}") from None
@@ -58,21 +73,93 @@ def load(folder: str | os.PathLike[str]) -> Processor:
             f"{path}: rescale_factor={made.rescale_factor} is not supported, only 1/255"
         )
 
-    def convert(image: Image.Image) -> np.ndarray:
-        given = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
-        pixels = np.asarray(made(image, **given)["pixel_values"][0])
-        return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+    name, kind = type(made).__name__, made.model_input_names
+    text, patching, used = json.dumps(settings, sort_keys=True), None, (0, 0)
+    if "image_grid_thw" in kind:
+        frames = made.temporal_patch_size
+        patching = Patching(made.patch_size, made.merge_size, frames, "cthw")
+        used = _bounds(made, bounds, path)
+        convert = _of_blocks(made, patching._replace(frames=1), used)
+    elif "spatial_shapes" in kind:
+        patching = Patching(made.patch_size, 1, 1, "hwc")
+        convert = _of_rows(made, patching)
+    else:
+        convert = _of_one_size(made)
+    if any(bounds) and not any(used):
+        raise DataError(f"{path}: {name} takes no data.picture_pixels={bounds}; leave it out")
+    if patching and not made.do_resize:
+        raise DataError(f"{path}: do_resize=False is not supported")
 
-    probe = convert(Image.new("RGB", (40, 30)))
-    if probe.dtype != np.uint8 or probe.ndim != 3 or probe.shape[0] != probe.shape[1]:
-        raise DataError(f"{path}: {type(made).__name__} gives {probe.dtype}{list(probe.shape)}")
-    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
+    probe = convert(Image.fromarray(np.arange(3600, dtype=np.uint16).view("u1").reshape(40, 60, 3)))
+    fits = probe.ndim == 3 and (probe.shape[0] == probe.shape[1] or patching)
+    if probe.dtype != np.uint8 or not fits:
+        raise DataError(f"{path}: {name} gives {probe.dtype}{list(probe.shape)}")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return Processor(
-        Preparation(convert, f"{type(made).__name__}|{digest.hexdigest()}"),
-        probe.shape[0],
+        Preparation(convert, f"{name}|{digest}" + (f"|{used}" if any(bounds) else "")),
+        0 if patching else probe.shape[0],
         _rgb(made.image_mean),
         _rgb(made.image_std),
+        patching,
+        used,
     )
+
+
+def _of_one_size(made: Any) -> Callable[[Image.Image], Pixels]:
+    """Processors that give [3, H, W], the same for all."""
+
+    def convert(image: Image.Image) -> Pixels:
+        pixels = np.asarray(made(image, **_RAW)["pixel_values"][0])
+        return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+
+    return convert
+
+
+def _of_blocks(
+    made: Any, patching: Patching, bounds: tuple[int, int]
+) -> Callable[[Image.Image], Pixels]:
+    """Processors that give [P, patch_dim] and a grid, as Qwen2-VL's."""
+    size = {"shortest_edge": bounds[0], "longest_edge": bounds[1]}
+
+    def convert(image: Image.Image) -> Pixels:
+        given = {"size": size, "temporal_patch_size": patching.frames}
+        found = made(image, **_RAW, **given)
+        _, rows, columns = found["image_grid_thw"][0].tolist()
+        return _whole(patching.join(found["pixel_values"], rows, columns))
+
+    return convert
+
+
+def _of_rows(made: Any, patching: Patching) -> Callable[[Image.Image], Pixels]:
+    """Processors that give [1, P, patch_dim], padded, and a shape, as SigLIP 2's."""
+
+    def convert(image: Image.Image) -> Pixels:
+        found = made(image, **_RAW, do_convert_rgb=True)  # the model takes no other
+        rows, columns = np.asarray(found["spatial_shapes"])[0].tolist()
+        patches = found["pixel_values"][0][: rows * columns]
+        return _whole(patching.join(patches, rows, columns))
+
+    return convert
+
+
+def _whole(pixels: np.ndarray) -> np.ndarray:
+    """Values that are whole numbers as bytes; others as they are, to be refused."""
+    exact = pixels.astype(np.uint8)
+    return exact if np.array_equal(exact, pixels) else pixels
+
+
+def _bounds(made: Any, wanted: tuple[int, int], path: pathlib.Path) -> tuple[int, int]:
+    """(least, most) pixels, as the recipe says or else the file."""
+    try:
+        says = made.size["shortest_edge"], made.size["longest_edge"]
+    except KeyError:
+        says = (None, None)
+    least, most = (mine or theirs for mine, theirs in zip(wanted, says, strict=True))
+    if not least or not most:
+        raise DataError(f"{path}: size says no shortest_edge and longest_edge, in pixels")
+    if least > most:
+        raise DataError(f"data.picture_pixels={wanted}: pictures of {least} to {most} pixels")
+    return int(least), int(most)
 
 
 def _rgb(values: Any) -> tuple[float, float, float]:

@@ -125,6 +125,26 @@ def _stem(config: ModelConfig, patches: float | int) -> float:
     return 2.0 * 9 * sum(a * b * s * s for a, b, s in zip(channels, channels[1:], sides))
 
 
+def pictures(batch: Batch) -> tuple[float, float]:
+    """(pictures, patches of each) of a batch, for :func:`forward`.
+
+    Pictures of different sizes are counted as so many of one size as have the same patches and
+    the same pairs of patches in all, so that both the weights' FLOPs and attention's are theirs.
+
+    Args:
+        batch: numpy fields.
+
+    Returns:
+        Patches are 0 where all pictures have one size.
+    """
+    if batch.grid is None:
+        present = 0 if batch.image_start is None else (np.asarray(batch.image_start) >= 0).sum()
+        return float(present), 0.0
+    t, h, w = np.asarray(batch.grid, np.float64).reshape(-1, 3).T
+    patches, pairs = float((t * h * w).sum()), float((t * (h * w) ** 2).sum())
+    return (patches**2 / pairs, pairs / patches) if pairs else (0.0, 0.0)
+
+
 def reach(batch: Batch, rows: int = 4) -> float:
     """Twice the mean number of keys that a real token attends to (its causal half doubled).
 

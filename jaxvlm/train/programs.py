@@ -33,10 +33,11 @@ class Programs:
             seconds = time.perf_counter() - start
             self.seconds += seconds
             rows, length = batch.tokens.shape
-            pictures = 0 if batch.pixels is None else batch.pixels.shape[1]
+            pictures = 0 if batch.image_start is None else batch.image_start.shape[1]
+            patches = "" if batch.patches is None else f" of {batch.patches.shape[1]} patches"
             self.say(
-                f"compiled the step for {rows} rows x {length} tokens, {pictures} pictures a row: "
-                f"{seconds:.1f} s (program {len(self.compiled)})"
+                f"compiled the step for {rows} rows x {length} tokens, {pictures} pictures"
+                f"{patches} a row: {seconds:.1f} s (program {len(self.compiled)})"
             )
         return self.compiled[key]
 

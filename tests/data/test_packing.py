@@ -28,7 +28,9 @@ def albums(draw, least=8):
 def build(records, max_length=40, max_images=3, share=True):
     corpus, problems = chat.encode(records, TOKENIZER, PATCHES)
     assert not problems
-    pieces, long = packing.build_pieces(corpus, TOKENIZER.image_id, max_length, max_images, share)
+    pieces, long = packing.build_pieces(
+        corpus, TOKENIZER.image_id, packing.Limits(max_length, max_images), share
+    )
     return corpus, pieces, long
 
 
@@ -200,7 +202,7 @@ def test_a_record_without_header_before_its_loss_is_not_shared():
     records = [record(i, ["a"], question="") for i in range(2)]
     corpus, _ = chat.encode(records, bare, PATCHES)
     assert corpus.loss[1]  # right after the picture
-    pieces, _ = packing.build_pieces(corpus, bare.image_id, 40, 3, True)
+    pieces, _ = packing.build_pieces(corpus, bare.image_id, packing.Limits(40, 3), True)
     assert (pieces.record >= 0).all()
 
 

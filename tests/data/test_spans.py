@@ -32,7 +32,7 @@ def records(questions):
 def laid_out(tokenizer, questions, share):
     corpus, problems = chat.encode(records(questions), tokenizer, OF.get)
     assert not problems
-    pieces, refused = packing.build_pieces(corpus, tokenizer.image_id, 80, 8, share)
+    pieces, refused = packing.build_pieces(corpus, tokenizer.image_id, packing.Limits(80, 8), share)
     assert not refused and pieces.num_images.tolist() == [4] * len(pieces.num_images)
     rows = [np.arange(len(pieces.num_tokens))]
     layout = Layout(tokenizer.image_id, 0, 12, share, "prefix", 3)
@@ -65,7 +65,7 @@ def test_a_row_is_what_its_conversations_are_alone(word_tokenizer):
 
 def test_tiles_count_as_pictures(word_tokenizer):
     corpus, _ = chat.encode(records(["what?"]), word_tokenizer, OF.get)
-    _, refused = packing.build_pieces(corpus, word_tokenizer.image_id, 80, 3, True)
+    _, refused = packing.build_pieces(corpus, word_tokenizer.image_id, packing.Limits(80, 3), True)
     assert refused == [(0, "more than data.max_images=3 pictures", "2 pictures of 4 tiles")]
 
 

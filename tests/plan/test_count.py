@@ -133,3 +133,18 @@ def test_only_the_experts_that_a_token_goes_to_are_counted():
     of = [count.forward(dataclasses.replace(TINY, decoder=d), 10, 8.0, 0) for d in (sparse, wide)]
     router = 10 * wide.depth * 2 * wide.width * 16
     assert of[0].decoder == pytest.approx(of[1].decoder + router)
+
+
+def test_pictures_of_many_sizes_count_as_their_sum():
+    vision = VisionConfig(packed=True, patch_layout="cthw", frames=2, block=2, rope_theta=1e4)
+    decoder = DecoderConfig(vocab_size=64)
+    config = ModelConfig(vision=vision, connector=ConnectorConfig(merge=2), decoder=decoder)
+    grids = np.asarray([[(1, 4, 6), (1, 20, 12)], [(0, 0, 0), (1, 2, 2)]], np.int32)
+    empty = Batch(None, None, None, None)
+    every = count.forward(config, 9, 5, *count.pictures(empty._replace(grid=grids)))
+    apart = [count.forward(config, 9, 5, 1, n) for n in (24, 240, 4)]
+    for tower in ("vision", "connector"):
+        assert getattr(every, tower) == pytest.approx(sum(getattr(one, tower) for one in apart))
+    start = np.asarray([[3, -1], [-1, 4]])
+    assert count.pictures(empty._replace(image_start=start)) == (2.0, 0.0)
+    assert count.pictures(empty) == count.pictures(empty._replace(grid=0 * grids)) == (0.0, 0.0)

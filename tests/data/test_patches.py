@@ -1,0 +1,274 @@
+"""Pictures of any size: cut as transformers cuts them, packed so that no row overflows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data import images, packing, processor
+from jaxvlm.data.check import check
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.loader import Dataset
+from jaxvlm.data.patches import Patching
+from jaxvlm.models.families import qwen_vl, resize
+from tests.data.conftest import llava, record
+
+SIDE, BOUNDS = 8, (64, 1024)
+QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": SIDE // 2,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": BOUNDS[0], "longest_edge": BOUNDS[1]},
+    "image_mean": [0.48, 0.46, 0.41],
+    "image_std": [0.27, 0.26, 0.28],
+}
+NAFLEX = {"image_processor_type": "Siglip2ImageProcessor", "patch_size": 4, "max_num_patches": 40}
+SIZES = [(17, 31), (64, 9), (8, 8), (5, 90), (33, 33), (100, 40), (1, 3)]  # width, height
+
+
+def write_processor(folder, settings):
+    (folder / processor.FILE).write_text(json.dumps(settings))
+    return folder
+
+
+def odd_pictures(sizes=SIZES):
+    rng = np.random.default_rng(0)
+    for i, (width, height) in enumerate(sizes):
+        rgb = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        yield rgb.convert(("RGB", "L", "P")[i % 3])
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    return processor.load(write_processor(tmp_path, QWEN))
+
+
+@pytest.mark.parametrize("settings", [QWEN, NAFLEX], ids=["qwen", "naflex"])
+def test_patches_are_transformers(settings, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    found = processor.load(write_processor(tmp_path, settings))
+    assert found.size == 0
+    theirs = getattr(transformers, settings["image_processor_type"] + "Pil").from_pretrained(
+        tmp_path
+    )
+    count = 3 * found.patching.frames * found.patching.size**2
+    lay = np.tile if found.patching.layout == "hwc" else np.repeat
+    mean, std = (lay(np.float32(x), count // 3) for x in (found.mean, found.std))
+    for picture in odd_pictures():
+        pixels = found.prepare.convert(picture)
+        patches, (t, h, w) = found.patching.cut(pixels), found.patching.grid(pixels)
+        assert (patches.dtype, t) == (np.uint8, 1)
+        np.testing.assert_array_equal(
+            found.patching.join(patches, h, w), pixels, "join is cut's inverse"
+        )
+        # SigLIP 2's makes one channel of a grey picture, which its model can't take.
+        given = picture if settings is QWEN else picture.convert("RGB")
+        want = theirs(given, return_tensors="np")
+        if "image_grid_thw" in want:
+            assert want["image_grid_thw"].tolist() == [[t, h, w]]
+            values = want["pixel_values"]
+        else:
+            assert want["spatial_shapes"].tolist() == [[h, w]]
+            assert not want["pixel_values"][0, h * w :].any(), "padding"
+            values = want["pixel_values"][0, : h * w]
+        np.testing.assert_allclose((patches / 255.0 - mean) / std, values, atol=2e-6)
+
+
+def test_bounds_of_the_recipe(qwen, tmp_path):
+    tight = processor.load(tmp_path, (256, 512))
+    assert (qwen.bounds, tight.bounds) == (BOUNDS, (256, 512))
+    assert processor.load(tmp_path, (0, 512)).bounds == (64, 512)
+    assert tight.prepare.fingerprint != qwen.prepare.fingerprint
+    for picture in odd_pictures():
+        height, width = tight.prepare.convert(picture).shape[:2]
+        assert (width, height) == resize.fit(*picture.size, SIDE, 256, 512)
+        assert height * width <= 512 or SIDE in (height, width)
+    with pytest.raises(DataError, match="pictures of 2000 to 1024 pixels"):
+        processor.load(tmp_path, (2000, 0))
+    with pytest.raises(DataError, match=r"takes no data\.picture_pixels"):
+        processor.load(write_processor(tmp_path, NAFLEX), (256, 0))
+    with pytest.raises(DataError, match="do_resize=False"):
+        processor.load(write_processor(tmp_path, QWEN | {"do_resize": False}))
+    (tmp_path / processor.FILE).unlink()
+    whole = {"processor_class": "Qwen2VLProcessor", "image_processor": QWEN}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole))
+    assert processor.load(tmp_path).bounds == BOUNDS
+
+
+BASE = DataConfig(batch_size=2, max_length=96, max_images=3, virtual_shards=2, max_skip_share=0.5)
+
+
+def span_of(tokenizer):
+    def of_size(width, height):
+        columns, rows = (n // SIDE for n in resize.fit(width, height, SIDE, *BOUNDS))
+        return qwen_vl.grid_span(tokenizer.image_id, (1, rows, columns))
+
+    return of_size
+
+
+@pytest.fixture
+def ragged(tmp_path):
+    """Records about pictures of many sizes: one or two pictures, shared by some questions."""
+    records, rng = [], np.random.default_rng(0)
+    for i in range(12):
+        width, height = SIZES[i % (len(SIZES) - 1)]
+        path = str(tmp_path / f"{i}.png")
+        pixels = rng.integers(0, 256, (height + i, width, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+        paths = [path] if i % 3 else [str(tmp_path / f"{max(i - 1, 0)}.png"), path]
+        records += [record(f"{i}/{q}", paths, "is it a circle") for q in range(1 + i % 2)]
+    return [*records, record("blind")]
+
+
+def dataset(records, qwen, word_tokenizer, **more):
+    pictures = images.PictureFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
+    return Dataset.from_config(
+        dataclasses.replace(BASE, **more),
+        word_tokenizer,
+        read=(records, []),
+        image_size=0,
+        num_patches=pictures.of_file,
+        prepare=pictures.prepare,
+        patching=pictures.patching,
+    )
+
+
+def pictures_of(batch, row, patching):
+    """The row's pictures, put together again."""
+    first = 0
+    for (t, h, w), start in zip(batch.grid[row].tolist(), batch.image_start[row].tolist()):
+        assert (t > 0) == (start >= 0)
+        if t:
+            yield patching.join(batch.patches[row, first : first + h * w], h, w), start
+            first += h * w
+    assert not batch.patches[row, first:].any()
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"packing": False}, {"share_pictures": False}, {"max_patches": 80}], ids=str
+)
+def test_rows_hold_their_pictures(more, ragged, qwen, word_tokenizer):
+    data = dataset(ragged, qwen, word_tokenizer, **more)
+    patching, seen, shapes = qwen.patching, [], set()
+    for batch, meta in data.eval(np.arange(2), 2):
+        shapes.add((batch.tokens.shape[1], batch.patches.shape[1]))
+        assert batch.pixels is None
+        assert batch.patches.shape[2] == 3 * 2 * 4 * 4
+        assert batch.positions.shape[1] == 3
+        if "max_patches" in more:
+            assert (batch.grid.prod(-1).sum(-1) <= 80).all()
+        for row, found in enumerate(meta.by_row()):
+            want = []  # each group's once
+            for _, source in found:
+                seen.append(source)
+                paths = list(data.records[source].images)
+                if paths and (not data.config.share_pictures or want[-len(paths) :] != paths):
+                    want += paths
+            shown = list(pictures_of(batch, row, patching))
+            assert len(shown) == len(want)
+            for (pixels, start), path in zip(shown, want, strict=True):
+                picture = Image.open(path)
+                np.testing.assert_array_equal(pixels, qwen.prepare.convert(picture))
+                span = span_of(word_tokenizer)(*picture.size)
+                at = slice(start, start + len(span.ids))
+                np.testing.assert_array_equal(batch.tokens[row, at], span.ids)
+                offset = batch.positions[row, :, start - 1].max() + 1
+                np.testing.assert_array_equal(batch.positions[row, :, at] - offset, span.positions)
+    assert sorted(seen) == list(range(len(ragged)))
+    assert shapes <= set(data.row_shapes)
+    assert len(data.row_shapes) == (1 if data.config.packing else BASE.buckets)
+
+
+def test_any_split_of_rows_and_augmentation(ragged, qwen, word_tokenizer):
+    more = {"flip": True, "shift": 2, "packing": False, "max_patches": 100}
+    data = dataset(ragged, qwen, word_tokenizer, **more)
+    whole, plain = data.train(np.arange(2)), dataset(ragged, qwen, word_tokenizer, packing=False)
+    changed = 0
+    others = plain.train(np.arange(2))
+    parts = [dataset(ragged, qwen, word_tokenizer, **more).train(np.asarray([r])) for r in (0, 1)]
+    for _ in range(6):
+        both, same = next(whole)[0], next(others)[0]
+        for row, part in enumerate(parts):
+            one = next(part)[0]
+            for name in ("patches", "grid", "image_start", "image_key", "tokens"):
+                np.testing.assert_array_equal(getattr(one, name)[0], getattr(both, name)[row])
+        np.testing.assert_array_equal(both.grid, same.grid)
+        n = min(both.patches.shape[1], same.patches.shape[1])
+        changed += (both.patches[:, :n] != same.patches[:, :n]).any()
+    assert changed
+    whole.close(), others.close(), [part.close() for part in parts]
+
+
+def test_blind_control_shows_another_picture_in_the_same_size(ragged, qwen, word_tokenizer):
+    data = dataset(ragged, qwen, word_tokenizer)
+    pairs = zip(data.eval(np.arange(2), 2), data.eval(np.arange(2), 2, shuffled_pictures=True))
+    for (true, _), (blind, _) in pairs:
+        np.testing.assert_array_equal(true.grid, blind.grid)
+        np.testing.assert_array_equal(true.tokens, blind.tokens)
+        for row in range(2):
+            shown = zip(*(pictures_of(b, row, qwen.patching) for b in (true, blind)), strict=True)
+            assert all((a != b).any() for (a, _), (b, _) in shown)
+
+
+def test_what_fits_no_row_is_named(ragged, qwen, word_tokenizer, tmp_path, write_json):
+    with pytest.raises(DataError, match=r"data\.max_patches=20 patches \(.* data\.picture_pixels"):
+        dataset(ragged, qwen, word_tokenizer, max_patches=20)
+    with pytest.raises(DataError, match=r"\(24 tokens, 16 of them pictures'; data\.picture_pix"):
+        dataset(ragged, qwen, word_tokenizer, max_length=20)
+    kept = dataset(ragged, qwen, word_tokenizer, max_patches=40, on_long="skip", max_skip_share=0.9)
+    assert 0 < len(kept.problems) < len(ragged)
+    Image.new("RGB", (1000, 2)).save(tmp_path / "thin.png")
+    thin = record("thin", [str(tmp_path / "thin.png")])
+    (problem,) = dataset([*ragged, thin], qwen, word_tokenizer).problems
+    assert problem.id == "thin"
+    assert "one side is over 200 times the other" in problem.reason
+    pictures = images.PictureFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
+    path = write_json([llava(), llava("thin", "thin.png"), llava("gone", "gone.png")])
+    Image.new("RGB", (30, 40)).save(tmp_path / "a.png")
+    report = check(
+        path,
+        dataclasses.replace(BASE, max_patches=40),
+        chat_tokenizer=word_tokenizer,
+        prepare=qwen.prepare,
+        num_patches=pictures.of_file,
+        patching=qwen.patching,
+    )
+    reasons = {name: why for why, names in report.problems.items() for name in names}
+    assert reasons["gone"] == "missing file"
+    assert reasons["x"] == "more than data.max_patches=40 patches"
+    assert "200 times" in reasons["thin"]
+
+
+def test_another_size_than_the_header_says_is_left_out(ragged, qwen, word_tokenizer):
+    data = dataset(ragged, qwen, word_tokenizer, max_skip_share=1.0)
+    path = data.corpus.paths[3]
+    Image.new("RGB", (60, 11)).save(path)  # since the corpus was made
+    seen = {int(i) for _, meta in data.eval(np.arange(2), 2) for i in meta.record}
+    lost = {i for i, r in enumerate(ragged) if path in r.images}
+    assert seen == set(range(len(ragged))) - lost
+    assert all("which are not its" in p.reason for p in data.skipped)
+
+
+def test_room_and_packing():
+    patching = Patching(4, 2, 2)
+    assert (patching.room(0), patching.room(128), patching.room(129)) == (128, 128, 256)
+    assert Patching(4, 3).room(1) == 1152, "whole blocks of nine"
+    rng = np.random.default_rng(0)
+    count = 200
+    patches = rng.integers(0, 60, count).astype(np.int32)
+    pieces = packing.Pieces(
+        *[np.zeros(0)] * 6, (), *[np.ones(count, np.int32)] * 2, num_patches=patches
+    )
+    limits = packing.Limits(1000, 1000, 100)
+    rows = packing.pack(np.arange(count), pieces, limits)
+    assert sorted(np.concatenate(rows).tolist()) == list(range(count))
+    sizes = [int(patches[row].sum()) for row in rows]
+    assert max(sizes) <= 100
+    assert np.mean(sizes) > 80, "first fit fills rows"
+    assert len(packing.pack(np.arange(count), pieces, limits._replace(max_patches=0))) == 1

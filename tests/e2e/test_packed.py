@@ -1,0 +1,318 @@
+"""Checkpoints that take pictures of any size, through the ordinary commands.
+
+A Qwen-VL folder goes in, trains on odd pictures, answers, and comes out as transformers has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from builders import MESHES, assert_gradients_close, devices_of
+from checkpoints import write_qwen_vl
+from PIL import Image
+from runs import environment
+
+import jaxvlm
+from jaxvlm.build import prompts
+from jaxvlm.config import ConfigError, MeshConfig, default_config
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.models.vit import per_value
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.train.objective import scales
+from jaxvlm.train.runner import PlainRunner
+
+torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
+transformers = pytest.importorskip("transformers", reason="the oracle")
+
+SIZES = [(23, 40), (61, 17), (9, 9), (33, 35), (5, 70)]  # width, height
+KINDS = ("Qwen2_5_VL", pytest.param("Qwen3VL", marks=pytest.mark.long))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Questions about one picture, and about two, of many sizes."""
+    folder = tmp_path_factory.mktemp("odd")
+    rng, lines = np.random.default_rng(0), []
+    for i in range(20):
+        width, height = SIZES[i % len(SIZES)]
+        pixels = rng.integers(0, 256, (height + i % 4, width, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        names = [f"{i}.png"] if i % 3 else [f"{i}.png", f"{max(i - 1, 0)}.png"]
+        for question in ("which color is it?", "is it red?")[: 1 + i % 2]:
+            messages = [
+                {"role": "user", "content": " and ".join(["<image>"] * len(names)) + question},
+                {"role": "assistant", "content": "yes" if i % 4 else "it is blue"},
+            ]
+            lines.append(json.dumps({"id": str(i), "images": names, "messages": messages}))
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(odd, tmp_path_factory):
+    made = tmp_path_factory.mktemp("hf")
+    return functools.cache(lambda kind: write_qwen_vl(made / kind, odd, kind))
+
+
+@functools.cache
+def torch_model(folder):
+    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def torch_inputs(folder, pictures, prompt):
+    """What transformers' processor, tokenizer and model make of a question."""
+    processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    pad, model = "<|image_pad|>", torch_model(folder)
+    words = prompt.split("<image>")
+    content = [{"type": "text", "text": words[0]}] if words[0] else []
+    for word in words[1:]:
+        content += [{"type": "image"}, {"type": "text", "text": word}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    found = processor([Image.open(p) for p in pictures], return_tensors="pt")
+    grid = found["image_grid_thw"]
+    for count in (grid.prod(-1) // 4).tolist():
+        text = text.replace(pad, "<seen>" * count, 1)
+    ids = tokenizer(
+        text.replace("<seen>", pad), add_special_tokens=False, return_tensors="pt"
+    ).input_ids
+    inputs = {"input_ids": ids, "image_grid_thw": grid}
+    inputs["mm_token_type_ids"] = (ids == tokenizer.convert_tokens_to_ids(pad)).int()
+    positions, _ = model.model.get_rope_index(**inputs)
+    return inputs | {"pixel_values": found["pixel_values"]}, positions[:, 0].numpy()
+
+
+def torch_logits(folder, pictures, prompt, new=8):
+    inputs, _ = torch_inputs(folder, pictures, prompt)
+    model = torch_model(folder)
+    model.model.rope_deltas = None
+    with torch.no_grad():
+        logits = model(**inputs).logits[0].numpy()
+        model.model.rope_deltas = None
+        length = inputs["input_ids"].shape[1]
+        ids = model.generate(**inputs, max_new_tokens=new, do_sample=False)[0, length:]
+    return logits, ids
+
+
+def assert_same_pixels(patches, vision, expected):
+    mean, std = (per_value(x, vision) for x in (vision.pixel_mean, vision.pixel_std))
+    found = (patches[: len(expected)] / 255.0 - mean) / std
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def our_batch(model, pictures, prompt):
+    asked = [(pictures, prompt)]
+    return prompts.batch(asked, model.model, model.tokenizer, model.pictures, 10**6)
+
+
+def our_logits(model, pictures, prompt):
+    batch = our_batch(model, pictures, prompt)
+    out = jax.jit(model.model.apply)(model.params, batch)
+    return np.asarray(out.logits(out.hidden))[0][np.asarray(batch.segment)[0] > 0]
+
+
+def settings(odd, folder, kind):
+    config = default_config()
+    config.model.checkpoint = str(folder(kind))
+    config.data.train = str(odd)
+    config.data.batch_size, config.data.max_length, config.data.max_images = 8, 64, 3
+    config.optim.warmup_steps, config.optim.schedule = 0, "constant"
+    config.steps, config.tensorboard, config.log_every = 2, False, 1
+    return config
+
+
+@pytest.fixture
+def two(odd):
+    return [str(odd.parent / name) for name in ("0.png", "6.png")]
+
+
+PROMPT = "<image> and <image> is it red?"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_is_read_as_transformers_reads_it(kind, folder, odd, two):
+    model = jaxvlm.load(folder(kind), mesh=MeshConfig(data=1, fsdp=4, tensor=2))
+    theirs, positions = torch_inputs(folder(kind), two, PROMPT)
+    batch = jax.tree.map(lambda x: np.asarray(x)[0], our_batch(model, two, PROMPT))
+    real, vision = batch.segment > 0, model.model.config.vision
+    np.testing.assert_array_equal(batch.tokens[real], theirs["input_ids"][0].numpy())
+    np.testing.assert_array_equal(batch.positions[:, real], positions)
+    np.testing.assert_array_equal(batch.grid, theirs["image_grid_thw"].numpy())
+    assert len({tuple(g) for g in batch.grid.tolist()}) == 2, "pictures of two shapes"
+    count = len(theirs["pixel_values"])
+    assert_same_pixels(batch.patches, vision, theirs["pixel_values"])
+    assert not batch.patches[count:].any()
+
+    logits, ids = torch_logits(folder(kind), two, PROMPT)
+    ours = our_logits(model, two, PROMPT)
+    error = np.linalg.norm(ours - logits) / np.linalg.norm(logits)
+    print(f"{kind}: logits {error:.1e}, at most {np.abs(ours - logits).max():.1e}")
+    assert error < 1e-4
+    answer = model.tokenizer.decode(ids.tolist())
+    assert model.generate(two, PROMPT, max_new=8) == answer.strip()
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
+def test_a_batch_of_training_is_what_transformers_prepares(kind, folder, odd):
+    config = settings(odd, folder, kind)
+    config.data.share_pictures = False
+    run = jaxvlm.Run(config)
+    (wanted,) = (i for i, record in enumerate(run.dataset.records) if record.id == "6")
+    record = run.dataset.records[wanted]
+    theirs, positions = torch_inputs(folder(kind), record.images, record.turns[0].content)
+    ids, grid = theirs["input_ids"][0].numpy(), theirs["image_grid_thw"].numpy()
+    assert len({tuple(g) for g in grid.tolist()}) == 2, "pictures of two shapes"
+    ((batch, _, segment),) = (
+        (jax.tree.map(lambda x, row=row: x[row], batch), row, segment)
+        for batch, meta in run.dataset.eval(np.arange(4), 4)
+        for row, found in enumerate(meta.by_row())
+        for segment, source in found
+        if source == wanted
+    )
+    at = np.flatnonzero(batch.segment == segment)
+    prompt, answer = at[: len(ids)], at[len(ids) :]
+    np.testing.assert_array_equal(batch.tokens[prompt], ids)
+    np.testing.assert_array_equal(batch.positions[:, prompt], positions)
+    after = positions.max() + 1 + np.arange(len(answer))
+    np.testing.assert_array_equal(batch.positions[:, answer], [after] * 3)
+    np.testing.assert_array_equal(batch.loss_weight[at], np.arange(len(at)) >= len(ids))
+    slots = np.flatnonzero(np.isin(batch.image_start, at))
+    np.testing.assert_array_equal(batch.grid[slots], grid)
+    before = batch.grid[: slots[0]].prod(-1).sum()
+    assert_same_pixels(batch.patches[before:], run.config.model.vision, theirs["pixel_values"])
+
+
+def test_rows_of_any_pictures_answer_as_each_alone(folder, odd, two):
+    model = jaxvlm.load(folder("Qwen2_5_VL"))
+    small, large = str(odd.parent / "2.png"), str(odd.parent / "3.png")
+    asked = [(two, PROMPT), ([], "is it red?"), ([small], "which color is it?"), ([large], "it?")]
+    together = model.generate_batch(asked, max_new=12)
+    assert together == [model.generate(p, prompt, max_new=12) for p, prompt in asked]
+    assert "".join(model.stream([small], "it?", max_new=12)).strip() == model.generate(
+        Image.open(small), "it?", max_new=12
+    )
+    shapes = {our_batch(model, [p], "it?").patches.shape for p in (small, large)}
+    assert len(shapes) == 1, "one program for both sizes"
+    report = model.evaluate(str(odd), limit=6)
+    assert report.metrics["loss"] != report.blind["loss"], "another picture, another loss"
+    with pytest.raises(jaxvlm.data.errors.DataError, match="one side is over 200 times"):
+        model.generate(np.zeros((1, 300, 3), np.uint8), "it?")
+
+
+def loss_and_gradients(config, name):
+    mesh = MESHES[name]
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = mesh.data, mesh.fsdp, mesh.tensor
+    run = jaxvlm.Run(config, devices=devices_of(mesh))
+    local = next(run.dataset.train(np.arange(8)))[0]
+    assert len(np.unique(local.grid.prod(-1).sum(-1))) > 4, "ragged rows"
+    assert local.parent is not None, "shared pictures"
+    params = jaxvlm.build.pretrained.read_params(run.source, run.model.config, run.model.abstract())
+    batch = to_global(run.mesh, local, 8)
+    runner, loss = PlainRunner(run.model.apply), NextToken()
+
+    def objective(params, batch):
+        scale = scales(loss, batch)
+        sums, grads = runner.loss_grad(params, {}, batch, loss, scale)
+        return sums.terms["loss"] * scale["loss"], grads
+
+    value, grads = jax.jit(objective, out_shardings=(None, run.model.shardings))(params, batch)
+    assert batch.patches.addressable_shards[0].data.shape[0] == 8 // (mesh.data * mesh.fsdp)
+    return float(value), jax.device_get(grads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("Qwen2_5_VL", "data2_fsdp2_tensor2"),
+        pytest.param("Qwen2_5_VL", "fsdp8", marks=pytest.mark.long),
+        pytest.param("Qwen3VL", "data2_fsdp2_tensor2", marks=pytest.mark.long),
+    ],
+)
+def test_a_mesh_gives_one_devices_loss_and_gradients(kind, name, folder, odd):
+    config = settings(odd, folder, kind)
+    value, grads = loss_and_gradients(config, "one")
+    assert all(np.any(grads[path]) for path in ("vision/stem/w", "connector/w_out"))
+    other, other_grads = loss_and_gradients(config, name)
+    assert abs(value - other) <= 1e-5 * abs(value)
+    assert_gradients_close(other_grads, grads)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from jaxvlm.cli.main import run
+folder, workdir, data, recipe, picture = sys.argv[1:]
+common = [f"--config={recipe}", f"--config.data.train={data}"]
+common += [f"--config.model.checkpoint={folder}", "--config.data.max_images=3"]
+assert run(["data", "check", data, *common]) == 0
+mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
+assert run(["train", *common, *mesh, f"--workdir={workdir}", "--config.steps=2"]) == 0
+ask = [f"--checkpoint={workdir}", "--prompt=is it red?", f"--image={picture}", "--max_new=4"]
+assert run(["generate", *ask]) == 0
+assert run(["export", f"--workdir={workdir}", f"--output={workdir}/out"]) == 0
+"""
+RECIPE = """
+from jaxvlm.config import default_config
+
+def get_config():
+    config = default_config()
+    config.data.batch_size, config.data.max_length = 8, 64
+    config.optim.warmup_steps, config.optim.schedule = 0, "constant"
+    config.optim.learning_rate = 3e-3
+    config.tensorboard, config.log_every = False, 1
+    return config
+"""
+
+
+def test_trained_and_exported_without_torch(folder, odd, two, tmp_path):
+    recipe, workdir, source = tmp_path / "recipe.py", tmp_path / "run", folder("Qwen2_5_VL")
+    recipe.write_text(RECIPE)
+    args = [str(x) for x in (source, workdir, odd, recipe, odd.parent / "1.png")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *args],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "weights from" in done.stderr
+    assert "patches a row" in done.stderr, "the step was compiled once, for packed patches"
+    assert "program 2" not in done.stderr
+    logits, _ = torch_logits(workdir / "out", two, PROMPT, new=1)
+    untrained, _ = torch_logits(source, two, PROMPT, new=1)
+    assert np.linalg.norm(logits - untrained) > 1e-2 * np.linalg.norm(logits)
+    ours = our_logits(jaxvlm.load(workdir, "latest"), two, PROMPT)
+    error = np.linalg.norm(ours - logits) / np.linalg.norm(logits)
+    print(f"trained: logits {error:.1e}")
+    assert error < 1e-4
+
+
+def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
+    config = settings(odd, folder, "Qwen2_5_VL")
+    config.data.resize = "pad"
+    with pytest.raises(ConfigError, match=r"data\.resize=pad makes squares"):
+        jaxvlm.Run(config)
+    config.data.resize, config.data.picture_pixels = "auto", (64, 128)
+    run = jaxvlm.Run(config)
+    largest = max(len(span.ids) for span in run.dataset.corpus.spans)
+    assert largest <= 9, "8 x 64 pixels is one row of tokens that can't be made shorter"
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in folder("Qwen2_5_VL").iterdir():
+        (other / path.name).symlink_to(path)
+    text = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").unlink()
+    (other / "preprocessor_config.json").write_text(json.dumps(text | {"merge_size": 1}))
+    config.model.checkpoint = str(other)
+    with pytest.raises(ConfigError, match="the processor cuts pictures by"):
+        jaxvlm.Run(config)
