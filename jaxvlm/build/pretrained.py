@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ from jaxvlm.data import images, processor
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
-from jaxvlm.models.families import Family, family
+from jaxvlm.models.families import Family, anyres, family, parts
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Params, Span
 
@@ -108,12 +109,18 @@ def pictures(
     size = config.model.vision.image_size
     prepare = images.squares(size, config.data.resize)
     if source is None:
-        span = Span.of(tokenizer.image_id, num_visual_tokens(config.model))
+        count = num_visual_tokens(config.model)
+        span = Span.of(tokenizer.image_id, count)
+        if config.model.connector.newline:
+            span = anyres.whole(tokenizer.image_id, math.isqrt(count))
         return images.PictureFormat(prepare, size, lambda _width, _height: span)
+    grid = None
     if config.data.resize == "auto":
-        prepare = _prepared(source).prepare
-    find = source.family.span(config.model, source.hf_config, tokenizer.encode)
-    return images.PictureFormat(prepare, size, find)
+        prepared = _prepared(source)
+        prepare, grid = prepared.prepare, prepared.grid
+    cut = grid or parts.whole
+    find = source.family.span(config.model, source.hf_config, tokenizer.encode, cut)
+    return images.PictureFormat(prepare, size, find, fixed=grid is None)
 
 
 def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:

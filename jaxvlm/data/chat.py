@@ -17,6 +17,8 @@ from jaxvlm.data.template import TemplateError
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.types import Span
 
+_Said = tuple[tuple[Turn, ...], tuple[str, ...]]
+"""Turns, and what leads in each of their pictures."""
 _CHUNK = 4096  # conversations tokenized at once: bounds the memory of their offsets
 
 
@@ -53,17 +55,20 @@ def texts(records: Sequence[Record]) -> Iterator[str]:
             yield turn.content.replace(PLACEHOLDER, " ")
 
 
-def prompt_ids(turns: Sequence[Turn], tokenizer: ChatTokenizer) -> Int32[np.ndarray, " T"]:
+def prompt_ids(
+    turns: Sequence[Turn], tokenizer: ChatTokenizer, leads: Sequence[str] = ()
+) -> Int32[np.ndarray, " T"]:
     """Ids of a conversation that the assistant is to go on with, a picture being one token.
 
     Args:
         turns: what was said so far; ``<image>`` stands for a picture.
         tokenizer: gives the template and the ids.
+        leads: text that the model sees before each picture; () is none.
 
     Raises:
         TemplateError: the chat template refuses these turns.
     """
-    text = tokenizer.render(turns, add_generation_prompt=True)
+    text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
     return np.asarray(tokenizer.encode(text), np.int32)
 
 
@@ -81,8 +86,10 @@ def encode(
         The records that have ids, in order, and the problems of the others.
     """
     # One rendering and one encoding for each thing said: a cache, so nothing depends on it.
-    number: dict[tuple[Turn, ...], int] = {}
-    conversation = [number.setdefault(record.turns, len(number)) for record in records]
+    by_file = _by_file(spans, tokenizer.image_id)
+    number: dict[_Said, int] = {}
+    said = [(r.turns, tuple(by_file(path).lead for path in r.images)) for r in records]
+    conversation = [number.setdefault(one, len(number)) for one in said]
     ids, loss, reasons = _encode_turns(list(number), tokenizer)
     start = np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)])
     images = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
@@ -101,7 +108,6 @@ def encode(
             for path in record.images:
                 picture.setdefault(path, len(picture))
     paths = tuple(picture)
-    by_file = _by_file(spans, tokenizer.image_id)
     of_picture = tuple(by_file(path) for path in paths)
     per_picture = [len(s.ids) for s in of_picture]
     pictures = tuple(tuple(picture[p] for p in records[i].images) for i in kept)
@@ -125,6 +131,7 @@ def _by_file(spans: Spans, image_id: int) -> Callable[[str], Span]:
     """``spans`` as a function of a file; equal numbers give the same object."""
     of = functools.cache(functools.partial(Span.of, image_id))
 
+    @functools.cache
     def find(path: str) -> Span:
         found = spans if isinstance(spans, int) else spans(path)
         return of(found) if isinstance(found, int) else found
@@ -133,7 +140,7 @@ def _by_file(spans: Spans, image_id: int) -> Callable[[str], Span]:
 
 
 def _encode_turns(
-    conversations: list[tuple[Turn, ...]], tokenizer: ChatTokenizer
+    conversations: list[_Said], tokenizer: ChatTokenizer
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[tuple[str, str]]]:
     """Ids, loss mask and (reason, detail) of each; an empty reason is none."""
     ids: list[np.ndarray] = []
@@ -142,8 +149,9 @@ def _encode_turns(
     forbidden = _special_pattern(tokenizer)
     for begin in range(0, len(conversations), _CHUNK):
         rendered, spans = [], []
-        for turns in conversations[begin : begin + _CHUNK]:
-            text, where, reason = _render(turns, tokenizer, forbidden)
+        for turns, leads in conversations[begin : begin + _CHUNK]:
+            render = functools.partial(tokenizer.render, leads=leads)
+            text, where, reason = _render(turns, tokenizer, forbidden, render)
             rendered.append(text)
             spans.append(where)
             reasons.append(reason)
@@ -161,19 +169,22 @@ def _special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
 
 
 def _render(
-    turns: tuple[Turn, ...], tokenizer: ChatTokenizer, forbidden: re.Pattern[str]
+    turns: tuple[Turn, ...],
+    tokenizer: ChatTokenizer,
+    forbidden: re.Pattern[str],
+    render: Callable[..., str],
 ) -> tuple[str, list[tuple[int, int]], tuple[str, str]]:
     """The text, the assistant's spans in it, and why it can't be used ("" if it can)."""
     for turn in turns:
         if found := forbidden.search(turn.content):
             return "", [], ("the text holds a special token", found.group())
     try:
-        text = tokenizer.render(turns)
+        text = render(turns)
         spans = []
         for i, turn in enumerate(turns):
             if turn.role == "assistant":
-                head = tokenizer.render(turns[:i], add_generation_prompt=True)
-                end = _turn_end(turns, i, text, tokenizer)
+                head = render(turns[:i], add_generation_prompt=True)
+                end = _turn_end(turns, i, text, tokenizer, render)
                 if not text.startswith(head) or end < len(head):
                     return "", [], ("the chat template rewrites earlier turns", f"turn {i}")
                 spans.append((len(head), end))
@@ -182,20 +193,26 @@ def _render(
     return text, spans, ("", "")
 
 
-def _turn_end(turns: tuple[Turn, ...], i: int, text: str, tokenizer: ChatTokenizer) -> int:
+def _turn_end(
+    turns: tuple[Turn, ...],
+    i: int,
+    text: str,
+    tokenizer: ChatTokenizer,
+    render: Callable[..., str],
+) -> int:
     """Where answer ``i`` ends in ``text``: after its end-of-turn token; -1 if that is not clear.
 
     A line break after that token is left out: generation has stopped by then, so predicting it
     would train what is never said.
     """
-    whole = tokenizer.render(turns[: i + 1]) if i + 1 < len(turns) else text
+    whole = render(turns[: i + 1]) if i + 1 < len(turns) else text
     if text.startswith(whole):
         trimmed = whole.rstrip()
         return len(trimmed) if trimmed.endswith(tuple(tokenizer.special_tokens)) else len(whole)
     # Qwen3 writes a thought into the last answer alone, so that the conversation up to here
     # reads otherwise. A mark behind the answer then shows where it ends.
     marked = turns[i]._replace(content=turns[i].content + "\u2063")
-    other = tokenizer.render((*turns[:i], marked, *turns[i + 1 :]))
+    other = render((*turns[:i], marked, *turns[i + 1 :]))
     end = next((at for at, (a, b) in enumerate(zip(text, other)) if a != b), len(text))
     for stop in tokenizer.stop_ids:
         token = tokenizer.backend.id_to_token(stop)

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from jaxvlm.data import tiling
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.images import Preparation
+from jaxvlm.data.images import Preparation, rgb
+from jaxvlm.types import TileGrid
 
 FILE = "preprocessor_config.json"
 
@@ -26,7 +28,9 @@ class Processor(NamedTuple):
 
     prepare: Preparation
     size: int
-    """Pixels a side."""
+    """Pixels a side of a tile."""
+    grid: TileGrid | None
+    """The tiles of a picture; ``None`` where none is cut."""
     mean: tuple[float, float, float]
     """Of pixels in 0..1, red green blue."""
     std: tuple[float, float, float]
@@ -58,18 +62,27 @@ def load(folder: str | os.PathLike[str]) -> Processor:
             f"{path}: rescale_factor={made.rescale_factor} is not supported, only 1/255"
         )
 
+    given = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+    given |= tiling.asked(made)
+    cut = tiling.grid(made)
+
     def convert(image: Image.Image) -> np.ndarray:
-        given = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
-        pixels = np.asarray(made(image, **given)["pixel_values"][0])
-        return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+        image = image if made.do_convert_rgb else rgb(image)
+        pixels = np.asarray(made(image, **given)["pixel_values"])
+        pixels = pixels.reshape(-1, *pixels.shape[-3:])  # some say whose tiles they are, some don't
+        rows, columns = cut(*image.size) if cut else (0, 0)
+        if len(pixels) != rows * columns + 1:
+            raise ValueError(f"{len(pixels)} tiles where {rows} x {columns} and one are due")
+        return np.ascontiguousarray(np.moveaxis(pixels, 1, -1))
 
     probe = convert(Image.new("RGB", (40, 30)))
-    if probe.dtype != np.uint8 or probe.ndim != 3 or probe.shape[0] != probe.shape[1]:
+    if probe.dtype != np.uint8 or probe.shape[1] != probe.shape[2]:
         raise DataError(f"{path}: {type(made).__name__} gives {probe.dtype}{list(probe.shape)}")
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
     return Processor(
         Preparation(convert, f"{type(made).__name__}|{digest.hexdigest()}"),
-        probe.shape[0],
+        probe.shape[1],
+        cut,
         _rgb(made.image_mean),
         _rgb(made.image_std),
     )
