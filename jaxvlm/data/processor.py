@@ -67,8 +67,8 @@ def load(folder: str | os.PathLike[str]) -> Processor:
     cut = tiling.grid(made)
 
     def convert(image: Image.Image) -> np.ndarray:
-        image = image if made.do_convert_rgb else rgb(image)
-        pixels = np.asarray(made(image, **given)["pixel_values"])
+        # As theirs does where its file asks for it, but 16 bits are scaled, where Pillow clips.
+        pixels = np.asarray(made(rgb(image), **given)["pixel_values"])
         pixels = pixels.reshape(-1, *pixels.shape[-3:])  # some say whose tiles they are, some don't
         rows, columns = cut(*image.size) if cut else (0, 0)
         if len(pixels) != rows * columns + 1:
