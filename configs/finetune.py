@@ -5,8 +5,8 @@
     jaxvlm export --workdir=runs/tuned --output=OUT
 
 The dims, the tokenizer, the chat template and the preparation of pictures are the folder's. The
-vision tower stays as it is (no gradient, no optimizer memory): ``--config.optim.frozen='()'`` trains
-it too. ``--config.mesh.fsdp=-1`` spreads weights and optimizer over all devices.
+vision tower stays as it is (no gradient, no optimizer memory): ``--config.optim.frozen='()'``
+trains it too. ``--config.mesh.fsdp=-1`` spreads weights and optimizer over all devices.
 """
 
 from jaxvlm.config import default_config

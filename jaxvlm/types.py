@@ -58,6 +58,12 @@ class Batch(NamedTuple):
     """i32[B, I, 3]: (t, h, w) patch grid of each packed picture; zeros where unused."""
     image_start: Any = None
     """i32[B, I]: index in the row of a picture's first token; -1 where there is no picture."""
+    image_source: Any = None
+    """i32[B, T, K]: the features that a token is the sum of, counted through the tiles of its row
+    (place * P + feature); -1 is none (text), NEWLINE the learned end of a row of patches. ``None``:
+    a tile's features follow each other from its ``image_start``."""
+    image_weight: Any = None
+    """f32[B, T, K]: the share of each; ``None`` where K is 1 and each is whole."""
     image_key: Any = None
     """u32[B, I, 4]: hash of picture bytes and preprocessing; the visual-token cache's key."""
     image_slot: Any = None
@@ -85,6 +91,26 @@ class ChatStyle(NamedTuple):
     """Chat template for folders that have none."""
 
 
+TileGrid = Callable[[int, int], tuple[int, int]]
+"""(width, height) of a picture -> (rows, columns) of tiles that its image processor cuts from it
+beside the whole view; (0, 0) where it cuts none. Where patches are packed: of visual tokens."""
+NEWLINE = -2
+"""In :class:`Sources` and ``Batch.image_source``: the connector's learned token."""
+
+
+class Sources(NamedTuple):
+    """Which features the tokens of a span hold, where these don't just follow each other."""
+
+    feature: np.ndarray
+    """i32[n, K]: features counted through the picture's tiles; -1 is none (text)."""
+    weight: np.ndarray | None
+    """f32[n, K]: the share of each in a token; ``None``: K is 1 and it is the whole."""
+    tiles: int
+    """Of the picture, those too of which no feature is taken."""
+    per_tile: int
+    """P: features of a tile."""
+
+
 class Span(NamedTuple):
     """What a picture is in a row: the tokens that the chat template's one picture token becomes.
 
@@ -95,15 +121,22 @@ class Span(NamedTuple):
     ids: np.ndarray
     """i32[n]."""
     tile: np.ndarray
-    """i32[n]: from 1, the tile whose feature this token holds; 0 is none, it is text."""
+    """i32[n]: from 1, the tile whose feature this token holds; 0 is none, it is text. With
+    ``sources``, 1 wherever there is no text."""
     positions: np.ndarray
     """i32[R, n]: rotary positions, counted from where the picture stands."""
     advance: int
     """How far positions have gone on behind the picture."""
+    sources: Sources | None = None
+    """``None``: a tile's features follow each other."""
+    lead: str = ""
+    """Text that the model sees before what stands for a picture in the conversation."""
 
     @property
     def starts(self) -> np.ndarray:
-        """i32[tiles]: index of each tile's first feature."""
+        """i32[tiles]: index of each tile's first feature; with ``sources``, of the picture's."""
+        if self.sources is not None:
+            return np.full(self.sources.tiles, np.argmax(self.tile > 0), np.int32)
         where = np.flatnonzero(self.tile)
         _, first = np.unique(self.tile[where], return_index=True)
         return where[first].astype(np.int32)
@@ -112,7 +145,7 @@ class Span(NamedTuple):
     def of(
         cls, image_id: int, count: int, before: Sequence[int] = (), after: Sequence[int] = ()
     ) -> Span:
-        """One tile of ``count`` features with fixed tokens around it, one position a token.
+        """One tile of ``count`` features with fixed tokens around it.
 
         Args:
             image_id: what stands where a feature goes.
@@ -120,10 +153,24 @@ class Span(NamedTuple):
             before: ids before them.
             after: ids behind them.
         """
-        ids = np.asarray([*before, *[image_id] * count, *after], np.int32)
-        tile = np.zeros(len(ids), np.int32)
-        tile[len(before) : len(before) + count] = 1
-        return cls(ids, tile, np.arange(len(ids), dtype=np.int32)[None], len(ids))
+        return cls.of_tiles([*before, image_id, *after], image_id, count)
+
+    @classmethod
+    def of_tiles(cls, ids: Sequence[int], image_id: int, count: int) -> Span:
+        """Tiles of ``count`` features each with text among them, one position a token.
+
+        Args:
+            ids: of the text; each ``image_id`` in it is a tile.
+            image_id: what stands where a feature goes.
+            count: features of a tile.
+        """
+        short = np.asarray(ids, np.int32)
+        here = short == image_id
+        repeats = np.where(here, count, 1)
+        tile = np.where(here, np.cumsum(here), 0).astype(np.int32)
+        length = int(repeats.sum())
+        positions = np.arange(length, dtype=np.int32)[None]
+        return cls(np.repeat(short, repeats), np.repeat(tile, repeats), positions, length)
 
 
 class Out(NamedTuple):

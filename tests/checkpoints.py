@@ -49,6 +49,37 @@ def write_llava(
     return folder
 
 
+PINS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
+
+
+def write_llava_next(folder: pathlib.Path, data: pathlib.Path) -> pathlib.Path:
+    """A LLaVA-NeXT in float32 whose tokenizer knows the words of ``data``."""
+    import torch
+    import transformers
+
+    built = tokenizer.build(chat.texts(formats.read(str(data))[0]), "word", 96)
+    dims = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            **dims, num_attention_heads=2, image_size=SIZE, patch_size=PATCH, initializer_range=0.2
+        ),
+        text_config=transformers.MistralConfig(
+            **dims, vocab_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+        ),
+        image_token_index=built.image_id,
+        image_grid_pinpoints=PINS,
+    )
+    torch.manual_seed(1)
+    transformers.LlavaNextForConditionalGeneration(config).save_pretrained(folder)
+    built.save(folder)
+    processor = CLIP_PROCESSOR | {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "image_grid_pinpoints": PINS,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 CLIP_PROCESSOR = {
     "crop_size": {"height": SIZE, "width": SIZE},
     "do_center_crop": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -20,7 +21,7 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.patches import Patching
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
-from jaxvlm.models.families import Family, family
+from jaxvlm.models.families import Family, anyres, family, parts
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Params, Span
 
@@ -115,23 +116,24 @@ def pictures(
                 f"config.data.picture_pixels={data.picture_pixels}: this model's pictures have one "
                 "size, config.model.vision.image_size; leave it out"
             )
-        span = Span.of(tokenizer.image_id, num_visual_tokens(config.model))
+        count = num_visual_tokens(config.model)
+        span = Span.of(tokenizer.image_id, count)
+        if config.model.connector.newline:
+            span = anyres.whole(tokenizer.image_id, math.isqrt(count))
         return images.PictureFormat(prepare, size, lambda _width, _height: span)
-    find: Any = source.family.span  # of packed pictures, it takes the processor's bounds too
-    if patching is None:
-        if data.resize == "auto":
-            prepare = _prepared(source, config).prepare
-        return images.PictureFormat(
-            prepare, size, find(config.model, source.hf_config, tokenizer.encode)
-        )
-    if data.resize != "auto":
+    if patching is not None and data.resize != "auto":
         raise ConfigError(
             f"config.data.resize={data.resize} makes squares, but this model takes pictures of any "
             "size; leave it out (config.data.picture_pixels bounds them)"
         )
-    wanted = _prepared(source, config)
-    of_size = find(config.model, source.hf_config, tokenizer.encode, wanted.bounds)
-    return images.PictureFormat(wanted.prepare, 0, of_size, fixed=False, patching=patching)
+    grid = None
+    if data.resize == "auto":
+        wanted = _prepared(source, config)
+        prepare, grid = wanted.prepare, wanted.grid
+    cut = grid or parts.whole
+    find = source.family.span(config.model, source.hf_config, tokenizer.encode, cut)
+    side = size if patching is None else 0
+    return images.PictureFormat(prepare, side, find, fixed=grid is None, patching=patching)
 
 
 def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:

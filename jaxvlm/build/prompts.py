@@ -19,7 +19,7 @@ from jaxvlm.data.formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Span
 
 Picture = str | os.PathLike[str] | Image.Image | np.ndarray
 """A file, a PIL picture, or u8[H, W, 3]."""
@@ -49,9 +49,11 @@ def batch(
         DataError: a picture can't be read.
     """
     loaded = [[_load(p, pictures, max_pixels) for p in given] for given, _ in queries]
+    of_rows = [[span for _, span in found] for found in loaded]
+    taps = spans.most_taps(span for found in of_rows for span in found)
     rows = [
-        spans.expand(_ids(len(given), prompt, tokenizer), tokenizer.image_id, [s for _, s in found])
-        for (given, prompt), found in zip(queries, loaded, strict=True)
+        spans.expand(_ids(found, prompt, tokenizer), tokenizer.image_id, found, taps)
+        for (_, prompt), found in zip(queries, of_rows, strict=True)
     ]
     tiles = [[tile for pixels, _ in found for tile in pixels] for found in loaded]
     parts = batch_shards(model.mesh)
@@ -62,12 +64,15 @@ def batch(
     segment, group = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
     positions = np.zeros((B, R, T), np.int32)
     start = np.full((B, most), -1, np.int32)
+    source = np.full((B, T, taps), -1, np.int32)
+    weight = np.zeros((B, T, taps), np.float32)
     for i, row in enumerate(rows):
         first = T - len(row.ids)
         tokens[i, first:], segment[i, first:] = row.ids, 1
         positions[i, :, first:], group[i, first:] = row.positions, row.tile
-        for j in range(len(tiles[i])):
-            start[i, j] = first + int(np.argmax(row.tile == j + 1))
+        start[i, : len(row.starts)] = [first + at for at in row.starts]
+        if row.source is not None:
+            source[i, first:], weight[i, first:] = row.source, row.weight
     mask = model.config.decoder.visual_mask
     group = segment if mask == "prompt" else group
     both_ways = mask == "prompt" or (mask == "prefix" and most > 0)
@@ -79,6 +84,8 @@ def batch(
         segment,
         bidirectional=group if both_ways else None,
         image_start=start if most else None,
+        image_source=source if taps else None,
+        image_weight=weight if taps > 1 else None,
         example_id=np.arange(B, dtype=np.int32),
         **drawn,
     )
@@ -107,8 +114,8 @@ def _pictures(
     return lay_pictures(flat, Places(row, slot), shape, pictures.size, patching, most)
 
 
-def _ids(count: int, prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
-    marks = prompt.count(PLACEHOLDER)
+def _ids(pictures: list[Span], prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
+    marks, count = prompt.count(PLACEHOLDER), len(pictures)
     if not marks and count:
         prompt = PLACEHOLDER * count + prompt
     elif marks != count:
@@ -119,12 +126,12 @@ def _ids(count: int, prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
     forged = [t for t in tokenizer.special_tokens if t != PLACEHOLDER and t in prompt]
     if forged:
         raise ConfigError(f"the prompt holds the special token {sorted(forged)[0]}; leave it out")
-    return chat.prompt_ids([Turn("user", prompt)], tokenizer)
+    return chat.prompt_ids([Turn("user", prompt)], tokenizer, [span.lead for span in pictures])
 
 
 def _load(
     picture: Picture, pictures: images.PictureFormat, max_pixels: int
-) -> tuple[np.ndarray, spans.Span]:
+) -> tuple[np.ndarray, Span]:
     """u8[tiles, H, W, 3] and the picture's span."""
     named = isinstance(picture, (str, os.PathLike))
     try:

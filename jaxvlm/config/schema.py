@@ -63,7 +63,7 @@ class ConnectorConfig:
     norm_merged: bool = False  # the norm lies behind the merge, not before
     norm_eps: float = 1e-6
     bias: bool = True
-    newline: bool = False  # a learned token ends each picture
+    newline: bool = False  # a learned token ends each row of a tiled picture's patches
     levels: int = 0  # DeepStack: how many of the ViT's feature_layers have a connector of their own
     activation: str = "gelu"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from jaxvlm.data.chat import Corpus
 from jaxvlm.data.packing import Pieces
 from jaxvlm.data.patches import Patching
+from jaxvlm.data.spans import sources
 from jaxvlm.types import Batch, Span
 
 
@@ -27,6 +28,8 @@ class Layout(NamedTuple):
     all before the first answer."""
     position_rows: int = 1
     """R: rotary positions a token."""
+    taps: int = 0
+    """K: features that a token may be the sum of; 0: a tile's follow each other."""
 
 
 class Meta(NamedTuple):
@@ -123,6 +126,12 @@ def assemble(
         out[row, column] = values
         return out
 
+    source = np.full((layout.taps, len(wide)), -1, np.int64)
+    weight = np.zeros((layout.taps, len(wide)), np.float32)
+    if layout.taps:
+        index, share = sources(spans, place, layout.taps)
+        source[:, inside], weight[:, inside] = index.T, share.T
+
     image_start = np.full((len(rows), layout.max_images), -1, np.int32)
     first = np.repeat(begin[is_image], [len(s.starts) for s in spans])
     first = first + _join([span.starts for span in spans])
@@ -135,6 +144,8 @@ def assemble(
         parent=field(segments.parent[segment]) if layout.has_parents else None,
         bidirectional=None if layout.mask == "causal" else field(group),
         image_start=image_start if layout.max_images else None,
+        image_source=_stack(source, lambda x: field(x, fill=-1)),
+        image_weight=_stack(weight, lambda x: field(x, np.float32)) if layout.taps > 1 else None,
     )
     return batch, _meta(corpus, pieces, segments, len(rows)), places
 
@@ -150,7 +161,7 @@ def lay_pictures(
     """The fields of a batch that hold pictures.
 
     Args:
-        pixels: u8[H, W, 3] of each picture.
+        pixels: u8[H, W, 3] of each picture, or of each of its tiles.
         places: where it goes; within a row, in the order of places.
         shape: (B, I).
         size: pixels a side, where all pictures have one size.
@@ -174,6 +185,11 @@ def lay_pictures(
         patches[row, first : first + len(cut)] = cut
         grid[row, slot] = patching.grid(picture)
     return {"patches": patches, "grid": grid}
+
+
+def _stack(taps: np.ndarray, field: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:
+    """[K, n] -> [B, T, K], or None where K is 0."""
+    return np.stack([field(values) for values in taps], axis=2) if len(taps) else None
 
 
 def _segments(pieces: Pieces, rows: Sequence[np.ndarray]) -> _Segments:

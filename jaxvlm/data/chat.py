@@ -18,6 +18,8 @@ from jaxvlm.data.template import TemplateError
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.types import Span
 
+_Said = tuple[tuple[Turn, ...], tuple[str, ...]]
+"""Turns, and what leads in each of their pictures."""
 _CHUNK = 4096  # conversations tokenized at once: bounds the memory of their offsets
 
 
@@ -54,17 +56,20 @@ def texts(records: Sequence[Record]) -> Iterator[str]:
             yield turn.content.replace(PLACEHOLDER, " ")
 
 
-def prompt_ids(turns: Sequence[Turn], tokenizer: ChatTokenizer) -> Int32[np.ndarray, " T"]:
+def prompt_ids(
+    turns: Sequence[Turn], tokenizer: ChatTokenizer, leads: Sequence[str] = ()
+) -> Int32[np.ndarray, " T"]:
     """Ids of a conversation that the assistant is to go on with, a picture being one token.
 
     Args:
         turns: what was said so far; ``<image>`` stands for a picture.
         tokenizer: gives the template and the ids.
+        leads: text that the model sees before each picture; () is none.
 
     Raises:
         TemplateError: the chat template refuses these turns.
     """
-    text = tokenizer.render(turns, add_generation_prompt=True)
+    text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
     return np.asarray(tokenizer.encode(text), np.int32)
 
 
@@ -81,29 +86,35 @@ def encode(
     Returns:
         The records that have ids, in order, and the problems of the others.
     """
+    measured, unfit = _measured(records, _by_file(spans, tokenizer.image_id))
     # One rendering and one encoding for each thing said: a cache, so nothing depends on it.
-    number: dict[tuple[Turn, ...], int] = {}
-    conversation = [number.setdefault(record.turns, len(number)) for record in records]
+    number: dict[_Said, int] = {}
+    said = [
+        (r.turns, tuple(measured[path].lead for path in r.images if path in measured))
+        for r in records
+    ]
+    conversation = [number.setdefault(one, len(number)) for one in said]
     ids, loss, reasons = _encode_turns(list(number), tokenizer)
     start = np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)])
     images = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
 
-    of_file: dict[str, Span] = {}
-    measure = _by_file(spans, tokenizer.image_id)
+    picture: dict[str, int] = {}
     kept: list[int] = []
     problems: list[Problem] = []
     for i, (record, c) in enumerate(zip(records, conversation)):
-        if reasons[c][0]:
+        if failed := next((path for path in record.images if path in unfit), None):
+            problems.append(Problem(record.id, unfit[failed], failed))
+        elif reasons[c][0]:
             problems.append(Problem(record.id, *reasons[c]))
         elif images[c] != len(record.images):
             detail = f"{images[c]} picture tokens, {len(record.images)} pictures"
             problems.append(Problem(record.id, "the chat template drops or adds pictures", detail))
-        elif unfit := _measured(record.images, measure, of_file):
-            problems.append(Problem(record.id, *unfit))
         else:
             kept.append(i)
-    picture = {path: number for number, path in enumerate(of_file)}
-    per_picture = [len(span.ids) for span in of_file.values()]
+            for path in record.images:
+                picture.setdefault(path, len(picture))
+    of_picture = tuple(measured[path] for path in picture)
+    per_picture = [len(span.ids) for span in of_picture]
     pictures = tuple(tuple(picture[p] for p in records[i].images) for i in kept)
     extra = [sum(per_picture[p] - 1 for p in group) for group in pictures]
     which = np.asarray([conversation[i] for i in kept], np.int64)
@@ -114,23 +125,25 @@ def encode(
         last=start[which + 1],
         length=(start[which + 1] - start[which] + np.asarray(extra, np.int64)).astype(np.int32),
         pictures=pictures,
-        paths=tuple(of_file),
-        spans=tuple(of_file.values()),
+        paths=tuple(picture),
+        spans=of_picture,
         source=np.asarray(kept, np.int32),
     )
     return corpus, problems
 
 
 def _measured(
-    paths: Sequence[str], measure: Callable[[str], Span], known: dict[str, Span]
-) -> tuple[str, str] | None:
-    """Add the files' spans to ``known``; (reason, file) of the first that has none."""
-    for path in paths:
+    records: Sequence[Record], measure: Callable[[str], Span]
+) -> tuple[dict[str, Span], dict[str, str]]:
+    """The span of each picture's file, or why it has none."""
+    measured: dict[str, Span] = {}
+    unfit: dict[str, str] = {}
+    for path in dict.fromkeys(path for record in records for path in record.images):
         try:
-            known[path] = known.get(path) or measure(path)
+            measured[path] = measure(path)
         except ImageError as error:
-            return str(error), path
-    return None
+            unfit[path] = str(error)
+    return measured, unfit
 
 
 def _by_file(spans: Spans, image_id: int) -> Callable[[str], Span]:
@@ -149,7 +162,7 @@ def _by_file(spans: Spans, image_id: int) -> Callable[[str], Span]:
 
 
 def _encode_turns(
-    conversations: list[tuple[Turn, ...]], tokenizer: ChatTokenizer
+    conversations: list[_Said], tokenizer: ChatTokenizer
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[tuple[str, str]]]:
     """Ids, loss mask and (reason, detail) of each; an empty reason is none."""
     ids: list[np.ndarray] = []
@@ -158,8 +171,9 @@ def _encode_turns(
     forbidden = _special_pattern(tokenizer)
     for begin in range(0, len(conversations), _CHUNK):
         rendered, spans = [], []
-        for turns in conversations[begin : begin + _CHUNK]:
-            text, where, reason = _render(turns, tokenizer, forbidden)
+        for turns, leads in conversations[begin : begin + _CHUNK]:
+            render = functools.partial(tokenizer.render, leads=leads)
+            text, where, reason = _render(turns, tokenizer, forbidden, render)
             rendered.append(text)
             spans.append(where)
             reasons.append(reason)
@@ -177,19 +191,22 @@ def _special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
 
 
 def _render(
-    turns: tuple[Turn, ...], tokenizer: ChatTokenizer, forbidden: re.Pattern[str]
+    turns: tuple[Turn, ...],
+    tokenizer: ChatTokenizer,
+    forbidden: re.Pattern[str],
+    render: Callable[..., str],
 ) -> tuple[str, list[tuple[int, int]], tuple[str, str]]:
     """The text, the assistant's spans in it, and why it can't be used ("" if it can)."""
     for turn in turns:
         if found := forbidden.search(turn.content):
             return "", [], ("the text holds a special token", found.group())
     try:
-        text = tokenizer.render(turns)
+        text = render(turns)
         spans = []
         for i, turn in enumerate(turns):
             if turn.role == "assistant":
-                head = tokenizer.render(turns[:i], add_generation_prompt=True)
-                end = _turn_end(turns, i, text, tokenizer)
+                head = render(turns[:i], add_generation_prompt=True)
+                end = _turn_end(turns, i, text, tokenizer, render)
                 if not text.startswith(head) or end < len(head):
                     return "", [], ("the chat template rewrites earlier turns", f"turn {i}")
                 spans.append((len(head), end))
@@ -198,20 +215,26 @@ def _render(
     return text, spans, ("", "")
 
 
-def _turn_end(turns: tuple[Turn, ...], i: int, text: str, tokenizer: ChatTokenizer) -> int:
+def _turn_end(
+    turns: tuple[Turn, ...],
+    i: int,
+    text: str,
+    tokenizer: ChatTokenizer,
+    render: Callable[..., str],
+) -> int:
     """Where answer ``i`` ends in ``text``: after its end-of-turn token; -1 if that is not clear.
 
     A line break after that token is left out: generation has stopped by then, so predicting it
     would train what is never said.
     """
-    whole = tokenizer.render(turns[: i + 1]) if i + 1 < len(turns) else text
+    whole = render(turns[: i + 1]) if i + 1 < len(turns) else text
     if text.startswith(whole):
         trimmed = whole.rstrip()
         return len(trimmed) if trimmed.endswith(tuple(tokenizer.special_tokens)) else len(whole)
     # Qwen3 writes a thought into the last answer alone, so that the conversation up to here
     # reads otherwise. A mark behind the answer then shows where it ends.
     marked = turns[i]._replace(content=turns[i].content + "\u2063")
-    other = tokenizer.render((*turns[:i], marked, *turns[i + 1 :]))
+    other = render((*turns[:i], marked, *turns[i + 1 :]))
     end = next((at for at, (a, b) in enumerate(zip(text, other)) if a != b), len(text))
     for stop in tokenizer.stop_ids:
         token = tokenizer.backend.id_to_token(stop)

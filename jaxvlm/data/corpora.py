@@ -55,7 +55,8 @@ def digest(corpus: Corpus) -> str:
     used = sorted({p for pictures in corpus.pictures for p in pictures})
     known: dict[int, bytes] = {}  # pictures of one size share a span
     for span in (corpus.spans[i] for i in used):
-        parts = (span.ids, span.tile, span.positions, np.int64(span.advance))
+        parts = [span.ids, span.tile, span.positions, np.int64(span.advance)]
+        parts += [] if span.sources is None else [span.sources.feature]
         out.update(known.setdefault(id(span), b"".join(part.tobytes() for part in parts)))
     names = [(os.path.basename(p), os.path.getsize(p)) for p in (corpus.paths[i] for i in used)]
     out.update(repr((corpus.pictures, names)).encode())

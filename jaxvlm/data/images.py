@@ -21,7 +21,7 @@ from jaxvlm.data.errors import ImageError
 from jaxvlm.data.patches import Patching
 from jaxvlm.types import Span
 
-Pixels = UInt8[np.ndarray, "H W 3"]
+Pixels = UInt8[np.ndarray, "*tiles H W 3"]
 RESIZE = ("auto", "squash", "pad", "crop")
 PAD = 128  # grey: 0 once the model has mapped 0..255 to -1..1
 
@@ -61,7 +61,8 @@ class Preparation(NamedTuple):
     """How a picture becomes pixels."""
 
     convert: Callable[[Image.Image], Pixels]
-    """An upright picture of any mode -> u8[H, W, 3], of one size or its own."""
+    """An upright picture of any mode -> u8[H, W, 3], of one size or its own; or its tiles of one
+    size, u8[tiles, H, W, 3]."""
     fingerprint: str
     """Preparations with the same one give the same pixels."""
     draft: int = 0
@@ -114,7 +115,7 @@ def squares(size: int, resize: str = "auto") -> Preparation:
     """
 
     def convert(image: Image.Image) -> Pixels:
-        return np.asarray(_fit(_rgb(image), size, resize))
+        return np.asarray(_fit(rgb(image), size, resize))
 
     kind = "squash" if resize == "auto" else resize
     return Preparation(convert, f"{size}|{kind}|rgb-1", 2 * size)
@@ -290,7 +291,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def rgb(image: Image.Image) -> Image.Image:
     """Any mode as RGB; transparency over white."""
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         # Pillow's own conversion clips at 255 instead of scaling.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import chat, corpora, formats, images, packing
+from jaxvlm.data import chat, corpora, formats, images, packing, spans
 from jaxvlm.data.batch import Layout, Meta, assemble, lay_pictures
 from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
 from jaxvlm.data.formats import Record
@@ -78,8 +78,15 @@ class Dataset:
         enforce(self.problems, self.total, "skip", config.max_skip_share, name)
         if not len(pieces.num_tokens):
             raise DataError(f"{name}: no record is left; `jaxvlm data check` says why")
+        different = {id(span): span for span in corpus.spans}.values()
+        if (config.flip or config.shift) and any(len(s.starts) > 1 for s in different):
+            raise DataError(
+                f"{name}: data.flip and data.shift would move each tile of a picture by itself; "
+                "set --config.data.flip=False --config.data.shift=0"
+            )
         self.corpus, self.pieces = corpus, pieces
         self._most_patches = self._patches_of_a_row()
+        self._taps = spans.most_taps(different)
         self._skipped: dict[int, Problem] = {}  # record -> why, at run time
         self._lock = threading.Lock()
         self._order: Order | None = None
@@ -263,6 +270,7 @@ class Dataset:
             max_images=most if self.corpus.paths else 0,
             has_parents=bool((pieces.record < 0).any()),
             mask=self._mask(),
+            taps=self._taps,
             position_rows=max((len(s.positions) for s in self.corpus.spans[:1]), default=1),
         )
 

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from jaxvlm.data import tiling
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.images import Pixels, Preparation
+from jaxvlm.data.images import Pixels, Preparation, rgb
 from jaxvlm.data.patches import Patching
+from jaxvlm.types import TileGrid
 
 FILE = "preprocessor_config.json"
+# Pictures are RGB before theirs sees them, as it makes them where its file asks for it; but 16 bits
+# are scaled, where Pillow clips.
 _RAW = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
 
 
@@ -31,7 +35,9 @@ class Processor(NamedTuple):
 
     prepare: Preparation
     size: int
-    """Pixels a side; 0 where pictures keep their shape."""
+    """Pixels a side of a tile; 0 where pictures keep their shape."""
+    grid: TileGrid | None
+    """How a picture of a size is cut; ``None`` where none is."""
     mean: tuple[float, float, float]
     """Of pixels in 0..1, red green blue."""
     std: tuple[float, float, float]
@@ -75,29 +81,32 @@ def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Pr
 
     name, kind = type(made).__name__, made.model_input_names
     text, patching, used = json.dumps(settings, sort_keys=True), None, (0, 0)
+    grid = tiling.grid(made)
     if "image_grid_thw" in kind:
         frames = made.temporal_patch_size
         patching = Patching(made.patch_size, made.merge_size, frames, "cthw")
         used = _bounds(made, bounds, path)
+        grid = tiling.blocks(patching.side, used)
         convert = _of_blocks(made, patching._replace(frames=1), used)
     elif "spatial_shapes" in kind:
         patching = Patching(made.patch_size, 1, 1, "hwc")
         convert = _of_rows(made, patching)
     else:
-        convert = _of_one_size(made)
+        convert = _of_tiles(made, grid)
     if any(bounds) and not any(used):
         raise DataError(f"{path}: {name} takes no data.picture_pixels={bounds}; leave it out")
     if patching and not made.do_resize:
         raise DataError(f"{path}: do_resize=False is not supported")
 
     probe = convert(Image.fromarray(np.arange(3600, dtype=np.uint16).view("u1").reshape(40, 60, 3)))
-    fits = probe.ndim == 3 and (probe.shape[0] == probe.shape[1] or patching)
+    fits = patching or probe.shape[-2] == probe.shape[-3]
     if probe.dtype != np.uint8 or not fits:
         raise DataError(f"{path}: {name} gives {probe.dtype}{list(probe.shape)}")
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return Processor(
         Preparation(convert, f"{name}|{digest}" + (f"|{used}" if any(bounds) else "")),
-        0 if patching else probe.shape[0],
+        0 if patching else probe.shape[-2],
+        grid,
         _rgb(made.image_mean),
         _rgb(made.image_std),
         patching,
@@ -105,12 +114,17 @@ def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Pr
     )
 
 
-def _of_one_size(made: Any) -> Callable[[Image.Image], Pixels]:
-    """Processors that give [3, H, W], the same for all."""
+def _of_tiles(made: Any, grid: TileGrid | None) -> Callable[[Image.Image], Pixels]:
+    """Processors that give [tiles, 3, H, W], all of one size."""
+    asked = tiling.asked(made)
 
     def convert(image: Image.Image) -> Pixels:
-        pixels = np.asarray(made(image, **_RAW)["pixel_values"][0])
-        return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
+        pixels = np.asarray(made(rgb(image), **_RAW, **asked)["pixel_values"])
+        pixels = pixels.reshape(-1, *pixels.shape[-3:])  # some say whose tiles they are, some don't
+        rows, columns = grid(*image.size) if grid else (0, 0)
+        if len(pixels) != rows * columns + 1:
+            raise ValueError(f"{len(pixels)} tiles where {rows} x {columns} and one are due")
+        return np.ascontiguousarray(np.moveaxis(pixels, 1, -1))
 
     return convert
 
@@ -123,7 +137,7 @@ def _of_blocks(
 
     def convert(image: Image.Image) -> Pixels:
         given = {"size": size, "temporal_patch_size": patching.frames}
-        found = made(image, **_RAW, **given)
+        found = made(rgb(image), **_RAW, **given)
         _, rows, columns = found["image_grid_thw"][0].tolist()
         return _whole(patching.join(found["pixel_values"], rows, columns))
 
@@ -134,7 +148,7 @@ def _of_rows(made: Any, patching: Patching) -> Callable[[Image.Image], Pixels]:
     """Processors that give [1, P, patch_dim], padded, and a shape, as SigLIP 2's."""
 
     def convert(image: Image.Image) -> Pixels:
-        found = made(image, **_RAW, do_convert_rgb=True)  # the model takes no other
+        found = made(rgb(image), **_RAW)
         rows, columns = np.asarray(found["spatial_shapes"])[0].tolist()
         patches = found["pixel_values"][0][: rows * columns]
         return _whole(patching.join(patches, rows, columns))

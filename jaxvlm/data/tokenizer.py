@@ -98,18 +98,24 @@ class ChatTokenizer:
         self._lists = self._takes_lists()
         self.stop_ids: tuple[int, ...] = self._stop_ids()
 
-    def render(self, turns: Sequence[Turn], add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        turns: Sequence[Turn],
+        add_generation_prompt: bool = False,
+        leads: Sequence[str] = (),
+    ) -> str:
         """The turns as one string, each picture as one picture token.
 
         Args:
             turns: what was said; ``<image>`` stands for a picture.
             add_generation_prompt: end with the header of the assistant's next turn.
+            leads: text to set before each picture; () is none.
 
         Raises:
             TemplateError: the template refuses these turns.
         """
         messages = [{"role": t.role, "content": self._content(t.content)} for t in turns]
-        return self._render(messages, add_generation_prompt)
+        return self._render(messages, add_generation_prompt, leads)
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; nothing is added."""
@@ -147,9 +153,18 @@ class ChatTokenizer:
         )
         (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        leads: Sequence[str] = (),
+    ) -> str:
         text = chat_template.render(self.template, messages, add_generation_prompt, **self.special)
-        return text.replace(self.style.written, self.style.seen) if self.style.written else text
+        if not self.style.written:
+            return text
+        pieces = text.split(self.style.written)
+        seen = [lead + self.style.seen for lead in (*leads, *[""] * len(pieces))]
+        return pieces[0] + "".join(a + b for a, b in zip(seen, pieces[1:]))
 
     def _content(self, text: str) -> Any:
         if PLACEHOLDER not in text:

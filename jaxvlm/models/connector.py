@@ -67,7 +67,7 @@ class Connector(nnx.Module):
             blocks: the patches to merge follow each other (packed), instead of plain rows.
 
         Returns:
-            [B, P / merge^2, D], and one token more with ``newline``.
+            [B, P / merge^2, D].
         """
         config = self.config
         x = x[..., : self.vision_width] if self.levels is not None else x
@@ -81,11 +81,7 @@ class Connector(nnx.Module):
             x = x if self.b_in is None else x + self.b_in[...].astype(x.dtype)
             x = ACTIVATIONS[config.activation](shard(self.axes, x, "batch", "seq", "mlp"))
         x = contract(x, self.w_out[...])
-        x = x if self.b_out is None else x + self.b_out[...].astype(x.dtype)
-        if self.newline is not None:
-            end = jnp.broadcast_to(self.newline[...].astype(x.dtype), (x.shape[0], 1, x.shape[2]))
-            x = jnp.concatenate([x, end], axis=1)
-        return x
+        return x if self.b_out is None else x + self.b_out[...].astype(x.dtype)
 
     def deep(self, x: jax.Array, blocks: bool = False) -> jax.Array:
         """What DeepStack adds to the visual tokens in the decoder's first layers.

@@ -13,14 +13,14 @@ from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
 from jaxvlm.models.vit import ViT, per_value
-from jaxvlm.nn.embed import image_places, place_tokens
+from jaxvlm.nn.embed import image_places, mix_tokens, place_tokens, token_places
 from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
 from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.param import Init
 from jaxvlm.parallel.rules import Axes, shard
-from jaxvlm.types import Batch, Out
+from jaxvlm.types import NEWLINE, Batch, Out
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -55,7 +55,7 @@ def check(config: ModelConfig) -> None:
 
 
 def num_visual_tokens(config: ModelConfig) -> int:
-    """Tokens that every picture takes in the decoder's row.
+    """Features of a tile, P; a picture of one tile takes so many tokens in the decoder's row.
 
     Raises:
         ConfigError: pictures of any size have no such number; or what :func:`check` refuses.
@@ -67,7 +67,7 @@ def num_visual_tokens(config: ModelConfig) -> int:
             "config.model.vision.packed=True: how many tokens a picture takes depends on its size"
         )
     side = vision.image_size // vision.patch_size
-    return (side // connector.merge) ** 2 + vision.keep_class_token + connector.newline
+    return (side // connector.merge) ** 2 + vision.keep_class_token
 
 
 class Stream(NamedTuple):
@@ -139,12 +139,23 @@ class VLM(nnx.Module):
                 visual = self.connector(tokens, packed)
                 levels = self.connector.deep(tokens, packed) if self.connector.levels else None
             count = visual.shape[1]
-            if packed:
+            B, _, D = x.shape
+            visual, source = visual.reshape(B, -1, D), batch.image_source
+            if source is not None:
+                index = token_places(source[..., 0], visual.shape[1])
+            elif packed:
                 index = token_index(batch.grid, batch.image_start, count, self.config.vision.block)
             else:
                 index = image_places(batch.image_start, count, x.shape[1])
-            B, _, D = x.shape
-            x = place_tokens(x, visual.reshape(B, -1, D), index)
+            if batch.image_weight is not None:
+                x = mix_tokens(x, visual, source, batch.image_weight)
+            else:
+                x = place_tokens(x, visual, index)
+            if self.connector.newline is not None:
+                if source is None:
+                    raise ValueError("connector.newline=True takes batches with image_source")
+                end = self.connector.newline[...].astype(x.dtype)
+                x = jnp.where(source[..., :1] == NEWLINE, end, x)
             if levels is not None:
                 levels, nothing = levels.reshape(len(levels), B, -1, D), jnp.zeros_like(x)
                 deep = jnp.stack([place_tokens(nothing, level, index) for level in levels])

@@ -68,6 +68,48 @@ def image_places(start: jax.Array, num_tokens: int, length: int) -> jax.Array:
     return jnp.where(start[:, :, None] >= 0, index, beyond).reshape(len(start), -1)
 
 
+def token_places(source: jax.Array, count: int) -> jax.Array:
+    """The other way round: from the feature of each token to the place of each feature.
+
+    Args:
+        source: i32[B, T], each feature of the row at most once; below 0 is none.
+        count: Q, features of a row.
+
+    Returns:
+        i32[B, Q], for :func:`place_tokens`; features that no token holds lie past the row.
+    """
+    T = source.shape[1]
+    at, beyond = jnp.arange(T), T + jnp.arange(count)
+
+    def one_row(row: jax.Array) -> jax.Array:
+        where = jnp.where(row >= 0, row, count + at)
+        return beyond.at[where].set(at, mode="drop", unique_indices=True)
+
+    return jax.vmap(one_row)(source)
+
+
+def mix_tokens(x: jax.Array, visual: jax.Array, source: jax.Array, weight: jax.Array) -> jax.Array:
+    """Put weighted sums of visual tokens in the row, instead of what stands there.
+
+    Several tokens may hold a part of the same feature, so the gradient is a scatter-add.
+
+    Args:
+        x: [B, T, D].
+        visual: [B, Q, D].
+        source: i32[B, T, K]; a token whose first is below 0 stays.
+        weight: f32[B, T, K].
+
+    Returns:
+        [B, T, D].
+    """
+    visual = visual.astype(x.dtype)
+    mixed = jnp.zeros_like(x)
+    for k in range(source.shape[2]):
+        taken = jnp.take_along_axis(visual, jnp.maximum(source[..., k : k + 1], 0), axis=1)
+        mixed += weight[..., k : k + 1].astype(x.dtype) * taken
+    return jnp.where(source[..., :1] >= 0, mixed, x)
+
+
 def place_tokens(x: jax.Array, visual: jax.Array, index: jax.Array) -> jax.Array:
     """Put visual tokens at places in the row, instead of what stands there.
 

@@ -6,16 +6,17 @@ import dataclasses
 import json
 
 import numpy as np
+import odd_pictures
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import images, packing, processor
+from jaxvlm.data import images, packing, processor, resize
 from jaxvlm.data.check import check
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.patches import Patching
-from jaxvlm.models.families import qwen_vl, resize
+from jaxvlm.models.families import qwen_vl
 from tests.data.conftest import llava, record
 
 SIDE, BOUNDS = 8, (64, 1024)
@@ -37,7 +38,7 @@ def write_processor(folder, settings):
     return folder
 
 
-def odd_pictures(sizes=SIZES):
+def some_pictures(sizes=SIZES):
     rng = np.random.default_rng(0)
     for i, (width, height) in enumerate(sizes):
         rgb = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
@@ -50,7 +51,7 @@ def qwen(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [QWEN, NAFLEX], ids=["qwen", "naflex"])
-def test_patches_are_transformers(settings, tmp_path):
+def test_fifty_odd_pictures(settings, tmp_path):
     transformers = pytest.importorskip("transformers")
     found = processor.load(write_processor(tmp_path, settings))
     assert found.size == 0
@@ -60,24 +61,32 @@ def test_patches_are_transformers(settings, tmp_path):
     count = 3 * found.patching.frames * found.patching.size**2
     lay = np.tile if found.patching.layout == "hwc" else np.repeat
     mean, std = (lay(np.float32(x), count // 3) for x in (found.mean, found.std))
-    for picture in odd_pictures():
-        pixels = found.prepare.convert(picture)
+    grids = set()
+    for path in odd_pictures.write(tmp_path):
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)
+            upright.load()
+        if upright.mode.startswith("I"):  # Pillow clips 16 bits, we scale them
+            upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
+        # SigLIP 2's gives one or four channels of what is not RGB, which its model can't take.
+        want = theirs(upright, do_convert_rgb=True, return_tensors="np")
+        pixels = images.load(path, found.prepare)
         patches, (t, h, w) = found.patching.cut(pixels), found.patching.grid(pixels)
         assert (patches.dtype, t) == (np.uint8, 1)
         np.testing.assert_array_equal(
             found.patching.join(patches, h, w), pixels, "join is cut's inverse"
         )
-        # SigLIP 2's makes one channel of a grey picture, which its model can't take.
-        given = picture if settings is QWEN else picture.convert("RGB")
-        want = theirs(given, return_tensors="np")
         if "image_grid_thw" in want:
             assert want["image_grid_thw"].tolist() == [[t, h, w]]
+            assert found.grid(*upright.size) == (h // 2, w // 2), "known from the size alone"
             values = want["pixel_values"]
         else:
             assert want["spatial_shapes"].tolist() == [[h, w]]
             assert not want["pixel_values"][0, h * w :].any(), "padding"
             values = want["pixel_values"][0, : h * w]
-        np.testing.assert_allclose((patches / 255.0 - mean) / std, values, atol=2e-6)
+        np.testing.assert_allclose((patches / 255.0 - mean) / std, values, atol=2e-6, err_msg=path)
+        grids.add((h, w))
+    assert len(grids) > 10
 
 
 def test_bounds_of_the_recipe(qwen, tmp_path):
@@ -85,7 +94,7 @@ def test_bounds_of_the_recipe(qwen, tmp_path):
     assert (qwen.bounds, tight.bounds) == (BOUNDS, (256, 512))
     assert processor.load(tmp_path, (0, 512)).bounds == (64, 512)
     assert tight.prepare.fingerprint != qwen.prepare.fingerprint
-    for picture in odd_pictures():
+    for picture in some_pictures():
         height, width = tight.prepare.convert(picture).shape[:2]
         assert (width, height) == resize.fit(*picture.size, SIDE, 256, 512)
         assert height * width <= 512 or SIDE in (height, width)

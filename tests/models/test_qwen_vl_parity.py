@@ -15,10 +15,10 @@ import pytest
 
 from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.data import spans
+from jaxvlm.data import resize, spans, tiling
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.families import qwen_vl, resize
+from jaxvlm.models.families import qwen_vl
 from jaxvlm.models.families.fields import METADATA
 from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.mesh import make_mesh
@@ -163,7 +163,7 @@ def make_batch(ours, hf, rows, side="right", seed=0, length=LENGTH):
     rng = np.random.default_rng(seed)
     vision, B, most = ours.config.vision, len(rows), 2
     factor = vision.patch_size * vision.block
-    find = qwen_vl.span(ours.config, hf, lambda text: [], PIXELS)
+    find = qwen_vl.span(ours.config, hf, lambda text: [], tiling.blocks(factor, PIXELS))
     patch_dim = 3 * vision.frames * vision.patch_size**2
     tokens, segment = np.zeros((B, length), np.int32), np.zeros((B, length), np.int32)
     weight, positions = np.zeros((B, length), np.float32), np.zeros((B, 3, length), np.int32)
@@ -418,7 +418,11 @@ def test_a_picture_is_given_transformers_size():
     sizes = [(1, 1), (1, 200), (5, 900), (28, 28), (14, 42), (4000, 3000)]
     sizes += np.exp(rng.uniform(0, 8, (500, 2))).astype(int).tolist()
     for width, height in sizes:
-        for factor, bounds in ((28, qwen_vl.PIXELS), (32, (65536, 16777216)), (8, (64, 4096))):
+        for factor, bounds in (
+            (28, (56 * 56, 28 * 28 * 1280)),
+            (32, (65536, 16777216)),
+            (8, (64, 4096)),
+        ):
             try:
                 high, wide = smart_resize(height, width, factor, *bounds)
             except ValueError:

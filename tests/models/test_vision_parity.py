@@ -140,27 +140,6 @@ def clip_config():
     )
 
 
-def onevision():
-    """Several pictures a sample: no tiles, one newline each."""
-    config = transformers.LlavaOnevisionConfig(
-        vision_config=siglip_config(),
-        text_config=transformers.Qwen2Config(**TEXT),
-        vision_feature_layer=-1,
-    )
-    take = Features(-1, whole=True)
-    vision = siglip.vision_from_hf(hf(config.vision_config), take, "vision_config.")
-    connector = connectors.mlp("gelu", newline=True)
-    model = transformers.LlavaOnevisionModel(config)
-    case = towered(model, vision, connector, connectors.mlp_entries("", connector))
-
-    def run(model):
-        several = {"image_sizes": torch.tensor([[24, 24]] * 2), "batch_num_images": [2]}
-        out = model.get_image_features(nchw(case.x)[:, None], **several).pooler_output
-        return torch.cat(list(out))[None]
-
-    return case._replace(torch_run=run)
-
-
 def idefics3(config, model, **fields):
     base = {"hidden_size": 24, "intermediate_size": 36, "num_attention_heads": 3}
     base |= {"num_hidden_layers": 2, "image_size": 24, "patch_size": 4}
@@ -305,7 +284,6 @@ CASES = {
     "siglip, linear (PaliGemma)": paligemma,
     "siglip, mean pool (Gemma 3)": gemma3,
     "siglip, two layers (LLaVA)": lambda: llava(siglip_config(), siglip, [1, -1], "full", False),
-    "siglip, newline (LLaVA-OneVision)": onevision,
     "clip, two layers": lambda: llava(clip_config(), clip, [-2, 0], "default", True),
     "clip, class token kept": lambda: llava(clip_config(), clip, -2, "full", False),
     "Idefics3": lambda: idefics3(*IDEFICS3),

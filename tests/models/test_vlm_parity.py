@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 
 from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig
+from jaxvlm.data import spans
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.families import FAMILIES
@@ -21,6 +23,7 @@ from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
+select_best_resolution = transformers.image_processing_utils.select_best_resolution
 
 IMAGE, VOCAB, LENGTH, NEW = 95, 96, 28, 12
 SIGLIP = {
@@ -117,6 +120,28 @@ CASES = {
             "vision_feature_layer": [-1, 1],
         },
     ),
+    "llava-next": (
+        "LlavaNext",
+        {
+            "vision_config": SIGLIP | {"model_type": "clip_vision_model"},
+            "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+            "image_token_index": IMAGE,
+            "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]],
+        },
+    ),
+    # A bound so low that most pictures' features are resampled.
+    "llava-onevision": (
+        "LlavaOnevision",
+        {
+            "vision_config": SIGLIP,
+            "text_config": {k: v for k, v in TEXT.items() if k != "head_dim"}
+            | {"model_type": "qwen2"},
+            "image_token_index": IMAGE,
+            "video_token_index": 94,
+            "vision_aspect_ratio": "anyres_max_2",
+            "image_grid_pinpoints": [[16 * h, 16 * w] for h in (1, 2, 3) for w in (1, 2, 3)],
+        },
+    ),
 }
 
 
@@ -147,38 +172,60 @@ def oracle(name):
     return theirs, ours, params
 
 
-def make_batch(config, rows, side="right", seed=0):
-    """Rows are lists of text lengths and ``"image"``; the last third of a row is trained."""
+def split(text):
+    """Ids of a text: the picture's token, and one for all between two of them."""
+    return [IMAGE if part == "<image>" else 7 for part in re.split("(<image>)", text) if part]
+
+
+def span_of(name, config):
+    """(width, height) -> span, where tiles are cut as LLaVA-NeXT's processor does."""
+    fields = CASES[name][1]
+    side = config.vision.image_size
+
+    def grid(width, height):
+        if "image_grid_pinpoints" not in fields:
+            return 0, 0
+        best = select_best_resolution((height, width), fields["image_grid_pinpoints"])
+        return best[0] // side, best[1] // side
+
+    kind = getattr(transformers, CASES[name][0] + "Config").model_type
+    return FAMILIES[kind].span(config, {"model_type": kind, **fields}, split, grid)
+
+
+def make_batch(name, rows, side="right", seed=0):
+    """Rows are lists of text lengths and of pictures' sizes; a row's last third is trained."""
+    config = oracle(name)[1].config
     rng = np.random.default_rng(seed)
-    B, count = len(rows), num_visual_tokens(config)
-    size, most = config.vision.image_size, 2
-    tokens, segment = np.zeros((B, LENGTH), np.int32), np.zeros((B, LENGTH), np.int32)
-    weight, group = np.zeros((B, LENGTH), np.float32), np.zeros((B, LENGTH), np.int32)
-    positions = np.zeros((B, 1, LENGTH), np.int32)
+    of = span_of(name, config)
+    found = [[of(*part) for part in row if isinstance(part, tuple)] for row in rows]
+    taps = spans.most_taps(span for row in found for span in row)
+    laid = []
+    for row, own in zip(rows, found, strict=True):
+        ids = [[IMAGE] if isinstance(n, tuple) else rng.integers(3, 90, n) for n in row]
+        laid.append(spans.expand(np.concatenate(ids), IMAGE, own, taps))
+    B, size, most = len(rows), config.vision.image_size, max(len(row.starts) for row in laid)
+    T = LENGTH if most <= 2 else -(-max(len(row.ids) for row in laid) // LENGTH) * LENGTH
+    tokens, segment = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
+    weight, group = np.zeros((B, T), np.float32), np.zeros((B, T), np.int32)
+    positions = np.zeros((B, 1, T), np.int32)
     start = np.full((B, most), -1, np.int32)
     pixels = np.zeros((B, most, size, size, 3), np.uint8)
-    for b, row in enumerate(rows):
-        ids, at = [], []
-        for part in row:
-            if part == "image":
-                at.append(len(ids))
-                ids += [IMAGE] * count
-            else:
-                ids += rng.integers(3, 90, part).tolist()
-        n = len(ids)
-        first = 0 if side == "right" else LENGTH - n
+    source, share = np.full((B, T, taps), -1, np.int32), np.zeros((B, T, taps), np.float32)
+    for b, row in enumerate(laid):
+        n, count = len(row.ids), len(row.starts)
+        first = 0 if side == "right" else T - n
         here = slice(first, first + n)
-        tokens[b, here], segment[b, here], positions[b, 0, here] = ids, 1, np.arange(n)
+        tokens[b, here], segment[b, here], positions[b, 0, here] = row.ids, 1, row.positions[0]
         weight[b, first + n - n // 3 : first + n] = 1
         if config.decoder.visual_mask == "prompt":
             group[b, first : first + n - n // 3] = 1
-        for i, place in enumerate(at):
-            start[b, i] = first + place
-            pixels[b, i] = rng.integers(0, 256, pixels.shape[2:])
-            if config.decoder.visual_mask == "prefix":
-                group[b, first + place : first + place + count] = i + 1
+        if config.decoder.visual_mask == "prefix":
+            group[b, here] = row.tile
+        start[b, :count] = first + np.asarray(row.starts)
+        pixels[b, :count] = rng.integers(0, 256, (count, size, size, 3))
+        if taps:
+            source[b, here], share[b, here] = row.source, row.weight
     both_ways = None if config.decoder.visual_mask == "causal" else group
-    ids = np.arange(B, dtype=np.int32)
     return Batch(
         tokens,
         weight,
@@ -187,11 +234,14 @@ def make_batch(config, rows, side="right", seed=0):
         bidirectional=both_ways,
         pixels=pixels,
         image_start=start,
-        example_id=ids,
+        image_source=source if taps else None,
+        image_weight=share if taps > 1 else None,
+        example_id=np.arange(B, dtype=np.int32),
     )
 
 
-def torch_inputs(batch, config, kind, prompt=False):
+def torch_inputs(batch, name, rows, prompt=False):
+    kind, config = CASES[name][0], oracle(name)[1].config
     used = batch.image_start >= 0
     pixels = batch.pixels.astype(np.float32) / 255
     pixels = (pixels - np.float32(config.vision.pixel_mean)) / np.float32(config.vision.pixel_std)
@@ -206,6 +256,9 @@ def torch_inputs(batch, config, kind, prompt=False):
         "position_ids": torch.from_numpy(batch.positions[:, 0]).long(),
         "pixel_values": given,
     }
+    if "image_grid_pinpoints" in CASES[name][1]:
+        sizes = [part[::-1] for row in rows for part in row if isinstance(part, tuple)]
+        inputs["image_sizes"] = torch.tensor(sizes)
     if kind == "PaliGemma":
         suffix = np.zeros_like(batch.tokens) if prompt else (batch.bidirectional == 0)
         inputs["token_type_ids"] = torch.from_numpy(suffix.astype(np.int64))
@@ -214,21 +267,27 @@ def torch_inputs(batch, config, kind, prompt=False):
     return inputs
 
 
+ONE = (16, 16)
 ROWS = {
-    "one picture": ([["image", 5], [3, "image", 9]], "right"),
+    "one picture": ([[ONE, 5], [3, ONE, 9]], "right"),
+    "several pictures, a row of text, padding left": ([[1, ONE, 9], [12]], "left"),
+}
+TWO = ([[2, ONE, 3, ONE, 6], [1, ONE, 4]], "left")
+ANYRES = {
+    "one picture": ([[(32, 14), 5], [3, (9, 50), 9]], "right"),
     "several pictures, a row of text, padding left": (
-        [[1, "image", 9], [12]],
+        [[1, (60, 55), 2, (300, 20), 12], [12], [(31, 40), 4]],
         "left",
     ),
 }
-TWO = ([[2, "image", 3, "image", 6], [1, "image", 4]], "left")
 
 
-def rows_of(config, name):
+def rows_of(name, rows):
+    if "image_grid_pinpoints" in CASES[name][1]:
+        return ANYRES[rows]
     # A picture of 16 tokens leaves no room for a second one.
-    if name != "one picture" and num_visual_tokens(config) <= 4:
-        return TWO
-    return ROWS[name]
+    few = num_visual_tokens(oracle(name)[1].config) <= 4
+    return TWO if rows != "one picture" and few else ROWS[rows]
 
 
 @functools.cache
@@ -253,9 +312,8 @@ def test_logits_loss_and_gradients_are_torchs(name, rows, shows):
         "train",
         *([] if rows == "one picture" else ["several pictures"]),
     )
-    kind = CASES[name][0]
-    batch = make_batch(ours.config, *rows_of(ours.config, rows))
-    given = torch_inputs(batch, ours.config, kind)
+    batch = make_batch(name, *rows_of(name, rows))
+    given = torch_inputs(batch, name, rows_of(name, rows)[0])
     labels = torch.from_numpy(np.where(batch.loss_weight > 0, batch.tokens, -100)).long()
     logits = theirs(**given).logits
     theirs.zero_grad()
@@ -280,17 +338,21 @@ def test_logits_loss_and_gradients_are_torchs(name, rows, shows):
         floor = 1e-2 * norm_all * np.sqrt(wanted.size / n_all)
         bound = 1e-3 * max(np.linalg.norm(wanted), floor)
         assert np.linalg.norm(np.asarray(grads[path]) - wanted) <= bound, path
-    assert all(np.any(their_grads[p]) for p in ("vision/stem/w", "connector/w_out"))
+    seen = ["vision/stem/w", "connector/w_out", *({"connector/newline"} & their_grads.keys())]
+    assert all(np.any(their_grads[p]) for p in seen)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_generation_gives_transformers_ids(name, shows):
     theirs, ours, params = oracle(name)
     shows(theirs.config.model_type, "generate")
-    batch = make_batch(ours.config, [["image", 6], [2, "image", 7], [5]], "left", seed=2)
+    rows = [[ONE, 6], [2, ONE, 7], [5]]
+    if "image_grid_pinpoints" in CASES[name][1]:
+        rows = [[(40, 10), 6], [2, (33, 60), 7], [5]]
+    batch = make_batch(name, rows, "left", seed=2)
     if ours.config.decoder.visual_mask == "prompt":
         batch = batch._replace(bidirectional=batch.segment)
-    given = torch_inputs(batch, ours.config, CASES[name][0], prompt=True)
+    given = torch_inputs(batch, name, rows, prompt=True)
     del given["position_ids"]
     made = theirs.generate(
         **given,
@@ -301,7 +363,7 @@ def test_greedy_generation_gives_transformers_ids(name, shows):
         return_dict_in_generate=True,
         output_logits=True,
     )
-    expected = made.sequences[:, LENGTH:].numpy()
+    expected = made.sequences[:, batch.tokens.shape[1] :].numpy()
     logits = torch.stack(made.logits, 1)
     best = logits.topk(2).values
     clear = (best[..., 0] - best[..., 1]) > 1e-3 * (logits.amax(-1) - logits.amin(-1))

@@ -6,8 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from jaxvlm.config import ConfigError, ModelConfig
-from jaxvlm.models.families import gemma3, idefics3, internvl, llava, paligemma, qwen_vl
-from jaxvlm.types import ChatStyle, Span, WeightMap
+from jaxvlm.models.families import (
+    gemma3,
+    idefics3,
+    internvl,
+    llava,
+    llava_next,
+    paligemma,
+    qwen_vl,
+)
+from jaxvlm.types import ChatStyle, Span, TileGrid, WeightMap
 
 
 @runtime_checkable
@@ -31,13 +39,19 @@ class Family(Protocol):
         config: ModelConfig,
         hf_config: Mapping[str, Any],
         encode: Callable[[str], Sequence[int]],
+        grid: TileGrid,
     ) -> Callable[[int, int], Span]:
-        """(width, height) of a picture -> its tokens; ``encode`` gives the ids of a text."""
+        """(width, height) of a picture -> its tokens.
+
+        ``encode`` gives the ids of a text, ``grid`` the tiles of a picture.
+        """
         ...
 
 
 FAMILIES: dict[str, Any] = {
     "llava": llava,
+    "llava_next": llava_next,
+    "llava_onevision": llava_next,
     "paligemma": paligemma,
     "gemma3": gemma3,
     "internvl": internvl,

@@ -5,14 +5,16 @@ SigLIP, a mean over squares of patches, Gemma 3. A picture's tokens see each oth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
 from jaxvlm.models.families import connectors, parts, siglip
-from jaxvlm.models.families.fields import METADATA, Features, Fields, read
+from jaxvlm.models.families.fields import METADATA, Features, Fields, image_token_id, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.types import ChatStyle, Span
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _FIELDS = Fields(
     {
@@ -52,14 +54,36 @@ def weights(config: ModelConfig) -> NameMap:
     return parts.weights(config, vision, connectors.pooled_linear_entries(""))
 
 
+_BEGIN = "<start_of_image>"
+_SEEN = f"\n\n{_BEGIN}<image_soft_token><end_of_image>\n\n"
+
+
 def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
     """The template writes a begin; features stand between it and an end, in a paragraph."""
-    begin = "<start_of_image>"
-    return ChatStyle(begin, f"\n\n{begin}<image_soft_token><end_of_image>\n\n")
+    return ChatStyle(_BEGIN, _SEEN)
 
 
 def span(
-    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = parts.whole,
 ) -> Callable[[int, int], Span]:
-    """``mm_tokens_per_image`` tokens."""
-    return parts.one_span(config, hf_config)
+    """``mm_tokens_per_image`` tokens; the crops of pan and scan follow, with words about them."""
+    image_id, count = image_token_id(hf_config), num_visual_tokens(config)
+
+    @functools.cache
+    def of(crops: int) -> Span:
+        if not crops:
+            return Span.of(image_id, count)
+        rest = f" and here are some crops to help you see better {' '.join([_SEEN] * crops)}"
+        # The first begin and the last end are the chat style's.
+        text = f"{_SEEN}{rest}".removeprefix(f"\n\n{_BEGIN}").removesuffix("<end_of_image>\n\n")
+        found = Span.of_tiles(encode(text), image_id, count)
+        return found._replace(lead="Here is the original image ")
+
+    def find(width: int, height: int) -> Span:
+        rows, columns = grid(width, height)
+        return of(rows * columns)
+
+    return find

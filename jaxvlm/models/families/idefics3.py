@@ -5,14 +5,16 @@ SigLIP, a pixel shuffle with one matrix, Llama.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
 from jaxvlm.models.families import connectors, parts, siglip
-from jaxvlm.models.families.fields import METADATA, Features, Fields, read
+from jaxvlm.models.families.fields import METADATA, Features, Fields, image_token_id, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.types import ChatStyle, Span
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _FIELDS = Fields(
     {
@@ -24,6 +26,8 @@ _FIELDS = Fields(
     {"model_type": ("idefics3", "smolvlm")},
     METADATA | {"_pad_token_id", "vocab_size"},
 )
+
+_MARK = "<fake_token_around_image>"
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
@@ -57,13 +61,26 @@ def weights(config: ModelConfig) -> NameMap:
 
 
 def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """A picture that is not cut in tiles: its whole view between marks."""
-    mark = "<fake_token_around_image>"
-    return ChatStyle("<image>", f"{mark}<global-img><image>{mark}")
+    """A picture's token stands alone; marks and places are in its span."""
+    return ChatStyle()
 
 
 def span(
-    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = parts.whole,
 ) -> Callable[[int, int], Span]:
-    """One tile."""
-    return parts.one_span(config, hf_config)
+    """Each tile behind its place in the grid, row by row; then the whole view."""
+    image_id, count = image_token_id(hf_config), num_visual_tokens(config)
+
+    @functools.cache
+    def of(rows: int, columns: int) -> Span:
+        lines = [
+            "".join(f"{_MARK}<row_{r + 1}_col_{c + 1}><image>" for c in range(columns)) + "\n"
+            for r in range(rows)
+        ]
+        text = "".join(lines) + ("\n" if rows else "") + f"{_MARK}<global-img><image>{_MARK}"
+        return Span.of_tiles(encode(text), image_id, count)
+
+    return lambda width, height: of(*grid(width, height))

@@ -5,14 +5,16 @@ InternViT, a pixel shuffle with an MLP, Qwen2 or Llama.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
 from jaxvlm.models.families import connectors, internvit, parts
-from jaxvlm.models.families.fields import Features, Fields, activation, read
+from jaxvlm.models.families.fields import Features, Fields, activation, image_token_id, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.types import ChatStyle, Span
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _FIELDS = Fields(
     {
@@ -62,7 +64,20 @@ def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
 
 
 def span(
-    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = parts.whole,
 ) -> Callable[[int, int], Span]:
-    """One tile."""
-    return parts.one_span(config, hf_config)
+    """Tiles one after another, the whole view last, between a begin and an end."""
+    image_id, count = image_token_id(hf_config), num_visual_tokens(config)
+
+    @functools.cache
+    def of(tiles: int) -> Span:
+        return Span.of_tiles([image_id] * tiles, image_id, count)
+
+    def find(width: int, height: int) -> Span:
+        rows, columns = grid(width, height)
+        return of(rows * columns + 1)
+
+    return find

@@ -9,23 +9,24 @@ from jaxvlm.config import ModelConfig
 from jaxvlm.models.families import clip, connectors, parts, siglip
 from jaxvlm.models.families.fields import METADATA, Features, Fields, activation, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.types import ChatStyle, Span
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
+READS = {
+    "vision_config": None,
+    "text_config": None,
+    "projector_hidden_act": "gelu",
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "multimodal_projector_bias": True,
+    "tie_word_embeddings": False,
+}
 _FIELDS = Fields(
-    {
-        "vision_config": None,
-        "text_config": None,
-        "projector_hidden_act": "gelu",
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
-        "multimodal_projector_bias": True,
-        "tie_word_embeddings": False,
-    },
+    READS,
     {"model_type": ("llava",), "vision_feature_select_strategy": ("default", "full")},
     # Old files repeat the decoder's vocabulary size here.
     METADATA | {"vocab_size"},
 )
-_NO_VISION = {
+NO_VISION = {
     "intermediate_size": 4096,
     "hidden_size": 1024,
     "patch_size": 14,
@@ -45,16 +46,29 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: a field that is unknown here, or a value that this family can't do.
     """
+    return model(read(hf_config, _FIELDS, "config.json: "), NO_VISION, "llama")
+
+
+def model(
+    top: Mapping[str, Any], no_vision: Mapping[str, Any], text: str, newline: bool = False
+) -> ModelConfig:
+    """A LLaVA of any generation.
+
+    Args:
+        top: the values of ``READS``.
+        no_vision: what a file without ``vision_config`` means.
+        text: model type of a ``text_config`` that has none.
+        newline: a learned token ends each row of patches.
+    """
     where = "config.json: "
-    top = read(hf_config, _FIELDS, where)
-    vision = top["vision_config"] or _NO_VISION
+    vision = top["vision_config"] or no_vision
     take = Features(top["vision_feature_layer"], top["vision_feature_select_strategy"] == "full")
     tower = siglip if vision.get("model_type") == "siglip_vision_model" else clip
     act = activation(top["projector_hidden_act"], where + "projector_hidden_act")
     return ModelConfig(
         vision=tower.vision_from_hf(vision, take, where + "vision_config."),
-        connector=connectors.mlp(act, bool(top["multimodal_projector_bias"])),
-        decoder=parts.decoder(top, "llama", bool(top["tie_word_embeddings"])),
+        connector=connectors.mlp(act, bool(top["multimodal_projector_bias"]), newline),
+        decoder=parts.decoder(top, text, bool(top["tie_word_embeddings"])),
     )
 
 
@@ -77,7 +91,10 @@ def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
 
 
 def span(
-    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = parts.whole,
 ) -> Callable[[int, int], Span]:
     """A token a patch."""
     return parts.one_span(config, hf_config)

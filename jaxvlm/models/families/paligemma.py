@@ -12,7 +12,7 @@ from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.families import connectors, parts, siglip
 from jaxvlm.models.families.fields import METADATA, Features, Fields, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.types import ChatStyle, Span
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _FIELDS = Fields(
     {"vision_config": None, "text_config": None, "tie_word_embeddings": True},
@@ -75,7 +75,10 @@ def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
 
 
 def span(
-    config: ModelConfig, hf_config: Mapping[str, Any], encode: Callable[[str], Sequence[int]]
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = parts.whole,
 ) -> Callable[[int, int], Span]:
     """A token a patch."""
     return parts.one_span(config, hf_config)

@@ -69,6 +69,11 @@ def weights(
     return NameMap(entries, sizes, depths, aliases, BUFFERS + copies)
 
 
+def whole(_width: int, _height: int) -> tuple[int, int]:
+    """No picture is cut."""
+    return 0, 0
+
+
 def one_span(config: ModelConfig, hf_config: Mapping[str, Any]) -> Callable[[int, int], Span]:
     """Every picture is one square, its visual tokens and nothing else."""
     one = Span.of(image_token_id(hf_config), num_visual_tokens(config))

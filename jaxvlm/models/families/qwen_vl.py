@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import ConfigError, DecoderConfig, ModelConfig
-from jaxvlm.models.families import llama, parts, qwen_vision, resize
+from jaxvlm.models.families import llama, parts, qwen_vision
 from jaxvlm.models.families.fields import METADATA, Fields, image_token_id, read
 from jaxvlm.models.families.names import NameMap
-from jaxvlm.types import ChatStyle, Span
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _READS = {"vision_config": None, "text_config": None, "tie_word_embeddings": False}
 # What the chat template writes around pictures and for videos.
@@ -41,8 +41,6 @@ _OLD_ALIASES = (
     (r"^model\.visual\.", "visual."),
     (r"^model\.language_model\.", "model."),
 )
-PIXELS = (56 * 56, 28 * 28 * 1280)
-"""Least and most of a picture, where its image processor's file says nothing."""
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
@@ -114,7 +112,7 @@ def span(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     encode: Callable[[str], Sequence[int]],
-    pixels: tuple[int, int] = PIXELS,
+    grid: TileGrid,
 ) -> Callable[[int, int], Span]:
     """A token for every ``block`` x ``block`` patches, row by row.
 
@@ -124,13 +122,12 @@ def span(
         config: of :func:`config_from_hf`.
         hf_config: as there.
         encode: not used.
-        pixels: least and most of a picture, as its image processor says.
+        grid: (width, height) of a picture -> (rows, columns) of its tokens.
     """
-    side, image_id = config.vision.patch_size * config.vision.block, image_token_id(hf_config)
+    image_id = image_token_id(hf_config)
 
     def find(width: int, height: int) -> Span:
-        columns, rows = (n // side for n in resize.fit(width, height, side, *pixels))
-        return grid_span(image_id, (1, rows, columns))
+        return grid_span(image_id, (1, *grid(width, height)))
 
     return find
 
