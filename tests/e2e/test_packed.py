@@ -313,6 +313,13 @@ def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
     text = json.loads((other / "preprocessor_config.json").read_text())
     (other / "preprocessor_config.json").unlink()
     (other / "preprocessor_config.json").write_text(json.dumps(text | {"merge_size": 1}))
+    plain = default_config()
+    plain.data.train, plain.model.vision.packed, plain.steps = str(odd), True, 1
+    with pytest.raises(ConfigError, match=r"vision\.packed=True: .* config\.model\.checkpoint"):
+        jaxvlm.Run(plain)
+    plain.model.vision.packed, plain.data.picture_pixels = False, (0, 100)
+    with pytest.raises(ConfigError, match=r"picture_pixels=\(0, 100\): this model's pictures have"):
+        jaxvlm.Run(plain)
     config.model.checkpoint = str(other)
     with pytest.raises(ConfigError, match="the processor cuts pictures by"):
         jaxvlm.Run(config)
