@@ -4,6 +4,8 @@ import os
 import pathlib
 import sys
 
+import pytest
+
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
@@ -16,8 +18,47 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share builders.py
 
+import shown  # noqa: E402  # now that it is found
+
 
 def pytest_addoption(parser):
     parser.addoption(
         "--update-golden", action="store_true", help="Write golden files instead of comparing."
     )
+    parser.addoption(
+        "--families",
+        choices=("write", "check"),
+        help="Write docs/families.md's table from the tests that pass, or compare with it.",
+    )
+
+
+@pytest.fixture
+def shows(record_property):
+    """``shows(family, *features)``: cells of docs/families.md that hold if this test passes."""
+
+    def say(family, *features):
+        for feature in features:
+            record_property("shows", shown.key(family, feature))
+
+    return say
+
+
+_SHOWN, _FAILED = set(), set()
+
+
+def pytest_runtest_logreport(report):
+    """Also called where tests run in other processes: reports come here."""
+    cells = {value for name, value in report.user_properties if name == "shows"}
+    if report.failed:
+        _FAILED.update(cells)
+    elif report.when == "call" and report.passed:
+        _SHOWN.update(cells)
+
+
+def pytest_sessionfinish(session):
+    how = session.config.getoption("--families")
+    if how and not hasattr(session.config, "workerinput"):
+        problem = shown.settle(how, _SHOWN, _FAILED)
+        if problem:
+            print(f"\n{problem}")
+            session.exitstatus = 1

@@ -32,8 +32,11 @@ SMALLER = {
     },
     "qwen2.5-vl-3b": {
         "image_token_id": 500,
-        **{"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 600},
-        **{"vocab_size": 5000, "num_attention_heads": 4},
+        "num_hidden_layers": 2,
+        "hidden_size": 512,
+        "intermediate_size": 600,
+        "vocab_size": 5000,
+        "num_attention_heads": 4,
         "vision_config": {"depth": 1, "out_hidden_size": 512, "hidden_size": 320},
     },
     "qwen3-vl-30b-a3b": {

@@ -245,8 +245,14 @@ def loss_and_grad(name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_logits_loss_and_gradients_are_torchs(name, rows):
+def test_logits_loss_and_gradients_are_torchs(name, rows, shows):
     theirs, ours, params = oracle(name)
+    shows(
+        theirs.config.model_type,
+        "import",
+        "train",
+        *([] if rows == "one picture" else ["several pictures"]),
+    )
     kind = CASES[name][0]
     batch = make_batch(ours.config, *rows_of(ours.config, rows))
     given = torch_inputs(batch, ours.config, kind)
@@ -278,8 +284,9 @@ def test_logits_loss_and_gradients_are_torchs(name, rows):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_generation_gives_transformers_ids(name):
+def test_greedy_generation_gives_transformers_ids(name, shows):
     theirs, ours, params = oracle(name)
+    shows(theirs.config.model_type, "generate")
     batch = make_batch(ours.config, [["image", 6], [2, "image", 7], [5]], "left", seed=2)
     if ours.config.decoder.visual_mask == "prompt":
         batch = batch._replace(bidirectional=batch.segment)
@@ -309,8 +316,9 @@ def test_greedy_generation_gives_transformers_ids(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_round_trip_changes_no_bit_and_no_name(name):
+def test_a_round_trip_changes_no_bit_and_no_name(name, shows):
     theirs, ours, params = oracle(name)
+    shows(theirs.config.model_type, "export")
     weights = FAMILIES[theirs.config.model_type].weights(ours.config)
     written = weights.dump(params)
     named = {n: p.detach().numpy() for n, p in theirs.named_parameters()}

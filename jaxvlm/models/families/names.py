@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,21 +110,39 @@ class NameMap(NamedTuple):
         kept = [range(n)[s] for n, s in zip(self._counts(entry), index[:lead], strict=True)]
         names = [entry.theirs.format(*place) for place in itertools.product(*kept)]
         targets = out.reshape(-1, *out.shape[lead:]) if lead else [out]
-        index = index[lead:]
-        dims = dict(zip(entry.dims.split(), index, strict=True))
+        dims = dict(zip(entry.dims.split(), index[lead:], strict=True))
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
+        # A block of their rows at a time: it stays in the processor's cache while it is turned,
+        # and no copy of a whole tensor is made.
+        rows = _words(entry)[0][0]
+        at, first = entry.dims.split().index(rows), ranges[rows].start
+        blocks = []
+        for part in _blocks(ranges[rows], out.nbytes // max(1, len(targets))):
+            to = (slice(None),) * at + (slice(part.start - first, part.stop - first),)
+            blocks.append((to, *self._turned(entry, dims, {**ranges, rows: part})))
+
+        def fill(task: tuple[str, np.ndarray, tuple[Any, ...]]) -> None:
+            name, target, (to, where, turn) = task
+            target[to] = turn(get(name, where))
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            named = zip(names, targets, strict=True)
+            list(pool.map(fill, ((*one, block) for one in named for block in blocks)))
+
+    def _turned(
+        self, entry: Entry, dims: Mapping[str, slice], ranges: Mapping[str, range]
+    ) -> tuple[tuple[slice, ...], Callable[[np.ndarray], np.ndarray]]:
+        """What to read of theirs, and what makes ours of it."""
         slices = [self._their_slice(word, ranges) for word in entry.their_dims.split()]
         part, offset = slices[entry.cut], entry.part[0] * self._their_shape(entry)[entry.cut]
         slices[entry.cut] = slice(part.start + offset, part.stop + offset)
-        where, words = tuple(slices), _words(entry)
-        letters = "".join(words)
-        shape, inner = [], []
+        shape, inner, words = [], [], _words(entry)
         for word in words:
             shape += [len(ranges[word[0]]), *(self.sizes[a] for a in word[1:])]
             inner += [slice(None), *(dims[a] for a in word[1:])]
+        letters = "".join(words)
         order = [letters.index(a) for a in entry.dims.split()]
-        for name, target in zip(names, targets, strict=True):
-            target[...] = get(name, where).reshape(shape)[tuple(inner)].transpose(order)
+        return tuple(slices), lambda x: x.reshape(shape)[tuple(inner)].transpose(order)
 
     def write(self, name: str, get: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
         """One tensor.
@@ -210,6 +230,16 @@ class NameMap(NamedTuple):
         inner = math.prod(self.sizes[a] for a in word[1:])
         first = ranges[word[0]]
         return slice(first.start * inner, first.stop * inner)
+
+
+_BLOCK = 2**20  # bytes: a core's cache holds both ends of a copy
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+def _blocks(rows: range, size: int) -> list[range]:
+    """``rows`` in pieces of about :data:`_BLOCK` bytes, if all of them have ``size``."""
+    step = max(1, len(rows) * _BLOCK // max(1, size))
+    return [rows[i : i + step] for i in range(0, len(rows), step)]
 
 
 def _words(entry: Entry) -> list[str]:
