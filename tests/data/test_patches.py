@@ -227,7 +227,7 @@ def test_what_fits_no_row_is_named(ragged, qwen, word_tokenizer, tmp_path, write
     thin = record("thin", [str(tmp_path / "thin.png")])
     (problem,) = dataset([*ragged, thin], qwen, word_tokenizer).problems
     assert problem.id == "thin"
-    assert "one side is over 200 times the other" in problem.reason
+    assert problem.reason == "one side is over 200 times the other"
     pictures = images.PictureFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
     path = write_json([llava(), llava("thin", "thin.png"), llava("gone", "gone.png")])
     Image.new("RGB", (30, 40)).save(tmp_path / "a.png")
