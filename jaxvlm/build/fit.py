@@ -34,7 +34,7 @@ _ADVICE = [
     "raise config.microbatches (exact, a little slower)",
     "config.model.decoder.remat=dots, then full (about a third slower)",
     "config.mesh.fsdp=N over more devices",
-    "lower config.data.batch_size or config.data.max_length",
+    "lower config.data.batch_size, config.data.max_length or config.data.max_patches",
 ]
 
 

@@ -111,6 +111,11 @@ def pictures(
     prepare = images.squares(size, data.resize)
     patching = _patching(config.model.vision)
     if source is None:
+        if patching is not None:
+            raise ConfigError(
+                "config.model.vision.packed=True: models for pictures of any size are started from "
+                "a checkpoint, config.model.checkpoint"
+            )
         if any(data.picture_pixels):
             raise ConfigError(
                 f"config.data.picture_pixels={data.picture_pixels}: this model's pictures have one "

@@ -348,9 +348,7 @@ class Dataset:
         own = self._pictures.get(paths[picture])
         tokens = int((self.corpus.spans[picture].tile > 0).sum())
         if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):
-            # Its tokens are in the row already.
-            size = "x".join(map(str, own.pixels.shape[1::-1]))
-            raise ImageError(f"prepared as {size} pixels, which are not its {tokens} tokens")
+            raise ImageError("prepared in another size than its header says")
         if other is None:
             return own
         decoded = self._pictures.get(paths[int(other[picture])])

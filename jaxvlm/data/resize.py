@@ -27,7 +27,7 @@ def fit(width: int, height: int, side: int, least: int, most: int) -> tuple[int,
     Source: ``smart_resize`` of transformers' ``image_processing_qwen2_vl.py``.
     """
     if max(width, height) > STEEPEST * min(width, height):
-        raise ValueError(f"{width} x {height} pixels: one side is over {STEEPEST} times the other")
+        raise ValueError(f"one side is over {STEEPEST} times the other")
     sizes = (width, height)
     wide, high = (round(size / side) * side for size in sizes)
     if wide * high > most:

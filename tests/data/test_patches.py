@@ -86,7 +86,7 @@ def test_fifty_odd_pictures(settings, tmp_path):
             values = want["pixel_values"][0, : h * w]
         np.testing.assert_allclose((patches / 255.0 - mean) / std, values, atol=2e-6, err_msg=path)
         grids.add((h, w))
-    assert len(grids) > 10
+    assert len(grids) > 5
 
 
 def test_bounds_of_the_recipe(qwen, tmp_path):
@@ -236,7 +236,7 @@ def test_what_fits_no_row_is_named(ragged, qwen, word_tokenizer, tmp_path, write
     thin = record("thin", [str(tmp_path / "thin.png")])
     (problem,) = dataset([*ragged, thin], qwen, word_tokenizer).problems
     assert problem.id == "thin"
-    assert "one side is over 200 times the other" in problem.reason
+    assert problem.reason == "one side is over 200 times the other"
     pictures = images.PictureFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
     path = write_json([llava(), llava("thin", "thin.png"), llava("gone", "gone.png")])
     Image.new("RGB", (30, 40)).save(tmp_path / "a.png")
@@ -261,7 +261,7 @@ def test_another_size_than_the_header_says_is_left_out(ragged, qwen, word_tokeni
     seen = {int(i) for _, meta in data.eval(np.arange(2), 2) for i in meta.record}
     lost = {i for i, r in enumerate(ragged) if path in r.images}
     assert seen == set(range(len(ragged))) - lost
-    assert all("which are not its" in p.reason for p in data.skipped)
+    assert all("another size than its header" in p.reason for p in data.skipped)
 
 
 def test_room_and_packing():

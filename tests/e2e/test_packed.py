@@ -25,7 +25,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import PlainRunner
+from jaxvlm.train.runner import Microbatched, PlainRunner
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -209,7 +209,7 @@ def test_rows_of_any_pictures_answer_as_each_alone(folder, odd, two):
         model.generate(np.zeros((1, 300, 3), np.uint8), "it?")
 
 
-def loss_and_gradients(config, name):
+def loss_and_gradients(config, name, parts=1):
     mesh = MESHES[name]
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = mesh.data, mesh.fsdp, mesh.tensor
     run = jaxvlm.Run(config, devices=devices_of(mesh))
@@ -218,7 +218,7 @@ def loss_and_gradients(config, name):
     assert local.parent is not None, "shared pictures"
     params = jaxvlm.build.pretrained.read_params(run.source, run.model.config, run.model.abstract())
     batch = to_global(run.mesh, local, 8)
-    runner, loss = PlainRunner(run.model.apply), NextToken()
+    runner, loss = Microbatched(PlainRunner(run.model.apply), parts), NextToken()
 
     def objective(params, batch):
         scale = scales(loss, batch)
@@ -231,18 +231,18 @@ def loss_and_gradients(config, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
+    ("kind", "name", "parts"),
     [
-        ("Qwen2_5_VL", "data2_fsdp2_tensor2"),
-        pytest.param("Qwen2_5_VL", "fsdp8", marks=pytest.mark.long),
-        pytest.param("Qwen3VL", "data2_fsdp2_tensor2", marks=pytest.mark.long),
+        ("Qwen2_5_VL", "data2_fsdp2_tensor2", 2),
+        pytest.param("Qwen2_5_VL", "fsdp8", 1, marks=pytest.mark.long),
+        pytest.param("Qwen3VL", "data2_fsdp2_tensor2", 1, marks=pytest.mark.long),
     ],
 )
-def test_a_mesh_gives_one_devices_loss_and_gradients(kind, name, folder, odd):
+def test_a_mesh_gives_one_devices_loss_and_gradients(kind, name, parts, folder, odd):
     config = settings(odd, folder, kind)
     value, grads = loss_and_gradients(config, "one")
     assert all(np.any(grads[path]) for path in ("vision/stem/w", "connector/w_out"))
-    other, other_grads = loss_and_gradients(config, name)
+    other, other_grads = loss_and_gradients(config, name, parts)
     assert abs(value - other) <= 1e-5 * abs(value)
     assert_gradients_close(other_grads, grads)
 
@@ -313,6 +313,13 @@ def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
     text = json.loads((other / "preprocessor_config.json").read_text())
     (other / "preprocessor_config.json").unlink()
     (other / "preprocessor_config.json").write_text(json.dumps(text | {"merge_size": 1}))
+    plain = default_config()
+    plain.data.train, plain.model.vision.packed, plain.steps = str(odd), True, 1
+    with pytest.raises(ConfigError, match=r"vision\.packed=True: .* config\.model\.checkpoint"):
+        jaxvlm.Run(plain)
+    plain.model.vision.packed, plain.data.picture_pixels = False, (0, 100)
+    with pytest.raises(ConfigError, match=r"picture_pixels=\(0, 100\): this model's pictures have"):
+        jaxvlm.Run(plain)
     config.model.checkpoint = str(other)
     with pytest.raises(ConfigError, match="the processor cuts pictures by"):
         jaxvlm.Run(config)
