@@ -344,7 +344,14 @@ class Dataset:
         """A picture, or for the blind control another one in its size; raises ImageError."""
         patching, paths = self.settings.patching, self.corpus.paths
         if patching is None:
-            return self._pictures.get(paths[picture if other is None else int(other[picture])])
+            found = self._pictures.get(paths[picture if other is None else int(other[picture])])
+            due, tiles = len(self.corpus.spans[picture].starts), found.pixels
+            if tiles.ndim == 3:
+                return found
+            if other is None and len(tiles) != due:  # the tokens are in the row already
+                raise ImageError(f"cut in {len(tiles)} tiles, which are not its {due}")
+            # Another picture may have fewer: they are gone through again.
+            return found._replace(pixels=tiles[np.arange(due) % len(tiles)])
         own = self._pictures.get(paths[picture])
         tokens = int((self.corpus.spans[picture].tile > 0).sum())
         if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):

@@ -7,14 +7,16 @@ import pathlib
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data import tokenizer
 from jaxvlm.data.check import check
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.images import squares
+from jaxvlm.data.images import Preparation, squares
 from jaxvlm.data.iterate import resume_step
 from jaxvlm.data.loader import Dataset
+from jaxvlm.models.families import anyres
 from jaxvlm.types import Batch
 from tests.data.conftest import llava, record
 
@@ -142,6 +144,68 @@ def test_blind_control_shows_another_picture(album, word_tokenizer):
         np.testing.assert_array_equal(differs, present)
     with pytest.raises(DataError, match="needs two pictures"):
         list(dataset(album(1), word_tokenizer).eval(np.arange(4), 4, shuffled_pictures=True))
+
+
+def tiled(word_tokenizer, folder):
+    """Pictures of 1 + 2 or 1 + 4 tiles, each of one grey that tells picture and tile."""
+    sizes = {str(folder / f"{i}.png"): (8 + 8 * (i % 2), 16) for i in range(8)}
+    for i, (path, size) in enumerate(sizes.items()):
+        Image.new("L", size, 10 * i).save(path)
+
+    def span(path):
+        grid = sizes[path][0] // 8, 2
+        rows, columns = (0, 2 * grid[0]), (1, 3)  # a column of padding on both sides
+        return anyres.span(word_tokenizer.image_id, 2, grid, rows, columns)
+
+    def convert(image):
+        base, count = image.getpixel((0, 0)), 1 + image.width // 8 * 2
+        grey = np.arange(base, base + count, dtype=np.uint8)[:, None, None, None]
+        return np.broadcast_to(grey, (count, 8, 8, 3)).copy()
+
+    how = {"prepare": Preparation(convert, "tiles"), "num_patches": span, "max_images": 11}
+    records = [record(f"{p}/{q}", [p], "is it a circle " * q) for p in sizes for q in (1, 2)]
+    return dataset(records, word_tokenizer, **how)
+
+
+def test_tokens_of_tiles_lead_to_their_own_pictures(word_tokenizer, tmp_path):
+    data = tiled(word_tokenizer, tmp_path)
+    batch, _ = next(data.train(np.arange(4)))
+    assert batch.image_weight is None and batch.image_source.shape == (4, 64, 1)
+    several = 0
+    for row in range(4):
+        source = batch.image_source[row, :, 0]
+        source = source[source != -1]
+        grey = batch.pixels[row, np.maximum(source, 0) // 4, 0, 0, 0].astype(int)
+        found = np.where(source < 0, source, grey * 4 + source % 4)
+        pieces = data.order.row(0, row).pieces.tolist()
+        used = [p for piece in pieces for p in data.pieces.pictures[piece]]
+        several += len(used) > 1
+        want = []
+        for picture in used:
+            feature = data.corpus.spans[picture].sources.feature[:, 0]
+            base = 10 * int(pathlib.Path(data.corpus.paths[picture]).stem)
+            want += np.where(feature < 0, feature, 4 * base + feature).tolist()
+        assert found.tolist() == want
+        assert (batch.image_start[row] >= 0).sum() == sum(
+            data.corpus.spans[p].sources.tiles for p in used
+        )
+    assert several, "rows of one picture don't show it"
+
+
+def test_blind_control_of_tiles(word_tokenizer, tmp_path):
+    data = tiled(word_tokenizer, tmp_path)
+    pairs = zip(data.eval(np.arange(4), 4), data.eval(np.arange(4), 4, shuffled_pictures=True))
+    for (true, _), (blind, _) in pairs:
+        np.testing.assert_array_equal(true.image_source, blind.image_source)
+        used = true.image_start >= 0
+        assert (true.pixels // 10 != blind.pixels // 10)[used].all()
+
+
+def test_tiles_are_not_mirrored(word_tokenizer, tmp_path):
+    data = tiled(word_tokenizer, tmp_path)
+    config = dataclasses.replace(data.config, flip=True)
+    with pytest.raises(DataError, match="flip=False"):
+        Dataset("x", data.records, [], config, word_tokenizer, data.settings)
 
 
 def test_text_alone_has_no_picture_fields(word_tokenizer):

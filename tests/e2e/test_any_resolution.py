@@ -13,6 +13,7 @@ from runs import HERE
 import jaxvlm
 from jaxvlm.build import prompts
 from jaxvlm.cli.main import run as cli
+from jaxvlm.config import MeshConfig
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -65,7 +66,7 @@ def test_trains_answers_and_comes_out(data, tmp_path, capsys):
     logits, answer = torch_logits(out, paths, prompt)
     before, _ = torch_logits(folder, paths, prompt)
     assert np.linalg.norm(before - logits) > 1e-2 * np.linalg.norm(logits), "training changed it"
-    model = jaxvlm.load(out)
+    model = jaxvlm.load(out, mesh=MeshConfig(data=1, fsdp=4, tensor=2))
     batch = prompts.batch([(paths, prompt)], model.model, model.tokenizer, model.pictures, 10**6)
     assert batch.pixels.shape[1] == (1 + 2 * 2) + (1 + 2), "tiles"
     made = model.model.apply(model.params, batch)
