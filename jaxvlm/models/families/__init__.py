@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxvlm.config import ConfigError, ModelConfig
-from jaxvlm.models.families import gemma3, idefics3, internvl, llava, paligemma
-from jaxvlm.types import ChatStyle, Span, WeightMap
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig
+from jaxvlm.models.families import bert, dual, gemma3, idefics3, internvl, llava, paligemma
+from jaxvlm.types import ChatStyle, Span, TextStyle, WeightMap
 
 
 @runtime_checkable
@@ -36,6 +36,23 @@ class Family(Protocol):
         ...
 
 
+@runtime_checkable
+class EncoderFamily(Protocol):
+    """What the file of a family of encoders has."""
+
+    def config_from_hf(self, hf_config: Mapping[str, Any]) -> DualConfig:
+        """The model that a ``config.json`` describes."""
+        ...
+
+    def weights(self, config: DualConfig) -> WeightMap:
+        """Which tensors hold which parameters."""
+        ...
+
+    def text_style(self, config: DualConfig, tokenizer_config: Mapping[str, Any]) -> TextStyle:
+        """How texts become rows; ``tokenizer_config`` is of ``tokenizer_config.json``."""
+        ...
+
+
 FAMILIES: dict[str, Any] = {
     "llava": llava,
     "paligemma": paligemma,
@@ -45,6 +62,13 @@ FAMILIES: dict[str, Any] = {
     "smolvlm": idefics3,
 }
 """``model_type`` of a ``config.json`` -> the family."""
+ENCODERS: dict[str, Any] = {
+    "clip": dual,
+    "siglip": dual,
+    "siglip2": dual,
+    "bert": bert,
+}
+"""Likewise, of models that give vectors and no text."""
 
 
 def family(hf_config: Mapping[str, Any], where: str) -> Family:
@@ -58,6 +82,11 @@ def family(hf_config: Mapping[str, Any], where: str) -> Family:
         ConfigError: none is known for its ``model_type``.
     """
     kind = hf_config.get("model_type")
+    if kind in ENCODERS:
+        raise ConfigError(
+            f"{where}: model_type={kind!r} is an encoder: it makes vectors (`jaxvlm embed`, "
+            "`jaxvlm.load(folder).encode_text`), not text"
+        )
     if kind not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={kind!r} is no family of jaxvlm; known: {', '.join(FAMILIES)}"

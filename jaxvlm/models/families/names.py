@@ -18,8 +18,9 @@ class Entry(NamedTuple):
     """One parameter: what it is called and how it lies, here and there.
 
     Each letter is a dim; letters written together are one dim there, and the word ``1`` is a dim
-    of one. Where ``theirs`` holds ``{}`` there is one tensor a layer, and ours is their stack,
-    layers first; a second ``{}`` is one tensor an expert, and ours has those next.
+    of one; a scalar has no letters. Where ``theirs`` holds ``{}`` there is one tensor a layer, and
+    ours is their stack, layers first; a second ``{}`` is one tensor an expert, and ours has those
+    next.
     """
 
     ours: str
@@ -52,7 +53,8 @@ class NameMap(NamedTuple):
         found = {}
         for entry in self.entries:
             shape = list(self._their_shape(entry))
-            shape[entry.cut] *= entry.part[1]
+            if entry.part[1] > 1:
+                shape[entry.cut] *= entry.part[1]
             for name in self._names(entry):
                 found[name] = tuple(shape)
         return found
@@ -112,8 +114,9 @@ class NameMap(NamedTuple):
         dims = dict(zip(entry.dims.split(), index, strict=True))
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
         slices = [self._their_slice(word, ranges) for word in entry.their_dims.split()]
-        part, offset = slices[entry.cut], entry.part[0] * self._their_shape(entry)[entry.cut]
-        slices[entry.cut] = slice(part.start + offset, part.stop + offset)
+        if entry.part[1] > 1:
+            part, offset = slices[entry.cut], entry.part[0] * self._their_shape(entry)[entry.cut]
+            slices[entry.cut] = slice(part.start + offset, part.stop + offset)
         where, words = tuple(slices), _words(entry)
         letters = "".join(words)
         shape, inner = [], []
@@ -138,7 +141,8 @@ class NameMap(NamedTuple):
             order = [dims.index(a) for word in _words(entry) for a in word]
             parts.append(np.transpose(array, order).reshape(self._their_shape(entry)))
         cut = sources[0][0].cut
-        return np.ascontiguousarray(np.concatenate(parts, cut) if len(parts) > 1 else parts[0])
+        whole = np.concatenate(parts, cut) if len(parts) > 1 else parts[0]
+        return np.asarray(whole, order="C")  # ascontiguousarray would give a scalar a dim
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> Params:
         """Our parameters, in float32, from tensors in memory.
@@ -169,7 +173,7 @@ class NameMap(NamedTuple):
             raise ConfigError(f"parameters without a tensor name: {', '.join(extra)}")
 
         def get(path: str, place: tuple[int, ...]) -> np.ndarray:
-            return np.asarray(params[path])[place]
+            return np.asarray(np.asarray(params[path])[place])
 
         return {name: self.write(name, get) for name in self.tensors()}
 
