@@ -104,14 +104,28 @@ def _load(
     picture: Picture, pictures: images.PictureFormat, max_pixels: int
 ) -> tuple[np.ndarray, spans.Span]:
     """u8[tiles, H, W, 3] and the picture's span."""
+    pixels = load_pixels(picture, pictures.prepare, max_pixels)
     if isinstance(picture, (str, os.PathLike)):
-        try:
-            pixels = images.load(str(picture), pictures.prepare, max_pixels)
-        except ImageError as error:
-            raise DataError(f"{picture}: {error}") from None
         span = pictures.of_file(str(picture))
     else:
-        made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        upright = ImageOps.exif_transpose(made)
-        pixels, span = pictures.prepare.convert(upright), pictures.span(*upright.size)
+        span = pictures.span(*_upright(picture).size)
     return pixels[None] if pixels.ndim == 3 else pixels, span
+
+
+def load_pixels(picture: Picture, prepare: images.Preparation, max_pixels: int) -> np.ndarray:
+    """A picture as ``prepare`` makes it.
+
+    Raises:
+        DataError: a file that can't be read.
+    """
+    if not isinstance(picture, (str, os.PathLike)):
+        return prepare.convert(_upright(picture))
+    try:
+        return images.load(str(picture), prepare, max_pixels)
+    except ImageError as error:
+        raise DataError(f"{picture}: {error}") from None
+
+
+def _upright(picture: Image.Image | np.ndarray) -> Image.Image:
+    made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    return ImageOps.exif_transpose(made)

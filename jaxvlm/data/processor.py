@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -26,10 +27,12 @@ class Processor(NamedTuple):
 
     prepare: Preparation
     size: int
-    """Pixels a side."""
+    """Pixels a side; 0 where pictures keep their shape."""
     mean: tuple[float, float, float]
     """Of pixels in 0..1, red green blue."""
     std: tuple[float, float, float]
+    patches: int = 0
+    """Of a picture that keeps its shape, at most."""
 
 
 def load(folder: str | os.PathLike[str]) -> Processor:
@@ -58,21 +61,35 @@ def load(folder: str | os.PathLike[str]) -> Processor:
             f"{path}: rescale_factor={made.rescale_factor} is not supported, only 1/255"
         )
 
+    patches = int(getattr(made, "max_num_patches", 0))  # SigLIP 2's
+
     def convert(image: Image.Image) -> np.ndarray:
         given = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
-        pixels = np.asarray(made(image, **given)["pixel_values"][0])
+        out = made(image, **given)
+        pixels = np.asarray(out["pixel_values"][0])
+        if patches:
+            return _joined(pixels, *map(int, out["spatial_shapes"][0]))
         return np.ascontiguousarray(np.moveaxis(pixels, 0, -1))
 
     probe = convert(Image.new("RGB", (40, 30)))
-    if probe.dtype != np.uint8 or probe.ndim != 3 or probe.shape[0] != probe.shape[1]:
+    square = probe.ndim == 3 and (probe.shape[0] == probe.shape[1] or patches)
+    if probe.dtype != np.uint8 or not square:
         raise DataError(f"{path}: {type(made).__name__} gives {probe.dtype}{list(probe.shape)}")
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
     return Processor(
         Preparation(convert, f"{type(made).__name__}|{digest.hexdigest()}"),
-        probe.shape[0],
+        0 if patches else probe.shape[0],
         _rgb(made.image_mean),
         _rgb(made.image_std),
+        patches,
     )
+
+
+def _joined(patches: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """[H, W, 3] of the patches of a picture, [P, side * side * 3] and perhaps padding."""
+    side = math.isqrt(patches.shape[1] // 3)
+    grid = patches[: rows * columns].reshape(rows, columns, side, side, 3)
+    return np.ascontiguousarray(grid.swapaxes(1, 2).reshape(rows * side, columns * side, 3))
 
 
 def _rgb(values: Any) -> tuple[float, float, float]:

@@ -92,3 +92,8 @@ def family(hf_config: Mapping[str, Any], where: str) -> Family:
             f"{where}: model_type={kind!r} is no family of jaxvlm; known: {', '.join(FAMILIES)}"
         )
     return FAMILIES[kind]
+
+
+def any_family(hf_config: Mapping[str, Any], where: str) -> Any:
+    """The :class:`Family` or :class:`EncoderFamily` of a ``config.json``; see :func:`family`."""
+    return ENCODERS.get(hf_config.get("model_type", "")) or family(hf_config, where)

@@ -174,3 +174,42 @@ def _blocks() -> list[Entry]:
 def text_style(config: DualConfig, tokenizer_config: Mapping[str, Any]) -> TextStyle:
     """Special tokens around, padding that nothing sees."""
     return TextStyle(config.text.max_length)
+
+
+def with_settings(
+    style: TextStyle, first: Mapping[str, Any], whole: Mapping[str, Any]
+) -> TextStyle:
+    """``style`` with what sentence-transformers says of texts.
+
+    Args:
+        style: of :func:`text_style`.
+        first: the content of ``sentence_bert_config.json``, perhaps empty.
+        whole: of ``config_sentence_transformers.json``.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that jaxvlm can't do.
+    """
+    said = read(first, _FIRST, "sentence_bert_config.json: ")
+    read(whole, _WHOLE, "config_sentence_transformers.json: ")
+    length = min(style.max_length, said["max_seq_length"] or style.max_length)
+    return style._replace(
+        max_length=length, clean=str.lower if said["do_lower_case"] else style.clean
+    )
+
+
+_OUTPUT = {"method": "forward", "method_output_name": "last_hidden_state"}
+_FIRST = Fields(
+    {"max_seq_length": None, "do_lower_case": False},
+    {
+        "transformer_task": ("feature-extraction",),
+        "modality_config": ({"text": _OUTPUT},),
+        "module_output_name": ("token_embeddings",),
+    },
+    frozenset(),
+)
+_WHOLE = Fields(
+    {},
+    {"default_prompt_name": (None,), "model_type": ("SentenceTransformer",)},
+    # Prompts are for those who ask for one by its name.
+    frozenset(("__version__", "prompts", "similarity_fn_name")),
+)
