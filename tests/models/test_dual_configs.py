@@ -219,7 +219,20 @@ def test_siglips_texts_are_made_plain():
     ]
     scope = {"re": re, "string": string}
     exec(compile(ast.Module(methods, []), str(path), "exec"), scope)
-    theirs = types.SimpleNamespace(do_lower_case=True)
-    theirs.remove_punctuation = functools.partial(scope["remove_punctuation"], theirs)
-    for said in ("A  photo, of TWO cats!", " (yes)\tit's\n", "", "Ünï-Cöde… “quoted”"):
-        assert dual.canonical(said) == scope["canonicalize_text"](theirs, said)
+    config = read(SIGLIP)
+    for lower in (True, False):
+        theirs = types.SimpleNamespace(do_lower_case=lower)
+        theirs.remove_punctuation = functools.partial(scope["remove_punctuation"], theirs)
+        tokenizer = {"tokenizer_class": "SiglipTokenizer", "do_lower_case": lower}
+        clean = dual.text_style(config, tokenizer).clean
+        for said in ("A  photo, of TWO cats!", " (yes)\tit's\n", "", "Ünï-Cöde… “quoted”"):
+            assert clean(said) == scope["canonicalize_text"](theirs, said)
+
+
+def test_siglip_2s_texts_are_lower_case():
+    """As transformers' docs of its tokenizer say: Gemma's, with lower case before it."""
+    style = dual.text_style(read(SIGLIP2), {"tokenizer_class": "GemmaTokenizer"})
+    assert style.clean("A  Photo, two!") == "a  photo, two!"
+    assert style.see_padding and style.max_length == 64
+    with pytest.raises(ConfigError, match="padding_side='left' is not supported, only 'right'"):
+        dual.text_style(read(SIGLIP2), {"padding_side": "left"})

@@ -202,6 +202,36 @@ def test_vectors_logits_and_gradients_are_torchs(name, record_property):
     print(f"{name}: " + ", ".join(f"{what} {error:.1e}" for what, error in errors.items()))
 
 
+ALONE = {
+    "CLIP": lambda: transformers.CLIPTextModel(transformers.CLIPTextConfig(**TEXT, eos_token_id=2)),
+    "CLIP, projected": lambda: transformers.CLIPTextModelWithProjection(
+        transformers.CLIPTextConfig(**TEXT, eos_token_id=EOS, projection_dim=10)
+    ),
+    "SigLIP": lambda: transformers.SiglipTextModel(
+        transformers.SiglipTextConfig(**TEXT, projection_size=10)
+    ),
+    "SigLIP 2": lambda: transformers.Siglip2TextModel(transformers.Siglip2TextConfig(**TEXT)),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_text_tower_alone_is_torchs(name, tmp_path):
+    theirs = shaken(ALONE[name]())
+    theirs.save_pretrained(tmp_path)  # fills in architectures
+    model, params, weights = built(theirs.config.to_dict(), dict(theirs.named_parameters()))
+    if name != "CLIP, projected":  # older files have the prefix of the whole model
+        older = {f"text_model.{n}": shape for n, shape in weights.tensors().items()}
+        spelled = weights.check(older, "here")
+        assert all(there == f"text_model.{here}" for here, there in spelled.items())
+    batch, inputs = text_batch()
+    with torch.no_grad():
+        out = theirs(**inputs)
+    expected = out.text_embeds if "text_embeds" in out else out.pooler_output
+    ours = jax.jit(model.apply)(params, batch)
+    assert ours.hidden.shape == (4, 1, expected.shape[1]) and ours.scale is None
+    assert relative(ours.hidden[:, 0], torch.nn.functional.normalize(expected)) < 1e-4
+
+
 def test_bert_is_torchs(record_property):
     """Hidden states, each way of pooling, token types, and gradients of all that is in it."""
     fields = TEXT | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}

@@ -66,6 +66,9 @@ ENCODERS: dict[str, Any] = {
     "clip": dual,
     "siglip": dual,
     "siglip2": dual,
+    "clip_text_model": dual,
+    "siglip_text_model": dual,
+    "siglip2_text_model": dual,
     "bert": bert,
 }
 """Likewise, of models that give vectors and no text."""

@@ -1,4 +1,4 @@
-"""CLIP, SigLIP and SigLIP 2 whole: both towers, in Hugging Face's words."""
+"""CLIP, SigLIP and SigLIP 2 in Hugging Face's words: both towers, or the text tower alone."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> DualConfig:
     """
     where = "config.json: "
     kind = hf_config["model_type"]
+    if kind not in _FIELDS:
+        return _text_alone(hf_config, where)
     top = read(hf_config, _FIELDS[kind], where)
     groups = _groups(top)
     text, projected = text_encoders.text_from_hf(
@@ -79,6 +81,23 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> DualConfig:
     )
 
 
+def _text_alone(hf_config: Mapping[str, Any], where: str) -> DualConfig:
+    """The text tower of a folder that holds nothing else."""
+    text, projected = text_encoders.text_from_hf(hf_config, where, "")
+    clips = text.causal
+    has = not clips or _PROJECTED in (hf_config.get("architectures") or ())
+    return DualConfig(
+        towers=("text",),
+        text=text,
+        embed_dim=projected if has else text.width,
+        project=("text",) if has else (),
+        project_bias=not clips,
+    )
+
+
+_PROJECTED = "CLIPTextModelWithProjection"
+
+
 def _groups(top: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Tower -> its group, where CLIP's old copy of it has the last word, as in transformers."""
     found = {}
@@ -95,30 +114,40 @@ def weights(config: DualConfig) -> NameMap:
     Args:
         config: of :func:`config_from_hf`.
     """
-    tower = clip if config.vision.class_token else siglip
+    clips = config.text.causal
+    head = _CLIP_HEAD if clips else _SIGLIP_HEAD
+    if config.towers == ("text",):
+        # CLIP with its projection keeps the prefix of the whole model; the others have none.
+        model = "text_model." if clips and config.project else ""
+        own = [Entry(e.ours, e.theirs.removeprefix("text_model."), *e[2:]) for e in head]
+        found = [e for e in own if config.project and e.ours.startswith("head/text")]
+        sizes = {**text_encoders.dims(config.text), "E": config.embed_dim}
+        aliases = () if model else ((r"^text_model\.", ""),)
+        depths = {"text": config.text.depth}
+        return NameMap((*text_encoders.entries(model), *found), sizes, depths, aliases, _BUFFERS)
+    tower = clip if clips else siglip
     sizes = {**clip.dims(config.vision), **text_encoders.dims(config.text), "E": config.embed_dim}
     depths = {"vision": config.vision.depth, "text": config.text.depth}
-    found = (
+    entries = (
         *tower.entries("vision_model.", config.vision),
         *text_encoders.entries("text_model."),
-        *_head(config),
+        *head,
     )
-    return NameMap(found, sizes, depths, (), ("embeddings.position_ids",))
+    return NameMap(entries, sizes, depths, (), _BUFFERS)
 
 
-def _head(config: DualConfig) -> tuple[Entry, ...]:
-    if "vision" in config.project:
-        return (
-            Entry("head/vision", "visual_projection.weight", "d E", "E d"),
-            Entry("head/text", "text_projection.weight", "D E", "E D"),
-            Entry("head/scale", "logit_scale", "", ""),
-        )
-    return (
-        Entry("head/text", "text_model.head.weight", "D E", "E D"),
-        Entry("head/text_bias", "text_model.head.bias", "E", "E"),
-        Entry("head/scale", "logit_scale", "", "1"),
-        Entry("head/bias", "logit_bias", "", "1"),
-    )
+_BUFFERS = ("embeddings.position_ids",)
+_CLIP_HEAD = (
+    Entry("head/vision", "visual_projection.weight", "d E", "E d"),
+    Entry("head/text", "text_projection.weight", "D E", "E D"),
+    Entry("head/scale", "logit_scale", "", ""),
+)
+_SIGLIP_HEAD = (
+    Entry("head/text", "text_model.head.weight", "D E", "E D"),
+    Entry("head/text_bias", "text_model.head.bias", "E", "E"),
+    Entry("head/scale", "logit_scale", "", "1"),
+    Entry("head/bias", "logit_bias", "", "1"),
+)
 
 
 def text_style(config: DualConfig, tokenizer_config: Mapping[str, Any]) -> TextStyle:
@@ -127,16 +156,26 @@ def text_style(config: DualConfig, tokenizer_config: Mapping[str, Any]) -> TextS
     Args:
         config: of the model.
         tokenizer_config: the content of ``tokenizer_config.json``, perhaps empty.
+
+    Raises:
+        ConfigError: padding that SigLIP was not trained with.
     """
     if config.text.causal:
         return TextStyle(config.text.max_length)
-    # SigLIP was trained on texts filled up with padding that its tokens see.
+    # SigLIP was trained on texts filled up on the right with padding that its tokens see.
+    if (side := tokenizer_config.get("padding_side", "right")) != "right":
+        raise ConfigError(
+            f"tokenizer_config.json: padding_side={side!r} is not supported, only 'right'"
+        )
     name = tokenizer_config.get("tokenizer_class", "")
-    clean = canonical if name.startswith("Siglip") and not name.startswith("Siglip2") else str.lower
-    return TextStyle(config.text.max_length, see_padding=True, clean=clean)
+    plain = name.startswith("Siglip") and not name.startswith("Siglip2")
+    clean = canonical if plain else str  # SigLIP 2 has Gemma's tokenizer
+    if tokenizer_config.get("do_lower_case", True):
+        return TextStyle(config.text.max_length, True, lambda text: clean(text.lower()))
+    return TextStyle(config.text.max_length, True, clean)
 
 
 def canonical(text: str) -> str:
-    """SigLIP's texts: lower case, no punctuation, single spaces."""
-    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    """SigLIP's texts: no punctuation, single spaces."""
+    bare = text.translate(str.maketrans("", "", string.punctuation))
     return re.sub(r"\s+", " ", bare).strip()
