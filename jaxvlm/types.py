@@ -111,6 +111,17 @@ class Sources(NamedTuple):
     """P: features of a tile."""
 
 
+class TextStyle(NamedTuple):
+    """How a text becomes a row of a text encoder."""
+
+    max_length: int
+    """Tokens of a row at most, special ones counted; a longer text is cut."""
+    see_padding: bool = False
+    """Rows are filled up to ``max_length``, and padding is like any token."""
+    clean: Callable[[str], str] = str
+    """Applied to a text before it is tokenized."""
+
+
 class Span(NamedTuple):
     """What a picture is in a row: the tokens that the chat template's one picture token becomes.
 
@@ -177,7 +188,8 @@ class Out(NamedTuple):
     """What a model's forward pass hands to a loss; the loss needs no model import."""
 
     hidden: Any
-    """[B, T, D]: final hidden states, after the last norm."""
+    """[B, T, D]: final hidden states, after the last norm; [B, M, E] of a dual encoder: each
+    row's vectors, its picture's and then its text's."""
     head: Any = None
     """[D, V]: output matrix, so that the loss can chunk the logits."""
     scale: Any = None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import inputs, pretrained, prompts, record, sheets
+from jaxvlm.build import encoder, inputs, pretrained, prompts, record, sheets
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
@@ -23,6 +23,7 @@ from jaxvlm.data import images
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
 from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.models.families import ENCODERS, any_family
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import replicated
 from jaxvlm.types import Batch, Params
@@ -183,8 +184,13 @@ def _listed(pictures: Picture | Sequence[Picture]) -> list[Any]:
     return [pictures] if isinstance(pictures, _ONE) else list(pictures)
 
 
-def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) -> Loaded:
+def load(
+    folder: str | os.PathLike[str], which: str = "best", mesh: Any = None
+) -> Loaded | encoder.Encoder:
     """A trained model, from a run's folder or a Hugging Face checkpoint.
+
+    A model that makes vectors (CLIP, SigLIP, a sentence-transformers folder) comes as an
+    :class:`~jaxvlm.build.encoder.Encoder`.
 
     Args:
         folder: a workdir of ``jaxvlm train``, a folder with ``config.json`` and safetensors, or
@@ -202,7 +208,9 @@ def load(folder: str | os.PathLike[str], which: str = "best", mesh: Any = None) 
     workdir = pathlib.Path(folder)
     if hugging_face:
         config = TrainConfig(model=ModelConfig(checkpoint=str(folder)))
-        source = pretrained.find(str(folder))
+        source = pretrained.find(str(folder), choose=any_family)
+        if source is not None and source.family in ENCODERS.values():
+            return encoder.load(source, mesh)
         config = pretrained.with_source(config, source)
     else:
         config = record.read_config(workdir)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvlm.config import ModelConfig
+from jaxvlm.config import DualConfig, ModelConfig
+from jaxvlm.models.dual import DualEncoder
 from jaxvlm.models.vlm import VLM
 from jaxvlm.nn.param import Init, logical_axes, merge, split
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Batch, Logical, Out, Params
 
-TOWERS = ("vision", "connector", "decoder")
+Config = TypeVar("Config", ModelConfig, DualConfig)
+_TOWERS = ("vision", "connector", "decoder", "text", "head")
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Model(Generic[Config]):
     """A model without its parameters."""
 
-    config: ModelConfig
+    config: Config
     mesh: Mesh
     graph: Any
     """Static; :func:`jaxvlm.nn.param.merge` makes a module of it and parameters."""
@@ -41,8 +43,8 @@ class Model:
     def _draw(self, key: jax.Array) -> Params:
         return split(_module(self.config, self.mesh, key))[1]
 
-    def module(self, params: Params) -> VLM:
-        """The module with ``params`` in it."""
+    def module(self, params: Params) -> Any:
+        """The module with ``params`` in it: a ``VLM``, or a ``DualEncoder``."""
         return merge(self.graph, params)
 
     def apply(self, params: Params, batch: Batch) -> Out:
@@ -57,11 +59,11 @@ class Model:
         }
 
 
-def build_model(config: ModelConfig, mesh: Mesh) -> Model:
+def build_model(config: Config, mesh: Mesh) -> Model[Config]:
     """The model of ``config`` on ``mesh``; allocates nothing.
 
     Args:
-        config: dims and variants, ``decoder.vocab_size`` set.
+        config: dims and variants, the vocabulary's size set.
         mesh: where it will run.
 
     Raises:
@@ -85,8 +87,11 @@ def build_model(config: ModelConfig, mesh: Mesh) -> Model:
 
 
 def _axes(mesh: Mesh) -> dict[str, Axes]:
-    return dict.fromkeys(TOWERS, Axes(mesh))
+    return dict.fromkeys(_TOWERS, Axes(mesh))
 
 
-def _module(config: ModelConfig, mesh: Mesh, key: jax.Array) -> VLM:
-    return VLM(Init(nnx.Rngs(params=key)), _axes(mesh), config)
+def _module(config: ModelConfig | DualConfig, mesh: Mesh, key: jax.Array) -> nnx.Module:
+    init, axes = Init(nnx.Rngs(params=key)), _axes(mesh)
+    if isinstance(config, DualConfig):
+        return DualEncoder(init, axes, config)
+    return VLM(init, axes, config)

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +21,9 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.patches import Patching
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
-from jaxvlm.models.families import Family, anyres, family, parts
+from jaxvlm.models.families import anyres, family, parts
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Params, Span
+from jaxvlm.types import Params, Span, WeightMap
 
 SAVED = "source"
 """Folder in a workdir: all of the checkpoint but its weights, and their layout."""
@@ -43,15 +43,21 @@ class Source(NamedTuple):
     files: pathlib.Path
     """Folder of all else: the same, or the copy in a workdir."""
     hf_config: Mapping[str, Any]
-    family: Family
+    family: Any
+    """A ``Family``, or an ``EncoderFamily``."""
 
 
-def find(checkpoint: str, workdir: pathlib.Path | None = None) -> Source | None:
+def find(
+    checkpoint: str,
+    workdir: pathlib.Path | None = None,
+    choose: Callable[[Mapping[str, Any], str], Any] = family,
+) -> Source | None:
     """The checkpoint that a run starts from, ``None`` where it starts from scratch.
 
     Args:
         checkpoint: folder, or an id of the hub; "" is none.
         workdir: of the run; what it has kept of the checkpoint comes first.
+        choose: which families will do: ``family``, or ``any_family``.
 
     Raises:
         ConfigError: there is no such checkpoint, or its family is unknown.
@@ -65,8 +71,8 @@ def find(checkpoint: str, workdir: pathlib.Path | None = None) -> Source | None:
             weights = pathlib.Path(checkpoint).expanduser()
     else:
         weights = files = _fetched(checkpoint)
-    config = _json(files / "config.json")
-    return Source(weights, files, config, family(config, str(files)))
+    config = read_json(files / "config.json")
+    return Source(weights, files, config, choose(config, str(files)))
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -74,7 +80,7 @@ def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     path = pathlib.Path(folder) / "config.json"
     if not path.is_file():
         return not pathlib.Path(folder).exists() and bool(_HUB_ID.fullmatch(str(folder)))
-    return "model_type" in _json(path)
+    return "model_type" in read_json(path)
 
 
 def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
@@ -203,22 +209,54 @@ def export(
             f"{workdir}: its model was made from scratch, not from a Hugging Face checkpoint "
             "(config.model.checkpoint), so no library there knows it"
         )
+    stored = read_json(workdir / SAVED / _LAYOUT)
+    layout = {
+        name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
+    }
+    weights = source.family.weights(config)
+    return write(workdir / SAVED, output, params, weights, layout, dtype)
+
+
+def write(
+    files: pathlib.Path,
+    output: pathlib.Path,
+    params: Params,
+    weights: WeightMap,
+    layout: hf.Layout,
+    dtype: str = "",
+) -> dict[str, Any]:
+    """Write a checkpoint; every process calls it.
+
+    Args:
+        files: folder of all that is no weight.
+        output: a new folder.
+        params: all of them.
+        weights: which tensors hold which parameters.
+        layout: of the source; what is no float in it is left out.
+        dtype: as for :func:`export`.
+
+    Returns:
+        How many ``tensors`` and ``bytes`` were written.
+
+    Raises:
+        ConfigError: the folder is not empty, or there is no such dtype.
+    """
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output={output} is not empty; give a new folder")
     if dtype not in _STORED and dtype:
         raise ConfigError(f"--dtype={dtype}; known: {', '.join(_STORED)}")
-    stored = _json(workdir / SAVED / _LAYOUT)
     layout = {
-        name: hf.Stored(file, _STORED.get(dtype, kind), tuple(shape))
-        for name, (file, kind, shape) in stored.items()
+        name: stored._replace(dtype=_STORED.get(dtype, stored.dtype))
+        for name, stored in layout.items()
+        if stored.dtype in hf.DTYPES
     }
     half = output.with_name(output.name + ".tmp")
     if not jax.process_index():
         shutil.rmtree(half, ignore_errors=True)
-        _copy_files(workdir / SAVED, half)
+        _copy_files(files, half)
         if dtype:
             _state_dtype(half / "config.json", dtype)
-    hf.write_params(half, params, source.family.weights(config), layout)
+    hf.write_params(half, params, weights, layout)
     if not jax.process_index():
         if output.exists():
             output.rmdir()
@@ -250,7 +288,12 @@ def _fetched(checkpoint: str) -> pathlib.Path:
         ) from None
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -296,15 +339,37 @@ def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:
 
 
 def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy all of a checkpoint's folder but its weights."""
+    """Copy all of a checkpoint's folder but its weights, and sentence-transformers' modules."""
     target.mkdir(parents=True)
+    for module in modules(source):
+        if module.get("path") and (source / module["path"]).is_dir():
+            _copy_files(source / module["path"], target / module["path"])
     for path in sorted(source.iterdir()):
         weights = any(path.match(pattern) for pattern in _WEIGHTS)
         if path.is_file() and not weights and path.name != _LAYOUT and path.stat().st_size < _SMALL:
             shutil.copyfile(path, target / path.name)
 
 
+def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """What ``modules.json`` of a sentence-transformers folder lists; [] where there is none.
+
+    Raises:
+        ConfigError: it is damaged, or names a place outside the folder.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        paths = [pathlib.PurePosixPath(module.get("path", "")) for module in found]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}; fetch it again") from None
+    if any(p.is_absolute() or ".." in p.parts for p in paths):
+        raise ConfigError(f"{path} names a place outside of its folder")
+    return found
+
+
 def _state_dtype(path: pathlib.Path, dtype: str) -> None:
-    config = _json(path)
+    config = read_json(path)
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n", encoding="utf-8")

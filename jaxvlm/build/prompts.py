@@ -135,14 +135,31 @@ def _load(
     """u8[tiles, H, W, 3] and the picture's span."""
     named = isinstance(picture, (str, os.PathLike))
     try:
-        if isinstance(picture, (str, os.PathLike)):
-            span = pictures.of_file(str(picture))
-            pixels = images.load(str(picture), pictures.prepare, max_pixels)
-        else:
-            made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-            upright = ImageOps.exif_transpose(made)
-            span = pictures.of_size(*upright.size)
-            pixels = pictures.prepare.convert(upright)
+        span = (
+            pictures.of_file(str(picture))
+            if isinstance(picture, (str, os.PathLike))
+            else pictures.of_size(*_upright(picture).size)
+        )
     except ImageError as error:
         raise DataError(f"{picture if named else 'a picture'}: {error}") from None
+    pixels = load_pixels(picture, pictures.prepare, max_pixels)
     return pixels[None] if pixels.ndim == 3 else pixels, span
+
+
+def load_pixels(picture: Picture, prepare: images.Preparation, max_pixels: int) -> np.ndarray:
+    """A picture as ``prepare`` makes it.
+
+    Raises:
+        DataError: a file that can't be read.
+    """
+    if not isinstance(picture, (str, os.PathLike)):
+        return prepare.convert(_upright(picture))
+    try:
+        return images.load(str(picture), prepare, max_pixels)
+    except ImageError as error:
+        raise DataError(f"{picture}: {error}") from None
+
+
+def _upright(picture: Image.Image | np.ndarray) -> Image.Image:
+    made = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    return ImageOps.exif_transpose(made)

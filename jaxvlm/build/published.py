@@ -16,7 +16,7 @@ import numpy as np
 from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.io import hf
-from jaxvlm.models.families import family
+from jaxvlm.models.families import any_family
 from jaxvlm.parallel.mesh import make_mesh
 
 SHARD_BYTES = 2**31
@@ -42,7 +42,7 @@ def published(name: str) -> dict[str, Any]:
 
 def num_parameters(hf_config: Mapping[str, Any]) -> int:
     """Parameters of the model of a ``config.json``; allocates none."""
-    config = family(hf_config, "config.json").config_from_hf(hf_config)
+    config = any_family(hf_config, "config.json").config_from_hf(hf_config)
     model = build_model(config, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     return sum(int(np.prod(x.shape)) for x in model.shapes.values())
 
@@ -70,7 +70,7 @@ def write_random(
     """
     path = pathlib.Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    one = family(hf_config, str(path))
+    one = any_family(hf_config, str(path))
     shapes = one.weights(one.config_from_hf(hf_config)).tensors()
     layout = hf.sharded(shapes, dtype, shard_bytes)
     rng = np.random.default_rng(seed)

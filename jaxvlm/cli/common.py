@@ -30,7 +30,7 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     Raises:
         ConfigError: no checkpoint is named, or the mesh is none.
     """
-    from jaxvlm.build import load
+    from jaxvlm.build import Encoder, load
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed
 
@@ -38,7 +38,18 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
         raise ConfigError(f"{command} needs --checkpoint=WORKDIR or a Hugging Face folder")
     mesh = _mesh(values.mesh)
     distributed.initialize()
-    return load(values.checkpoint, mesh=mesh)
+    model = load(values.checkpoint, mesh=mesh)
+    if command == "embed" and not isinstance(model, Encoder):
+        raise ConfigError(
+            f"--checkpoint={values.checkpoint} is a model that writes text, not an encoder; "
+            "`jaxvlm generate` uses it"
+        )
+    if command != "embed" and isinstance(model, Encoder):
+        raise ConfigError(
+            f"--checkpoint={values.checkpoint} is an encoder: it makes vectors, and "
+            "`jaxvlm embed` writes them"
+        )
+    return model
 
 
 def say(text: str, end: str = "\n") -> None:

@@ -29,7 +29,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export, and say what was written."""
     import pathlib
 
-    from jaxvlm.build import load, pretrained
+    from jaxvlm.build import Loaded, load, pretrained
     from jaxvlm.cli.common import say
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed
@@ -43,6 +43,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if pretrained.is_checkpoint(workdir):
         raise ConfigError(f"--workdir={workdir} is a Hugging Face checkpoint already")
     model = load(workdir, values.which)
+    assert isinstance(model, Loaded)  # a run's
     written = pretrained.export(workdir, output, model.params, model.model.config, values.dtype)
     say(f"{written['tensors']} tensors, {written['bytes'] / 2**20:.1f} MiB: {output}")
     return written

@@ -49,6 +49,12 @@ def _generate() -> Any:
     return generate
 
 
+def _embed() -> Any:
+    from jaxvlm.cli import embed
+
+    return embed
+
+
 def _export() -> Any:
     from jaxvlm.cli import export
 
@@ -65,6 +71,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "train": _train,
     "eval": _eval,
     "generate": _generate,
+    "embed": _embed,
     "export": _export,
     "data": _data,
 }

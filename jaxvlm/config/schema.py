@@ -135,6 +135,48 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """A text encoder with learned positions: a vector a text."""
+
+    vocab_size: int = 0
+    width: int = 64
+    depth: int = 2
+    num_heads: int = 4
+    mlp_dim: int = 256
+    max_length: int = 64  # rows of the table of positions
+    num_types: int = 0  # rows of the table of token types; 0: none
+    activation: str = "gelu"  # gelu | gelu_tanh | quick_gelu | silu | relu
+    causal: bool = False  # a token sees those before it, not all
+    norm_after: bool = False  # BERT's: a norm behind embeddings and each addition, none at the end
+    norm_eps: float = 1e-6
+    pool: str = "mean"  # of real tokens: mean | class (first) | last | largest (id) | eos (first
+    # eos_id) | pooler (class, linear, tanh); end: the row's last place, padding or not
+    eos_id: int = -1  # read where pool is eos
+    pooler: bool = False  # BERT's linear layer behind the first token is there, used or not
+    remat: str = "none"  # none | dots | full | offload
+
+
+@dataclasses.dataclass(frozen=True)
+class DualConfig:
+    """A dual encoder: pictures and texts to vectors of one space. Or one of its towers alone."""
+
+    towers: tuple[str, ...] = ("vision", "text")  # those that it has
+    vision: VisionConfig = VisionConfig(pool="attention")
+    text: TextConfig = TextConfig()
+    embed_dim: int = 64  # of the vectors
+    project: tuple[str, ...] = ("vision", "text")  # towers with a linear map to embed_dim; the
+    # vector of another one has that width already
+    project_bias: bool = False  # of those maps
+    normalize: bool = True  # vectors have length 1
+    scale: float = 2.6592  # first value of the learned log-temperature
+    bias: float = 0.0  # first value of the logits' learned bias
+    has_bias: bool = False  # logits have one (SigLIP)
+    dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
+    attention: str = "auto"  # auto | xla | cudnn | splash | triton
+    checkpoint: str = ""  # Hugging Face folder or hub id that it came from
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices along each mesh axis; one of them may be -1: all that are left."""
 

@@ -45,6 +45,8 @@ class Processor(NamedTuple):
     """How a picture of any size is cut; ``None`` where all have one size."""
     bounds: tuple[int, int] = (0, 0)
     """Least and most pixels of a prepared picture; (0, 0) where nothing asks for them."""
+    most_patches: int = 0
+    """Of a picture, at most, where the processor bounds them so; 0 where it doesn't."""
 
 
 def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Processor:
@@ -111,6 +113,7 @@ def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Pr
         _rgb(made.image_std),
         patching,
         used,
+        int(getattr(made, "max_num_patches", 0)),
     )
 
 

@@ -263,6 +263,26 @@ def load(folder: str | pathlib.Path, style: ChatStyle = PLAIN) -> ChatTokenizer:
         DataError: a file is missing or broken, or no chat template is found.
     """
     folder = pathlib.Path(folder).expanduser()
+    backend, config, special = read(folder)
+    template = _find_template(folder, config) or style.template
+    if not template:
+        raise DataError(f"{folder}: no chat template; put one in {folder}/chat_template.jinja")
+    special.setdefault("eos_token", "</s>")
+    image = _find_image_token(folder, config, special, backend)
+    special["image_token"] = image
+    if backend.token_to_id(image) is None:
+        backend.add_special_tokens([tokenizers.AddedToken(image, normalized=False, special=True)])
+    return ChatTokenizer(backend, template, special, style)
+
+
+def read(
+    folder: pathlib.Path,
+) -> tuple[tokenizers.Tokenizer, dict[str, Any], dict[str, str]]:
+    """A folder's tokenizer, its ``tokenizer_config.json``, and its special tokens by their names.
+
+    Raises:
+        DataError: a file is missing or broken.
+    """
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: no tokenizer.json; give a folder with a fast tokenizer")
     try:
@@ -270,21 +290,13 @@ def load(folder: str | pathlib.Path, style: ChatStyle = PLAIN) -> ChatTokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         raise DataError(f"{folder}/tokenizer.json: can't be read: {error}") from None
     config = _json(folder / "tokenizer_config.json")
-    template = _find_template(folder, config) or style.template
-    if not template:
-        raise DataError(f"{folder}: no chat template; put one in {folder}/chat_template.jinja")
     special = {
         name: text
         for source in (_json(folder / "special_tokens_map.json"), config)
         for name, value in source.items()
         if name.endswith("_token") and (text := _text(value))
     }
-    special.setdefault("eos_token", "</s>")
-    image = _find_image_token(folder, config, special, backend)
-    special["image_token"] = image
-    if backend.token_to_id(image) is None:
-        backend.add_special_tokens([tokenizers.AddedToken(image, normalized=False, special=True)])
-    return ChatTokenizer(backend, template, special, style)
+    return backend, config, special
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:

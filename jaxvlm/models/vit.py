@@ -199,6 +199,20 @@ def per_value(channels: tuple[float, float, float], config: VisionConfig) -> np.
     return lay(np.asarray(channels, np.float32), count)
 
 
+def normalised(pixels: jax.Array, config: VisionConfig) -> jax.Array:
+    """What the tower takes of pixels.
+
+    Args:
+        pixels: values in 0..255, [..., 3] or packed patches [..., patch_dim].
+        config: of the tower.
+
+    Returns:
+        f32 of the same shape, about unit variance.
+    """
+    mean = 255.0 * per_value(config.pixel_mean, config)
+    return (pixels.astype(jnp.float32) - mean) / (255.0 * per_value(config.pixel_std, config))
+
+
 def num_patches(config: VisionConfig) -> int:
     """P: patches a picture, or places of the position table of a packed tower."""
     return (config.image_size // config.patch_size) ** 2

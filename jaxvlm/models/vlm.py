@@ -12,7 +12,7 @@ from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
-from jaxvlm.models.vit import ViT, per_value
+from jaxvlm.models.vit import ViT, normalised
 from jaxvlm.nn.embed import image_places, mix_tokens, place_tokens, token_places
 from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
@@ -122,10 +122,7 @@ class VLM(nnx.Module):
         Returns:
             [B, P, D_vision].
         """
-        vision = self.config.vision
-        mean = 255.0 * per_value(vision.pixel_mean, vision)
-        scale = 255.0 * per_value(vision.pixel_std, vision)
-        x = (pixels.astype(jnp.float32) - mean) / scale
+        x = normalised(pixels, self.config.vision)
         with jax.named_scope("vision"):
             return self.vision(x.astype(DTYPES[self.config.dtype]), grid)
 

@@ -24,6 +24,7 @@ class BlockSpec:
     mlp_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated
     post_norms: bool = False  # what attention and MLP add to the stream is normed too
+    norm_after: bool = False  # the sum is normed, not what attention and MLP read (BERT)
     query_scale: float = 0.0  # of attention's scores; 0: head_dim ** -0.5
     qk_norm_all: bool = False  # an RMSNorm over all heads of the queries, another of the keys
     layer_scale: float = 0.0  # first value of a learned factor on what is added; 0: none

@@ -1,4 +1,4 @@
-"""A pre-norm transformer block, and a scan over many of them."""
+"""A transformer block, and a scan over many of them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ class Side(NamedTuple):
 
 
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; what is added may be normed too."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; what is added may be normed too.
+
+    With ``norm_after``: ``norm(x + attention(x))``, then ``norm(x + mlp(x))`` (arXiv 1706.03762).
+    """
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
         norm = functools.partial(NORMS[spec.norm], init, spec.width, spec.norm_eps)
-        self.axes = axes
+        self.axes, self.norm_after = axes, spec.norm_after
         self.norm1 = norm()
         self.attn = Attention(init, axes, spec)
         self.post_norm1 = norm() if spec.post_norms else None
@@ -50,10 +53,13 @@ class Block(nnx.Module):
         self, x: jax.Array, context: Context, kv: KVCache | None = None
     ) -> tuple[jax.Array, Side]:
         """[B, T, D] -> [B, T, D], and what else comes of it."""
-        y, kv = self.attn(self.norm1(x), context, kv)
+        after = self.norm_after
+        y, kv = self.attn(x if after else self.norm1(x), context, kv)
         x = x + _added(y, self.post_norm1, self.scale1)
-        y, routed = self._mlp(self.norm2(x), context)
+        x = self.norm1(x) if after else x
+        y, routed = self._mlp(x if after else self.norm2(x), context)
         x = x + _added(y, self.post_norm2, self.scale2)
+        x = self.norm2(x) if after else x
         return shard(self.axes, x, "batch", "seq", "embed"), Side(kv, routed)
 
     def _mlp(self, x: jax.Array, context: Context) -> tuple[jax.Array, Routed | None]:

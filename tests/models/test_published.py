@@ -10,6 +10,7 @@ import pytest
 import jaxvlm.build.published as table
 from jaxvlm.config import ConfigError
 from jaxvlm.io import hf
+from jaxvlm.models.families import ENCODERS
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -19,8 +20,10 @@ transformers = pytest.importorskip("transformers", reason="the oracle")
 def test_parameters_are_as_many_as_transformers(name):
     given = table.published(name)
     config = transformers.AutoConfig.for_model(**given)
+    encoder = given["model_type"] in ENCODERS
+    kind = transformers.AutoModel if encoder else transformers.AutoModelForImageTextToText
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
+        model = kind.from_config(config)
     assert table.num_parameters(given) == model.num_parameters()
 
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
 
-from towers import Case, compare, shaken  # noqa: E402  # after the oracle is known to be there
+from towers import Case, compare, packed, shaken  # noqa: E402  # after the oracle is known to be there
 
 from jaxvlm.models.families import (  # noqa: E402
     clip,
@@ -176,21 +176,6 @@ def internvl(layer, ratio, **fields):
     connector = connectors.shuffled_mlp(ratio, "relu")
     entries = connectors.mlp_entries("", connector)
     return towered(transformers.InternVLModel(config), vision, connector, entries, internvit)
-
-
-def packed(grids, length, patch_dim):
-    """Rows of patches with padding behind, their grids, and the same for torch."""
-    rng = np.random.default_rng(2)
-    x = rng.normal(size=(len(grids), length, patch_dim)).astype(np.float32)
-    grid = np.zeros((len(grids), max(map(len, grids)) + 1, 3), np.int32)
-    rows = []
-    for b, row in enumerate(grids):
-        grid[b, : len(row)] = row
-        used = int(grid[b].prod(-1).sum())
-        rows.append(x[b, :used])
-        assert used < length
-    flat = torch.from_numpy(np.concatenate(rows))
-    return x, grid, flat, torch.tensor([g for row in grids for g in row])
 
 
 def qwen(family, config, model):

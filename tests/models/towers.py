@@ -64,9 +64,24 @@ def shaken(model):
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
-            scale = 0.2 if parameter.ndim == 1 else max(0.0, 0.2 - float(parameter.std()))
+            scale = 0.2 if parameter.ndim < 2 else max(0.0, 0.2 - float(parameter.std()))
             parameter += scale * torch.randn_like(parameter)
     return model.float().eval()
+
+
+def packed(grids, length, patch_dim):
+    """Rows of patches with padding behind, their grids, and the same for torch."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(len(grids), length, patch_dim)).astype(np.float32)
+    grid = np.zeros((len(grids), max(map(len, grids)) + 1, 3), np.int32)
+    rows = []
+    for b, row in enumerate(grids):
+        grid[b, : len(row)] = row
+        used = int(grid[b].prod(-1).sum())
+        rows.append(x[b, :used])
+        assert used < length
+    flat = torch.from_numpy(np.concatenate(rows))
+    return x, grid, flat, torch.tensor([g for row in grids for g in row])
 
 
 def compare(case):

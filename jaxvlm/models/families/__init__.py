@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig
 from jaxvlm.models.families import (
+    bert,
+    dual,
     gemma3,
     idefics3,
     internvl,
@@ -15,7 +17,7 @@ from jaxvlm.models.families import (
     paligemma,
     qwen_vl,
 )
-from jaxvlm.types import ChatStyle, Span, TileGrid, WeightMap
+from jaxvlm.types import ChatStyle, Span, TextStyle, TileGrid, WeightMap
 
 
 @runtime_checkable
@@ -48,6 +50,23 @@ class Family(Protocol):
         ...
 
 
+@runtime_checkable
+class EncoderFamily(Protocol):
+    """What the file of a family of encoders has."""
+
+    def config_from_hf(self, hf_config: Mapping[str, Any]) -> DualConfig:
+        """The model that a ``config.json`` describes."""
+        ...
+
+    def weights(self, config: DualConfig) -> WeightMap:
+        """Which tensors hold which parameters."""
+        ...
+
+    def text_style(self, config: DualConfig, tokenizer_config: Mapping[str, Any]) -> TextStyle:
+        """How texts become rows; ``tokenizer_config`` is of ``tokenizer_config.json``."""
+        ...
+
+
 FAMILIES: dict[str, Any] = {
     "llava": llava,
     "llava_next": llava_next,
@@ -63,6 +82,16 @@ FAMILIES: dict[str, Any] = {
     "qwen3_vl_moe": qwen_vl,
 }
 """``model_type`` of a ``config.json`` -> the family."""
+ENCODERS: dict[str, Any] = {
+    "clip": dual,
+    "siglip": dual,
+    "siglip2": dual,
+    "clip_text_model": dual,
+    "siglip_text_model": dual,
+    "siglip2_text_model": dual,
+    "bert": bert,
+}
+"""Likewise, of models that give vectors and no text."""
 
 
 def family(hf_config: Mapping[str, Any], where: str) -> Family:
@@ -76,8 +105,18 @@ def family(hf_config: Mapping[str, Any], where: str) -> Family:
         ConfigError: none is known for its ``model_type``.
     """
     kind = hf_config.get("model_type")
+    if kind in ENCODERS:
+        raise ConfigError(
+            f"{where}: model_type={kind!r} is an encoder: it makes vectors (`jaxvlm embed`, "
+            "`jaxvlm.load(folder).encode_text`), not text"
+        )
     if kind not in FAMILIES:
         raise ConfigError(
             f"{where}: model_type={kind!r} is no family of jaxvlm; known: {', '.join(FAMILIES)}"
         )
     return FAMILIES[kind]
+
+
+def any_family(hf_config: Mapping[str, Any], where: str) -> Any:
+    """The :class:`Family` or :class:`EncoderFamily` of a ``config.json``; see :func:`family`."""
+    return ENCODERS.get(hf_config.get("model_type", "")) or family(hf_config, where)

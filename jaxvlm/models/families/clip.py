@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import VisionConfig
-from jaxvlm.models.families.fields import METADATA, Features, Fields, activation, read, square
+from jaxvlm.models.families.fields import (
+    GENERATION,
+    METADATA,
+    Features,
+    Fields,
+    activation,
+    read,
+    square,
+)
 from jaxvlm.models.families.names import Entry
 
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -27,9 +35,14 @@ _FIELDS = Fields(
         "num_channels": (3,),
         "attention_dropout": (0.0,),
         "dropout": (0.0,),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "pruned_heads": ({},),
     },
-    METADATA | {"vocab_size"},  # a text tower that is not here
+    METADATA | GENERATION | {"vocab_size"},  # a text tower that is not here
 )
+DEFAULTS = _FIELDS.reads
+"""The fields that are read, as they are where a file leaves them out."""
 
 
 def vision_from_hf(group: Mapping[str, Any], take: Features, where: str) -> VisionConfig:
@@ -99,10 +112,13 @@ def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
     return top + block_entries(model + "encoder.layers.{}.")
 
 
-def block_entries(layer: str) -> tuple[Entry, ...]:
-    """The blocks of CLIP, SigLIP and their kin; ``layer`` stands before ``self_attn``."""
-    ours = "vision/stack/blocks/"
-    return tuple(Entry(ours + o, layer + t, dims, theirs) for o, t, dims, theirs in _BLOCK)
+def block_entries(layer: str, tower: str = "vision") -> tuple[Entry, ...]:
+    """The blocks of CLIP, SigLIP and their kin; ``layer`` stands before ``self_attn``.
+
+    The letters of a text tower's dims are capitals.
+    """
+    ours, case = f"{tower}/stack/blocks/", str.upper if tower == "text" else str.lower
+    return tuple(Entry(ours + o, layer + t, case(d), case(e)) for o, t, d, e in _BLOCK)
 
 
 MLP = (

@@ -20,8 +20,9 @@ class Entry(NamedTuple):
     """One parameter: what it is called and how it lies, here and there.
 
     Each letter is a dim; letters written together are one dim there, and the word ``1`` is a dim
-    of one. Where ``theirs`` holds ``{}`` there is one tensor a layer, and ours is their stack,
-    layers first; a second ``{}`` is one tensor an expert, and ours has those next.
+    of one; a scalar has no letters. Where ``theirs`` holds ``{}`` there is one tensor a layer, and
+    ours is their stack, layers first; a second ``{}`` is one tensor an expert, and ours has those
+    next.
     """
 
     ours: str
@@ -54,7 +55,8 @@ class NameMap(NamedTuple):
         found = {}
         for entry in self.entries:
             shape = list(self._their_shape(entry))
-            shape[entry.cut] *= entry.part[1]
+            if entry.part[1] > 1:
+                shape[entry.cut] *= entry.part[1]
             for name in self._names(entry):
                 found[name] = tuple(shape)
         return found
@@ -114,12 +116,15 @@ class NameMap(NamedTuple):
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
         # A block of their rows at a time: it stays in the processor's cache while it is turned,
         # and no copy of a whole tensor is made.
-        rows = _words(entry)[0][0]
-        at, first = entry.dims.split().index(rows), ranges[rows].start
-        blocks = []
-        for part in _blocks(ranges[rows], out.nbytes // max(1, len(targets))):
-            to = (slice(None),) * at + (slice(part.start - first, part.stop - first),)
-            blocks.append((to, *self._turned(entry, dims, {**ranges, rows: part})))
+        blocks: list[tuple[Any, ...]] = []
+        if not dims:
+            blocks.append(((), *self._turned(entry, dims, ranges)))
+        else:
+            rows = _words(entry)[0][0]
+            at, first = entry.dims.split().index(rows), ranges[rows].start
+            for part in _blocks(ranges[rows], out.nbytes // max(1, len(targets))):
+                to = (slice(None),) * at + (slice(part.start - first, part.stop - first),)
+                blocks.append((to, *self._turned(entry, dims, {**ranges, rows: part})))
 
         def fill(task: tuple[str, np.ndarray, tuple[Any, ...]]) -> None:
             name, target, (to, where, turn) = task
@@ -134,8 +139,9 @@ class NameMap(NamedTuple):
     ) -> tuple[tuple[slice, ...], Callable[[np.ndarray], np.ndarray]]:
         """What to read of theirs, and what makes ours of it."""
         slices = [self._their_slice(word, ranges) for word in entry.their_dims.split()]
-        part, offset = slices[entry.cut], entry.part[0] * self._their_shape(entry)[entry.cut]
-        slices[entry.cut] = slice(part.start + offset, part.stop + offset)
+        if entry.part[1] > 1:
+            part, offset = slices[entry.cut], entry.part[0] * self._their_shape(entry)[entry.cut]
+            slices[entry.cut] = slice(part.start + offset, part.stop + offset)
         shape, inner, words = [], [], _words(entry)
         for word in words:
             shape += [len(ranges[word[0]]), *(self.sizes[a] for a in word[1:])]
@@ -158,7 +164,8 @@ class NameMap(NamedTuple):
             order = [dims.index(a) for word in _words(entry) for a in word]
             parts.append(np.transpose(array, order).reshape(self._their_shape(entry)))
         cut = sources[0][0].cut
-        return np.ascontiguousarray(np.concatenate(parts, cut) if len(parts) > 1 else parts[0])
+        whole = np.concatenate(parts, cut) if len(parts) > 1 else parts[0]
+        return np.asarray(whole, order="C")  # ascontiguousarray would give a scalar a dim
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> Params:
         """Our parameters, in float32, from tensors in memory.
@@ -189,7 +196,7 @@ class NameMap(NamedTuple):
             raise ConfigError(f"parameters without a tensor name: {', '.join(extra)}")
 
         def get(path: str, place: tuple[int, ...]) -> np.ndarray:
-            return np.asarray(params[path])[place]
+            return np.asarray(np.asarray(params[path])[place])
 
         return {name: self.write(name, get) for name in self.tensors()}
 

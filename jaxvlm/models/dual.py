@@ -1,0 +1,186 @@
+"""A dual encoder: a vision tower and a text encoder that share a space of vectors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvlm.config import ConfigError, DualConfig, TextConfig, VisionConfig
+from jaxvlm.models.text_encoder import TextEncoder
+from jaxvlm.models.vit import ViT, normalised
+from jaxvlm.models.vlm import DTYPES
+from jaxvlm.nn.kernels import check_backend
+from jaxvlm.nn.param import Init, affine, constant, fan_in, param, zeros
+from jaxvlm.parallel.rules import Axes
+from jaxvlm.types import Batch, Out
+
+TOWERS = ("vision", "text")
+
+
+class Head(nnx.Module):
+    """What follows the towers: their linear maps, and the logits' temperature and bias.
+
+    Args:
+        init: source of parameters.
+        config: of the model.
+    """
+
+    def __init__(self, init: Init, config: DualConfig):
+        E, words = config.embed_dim, ("embed", "norm")
+        D = {"vision": config.vision.width, "text": config.text.width}
+        for tower in TOWERS:
+            has = tower in config.project
+            w = param(init, (D[tower], E), words, fan_in(D[tower])) if has else None
+            b = param(init, (E,), ("norm",), zeros) if has and config.project_bias else None
+            setattr(self, tower, w)
+            setattr(self, f"{tower}_bias", b)
+        both = len(config.towers) == len(TOWERS)
+        self.scale = param(init, (), (), constant(config.scale)) if both else None
+        self.bias = param(init, (), (), constant(config.bias)) if config.has_bias else None
+
+
+class DualEncoder(nnx.Module):
+    """CLIP (arXiv 2103.00020) and SigLIP (arXiv 2303.15343): cosines of pictures and texts.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules by tower: keys ``vision``, ``text``, ``head``.
+        config: dims and variants.
+    """
+
+    def __init__(self, init: Init, axes: dict[str, Axes], config: DualConfig):
+        check(config)
+        has, backend = config.towers, config.attention
+        self.config = config
+        self.vision = ViT(init, axes["vision"], config.vision, backend) if "vision" in has else None
+        self.text = TextEncoder(init, axes["text"], config.text, backend) if "text" in has else None
+        self.head = Head(init, config)
+
+    def __call__(self, batch: Batch) -> Out:
+        """Vectors of a batch whose rows each hold one text, one picture, or both.
+
+        Returns:
+            ``hidden`` [B, M, E], a row's vectors: its picture's, then its text's; M is 1 where the
+            batch has no pictures or the model one tower. ``scale`` and ``bias``: logits are
+            ``exp(scale) * cosine + bias``.
+
+        Raises:
+            ValueError: the batch has nothing that the model encodes, or several pictures a row.
+        """
+        vectors = []
+        if self.vision is not None and (batch.pixels is not None or batch.patches is not None):
+            if batch.pixels is not None:
+                pictures = self.encode_image(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
+            else:
+                pictures = self.encode_image(batch.patches, batch.grid)
+            if pictures.size != batch.tokens.shape[0] * self.config.embed_dim:
+                raise ValueError("a dual encoder takes one picture a row")
+            vectors.append(pictures.reshape(batch.tokens.shape[0], -1))
+        if self.text is not None and batch.tokens.shape[1]:
+            vectors.append(self.encode_text(batch.tokens, batch.segment, batch.positions[:, 0]))
+        if not vectors:
+            raise ValueError("the batch has nothing that this model encodes")
+        scale, bias = self.head.scale, self.head.bias
+        return Out(
+            hidden=jnp.stack(vectors, axis=1),
+            scale=None if scale is None else scale[...],
+            bias=None if bias is None else bias[...],
+        )
+
+    def encode_image(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+        """Vectors of pictures.
+
+        Args:
+            pixels: values in 0..255, [B, H, W, 3] or packed patches [B, P, patch_dim].
+            grid: i32[B, I, 3] (t, h, w) of the pictures in each row of packed patches.
+
+        Returns:
+            [B, E], or [B, I, E] of packed patches; what stands where there is no picture means
+            nothing.
+
+        Raises:
+            ValueError: the model has no vision tower.
+        """
+        if self.vision is None:
+            raise ValueError("this model has no vision tower")
+        x = normalised(pixels, self.config.vision).astype(DTYPES[self.config.dtype])
+        with jax.named_scope("vision"):
+            return self._vector("vision", self.vision.pooled(x, grid))
+
+    def encode_text(
+        self,
+        tokens: jax.Array,
+        segment: jax.Array,
+        positions: jax.Array,
+        types: jax.Array | None = None,
+    ) -> jax.Array:
+        """Vectors of texts.
+
+        Args:
+            tokens: i32[B, T].
+            segment: i32[B, T]; 0 is padding.
+            positions: i32[B, T].
+            types: i32[B, T] token types; all are 0 if ``None``.
+
+        Returns:
+            [B, E].
+
+        Raises:
+            ValueError: the model has no text encoder.
+        """
+        if self.text is None:
+            raise ValueError("this model has no text encoder")
+        with jax.named_scope("text"):
+            x = self.text(tokens, segment, positions, DTYPES[self.config.dtype], types)
+            return self._vector("text", self.text.pooled(x, tokens, segment))
+
+    def _vector(self, tower: str, x: jax.Array) -> jax.Array:
+        """Projected and brought to length 1, in float32."""
+        if (w := getattr(self.head, tower)) is not None:
+            x = affine(x, w, getattr(self.head, f"{tower}_bias"))
+        x = x.astype(jnp.float32)
+        return unit(x) if self.config.normalize else x
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """``x`` [..., E] at length 1 along its last dim; zeros stay zeros."""
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def check(config: DualConfig) -> None:
+    """Refuse towers that do not fit the vectors' dim, and settings of towers that are not there.
+
+    Raises:
+        ConfigError: which field, and what would do.
+    """
+    where = "config.model"
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"{where}.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
+    check_backend(config.attention)
+    if not config.towers or not set(config.towers) <= set(TOWERS):
+        raise ConfigError(f"{where}.towers={config.towers}; known: {', '.join(TOWERS)}")
+    if extra := set(config.project) - set(config.towers):
+        raise ConfigError(f"{where}.project names {extra.pop()!r}, which is not in towers")
+    absent = {"vision": (VisionConfig(), DualConfig().vision), "text": (TextConfig(),)}
+    for tower in TOWERS:
+        found = getattr(config, tower)
+        if tower not in config.towers:
+            if found not in absent[tower]:
+                raise ConfigError(f"{where}.{tower} is set, but {where}.towers={config.towers}")
+        elif tower not in config.project and found.width != config.embed_dim:
+            raise ConfigError(
+                f"{where}.{tower}.width={found.width} is not embed_dim={config.embed_dim}; "
+                f"put {tower!r} in {where}.project"
+            )
+    if "vision" in config.towers and config.vision.pool == "none":
+        raise ConfigError(f"{where}.vision.pool='none' gives no vector; class or attention does")
+    if len(config.towers) < len(TOWERS):
+        for field in ("scale", "has_bias"):
+            if (value := getattr(config, field)) != getattr(DualConfig(), field):
+                raise ConfigError(f"{where}.{field}={value} is of logits, which take two towers")
+    if config.bias and not config.has_bias:
+        raise ConfigError(f"{where}.bias={config.bias} without has_bias=True")
+    if config.project_bias and not config.project:
+        raise ConfigError(f"{where}.project_bias=True without project")

@@ -1,0 +1,215 @@
+"""BERT (arXiv 1810.04805) in Hugging Face's words, and sentence-transformers' files around it.
+
+BERT's dropout is for training alone, and jaxvlm has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxvlm.config import ConfigError, DualConfig, TextConfig
+from jaxvlm.models.families import text_encoders
+from jaxvlm.models.families.fields import METADATA, Fields, activation, read
+from jaxvlm.models.families.names import Entry, NameMap
+from jaxvlm.types import TextStyle
+
+_FIELDS = Fields(
+    {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+    },
+    {
+        "model_type": ("bert",),
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "position_embedding_type": ("absolute",),
+    },
+    (METADATA - {"max_position_embeddings"})
+    | {"hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"}
+    | {"gradient_checkpointing", "tie_word_embeddings"},
+)
+_POOLS = {"cls": "class", "mean": "mean", "lasttoken": "last"}
+"""sentence-transformers' name -> ours."""
+_OLD_POOLS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_POOLING = Fields(
+    {"pooling_mode": None, "embedding_dimension": None, "word_embedding_dimension": None}
+    | dict.fromkeys(_OLD_POOLS, False),
+    {"include_prompt": (True,)},
+    frozenset(),
+)
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> DualConfig:
+    """The encoder of a BERT ``config.json``: the mean of a text's tokens.
+
+    Args:
+        hf_config: the file's content.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that this family can't do.
+    """
+    where = "config.json: "
+    text = read(hf_config, _FIELDS, where)
+    return DualConfig(
+        towers=("text",),
+        vision=DualConfig().vision,
+        text=TextConfig(
+            vocab_size=text["vocab_size"],
+            width=text["hidden_size"],
+            depth=text["num_hidden_layers"],
+            num_heads=text["num_attention_heads"],
+            mlp_dim=text["intermediate_size"],
+            max_length=text["max_position_embeddings"],
+            num_types=text["type_vocab_size"],
+            activation=activation(text["hidden_act"], where + "hidden_act"),
+            norm_after=True,
+            norm_eps=float(text["layer_norm_eps"]),
+            pooler=True,
+        ),
+        embed_dim=text["hidden_size"],
+        project=(),
+        normalize=False,
+    )
+
+
+def with_modules(
+    config: DualConfig, modules: Sequence[Mapping[str, Any]], pooling: Mapping[str, Any]
+) -> DualConfig:
+    """``config`` with what a sentence-transformers folder puts behind the encoder.
+
+    Args:
+        config: of :func:`config_from_hf`.
+        modules: the content of ``modules.json``.
+        pooling: the content of the pooling module's ``config.json``.
+
+    Raises:
+        ConfigError: a module or a way of pooling that jaxvlm does not have.
+    """
+    kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
+    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+        raise ConfigError(
+            f"modules.json: {', '.join(kinds)} is not supported, only Transformer, Pooling and "
+            "perhaps Normalize"
+        )
+    where = "the pooling module's config.json: "
+    said = read(pooling, _POOLING, where)
+    for name in ("embedding_dimension", "word_embedding_dimension"):
+        if said[name] not in (None, config.text.width):
+            raise ConfigError(f"{where}{name}={said[name]}, but hidden_size={config.text.width}")
+    mode = said["pooling_mode"] or [_OLD_POOLS[n] for n in _OLD_POOLS if said[n]] or "mean"
+    modes = [mode] if isinstance(mode, str) else list(mode)
+    if len(modes) != 1 or modes[0] not in _POOLS:
+        raise ConfigError(
+            f"{where}pooling by {' and '.join(modes)} is not supported, only by one of "
+            f"{', '.join(_POOLS)}"
+        )
+    text = dataclasses.replace(config.text, pool=_POOLS[modes[0]])
+    return dataclasses.replace(config, text=text, normalize="Normalize" in kinds)
+
+
+def weights(config: DualConfig) -> NameMap:
+    """Every tensor, in the names of transformers' ``BertModel``.
+
+    Args:
+        config: of :func:`config_from_hf`.
+    """
+    sizes = {**text_encoders.dims(config.text), "E": config.text.width}
+    found = (*(Entry(*row) for row in _TOP), *_blocks())
+    return NameMap(found, sizes, {"text": config.text.depth}, _ALIASES, ("position_ids",))
+
+
+_TOP = (
+    ("text/table", "embeddings.word_embeddings.weight", "V D", "V D"),
+    ("text/position", "embeddings.position_embeddings.weight", "T D", "T D"),
+    ("text/types", "embeddings.token_type_embeddings.weight", "Y D", "Y D"),
+    ("text/norm/scale", "embeddings.LayerNorm.weight", "D", "D"),
+    ("text/norm/bias", "embeddings.LayerNorm.bias", "D", "D"),
+    ("text/w_pool", "pooler.dense.weight", "D E", "E D"),
+    ("text/b_pool", "pooler.dense.bias", "E", "E"),
+)
+_LINEAR = (
+    ("attn/{}q", "attention.self.query", ("D N H", "NH D"), ("N H", "NH")),
+    ("attn/{}k", "attention.self.key", ("D N H", "NH D"), ("N H", "NH")),
+    ("attn/{}v", "attention.self.value", ("D N H", "NH D"), ("N H", "NH")),
+    ("attn/{}o", "attention.output.dense", ("N H D", "D NH"), ("D", "D")),
+    ("mlp/{}_in", "intermediate.dense", ("D F", "F D"), ("F", "F")),
+    ("mlp/{}_out", "output.dense", ("F D", "D F"), ("D", "D")),
+)
+_NORMS = (("norm1", "attention.output.LayerNorm"), ("norm2", "output.LayerNorm"))
+_ALIASES = (
+    (r"^bert\.", ""),
+    # TensorFlow's names, in the oldest files.
+    (r"LayerNorm\.gamma$", "LayerNorm.weight"),
+    (r"LayerNorm\.beta$", "LayerNorm.bias"),
+)
+
+
+def _blocks() -> list[Entry]:
+    ours, layer, found = "text/stack/blocks/", "encoder.layer.{}.", []
+    for name, theirs, weight, bias in _LINEAR:
+        found.append(Entry(ours + name.format("w"), f"{layer}{theirs}.weight", *weight))
+        found.append(Entry(ours + name.format("b"), f"{layer}{theirs}.bias", *bias))
+    for name, theirs in _NORMS:
+        found.append(Entry(f"{ours}{name}/scale", f"{layer}{theirs}.weight", "D", "D"))
+        found.append(Entry(f"{ours}{name}/bias", f"{layer}{theirs}.bias", "D", "D"))
+    return found
+
+
+def text_style(config: DualConfig, tokenizer_config: Mapping[str, Any]) -> TextStyle:
+    """Special tokens around, padding that nothing sees."""
+    return TextStyle(config.text.max_length)
+
+
+def with_settings(
+    style: TextStyle, first: Mapping[str, Any], whole: Mapping[str, Any]
+) -> TextStyle:
+    """``style`` with what sentence-transformers says of texts.
+
+    Args:
+        style: of :func:`text_style`.
+        first: the content of ``sentence_bert_config.json``, perhaps empty.
+        whole: of ``config_sentence_transformers.json``.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that jaxvlm can't do.
+    """
+    said = read(first, _FIRST, "sentence_bert_config.json: ")
+    read(whole, _WHOLE, "config_sentence_transformers.json: ")
+    length = min(style.max_length, said["max_seq_length"] or style.max_length)
+    return style._replace(
+        max_length=length, clean=str.lower if said["do_lower_case"] else style.clean
+    )
+
+
+_OUTPUT = {"method": "forward", "method_output_name": "last_hidden_state"}
+_FIRST = Fields(
+    {"max_seq_length": None, "do_lower_case": False},
+    {
+        "transformer_task": ("feature-extraction",),
+        "modality_config": ({"text": _OUTPUT},),
+        "module_output_name": ("token_embeddings",),
+    },
+    frozenset(),
+)
+_WHOLE = Fields(
+    {},
+    {"default_prompt_name": (None,), "model_type": ("SentenceTransformer",)},
+    # Prompts are for those who ask for one by its name.
+    frozenset(("__version__", "prompts", "similarity_fn_name")),
+)

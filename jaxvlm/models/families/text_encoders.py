@@ -1,0 +1,118 @@
+"""The text towers of CLIP, SigLIP and SigLIP 2 in Hugging Face's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxvlm.config import ConfigError, TextConfig
+from jaxvlm.models.families import clip
+from jaxvlm.models.families.fields import GENERATION, METADATA, Fields, activation, read
+from jaxvlm.models.families.names import Entry
+
+_TOWER = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 64,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+_CLIP = {
+    "vocab_size": 49408,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 77,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "eos_token_id": 49407,
+    "projection_dim": 512,
+}
+_ONLY = {
+    "attention_dropout": (0.0,),
+    "dropout": (0.0,),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+}
+_SIGLIP = Fields(
+    {**_TOWER, "projection_size": None},
+    _ONLY,
+    METADATA | GENERATION,
+)
+_FIELDS = {
+    "clip_text_model": Fields(_TOWER | _CLIP, _ONLY, METADATA | GENERATION),
+    "siglip_text_model": _SIGLIP,
+    "siglip2_text_model": _SIGLIP,
+}
+_WRONG_EOS = 2
+"""What CLIP's first files say; the text ends at its largest id then."""
+
+
+def text_from_hf(group: Mapping[str, Any], where: str, model_type: str) -> tuple[TextConfig, int]:
+    """The tower of a ``text_config``, and the dim of its projection.
+
+    Args:
+        group: the fields.
+        where: what error messages put before a field's name.
+        model_type: what a group without one is.
+
+    Raises:
+        ConfigError: a field that is unknown here, or a value that this family can't do.
+    """
+    kind = group.get("model_type", model_type)
+    if kind not in _FIELDS:
+        raise ConfigError(f"{where}model_type={kind!r}; known: {', '.join(_FIELDS)}")
+    text = read({k: v for k, v in group.items() if k != "model_type"}, _FIELDS[kind], where)
+    pool, eos = "end", -1
+    if kind == "clip_text_model":
+        eos = text["eos_token_id"]
+        if not isinstance(eos, int):
+            raise ConfigError(f"{where}eos_token_id={eos!r} is not supported, only one id")
+        pool, eos = ("largest", -1) if eos == _WRONG_EOS else ("eos", eos)
+    tower = TextConfig(
+        vocab_size=text["vocab_size"],
+        width=text["hidden_size"],
+        depth=text["num_hidden_layers"],
+        num_heads=text["num_attention_heads"],
+        mlp_dim=text["intermediate_size"],
+        max_length=text["max_position_embeddings"],
+        activation=activation(text["hidden_act"], where + "hidden_act"),
+        causal=kind == "clip_text_model",
+        norm_eps=float(text["layer_norm_eps"]),
+        pool=pool,
+        eos_id=eos,
+    )
+    return tower, text.get("projection_dim") or text.get("projection_size") or tower.width
+
+
+def defaults(model_type: str) -> dict[str, Any]:
+    """The fields that are read of such a group, as they are where a file leaves them out."""
+    return _FIELDS[model_type].reads
+
+
+def dims(config: TextConfig) -> dict[str, int]:
+    """Letter -> size, for :func:`entries` and BERT's."""
+    return {
+        "D": config.width,
+        "F": config.mlp_dim,
+        "N": config.num_heads,
+        "H": config.width // config.num_heads,
+        "V": config.vocab_size,
+        "T": config.max_length,
+        "Y": config.num_types,
+    }
+
+
+def entries(model: str) -> tuple[Entry, ...]:
+    """Every parameter of the tower but its projection; ``model`` stands before ``embeddings``."""
+    return (
+        Entry("text/table", model + "embeddings.token_embedding.weight", "V D", "V D"),
+        Entry("text/position", model + "embeddings.position_embedding.weight", "T D", "T D"),
+        Entry("text/norm/scale", model + "final_layer_norm.weight", "D", "D"),
+        Entry("text/norm/bias", model + "final_layer_norm.bias", "D", "D"),
+        *clip.block_entries(model + "encoder.layers.{}.", "text"),
+    )

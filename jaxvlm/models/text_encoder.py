@@ -1,0 +1,174 @@
+"""The text encoder: a transformer over whole texts, and one vector a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxvlm.config import ConfigError, TextConfig
+from jaxvlm.nn.attention import Context
+from jaxvlm.nn.mask import Mask
+from jaxvlm.nn.mlp import ACTIVATIONS
+from jaxvlm.nn.norm import LayerNorm
+from jaxvlm.nn.param import Init, affine, fan_in, normal, param, zeros
+from jaxvlm.nn.spec import BlockSpec
+from jaxvlm.nn.stack import Stack
+from jaxvlm.parallel.rules import Axes, shard
+
+
+class TextEncoder(nnx.Module):
+    """CLIP's and SigLIP's text towers (pre-norm) and BERT (post-norm): one text a row.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules of this tower.
+        config: dims and variants; ``vocab_size`` set.
+        attention: backend name.
+
+    Source: arXiv 2103.00020, 2303.15343, 1810.04805.
+    """
+
+    def __init__(self, init: Init, axes: Axes, config: TextConfig, attention: str):
+        check(config)
+        V, D, T = config.vocab_size, config.width, config.max_length
+        self.axes, self.config = axes, config
+        self.table = param(init, (V, D), ("vocab", "embed"), normal(0.02))
+        self.position = param(init, (T, D), ("position", "embed"), normal(0.02))
+        self.types = (
+            param(init, (config.num_types, D), ("position", "embed"), normal(0.02))
+            if config.num_types
+            else None
+        )
+        # One norm either way: behind the embeddings, or behind the last block.
+        self.norm = LayerNorm(init, D, config.norm_eps)
+        self.stack = Stack(init, axes, _spec(config, attention), config.depth, config.remat)
+        self.w_pool = param(init, (D, D), ("embed", "norm"), fan_in(D)) if config.pooler else None
+        self.b_pool = param(init, (D,), ("norm",), zeros) if config.pooler else None
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segment: jax.Array,
+        positions: jax.Array,
+        dtype: Any = jnp.float32,
+        types: jax.Array | None = None,
+    ) -> jax.Array:
+        """Hidden states of every token.
+
+        Args:
+            tokens: i32[B, T].
+            segment: i32[B, T]: 0 is padding, which nothing sees; on either side of the text.
+            positions: i32[B, T], rows of the table of positions.
+            dtype: of the computation.
+            types: i32[B, T] token types; all are 0 if ``None``.
+
+        Returns:
+            [B, T, D] of ``dtype``; places of padding see the text too.
+
+        Raises:
+            ValueError: token types without a table of them.
+        """
+        if types is not None and self.types is None:
+            raise ValueError("config.model.text.num_types=0: this encoder has no token types")
+        # Sums of tables' rows are rounded once, however many tables there are.
+        x = self.table[...][tokens] + self.position[...][positions]
+        if self.types is not None:
+            x = x + (self.types[0] if types is None else self.types[...][types])
+        x = shard(self.axes, x.astype(dtype), "batch", "seq", "embed")
+        x = self.norm(x) if self.config.norm_after else x
+        x, _ = self.stack(x, Context(self._mask(segment)))
+        return x if self.config.norm_after else self.norm(x)
+
+    def pooled(self, x: jax.Array, tokens: jax.Array, segment: jax.Array) -> jax.Array:
+        """One vector a text.
+
+        Args:
+            x: [B, T, D] of :meth:`__call__`.
+            tokens: as there.
+            segment: as there.
+
+        Returns:
+            [B, D].
+        """
+        real = segment > 0
+        if self.config.pool == "mean":
+            weight = real.astype(jnp.float32)[:, :, None]
+            total = jnp.sum(x.astype(jnp.float32) * weight, axis=1)
+            return (total / jnp.maximum(jnp.sum(weight, axis=1), 1)).astype(x.dtype)
+        where = PLACES[self.config.pool](real, tokens, self.config.eos_id)
+        x = jnp.take_along_axis(x, where[:, None, None], axis=1)[:, 0]
+        return jnp.tanh(affine(x, self.w_pool, self.b_pool)) if self.config.pool == "pooler" else x
+
+    def _mask(self, segment: jax.Array) -> Mask:
+        # Padding is a query like any other: what is read at the row's end may be padding.
+        seen = Mask(q_segment=jnp.ones_like(segment), k_segment=jnp.minimum(segment, 1))
+        if not self.config.causal:
+            return seen
+        index = jnp.arange(segment.shape[1], dtype=jnp.int32)[None]
+        return seen._replace(q_index=index, k_index=index)
+
+
+def _first(here: jax.Array) -> jax.Array:
+    """i32[B]: the first place of each row where ``here``, bool[B, T], is true; 0 if none is."""
+    return jnp.argmax(here, axis=1)
+
+
+def _last(real: jax.Array, _tokens: jax.Array, _eos: int) -> jax.Array:
+    return jnp.argmax(jnp.where(real, jnp.arange(real.shape[1]), -1), axis=1)
+
+
+PLACES: dict[str, Callable[[jax.Array, jax.Array, int], jax.Array]] = {
+    "class": lambda real, _tokens, _eos: _first(real),
+    "pooler": lambda real, _tokens, _eos: _first(real),
+    "last": _last,
+    "end": lambda real, _tokens, _eos: jnp.full(real.shape[0], real.shape[1] - 1),
+    "largest": lambda real, tokens, _eos: jnp.argmax(jnp.where(real, tokens, -1), axis=1),
+    "eos": lambda real, tokens, eos: _first(real & (tokens == eos)),
+}
+"""``TextConfig.pool`` -> (bool[B, T] real, i32[B, T] tokens, eos) -> i32[B], the place taken."""
+
+
+def _spec(config: TextConfig, attention: str) -> BlockSpec:
+    return BlockSpec(
+        width=config.width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.width // config.num_heads,
+        mlp_dim=config.mlp_dim,
+        norm="layer",
+        norm_eps=config.norm_eps,
+        norm_after=config.norm_after,
+        activation=config.activation,
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        attention=attention,
+    )
+
+
+def check(config: TextConfig) -> None:
+    """Refuse dims that do not fit each other, and words that mean nothing.
+
+    Raises:
+        ConfigError: which field, and what would do.
+    """
+    where = "config.model.text"
+    for field, known in (("pool", ("mean", *PLACES)), ("activation", tuple(ACTIVATIONS))):
+        if (value := getattr(config, field)) not in known:
+            raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(known)}")
+    for field in ("vocab_size", "depth", "max_length"):
+        if getattr(config, field) < 1:
+            raise ConfigError(f"{where}.{field}={getattr(config, field)}: at least 1")
+    if config.width % config.num_heads:
+        raise ConfigError(
+            f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}"
+        )
+    if config.pool == "eos" and not 0 <= config.eos_id < config.vocab_size:
+        raise ConfigError(f"{where}.eos_id={config.eos_id} is no token; pool='eos' needs one")
+    if config.pool == "pooler" and not config.pooler:
+        raise ConfigError(f"{where}.pool='pooler' without pooler=True")
