@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +64,7 @@ def find(checkpoint: str, workdir: pathlib.Path | None = None) -> Source | None:
             weights = pathlib.Path(checkpoint).expanduser()
     else:
         weights = files = _fetched(checkpoint)
-    config = _json(files / "config.json")
+    config = json_object(files / "config.json")
     return Source(weights, files, config, family(config, str(files)))
 
 
@@ -72,7 +73,7 @@ def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     path = pathlib.Path(folder) / "config.json"
     if not path.is_file():
         return not pathlib.Path(folder).exists() and bool(_HUB_ID.fullmatch(str(folder)))
-    return "model_type" in _json(path)
+    return "model_type" in json_object(path)
 
 
 def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
@@ -170,7 +171,38 @@ def export(
         How many ``tensors`` and ``bytes`` were written.
 
     Raises:
-        ConfigError: the run has no Hugging Face family, or the folder is not empty.
+        ConfigError: as :func:`exported`.
+    """
+    source = exported(workdir, output, config, dtype)
+    stored = json_object(workdir / SAVED / _LAYOUT)
+    layout = {
+        name: hf.Stored(file, STORED.get(dtype, kind), tuple(shape))
+        for name, (file, kind, shape) in stored.items()
+    }
+    with new_folder(output) as half:
+        if not jax.process_index():
+            _copy_files(workdir / SAVED, half)
+            if dtype:
+                _state_dtype(half / "config.json", dtype)
+        hf.write_params(half, params, source.family.weights(config), layout)
+    sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
+    return {"tensors": len(layout), "bytes": int(sum(sizes))}
+
+
+def exported(
+    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig, dtype: str
+) -> Source:
+    """The checkpoint that a run's weights are written like.
+
+    Args:
+        workdir: of the run.
+        output: where they are to be written.
+        config: of the model.
+        dtype: that is asked for.
+
+    Raises:
+        ConfigError: the run has no Hugging Face family, the folder is not empty, or the dtype is
+            unknown.
     """
     source = find(config.checkpoint, workdir)
     if source is None or not (workdir / SAVED / _LAYOUT).is_file():
@@ -180,29 +212,26 @@ def export(
         )
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output={output} is not empty; give a new folder")
-    if dtype not in _STORED and dtype:
-        raise ConfigError(f"--dtype={dtype}; known: {', '.join(_STORED)}")
-    stored = _json(workdir / SAVED / _LAYOUT)
-    layout = {
-        name: hf.Stored(file, _STORED.get(dtype, kind), tuple(shape))
-        for name, (file, kind, shape) in stored.items()
-    }
+    if dtype not in STORED and dtype:
+        raise ConfigError(f"--dtype={dtype}; known: {', '.join(STORED)}")
+    return source
+
+
+@contextlib.contextmanager
+def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write in, on process 0, that becomes ``output`` when all is written."""
     half = output.with_name(output.name + ".tmp")
     if not jax.process_index():
         shutil.rmtree(half, ignore_errors=True)
-        _copy_files(workdir / SAVED, half)
-        if dtype:
-            _state_dtype(half / "config.json", dtype)
-    hf.write_params(half, params, source.family.weights(config), layout)
+        half.mkdir(parents=True)
+    yield half
     if not jax.process_index():
         if output.exists():
             output.rmdir()
         half.rename(output)
-    sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
-    return {"tensors": len(layout), "bytes": int(sum(sizes))}
 
 
-_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def _fetched(checkpoint: str) -> pathlib.Path:
@@ -225,11 +254,16 @@ def _fetched(checkpoint: str) -> pathlib.Path:
         ) from None
 
 
-def _json(path: pathlib.Path) -> dict[str, Any]:
+def json_object(path: pathlib.Path, advice: str = "give a checkpoint's folder") -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: it is missing (the message says ``advice``), or holds none.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; give a checkpoint's folder") from None
+        raise ConfigError(f"{path} is missing; {advice}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -265,7 +299,7 @@ def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:
 
 def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copy all of a checkpoint's folder but its weights."""
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         weights = any(path.match(pattern) for pattern in _WEIGHTS)
         if path.is_file() and not weights and path.name != _LAYOUT and path.stat().st_size < _SMALL:
@@ -273,6 +307,6 @@ def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _state_dtype(path: pathlib.Path, dtype: str) -> None:
-    config = _json(path)
+    config = json_object(path)
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n", encoding="utf-8")

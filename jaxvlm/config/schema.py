@@ -123,6 +123,20 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside linear maps; they alone are trained (docs/training.md)."""
+
+    rank: int = 0  # r of x A B; 0: no adapters
+    alpha: float = 16.0  # x A B is multiplied by alpha / rank
+    rslora: bool = False  # by alpha / sqrt(rank) instead
+    dora: bool = False  # the length of each output column is learned apart from its direction
+    targets: tuple[str, ...] = ("all-linear",)  # path patterns of linear maps, "decoder/*/wq";
+    # "-vision/*" takes away from those before it
+    init: str = "uniform"  # of A, B is zero: uniform (PEFT's default) | gaussian
+    checkpoint: str = ""  # PEFT adapter folder to start from; it says all of the above but init
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A vision-language model."""
 
@@ -132,6 +146,7 @@ class ModelConfig:
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
     attention: str = "auto"  # auto | xla | cudnn | splash | triton
     checkpoint: str = ""  # Hugging Face folder or hub id: its dims, weights, tokenizer, processor
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.families import gemma3, idefics3, internvl, llava, paligemma
-from jaxvlm.types import ChatStyle, Span, WeightMap
+from jaxvlm.models.families.names import NameMap
+from jaxvlm.types import ChatStyle, Span
 
 
 @runtime_checkable
@@ -18,7 +19,7 @@ class Family(Protocol):
         """The model that a ``config.json`` describes."""
         ...
 
-    def weights(self, config: ModelConfig) -> WeightMap:
+    def weights(self, config: ModelConfig) -> NameMap:
         """Which tensors hold which parameters."""
         ...
 
