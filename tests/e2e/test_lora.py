@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
+import runpy
 import warnings
 
 import jax
@@ -156,11 +158,14 @@ def names_of(model):
     return llava.weights(model.config.model)
 
 
+RECIPE = pathlib.Path(__file__).parents[2] / "configs" / "lora.py"
+
+
 def settings(data, folder, **lora):
     config = default_config()
     config.update(recipe(data))
-    config.model = default_config().model
-    config.model.checkpoint = str(folder)
+    arg = ",".join([str(folder), *([lora.pop("checkpoint")] if "checkpoint" in lora else [])])
+    config.model = runpy.run_path(str(RECIPE))["get_config"](arg).model
     config.model.lora.update(lora)
     config.data.flip, config.data.shift = False, 0
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, 4, 2
