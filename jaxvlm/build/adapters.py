@@ -72,7 +72,12 @@ def read_params(source: Source, model: Model, seed: int) -> Params:
     """
     config = model.config.lora
     names = _names(source, model)  # refused now, not when it is exported
-    base = pretrained.read_params(source, model.config, model.base())
+    wanted = model.base()
+    rest = {path: x for path, x in wanted.items() if path not in model.packed}
+    base = pretrained.read_params(source, model.config, rest)
+    for path in model.packed:  # one at a time: floats of all of them may not fit
+        one = pretrained.read_params(source, model.config, {path: wanted[path]})
+        base |= model.stored(one)
     if not config.checkpoint:
         return model.with_adapters(base, seed)
     abstract = {path: x for path, x in model.abstract().items() if lora.is_adapter(path)}
@@ -161,4 +166,4 @@ def _merged(given: LoraConfig, found: LoraConfig) -> LoraConfig:
                 f"config.model.lora.{field}={value!r}, but {given.checkpoint} says {of_file!r}; "
                 "leave it out"
             )
-    return dataclasses.replace(found, checkpoint=given.checkpoint)
+    return dataclasses.replace(found, checkpoint=given.checkpoint, base=given.base, init=given.init)

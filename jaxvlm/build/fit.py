@@ -152,7 +152,8 @@ def _first_state(
         old = record.check_same_model(run.config.init_from, run.config.model)
         wanted = run.model.abstract() if old.lora.rank else run.model.base()
         params = restore_params(folder, wanted, "latest", on_warning=say)
-        params = params if old.lora.rank else run.model.with_adapters(params, seed)
+        if not old.lora.rank:
+            params = run.model.with_adapters(run.model.stored(params), seed)
         say(f"weights from {run.config.init_from}")
     elif run.source is not None:
         params = adapters.read_params(run.source, run.model, seed)

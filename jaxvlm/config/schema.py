@@ -132,8 +132,9 @@ class LoraConfig:
     dora: bool = False  # the length of each output column is learned apart from its direction
     targets: tuple[str, ...] = ("all-linear",)  # path patterns of linear maps, "decoder/*/wq";
     # "-vision/*" takes away from those before it
+    base: str = "float32"  # how linear maps are kept beside adapters: float32 | int8
     init: str = "uniform"  # of A, B is zero: uniform (PEFT's default) | gaussian
-    checkpoint: str = ""  # PEFT adapter folder to start from; it says all of the above but init
+    checkpoint: str = ""  # PEFT adapter folder to start from; it says rank to targets
 
 
 @dataclasses.dataclass(frozen=True)

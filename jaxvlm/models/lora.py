@@ -12,16 +12,17 @@ import fnmatch
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, LoraConfig
+from jaxvlm.models.quantized import Dims
 from jaxvlm.nn.param import Weight, contract
 from jaxvlm.types import Logical, Params
 
-A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
+PARTS = A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 ALL = "all-linear"
 """The pattern of all linear maps."""
 
@@ -55,8 +56,19 @@ class Adapted(Weight):
         length = jax.lax.stop_gradient(column_norms(self.w, self.a, self.b, self.scale))
         return y * (self.magnitude / length).astype(y.dtype)
 
+    def dense(self) -> jax.Array:
+        """f32[*in, *out]."""
+        y = _dense(self.w) + self.scale * jnp.tensordot(self.a, self.b, axes=1)
+        if self.magnitude is None:
+            return y
+        return y * (self.magnitude / column_norms(self.w, self.a, self.b, self.scale))
 
-def column_norms(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+
+def _dense(w: jax.Array | Weight) -> jax.Array:
+    return w.dense() if isinstance(w, Weight) else w
+
+
+def column_norms(w: jax.Array | Weight, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """f32[*out]: the L2 norm of each output column of ``w + scale a b``.
 
     ``|w|^2 + 2 s <w, ab> + s^2 |ab|^2`` with products of rank r: no matrix of ``w``'s size is made.
@@ -68,9 +80,8 @@ def column_norms(w: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.
         scale: s.
     """
     inner, out = math.prod(a.shape[:-1]), b.shape[1:]
-    w, a, b = (
-        x.astype(jnp.float32).reshape(n, -1) for x, n in ((w, inner), (a, inner), (b, len(b)))
-    )
+    parts = (_dense(w), inner), (a, inner), (b, len(b))
+    w, a, b = (x.astype(jnp.float32).reshape(rows, -1) for x, rows in parts)
     cross = jnp.sum(b * (a.T @ w), axis=0)
     low = jnp.sum(b * ((a.T @ a) @ b), axis=0)
     squares = jnp.sum(w * w, axis=0) + 2 * scale * cross + scale**2 * low
@@ -84,21 +95,12 @@ def scale(config: LoraConfig) -> float:
 
 def is_adapter(path: str) -> bool:
     """Whether a parameter is an adapter's."""
-    return path.rsplit("/", 1)[-1] in (A, B, MAGNITUDE)
-
-
-class Target(NamedTuple):
-    """A linear map with an adapter: which of its dims are which."""
-
-    lead: int
-    """1 if its first dim is the layers, else 0."""
-    cut: int
-    """Where the output's dims begin."""
+    return path.rsplit("/", 1)[-1] in PARTS
 
 
 def find(
     config: LoraConfig, linear: Mapping[str, int], logical: Mapping[str, Logical]
-) -> dict[str, Target]:
+) -> dict[str, Dims]:
     """The linear maps that get an adapter, by path; none at rank 0.
 
     Args:
@@ -143,13 +145,35 @@ def find(
         found.update(here)
     if not found:
         raise ConfigError(f"{where}.targets={config.targets} leave no linear map")
-    leads = {path: int(logical[path][0] == "layers") for path in sorted(found)}
-    return {path: Target(lead, lead + linear[path]) for path, lead in leads.items()}
+    return _dims({path: linear[path] for path in sorted(found)}, logical)
+
+
+def packed(
+    config: LoraConfig, linear: Mapping[str, int], logical: Mapping[str, Logical]
+) -> dict[str, Dims]:
+    """The linear maps that are kept in eight bits: all of them, or none; arguments as :func:`find`.
+
+    Raises:
+        ConfigError: an unknown ``base``, or eight bits without adapters.
+    """
+    where = f"config.model.lora.base={config.base!r}"
+    if config.base not in ("float32", "int8"):
+        raise ConfigError(f"{where}; known: float32, int8")
+    if config.base == "float32":
+        return {}
+    if not config.rank:
+        raise ConfigError(f"{where} is for adapters: bytes are not trained; set model.lora.rank")
+    return _dims(linear, logical)
+
+
+def _dims(linear: Mapping[str, int], logical: Mapping[str, Logical]) -> dict[str, Dims]:
+    leads = {path: int(logical[path][0] == "layers") for path in linear}
+    return {path: Dims(lead, lead + linear[path]) for path, lead in leads.items()}
 
 
 def parameters(
     config: LoraConfig,
-    chosen: Mapping[str, Target],
+    chosen: Mapping[str, Dims],
     shapes: Params,
     logical: Mapping[str, Logical],
 ) -> tuple[Params, dict[str, Logical]]:
@@ -180,16 +204,14 @@ def parameters(
     return made, words
 
 
-def draw(
-    config: LoraConfig, chosen: Mapping[str, Target], key: jax.Array, weights: Params
-) -> Params:
+def draw(config: LoraConfig, chosen: Mapping[str, Dims], key: jax.Array, weights: Params) -> Params:
     """Adapters that change nothing yet: B is zero, magnitudes are the columns' own lengths.
 
     Args:
         config: how A is drawn.
         chosen: of :func:`find`.
         key: an adapter's draw depends on it and on the path alone.
-        weights: of the targets.
+        weights: of the targets; arrays.
     """
     made: Params = {}
     for path, (lead, cut) in chosen.items():
@@ -234,30 +256,3 @@ def attach(params: Params, factor: float) -> Params:
             b, magnitude = params[f"{target}/{B}"], params.get(f"{target}/{MAGNITUDE}")
             made[target] = Adapted(made[target], params[path], b, magnitude, factor)
     return made
-
-
-def merge(params: Params, chosen: Mapping[str, Target], factor: float) -> Params:
-    """The model without adapters that gives the same outputs.
-
-    Args:
-        params: of the model and its adapters.
-        chosen: of :func:`find`.
-        factor: of :func:`scale`.
-    """
-
-    def one(w: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array | None) -> jax.Array:
-        y = w + factor * jnp.tensordot(a, b, axes=1)
-        return y if magnitude is None else y * (magnitude / column_norms(w, a, b, factor))
-
-    def all_at_once(params: Params) -> Params:
-        whole = {path: x for path, x in params.items() if not is_adapter(path)}
-        for path, (lead, _) in chosen.items():
-            parts = (whole[path], *(params.get(f"{path}/{name}") for name in (A, B, MAGNITUDE)))
-            whole[path] = (jax.vmap(one) if lead else one)(*parts)
-        return whole
-
-    adapted = {path: x for path, x in params.items() if path.rpartition("/")[0] in chosen}
-    adapted |= {path: params[path] for path in chosen}
-    where = {path: params[path].sharding for path in chosen}
-    rest = {path: x for path, x in params.items() if path not in adapted}
-    return {**rest, **jax.jit(all_at_once, out_shardings=where)(adapted)}

@@ -124,6 +124,10 @@ class Weight:
         """As the function :func:`contract`."""
         raise NotImplementedError
 
+    def dense(self) -> jax.Array:
+        """The array that it stands for; of a map without a dim of layers."""
+        raise NotImplementedError
+
     def __getitem__(self, index: Any) -> Weight:
         """Itself, for ``[...]``: so a parameter's value is read."""
         if index is not Ellipsis:

@@ -239,6 +239,14 @@ def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     before, after = (json.loads((f / "adapter_config.json").read_text()) for f in folders)
     for name in ("r", "lora_alpha", "use_dora", "use_rslora"):
         assert after[name] == before[name]
+    config.model.lora.base = "int8"  # read one map at a time
+    eight = jaxvlm.Run(config)
+    kept = adapters.read_params(eight.source, eight.model, 0)
+    assert kept.keys() == eight.model.shapes.keys()
+    plain = {path: params[path] for path in eight.model.base()}
+    for path, x in eight.model.stored(plain).items():
+        assert np.array_equal(kept[path], x), path
+    config.model.lora.base = "float32"
     # What a run has written down is enough to resume it.
     adapter.rename(adapter.with_name("away"))
     try:

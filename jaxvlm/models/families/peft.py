@@ -12,7 +12,8 @@ from typing import Any
 from jaxvlm.config import ConfigError, LoraConfig
 from jaxvlm.models.families.fields import Fields, read
 from jaxvlm.models.families.names import Entry, NameMap
-from jaxvlm.models.lora import MAGNITUDE, A, B, Target
+from jaxvlm.models.lora import MAGNITUDE, A, B
+from jaxvlm.models.quantized import Dims
 
 CONFIG = "adapter_config.json"
 _FIRST = "base_model.model."
@@ -149,7 +150,7 @@ def config_to_peft(
     }
 
 
-def weights(config: LoraConfig, base: NameMap, adapted: Mapping[str, Target]) -> NameMap:
+def weights(config: LoraConfig, base: NameMap, adapted: Mapping[str, Dims]) -> NameMap:
     """The adapters' tensors.
 
     Args:

@@ -22,7 +22,7 @@ from jaxvlm.build.model import build_model
 from jaxvlm.build.training import build_training
 from jaxvlm.config import ConfigError, LoraConfig, MeshConfig
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models import lora
+from jaxvlm.models import lora, quantized
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.train.objective import scales
@@ -94,6 +94,9 @@ def test_adapters_lie_as_their_weights_do():
     assert specs[wq + "/magnitude"] == (None, "tensor", None)
     assert specs[wo + "/lora_a"] == (None, "tensor", None, None)
     assert specs[wo + "/lora_b"] == (None, None, "fsdp")
+    eight = built(MANY, base="int8").shardings
+    assert tuple(eight[wq].spec) == specs[wq]
+    assert tuple(eight[wq + "/int8_scale"].spec) == specs[wq + "/magnitude"]
 
 
 def test_new_adapters_change_nothing_and_merged_ones_the_same():
@@ -184,3 +187,57 @@ def test_a_is_drawn_as_peft_draws_it(init, spread):
     # An adapter's draw does not depend on the other targets.
     alone = built(rank=16, init=init, dora=False, targets=("*/wk",)).init(0)
     assert np.array_equal(alone["decoder/stack/blocks/attn/wk/lora_a"], a)
+
+
+def nbytes(arrays):
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def test_eight_bits_are_a_quarter_and_close():
+    floats, eight = built(), built(base="int8")
+    base, kept = floats.init(0), eight.init(0)
+    maps = list(eight.packed)
+    assert len(maps) == 15
+    before = nbytes(base[path] for path in maps)
+    after = nbytes(kept[name] for path in maps for name in (path, f"{path}/int8_scale"))
+    assert 0.25 < after / before < 0.33, "a byte a weight, and a scale a column"
+    whole = eight.merged(kept)
+    for path in maps:
+        scale = np.asarray(kept[f"{path}/int8_scale"])
+        lead, cut = eight.packed[path]
+        dense = quantized.dense(kept, path, eight.packed[path])
+        apart = np.abs(np.asarray(dense - base[path]))
+        assert np.all(apart.max(axis=tuple(range(lead, cut))) <= 0.501 * scale), path
+        np.testing.assert_allclose(whole[path], dense, rtol=0, atol=1e-5)
+    batch = random_batch()
+    apply = jax.jit(lambda p, b: floats.apply(p, b).hidden)
+    apply_eight = jax.jit(lambda p, b: eight.apply(p, b).hidden)
+    exact, rough = apply(base, batch), apply_eight(kept, batch)
+    error = float(jnp.linalg.norm(rough - exact) / jnp.linalg.norm(exact))
+    assert 1e-4 < error < 0.03, "0.020 when this was written"
+    # The same function as the float model's with the dequantised weights.
+    params = shaken(eight)
+    unpacked = {p: x for p, x in params.items() if not p.endswith("int8_scale")}
+    unpacked |= {p: quantized.dense(params, p, d) for p, d in eight.packed.items()}
+    np.testing.assert_allclose(
+        apply_eight(params, batch), apply(unpacked, batch), rtol=0, atol=5e-5
+    )
+
+
+def test_adapters_train_beside_eight_bits():
+    model = built(base="int8")
+    config = dataclasses.replace(train_config(ONE), model=model.config)
+    made = build_training(config, model, config.steps, lambda line: None)
+    params = model.init(0)
+    before = {p: np.asarray(x) for p, x in params.items() if not lora.is_adapter(p)}
+    state, batch, losses = made.init(params), to_global(model.mesh, random_batch(), ROWS), []
+    for _ in range(12):
+        state, metrics = made.step.get(state, batch)(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(np.array_equal(state.frozen[path], x) for path, x in before.items())
+    assert {x.dtype.name for x in state.frozen.values()} == {"int8", "float32"}
+    with pytest.raises(ConfigError, match="base='int8' is for adapters"):
+        built(base="int8", rank=0)
+    with pytest.raises(ConfigError, match="base='int3'; known: float32, int8"):
+        built(base="int3")
