@@ -172,7 +172,7 @@ def load(source: pretrained.Source, mesh: MeshConfig | None = None) -> Encoder:
     use_compile_cache(TrainConfig().compile_cache)
     config, files = source.family.config_from_hf(source.hf_config), source.files
     tokenizer_config = files / "tokenizer_config.json"
-    named = pretrained.read_json(tokenizer_config) if tokenizer_config.is_file() else {}
+    named = pretrained.json_object(tokenizer_config) if tokenizer_config.is_file() else {}
     style = source.family.text_style(config, named)
     if found := pretrained.modules(files):
         config, style = _sentences(source, found, config, style)
@@ -207,7 +207,7 @@ def _sentences(
 
     def optional(name: str) -> dict[str, Any]:
         path = source.files / name
-        return pretrained.read_json(path) if path.is_file() else {}
+        return pretrained.json_object(path) if path.is_file() else {}
 
     pooling = [m.get("path", "") for m in modules if str(m.get("type")).endswith("Pooling")]
     said = optional(f"{pooling[0]}/config.json") if pooling else {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxvlm.build import inputs, pretrained, record, sheets, training
+from jaxvlm.build import adapters, inputs, record, sheets, training
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
@@ -146,16 +146,22 @@ def _first_state(
         start = resume_step(found.extra["data"], run.dataset.fingerprint())
         say(f"resuming at step {start} of {run.steps}")
         return found.state, start, found.extra
+    seed = run.config.seed
     if run.config.init_from:
         folder = pathlib.Path(run.config.init_from) / "checkpoints"
-        record.check_same_model(run.config.init_from, run.config.model)
-        params = restore_params(folder, run.model.abstract(), "latest", on_warning=say)
+        old = record.check_same_model(run.config.init_from, run.config.model)
+        wanted = run.model.abstract() if old.lora.rank else run.model.base()
+        params = restore_params(folder, wanted, "latest", on_warning=say)
+        if not old.lora.rank:
+            params = run.model.with_adapters(run.model.stored(params), seed)
         say(f"weights from {run.config.init_from}")
     elif run.source is not None:
-        params = pretrained.read_params(run.source, run.model.config, run.model.abstract())
+        params = adapters.read_params(run.source, run.model, seed)
         say(f"weights from {run.source.weights}")
+        if run.config.model.lora.checkpoint:
+            say(f"adapters from {run.config.model.lora.checkpoint}")
     else:
-        params = run.model.init(run.config.seed)
+        params = run.model.init(seed)
     return made.init(params), 0, {}
 
 

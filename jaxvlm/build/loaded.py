@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import encoder, inputs, pretrained, prompts, record, sheets
+from jaxvlm.build import adapters, encoder, inputs, pretrained, prompts, record, sheets
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
-from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, TrainConfig
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.data import images
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
@@ -185,7 +185,10 @@ def _listed(pictures: Picture | Sequence[Picture]) -> list[Any]:
 
 
 def load(
-    folder: str | os.PathLike[str], which: str = "best", mesh: Any = None
+    folder: str | os.PathLike[str],
+    which: str = "best",
+    mesh: Any = None,
+    adapter: str | os.PathLike[str] = "",
 ) -> Loaded | encoder.Encoder:
     """A trained model, from a run's folder or a Hugging Face checkpoint.
 
@@ -198,20 +201,31 @@ def load(
         which: of a workdir: ``best`` (by the run's metric; the latest where none was evaluated)
             or ``latest``.
         mesh: MeshConfig; all devices on ``data`` if ``None``.
+        adapter: of a checkpoint: a PEFT adapter folder (LoRA, DoRA) to answer with.
 
     Raises:
-        ConfigError: the folder holds neither.
+        ConfigError: the folder holds neither, or the adapter does not fit it.
         CheckpointError: no checkpoint can be read.
     """
     record.local_folder("checkpoint", folder)
     hugging_face = pretrained.is_checkpoint(folder)
     workdir = pathlib.Path(folder)
     if hugging_face:
-        config = TrainConfig(model=ModelConfig(checkpoint=str(folder)))
+        lora = LoraConfig(checkpoint=str(adapter))
+        config = TrainConfig(model=ModelConfig(checkpoint=str(folder), lora=lora))
         source = pretrained.find(str(folder), choose=any_family)
         if source is not None and source.family in ENCODERS.values():
+            if adapter:
+                raise ConfigError(
+                    f"adapter={adapter}: {folder} is an encoder, which takes none yet"
+                )
             return encoder.load(source, mesh)
-        config = pretrained.with_source(config, source)
+        config = adapters.with_adapter(pretrained.with_source(config, source), source, None)
+    elif adapter:
+        raise ConfigError(
+            f"adapter={adapter}: {folder} is a run, which has its own weights; export it first "
+            "(jaxvlm export --merged)"
+        )
     else:
         config = record.read_config(workdir)
         source = pretrained.find(config.model.checkpoint, workdir)
@@ -226,7 +240,7 @@ def load(
     model = build_model(config.model, make_mesh(mesh or MeshConfig()))
     pictures = pretrained.pictures(config, source, tokenizer)
     if hugging_face and source is not None:
-        params = pretrained.read_params(source, config.model, model.abstract())
+        params = adapters.read_params(source, model, config.seed)
     else:
         choice = (config.checkpoint.metric, config.checkpoint.mode)
         params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)

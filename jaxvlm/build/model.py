@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvlm.config import DualConfig, ModelConfig
+from jaxvlm.models import lora, quantized
 from jaxvlm.models.dual import DualEncoder
+from jaxvlm.models.quantized import Dims
 from jaxvlm.models.vlm import VLM
-from jaxvlm.nn.param import Init, logical_axes, merge, split
+from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, split
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Batch, Logical, Out, Params
 
@@ -31,21 +35,61 @@ class Model(Generic[Config]):
     shapes: dict[str, jax.ShapeDtypeStruct]
     logical: dict[str, Logical]
     shardings: dict[str, NamedSharding]
+    adapted: dict[str, Dims]
+    """The linear maps that have an adapter."""
+    packed: dict[str, Dims]
+    """Those that are kept in eight bits."""
 
     def init(self, seed: int) -> Params:
         """Random parameters, born sharded; the same on every mesh."""
+
+        def draw(key: jax.Array) -> Params:
+            return split(_module(self.config, self.mesh, key))[1]
+
+        base = self._jit(draw, self.base())(jax.random.key(seed))
+        return self.with_adapters(self.stored(base), seed)
+
+    def stored(self, base: Params) -> Params:
+        """Parameters of :meth:`base`, all or some, as they are kept: some in eight bits."""
+        made = dict(base)
+        for path in base.keys() & self.packed.keys():
+            names = (path, f"{path}/{quantized.SCALE}")
+            where = tuple(self.shardings[name] for name in names)
+            run = jax.jit(quantized.quantize, static_argnums=1, out_shardings=where)
+            made |= zip(names, run(made.pop(path), self.packed[path]))
+        return made
+
+    def with_adapters(self, base: Params, seed: int) -> Params:
+        """``base``, as :meth:`stored` gives it, and new adapters that change no output."""
+        if not self.adapted:
+            return base
+
+        def draw(key: jax.Array, kept: Params) -> Params:
+            weights = {path: quantized.dense(kept, path, d) for path, d in self.adapted.items()}
+            return lora.draw(self.config.lora, self.adapted, key, weights)
+
+        made = [path for path in self.shapes if lora.is_adapter(path)]
+        scales: list[str] = [f"{path}/{quantized.SCALE}" for path in self.adapted]
+        weights = {path: base[path] for path in (*self.adapted, *scales) if path in base}
+        # Another stream than the base's: its draw must not depend on adapters, nor they on it.
+        key = jax.random.fold_in(jax.random.key(seed), 1)
+        return {**base, **self._jit(draw, made)(key, weights)}
+
+    def _jit(self, draw: Callable[..., Params], paths: Iterable[str]) -> Callable[..., Params]:
         cpu = self.mesh.devices.flat[0].platform == "cpu"
         # It runs once: LLVM's full effort on every random draw takes five times as long.
         options = {"xla_backend_optimization_level": 0} if cpu else None
-        draw = jax.jit(self._draw, out_shardings=self.shardings, compiler_options=options)
-        return draw(jax.random.key(seed))
-
-    def _draw(self, key: jax.Array) -> Params:
-        return split(_module(self.config, self.mesh, key))[1]
+        where = {path: self.shardings[path] for path in paths}
+        return jax.jit(draw, out_shardings=where, compiler_options=options)
 
     def module(self, params: Params) -> Any:
         """The module with ``params`` in it: a ``VLM``, or a ``DualEncoder``."""
-        return merge(self.graph, params)
+        return merge(self.graph, self._attached(params))
+
+    def _attached(self, params: Params) -> Params:
+        if not self.adapted:
+            return params
+        return lora.attach(quantized.attach(params), lora.scale(self.config.lora))
 
     def apply(self, params: Params, batch: Batch) -> Out:
         """The forward pass as a function of parameters."""
@@ -57,6 +101,30 @@ class Model(Generic[Config]):
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.shardings[path])
             for path, x in self.shapes.items()
         }
+
+    def base(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """:meth:`abstract` of the same model without adapters, all in float32."""
+        more = ("/" + quantized.SCALE, *(f"/{name}" for name in lora.PARTS))
+        return {
+            path: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+            for path, x in self.abstract().items()
+            if not path.endswith(more)
+        }
+
+    def merged(self, params: Params) -> Params:
+        """Parameters of :meth:`base`: adapters are added to the weights."""
+        maps = {**self.packed, **self.adapted}
+        whole = self._attached(params)
+
+        def dense(weights: dict[str, Weight]) -> Params:
+            def one(weight: Weight) -> jax.Array:
+                return weight.dense()
+
+            return {p: (jax.vmap(one) if maps[p].lead else one)(w) for p, w in weights.items()}
+
+        where = {path: self.shardings[path] for path in maps}
+        run = jax.jit(dense, out_shardings=where)
+        return {**whole, **run({path: whole[path] for path in maps})}
 
 
 def build_model(config: Config, mesh: Mesh) -> Model[Config]:
@@ -74,16 +142,23 @@ def build_model(config: Config, mesh: Mesh) -> Model[Config]:
     def draw(key: jax.Array) -> Params:
         module = _module(config, mesh, key)
         seen["graph"], params = split(module)
-        seen["logical"] = logical_axes(module)
+        seen["logical"], seen["linear"] = logical_axes(module), linear_maps(module)
         return params
 
-    shapes = jax.eval_shape(draw, jax.random.key(0))
-    axes = _axes(mesh)
+    shapes, axes = jax.eval_shape(draw, jax.random.key(0)), _axes(mesh)
+    logical = seen["logical"]
+    adapted = lora.find(config.lora, seen["linear"], logical)
+    packed = lora.packed(config.lora, seen["linear"], logical)
+    for more, words in (
+        lora.parameters(config.lora, adapted, shapes, logical),
+        quantized.parameters(packed, shapes, logical),
+    ):
+        shapes, logical = {**shapes, **more}, {**logical, **words}
     shardings = {
-        path: axes[path.split("/")[0]].parameter(path, seen["logical"][path], x.shape)
+        path: axes[path.split("/")[0]].parameter(path, logical[path], x.shape)
         for path, x in shapes.items()
     }
-    return Model(config, mesh, seen["graph"], shapes, seen["logical"], shardings)
+    return Model(config, mesh, seen["graph"], shapes, logical, shardings, adapted, packed)
 
 
 def _axes(mesh: Mesh) -> dict[str, Axes]:

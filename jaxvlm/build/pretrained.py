@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +72,7 @@ def find(
             weights = pathlib.Path(checkpoint).expanduser()
     else:
         weights = files = _fetched(checkpoint)
-    config = read_json(files / "config.json")
+    config = json_object(files / "config.json")
     return Source(weights, files, config, choose(config, str(files)))
 
 
@@ -80,7 +81,7 @@ def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     path = pathlib.Path(folder) / "config.json"
     if not path.is_file():
         return not pathlib.Path(folder).exists() and bool(_HUB_ID.fullmatch(str(folder)))
-    return "model_type" in read_json(path)
+    return "model_type" in json_object(path)
 
 
 def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
@@ -201,7 +202,31 @@ def export(
         How many ``tensors`` and ``bytes`` were written.
 
     Raises:
-        ConfigError: the run has no Hugging Face family, or the folder is not empty.
+        ConfigError: as :func:`exported`.
+    """
+    source = exported(workdir, output, config, dtype)
+    stored = json_object(workdir / SAVED / _LAYOUT)
+    layout = {
+        name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
+    }
+    weights = source.family.weights(config)
+    return write(workdir / SAVED, output, params, weights, layout, dtype)
+
+
+def exported(
+    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig, dtype: str
+) -> Source:
+    """The checkpoint that a run's weights are written like.
+
+    Args:
+        workdir: of the run.
+        output: where they are to be written.
+        config: of the model.
+        dtype: that is asked for.
+
+    Raises:
+        ConfigError: the run has no Hugging Face family, the folder is not empty, or the dtype is
+            unknown.
     """
     source = find(config.checkpoint, workdir)
     if source is None or not (workdir / SAVED / _LAYOUT).is_file():
@@ -209,12 +234,8 @@ def export(
             f"{workdir}: its model was made from scratch, not from a Hugging Face checkpoint "
             "(config.model.checkpoint), so no library there knows it"
         )
-    stored = read_json(workdir / SAVED / _LAYOUT)
-    layout = {
-        name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
-    }
-    weights = source.family.weights(config)
-    return write(workdir / SAVED, output, params, weights, layout, dtype)
+    _check_output(output, dtype)
+    return source
 
 
 def write(
@@ -241,31 +262,44 @@ def write(
     Raises:
         ConfigError: the folder is not empty, or there is no such dtype.
     """
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output={output} is not empty; give a new folder")
-    if dtype not in _STORED and dtype:
-        raise ConfigError(f"--dtype={dtype}; known: {', '.join(_STORED)}")
+    _check_output(output, dtype)
     layout = {
-        name: stored._replace(dtype=_STORED.get(dtype, stored.dtype))
+        name: stored._replace(dtype=STORED.get(dtype, stored.dtype))
         for name, stored in layout.items()
         if stored.dtype in hf.DTYPES
     }
-    half = output.with_name(output.name + ".tmp")
-    if not jax.process_index():
-        shutil.rmtree(half, ignore_errors=True)
-        _copy_files(files, half)
-        if dtype:
-            _state_dtype(half / "config.json", dtype)
-    hf.write_params(half, params, weights, layout)
-    if not jax.process_index():
-        if output.exists():
-            output.rmdir()
-        half.rename(output)
+    with new_folder(output) as half:
+        if not jax.process_index():
+            _copy_files(files, half)
+            if dtype:
+                _state_dtype(half / "config.json", dtype)
+        hf.write_params(half, params, weights, layout)
     sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
     return {"tensors": len(layout), "bytes": int(sum(sizes))}
 
 
-_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+def _check_output(output: pathlib.Path, dtype: str) -> None:
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output={output} is not empty; give a new folder")
+    if dtype not in STORED and dtype:
+        raise ConfigError(f"--dtype={dtype}; known: {', '.join(STORED)}")
+
+
+@contextlib.contextmanager
+def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write in, on process 0, that becomes ``output`` when all is written."""
+    half = output.with_name(output.name + ".tmp")
+    if not jax.process_index():
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir(parents=True)
+    yield half
+    if not jax.process_index():
+        if output.exists():
+            output.rmdir()
+        half.rename(output)
+
+
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def _fetched(checkpoint: str) -> pathlib.Path:
@@ -288,16 +322,16 @@ def _fetched(checkpoint: str) -> pathlib.Path:
         ) from None
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint.
+def json_object(path: pathlib.Path, advice: str = "give a checkpoint's folder") -> dict[str, Any]:
+    """The object in a JSON file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is missing (the message says ``advice``), or holds none.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; give a checkpoint's folder") from None
+        raise ConfigError(f"{path} is missing; {advice}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -340,7 +374,7 @@ def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:
 
 def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copy all of a checkpoint's folder but its weights, and sentence-transformers' modules."""
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     for module in modules(source):
         if module.get("path") and (source / module["path"]).is_dir():
             _copy_files(source / module["path"], target / module["path"])
@@ -370,6 +404,6 @@ def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _state_dtype(path: pathlib.Path, dtype: str) -> None:
-    config = read_json(path)
+    config = json_object(path)
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n", encoding="utf-8")

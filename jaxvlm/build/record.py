@@ -94,13 +94,18 @@ def changed_settings(workdir: pathlib.Path, config: TrainConfig) -> list[str]:
     return [f"changed since this run began: {line}" for line in changes(old, config)]
 
 
-def check_same_model(workdir: str, model: ModelConfig) -> None:
+def check_same_model(workdir: str, model: ModelConfig) -> ModelConfig:
     """Refuse weights of a model that computes another thing with arrays of the same shapes.
+
+    Returns:
+        The model in ``workdir``: as ``model``, but it may be without adapters where that has some.
 
     Raises:
         ConfigError: the settings that differ.
     """
     old = read_config(workdir).model
+    lora = old.lora
+    old = dataclasses.replace(old, lora=lora if lora.rank else model.lora)
     # A vocabulary's size is filled in later, and is checked by the arrays' shapes.
     old = dataclasses.replace(
         old, decoder=dataclasses.replace(old.decoder, vocab_size=model.decoder.vocab_size)
@@ -112,6 +117,7 @@ def check_same_model(workdir: str, model: ModelConfig) -> None:
             f"config.init_from={workdir} holds weights of another model: {'; '.join(found)}; "
             "use its settings"
         )
+    return dataclasses.replace(old, lora=lora)
 
 
 def _is_one_of(line: str, names: tuple[str, ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxvlm.build import inputs, pretrained, record, training
+from jaxvlm.build import adapters, inputs, pretrained, record, training
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
@@ -59,6 +59,7 @@ class Run:
         self.rows = local_rows(self.mesh, given.data.batch_size)
         self.source = pretrained.find(given.model.checkpoint, self.workdir)
         given = pretrained.with_source(given, self.source)
+        given = adapters.with_adapter(given, self.source, self.workdir)
         read = inputs.read_records(given.data, given.data.train)
         saved = self.workdir / "tokenizer" if self.workdir else None
         self.tokenizer = inputs.make_tokenizer(given, saved, read, self.source)

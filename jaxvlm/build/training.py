@@ -15,6 +15,7 @@ import optax
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
 from jaxvlm.config import ConfigError, TrainConfig, VisionConfig, feature_blocks
+from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
@@ -50,10 +51,12 @@ class Training:
         num_tokens = scale * float((np.asarray(batch.segment) > 0).sum())
         num_pictures, patches = count.pictures(batch)
         towers = ("vision", "connector", "decoder")
-        trained = {t: any(path.startswith(t + "/") for path in self.leaves) for t in towers}
+        owns = {path.split("/")[0] for path in self.leaves if not is_adapter(path)}
+        adapted = {path.split("/")[0] for path in self.leaves if is_adapter(path)}
+        trained = {tower: tower in owns for tower in towers}
         reach = count.reach(batch)
         one = count.forward(self.model.config, num_tokens, reach, scale * num_pictures, patches)
-        return count.step(one, trained).total
+        return count.step(one, trained, adapted).total
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: Callable[[], int]) -> int:
@@ -85,7 +88,7 @@ def build_training(
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
             fit ``steps``.
     """
-    trainable, frozen = split_frozen(model.shapes, config.optim.frozen)
+    trainable, frozen = _split(model, model.shapes, config.optim.frozen)
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
@@ -114,7 +117,7 @@ def build_training(
     )
 
     def init(params: Params) -> TrainState:
-        p, f = split_frozen(params, config.optim.frozen)
+        p, f = _split(model, params, config.optim.frozen)
         make = jax.jit(
             lambda p, f: init_state(p, f, tx), out_shardings=shardings, donate_argnums=(0, 1)
         )
@@ -128,6 +131,15 @@ def build_training(
         sorted(trainable),
         init,
     )
+
+
+def _split(model: Model, params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
+    """``(trainable, frozen)``: with adapters, all but they are frozen."""
+    trainable, frozen = split_frozen(params, patterns)
+    if not model.adapted:
+        return trainable, frozen
+    frozen |= {path: x for path, x in trainable.items() if not is_adapter(path)}
+    return {path: x for path, x in trainable.items() if is_adapter(path)}, frozen
 
 
 def _used_layers(vision: VisionConfig) -> dict[str, int]:

@@ -17,6 +17,12 @@ def define_model(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_string(
+        "adapter",
+        "",
+        "A PEFT adapter folder (LoRA, DoRA) for the Hugging Face folder.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
         "mesh",
         "",
         "Devices along mesh axes, e.g. fsdp=4,tensor=2; all on data if not given.",
@@ -38,7 +44,7 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
         raise ConfigError(f"{command} needs --checkpoint=WORKDIR or a Hugging Face folder")
     mesh = _mesh(values.mesh)
     distributed.initialize()
-    model = load(values.checkpoint, mesh=mesh)
+    model = load(values.checkpoint, mesh=mesh, adapter=values.adapter)
     if command == "embed" and not isinstance(model, Encoder):
         raise ConfigError(
             f"--checkpoint={values.checkpoint} is a model that writes text, not an encoder; "

@@ -123,6 +123,21 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters beside linear maps; they alone are trained (docs/training.md)."""
+
+    rank: int = 0  # r of x A B; 0: no adapters
+    alpha: float = 16.0  # x A B is multiplied by alpha / rank
+    rslora: bool = False  # by alpha / sqrt(rank) instead
+    dora: bool = False  # the length of each output column is learned apart from its direction
+    targets: tuple[str, ...] = ("all-linear",)  # path patterns of linear maps, "decoder/*/wq";
+    # "-vision/*" takes away from those before it
+    base: str = "float32"  # how linear maps are kept beside adapters: float32 | int8
+    init: str = "uniform"  # of A, B is zero: uniform (PEFT's default) | gaussian
+    checkpoint: str = ""  # PEFT adapter folder to start from; it says rank to targets
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A vision-language model."""
 
@@ -132,6 +147,7 @@ class ModelConfig:
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
     attention: str = "auto"  # auto | xla | cudnn | splash | triton
     checkpoint: str = ""  # Hugging Face folder or hub id: its dims, weights, tokenizer, processor
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +190,7 @@ class DualConfig:
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
     attention: str = "auto"  # auto | xla | cudnn | splash | triton
     checkpoint: str = ""  # Hugging Face folder or hub id that it came from
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,8 @@ from jaxvlm.config import ConfigError
 from jaxvlm.types import Params, WeightMap
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+"""The one file of an adapter's folder."""
 DTYPES: dict[str, Any] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -46,15 +48,19 @@ Layout = dict[str, Stored]
 """Name -> where and how it is stored."""
 
 
-def read_layout(folder: str | os.PathLike[str]) -> Layout:
+def read_layout(folder: str | os.PathLike[str], only: str = "") -> Layout:
     """What tensors a checkpoint has; reads headers alone.
+
+    Args:
+        folder: of the checkpoint.
+        only: the file to read, where it is no checkpoint: :data:`ADAPTER`.
 
     Raises:
         ConfigError: no safetensors there, or a file that is missing, damaged or of no known dtype.
     """
     root = Path(folder)
     layout: Layout = {}
-    for file in _files(root):
+    for file in _files(root, only):
         try:
             with safe_open(root / file, "numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 (it is no mapping)
@@ -69,6 +75,7 @@ def read_params(
     folder: str | os.PathLike[str],
     weights: WeightMap,
     abstract: Mapping[str, jax.ShapeDtypeStruct],
+    only: str = "",
 ) -> Params:
     """Parameters from a checkpoint, each process reading what its devices hold, shard by shard.
 
@@ -76,12 +83,13 @@ def read_params(
         folder: of the checkpoint.
         weights: which tensors hold which parameters.
         abstract: path -> shape, dtype and sharding; values are cast to the dtype.
+        only: as for :func:`read_layout`.
 
     Raises:
         ConfigError: tensors that are missing, left over, of another shape or no floats.
     """
     root = Path(folder)
-    layout = read_layout(root)
+    layout = read_layout(root, only)
     spelled = weights.check({name: stored.shape for name, stored in layout.items()}, str(root))
     strange = [n for n in spelled.values() if layout[n].dtype not in DTYPES]
     if strange:
@@ -170,7 +178,7 @@ def write_tensors(
         total += sum(x.nbytes for x in tensors.values())
         if not jax.process_index():
             save_file(tensors, Path(folder) / file, metadata={"format": "pt"})
-    if not jax.process_index() and list(by_file) != [SINGLE]:
+    if not jax.process_index() and list(by_file) not in ([SINGLE], [ADAPTER]):
         index = {
             "metadata": {"total_size": total},
             "weight_map": {name: layout[name].file for name in sorted(layout)},
@@ -214,8 +222,10 @@ def _host(x: jax.Array, place: tuple[int, ...]) -> np.ndarray:
     return np.asarray(part)
 
 
-def _files(root: Path) -> list[str]:
-    if (root / INDEX).is_file():
+def _files(root: Path, only: str) -> list[str]:
+    if only:
+        files = [only]
+    elif (root / INDEX).is_file():
         try:
             names = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         except (ValueError, KeyError, AttributeError) as error:

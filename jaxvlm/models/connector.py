@@ -43,10 +43,10 @@ class Connector(nnx.Module):
         mlp, bias = config.kind == "mlp", config.bias
         hidden = (config.hidden or width) if mlp else merged
         draw = fan_in(merged)
-        self.w_in = param(init, (merged, hidden), ("embed", "mlp"), draw) if mlp else None
+        self.w_in = param(init, (merged, hidden), ("embed", "mlp"), draw, 1) if mlp else None
         self.b_in = param(init, (hidden,), ("mlp",), zeros) if mlp and bias else None
         out_axes = ("mlp", "embed") if mlp else ("embed", "norm")
-        self.w_out = param(init, (hidden, width), out_axes, fan_in(hidden))
+        self.w_out = param(init, (hidden, width), out_axes, fan_in(hidden), 1)
         self.b_out = param(init, (width,), ("norm",), zeros) if bias else None
         self.newline = (
             param(init, (width,), ("norm",), normal(width**-0.5)) if config.newline else None

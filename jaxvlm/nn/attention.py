@@ -41,10 +41,10 @@ class Attention(nnx.Module):
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
         D, N, K, H = spec.width, spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.axes, self.spec = axes, spec
-        self.wq = param(init, (D, N, H), ("embed", "heads", "head_dim"), fan_in(D))
-        self.wk = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
-        self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D))
-        self.wo = param(init, (N, H, D), ("heads", "head_dim", "embed"), fan_in(N, H))
+        self.wq = param(init, (D, N, H), ("embed", "heads", "head_dim"), fan_in(D), 1)
+        self.wk = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D), 1)
+        self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D), 1)
+        self.wo = param(init, (N, H, D), ("heads", "head_dim", "embed"), fan_in(N, H), 2)
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
         self.bq = param(init, (N, H), heads, zeros) if spec.qkv_bias else None
         self.bk = param(init, (K, H), kv_heads, zeros) if spec.qkv_bias else None

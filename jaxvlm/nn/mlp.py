@@ -33,9 +33,9 @@ class MLP(nnx.Module):
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
         D, F, gated, bias = spec.width, spec.mlp_dim, spec.gated, spec.mlp_bias
         self.axes, self.activation = axes, spec.activation
-        self.w_gate = param(init, (D, F), ("embed", "mlp"), fan_in(D)) if gated else None
-        self.w_in = param(init, (D, F), ("embed", "mlp"), fan_in(D))
-        self.w_out = param(init, (F, D), ("mlp", "embed"), fan_in(F))
+        self.w_gate = param(init, (D, F), ("embed", "mlp"), fan_in(D), 1) if gated else None
+        self.w_in = param(init, (D, F), ("embed", "mlp"), fan_in(D), 1)
+        self.w_out = param(init, (F, D), ("mlp", "embed"), fan_in(F), 1)
         self.b_gate = param(init, (F,), ("mlp",), zeros) if gated and bias else None
         self.b_in = param(init, (F,), ("mlp",), zeros) if bias else None
         self.b_out = param(init, (D,), ("norm",), zeros) if bias else None

@@ -61,7 +61,9 @@ class Init:
         return dataclasses.replace(self, layers=num_layers)
 
 
-def param(init: Init, shape: tuple[int, ...], logical: Logical, draw: Initializer) -> nnx.Param:
+def param(
+    init: Init, shape: tuple[int, ...], logical: Logical, draw: Initializer, num_in: int = 0
+) -> nnx.Param:
     """A float32 parameter, its meaning beside its shape.
 
     Args:
@@ -69,12 +71,14 @@ def param(init: Init, shape: tuple[int, ...], logical: Logical, draw: Initialize
         shape: dims of one layer's parameter.
         logical: one word a dim.
         draw: the initializer.
+        num_in: of a linear map that is only ever given to :func:`contract`: how many of its
+            first dims are the input's. An adapter may stand beside it.
     """
     if len(shape) != len(logical):
         raise ValueError(f"shape {shape} and axes {logical} differ in length")
     if init.layers:
         shape, logical = (init.layers, *shape), ("layers", *logical)
-    return nnx.Param(draw(init.rngs.params(), shape), logical=logical)
+    return nnx.Param(draw(init.rngs.params(), shape), logical=logical, num_in=num_in)
 
 
 def split(module: nnx.Module) -> tuple[Any, Params]:
@@ -104,13 +108,40 @@ def logical_axes(module: nnx.Module) -> dict[str, Logical]:
     }
 
 
+def linear_maps(module: nnx.Module) -> dict[str, int]:
+    """``{path: num_in}`` of every parameter that is a linear map; see :func:`param`."""
+    _, state = nnx.split(module)
+    found = {
+        "/".join(map(str, p)): leaf.get_metadata("num_in") for p, leaf in nnx.to_flat_state(state)
+    }
+    return {path: num_in for path, num_in in found.items() if num_in}
+
+
+class Weight:
+    """What may stand in the place of a linear map's array: it knows how to multiply."""
+
+    def contract(self, x: jax.Array, num_in: int) -> jax.Array:
+        """As the function :func:`contract`."""
+        raise NotImplementedError
+
+    def dense(self) -> jax.Array:
+        """The array that it stands for; of a map without a dim of layers."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Weight:
+        """Itself, for ``[...]``: so a parameter's value is read."""
+        if index is not Ellipsis:
+            raise IndexError("only [...]")
+        return self
+
+
 def affine(x: jax.Array, w: Any, b: Any, num_in: int = 1) -> jax.Array:
     """:func:`contract` with the parameter ``w``, plus the parameter ``b`` unless it is ``None``."""
     y = contract(x, w[...], num_in)
     return y if b is None else y + b[...].astype(y.dtype)
 
 
-def contract(x: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
+def contract(x: jax.Array, w: jax.Array | Weight, num_in: int = 1) -> jax.Array:
     """``x``'s last ``num_in`` dims against ``w``'s first: ``[..., in] x [in, out] -> [..., out]``.
 
     One 2-D matmul whatever the ranks: on CPU the weight gradient of a 3-D product is three
@@ -118,12 +149,14 @@ def contract(x: jax.Array, w: jax.Array, num_in: int = 1) -> jax.Array:
 
     Args:
         x: [*lead, *in].
-        w: [*in, *out]; taken in ``x``'s dtype.
+        w: [*in, *out]; taken in ``x``'s dtype. Or what stands in its place.
         num_in: how many dims ``in`` is.
 
     Returns:
         [*lead, *out], of ``x``'s dtype.
     """
+    if isinstance(w, Weight):
+        return w.contract(x, num_in)
     lead, inner, out = x.shape[: x.ndim - num_in], w.shape[:num_in], w.shape[num_in:]
     flat = x.reshape(math.prod(lead), math.prod(inner)) @ w.astype(x.dtype).reshape(
         math.prod(inner), math.prod(out)

@@ -26,6 +26,7 @@ PARAMETERS: dict[str, Place] = {
     "norm": None,  # vectors of a norm or an output bias: too small to be worth a gather
     "patch": None,  # pixels of a patch, or of a convolution's window
     "position": None,
+    "rank": None,  # of a low-rank adapter
 }
 """Parameters: Megatron pairs over ``tensor``, everything wide over ``fsdp``."""
 

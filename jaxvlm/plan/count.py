@@ -3,13 +3,15 @@
 Convention, everywhere in jaxvlm: a multiply-add is 2 FLOPs; matmuls only (no softmax, norm or
 embedding look-up); causal attention counts the half it needs; a trained part costs three
 times its forward pass, a frozen part with something trained before it two times, a frozen
-part with nothing trained before it once. Recomputation is not counted: this is MFU's
-numerator, not HFU's. Padding tokens are not counted.
+part with nothing trained before it once. A part with adapters counts as frozen with something
+trained before it, and their own thin products do not count. Recomputation is not counted: this
+is MFU's numerator, not HFU's. Padding tokens are not counted.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -73,18 +75,20 @@ def _within(window: int, length: float | int) -> float | int:
     return length if not 0 < window < length else window * (2 - window / length)
 
 
-def step(forward_flops: Flops, trained: dict[str, bool]) -> Flops:
+def step(forward_flops: Flops, trained: dict[str, bool], adapted: Collection[str] = ()) -> Flops:
     """FLOPs of a training step.
 
     Args:
         forward_flops: of its forward pass.
         trained: tower -> whether any parameter of it is; ``vision``, ``connector``, ``decoder``.
+        adapted: towers whose own parameters are frozen, but which have adapters.
     """
     before = False
     factors = []
     for tower in ("vision", "connector", "decoder"):
-        factors.append(3 if trained[tower] else 2 if before else 1)
-        before = before or trained[tower]
+        here = trained[tower] or tower in adapted
+        factors.append(3 if trained[tower] else 2 if here or before else 1)
+        before = before or here
     factors.append(factors[-1])  # the head is the decoder's
     return Flops(*(f * n for f, n in zip(factors, forward_flops)))
 

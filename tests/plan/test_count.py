@@ -101,6 +101,9 @@ def test_step_counts_frozen_as_frozen():
     assert count.step(one, everything | {"vision": False}) == (1.0, 30.0, 300.0, 3000.0)
     only = {"vision": False, "connector": True, "decoder": False}
     assert count.step(one, only) == (1.0, 30.0, 200.0, 2000.0)
+    none = dict.fromkeys(everything, False)
+    assert count.step(one, none, {"vision", "decoder"}) == (2.0, 20.0, 200.0, 2000.0)
+    assert count.step(one, none, {"decoder"}) == (1.0, 10.0, 200.0, 2000.0)
 
 
 def test_reach_counts_what_a_token_sees():

@@ -17,7 +17,8 @@ from jaxvlm.models.families import (
     paligemma,
     qwen_vl,
 )
-from jaxvlm.types import ChatStyle, Span, TextStyle, TileGrid, WeightMap
+from jaxvlm.models.families.names import NameMap
+from jaxvlm.types import ChatStyle, Span, TextStyle, TileGrid
 
 
 @runtime_checkable
@@ -28,7 +29,7 @@ class Family(Protocol):
         """The model that a ``config.json`` describes."""
         ...
 
-    def weights(self, config: ModelConfig) -> WeightMap:
+    def weights(self, config: ModelConfig) -> NameMap:
         """Which tensors hold which parameters."""
         ...
 
@@ -58,7 +59,7 @@ class EncoderFamily(Protocol):
         """The model that a ``config.json`` describes."""
         ...
 
-    def weights(self, config: DualConfig) -> WeightMap:
+    def weights(self, config: DualConfig) -> NameMap:
         """Which tensors hold which parameters."""
         ...
 

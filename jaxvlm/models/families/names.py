@@ -49,6 +49,9 @@ class NameMap(NamedTuple):
     """(pattern, replacement), applied in turn, that turn other spellings into ``theirs``."""
     buffers: tuple[str, ...] = ()
     """Ends of names that are computed, not trained, or are copies of others; left out."""
+    modules: Sequence[tuple[str, str]] = ()
+    """(pattern, replacement), applied in turn, that turn ``theirs`` into the names that
+    transformers' modules have in memory, where they differ; adapters bear those."""
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape."""
@@ -57,7 +60,7 @@ class NameMap(NamedTuple):
             shape = list(self._their_shape(entry))
             if entry.part[1] > 1:
                 shape[entry.cut] *= entry.part[1]
-            for name in self._names(entry):
+            for name in self.names(entry):
                 found[name] = tuple(shape)
         return found
 
@@ -217,7 +220,8 @@ class NameMap(NamedTuple):
                 found.setdefault(entry.theirs.format(*place), []).append((entry, place))
         return found
 
-    def _names(self, entry: Entry) -> list[str]:
+    def names(self, entry: Entry) -> list[str]:
+        """The tensors of one parameter, layer by layer."""
         places = itertools.product(*map(range, self._counts(entry)))
         return [entry.theirs.format(*place) for place in places]
 

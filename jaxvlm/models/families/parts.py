@@ -21,6 +21,13 @@ ALIASES = (
 )
 """Other spellings of a name (pattern, replacement), applied in turn."""
 CLIP_ALIASES = (*ALIASES, (r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model."))
+MODULES = (
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.lm_head", "lm_head"),
+    (r"^vision_tower\.(vision_model\.)?", "model.vision_tower."),
+    (r"^multi_modal_projector\.", "model.multi_modal_projector."),
+)
+"""Of a ``NameMap``."""
 BUFFERS = ("embeddings.position_ids", "rotary_emb.inv_freq")
 
 
@@ -66,7 +73,7 @@ def weights(
     }
     depths = {"vision": config.vision.depth, "decoder": config.decoder.depth}
     copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
-    return NameMap(entries, sizes, depths, aliases, BUFFERS + copies)
+    return NameMap(entries, sizes, depths, aliases, BUFFERS + copies, MODULES)
 
 
 def whole(_width: int, _height: int) -> tuple[int, int]:

@@ -1,0 +1,29 @@
+"""LoRA on a Hugging Face checkpoint: adapters on all linear maps, the weights frozen.
+
+    jaxvlm train --config=configs/lora.py:HF_FOLDER --config.data.train=my.jsonl --workdir=runs/mine
+    jaxvlm train --config=configs/lora.py:HF_FOLDER,ADAPTER …   # go on from PEFT's folder
+    jaxvlm export --workdir=runs/mine --output=runs/mine-adapter
+    jaxvlm export --workdir=runs/mine --output=runs/mine-merged --merged
+
+DoRA: ``--config.model.lora.dora``. The decoder alone:
+``--config.model.lora.targets="('decoder/*',)"``.
+"""
+
+from jaxvlm.config import default_config
+
+
+def get_config(arg: str = ""):
+    """``arg``: the checkpoint's folder, or its id on the hub; ``,FOLDER`` of a PEFT adapter."""
+    config = default_config()
+    config.model.checkpoint, _, adapter = arg.partition(",")
+    lora = config.model.lora
+    if adapter:
+        lora.checkpoint = adapter  # which says its rank and all else
+    else:
+        lora.rank, lora.alpha = 16, 32.0
+    config.data.batch_size = 8
+    config.data.max_length = 1024
+    config.optim.learning_rate = 2e-4
+    config.optim.warmup_steps = 20
+    config.epochs = 1.0
+    return config
