@@ -1,9 +1,9 @@
-"""Questions about pictures -> the batch that generation starts from."""
+"""Questions about pictures -> the batch that generation, or an embedding, starts from."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ def batch(
     tokenizer: ChatTokenizer,
     pictures: images.PictureFormat,
     max_pixels: int,
+    instruction: str | None = None,
 ) -> Batch:
     """Prompts padded on the left to one length, pictures in fixed places.
 
@@ -41,6 +42,7 @@ def batch(
         tokenizer: with its chat template.
         pictures: what the model wants of them.
         max_pixels: of a picture file, at most.
+        instruction: what vectors of the prompts are for; ``None``: they are to be answered.
 
     Raises:
         ConfigError: marks and pictures differ in number, or a special token is in the text.
@@ -48,7 +50,11 @@ def batch(
     """
     loaded = [[_load(p, pictures, max_pixels) for p in given] for given, _ in queries]
     rows = [
-        spans.expand(_ids(len(given), prompt, tokenizer), tokenizer.image_id, [s for _, s in found])
+        spans.expand(
+            _ids(len(given), prompt, tokenizer, instruction),
+            tokenizer.image_id,
+            [s for _, s in found],
+        )
         for (given, prompt), found in zip(queries, loaded, strict=True)
     ]
     tiles = [[tile for pixels, _ in found for tile in pixels] for found in loaded]
@@ -85,7 +91,7 @@ def batch(
     return jax.tree.map(lambda x: jax.device_put(x, sharding), made)
 
 
-def _ids(count: int, prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
+def _ids(count: int, prompt: str, tokenizer: ChatTokenizer, instruction: str | None) -> np.ndarray:
     marks = prompt.count(PLACEHOLDER)
     if not marks and count:
         prompt = PLACEHOLDER * count + prompt
@@ -94,10 +100,18 @@ def _ids(count: int, prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
             f"the prompt has {marks} {PLACEHOLDER} marks but {count} pictures are given"
         )
     prompt = formats.tidy(prompt)
-    forged = [t for t in tokenizer.special_tokens if t != PLACEHOLDER and t in prompt]
-    if forged:
-        raise ConfigError(f"the prompt holds the special token {sorted(forged)[0]}; leave it out")
-    return chat.prompt_ids([Turn("user", prompt)], tokenizer)
+    special = tokenizer.special_tokens - {PLACEHOLDER}
+    _check_free("prompt", prompt, special)
+    turns = [Turn("user", prompt)]
+    if instruction is not None:
+        _check_free("instruction", instruction, special | {PLACEHOLDER})
+        turns = chat.to_embed(prompt, instruction)
+    return chat.prompt_ids(turns, tokenizer)
+
+
+def _check_free(what: str, text: str, tokens: Collection[str]) -> None:
+    if forged := sorted(t for t in tokens if t in text):
+        raise ConfigError(f"the {what} holds the special token {forged[0]}; leave it out")
 
 
 def _load(

@@ -16,6 +16,7 @@ import pytest
 from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.data import spans
+from jaxvlm.infer.embed import embed, last_token, unit
 from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.families import qwen_vl, resize
@@ -324,6 +325,44 @@ def test_greedy_generation_gives_transformers_ids(name):
     said, wanted = np.asarray(jax.jit(of_new)(params, forced)), logits.numpy()
     assert np.linalg.norm(said - wanted) < 1e-4 * np.linalg.norm(wanted)
     np.testing.assert_array_equal(said.argmax(-1)[clear], wanted.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize(
+    ("rows", "dims"), [("padding right", 0), ("padding left", 12), ("text alone", 0)]
+)
+def test_pooled_vectors_are_torchs(rows, dims):
+    """Qwen3-VL-Embedding is a Qwen3-VL whose last token's state is scaled to unit length."""
+    theirs, ours, params = oracle("qwen3-vl")
+    batch = make_batch(ours, hf_config("qwen3-vl").to_dict(), *ROWS[rows])
+    theirs.model.rope_deltas = None
+    given = torch_inputs(batch, ours.config.vision)
+    with torch.no_grad():
+        hidden = theirs.model(**given).last_hidden_state
+    seen = given["attention_mask"] * torch.arange(LENGTH)
+    expected = hidden[torch.arange(len(hidden)), seen.argmax(1), : dims or None]
+    wanted = torch.nn.functional.normalize(expected, dim=-1).numpy()
+    vectors = np.asarray(pooled("qwen3-vl", dims)(params, batch))
+    cosine = (vectors * wanted).sum(-1)
+    np.testing.assert_allclose(cosine, 1.0, atol=1e-6)
+    np.testing.assert_allclose(vectors, wanted, atol=1e-5)
+    print(f"{rows}, {dims or 'all'} dims: cosine {cosine.min():.8f}")
+
+
+@functools.cache
+def pooled(name, dims):
+    ours = oracle(name)[1]
+    return jax.jit(lambda params, batch: embed(ours.module(params), batch, dims))
+
+
+def test_a_row_of_padding_has_no_vector():
+    hidden = jnp.ones((2, 3, 4))
+    segment = jnp.asarray([[0, 0, 0], [1, 0, 0]])
+
+    def total_of(hidden):
+        return jnp.sum(unit(last_token(hidden, segment)))
+
+    value, gradient = jax.value_and_grad(total_of)(hidden)
+    assert value == 2.0 and np.isfinite(gradient).all() and not np.any(gradient[0])
 
 
 @pytest.mark.parametrize("name", CASES)
