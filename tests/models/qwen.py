@@ -104,6 +104,7 @@ CASES = {
         },
     ),
 }
+KINDS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
 PLAIN = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"]
 
 
@@ -215,3 +216,61 @@ ROWS = {
     "padding left": ([[1, (40, 8), 5], [(16, 16), 1, (8, 17), 9], [7]], "left"),
     "text alone": ([[12], [20], [5]], "left"),
 }
+
+
+def drawn(kind, seed):
+    """Fields that the family knows, at random: odd widths and heads, scalings, windows, levels."""
+    rng = np.random.default_rng((seed, KINDS.index(kind)))
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    kv, per_kv, head_dim = one_of(1, 2, 3), one_of(1, 2, 3), one_of(6, 8, 14)
+    heads, new = kv * per_kv, kind.startswith("Qwen3")
+    width = heads * (one_of(4, 12) if new else head_dim)
+    rows = one_of(1, head_dim // 6)
+    rope = one_of(
+        {"rope_type": "default", "rope_theta": 300.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
+        {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0},
+        YARN | {"rope_theta": 1e4, "attention_factor": one_of(None, 1.3)},
+    )
+    text = TEXT | {
+        "hidden_size": width,
+        "num_hidden_layers": one_of(2, 3),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "hidden_act": one_of("silu", "gelu_pytorch_tanh", "relu"),
+        "rms_norm_eps": one_of(1e-6, 1e-5, 1e-3),
+        "max_position_embeddings": one_of(8, 64),
+        "rope_parameters": rope | {"mrope_section": [head_dim // 2 - 2 * rows, rows, rows]},
+    }
+    if new:
+        text |= {"head_dim": head_dim, "attention_bias": one_of(True, False)}
+    if kind == "Qwen3VLMoe":
+        text |= {"num_experts": one_of(3, 4, 7), "num_experts_per_tok": one_of(1, 2, 3)}
+        text |= {"moe_intermediate_size": one_of(8, 12)}
+    tower, depth = one_of(1, 2, 3), one_of(2, 3)
+    vision = {
+        "patch_size": 4,
+        "depth": depth,
+        "num_heads": tower,
+        "temporal_patch_size": one_of(1, 2),
+        "hidden_act": one_of("silu", "gelu", "quick_gelu"),
+        "hidden_size": tower * one_of(4, 8, 12),
+        "intermediate_size": one_of(14, 30),
+        "out_hidden_size": width,
+    }
+    if kind == "Qwen2VL":
+        for field in ("intermediate_size", "out_hidden_size"):
+            del vision[field]
+        vision |= {"embed_dim": vision["hidden_size"], "hidden_size": width, "mlp_ratio": 3}
+    elif kind == "Qwen2_5_VL":
+        full = [i for i in range(depth) if one_of(True, False)]
+        vision |= {"window_size": one_of(8, 16, 28), "fullatt_block_indexes": full}
+    else:
+        taps = [i for i in range(2) if one_of(True, False)]
+        vision |= {"deepstack_visual_indexes": taps}
+        vision |= {"num_position_embeddings": one_of(4, 9, 49)}
+    tied = one_of(True, False)
+    return {"vision_config": vision, "text_config": text, "tie_word_embeddings": tied}

@@ -6,6 +6,7 @@ Logits, loss, gradients, positions, greedy ids, tensors both ways, and what is r
 from __future__ import annotations
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,12 @@ transformers = pytest.importorskip("transformers", reason="the oracle")
 
 from qwen import (  # noqa: E402  # after the oracle is known to be there
     CASES,
+    KINDS,
     LENGTH,
     NEW,
     PLAIN,
     ROWS,
+    drawn,
     hf_config,
     make_batch,
     named,
@@ -34,6 +37,8 @@ from qwen import (  # noqa: E402  # after the oracle is known to be there
 )
 from safetensors.numpy import load_file, save_file  # noqa: E402
 from towers import worst_gradient  # noqa: E402
+
+DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
 
 
 @functools.cache
@@ -55,6 +60,20 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("name", "rows"), CHOSEN)
 def test_logits_loss_and_gradients_are_torchs(name, rows):
+    assert_torch_agrees(name, rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_settings_drawn_at_random_are_torchs(kind, seed):
+    """``JAXVLM_DRAWS=10`` draws ten a family."""
+    name = f"{kind}, drawn {seed}"
+    CASES[name] = (kind, drawn(kind, seed))
+    assert_torch_agrees(name, ("padding right", "padding left")[seed % 2])
+
+
+def assert_torch_agrees(name, rows):
     theirs, ours, params = oracle(name)
     batch = make_batch(ours, hf_config(name).to_dict(), *ROWS[rows])
     given = torch_inputs(batch, ours.config.vision)
