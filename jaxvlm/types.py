@@ -191,7 +191,7 @@ class Out(NamedTuple):
     """[B, T, D]: final hidden states, after the last norm; [B, M, E] of a dual encoder: each
     row's vectors, its picture's and then its text's."""
     head: Any = None
-    """[D, V]: output matrix, so that the loss can chunk the logits."""
+    """[D, V]: output matrix, so that the loss can chunk the logits; ``None``: there is none."""
     scale: Any = None
     """[]: learned log-temperature of a contrastive model."""
     bias: Any = None
@@ -204,6 +204,8 @@ class Out(NamedTuple):
 
     def logits(self, hidden: Any) -> jax.Array:
         """f32[..., V]: the logits of some of ``hidden``'s states [..., D]."""
+        if self.head is None:
+            raise ValueError("this model has no output matrix (config.model.decoder.head=False)")
         head = self.head.astype(hidden.dtype)
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         cap = self.logit_cap

@@ -19,8 +19,9 @@ from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxvlm.data import images
+from jaxvlm.data import chat, images
 from jaxvlm.data.tokenizer import ChatTokenizer
+from jaxvlm.infer.embed import embed
 from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
 from jaxvlm.io.checkpoint import restore_params
 from jaxvlm.models.families import ENCODERS, any_family
@@ -65,6 +66,11 @@ class Loaded:
             donate_argnums=1,
             out_shardings=(None, whole, whole),
         )
+        self._embed = jax.jit(
+            lambda params, batch, dims: embed(model.module(params), batch, dims),
+            static_argnums=2,
+            out_shardings=whole,
+        )
 
     def generate(
         self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
@@ -106,6 +112,39 @@ class Loaded:
                 yield whole[len(said) :]
                 said = whole
 
+    def embed(
+        self,
+        queries: Sequence[tuple[Sequence[Picture], str]],
+        instruction: str = chat.INSTRUCTION,
+        dims: int = 0,
+    ) -> np.ndarray:
+        """Vectors of unit length, one for each (pictures, text) pair; either may be empty.
+
+        Args:
+            queries: pairs, as for :meth:`generate_batch`.
+            instruction: what they are for; the model reads it as the system's turn.
+            dims: of a vector, the first so many; 0 is all.
+
+        Returns:
+            f32[len(queries), D].
+
+        Raises:
+            ConfigError: marks and pictures differ in number, or there are not so many dims.
+            DataError: a picture can't be read.
+        """
+        width = self.config.model.decoder.width
+        if not 0 <= dims <= width:
+            raise ConfigError(f"dims={dims}: the model's vectors have {width}")
+        batch = prompts.batch(
+            queries,
+            self.model,
+            self.tokenizer,
+            self.pictures,
+            self.config.data.max_pixels,
+            instruction,
+        )
+        return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
+
     def _texts(
         self,
         queries: Sequence[tuple[Sequence[Picture], str]],
@@ -121,6 +160,8 @@ class Loaded:
                 f"max_new={max_new} must be at least 1, temperature={temperature:g} and "
                 f"top_k={top_k} at least 0, and top_p={top_p:g} above 0 and at most 1"
             )
+        if not self.config.model.decoder.head:
+            raise ConfigError("this model has no output matrix: it embeds, and answers nothing")
         how = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
         batch = prompts.batch(
             queries, self.model, self.tokenizer, self.pictures, self.config.data.max_pixels

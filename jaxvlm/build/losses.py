@@ -18,7 +18,7 @@ def make_loss(config: TrainConfig) -> Loss:
     """The loss that ``config.loss`` names.
 
     Raises:
-        ConfigError: an unknown name, or a router's loss for a model without one.
+        ConfigError: an unknown name, or a loss of what the model does not have.
     """
     if config.loss not in LOSSES:
         raise ConfigError(f"config.loss={config.loss!r}; known: {', '.join(LOSSES)}")
@@ -26,5 +26,10 @@ def make_loss(config: TrainConfig) -> Loss:
         raise ConfigError(
             f"config.router_loss={config.router_loss}: there is no router where "
             "config.model.decoder.num_experts=0"
+        )
+    if config.loss == "next_token" and not config.model.decoder.head:
+        raise ConfigError(
+            "config.loss='next_token': a model without an output matrix "
+            "(config.model.decoder.head=False) predicts no token"
         )
     return LOSSES[config.loss](config)

@@ -92,7 +92,7 @@ def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
     """
     if source is None:
         return config
-    found = source.family.config_from_hf(source.hf_config)
+    found = _with_head(source, source.family.config_from_hf(source.hf_config))
     wanted, takes = _prepared(source, config), _patching(found.vision)
     if wanted.patching != takes:
         raise ConfigError(
@@ -351,6 +351,28 @@ def _prepared(source: Source, config: TrainConfig) -> processor.Processor:
         return processor.load(source.files, config.data.picture_pixels)
     except DataError as error:
         raise ConfigError(str(error)) from None
+
+
+def _with_head(source: Source, found: ModelConfig) -> ModelConfig:
+    """``found``, without an output matrix where the checkpoint has none.
+
+    Models that embed are published so, and their ``config.json`` does not tell.
+    """
+    if found.decoder.tied_embeddings:
+        return found
+    bare = dataclasses.replace(found, decoder=dataclasses.replace(found.decoder, head=False))
+    try:
+        source.family.weights(bare).check(_shapes(source), str(source.weights))
+    except ConfigError:
+        return found  # what does not fit is told where the weights are read
+    return bare
+
+
+def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Shapes of the checkpoint's tensors; its weights may be gone, once a run has started."""
+    if (kept := source.weights / _LAYOUT).is_file():
+        return {name: tuple(shape) for name, (_, _, shape) in json_object(kept).items()}
+    return {name: stored.shape for name, stored in hf.read_layout(source.weights).items()}
 
 
 def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:

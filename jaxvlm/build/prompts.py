@@ -1,10 +1,10 @@
-"""Questions about pictures -> the batch that generation starts from."""
+"""Questions about pictures -> the batch that generation, or an embedding, starts from."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ def batch(
     tokenizer: ChatTokenizer,
     pictures: images.PictureFormat,
     max_pixels: int,
+    instruction: str | None = None,
 ) -> Batch:
     """Prompts padded on the left to one length, pictures in fixed places.
 
@@ -43,6 +44,7 @@ def batch(
         tokenizer: with its chat template.
         pictures: what the model wants of them.
         max_pixels: of a picture file, at most.
+        instruction: what vectors of the prompts are for; ``None``: they are to be answered.
 
     Raises:
         ConfigError: marks and pictures differ in number, or a special token is in the text.
@@ -52,7 +54,7 @@ def batch(
     of_rows = [[span for _, span in found] for found in loaded]
     taps = spans.most_taps(span for found in of_rows for span in found)
     rows = [
-        spans.expand(_ids(found, prompt, tokenizer), tokenizer.image_id, found, taps)
+        spans.expand(_ids(found, prompt, tokenizer, instruction), tokenizer.image_id, found, taps)
         for (_, prompt), found in zip(queries, of_rows, strict=True)
     ]
     tiles = [[tile for pixels, _ in found for tile in pixels] for found in loaded]
@@ -114,7 +116,9 @@ def _pictures(
     return lay_pictures(flat, Places(row, slot), shape, pictures.size, patching, most)
 
 
-def _ids(pictures: list[Span], prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
+def _ids(
+    pictures: list[Span], prompt: str, tokenizer: ChatTokenizer, instruction: str | None
+) -> np.ndarray:
     marks, count = prompt.count(PLACEHOLDER), len(pictures)
     if not marks and count:
         prompt = PLACEHOLDER * count + prompt
@@ -123,10 +127,18 @@ def _ids(pictures: list[Span], prompt: str, tokenizer: ChatTokenizer) -> np.ndar
             f"the prompt has {marks} {PLACEHOLDER} marks but {count} pictures are given"
         )
     prompt = formats.tidy(prompt)
-    forged = [t for t in tokenizer.special_tokens if t != PLACEHOLDER and t in prompt]
-    if forged:
-        raise ConfigError(f"the prompt holds the special token {sorted(forged)[0]}; leave it out")
-    return chat.prompt_ids([Turn("user", prompt)], tokenizer, [span.lead for span in pictures])
+    special = tokenizer.special_tokens - {PLACEHOLDER}
+    _check_free("prompt", prompt, special)
+    turns = [Turn("user", prompt)]
+    if instruction is not None:
+        _check_free("instruction", instruction, special | {PLACEHOLDER})
+        turns = chat.to_embed(prompt, instruction)
+    return chat.prompt_ids(turns, tokenizer, [span.lead for span in pictures])
+
+
+def _check_free(what: str, text: str, tokens: Collection[str]) -> None:
+    if forged := sorted(t for t in tokens if t in text):
+        raise ConfigError(f"the {what} holds the special token {forged[0]}; leave it out")
 
 
 def _load(

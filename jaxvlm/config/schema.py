@@ -117,6 +117,7 @@ class DecoderConfig:
     experts_per_token: int = 0
     normalize_experts: bool = True  # the shares of a token's experts add up to 1
     tied_embeddings: bool = True
+    head: bool = True  # False: no output matrix, hidden states alone (a model that embeds)
     visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways |
     # prompt: all before the first answer does
     remat: str = "none"  # none | dots | full | offload

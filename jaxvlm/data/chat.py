@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -71,6 +72,25 @@ def prompt_ids(
     """
     text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
     return np.asarray(tokenizer.encode(text), np.int32)
+
+
+INSTRUCTION = "Represent the user's input."
+"""What Qwen3-VL-Embedding is told where nothing else is asked for."""
+
+
+def to_embed(said: str, instruction: str) -> list[Turn]:
+    """The conversation whose last token, behind the assistant's header, stands for ``said``.
+
+    Args:
+        said: text; ``<image>`` stands for a picture. Nothing at all becomes ``NULL``.
+        instruction: what the vector is for; a full stop is added where no punctuation ends it.
+
+    Source: Qwen3-VL-Embedding, arXiv 2601.04720, and the script published with its weights.
+    """
+    told = instruction.strip() or INSTRUCTION
+    if not unicodedata.category(told[-1]).startswith("P"):
+        told += "."
+    return [Turn("system", told), Turn("user", said or "NULL")]
 
 
 def encode(

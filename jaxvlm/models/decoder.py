@@ -36,7 +36,8 @@ class Decoder(nnx.Module):
     def __init__(self, init: Init, axes: Axes, config: DecoderConfig, attention: str):
         check(config)
         c = self.config = config
-        self.embed = Embed(init, axes, c.vocab_size, c.width, c.tied_embeddings, c.embed_scale)
+        vocabulary = (c.vocab_size, c.width, c.tied_embeddings, c.embed_scale, c.head)
+        self.embed = Embed(init, axes, *vocabulary)
         self.stack = Stack(init, axes, _spec(c, attention), c.depth, c.remat)
         self.norm = NORMS[c.norm](init, c.width, c.norm_eps)
 
@@ -139,6 +140,8 @@ def check(config: DecoderConfig) -> None:
         )
     if config.num_experts and config.mlp_bias:
         raise ConfigError(f"{where}.mlp_bias=True has no meaning with experts")
+    if config.tied_embeddings and not config.head:
+        raise ConfigError(f"{where}.head=False has no meaning with tied_embeddings=True")
     _check_names(config, where)
     _check_positions(config, where)
 

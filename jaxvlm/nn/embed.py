@@ -22,6 +22,7 @@ class Embed(nnx.Module):
         width: D.
         tied: the output matrix is the embedding's transpose.
         scale: of the embeddings; the output matrix has none.
+        head: whether there is an output matrix.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Embed(nnx.Module):
         width: int,
         tied: bool,
         scale: float = 1.0,
+        head: bool = True,
     ):
         V, D = vocab_size, width
-        self.axes, self.scale = axes, scale
+        self.axes, self.scale, self.tied = axes, scale, tied
         self.table = param(init, (V, D), ("vocab", "embed"), normal(width**-0.5))
-        self.out = None if tied else param(init, (D, V), ("embed", "vocab"), fan_in(D))
+        own = head and not tied
+        self.out = param(init, (D, V), ("embed", "vocab"), fan_in(D)) if own else None
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """i32[B, T] -> [B, T, D] of ``dtype``."""
@@ -45,9 +48,11 @@ class Embed(nnx.Module):
             x = x * jnp.asarray(self.scale, dtype)
         return shard(self.axes, x, "batch", "seq", "embed")
 
-    def head(self) -> jax.Array:
-        """[D, V]."""
-        return self.table[...].T if self.out is None else self.out[...]
+    def head(self) -> jax.Array | None:
+        """[D, V]; ``None`` where there is none."""
+        if self.tied:
+            return self.table[...].T
+        return None if self.out is None else self.out[...]
 
 
 def image_places(start: jax.Array, num_tokens: int, length: int) -> jax.Array:

@@ -67,7 +67,8 @@ def forward(
         mlp = d.experts_per_token * mlp + d.width * d.num_experts
     layers = 2.0 * d.depth * (weights + mlp)
     layers += sum(4 * (_within(window, length) / 2) * heads for window in layer_windows(d))
-    return Flops(vision, connector, tokens * layers, tokens * 2 * d.width * d.vocab_size)
+    head = tokens * 2 * d.width * d.vocab_size * d.head
+    return Flops(vision, connector, tokens * layers, head)
 
 
 def _within(window: int, length: float | int) -> float | int:

@@ -143,7 +143,7 @@ def entries(
         Entry("decoder/embed/table", model + "embed_tokens.weight", "V D", "V D"),
         Entry("decoder/norm/scale", model + "norm.weight", "D", "D"),
     ]
-    if not config.tied_embeddings:
+    if config.head and not config.tied_embeddings:
         top.append(Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D"))
     ours, theirs = "decoder/stack/blocks/", model + "layers.{}."
     return (*top, *(Entry(ours + o, theirs + t, *lies) for o, t, *lies in layers))
