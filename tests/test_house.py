@@ -50,7 +50,7 @@ assert run(["train", "--help"]) == 0
 assert "jax" not in sys.modules
 import jaxvlm
 jaxvlm.Run, jaxvlm.load
-import jaxvlm.infer.generate, jaxvlm.models.families.llava
+import jaxvlm.infer.generate, jaxvlm.models.families.llava, jaxvlm.models.families.dual
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -47,10 +47,9 @@ class Encoder:
     ):
         self.source, self.model, self.params = source, model, params
         self.tokenizer, self.pictures = tokenizer, pictures
-        # Whole on every device: each process reads all vectors.
-        jit: Any = lambda verb: jax.jit(verb, out_shardings=replicated(model.mesh))  # noqa: E731
-        self._texts = jit(lambda params, *x: model.module(params).encode_text(*x))
-        self._images = jit(lambda params, *x: model.module(params).encode_image(*x))
+        whole = replicated(model.mesh)  # each process reads all vectors
+        self._texts = jax.jit(self._text_vectors, out_shardings=whole)
+        self._images = jax.jit(self._image_vectors, out_shardings=whole)
 
     def encode_text(self, texts: Sequence[str], batch_size: int = 64) -> np.ndarray:
         """Vectors of texts.
@@ -135,6 +134,12 @@ class Encoder:
         layout = hf.read_layout(self.source.weights)
         out = pathlib.Path(output)
         return pretrained.write(self.source.files, out, self.params, weights, layout, dtype)
+
+    def _text_vectors(self, params: Params, *batch: jax.Array) -> jax.Array:
+        return self.model.module(params).encode_text(*batch)
+
+    def _image_vectors(self, params: Params, *batch: jax.Array) -> jax.Array:
+        return self.model.module(params).encode_image(*batch)
 
     def _run(
         self,

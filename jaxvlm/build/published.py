@@ -83,7 +83,8 @@ def write_random(
         start = int(rng.integers(_BLOCK))
         count = int(np.prod(shape))
         reps = -(-(start + count) // _BLOCK)
-        return 0.02 * np.tile(_block(), reps)[start : start + count].reshape(shape)
+        drawn = np.tile(_block(), reps)[start : start + count]
+        return (0.02 * drawn).reshape(shape)  # in this order a scalar stays an array
 
     (path / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
     return hf.write_tensors(path, layout, draw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import NamedTuple
 
 import jax
@@ -86,30 +87,31 @@ def squares(model, mean, std, see_padding=False):
     return Case(shaken(model), batch._replace(pixels=pixels), inputs)
 
 
-def clip(eos, **fields):
+def clip(eos, vision=VISION, width=17, **fields):
     config = transformers.CLIPConfig(
         text_config=TEXT | {"eos_token_id": eos} | fields,
-        vision_config=VISION | {"image_size": 12},
-        projection_dim=17,
+        vision_config=vision | {"image_size": 12},
+        projection_dim=width,
     )
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     return squares(transformers.CLIPModel(config), mean, std)
 
 
-def siglip(see_padding, **fields):
+def siglip(see_padding, vision=VISION, **fields):
     config = transformers.SiglipConfig(
-        text_config=TEXT | {"projection_size": 20} | fields,
-        vision_config=VISION | {"image_size": 12},
+        text_config=TEXT | {"projection_size": vision["hidden_size"]} | fields,
+        vision_config=vision | {"image_size": 12},
     )
     return squares(transformers.SiglipModel(config), 0.5, 0.5, see_padding)
 
 
-def siglip2():
+def siglip2(see_padding=True, vision=VISION, num_patches=16, **fields):
     """Pictures of four shapes, not one of them square."""
     config = transformers.Siglip2Config(
-        text_config=TEXT | {"projection_size": 20}, vision_config=VISION | {"num_patches": 16}
+        text_config=TEXT | {"projection_size": vision["hidden_size"]} | fields,
+        vision_config=vision | {"num_patches": num_patches},
     )
-    batch, inputs = text_batch(see_padding=True)
+    batch, inputs = text_batch(see_padding)
     x, grid, _, thw = packed(GRIDS, 32, 3 * 4 * 4)
     batch = batch._replace(patches=127.5 * (x + 1), grid=grid[:, :1])
     inputs["pixel_values"] = torch.from_numpy(x)
@@ -125,6 +127,9 @@ CASES = {
     "SigLIP, padding seen": lambda: siglip(True),
     "SigLIP, padding hidden": lambda: siglip(False, hidden_act="gelu", layer_norm_eps=1e-3),
     "SigLIP 2, any shape": siglip2,
+    "SigLIP 2, smaller than its table": lambda: siglip2(
+        False, VISION | {"hidden_act": "gelu"}, 49, hidden_act="relu"
+    ),
 }
 
 
@@ -174,7 +179,14 @@ def contrastive(out):
 
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_logits_and_gradients_are_torchs(name, record_property):
-    case = CASES[name]()
+    errors = compare(CASES[name]())
+    for what, error in errors.items():
+        record_property(what, error)
+    print(f"{name}: " + ", ".join(f"{what} {error:.1e}" for what, error in errors.items()))
+
+
+def compare(case):
+    """Relative errors of vectors, logits, loss and the worst gradient, each checked."""
     model, params, weights = built(case.model.config.to_dict(), dict(case.model.named_parameters()))
     theirs = case.model(**case.inputs, return_loss=True)
     theirs.loss.backward()
@@ -197,9 +209,7 @@ def test_vectors_logits_and_gradients_are_torchs(name, record_property):
     for leaf in ("head/text", "text/table", "text/position", "text/stack/blocks/attn/wq"):
         assert np.linalg.norm(expected[leaf]) > 1e-4, leaf
     errors["worst gradient"] = worst_gradient(grads, expected)
-    for what, error in errors.items():
-        record_property(what, error)
-    print(f"{name}: " + ", ".join(f"{what} {error:.1e}" for what, error in errors.items()))
+    return errors
 
 
 ALONE = {
@@ -232,9 +242,20 @@ def test_a_text_tower_alone_is_torchs(name, tmp_path):
     assert relative(ours.hidden[:, 0], torch.nn.functional.normalize(expected)) < 1e-4
 
 
-def test_bert_is_torchs(record_property):
-    """Hidden states, each way of pooling, token types, and gradients of all that is in it."""
-    fields = TEXT | {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}
+BERTS = {
+    "BERT": {"type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6},
+    "BERT, another": {"type_vocab_size": 3, "num_attention_heads": 4, "num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("name", BERTS)
+def test_bert_is_torchs(name, record_property):
+    record_property("worst gradient", compare_bert(TEXT | BERTS[name]))
+
+
+def compare_bert(fields):
+    """Hidden states, each way of pooling, token types; the worst of all gradients."""
+    width = fields["hidden_size"]
     theirs = shaken(transformers.BertModel(transformers.BertConfig(**fields)))
     model, params, weights = built(theirs.config.to_dict(), dict(theirs.named_parameters()))
     batch, inputs = text_batch()
@@ -244,7 +265,7 @@ def test_bert_is_torchs(record_property):
     states = expected.last_hidden_state
     mean = torch.stack([row[torch.from_numpy(m)].mean(0) for row, m in zip(states, real)])
     rng = np.random.default_rng(3)
-    weight = {n: rng.normal(size=(4, 24)).astype(np.float32) for n in ("mean", "pooler")}
+    weight = {n: rng.normal(size=(4, width)).astype(np.float32) for n in ("mean", "pooler")}
     # Theirs pools the row's first place, so rows padded on the left have no say here.
     weight["pooler"][2] = 0
     loss = (mean * torch.from_numpy(weight["mean"])).sum()
@@ -267,5 +288,41 @@ def test_bert_is_torchs(record_property):
     assert relative(pooled["pooler"][np.array(right)], expected.pooler_output[right]) < 1e-4
     for pool, places in (("class", (0, 0, 3, 0)), ("last", (8, 3, 8, 5))):
         assert relative(pooled[pool], states[torch.arange(4), torch.tensor(places)]) < 1e-4
-    worst = worst_gradient(grads, their_gradients(theirs, weights))
-    record_property("worst gradient", worst)
+    return worst_gradient(grads, their_gradients(theirs, weights))
+
+
+DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
+FAMILIES = ("clip", "siglip", "siglip2", "bert")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_settings_drawn_at_random_are_torchs(family, seed):
+    """``JAXVLM_DRAWS=10`` draws ten a family."""
+    rng = np.random.default_rng((seed, FAMILIES.index(family)))
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    def tower():
+        heads = one_of(1, 2, 3, 5)
+        return {
+            "hidden_size": heads * one_of(4, 6, 10),
+            "num_attention_heads": heads,
+            "intermediate_size": one_of(20, 28, 52),
+            "num_hidden_layers": one_of(1, 2, 3),
+            "hidden_act": one_of("gelu", "quick_gelu", "gelu_pytorch_tanh", "silu", "relu"),
+            "layer_norm_eps": one_of(1e-3, 1e-5, 1e-6),
+        }
+
+    text = tower() | {"max_position_embeddings": LENGTH + one_of(0, 1, 7)}
+    vision = tower() | {"patch_size": 4}
+    if family == "bert":
+        compare_bert(TEXT | text | {"type_vocab_size": 3})
+    elif family == "clip":
+        compare(clip(one_of(2, EOS), vision, one_of(3, 8, 33), **text))
+    elif family == "siglip":
+        compare(siglip(one_of(True, False), vision, **text))
+    else:
+        compare(siglip2(one_of(True, False), vision, one_of(4, 16, 36), **text))

@@ -68,6 +68,53 @@ def test_a_folder_of_random_weights_is_loaded(name, tmp_path):
     assert model.num_parameters() == table.num_parameters(given)
 
 
+DIMS = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = DIMS | {"vocab_size": 40, "eos_token_id": 2}
+VISION = DIMS | {"patch_size": 4}
+PROJECTED = "CLIPTextModelWithProjection"
+ENCODER = {
+    "CLIPModel": {
+        "model_type": "clip",
+        "projection_dim": 8,
+        "text_config": TEXT,
+        "vision_config": VISION | {"image_size": 16},
+    },
+    "SiglipModel": {
+        "model_type": "siglip",
+        "text_config": TEXT,
+        "vision_config": VISION | {"image_size": 16},
+    },
+    "Siglip2Model": {
+        "model_type": "siglip2",
+        "text_config": TEXT,
+        "vision_config": VISION | {"num_patches": 16},
+    },
+    "BertModel": {"model_type": "bert", **TEXT},
+    "CLIPTextModel": {"model_type": "clip_text_model", **TEXT},
+    PROJECTED: {
+        "model_type": "clip_text_model",
+        "architectures": [PROJECTED],
+        "projection_dim": 9,
+        **TEXT,
+    },
+    "SiglipTextModel": {"model_type": "siglip_text_model", **TEXT},
+    "Siglip2TextModel": {"model_type": "siglip2_text_model", **TEXT},
+}
+
+
+@pytest.mark.parametrize("kind", ENCODER)
+def test_an_encoder_of_random_weights_is_loaded_whole(kind, tmp_path):
+    table.write_random(ENCODER[kind], tmp_path)
+    model, info = getattr(transformers, kind).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.num_parameters() == table.num_parameters(ENCODER[kind])
+
+
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match="no published model 'gpt-9'; known: llava"):
         table.published("gpt-9")

@@ -71,7 +71,7 @@ def weights(
         **clip.dims(config.vision),
         **connectors.dims(config.vision, config.connector, config.decoder.width),
     }
-    depths = {"vision": config.vision.depth, "decoder": config.decoder.depth}
+    depths = {"vision": config.vision.depth, **llama.depths(config.decoder)}
     copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
     return NameMap(entries, sizes, depths, aliases, BUFFERS + copies, MODULES)
 
