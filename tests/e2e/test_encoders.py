@@ -134,8 +134,9 @@ def error(ours, theirs):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
-def test_vectors_are_transformers(kind, folders, pictures, tmp_path):
+def test_vectors_are_transformers(kind, folders, pictures, tmp_path, shows):
     """On a mesh of eight devices, in batches that do not divide; then written and read again."""
+    shows(kind, "export", *(["any resolution"] if kind == "siglip2" else []))
     texts, images, logits = their_vectors(folders[kind], pictures)
     model = jaxvlm.load(folders[kind], mesh=MESH)
     ours = model.encode_text(TEXTS, batch_size=3), model.encode_image(pictures, batch_size=2)

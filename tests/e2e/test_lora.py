@@ -297,8 +297,9 @@ for _name in published.names():
 
 
 @pytest.mark.parametrize("name", KINDS.values())
-def test_all_linear_is_what_peft_takes(name):
+def test_all_linear_is_what_peft_takes(name, shows):
     given = published.published(name)
+    shows(given["model_type"], "LoRA")
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**given)
         theirs = transformers.AutoModelForImageTextToText.from_config(config)

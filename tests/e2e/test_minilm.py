@@ -59,7 +59,8 @@ def model():
     return jaxvlm.load(FOLDER, mesh=MeshConfig(data=4, fsdp=2))
 
 
-def test_vectors_are_sentence_transformers(model, expected, record_property):
+def test_vectors_are_sentence_transformers(model, expected, record_property, shows):
+    shows("bert", "embed")
     ours = model.encode_text(SENTENCES, batch_size=4)
     cosine = np.sum(ours * expected, axis=1)
     record_property("least cosine", float(cosine.min()))
@@ -71,7 +72,8 @@ def test_vectors_are_sentence_transformers(model, expected, record_property):
     assert alike[1] > 0.3 > 0.1 > alike[2]  # and it means something
 
 
-def test_written_again_it_is_the_same(model, expected, tmp_path):
+def test_written_again_it_is_the_same(model, expected, tmp_path, shows):
+    shows("bert", "export")
     model.export(tmp_path / "out")
     names = {p.relative_to(FOLDER) for p in FOLDER.rglob("*") if p.is_file()}
     assert {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*.*")} >= names

@@ -178,8 +178,10 @@ def contrastive(out):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vectors_logits_and_gradients_are_torchs(name, record_property):
-    errors = compare(CASES[name]())
+def test_vectors_logits_and_gradients_are_torchs(name, record_property, shows):
+    case = CASES[name]()
+    shows(case.model.config.model_type, "import", "train", "embed")
+    errors = compare(case)
     for what, error in errors.items():
         record_property(what, error)
     print(f"{name}: " + ", ".join(f"{what} {error:.1e}" for what, error in errors.items()))
@@ -249,7 +251,8 @@ BERTS = {
 
 
 @pytest.mark.parametrize("name", BERTS)
-def test_bert_is_torchs(name, record_property):
+def test_bert_is_torchs(name, record_property, shows):
+    shows("bert", "import", "train")
     record_property("worst gradient", compare_bert(TEXT | BERTS[name]))
 
 

@@ -59,7 +59,8 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize(("name", "rows"), CHOSEN)
-def test_logits_loss_and_gradients_are_torchs(name, rows):
+def test_logits_loss_and_gradients_are_torchs(name, rows, shows):
+    shows(hf_config(name).model_type, "import", "train", "several pictures")
     assert_torch_agrees(name, rows)
 
 
@@ -101,7 +102,8 @@ def assert_torch_agrees(name, rows):
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("rows", ["padding right", "padding left"])
-def test_positions_are_torchs(name, rows):
+def test_positions_are_torchs(name, rows, shows):
+    shows(hf_config(name).model_type, "any resolution")
     theirs, ours, _ = oracle(name)
     batch = make_batch(ours, hf_config(name).to_dict(), *ROWS[rows])
     given = torch_inputs(batch, ours.config.vision)
@@ -111,7 +113,8 @@ def test_positions_are_torchs(name, rows):
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_greedy_generation_gives_transformers_ids(name):
+def test_greedy_generation_gives_transformers_ids(name, shows):
+    shows(hf_config(name).model_type, "generate")
     theirs, ours, params = oracle(name)
     # No row ends in a picture: there torch counts on from its last token, row by row.
     rows = [[(24, 16), 6], [2, (8, 30), 3, (16, 16), 1], [5]]
@@ -159,8 +162,9 @@ def test_greedy_generation_gives_transformers_ids(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tensors_come_and_go_unchanged(name, tmp_path):
+def test_tensors_come_and_go_unchanged(name, tmp_path, shows):
     """What transformers writes is what we write, and what we write it loads."""
+    shows(hf_config(name).model_type, "export")
     theirs, ours, params = oracle(name)
     theirs.save_pretrained(tmp_path / "theirs")
     published = load_file(tmp_path / "theirs" / "model.safetensors")

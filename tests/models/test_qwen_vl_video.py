@@ -65,8 +65,9 @@ def test_a_config_without_a_videos_token_is_told_so():
 
 
 @pytest.mark.parametrize("name", PLAIN[:3])
-def test_a_video_is_torchs(name):
+def test_a_video_is_torchs(name, shows):
     """A picture, then a video of three frames: positions and logits."""
+    shows(hf_config(name).model_type, "video")
     theirs, ours, params = oracle(name)
     hf = hf_config(name).to_dict() | {"vision_start_token_id": 92, "vision_end_token_id": 93}
     seconds = 0.7  # Qwen2.5-VL: 3 * 0.7 positions from a frame to the next, cut to whole ones
