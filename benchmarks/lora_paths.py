@@ -67,7 +67,8 @@ def measure(config: LoraConfig) -> dict[str, float]:
 
 def main() -> None:
     """Compile both ways, for LoRA and DoRA, and write the result."""
-    result = {"environment": environment(), "decoder": dataclasses.asdict(DECODER)}
+    where = environment() | {"command": "python -m benchmarks.lora_paths"}
+    result = {"environment": where, "decoder": dataclasses.asdict(DECODER)}
     result |= {"tokens": TOKENS, "rank": 16}
     own = lora.Adapted.contract
     for dora in (False, True):

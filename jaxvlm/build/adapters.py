@@ -85,6 +85,14 @@ def read_params(source: Source, model: Model, seed: int) -> Params:
     return {**base, **hf.read_params(folder, names, abstract, hf.ADAPTER)}
 
 
+def origin(lora: LoraConfig) -> str:
+    """Where a run's adapters come from, and what of that is not taken over."""
+    folder = pathlib.Path(lora.checkpoint).expanduser()
+    found = pretrained.json_object(folder / peft.CONFIG, "give a PEFT adapter's folder")
+    rate = found.get("lora_dropout")
+    return f"adapters from {folder}" + (f"; lora_dropout={rate} is not applied" if rate else "")
+
+
 def export(
     workdir: pathlib.Path,
     output: pathlib.Path,

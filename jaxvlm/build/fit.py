@@ -159,7 +159,7 @@ def _first_state(
         params = adapters.read_params(run.source, run.model, seed)
         say(f"weights from {run.source.weights}")
         if run.config.model.lora.checkpoint:
-            say(f"adapters from {run.config.model.lora.checkpoint}")
+            say(adapters.origin(run.config.model.lora))
     else:
         params = run.model.init(seed)
     return made.init(params), 0, {}

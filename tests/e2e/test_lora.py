@@ -37,11 +37,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:Futur
 
 PROMPT = "which color is it?"
 VARIANTS = {
-    "lora": {"target_modules": "all-linear", "lora_alpha": 12},
+    "lora": {"target_modules": "all-linear", "lora_alpha": 12, "lora_dropout": 0.05},
     "dora": {
         "target_modules": r".*(q_proj|o_proj|out_proj|down_proj|fc1|linear_1)",
         "use_dora": True,
         "use_rslora": True,
+        "lora_dropout": 0.05,
     },
 }
 
@@ -232,6 +233,7 @@ def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     run.write_down(workdir)
     params = adapters.read_params(run.source, run.model, 0)
     adapters.export(workdir, tmp_path / "out", params, run.model)
+    assert adapters.origin(run.config.model.lora).endswith("lora_dropout=0.05 is not applied")
     folders = (adapter, tmp_path / "out")
     given, written = (load_file(f / "adapter_model.safetensors") for f in folders)
     assert given.keys() == written.keys()

@@ -18,9 +18,10 @@ from builders import (
     train_config,
 )
 
+from jaxvlm.build import record
 from jaxvlm.build.model import build_model
 from jaxvlm.build.training import build_training
-from jaxvlm.config import ConfigError, LoraConfig, MeshConfig
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, TrainConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models import lora, quantized
 from jaxvlm.parallel.mesh import make_mesh
@@ -241,3 +242,14 @@ def test_adapters_train_beside_eight_bits():
         built(base="int8", rank=0)
     with pytest.raises(ConfigError, match="base='int3'; known: float32, int8"):
         built(base="int3")
+
+
+def test_a_run_starts_from_one_without_adapters(tmp_path):
+    record.write_config(tmp_path, TrainConfig(model=TINY), "")
+    new = dataclasses.replace(TINY, lora=DORA)
+    assert record.check_same_model(str(tmp_path), new) == TINY
+    record.write_config(tmp_path, TrainConfig(model=new), "")
+    assert record.check_same_model(str(tmp_path), new) == new
+    other = dataclasses.replace(new, lora=dataclasses.replace(DORA, rank=7))
+    with pytest.raises(ConfigError, match=r"lora\.rank: 2 -> 7"):
+        record.check_same_model(str(tmp_path), other)
