@@ -20,7 +20,7 @@ from jaxvlm.data import processor, texts
 from jaxvlm.data.batch import Places, lay_pictures
 from jaxvlm.data.errors import DataError
 from jaxvlm.io import hf
-from jaxvlm.models.families import bert
+from jaxvlm.models.families import bert, sentences
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.types import Params
@@ -216,6 +216,6 @@ def _sentences(
 
     pooling = [m.get("path", "") for m in modules if str(m.get("type")).endswith("Pooling")]
     said = optional(f"{pooling[0]}/config.json") if pooling else {}
-    config = bert.with_modules(config, modules, said)
+    config = sentences.with_modules(config, modules, said)
     first, whole = (f"{n}.json" for n in ("sentence_bert_config", "config_sentence_transformers"))
-    return config, bert.with_settings(style, optional(first), optional(whole))
+    return config, sentences.with_settings(style, optional(first), optional(whole))

@@ -15,7 +15,7 @@ import pytest
 
 from jaxvlm.config import ConfigError, DualConfig, TextConfig, VisionConfig
 from jaxvlm.models.dual import check
-from jaxvlm.models.families import ENCODERS, bert, dual, family
+from jaxvlm.models.families import ENCODERS, dual, family, sentences
 
 CLIP = {"model_type": "clip"}
 SIGLIP = {"model_type": "siglip"}
@@ -145,9 +145,9 @@ DENSE = {"type": "sentence_transformers.models.Dense"}
     ],
 )
 def test_sentence_transformers_pooling_is_read(pooling, pool):
-    found = bert.with_modules(read(BERT), [*MODULES, NORMALIZE], pooling)
+    found = sentences.with_modules(read(BERT), [*MODULES, NORMALIZE], pooling)
     assert found.text.pool == pool and found.normalize
-    assert not bert.with_modules(read(BERT), MODULES, pooling).normalize
+    assert not sentences.with_modules(read(BERT), MODULES, pooling).normalize
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_sentence_transformers_pooling_is_read(pooling, pool):
 )
 def test_what_sentence_transformers_does_besides_is_refused(modules, pooling, message):
     with pytest.raises(ConfigError, match=message):
-        bert.with_modules(read(BERT), modules, pooling)
+        sentences.with_modules(read(BERT), modules, pooling)
 
 
 TEXT = TextConfig(vocab_size=9)
