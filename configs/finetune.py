@@ -20,7 +20,7 @@ def get_config(arg: str = ""):
     config.model.vision.remat = config.model.decoder.remat = "full"
     config.data.batch_size = 8
     config.data.max_length = 2048
-    config.data.max_images = 8
+    config.data.max_images = 64  # tiles too; a row has no more than it has tokens for
     config.data.on_long = "skip"
 
     config.optim.learning_rate = 1e-5

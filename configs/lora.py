@@ -22,8 +22,10 @@ def get_config(arg: str = ""):
     else:
         lora.rank, lora.alpha = 16, 32.0
     config.data.batch_size = 8
-    config.data.max_length = 1024
+    config.data.max_length = 2048
+    config.data.max_images = 64  # tiles too; a row has no more than it has tokens for
+    config.data.on_long = "skip"
     config.optim.learning_rate = 2e-4
-    config.optim.warmup_steps = 20
+    config.optim.warmup_steps = 5
     config.epochs = 1.0
     return config

@@ -266,6 +266,11 @@ class Runner(Protocol):
 class WeightMap(Protocol):
     """Which tensors of a checkpoint hold which parameters, both ways."""
 
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Name -> the tensor that it must be equal to, in files that hold both."""
+        ...
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape."""
         ...

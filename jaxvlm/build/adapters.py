@@ -72,6 +72,8 @@ def read_params(source: Source, model: Model, seed: int) -> Params:
     """
     config = model.config.lora
     names = _names(source, model)  # refused now, not when it is exported
+    source = pretrained.with_weights(source, model.config.checkpoint)
+    hf.check_copies(source.weights, source.family.weights(model.config))
     wanted = model.base()
     rest = {path: x for path, x in wanted.items() if path not in model.packed}
     base = pretrained.read_params(source, model.config, rest)

@@ -37,6 +37,11 @@ def make_tokenizer(
             f"{saved} is gone, but its run has checkpoints: their weights mean its tokens. Put it "
             "back, or start in another folder"
         )
+    if config.tokenizer.path and source is not None:
+        raise ConfigError(
+            f"config.tokenizer.path={config.tokenizer.path}, but {source.files} has a tokenizer of "
+            "its own, which its weights mean; leave it out"
+        )
     if config.tokenizer.path:
         return tokenizer.load(config.tokenizer.path, style)
     if source is not None:

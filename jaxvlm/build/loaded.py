@@ -18,7 +18,7 @@ from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
-from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, TrainConfig
+from jaxvlm.config import ConfigError, DataConfig, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, images
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.embed import embed
@@ -209,6 +209,8 @@ class Loaded:
         Raises:
             ConfigError: no data is named.
         """
+        if not self.config.model.decoder.head:
+            raise ConfigError("this model has no output matrix: it embeds, and answers nothing")
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
@@ -253,7 +255,9 @@ def load(
     workdir = pathlib.Path(folder)
     if hugging_face:
         lora = LoraConfig(checkpoint=str(adapter))
-        config = TrainConfig(model=ModelConfig(checkpoint=str(folder), lora=lora))
+        # Rows are as long as their records need, up to a length that no chat reaches.
+        data = DataConfig(max_length=16_384, max_images=128, packing=False, buckets=32)
+        config = TrainConfig(model=ModelConfig(checkpoint=str(folder), lora=lora), data=data)
         source = pretrained.find(str(folder), choose=any_family)
         if source is not None and source.family in ENCODERS.values():
             if adapter:

@@ -30,6 +30,7 @@ SAVED = "source"
 """Folder in a workdir: all of the checkpoint but its weights, and their layout."""
 _LAYOUT = "jaxvlm_layout.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5")
+_FOLDERS = ("additional_chat_templates",)
 _SMALL = 2**27  # bytes: what is larger is no tokenizer
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OURS = ("remat",)
@@ -70,10 +71,29 @@ def find(
         weights = files = kept
         if pathlib.Path(checkpoint).expanduser().is_dir():
             weights = pathlib.Path(checkpoint).expanduser()
+            _check_same(kept, weights)
     else:
         weights = files = _fetched(checkpoint)
     config = json_object(files / "config.json")
     return Source(weights, files, config, choose(config, str(files)))
+
+
+def with_weights(source: Source, checkpoint: str) -> Source:
+    """``source`` with its weights at hand, which a run that came from the hub does not keep."""
+    if source.weights.name != SAVED or pathlib.Path(checkpoint).expanduser().is_dir():
+        return source
+    return source._replace(weights=_fetched(checkpoint))
+
+
+def _check_same(kept: pathlib.Path, given: pathlib.Path) -> None:
+    """Refuse a checkpoint that is not the one that a run has kept the files of."""
+    for path in sorted(kept.iterdir()):
+        other = given / path.name
+        if path.is_file() and other.is_file() and other.read_bytes() != path.read_bytes():
+            raise ConfigError(
+                f"{other} differs from what this run started from ({path}); start in another "
+                "workdir, or put the checkpoint back"
+            )
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
@@ -117,6 +137,11 @@ def pictures(
     size, data = config.model.vision.image_size, config.data
     prepare = images.squares(size, data.resize)
     patching = _patching(config.model.vision)
+    if patching is None and data.max_patches:
+        raise ConfigError(
+            f"config.data.max_patches={data.max_patches}: this model's pictures have one size; "
+            "leave it out"
+        )
     if source is None:
         if patching is not None:
             raise ConfigError(
@@ -288,7 +313,7 @@ def _check_output(output: pathlib.Path, dtype: str) -> None:
 @contextlib.contextmanager
 def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to write in, on process 0, that becomes ``output`` when all is written."""
-    half = output.with_name(output.name + ".tmp")
+    half = output.with_name(output.name + ".jaxvlm-tmp")
     if not jax.process_index():
         shutil.rmtree(half, ignore_errors=True)
         half.mkdir(parents=True)
@@ -400,6 +425,9 @@ def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
     for module in modules(source):
         if module.get("path") and (source / module["path"]).is_dir():
             _copy_files(source / module["path"], target / module["path"])
+    for folder in _FOLDERS:
+        if (source / folder).is_dir():
+            shutil.copytree(source / folder, target / folder)
     for path in sorted(source.iterdir()):
         weights = any(path.match(pattern) for pattern in _WEIGHTS)
         if path.is_file() and not weights and path.name != _LAYOUT and path.stat().st_size < _SMALL:

@@ -47,8 +47,8 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     model = load(values.checkpoint, mesh=mesh, adapter=values.adapter)
     if command == "embed" and not isinstance(model, Encoder):
         raise ConfigError(
-            f"--checkpoint={values.checkpoint} is a model that writes text, not an encoder; "
-            "`jaxvlm generate` uses it"
+            f"--checkpoint={values.checkpoint} is a decoder, not an encoder: `jaxvlm "
+            "generate` uses it; its vectors are made in Python, jaxvlm.load(folder).embed(queries)"
         )
     if command != "embed" and isinstance(model, Encoder):
         raise ConfigError(

@@ -30,7 +30,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_integer("max_length", 512, "Tokens a row.", flag_values=values)
     flags.DEFINE_integer("image_size", 64, "Pixels a side.", flag_values=values)
     flags.DEFINE_integer("patch_size", 16, "Pixels a side of a patch.", flag_values=values)
-    flags.DEFINE_integer("max_images", 8, "Pictures a row.", flag_values=values)
+    flags.DEFINE_integer("max_images", 8, "Pictures (or tiles of them) a row.", flag_values=values)
     flags.DEFINE_string(
         "image_root", "", "Folder of the pictures; else the data file's.", flag_values=values
     )

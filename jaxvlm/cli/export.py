@@ -48,7 +48,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if not values.workdir or not values.output:
         raise ConfigError("export needs --workdir=DIR and --output=FOLDER")
     distributed.initialize()
-    workdir, output = pathlib.Path(values.workdir), pathlib.Path(values.output)
+    workdir, output = (pathlib.Path(p).absolute() for p in (values.workdir, values.output))
     if pretrained.is_checkpoint(workdir):
         raise ConfigError(f"--workdir={workdir} is a Hugging Face checkpoint already")
     model = load(workdir, values.which)

@@ -240,7 +240,7 @@ class DataConfig:
     image_root: str = ""  # "": the folder of the data file
     batch_size: int = 32  # rows a step, over all devices
     max_length: int = 256  # tokens a row
-    max_images: int = 2  # pictures a row
+    max_images: int = 2  # pictures a row, or tiles where a picture is cut in tiles
     max_patches: int = 0  # patches a row of pictures of any size; 0: all that the row can need
     picture_pixels: tuple[int, int] = (0, 0)  # least and most pixels that pictures of any size are
     # scaled to; 0: as the checkpoint's processor says

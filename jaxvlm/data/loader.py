@@ -86,7 +86,7 @@ class Dataset:
             )
         self.corpus, self.pieces = corpus, pieces
         self._most_patches = self._patches_of_a_row()
-        self._taps = spans.most_taps(different)
+        self._spans, self._taps = tuple(different), spans.most_taps(different)
         self._skipped: dict[int, Problem] = {}  # record -> why, at run time
         self._lock = threading.Lock()
         self._order: Order | None = None
@@ -263,7 +263,11 @@ class Dataset:
         return min(most, config.max_patches or most)
 
     def _layout(self, pieces: packing.Pieces) -> Layout:
-        most = self.config.max_images if self.config.packing else int(pieces.num_images.max())
+        most = int(pieces.num_images.max())
+        if self.config.packing:  # no more than a row has tokens for
+            dense = max((len(s.starts) / len(s.ids) for s in self._spans), default=0)
+            fit = max(most, int(dense * self.config.max_length))
+            most = min(self.config.max_images, fit)
         return Layout(
             image_id=self.tokenizer.image_id,
             pad_id=self.tokenizer.pad_id,

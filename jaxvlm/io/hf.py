@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +88,37 @@ def read_params(
     Raises:
         ConfigError: tensors that are missing, left over, of another shape or no floats.
     """
-    root = Path(folder)
+    with _opened(Path(folder), weights, only) as (_, get):
+        return {path: _read(path, leaf, weights, get) for path, leaf in abstract.items()}
+
+
+def check_copies(folder: str | os.PathLike[str], weights: WeightMap) -> None:
+    """Refuse a checkpoint whose tied tensors differ: transformers would then not tie them.
+
+    Raises:
+        ConfigError: as :func:`read_params`; or which two differ.
+    """
+    with _opened(Path(folder), weights, "") as (shapes, get):
+        for name, of in weights.copies.items():
+            rows = shapes.get(name, (0,))[0]
+            for start in range(0, rows, _ROWS):
+                part = (slice(start, min(start + _ROWS, rows)),)
+                if not np.array_equal(get(name, part), get(of, part)):
+                    raise ConfigError(
+                        f"{folder}: {name} is not equal to {of}, but config.json ties them; set "
+                        "its tie_word_embeddings to false"
+                    )
+
+
+_ROWS = 4096  # of a matrix that are compared at a time
+_Get = Callable[[str, tuple[slice, ...]], np.ndarray]
+
+
+@contextlib.contextmanager
+def _opened(
+    root: Path, weights: WeightMap, only: str
+) -> Iterator[tuple[dict[str, tuple[int, ...]], _Get]]:
+    """Shapes of the checkpoint's tensors by canonical name, and what reads parts of them."""
     layout = read_layout(root, only)
     spelled = weights.check({name: stored.shape for name, stored in layout.items()}, str(root))
     strange = [n for n in spelled.values() if layout[n].dtype not in DTYPES]
@@ -107,14 +137,14 @@ def read_params(
             name = spelled[name]
             return opened[layout[name].file].get_slice(name)[where]
 
-        return {path: _read(path, leaf, weights, get) for path, leaf in abstract.items()}
+        yield {name: layout[theirs].shape for name, theirs in spelled.items()}, get
 
 
 def _read(
     path: str,
     leaf: jax.ShapeDtypeStruct,
     weights: WeightMap,
-    get: Callable[[str, tuple[slice, ...]], np.ndarray],
+    get: _Get,
 ) -> jax.Array:
     made: dict[str, np.ndarray] = {}  # devices that hold the same part read it once
 
@@ -174,8 +204,12 @@ def write_tensors(
         by_file.setdefault(stored.file, []).append(name)
     total = 0
     for file, names in by_file.items():
-        tensors = {name: make(name).astype(DTYPES[layout[name].dtype]) for name in names}
-        total += sum(x.nbytes for x in tensors.values())
+        tensors: dict[str, np.ndarray] = {}
+        for name in names:  # the others take part in gathering, and keep nothing
+            made = make(name).astype(DTYPES[layout[name].dtype])
+            total += made.nbytes
+            if not jax.process_index():
+                tensors[name] = made
         if not jax.process_index():
             save_file(tensors, Path(folder) / file, metadata={"format": "pt"})
     if not jax.process_index() and list(by_file) not in ([SINGLE], [ADAPTER]):

@@ -71,7 +71,8 @@ def _dense(w: jax.Array | Weight) -> jax.Array:
 def column_norms(w: jax.Array | Weight, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """f32[*out]: the L2 norm of each output column of ``w + scale a b``.
 
-    ``|w|^2 + 2 s <w, ab> + s^2 |ab|^2`` with products of rank r: no matrix of ``w``'s size is made.
+    ``|w|^2 + 2 s <w, ab> + s^2 |ab|^2`` with products of rank r: no matrix of ``w``'s size is made,
+    unless ``w`` is kept in eight bits.
 
     Args:
         w: [*in, *out].
@@ -113,6 +114,10 @@ def find(
     """
     where = "config.model.lora"
     if not config.rank:
+        unset = LoraConfig()
+        names = ("alpha", "rslora", "dora", "targets", "init")
+        if lost := [n for n in names if getattr(config, n) != getattr(unset, n)]:
+            raise ConfigError(f"{where}.{lost[0]} is set, but {where}.rank is 0: no adapters")
         return {}
     if config.rank < 0 or config.alpha <= 0:
         raise ConfigError(

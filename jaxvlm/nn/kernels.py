@@ -127,6 +127,8 @@ def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float) -
             return "it knows segments but not their parents"
         if mask.q_group is not None:
             return "it has no bidirectional groups"
+        if mask.k_segment is not mask.q_segment:
+            return "it knows one segment a token, for queries and keys alike"
         if mask.window is not None:
             return "it has no sliding windows"
         if q.shape[1] != k.shape[1]:

@@ -124,30 +124,8 @@ class Stack(nnx.Module):
             skip_first: blocks left out at the start (they were run before).
             deep: [K, B, T, D] what is added to the stream behind the first K blocks, one a block.
         """
-        run = range(skip_first, self.depth - skip_last)
-        if deep is None:
-            return self._scan(run, x, context, kv, local, None)
-        cut, sides = run.start + deep.shape[0], []
-        for part, added in ((range(run.start, cut), deep), (range(cut, run.stop), None)):
-            if not part:
-                continue
-            here = slice(part.start - run.start, part.stop - run.start)
-            own = jax.tree.map(lambda a, here=here: a[here], kv)
-            x, side = self._scan(part, x, context, own, local, added)
-            sides.append(side)
-        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *sides)
-
-    def _scan(
-        self,
-        run: range,
-        x: jax.Array,
-        context: Context,
-        kv: KVCache | None,
-        local: Local | None,
-        added: jax.Array | None,
-    ) -> tuple[jax.Array, Side]:
-        """Through the blocks of ``run``; ``kv`` and ``added`` have a leading dim of as many."""
         graph, params = nnx.split(self.blocks)
+        run = range(skip_first, self.depth - skip_last)
         if len(run) < self.depth:
             params = jax.tree.map(lambda p: p[run.start : run.stop], params)
         choice = None
@@ -157,17 +135,27 @@ class Stack(nnx.Module):
                 choice = jnp.asarray(layers)
             elif layers[0]:
                 context = local.context
+        # One scan, not one for the first blocks and one for the others: each would copy its part
+        # of all parameters.
+        number = None if deep is None else jnp.arange(len(run))
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_kv, is_local, more = layer
+            layer_params, layer_kv, is_local, i = layer
             # All that follows depends on the named value alone, so that an offloaded one
             # leaves nothing of the residual stream on the device.
             x = checkpoint_name(x, _BLOCK_INPUT)
             shared = context if local is None else _choose(is_local, local.context, context)
             x, side = nnx.merge(graph, layer_params)(x, shared, layer_kv)
-            return x if more is None else x + more, side
+            return x if deep is None else x + _level(deep, i), side
 
-        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice, added))
+        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice, number))
+
+
+def _level(deep: jax.Array, i: jax.Array) -> jax.Array:
+    """``deep[i]``, or zeros behind the last level."""
+    last = len(deep) - 1
+    found = jax.lax.dynamic_index_in_dim(deep, jnp.minimum(i, last), keepdims=False)
+    return jnp.where(i <= last, found, 0)
 
 
 _BLOCK_INPUT = "block_input"

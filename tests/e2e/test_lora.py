@@ -116,6 +116,7 @@ def logits_error(model, theirs, data):
 def test_logits_and_gradients_of_an_adapter_are_pefts(data, folder, adapter):
     model = jaxvlm.load(folder, mesh=MeshConfig(data=1, fsdp=4, tensor=2), adapter=adapter)
     theirs = peft.PeftModel.from_pretrained(base_model(folder), adapter, is_trainable=True)
+    theirs.eval()  # without its dropout
     assert logits_error(model, theirs, data) < 1e-4
     assert logits_error(model, base_model(folder), data) > 1e-2, "the adapter changes nothing"
 
@@ -294,7 +295,9 @@ KINDS = {}  # one published model of each kind of towers
 for _name in published.names():
     _config = published.published(_name)
     if _config["model_type"] in FAMILIES:
-        _parts = (_config[part].get("model_type") for part in ("text_config", "vision_config"))
+        _parts = (
+            _config.get(part, {}).get("model_type") for part in ("text_config", "vision_config")
+        )
         KINDS.setdefault((_config["model_type"], *_parts), _name)
 
 
@@ -307,6 +310,8 @@ def test_all_linear_is_what_peft_takes(name, shows):
         theirs = transformers.AutoModelForImageTextToText.from_config(config)
         theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=2, target_modules="all-linear"))
     wanted = {n.replace(".default", "") for n, _ in theirs.named_parameters() if "lora_A" in n}
+    # Three maps in one tensor take no adapter here.
+    wanted = {n for n in wanted if not n.endswith(".attn.qkv.lora_A.weight")}
     family = FAMILIES[given["model_type"]]
     lora = LoraConfig(rank=2)
     model_config = dataclasses.replace(family.config_from_hf(given), lora=lora)

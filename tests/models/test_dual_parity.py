@@ -180,7 +180,7 @@ def contrastive(out):
 @pytest.mark.parametrize("name", CASES)
 def test_vectors_logits_and_gradients_are_torchs(name, record_property, shows):
     case = CASES[name]()
-    shows(case.model.config.model_type, "import", "train", "embed")
+    shows(case.model.config.model_type, "import", "embed")
     errors = compare(case)
     for what, error in errors.items():
         record_property(what, error)
@@ -252,7 +252,7 @@ BERTS = {
 
 @pytest.mark.parametrize("name", BERTS)
 def test_bert_is_torchs(name, record_property, shows):
-    shows("bert", "import", "train")
+    shows("bert", "import")
     record_property("worst gradient", compare_bert(TEXT | BERTS[name]))
 
 

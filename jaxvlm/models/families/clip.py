@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxvlm.config import VisionConfig
 from jaxvlm.models.families.fields import (
-    GENERATION,
     METADATA,
     Features,
     Fields,
@@ -39,7 +38,7 @@ _FIELDS = Fields(
         "add_cross_attention": (False,),
         "pruned_heads": ({},),
     },
-    METADATA | GENERATION | {"vocab_size"},  # a text tower that is not here
+    METADATA | {"tie_word_embeddings"} | {"vocab_size"},  # a text tower that is not here
 )
 DEFAULTS = _FIELDS.reads
 """The fields that are read, as they are where a file leaves them out."""

@@ -10,12 +10,12 @@ from typing import Any
 
 from jaxvlm.config import ConfigError, DualConfig
 from jaxvlm.models.families import clip, siglip, text_encoders
-from jaxvlm.models.families.fields import GENERATION, METADATA, Features, Fields, read
+from jaxvlm.models.families.fields import METADATA, Features, Fields, read
 from jaxvlm.models.families.names import Entry, NameMap
 from jaxvlm.types import TextStyle
 
 _GROUPS = {"vision_config": None, "text_config": None}
-_IGNORED = METADATA | GENERATION | {"model_type"}
+_IGNORED = METADATA | {"tie_word_embeddings"} | {"model_type"}
 _FIELDS = {
     "clip": Fields(
         {

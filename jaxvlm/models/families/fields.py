@@ -7,9 +7,50 @@ from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError
 
-METADATA = frozenset(
+_GENERATION = frozenset(
+    (
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "prefix",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "typical_p",
+    )
+)
+"""What transformers 4 wrote into every group of some models, though nothing reads it there."""
+
+METADATA = _GENERATION | frozenset(
     (
         "_attn_implementation",
+        "_attn_implementation_autoset",
         "_name_or_path",
         "architectures",
         "bos_token_id",
@@ -42,47 +83,6 @@ METADATA = frozenset(
     )
 )
 """Fields that change no output of a network."""
-
-GENERATION = frozenset(
-    (
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "prefix",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tie_word_embeddings",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "typical_p",
-    )
-)
-"""What transformers 4 wrote into every group of some models, though nothing is generated there."""
 
 ACTIVATIONS = {
     "gelu": "gelu",

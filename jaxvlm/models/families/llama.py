@@ -149,6 +149,12 @@ def entries(
     return (*top, *(Entry(ours + o, theirs + t, *lies) for o, t, *lies in layers))
 
 
+def copies(config: DecoderConfig, model: str, head: str) -> dict[str, str]:
+    """The output matrix, where it is the embeddings'; some files hold it nevertheless."""
+    tied = config.head and config.tied_embeddings
+    return {head + "lm_head.weight": model + "embed_tokens.weight"} if tied else {}
+
+
 _Rows = list[tuple[Any, ...]]
 """The arguments of an Entry, without what stands before every layer's names."""
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,9 @@ class NameMap(NamedTuple):
     aliases: Sequence[tuple[str, str]] = ()
     """(pattern, replacement), applied in turn, that turn other spellings into ``theirs``."""
     buffers: tuple[str, ...] = ()
-    """Ends of names that are computed, not trained, or are copies of others; left out."""
+    """Ends of names that are computed, not trained; left out."""
+    copies: Mapping[str, str] = MappingProxyType({})
+    """Name -> the tensor that it must be equal to, in files that hold both."""
     modules: Sequence[tuple[str, str]] = ()
     """(pattern, replacement), applied in turn, that turn ``theirs`` into the names that
     transformers' modules have in memory, where they differ; adapters bear those."""
@@ -80,6 +83,7 @@ class NameMap(NamedTuple):
         spelled = {self._canonical(name): name for name in found}
         spelled.pop("", None)
         needed = self.tensors()
+        needed |= {name: needed[of] for name, of in self.copies.items() if name in spelled}
         shapes = [
             f"{name} (has {list(found[spelled[name]])}, needs {list(shape)})"
             for name, shape in needed.items()
@@ -160,7 +164,7 @@ class NameMap(NamedTuple):
             name: of the tensor.
             get: (path, place) -> that layer, or (layer, expert), of a parameter; () is all of it.
         """
-        parts, sources = [], self._sources()[name]
+        parts, sources = [], self._sources()[self.copies.get(name, name)]
         for entry, place in sources:
             array = get(entry.ours, place)
             dims = entry.dims.split()

@@ -72,8 +72,8 @@ def weights(
         **connectors.dims(config.vision, config.connector, config.decoder.width),
     }
     depths = {"vision": config.vision.depth, **llama.depths(config.decoder)}
-    copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
-    return NameMap(entries, sizes, depths, aliases, BUFFERS + copies, MODULES)
+    copies = llama.copies(config.decoder, *language)
+    return NameMap(entries, sizes, depths, aliases, BUFFERS, copies, MODULES)
 
 
 def whole(_width: int, _height: int) -> tuple[int, int]:

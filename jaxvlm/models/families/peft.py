@@ -28,7 +28,7 @@ _FIELDS = Fields(
         "peft_type": ("LORA",),
         "bias": ("none",),
         # The others change the base's weights too, or are quantised.
-        "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", "lora_ga"),
+        "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
         **dict.fromkeys(
             (
                 "alora_invocation_tokens",

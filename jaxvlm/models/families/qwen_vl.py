@@ -41,6 +41,7 @@ _OLD_ALIASES = (
     (r"^model\.visual\.", "visual."),
     (r"^model\.language_model\.", "model."),
 )
+_MODULES = ((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual."))
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
@@ -92,8 +93,9 @@ def weights(config: ModelConfig) -> NameMap:
     )
     sizes = llama.dims(config.decoder) | qwen_vision.dims(config.vision, config.decoder.width)
     depths = {"vision": config.vision.depth, "connector": levels, **llama.depths(config.decoder)}
-    copies = ("lm_head.weight",) if config.decoder.tied_embeddings else ()
-    return NameMap(entries, sizes, depths, () if new else _OLD_ALIASES, parts.BUFFERS + copies)
+    copies = llama.copies(config.decoder, language, "")
+    aliases, modules = ((), ()) if new else (_OLD_ALIASES, _MODULES)
+    return NameMap(entries, sizes, depths, aliases, parts.BUFFERS, copies, modules)
 
 
 def _tower(config: ModelConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxvlm.config import ConfigError, TextConfig
 from jaxvlm.models.families import clip
-from jaxvlm.models.families.fields import GENERATION, METADATA, Fields, activation, read
+from jaxvlm.models.families.fields import METADATA, Fields, activation, read
 from jaxvlm.models.families.names import Entry
 
 _TOWER = {
@@ -41,10 +41,10 @@ _ONLY = {
 _SIGLIP = Fields(
     {**_TOWER, "projection_size": None},
     _ONLY,
-    METADATA | GENERATION,
+    METADATA | {"tie_word_embeddings"},
 )
 _FIELDS = {
-    "clip_text_model": Fields(_TOWER | _CLIP, _ONLY, METADATA | GENERATION),
+    "clip_text_model": Fields(_TOWER | _CLIP, _ONLY, METADATA | {"tie_word_embeddings"}),
     "siglip_text_model": _SIGLIP,
     "siglip2_text_model": _SIGLIP,
 }
