@@ -78,7 +78,7 @@ def reference():
     return gradients(built())
 
 
-@pytest.mark.parametrize("mesh, parts", [(MANY, 1), (ONE, 4)])
+@pytest.mark.parametrize("mesh, parts", [(MANY, 1), pytest.param(ONE, 4, marks=pytest.mark.long)])
 def test_a_mesh_and_parts_of_a_batch_give_the_same_gradients(mesh, parts, reference):
     value, grads = gradients(built(mesh), parts)
     assert abs(value - reference[0]) <= 1e-5 * abs(reference[0])
@@ -225,6 +225,7 @@ def test_eight_bits_are_a_quarter_and_close():
     )
 
 
+@pytest.mark.long
 def test_adapters_train_beside_eight_bits():
     model = built(base="int8")
     config = dataclasses.replace(train_config(ONE), model=model.config)

@@ -71,7 +71,12 @@ def reference():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat"), [("data2_fsdp2_tensor2", "none"), ("one", "dots"), ("one", "full")]
+    ("mesh", "remat"),
+    [
+        ("data2_fsdp2_tensor2", "none"),
+        pytest.param("one", "dots", marks=pytest.mark.long),
+        ("one", "full"),
+    ],
 )
 def test_neither_mesh_nor_remat_changes_loss_or_gradients(mesh, remat, reference):
     value, grads = loss_and_gradients(mesh, remat)

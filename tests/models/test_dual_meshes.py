@@ -65,7 +65,9 @@ def reference():
     return run("one")
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "data2_fsdp2_tensor2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("fsdp8", marks=pytest.mark.long), "data2_fsdp2_tensor2"]
+)
 def test_vectors_and_gradients_equal_one_device(name, reference):
     model, _, loss, hidden, grads = run(name)
     _, _, expected, vectors, gradients = reference
