@@ -9,11 +9,13 @@ vision tower stays as it is (no gradient, no optimizer memory): ``--config.optim
 trains it too. ``--config.mesh.fsdp=-1`` spreads weights and optimizer over all devices.
 """
 
-from jaxvlm.config import default_config
+from jaxvlm.config import ConfigError, default_config
 
 
 def get_config(arg: str = ""):
     """``arg``: the checkpoint's folder, or its hub id."""
+    if not arg:
+        raise ConfigError("give the checkpoint: --config=configs/finetune.py:HF_FOLDER")
     config = default_config()
     config.model.checkpoint = arg
     config.model.dtype = "bfloat16"

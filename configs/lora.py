@@ -9,11 +9,13 @@ DoRA: ``--config.model.lora.dora``. The decoder alone:
 ``--config.model.lora.targets="('decoder/*',)"``.
 """
 
-from jaxvlm.config import default_config
+from jaxvlm.config import ConfigError, default_config
 
 
 def get_config(arg: str = ""):
     """``arg``: the checkpoint's folder, or its id on the hub; ``,FOLDER`` of a PEFT adapter."""
+    if not arg:
+        raise ConfigError("give the checkpoint: --config=configs/lora.py:HF_FOLDER")
     config = default_config()
     config.model.checkpoint, _, adapter = arg.partition(",")
     lora = config.model.lora

@@ -120,7 +120,10 @@ def run(argv: list[str]) -> int:
         if "config" in values and values["config"].value is not None:
             _ = values["config"].value.items  # a recipe that failed to load says so here
     except flags.Error as error:
-        return _fail(f"{error} (see `jaxvlm {name} --help`)", 2)
+        text = str(error)
+        if "ConfigError: " in text:  # a recipe's own word, behind a traceback
+            return _fail(text.rsplit("ConfigError: ", 1)[1].strip(), 2)
+        return _fail(f"{text} (see `jaxvlm {name} --help`)", 2)
     except OSError as error:
         return _fail(f"--config: no such recipe: {str(error).splitlines()[-1]}", 2)
     except Exception as error:  # whatever a recipe, somebody's Python file, can raise

@@ -71,7 +71,7 @@ def prompt_ids(
         TemplateError: the chat template refuses these turns.
     """
     text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
-    return np.asarray(tokenizer.encode(text), np.int32)
+    return np.asarray(tokenizer.encode_chat(text), np.int32)
 
 
 INSTRUCTION = "Represent the user's input."
@@ -197,7 +197,7 @@ def _encode_turns(
             rendered.append(text)
             spans.append(where)
             reasons.append(reason)
-        for encoding, where in zip(tokenizer.encode_batch(rendered), spans):
+        for encoding, where in zip(tokenizer.encode_chats(rendered), spans):
             tokens = np.asarray(encoding.ids, np.int32)
             ids.append(tokens)
             loss.append(_mask(tokens, encoding.offsets, where, tokenizer.image_id))

@@ -86,7 +86,9 @@ class Dataset:
             )
         self.corpus, self.pieces = corpus, pieces
         self._most_patches = self._patches_of_a_row()
-        self._spans, self._taps = tuple(different), spans.most_taps(different)
+        self._taps = spans.most_taps(different)
+        tiles = [packing.count_tiles(corpus, pictures) for pictures in corpus.pictures]
+        self._density = float(np.max(tiles / corpus.length, initial=0.0))
         self._skipped: dict[int, Problem] = {}  # record -> why, at run time
         self._lock = threading.Lock()
         self._order: Order | None = None
@@ -264,10 +266,9 @@ class Dataset:
 
     def _layout(self, pieces: packing.Pieces) -> Layout:
         most = int(pieces.num_images.max())
-        if self.config.packing:  # no more than a row has tokens for
-            dense = max((len(s.starts) / len(s.ids) for s in self._spans), default=0)
-            fit = max(most, int(dense * self.config.max_length))
-            most = min(self.config.max_images, fit)
+        if self.config.packing:  # no more than the records of a row can have, whichever they are
+            fit = int(self._density * self.config.max_length)
+            most = min(self.config.max_images, max(most, fit))
         return Layout(
             image_id=self.tokenizer.image_id,
             pad_id=self.tokenizer.pad_id,

@@ -70,7 +70,7 @@ class Limits(NamedTuple):
             detail = f"{tokens} tokens"
             detail += f", {patches // self.per_token} of them pictures'" if patches else ""
             return f"longer than data.max_length={self.max_length}", detail + smaller
-        if (tiles := _tiles(corpus, pictures)) > self.max_images:
+        if (tiles := count_tiles(corpus, pictures)) > self.max_images:
             detail = f"{len(pictures)} pictures"
             detail += f" of {tiles} tiles" if tiles != len(pictures) else ""
             return f"more than data.max_images={self.max_images} pictures", detail
@@ -132,7 +132,8 @@ def build_pieces(
     return builder.pieces(), problems
 
 
-def _tiles(corpus: Corpus, pictures: tuple[int, ...]) -> int:
+def count_tiles(corpus: Corpus, pictures: tuple[int, ...]) -> int:
+    """Tiles of some pictures; one of a picture that is not cut."""
     return sum(len(corpus.spans[p].starts) for p in pictures)
 
 
@@ -209,7 +210,7 @@ class _Builder:
             offset=table[4].astype(np.int32),
             pictures=tuple(self.pictures),
             num_tokens=(total[start[1:]] - total[start[:-1]]).astype(np.int32),
-            num_images=np.asarray([_tiles(self.corpus, p) for p in self.pictures], np.int32),
+            num_images=np.asarray([count_tiles(self.corpus, p) for p in self.pictures], np.int32),
             num_patches=np.asarray(
                 [self.limits.patches(self.corpus, p) for p in self.pictures], np.int32
             ),

@@ -96,7 +96,13 @@ class ChatTokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(t.content for t in added.values() if t.special)
         self._lists = self._takes_lists()
+        self._listed = frozenset(
+            role for role in ("system", "user", "assistant") if self._needs_lists(role)
+        )
+        self._end = ""
         self.stop_ids: tuple[int, ...] = self._stop_ids()
+        if len(self.stop_ids) == 1 and not self._writes_end():
+            self._end = self.special["eos_token"]  # LLaVA-1.5's: an answer would never end
 
     def render(
         self,
@@ -114,8 +120,29 @@ class ChatTokenizer:
         Raises:
             TemplateError: the template refuses these turns.
         """
-        messages = [{"role": t.role, "content": self._content(t.content)} for t in turns]
-        return self._render(messages, add_generation_prompt, leads)
+        messages = [{"role": t.role, "content": self._content(t)} for t in turns]
+        text = self._render(messages, add_generation_prompt, leads)
+        for turn in turns:
+            for piece in turn.content.split(PLACEHOLDER):
+                if piece.strip() not in text:
+                    raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}")
+        return text
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Ids of a rendered conversation, see :meth:`encode_chats`."""
+        return self.encode_chats([text])[0].ids
+
+    def encode_chats(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        """Ids and character offsets of rendered conversations.
+
+        The token that begins a text is added where the tokenizer does so and no template has
+        written it, as transformers' processors do (``ProcessorMixin.apply_chat_template``).
+        """
+        first = self.special.get("bos_token")
+        bare = [not (first and first in text) for text in texts]
+        made = iter(self.backend.encode_batch([t for t, b in zip(texts, bare) if b]))
+        rest = iter(self.encode_batch([t for t, b in zip(texts, bare) if not b]))
+        return [next(made if b else rest) for b in bare]
 
     def encode(self, text: str) -> list[int]:
         """Ids of rendered text; nothing is added."""
@@ -166,9 +193,10 @@ class ChatTokenizer:
         seen = [lead + self.style.seen for lead in (*leads, *[""] * len(pieces))]
         return pieces[0] + "".join(a + b for a, b in zip(seen, pieces[1:]))
 
-    def _content(self, text: str) -> Any:
+    def _content(self, turn: Turn) -> Any:
+        text = turn.content + (self._end if turn.role == "assistant" else "")
         if PLACEHOLDER not in text:
-            return text
+            return [{"type": "text", "text": text}] if turn.role in self._listed else text
         if not self._lists:
             return text.replace(PLACEHOLDER, self.style.written or self.special["image_token"])
         parts: list[dict[str, str]] = []
@@ -176,6 +204,28 @@ class ChatTokenizer:
             parts += [{"type": "image"}] if i else []
             parts += [{"type": "text", "text": piece}] if piece else []
         return parts
+
+    def _needs_lists(self, role: str) -> bool:
+        """Whether the template passes over this role's content where it is a plain text."""
+
+        def shown(content: Any) -> bool:
+            turns = {"system": [role, "user"], "assistant": ["user", role]}.get(role, [role])
+            messages = [{"role": r, "content": content if r == role else "a"} for r in turns]
+            try:
+                return "probe" in self._render(messages, False)
+            except chat_template.TemplateError:
+                return False
+
+        return not shown("probe") and shown([{"type": "text", "text": "probe"}])
+
+    def _writes_end(self) -> bool:
+        """Whether the template writes a special token behind an answer."""
+        turns = [Turn("user", "a"), Turn("assistant", "b")]
+        try:
+            text = self.render(turns).rstrip()
+        except chat_template.TemplateError:
+            return True
+        return text.endswith(tuple(self.special_tokens))
 
     def _takes_lists(self) -> bool:
         """Whether the template writes a picture token for ``{"type": "image"}`` by itself.

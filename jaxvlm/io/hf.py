@@ -259,6 +259,8 @@ def _host(x: jax.Array, place: tuple[int, ...]) -> np.ndarray:
 def _files(root: Path, only: str) -> list[str]:
     if only:
         files = [only]
+    elif (root / SINGLE).is_file():  # where both are there, as transformers does
+        files = [SINGLE]
     elif (root / INDEX).is_file():
         try:
             names = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"].values()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -112,7 +113,7 @@ def restore_params(
         CheckpointError: there is no checkpoint, or all are damaged.
         ValueError: ``which`` or ``mode`` is unknown.
     """
-    root = epath.Path(folder)
+    root = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
     failures: list[str] = []
     for step in _by_preference(root, which, metric, sign(mode)):
         where = root / str(step)

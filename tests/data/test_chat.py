@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from jaxvlm.data import chat, tokenizer
 from jaxvlm.data.formats import Record, Turn
@@ -128,7 +129,10 @@ def test_template_that_thinks_in_the_last_answer_alone(marked):
 REFUSED = {
     "the text holds a special token": ("<eos> red", None),
     "the chat template refuses it": ("red", "{{ raise_exception('no') }}"),
-    "the chat template rewrites earlier turns": ("red", "{{ messages[-1]['content'] }}"),
+    "the chat template rewrites earlier turns": (
+        "red",
+        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    ),
     "the chat template drops or adds pictures": (
         "red",
         "{% for m in messages %}{{ m.content.replace('<image>', '') }}{% endfor %}",
@@ -146,3 +150,64 @@ def test_what_a_template_cannot_do_is_a_problem(reason, word_tokenizer):
     corpus, problems = chat.encode([bad] if template else [good, bad], ours, 4)
     assert [(p.id, p.reason) for p in problems] == [("bad", reason)]
     assert len(corpus.first) == (0 if template else 1)
+
+
+# As LLaVA-1.5's: it walks lists of parts alone, and writes no end behind an answer.
+PARTS_ALONE = """{% for message in messages %}{{ message['role'].upper() + ': ' }}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}
+{%- endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+{{- part['text'] + ' ' }}{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def parts_alone(tmp_path_factory):
+    """(ours, transformers' whole processor); the tokenizer begins a text with ``<s>``."""
+    transformers = pytest.importorskip("transformers")
+    base = tokenizer.build(["USER: what color is it? ASSISTANT: red, blue"], "bpe", 330)
+    base.backend.add_special_tokens(["<s>"])
+    begin = base.backend.token_to_id("<s>")
+    base.backend.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    folder = tmp_path_factory.mktemp("parts")
+    special = tokenizer.SPECIAL | {"bos_token": "<s>"}
+    tokenizer.ChatTokenizer(base.backend, PARTS_ALONE, special).save(folder)
+    theirs = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=PARTS_ALONE,
+        image_token="<image>",
+    )
+    return tokenizer.load(folder), theirs
+
+
+def test_a_template_that_takes_lists_alone_loses_no_text(parts_alone):
+    ours, theirs = parts_alone
+    said = [("user", "what?"), ("assistant", "red"), ("user", "is it?")]
+    messages = [{"role": r, "content": [{"type": "text", "text": x}]} for r, x in said]
+    wanted = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=True)
+    got = chat.prompt_ids([Turn(*said[0])], ours)
+    np.testing.assert_array_equal(got, np.asarray(wanted).ravel())
+    turns = [Turn(*one) for one in said]
+    assert "red" in ours.render(turns) and "is it?" in ours.render(turns)
+
+
+def test_an_answer_ends_where_the_template_forgets_it(parts_alone):
+    ours, _ = parts_alone
+    said = [("user", "what?"), ("assistant", "red"), ("user", "is it?"), ("assistant", "blue")]
+    turns = tuple(Turn(*one) for one in said)
+    corpus, problems = chat.encode([Record("x", turns, ())], ours, 4)
+    assert not problems and corpus.tokens[0] == ours.backend.token_to_id("<s>")
+    trained = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert trained.split() == ["red<eos>", "blue<eos>"]
+
+
+def test_a_template_that_drops_text_is_a_problem(word_tokenizer):
+    silent = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    ours = tokenizer.ChatTokenizer(word_tokenizer.backend, silent, word_tokenizer.special)
+    _, problems = chat.encode([record("x")], ours, 4)
+    assert "drops 'what color is the shape?'" in str(problems[0])
