@@ -240,7 +240,7 @@ def test_adapters_train_beside_eight_bits():
     assert all(np.array_equal(state.frozen[path], x) for path, x in before.items())
     assert {x.dtype.name for x in state.frozen.values()} == {"int8", "float32"}
     with pytest.raises(ConfigError, match="base='int8' is for adapters"):
-        built(base="int8", rank=0)
+        build_model(dataclasses.replace(TINY, lora=LoraConfig(base="int8")), model.mesh)
     with pytest.raises(ConfigError, match="base='int3'; known: float32, int8"):
         built(base="int3")
 
