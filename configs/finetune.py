@@ -26,7 +26,6 @@ def get_config(arg: str = ""):
     config.data.on_long = "skip"
 
     config.optim.learning_rate = 1e-5
-    config.optim.warmup_steps = 5
     config.optim.frozen = ("vision/*",)
     config.epochs = 1.0
     return config

@@ -28,6 +28,5 @@ def get_config(arg: str = ""):
     config.data.max_images = 64  # tiles too; a row has no more than it has tokens for
     config.data.on_long = "skip"
     config.optim.learning_rate = 2e-4
-    config.optim.warmup_steps = 5
     config.epochs = 1.0
     return config

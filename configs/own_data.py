@@ -33,7 +33,6 @@ def get_config(arg: str = ""):
     decoder.num_heads, decoder.num_kv_heads, decoder.head_dim = 4, 4, 32
 
     config.optim.learning_rate = 1e-3
-    config.optim.warmup_steps = 5
     config.epochs = 10.0
     config.checkpoint.every = 200
     return config

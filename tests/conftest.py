@@ -30,6 +30,9 @@ def pytest_addoption(parser):
         choices=("write", "check"),
         help="Write docs/families.md's table from the tests that pass, or compare with it.",
     )
+    parser.addoption(
+        "--parity", help="Write the errors of settings drawn at random to this JSON file."
+    )
 
 
 @pytest.fixture
@@ -43,12 +46,27 @@ def shows(record_property):
     return say
 
 
-_SHOWN, _FAILED = set(), set()
+@pytest.fixture
+def parity(record_property):
+    """``parity(family, seed, logits, most, gradient)``: a line of ``--parity=FILE``.
+
+    Errors against torch: of logits, relative in L2 and the largest; of the worst gradient leaf.
+    """
+
+    def say(family, seed, logits, most, gradient):
+        record_property("parity", (family, seed, logits, most, gradient))
+
+    return say
+
+
+_SHOWN, _FAILED, _PARITY = set(), set(), []
 
 
 def pytest_runtest_logreport(report):
     """Also called where tests run in other processes: reports come here."""
     cells = {value for name, value in report.user_properties if name == "shows"}
+    if report.when == "call" and report.passed:
+        _PARITY.extend(value for name, value in report.user_properties if name == "parity")
     if report.failed:
         _FAILED.update(cells)
     elif report.when == "call" and report.passed:
@@ -56,8 +74,11 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    how = session.config.getoption("--families")
-    if how and not hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput"):
+        return
+    if file := session.config.getoption("--parity"):
+        shown.write_parity(pathlib.Path(file), _PARITY)
+    if how := session.config.getoption("--families"):
         problem = shown.settle(how, _SHOWN, _FAILED)
         if problem:
             print(f"\n{problem}")

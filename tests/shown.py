@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import pathlib
-from collections.abc import Iterable
+import platform
+from collections.abc import Iterable, Sequence
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "families.md"
 BEGIN, END = "<!-- table: made by the tests -->", "<!-- end of the table -->"
@@ -62,3 +65,29 @@ def settle(how: str, shown: set[str], failed: set[str]) -> str:
         f"{PAGE.name} does not say what the tests show; run the fast tests with --families=write:\n"
         + "\n".join(lines)
     )
+
+
+def write_parity(path: pathlib.Path, found: Sequence[tuple]) -> None:
+    """The errors of settings drawn at random, family by family, as JSON.
+
+    Args:
+        path: of the file.
+        found: (family, seed, relative error of the logits, largest one, worst gradient leaf).
+    """
+    families = {}
+    for family, _, logits, most, gradient in found:
+        into = families.setdefault(family, {"configs": 0})
+        into["configs"] += 1
+        for name, value in (("logits", logits), ("logits_max_abs", most), ("gradient", gradient)):
+            into[name] = max(into.get(name, 0.0), float(f"{value:.2e}"))
+    packages = ("jax", "torch", "transformers", "numpy")
+    result = {
+        "what": "largest errors against transformers' torch model, float32, settings drawn at "
+        "random: logits in relative L2, the worst gradient leaf by docs/design.md's measure",
+        "command": "JAXVLM_DRAWS=10 python -m pytest -m long -k drawn --parity=FILE",
+        "platform": platform.machine(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "families": dict(sorted(families.items())),
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -463,16 +463,20 @@ def relative(ours, theirs):
 
 
 def assert_gradients_close(grads, expected, tolerance=1e-3):
+    """Each leaf by the measure of DESIGN's Numerics; the largest error."""
+    worst = 0.0
     norm_all = np.sqrt(sum(np.sum(np.square(g)) for g in expected.values()))
     n_all = sum(g.size for g in expected.values())
     for path, g in expected.items():
         floor = 1e-2 * norm_all * np.sqrt(g.size / n_all)
-        bound = tolerance * max(np.linalg.norm(g), floor)
-        assert np.linalg.norm(np.asarray(grads[path]) - g) <= bound, path
+        error = np.linalg.norm(np.asarray(grads[path]) - g) / max(np.linalg.norm(g), floor)
+        assert error <= tolerance, (path, error)
+        worst = max(worst, float(error))
+    return worst
 
 
 def assert_torch_agrees(family, tower):
-    """Logits, loss and every gradient of the ragged batch."""
+    """Logits, loss and every gradient of the ragged batch: errors of logits, worst gradient."""
     theirs, config, graph, params = tower
     theirs = copy.deepcopy(theirs)  # a dynamic rope remembers the longest row that it has seen
     batch, inputs = ragged_case(family, theirs)
@@ -491,7 +495,68 @@ def assert_torch_agrees(family, tower):
 
     (value, logits), grads = run(params, batch)
     real = batch.segment > 0
-    assert relative(np.asarray(logits)[real], out.logits.detach().numpy()[real]) < 1e-4
+    ours, expected = np.asarray(logits)[real], out.logits.detach().numpy()[real]
+    assert relative(ours, expected) < 1e-4
     np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-3)
-    assert_gradients_close(grads, their_grads)
+    worst = assert_gradients_close(grads, their_grads)
     assert all(np.any(g) for g in their_grads.values())
+    return float(relative(ours, expected)), float(np.abs(ours - expected).max()), worst
+
+
+FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text"]
+
+
+def drawn(family, seed):
+    """Settings that the family knows, at random: odd widths, heads, scalings, windows, caps."""
+    rng = np.random.default_rng((seed, FAMILIES.index(family)))
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    kv, per_kv, depth = one_of(1, 2, 3), one_of(1, 2, 3), one_of(2, 3, 4)
+    heads = kv * per_kv
+    given = {
+        "hidden_size": heads * one_of(4, 8, 12),
+        "intermediate_size": one_of(28, 36, 52),
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": one_of(6, 8, 10, 14),
+        "rms_norm_eps": one_of(1e-6, 1e-5, 1e-3),
+        "tie_word_embeddings": one_of(True, False),
+        "max_position_embeddings": one_of(8, 64),
+    }
+    act = one_of("silu", "gelu_pytorch_tanh", "relu")
+    given["hidden_activation" if family in ("Gemma2", "Gemma3Text") else "hidden_act"] = act
+    rope = one_of(
+        {"rope_type": "default", "rope_theta": 300.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
+        {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0},
+        LLAMA3 | {"factor": one_of(2.0, 32.0)},
+        YARN | {"beta_slow": one_of(0.5, 2.0), "attention_factor": one_of(None, 1.3)},
+    )
+    given["rope_parameters"] = rope
+    kinds = [one_of("full_attention", "sliding_attention") for _ in range(depth)]
+    window = {"sliding_window": one_of(2, 5, 9)}
+    if family not in ("Mistral", "Qwen2"):
+        given["attention_bias"] = one_of(True, False)
+    if family == "Llama":
+        given["mlp_bias"] = one_of(True, False)
+    if family == "Mistral":
+        given |= one_of(window, {"sliding_window": None})
+    if family in ("Qwen2", "Qwen3"):
+        upper = {"max_window_layers": one_of(0, 1, 2)}
+        given |= one_of({}, window | {"use_sliding_window": True} | upper)
+    if family == "Qwen3Moe":
+        given |= one_of({}, window | {"use_sliding_window": True})
+        given |= {"num_experts": one_of(3, 4, 7), "num_experts_per_tok": one_of(1, 2, 3)}
+        given |= {"moe_intermediate_size": one_of(8, 12), "norm_topk_prob": one_of(True, False)}
+    if family in ("Gemma2", "Gemma3Text"):
+        given |= window | {"layer_types": kinds, "query_pre_attn_scalar": one_of(3, 16)}
+        given["final_logit_softcapping"] = one_of(None, 2.0, 30.0)
+    if family == "Gemma2":
+        given["attn_logit_softcapping"] = one_of(None, 1.0, 50.0)
+    if family == "Gemma3Text":
+        local = {"rope_type": "default", "rope_theta": one_of(10.0, 1e4)}
+        given["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return given

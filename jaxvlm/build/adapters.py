@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvlm.build import pretrained, record
+from jaxvlm.build import exporting, pretrained, record
 from jaxvlm.build.model import Model
 from jaxvlm.build.pretrained import Source
 from jaxvlm.config import ConfigError, LoraConfig, TrainConfig
@@ -118,22 +118,22 @@ def export(
         How many ``tensors`` and ``bytes`` were written.
 
     Raises:
-        ConfigError: as :func:`jaxvlm.build.pretrained.exported`; or there is nothing to merge.
+        ConfigError: as :func:`jaxvlm.build.exporting.exported`; or there is nothing to merge.
     """
     if merged and not model.adapted:
         raise ConfigError(f"--merged: the run in {workdir} has no adapters; leave it out")
     if merged or not model.adapted:
         whole = model.merged(params)
-        return pretrained.export(workdir, output, whole, model.config, dtype)
-    source = pretrained.exported(workdir, output, model.config, dtype)
+        return exporting.export(workdir, output, whole, model.config, dtype)
+    source = exporting.exported(workdir, output, model.config, dtype)
     base, names = source.family.weights(model.config), _names(source, model)
-    kind, shapes = pretrained.STORED[dtype or "float32"], names.tensors()
+    kind, shapes = exporting.DTYPES[dtype or "float32"], names.tensors()
     layout = {
         theirs: hf.Stored(hf.ADAPTER, kind, shapes[name])
         for name, theirs in peft.spelled(shapes, base).items()
     }
     document = peft.config_to_peft(model.config.lora, base, model.adapted, model.config.checkpoint)
-    with pretrained.new_folder(output) as half:
+    with exporting.new_folder(output) as half:
         if not jax.process_index():
             text = json.dumps(document, indent=2) + "\n"
             (half / peft.CONFIG).write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvlm.build import pretrained, prompts
+from jaxvlm.build import exporting, pretrained, prompts
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.prompts import Picture
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
@@ -129,11 +129,11 @@ class Encoder:
         return np.exp(scale) * images @ texts.T + bias
 
     def export(self, output: str | os.PathLike[str], dtype: str = "") -> dict[str, Any]:
-        """Write the checkpoint again, with these parameters; see ``pretrained.write``."""
+        """Write the checkpoint again, with these parameters; see ``exporting.write``."""
         weights = self.source.family.weights(self.model.config)
         layout = hf.read_layout(self.source.weights)
         out = pathlib.Path(output)
-        return pretrained.write(self.source.files, out, self.params, weights, layout, dtype)
+        return exporting.write(self.source.files, out, self.params, weights, layout, dtype)
 
     def _text_vectors(self, params: Params, *batch: jax.Array) -> jax.Array:
         return self.model.module(params).encode_text(*batch)
@@ -162,12 +162,13 @@ class Encoder:
         return out
 
 
-def load(source: pretrained.Source, mesh: MeshConfig | None = None) -> Encoder:
+def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str = "") -> Encoder:
     """An encoder from a Hugging Face or sentence-transformers folder.
 
     Args:
         source: with an ``EncoderFamily``.
         mesh: all devices on ``data`` if ``None``.
+        dtype: of the computation; "" is float32.
 
     Raises:
         ConfigError: a field of one of its files that is not understood, or tensors that do not fit.
@@ -196,7 +197,8 @@ def load(source: pretrained.Source, mesh: MeshConfig | None = None) -> Encoder:
         raise DataError(
             f"{files}: the tokenizer has {size} tokens, the model {config.text.vocab_size}"
         )
-    config = dataclasses.replace(config, checkpoint=str(source.weights))
+    dtype = dtype or config.dtype
+    config = dataclasses.replace(config, checkpoint=str(source.weights), dtype=dtype)
     model = build_model(config, make_mesh(mesh or MeshConfig()))
     weights = source.family.weights(config)
     params = hf.read_params(source.weights, weights, model.abstract())

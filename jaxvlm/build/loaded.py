@@ -232,6 +232,7 @@ def load(
     which: str = "best",
     mesh: Any = None,
     adapter: str | os.PathLike[str] = "",
+    dtype: str = "",
 ) -> Loaded | encoder.Encoder:
     """A trained model, from a run's folder or a Hugging Face checkpoint.
 
@@ -245,6 +246,8 @@ def load(
             or ``latest``.
         mesh: MeshConfig; all devices on ``data`` if ``None``.
         adapter: of a checkpoint: a PEFT adapter folder (LoRA, DoRA) to answer with.
+        dtype: of the computation, ``float32`` or ``bfloat16``; "" is the run's, and float32 for a
+            checkpoint.
 
     Raises:
         ConfigError: the folder holds neither, or the adapter does not fit it.
@@ -264,7 +267,7 @@ def load(
                 raise ConfigError(
                     f"adapter={adapter}: {folder} is an encoder, which takes none yet"
                 )
-            return encoder.load(source, mesh)
+            return encoder.load(source, mesh, dtype)
         config = adapters.with_adapter(pretrained.with_source(config, source), source, None)
     elif adapter:
         raise ConfigError(
@@ -282,7 +285,9 @@ def load(
     config = dataclasses.replace(
         config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
     )
-    model = build_model(config.model, make_mesh(mesh or MeshConfig()))
+    settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
+    config = dataclasses.replace(config, model=settings)
+    model = build_model(settings, make_mesh(mesh or MeshConfig()))
     pictures = pretrained.pictures(config, source, tokenizer)
     if hugging_face and source is not None:
         params = adapters.read_params(source, model, config.seed)

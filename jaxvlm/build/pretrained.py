@@ -1,20 +1,15 @@
-"""Hugging Face checkpoints at both ends of a run: what starts it, and what it exports."""
+"""Hugging Face checkpoints that runs start from."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import jax
-import numpy as np
 
 from jaxvlm.config import ConfigError, ModelConfig, TrainConfig, VisionConfig
 from jaxvlm.data import images, processor
@@ -24,14 +19,12 @@ from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
 from jaxvlm.models.families import anyres, family, parts
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Params, Span, WeightMap
+from jaxvlm.types import Params, Span
 
 SAVED = "source"
 """Folder in a workdir: all of the checkpoint but its weights, and their layout."""
-_LAYOUT = "jaxvlm_layout.json"
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5")
-_FOLDERS = ("additional_chat_templates",)
-_SMALL = 2**27  # bytes: what is larger is no tokenizer
+LAYOUT = "jaxvlm_layout.json"
+"""File in it: where each tensor lay."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OURS = ("remat",)
 """Settings of a tower that say how it is computed, not what; a recipe may set them."""
@@ -195,138 +188,6 @@ def read_params(source: Source, config: ModelConfig, abstract: Params) -> Params
     return hf.read_params(source.weights, source.family.weights(config), abstract)
 
 
-def keep(source: Source, workdir: pathlib.Path) -> None:
-    """Keep in ``workdir`` what answering and exporting need besides the weights."""
-    if (workdir / SAVED).is_dir():
-        return
-    half = workdir / f"{SAVED}.tmp"  # whole or not at all
-    shutil.rmtree(half, ignore_errors=True)
-    _copy_files(source.files, half)
-    layout = {name: list(stored) for name, stored in hf.read_layout(source.weights).items()}
-    (half / _LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
-    half.rename(workdir / SAVED)
-
-
-def export(
-    workdir: pathlib.Path,
-    output: pathlib.Path,
-    params: Params,
-    config: ModelConfig,
-    dtype: str = "",
-) -> dict[str, Any]:
-    """Write a run's weights as the checkpoint they came from: its names, files and shards.
-
-    Args:
-        workdir: of the run.
-        output: a new folder.
-        params: all of them.
-        config: of the model.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; "" is each tensor's own.
-
-    Returns:
-        How many ``tensors`` and ``bytes`` were written.
-
-    Raises:
-        ConfigError: as :func:`exported`.
-    """
-    source = exported(workdir, output, config, dtype)
-    stored = json_object(workdir / SAVED / _LAYOUT)
-    layout = {
-        name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
-    }
-    weights = source.family.weights(config)
-    return write(workdir / SAVED, output, params, weights, layout, dtype)
-
-
-def exported(
-    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig, dtype: str
-) -> Source:
-    """The checkpoint that a run's weights are written like.
-
-    Args:
-        workdir: of the run.
-        output: where they are to be written.
-        config: of the model.
-        dtype: that is asked for.
-
-    Raises:
-        ConfigError: the run has no Hugging Face family, the folder is not empty, or the dtype is
-            unknown.
-    """
-    source = find(config.checkpoint, workdir)
-    if source is None or not (workdir / SAVED / _LAYOUT).is_file():
-        raise ConfigError(
-            f"{workdir}: its model was made from scratch, not from a Hugging Face checkpoint "
-            "(config.model.checkpoint), so no library there knows it"
-        )
-    _check_output(output, dtype)
-    return source
-
-
-def write(
-    files: pathlib.Path,
-    output: pathlib.Path,
-    params: Params,
-    weights: WeightMap,
-    layout: hf.Layout,
-    dtype: str = "",
-) -> dict[str, Any]:
-    """Write a checkpoint; every process calls it.
-
-    Args:
-        files: folder of all that is no weight.
-        output: a new folder.
-        params: all of them.
-        weights: which tensors hold which parameters.
-        layout: of the source; what is no float in it is left out.
-        dtype: as for :func:`export`.
-
-    Returns:
-        How many ``tensors`` and ``bytes`` were written.
-
-    Raises:
-        ConfigError: the folder is not empty, or there is no such dtype.
-    """
-    _check_output(output, dtype)
-    layout = {
-        name: stored._replace(dtype=STORED.get(dtype, stored.dtype))
-        for name, stored in layout.items()
-        if stored.dtype in hf.DTYPES
-    }
-    with new_folder(output) as half:
-        if not jax.process_index():
-            _copy_files(files, half)
-            if dtype:
-                _state_dtype(half / "config.json", dtype)
-        hf.write_params(half, params, weights, layout)
-    sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
-    return {"tensors": len(layout), "bytes": int(sum(sizes))}
-
-
-def _check_output(output: pathlib.Path, dtype: str) -> None:
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output={output} is not empty; give a new folder")
-    if dtype not in STORED and dtype:
-        raise ConfigError(f"--dtype={dtype}; known: {', '.join(STORED)}")
-
-
-@contextlib.contextmanager
-def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder to write in, on process 0, that becomes ``output`` when all is written."""
-    half = output.with_name(output.name + ".jaxvlm-tmp")
-    if not jax.process_index():
-        shutil.rmtree(half, ignore_errors=True)
-        half.mkdir(parents=True)
-    yield half
-    if not jax.process_index():
-        if output.exists():
-            output.rmdir()
-        half.rename(output)
-
-
-STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
 def _fetched(checkpoint: str) -> pathlib.Path:
     """The folder of a checkpoint, downloaded where it is an id of the hub."""
     folder = pathlib.Path(checkpoint).expanduser()
@@ -395,7 +256,7 @@ def _with_head(source: Source, found: ModelConfig) -> ModelConfig:
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
     """Shapes of the checkpoint's tensors; its weights may be gone, once a run has started."""
-    if (kept := source.weights / _LAYOUT).is_file():
+    if (kept := source.weights / LAYOUT).is_file():
         return {name: tuple(shape) for name, (_, _, shape) in json_object(kept).items()}
     return {name: stored.shape for name, stored in hf.read_layout(source.weights).items()}
 
@@ -419,21 +280,6 @@ def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:
     return dataclasses.replace(given, **towers)
 
 
-def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy all of a checkpoint's folder but its weights, and sentence-transformers' modules."""
-    target.mkdir(parents=True, exist_ok=True)
-    for module in modules(source):
-        if module.get("path") and (source / module["path"]).is_dir():
-            _copy_files(source / module["path"], target / module["path"])
-    for folder in _FOLDERS:
-        if (source / folder).is_dir():
-            shutil.copytree(source / folder, target / folder)
-    for path in sorted(source.iterdir()):
-        weights = any(path.match(pattern) for pattern in _WEIGHTS)
-        if path.is_file() and not weights and path.name != _LAYOUT and path.stat().st_size < _SMALL:
-            shutil.copyfile(path, target / path.name)
-
-
 def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
     """What ``modules.json`` of a sentence-transformers folder lists; [] where there is none.
 
@@ -451,9 +297,3 @@ def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
     if any(p.is_absolute() or ".." in p.parts for p in paths):
         raise ConfigError(f"{path} names a place outside of its folder")
     return found
-
-
-def _state_dtype(path: pathlib.Path, dtype: str) -> None:
-    config = json_object(path)
-    name = "torch_dtype" if "torch_dtype" in config else "dtype"
-    path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n", encoding="utf-8")

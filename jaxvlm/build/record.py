@@ -77,7 +77,10 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     """
     path = pathlib.Path(workdir) / _FILE
     if not path.is_file():
-        raise ConfigError(f"{workdir} holds no run: it has no {_FILE}")
+        advice = ""
+        if path.with_name("adapter_config.json").is_file():
+            advice = "; it is a PEFT adapter: --checkpoint is its base, --adapter this folder"
+        raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return from_config_dict(document["config"])

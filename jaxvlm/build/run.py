@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxvlm.build import adapters, inputs, pretrained, record, training
+from jaxvlm.build import adapters, exporting, inputs, pretrained, record, training
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
@@ -143,7 +143,7 @@ class Run:
             self.tokenizer.save(half)
             half.rename(workdir / "tokenizer")
         if self.source is not None:
-            pretrained.keep(self.source, workdir)
+            exporting.keep(self.source, workdir)
         kind = self.mesh.devices.flat[0].device_kind
         record.write_config(workdir, self.config, f"{self.mesh.size} x {kind}")
 

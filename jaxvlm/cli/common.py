@@ -8,24 +8,32 @@ from typing import Any
 from absl import flags
 
 
-def define_model(values: flags.FlagValues) -> None:
-    """Declare which model, and on which mesh."""
+def define_model(values: flags.FlagValues, adapters: bool = True) -> None:
+    """Declare which model, and on which mesh; ``adapters``: the command's models take some."""
     flags.DEFINE_string(
         "checkpoint",
         "",
         "A workdir of `jaxvlm train` (its best checkpoint is used), or a Hugging Face folder.",
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "adapter",
-        "",
-        "A PEFT adapter folder (LoRA, DoRA) for the Hugging Face folder.",
-        flag_values=values,
-    )
+    if adapters:
+        flags.DEFINE_string(
+            "adapter",
+            "",
+            "A PEFT adapter folder (LoRA, DoRA) for the Hugging Face folder.",
+            flag_values=values,
+        )
     flags.DEFINE_string(
         "mesh",
         "",
         "Devices along mesh axes, e.g. fsdp=4,tensor=2; all on data if not given.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "dtype",
+        "",
+        ["", "float32", "bfloat16"],
+        "Of the computation; if not given, the run's, and float32 for a Hugging Face folder.",
         flag_values=values,
     )
 
@@ -44,7 +52,8 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
         raise ConfigError(f"{command} needs --checkpoint=WORKDIR or a Hugging Face folder")
     mesh = _mesh(values.mesh)
     distributed.initialize()
-    model = load(values.checkpoint, mesh=mesh, adapter=values.adapter)
+    adapter = values.adapter if "adapter" in values else ""
+    model = load(values.checkpoint, mesh=mesh, adapter=adapter, dtype=values.dtype)
     if command == "embed" and not isinstance(model, Encoder):
         raise ConfigError(
             f"--checkpoint={values.checkpoint} is a decoder, not an encoder: `jaxvlm "

@@ -14,7 +14,7 @@ USAGE = "--checkpoint=FOLDER [--texts=FILE] [--images=FILE] --output=FILE.npy"
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``embed``."""
-    define_model(values)
+    define_model(values, adapters=False)
     flags.DEFINE_multi_string("text", [], "A text", flag_values=values)
     flags.DEFINE_string("texts", "", "File with a text a line.", flag_values=values)
     flags.DEFINE_multi_string("image", [], "A picture file", flag_values=values)

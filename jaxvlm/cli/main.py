@@ -127,6 +127,9 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         return _fail(f"--config: no such recipe: {str(error).splitlines()[-1]}", 2)
     except Exception as error:  # whatever a recipe, somebody's Python file, can raise
+        cause = error.args[0] if error.args else None
+        if isinstance(error, AttributeError) and isinstance(cause, KeyError):  # ml_collections'
+            return _fail(f"--config: no such setting: {cause.args[0]}", 2)
         return _fail(f"the recipe or an override of it: {type(error).__name__}: {error}", 2)
     return _run(command, values, args)
 

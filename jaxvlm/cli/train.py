@@ -51,6 +51,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(
             "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"
         )
+    flag: Any = values["config"]
     config: TrainConfig = from_config_dict(values.config)
     if values.print_config:
         print("\n".join(_lines(config)))
@@ -62,9 +63,29 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
     distributed.initialize()
     made = Run(config, values.workdir)
+    _check_overrides(flag.override_values, made.config)
     if values.dry_run:
         return made.dry_run()
     return made.fit()
+
+
+def _check_overrides(overrides: dict[str, Any], config: Any) -> None:
+    """Refuse what was asked of the model on the command line where a checkpoint says otherwise.
+
+    A recipe's value that is the default can't be told from one that is not given, but these can.
+    """
+    from jaxvlm.config import ConfigError
+
+    for path, asked in overrides.items():
+        if not path.startswith("model.") or path.endswith(".vocab_size"):  # 0: the tokenizer's
+            continue
+        used = config
+        for name in path.split("."):
+            used = getattr(used, name)
+        if used != (tuple(asked) if isinstance(used, tuple) else asked):
+            raise ConfigError(
+                f"--config.{path}={asked!r}, but the checkpoint says {used!r}; leave it out"
+            )
 
 
 def _lines(config: Any, path: str = "config") -> Iterator[str]:

@@ -18,6 +18,7 @@ from jaxvlm.config.schema import (
     TrainConfig,
     VisionConfig,
 )
+from jaxvlm.config.unread import refuse_unread
 
 __all__ = [
     "CheckpointConfig",
@@ -39,5 +40,6 @@ __all__ = [
     "feature_blocks",
     "from_config_dict",
     "layer_windows",
+    "refuse_unread",
     "to_config_dict",
 ]

@@ -209,7 +209,7 @@ class OptimConfig:
 
     learning_rate: float = 1e-3
     schedule: str = "cosine"  # cosine | linear | constant
-    warmup_steps: int = 50
+    warmup_steps: float = 0.05  # below 1: the share of all steps
     final_share: float = 0.0  # of learning_rate, at the last step
     b1: float = 0.9
     b2: float = 0.999

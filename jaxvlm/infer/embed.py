@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.infer.generate import Decodes
+from jaxvlm.nn.norm import unit
 from jaxvlm.types import Batch
 
 
@@ -35,10 +36,3 @@ def last_token(hidden: jax.Array, segment: jax.Array) -> jax.Array:
     last = segment.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
     x = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return jnp.where(jnp.any(real, axis=1)[:, None], x, 0).astype(jnp.float32)
-
-
-def unit(x: jax.Array) -> jax.Array:
-    """``x`` [..., D] divided by its length; zero stays zero."""
-    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-    # The gradient of a root is infinite at zero.
-    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))

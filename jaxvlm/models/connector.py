@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, ConnectorConfig
+from jaxvlm.config import ConfigError, ConnectorConfig, refuse_unread
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import NORMS
-from jaxvlm.nn.param import Init, contract, fan_in, normal, param, zeros
+from jaxvlm.nn.param import Init, affine, fan_in, normal, param, zeros
 from jaxvlm.parallel.rules import Axes, shard
 
 
@@ -51,7 +51,8 @@ class Connector(nnx.Module):
         self.newline = (
             param(init, (width,), ("norm",), normal(width**-0.5)) if config.newline else None
         )
-        level = dataclasses.replace(config, levels=0, newline=False, norm_merged=True)
+        behind = config.norm != "none"
+        level = dataclasses.replace(config, levels=0, newline=False, norm_merged=behind)
         self.levels: Any = (
             Connector(init.stacked(config.levels), axes, level, vision_width, width)
             if config.levels
@@ -77,11 +78,9 @@ class Connector(nnx.Module):
         if self.norm is not None and config.norm_merged:
             x = self.norm(x)
         if self.w_in is not None:
-            x = contract(x, self.w_in[...])
-            x = x if self.b_in is None else x + self.b_in[...].astype(x.dtype)
+            x = affine(x, self.w_in, self.b_in)
             x = ACTIVATIONS[config.activation](shard(self.axes, x, "batch", "seq", "mlp"))
-        x = contract(x, self.w_out[...])
-        return x if self.b_out is None else x + self.b_out[...].astype(x.dtype)
+        return affine(x, self.w_out, self.b_out)
 
     def deep(self, x: jax.Array, blocks: bool = False) -> jax.Array:
         """What DeepStack adds to the visual tokens in the decoder's first layers.
@@ -115,6 +114,7 @@ def check(config: ConnectorConfig) -> None:
         if getattr(config, field) not in known:
             said = f"{field}={getattr(config, field)!r}"
             raise ConfigError(f"config.model.connector.{said}; known: {', '.join(known)}")
+    refuse_unread(config, "config.model.connector")
 
 
 _KNOWN: dict[str, Collection[str]] = {

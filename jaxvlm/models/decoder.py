@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import jax
 from flax import nnx
 
-from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
+from jaxvlm.config import ConfigError, DecoderConfig, layer_windows, refuse_unread
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.kv import KVCache
@@ -142,6 +142,7 @@ def check(config: DecoderConfig) -> None:
         raise ConfigError(f"{where}.mlp_bias=True has no meaning with experts")
     if config.tied_embeddings and not config.head:
         raise ConfigError(f"{where}.head=False has no meaning with tied_embeddings=True")
+    refuse_unread(config, where)
     _check_names(config, where)
     _check_positions(config, where)
 
@@ -163,6 +164,9 @@ def _check_positions(config: DecoderConfig, where: str) -> None:
         raise ConfigError(
             f"{where}.rope_scaling.kind={scaling.kind!r}; known: {', '.join(SCALINGS)}"
         )
+    refuse_unread(scaling, f"{where}.rope_scaling")
+    if scaling.factor <= 0:
+        raise ConfigError(f"{where}.rope_scaling.factor={scaling.factor:g} must be above 0")
     if scaling.kind in ("dynamic", "llama3", "yarn") and scaling.original_length < 1:
         raise ConfigError(
             f"{where}.rope_scaling.original_length={scaling.original_length}: kind="

@@ -11,6 +11,7 @@ from jaxvlm.models.text_encoder import TextEncoder
 from jaxvlm.models.vit import ViT, normalised
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.nn.kernels import check_backend
+from jaxvlm.nn.norm import unit
 from jaxvlm.nn.param import Init, affine, constant, fan_in, param, zeros
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Batch, Out
@@ -141,12 +142,6 @@ class DualEncoder(nnx.Module):
             x = affine(x, w, getattr(self.head, f"{tower}_bias"))
         x = x.astype(jnp.float32)
         return unit(x) if self.config.normalize else x
-
-
-def unit(x: jax.Array) -> jax.Array:
-    """``x`` [..., E] at length 1 along its last dim; zeros stay zeros."""
-    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
 def check(config: DualConfig) -> None:

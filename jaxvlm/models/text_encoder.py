@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, TextConfig
+from jaxvlm.config import ConfigError, TextConfig, refuse_unread
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
@@ -161,6 +161,7 @@ def check(config: TextConfig) -> None:
     for field, known in (("pool", ("mean", *PLACES)), ("activation", tuple(ACTIVATIONS))):
         if (value := getattr(config, field)) not in known:
             raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(known)}")
+    refuse_unread(config, where)
     for field in ("vocab_size", "depth", "max_length"):
         if getattr(config, field) < 1:
             raise ConfigError(f"{where}.{field}={getattr(config, field)}: at least 1")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvlm.config import ConfigError, VisionConfig, feature_blocks
+from jaxvlm.config import ConfigError, VisionConfig, feature_blocks, refuse_unread
 from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
 from jaxvlm.models.pool import AttentionPool
 from jaxvlm.models.stem import STEMS
@@ -229,6 +229,7 @@ def check(config: VisionConfig) -> None:
         if getattr(config, field) not in known:
             said = f"{field}={getattr(config, field)!r}"
             raise ConfigError(f"{where}.{said}; known: {', '.join(known)}")
+    refuse_unread(config, where)
     if config.image_size % config.patch_size and not (config.crop_rest and config.stem == "linear"):
         raise ConfigError(
             f"{where}.image_size={config.image_size} is not a multiple of "
@@ -250,8 +251,6 @@ def check(config: VisionConfig) -> None:
             )
     if config.stem == "conv" and not config.patch_bias:
         raise ConfigError(f"{where}.patch_bias=False has no meaning for stem='conv'")
-    if config.keep_class_token and not config.class_token:
-        raise ConfigError(f"{where}.keep_class_token=True without class_token")
     if config.pool == "class" and not config.class_token:
         raise ConfigError(f"{where}.pool='class' without class_token")
     if config.pool != "none" and not config.post_norm:
@@ -275,12 +274,6 @@ def _check_packed(config: VisionConfig, where: str) -> None:
         head_dim = config.width // config.num_heads
         if config.rope_theta and head_dim % 4:
             raise ConfigError(f"{where}.rope_theta takes heads of 4n dims, not {head_dim}")
-    else:
-        names = ("patch_layout", "frames", "block", "rope_theta", "window")
-        default = VisionConfig()
-        for name in names:
-            if getattr(config, name) != getattr(default, name):
-                raise ConfigError(f"{where}.{name}={getattr(config, name)!r} without packed=True")
     if config.frames > 1 and config.patch_layout == "hwc":
         raise ConfigError(f"{where}.frames={config.frames} takes patch_layout='cthw'")
     if any(not 0 <= layer < config.depth for layer in config.full_layers):

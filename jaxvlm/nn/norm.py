@@ -57,3 +57,9 @@ NORMS: dict[str, Any] = {
     "layer": LayerNorm,
 }
 """Name -> norm of ``(init, width, eps)``."""
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """``x`` [..., E] at length 1 along its last dim; zeros stay zeros."""
+    square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))

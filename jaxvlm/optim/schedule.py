@@ -37,19 +37,22 @@ def make_schedule(config: OptimConfig, steps: int) -> Schedule:
     if config.schedule not in _DECAYS:
         known = ", ".join(_DECAYS)
         raise ConfigError(f"config.optim.schedule={config.schedule!r}; known: {known}")
-    if config.warmup_steps >= steps:
+    given = config.warmup_steps
+    warmup = round(given * steps) if given < 1 else round(given)
+    if warmup >= steps and given >= 1:
         raise ConfigError(
-            f"config.optim.warmup_steps={config.warmup_steps} leaves none of the {steps} steps; "
-            "lower it"
+            f"config.optim.warmup_steps={given:g} leaves none of the {steps} steps; "
+            "lower it; below 1 it is a share of the steps"
         )
-    decay = _DECAYS[config.schedule](config, steps - config.warmup_steps)
-    if not config.warmup_steps:
+    warmup = min(warmup, steps - 1)
+    decay = _DECAYS[config.schedule](config, steps - warmup)
+    if not warmup:
         return lambda step: jnp.asarray(decay(step), jnp.float32)
     # Step 0 already learns: its rate is one part of the way up.
-    rise = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+    rise = optax.linear_schedule(0.0, config.learning_rate, warmup)
 
     def schedule(step: jax.Array) -> jax.Array:
         warm = rise(step + 1)
-        return jnp.where(step < config.warmup_steps, warm, decay(step - config.warmup_steps))
+        return jnp.where(step < warmup, warm, decay(step - warmup))
 
     return schedule

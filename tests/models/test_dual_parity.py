@@ -211,6 +211,7 @@ def compare(case):
     for leaf in ("head/text", "text/table", "text/position", "text/stack/blocks/attn/wq"):
         assert np.linalg.norm(expected[leaf]) > 1e-4, leaf
     errors["worst gradient"] = worst_gradient(grads, expected)
+    errors["most"] = float(np.abs(logits - theirs.logits_per_image.detach().numpy()).max())
     return errors
 
 
@@ -253,11 +254,11 @@ BERTS = {
 @pytest.mark.parametrize("name", BERTS)
 def test_bert_is_torchs(name, record_property, shows):
     shows("bert", "import")
-    record_property("worst gradient", compare_bert(TEXT | BERTS[name]))
+    record_property("worst gradient", compare_bert(TEXT | BERTS[name])[2])
 
 
 def compare_bert(fields):
-    """Hidden states, each way of pooling, token types; the worst of all gradients."""
+    """Hidden states, each way of pooling, token types: errors of states, worst gradient."""
     width = fields["hidden_size"]
     theirs = shaken(transformers.BertModel(transformers.BertConfig(**fields)))
     model, params, weights = built(theirs.config.to_dict(), dict(theirs.named_parameters()))
@@ -291,7 +292,13 @@ def compare_bert(fields):
     assert relative(pooled["pooler"][np.array(right)], expected.pooler_output[right]) < 1e-4
     for pool, places in (("class", (0, 0, 3, 0)), ("last", (8, 3, 8, 5))):
         assert relative(pooled[pool], states[torch.arange(4), torch.tensor(places)]) < 1e-4
-    return worst_gradient(grads, their_gradients(theirs, weights))
+    off = np.asarray(x)[real] - states[torch.from_numpy(real)].detach().numpy()
+    worst = worst_gradient(grads, their_gradients(theirs, weights))
+    return (
+        relative(np.asarray(x)[real], states[torch.from_numpy(real)]),
+        float(abs(off).max()),
+        worst,
+    )
 
 
 DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
@@ -301,7 +308,7 @@ FAMILIES = ("clip", "siglip", "siglip2", "bert")
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(DRAWS))
-def test_settings_drawn_at_random_are_torchs(family, seed):
+def test_settings_drawn_at_random_are_torchs(family, seed, parity):
     """``JAXVLM_DRAWS=10`` draws ten a family."""
     rng = np.random.default_rng((seed, FAMILIES.index(family)))
 
@@ -322,10 +329,13 @@ def test_settings_drawn_at_random_are_torchs(family, seed):
     text = tower() | {"max_position_embeddings": LENGTH + one_of(0, 1, 7)}
     vision = tower() | {"patch_size": 4}
     if family == "bert":
-        compare_bert(TEXT | text | {"type_vocab_size": 3})
-    elif family == "clip":
-        compare(clip(one_of(2, EOS), vision, one_of(3, 8, 33), **text))
+        parity(family, seed, *compare_bert(TEXT | text | {"type_vocab_size": 3}))
+        return
+    if family == "clip":
+        case = clip(one_of(2, EOS), vision, one_of(3, 8, 33), **text)
     elif family == "siglip":
-        compare(siglip(one_of(True, False), vision, **text))
+        case = siglip(one_of(True, False), vision, **text)
     else:
-        compare(siglip2(one_of(True, False), vision, one_of(4, 16, 36), **text))
+        case = siglip2(one_of(True, False), vision, one_of(4, 16, 36), **text)
+    errors = compare(case)
+    parity(family, seed, errors["logits"], errors["most"], errors["worst gradient"])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from text_towers import (
-    LLAMA3,
+    FAMILIES,
     PROMPTS,
     TOWERS,
     VOCAB,
-    YARN,
     assert_torch_agrees,
+    drawn,
     in_sections,
     make_oracle,
     oracle,
@@ -154,69 +154,12 @@ def test_transformers_loads_what_we_write(name, tmp_path):
         assert torch.equal(again.state_dict()[tensor], x), tensor
 
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3Text"]
 DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
-
-
-def drawn(family, seed):
-    """Settings that the family knows, at random: odd widths, heads, scalings, windows, caps."""
-    rng = np.random.default_rng((seed, FAMILIES.index(family)))
-
-    def one_of(*values):
-        return values[rng.integers(len(values))]
-
-    kv, per_kv, depth = one_of(1, 2, 3), one_of(1, 2, 3), one_of(2, 3, 4)
-    heads = kv * per_kv
-    given = {
-        "hidden_size": heads * one_of(4, 8, 12),
-        "intermediate_size": one_of(28, 36, 52),
-        "num_hidden_layers": depth,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": one_of(6, 8, 10, 14),
-        "rms_norm_eps": one_of(1e-6, 1e-5, 1e-3),
-        "tie_word_embeddings": one_of(True, False),
-        "max_position_embeddings": one_of(8, 64),
-    }
-    act = one_of("silu", "gelu_pytorch_tanh", "relu")
-    given["hidden_activation" if family in ("Gemma2", "Gemma3Text") else "hidden_act"] = act
-    rope = one_of(
-        {"rope_type": "default", "rope_theta": 300.0},
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5},
-        {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0},
-        LLAMA3 | {"factor": one_of(2.0, 32.0)},
-        YARN | {"beta_slow": one_of(0.5, 2.0), "attention_factor": one_of(None, 1.3)},
-    )
-    given["rope_parameters"] = rope
-    kinds = [one_of("full_attention", "sliding_attention") for _ in range(depth)]
-    window = {"sliding_window": one_of(2, 5, 9)}
-    if family not in ("Mistral", "Qwen2"):
-        given["attention_bias"] = one_of(True, False)
-    if family == "Llama":
-        given["mlp_bias"] = one_of(True, False)
-    if family == "Mistral":
-        given |= one_of(window, {"sliding_window": None})
-    if family in ("Qwen2", "Qwen3"):
-        upper = {"max_window_layers": one_of(0, 1, 2)}
-        given |= one_of({}, window | {"use_sliding_window": True} | upper)
-    if family == "Qwen3Moe":
-        given |= one_of({}, window | {"use_sliding_window": True})
-        given |= {"num_experts": one_of(3, 4, 7), "num_experts_per_tok": one_of(1, 2, 3)}
-        given |= {"moe_intermediate_size": one_of(8, 12), "norm_topk_prob": one_of(True, False)}
-    if family in ("Gemma2", "Gemma3Text"):
-        given |= window | {"layer_types": kinds, "query_pre_attn_scalar": one_of(3, 16)}
-        given["final_logit_softcapping"] = one_of(None, 2.0, 30.0)
-    if family == "Gemma2":
-        given["attn_logit_softcapping"] = one_of(None, 1.0, 50.0)
-    if family == "Gemma3Text":
-        local = {"rope_type": "default", "rope_theta": one_of(10.0, 1e4)}
-        given["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-    return given
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(DRAWS))
-def test_settings_drawn_at_random_are_torchs(family, seed):
+def test_settings_drawn_at_random_are_torchs(family, seed, parity):
     """``JAXVLM_DRAWS=10`` draws ten a family."""
-    assert_torch_agrees(family, make_oracle(family, drawn(family, seed)))
+    parity(family, seed, *assert_torch_agrees(family, make_oracle(family, drawn(family, seed))))

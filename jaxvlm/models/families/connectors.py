@@ -102,7 +102,7 @@ def pooled_linear(vision: VisionConfig, tokens: int) -> ConnectorConfig:
     return ConnectorConfig(
         kind="linear",
         merge=patches // side,
-        pool="mean",
+        pool="mean" if side < patches else "concat",
         norm="rms_plus_one",
         norm_merged=True,
         norm_eps=vision.norm_eps,

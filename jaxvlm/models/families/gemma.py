@@ -7,6 +7,7 @@ capping, has five such layers to a global one, and another rotary base in them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -143,5 +144,6 @@ def _third(text: Mapping[str, Any], where: str) -> DecoderConfig:
         raise ConfigError(f"{where}rope_parameters: truncate is read by no Gemma")
     scaled = scaling(far, text["max_position_embeddings"], where + "rope_parameters")
     rotary = Rotary(float(theta), scaled)
-    variants = {"qk_norm": True, "local_rope_theta": float(local)}
-    return _later(text, where, rotary, text["sliding_window_pattern"], **variants)
+    found = _later(text, where, rotary, text["sliding_window_pattern"], qk_norm=True)
+    # Where all layers are global, nothing turns by the local base.
+    return dataclasses.replace(found, local_rope_theta=float(local)) if found.window else found

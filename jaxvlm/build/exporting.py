@@ -1,0 +1,174 @@
+"""Writing a model as the Hugging Face checkpoint that it came from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvlm.build import pretrained
+from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.io import hf
+from jaxvlm.types import Params, WeightMap
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What weights may be written as -> its name in a safetensors file."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5")
+_FOLDERS = ("additional_chat_templates",)
+_SMALL = 2**27  # bytes: what is larger is no tokenizer
+
+
+def keep(source: pretrained.Source, workdir: pathlib.Path) -> None:
+    """Keep in ``workdir`` what answering and exporting need besides the weights."""
+    if (workdir / pretrained.SAVED).is_dir():
+        return
+    half = workdir / f"{pretrained.SAVED}.tmp"  # whole or not at all
+    shutil.rmtree(half, ignore_errors=True)
+    _copy_files(source.files, half)
+    layout = {name: list(stored) for name, stored in hf.read_layout(source.weights).items()}
+    (half / pretrained.LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
+    half.rename(workdir / pretrained.SAVED)
+
+
+def export(
+    workdir: pathlib.Path,
+    output: pathlib.Path,
+    params: Params,
+    config: ModelConfig,
+    dtype: str = "",
+) -> dict[str, Any]:
+    """Write a run's weights as the checkpoint they came from: its names, files and shards.
+
+    Args:
+        workdir: of the run.
+        output: a new folder.
+        params: all of them.
+        config: of the model.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; "" is each tensor's own.
+
+    Returns:
+        How many ``tensors`` and ``bytes`` were written.
+
+    Raises:
+        ConfigError: as :func:`exported`.
+    """
+    source = exported(workdir, output, config, dtype)
+    stored = pretrained.json_object(workdir / pretrained.SAVED / pretrained.LAYOUT)
+    layout = {
+        name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
+    }
+    weights = source.family.weights(config)
+    return write(workdir / pretrained.SAVED, output, params, weights, layout, dtype)
+
+
+def exported(
+    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig, dtype: str
+) -> pretrained.Source:
+    """The checkpoint that a run's weights are written like.
+
+    Args:
+        workdir: of the run.
+        output: where they are to be written.
+        config: of the model.
+        dtype: that is asked for.
+
+    Raises:
+        ConfigError: the run has no Hugging Face family, the folder is not empty, or the dtype is
+            unknown.
+    """
+    source = pretrained.find(config.checkpoint, workdir)
+    if source is None or not (workdir / pretrained.SAVED / pretrained.LAYOUT).is_file():
+        raise ConfigError(
+            f"{workdir}: its model was made from scratch, not from a Hugging Face checkpoint "
+            "(config.model.checkpoint), so no library there knows it"
+        )
+    _check_output(output, dtype)
+    return source
+
+
+def write(
+    files: pathlib.Path,
+    output: pathlib.Path,
+    params: Params,
+    weights: WeightMap,
+    layout: hf.Layout,
+    dtype: str = "",
+) -> dict[str, Any]:
+    """Write a checkpoint; every process calls it.
+
+    Args:
+        files: folder of all that is no weight.
+        output: a new folder.
+        params: all of them.
+        weights: which tensors hold which parameters.
+        layout: of the source; what is no float in it is left out.
+        dtype: as for :func:`export`.
+
+    Returns:
+        How many ``tensors`` and ``bytes`` were written.
+
+    Raises:
+        ConfigError: the folder is not empty, or there is no such dtype.
+    """
+    _check_output(output, dtype)
+    layout = {
+        name: stored._replace(dtype=DTYPES.get(dtype, stored.dtype))
+        for name, stored in layout.items()
+        if stored.dtype in hf.DTYPES
+    }
+    with new_folder(output) as half:
+        if not jax.process_index():
+            _copy_files(files, half)
+            if dtype:
+                _state_dtype(half / "config.json", dtype)
+        hf.write_params(half, params, weights, layout)
+    sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
+    return {"tensors": len(layout), "bytes": int(sum(sizes))}
+
+
+def _check_output(output: pathlib.Path, dtype: str) -> None:
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output={output} is not empty; give a new folder")
+    if dtype not in DTYPES and dtype:
+        raise ConfigError(f"--dtype={dtype}; known: {', '.join(DTYPES)}")
+
+
+@contextlib.contextmanager
+def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write in, on process 0, that becomes ``output`` when all is written."""
+    half = output.with_name(output.name + ".jaxvlm-tmp")
+    if not jax.process_index():
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir(parents=True)
+    yield half
+    if not jax.process_index():
+        if output.exists():
+            output.rmdir()
+        half.rename(output)
+
+
+def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copy all of a checkpoint's folder but its weights, and sentence-transformers' modules."""
+    target.mkdir(parents=True, exist_ok=True)
+    for module in pretrained.modules(source):
+        if module.get("path") and (source / module["path"]).is_dir():
+            _copy_files(source / module["path"], target / module["path"])
+    for folder in _FOLDERS:
+        if (source / folder).is_dir():
+            shutil.copytree(source / folder, target / folder)
+    for path in sorted(source.iterdir()):
+        other = path.name == pretrained.LAYOUT or any(path.match(p) for p in _WEIGHTS)
+        if path.is_file() and not other and path.stat().st_size < _SMALL:
+            shutil.copyfile(path, target / path.name)
+
+
+def _state_dtype(path: pathlib.Path, dtype: str) -> None:
+    config = pretrained.json_object(path)
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n", encoding="utf-8")

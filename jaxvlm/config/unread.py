@@ -1,0 +1,84 @@
+"""Settings that are read only where another one says so; a value elsewhere would be lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxvlm.config.convert import ConfigError
+from jaxvlm.config.schema import (
+    ConnectorConfig,
+    DecoderConfig,
+    RopeScaling,
+    TextConfig,
+    VisionConfig,
+)
+
+Rule = tuple[str, str, Callable[[Any], Any]]
+
+
+def refuse_unread(config: Any, where: str) -> None:
+    """Refuse a setting that differs from its default where nothing reads it.
+
+    Args:
+        config: a dataclass of the schema.
+        where: what error messages call it.
+
+    Raises:
+        ConfigError: the setting, and what it needs.
+    """
+    default = type(config)()
+    for names, needs, read in _RULES[type(config)]:
+        if read(config):
+            continue
+        for name in names.split():
+            if (value := getattr(config, name)) != getattr(default, name):
+                raise ConfigError(f"{where}.{name}={value!r} is not read without {needs}")
+
+
+def _kinds(*kinds: str) -> Callable[[RopeScaling], bool]:
+    return lambda scaling: scaling.kind in kinds
+
+
+_RULES: dict[type, tuple[Rule, ...]] = {
+    VisionConfig: (
+        ("patch_layout frames block rope_theta window", "packed=True", lambda c: c.packed),
+        (
+            "position_resize",
+            "packed=True and position='learned'",
+            lambda c: c.packed and c.position == "learned",
+        ),
+        ("full_layers", "a window", lambda c: c.window),
+        ("keep_class_token", "class_token=True", lambda c: c.class_token),
+    ),
+    ConnectorConfig: (
+        ("hidden activation", "kind='mlp'", lambda c: c.kind == "mlp"),
+        ("pool", "a merge above 1", lambda c: c.merge > 1),
+        ("norm_merged norm_eps", "a norm", lambda c: c.norm != "none"),
+    ),
+    RopeScaling: (
+        ("factor", "a kind that stretches", lambda c: c.kind != "default"),
+        (
+            "original_length",
+            "kind='dynamic', 'llama3' or 'yarn'",
+            _kinds("dynamic", "llama3", "yarn"),
+        ),
+        ("low_factor high_factor", "kind='llama3'", _kinds("llama3")),
+        ("beta_fast beta_slow whole_dims", "kind='yarn'", _kinds("yarn")),
+    ),
+    DecoderConfig: (
+        ("window_pattern local_rope_theta", "a window", lambda c: c.window),
+        ("experts_per_token normalize_experts", "num_experts", lambda c: c.num_experts),
+        ("rope_interleaved", "rope_sections", lambda c: c.rope_sections),
+        ("logit_cap", "head=True", lambda c: c.head),
+    ),
+    TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
+}
+"""Group of settings -> (names, what they need, whether the group has it)."""
+
+assert all(
+    set(name.split()) <= {field.name for field in dataclasses.fields(kind)}
+    for kind, rules in _RULES.items()
+    for name, _, _ in rules
+)

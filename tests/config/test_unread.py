@@ -1,0 +1,42 @@
+"""A setting that nothing would read is refused, not ignored."""
+
+import dataclasses
+
+import pytest
+
+from jaxvlm.config import (
+    ConfigError,
+    ConnectorConfig,
+    DecoderConfig,
+    RopeScaling,
+    TextConfig,
+    VisionConfig,
+    refuse_unread,
+)
+
+CASES = [
+    (VisionConfig(), {"position_resize": "antialias"}, {"packed": True}),
+    (VisionConfig(packed=True), {"full_layers": (0,)}, {"window": 32}),
+    (VisionConfig(), {"keep_class_token": True}, {"class_token": True}),
+    (ConnectorConfig(kind="linear"), {"hidden": 8}, {"kind": "mlp"}),
+    (ConnectorConfig(), {"pool": "mean"}, {"merge": 2}),
+    (ConnectorConfig(), {"norm_merged": True}, {"norm": "rms"}),
+    (RopeScaling(), {"factor": 2.0}, {"kind": "linear"}),
+    (RopeScaling("linear"), {"original_length": 8}, {"kind": "dynamic"}),
+    (RopeScaling("yarn"), {"low_factor": 2.0}, {"kind": "llama3"}),
+    (RopeScaling("llama3"), {"beta_fast": 2.0}, {"kind": "yarn"}),
+    (DecoderConfig(), {"local_rope_theta": 1e4}, {"window": 8}),
+    (DecoderConfig(), {"window_pattern": (True, False)}, {"window": 8}),
+    (DecoderConfig(), {"experts_per_token": 2}, {"num_experts": 4}),
+    (DecoderConfig(), {"rope_interleaved": True}, {"rope_sections": (4, 2, 2)}),
+    (TextConfig(), {"eos_id": 3}, {"pool": "eos"}),
+]
+
+
+@pytest.mark.parametrize(("config", "asked", "needs"), CASES)
+def test_what_nothing_reads_is_refused(config, asked, needs):
+    (name,) = asked
+    refuse_unread(config, "here")
+    with pytest.raises(ConfigError, match=rf"here\.{name}=.* is not read without"):
+        refuse_unread(dataclasses.replace(config, **asked), "here")
+    refuse_unread(dataclasses.replace(config, **asked, **needs), "here")
