@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -11,16 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvlm.config import DualConfig, ModelConfig
+from jaxvlm.config import DualConfig, ModelConfig, StrategyConfig
 from jaxvlm.models import lora, quantized
 from jaxvlm.models.dual import DualEncoder
 from jaxvlm.models.quantized import Dims
 from jaxvlm.models.vlm import VLM
 from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, split
-from jaxvlm.parallel.rules import Axes
+from jaxvlm.parallel.rules import Axes, split_over
 from jaxvlm.types import Batch, Logical, Out, Params
 
 Config = TypeVar("Config", ModelConfig, DualConfig)
+_FSDP = StrategyConfig()
 _TOWERS = ("vision", "connector", "decoder", "text", "head")
 
 
@@ -34,11 +36,28 @@ class Model(Generic[Config]):
     """Static; :func:`jaxvlm.nn.param.merge` makes a module of it and parameters."""
     shapes: dict[str, jax.ShapeDtypeStruct]
     logical: dict[str, Logical]
-    shardings: dict[str, NamedSharding]
+    strategy: StrategyConfig
     adapted: dict[str, Dims]
     """The linear maps that have an adapter."""
     packed: dict[str, Dims]
     """Those that are kept in eight bits."""
+
+    @functools.cached_property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """Where parameters lie between steps."""
+        return self.layout(self.strategy.params)
+
+    def layout(self, split: tuple[str, ...]) -> dict[str, NamedSharding]:
+        """Where all parameters lie with their wide dims over the batch axes ``split``.
+
+        Raises:
+            ConfigError: a dim that its mesh axes do not divide.
+        """
+        axes = Axes(self.mesh, split_over(split))
+        return {
+            path: axes.parameter(path, self.logical[path], x.shape)
+            for path, x in self.shapes.items()
+        }
 
     def init(self, seed: int) -> Params:
         """Random parameters, born sharded; the same on every mesh."""
@@ -127,12 +146,13 @@ class Model(Generic[Config]):
         return {**whole, **run({path: whole[path] for path in maps})}
 
 
-def build_model(config: Config, mesh: Mesh) -> Model[Config]:
+def build_model(config: Config, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> Model[Config]:
     """The model of ``config`` on ``mesh``; allocates nothing.
 
     Args:
         config: dims and variants, the vocabulary's size set.
         mesh: where it will run.
+        strategy: over which of its axes parameters are split.
 
     Raises:
         ConfigError: dims that do not fit each other or the mesh.
@@ -145,7 +165,7 @@ def build_model(config: Config, mesh: Mesh) -> Model[Config]:
         seen["logical"], seen["linear"] = logical_axes(module), linear_maps(module)
         return params
 
-    shapes, axes = jax.eval_shape(draw, jax.random.key(0)), _axes(mesh)
+    shapes = jax.eval_shape(draw, jax.random.key(0))
     logical = seen["logical"]
     adapted = lora.find(config.lora, seen["linear"], logical)
     packed = lora.packed(config.lora, seen["linear"], logical)
@@ -154,11 +174,9 @@ def build_model(config: Config, mesh: Mesh) -> Model[Config]:
         quantized.parameters(packed, shapes, logical),
     ):
         shapes, logical = {**shapes, **more}, {**logical, **words}
-    shardings = {
-        path: axes[path.split("/")[0]].parameter(path, logical[path], x.shape)
-        for path, x in shapes.items()
-    }
-    return Model(config, mesh, seen["graph"], shapes, logical, shardings, adapted, packed)
+    model = Model(config, mesh, seen["graph"], shapes, logical, strategy, adapted, packed)
+    _ = model.shardings  # dims that the mesh does not divide are refused here
+    return model
 
 
 def _axes(mesh: Mesh) -> dict[str, Axes]:

@@ -23,6 +23,7 @@ from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import local_rows, to_global
+from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import programs
 from jaxvlm.types import TrainState
 
@@ -55,7 +56,10 @@ class Run:
         self.workdir = pathlib.Path(workdir) if workdir else None
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
-        self.mesh = make_mesh(given.mesh, devices)
+        devices = jax.devices() if devices is None else list(devices)
+        mesh, strategy = resolve(given.strategy, given.mesh, devices)
+        given = dataclasses.replace(given, mesh=mesh, strategy=strategy)
+        self.mesh = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)
         self.source = pretrained.find(given.model.checkpoint, self.workdir)
         given = pretrained.with_source(given, self.source)
@@ -68,7 +72,7 @@ class Run:
         self.config = dataclasses.replace(
             given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
         )
-        self.model: Model = build_model(self.config.model, self.mesh)
+        self.model: Model = build_model(self.config.model, self.mesh, strategy)
         self.dataset = inputs.make_dataset(
             self.config, given.data.train, self.tokenizer, self.pictures, read
         )

@@ -19,12 +19,12 @@ from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
-from jaxvlm.parallel.sharding import follow, replicated
+from jaxvlm.parallel.sharding import constrain, follow, replicated
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
 from jaxvlm.train.runner import Microbatched, PlainRunner, check_parts
-from jaxvlm.train.step import init_state, make_step
-from jaxvlm.types import Batch, Params, TrainState
+from jaxvlm.train.step import ANYWHERE, Placement, init_state, make_step
+from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def build_training(
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
             fit ``steps``.
     """
-    trainable, frozen = _split(model, model.shapes, config.optim.frozen)
+    trainable, _ = _split(model, model.shapes, config.optim.frozen)
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
@@ -98,8 +98,6 @@ def build_training(
         {p: model.logical[p] for p in trainable},
         _used_layers(config.model.vision),
     )
-    plain = PlainRunner(model.apply)
-    runner = Microbatched(plain, config.microbatches) if config.microbatches > 1 else plain
     loss = make_loss(config)
     check_parts(config.microbatches, loss, config.data.batch_size)
     shards = batch_shards(model.mesh)
@@ -108,29 +106,67 @@ def build_training(
             f"config.microbatches={config.microbatches} on {shards} data shards does not divide "
             f"data.batch_size={config.data.batch_size}: each part needs a row for every shard"
         )
-    step = make_step(runner, loss, tx)
-    shardings = _shardings(model, trainable, frozen, tx)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(model.mesh)))
-    shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), trainable, frozen)
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
-    )
-
-    def init(params: Params) -> TrainState:
-        p, f = _split(model, params, config.optim.frozen)
-        make = jax.jit(
-            lambda p, f: init_state(p, f, tx), out_shardings=shardings, donate_argnums=(0, 1)
-        )
-        return make(p, f)
-
+    parts = (loss, tx, config.microbatches, config.optim.frozen)
+    step, abstract, init = assemble(model, *parts)
     return Training(
         model,
-        Programs(jitted, say),
+        Programs(step, say),
         abstract,
         lambda step: float(schedule(jnp.asarray(step))),
         sorted(trainable),
         init,
     )
+
+
+def assemble(
+    model: Model,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    microbatches: int = 1,
+    frozen: tuple[str, ...] = (),
+) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
+    """A step of any model, loss and optimizer under the model's strategy.
+
+    Args:
+        model: on its mesh.
+        loss: sums and weights.
+        tx: over the trainable parameters, ``{path: array}``.
+        microbatches: parts that a batch's gradient is summed over.
+        frozen: path patterns of parameters that stay as they are.
+
+    Returns:
+        The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
+        shardings; and what makes the first state of all parameters, consuming them.
+    """
+    split, here = model.strategy, model.mesh
+    moments = model.layout(split.optimizer)
+    runner: Runner = PlainRunner(model.apply)
+    if microbatches > 1:
+        place = constrain(model.layout(split.gradients))
+        runner = Microbatched(PlainRunner(model.apply), microbatches, place)
+    kept = split.gathered == split.params
+    gathered = ANYWHERE.gathered if kept else constrain(model.layout(split.gathered))
+    step = make_step(runner, loss, tx, Placement(gathered, constrain(moments)))
+    own, still = _split(model, model.shapes, frozen)
+    shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), own, still)
+    everywhere: Any = jax.tree.map(lambda _: replicated(here), shapes)
+    shardings: TrainState = everywhere._replace(
+        params={path: model.shardings[path] for path in own},
+        frozen={path: model.shardings[path] for path in still},
+        opt_state=follow(shapes.opt_state, moments, here),
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+
+    def init(params: Params) -> TrainState:
+        make = jax.jit(
+            lambda p, f: init_state(p, f, tx), out_shardings=shardings, donate_argnums=(0, 1)
+        )
+        return make(*_split(model, params, frozen))
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(here)))
+    return jitted, abstract, init
 
 
 def _split(model: Model, params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
@@ -150,16 +186,3 @@ def _used_layers(vision: VisionConfig) -> dict[str, int]:
     if vision.pool == "attention":
         used["vision/head/*"] = 0
     return used
-
-
-def _shardings(
-    model: Model, trainable: Params, frozen: Params, tx: optax.GradientTransformation
-) -> TrainState:
-    """The sharding of each leaf of the state."""
-    shapes: Any = jax.eval_shape(lambda p, f: init_state(p, f, tx), trainable, frozen)
-    everywhere = jax.tree.map(lambda _: replicated(model.mesh), shapes)
-    return everywhere._replace(
-        params={path: model.shardings[path] for path in trainable},
-        frozen={path: model.shardings[path] for path in frozen},
-        opt_state=follow(shapes.opt_state, model.shardings, model.mesh),
-    )

@@ -75,7 +75,7 @@ def _checked(value: Any, kind: Any, path: str) -> Any:
         return float(value)
     wrong_bool = isinstance(value, bool) and kind is not bool
     if isinstance(kind, types.GenericAlias) or wrong_bool or not isinstance(value, kind):
-        raise ConfigError(f"{path} must be {kind.__name__}, not {value!r}")
+        raise ConfigError(f"{path} must be {getattr(kind, '__name__', kind)}, not {value!r}")
     return value
 
 

@@ -204,12 +204,28 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class StrategyConfig:
+    """Which batch axes of the mesh (data, fsdp) each part of the state is split over.
+
+    Rows of a batch are split over both always. Each part names a part of those of the next
+    but one: gathered of params, params of optimizer.
+    """
+
+    name: str = ""  # preset (docs/strategies.md) that says the mesh's axis and all fields below
+    params: tuple[str, ...] = ("fsdp",)  # parameters, between steps
+    gathered: tuple[str, ...] = ("fsdp",)  # parameters, from a step's begin on: what is left is
+    # gathered layer by layer, in the forward pass and again in the backward pass
+    gradients: tuple[str, ...] = ("fsdp",)  # their sum over microbatches
+    optimizer: tuple[str, ...] = ("fsdp",)  # moments, and the update
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """AdamW with a warm-up."""
 
     learning_rate: float = 1e-3
     schedule: str = "cosine"  # cosine | linear | constant
-    warmup_steps: float = 0.05  # below 1: the share of all steps
+    warmup_steps: int | float = 0.05  # below 1: the share of all steps
     final_share: float = 0.0  # of learning_rate, at the last step
     b1: float = 0.9
     b2: float = 0.999
@@ -276,6 +292,7 @@ class TrainConfig:
 
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
+    strategy: StrategyConfig = StrategyConfig()
     optim: OptimConfig = OptimConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()

@@ -44,6 +44,11 @@ ACTIVATIONS: dict[str, Place] = {
 """Activations: rows over the data axes, heads and MLP width over ``tensor``."""
 
 
+def split_over(axes: tuple[str, ...]) -> tuple[tuple[str, Place], ...]:
+    """:data:`PARAMETERS` with wide dims split over ``axes`` of the batch instead of ``fsdp``."""
+    return tuple({**PARAMETERS, "embed": axes or None}.items())
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """A mesh and the rules of one tower, kept by each module. Static and hashable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Params
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -83,6 +84,24 @@ def follow(tree: Any, like: dict[str, NamedSharding], mesh: Mesh) -> Any:
         return like[key] if leaf.ndim and key in like else replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def constrain(shardings: Mapping[str, NamedSharding]) -> Callable[[Params], Params]:
+    """A function that pins where parameters, or their gradients, lie.
+
+    Args:
+        shardings: by path; of more paths than it will be given.
+    """
+
+    def pin(tree: Params) -> Params:
+        return {
+            path: jax.lax.with_sharding_constraint(x, shardings[path])
+            if shardings[path].mesh.size > 1
+            else x
+            for path, x in tree.items()
+        }
+
+    return pin
 
 
 def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:

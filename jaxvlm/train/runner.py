@@ -67,6 +67,8 @@ class Microbatched:
 
     runner: PlainRunner
     parts: int
+    place: Callable[[Params], Params] = lambda grads: grads
+    """Pins where the sum of gradients lies, and each part's own before it is added."""
 
     def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
         """The forward pass, undivided."""
@@ -91,13 +93,13 @@ class Microbatched:
             return jnp.moveaxis(x.reshape(rows // self.parts, self.parts, *x.shape[1:]), 1, 0)
 
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
-            new = self.runner.loss_grad(params, frozen, part, loss, scale)
-            return jax.tree.map(jnp.add, carry, new), None
+            sums, grads = self.runner.loss_grad(params, frozen, part, loss, scale)
+            return jax.tree.map(jnp.add, carry, (sums, self.place(grads))), None
 
         dealt = jax.tree.map(deal, batch)
         like = jax.eval_shape(
             lambda p: self.runner.loss_grad(params, frozen, p, loss, scale),
             jax.tree.map(lambda x: x[0], dealt),
         )
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return jax.lax.scan(add, nothing, dealt)[0]
+        sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jax.lax.scan(add, (sums, self.place(grads)), dealt)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,37 @@ from jaxvlm.types import Batch, Guard, Loss, Params, Runner, TrainState
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
 
+class Placement(NamedTuple):
+    """Where a step pins what it computes; each takes and gives parameters or gradients."""
+
+    gathered: Callable[[Params], Params] = lambda params: params
+    """Parameters before the first layer."""
+    update: Callable[[Params], Params] = lambda params: params
+    """Gradients, and the parameters that they change."""
+
+
+ANYWHERE = Placement()
+
+
 def init_state(params: Params, frozen: Params, tx: optax.GradientTransformation) -> TrainState:
     """The state before the first step; under ``jit``, so that it is born sharded."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, frozen, tx.init(params), (), (), Guard(zero, zero))
 
 
-def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> Step:
+def make_step(
+    runner: Runner,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    place: Placement = ANYWHERE,
+) -> Step:
     """``step(state, batch) -> (state, metrics)``, pure and ready for ``jax.jit``.
 
     Args:
         runner: how the model is run.
         loss: sums and weights.
         tx: the optimizer over trainable parameters.
+        place: what a strategy splits over the mesh.
 
     Returns:
         The step. Its metrics are scalars: the loss and, where it has several, its terms as
@@ -39,8 +57,9 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         scale = scales(loss, batch)
-        sums, grads = runner.loss_grad(state.params, state.frozen, batch, loss, scale)
-        value = total(sums, scale)
+        params, frozen = place.gathered(state.params), place.gathered(state.frozen)
+        sums, grads = runner.loss_grad(params, frozen, batch, loss, scale)
+        value, grads, old = total(sums, scale), place.update(grads), place.update(state.params)
 
         norms = jnp.stack(
             [jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())]
@@ -48,11 +67,11 @@ def make_step(runner: Runner, loss: Loss, tx: optax.GradientTransformation) -> S
         ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
         bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
 
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = tx.update(grads, state.opt_state, old)
+        params = optax.apply_updates(old, updates)
         new = state._replace(
             step=state.step + 1,
-            params=_select(ok, params, state.params),
+            params=_select(ok, params, old),
             opt_state=_select(ok, opt_state, state.opt_state),
             guard=Guard(
                 skipped=state.guard.skipped + (~ok).astype(jnp.int32),

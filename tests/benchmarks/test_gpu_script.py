@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_every_kind_of_part_runs(tmp_path):
     pytest.importorskip("torch", reason="the peer; Python 3.11 only")
     env = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", XLA_FLAGS="")

@@ -152,7 +152,7 @@ sys.modules["torch"] = None
 from jaxvlm.cli.main import run
 folder, workdir, data, recipe = sys.argv[1:]
 common = [f"--config={recipe}:{folder}", f"--config.data.train={data}", f"--workdir={workdir}"]
-assert run(["train", *common, "--config.steps=1", "--config.data.max_length=64"]) == 0
+assert run(["train", *common, "--config.steps=1", "--config.epochs=0.0"]) == 0
 assert run(["export", f"--workdir={workdir}", f"--output={workdir}/out"]) == 0
 assert run(["generate", f"--checkpoint={workdir}/out", "--prompt=is it red?", "--max_new=2"]) == 0
 assert run(["data", "check", data, common[0]]) == 0

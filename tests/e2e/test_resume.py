@@ -102,7 +102,7 @@ def kill_and_resume(data, workdir, steps, kills, seed):
     finish(start(workdir, data, *args))
 
 
-@pytest.mark.parametrize("kills, steps", [(2, 120), pytest.param(10, 600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills, steps", [(1, 40), pytest.param(10, 600, marks=pytest.mark.long)])
 def test_kill_minus_nine_loses_nothing(data, tmp_path, kills, steps):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     finish(start(whole, data, f"--config.steps={steps}"))

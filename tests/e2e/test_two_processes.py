@@ -28,6 +28,7 @@ def together(workdir, data, *args):
     ]
 
 
+@pytest.mark.long
 def test_two_processes_give_one_processs_losses(data, tmp_path):
     args = ("--config.mesh.data=4", "--config.mesh.fsdp=2", f"--config.data.eval={data}")
     alone, both = tmp_path / "alone", tmp_path / "both"

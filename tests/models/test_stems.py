@@ -86,7 +86,7 @@ def test_sincos_rows_are_distinct_and_bounded():
         ({"packed": True, "block": 2, "window": 48}, "patch_size x block = 32"),
         ({"packed": True, "rope_theta": 1e4, "width": 24}, "heads of 4n dims, not 6"),
         ({"packed": True, "frames": 2}, "patch_layout='cthw'"),
-        ({"packed": True, "full_layers": (2,)}, "not all in 0..1"),
+        ({"packed": True, "window": 32, "full_layers": (2,)}, "not all in 0..1"),
     ],
 )
 def test_dims_that_do_not_fit_are_refused(fields, says):

@@ -1,0 +1,137 @@
+"""Strategies by the names that users know: which mesh, and what lies split over its axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
+from jaxvlm.parallel.mesh import BATCH_AXES
+
+_FIELDS = ("params", "gathered", "gradients", "optimizer")
+_NOT_SET = MeshConfig()
+
+
+def resolve(
+    strategy: StrategyConfig, mesh: MeshConfig, devices: Sequence[jax.Device]
+) -> tuple[MeshConfig, StrategyConfig]:
+    """The mesh and the split that settings ask for.
+
+    Args:
+        strategy: a preset's name, or fields of one's own.
+        mesh: the preset's axis takes all devices that the mesh does not give to others.
+        devices: of the run.
+
+    Returns:
+        Both with the preset filled in; resolving them again changes nothing.
+
+    Raises:
+        ConfigError: an unknown name, fields or a mesh that contradict it, or a split that is none.
+    """
+    where = "config.strategy"
+    if strategy.name:
+        if strategy.name not in PRESETS:
+            known = ", ".join(PRESETS)
+            raise ConfigError(f"{where}.name={strategy.name!r}; known: {known}")
+        made = PRESETS[strategy.name]
+        default = StrategyConfig()
+        for field in _FIELDS:
+            given, wanted = getattr(strategy, field), getattr(made, field)
+            if given not in (getattr(default, field), wanted):
+                raise ConfigError(
+                    f"{where}.{field}={given} is not {strategy.name}, which has {wanted}; leave "
+                    f"one of {where}.{field} and {where}.name out"
+                )
+        strategy = dataclasses.replace(made, name=strategy.name)
+        mesh = _MESHES[strategy.name](mesh, devices)
+    _check(strategy, where)
+    return mesh, strategy
+
+
+def num_hosts(devices: Sequence[jax.Device]) -> int:
+    """Groups of devices with fast links among them: slices of a TPU, else processes."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if None not in slices and devices[0].platform == "tpu":
+        return len(slices)
+    return len({device.process_index for device in devices})
+
+
+def _check(strategy: StrategyConfig, where: str) -> None:
+    for field in _FIELDS:
+        value = getattr(strategy, field)
+        if unknown := [axis for axis in value if axis not in BATCH_AXES]:
+            raise ConfigError(
+                f"{where}.{field}={value}: {unknown[0]!r} is none of {', '.join(BATCH_AXES)}"
+            )
+        if len(set(value)) < len(value):
+            raise ConfigError(f"{where}.{field}={value} names an axis twice")
+    for inner, outer in (("gathered", "params"), ("params", "optimizer")):
+        if extra := set(getattr(strategy, inner)) - set(getattr(strategy, outer)):
+            raise ConfigError(
+                f"{where}.{inner}={getattr(strategy, inner)} is split over {extra.pop()!r}, which "
+                f"{where}.{outer}={getattr(strategy, outer)} is not"
+            )
+
+
+def _single(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
+    one = MeshConfig(1, 1, 1)
+    if mesh not in (_NOT_SET, one):
+        raise ConfigError(f"config.strategy.name='single' takes one device, not {mesh}")
+    return one
+
+
+def _data(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
+    if mesh.fsdp != 1:
+        raise ConfigError(
+            f"config.mesh.fsdp={mesh.fsdp}: config.strategy.name='ddp' splits nothing over fsdp; "
+            "its devices lie on config.mesh.data"
+        )
+    return mesh
+
+
+def _fsdp(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
+    """All devices on ``fsdp``, unless the mesh says how many."""
+    if mesh.data == -1 and mesh.fsdp == 1:
+        return dataclasses.replace(mesh, data=1, fsdp=-1)
+    return mesh
+
+
+def _hybrid(mesh: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
+    """``data`` over hosts or slices, ``fsdp`` inside each."""
+    if mesh.data == -1 and mesh.fsdp == 1:
+        mesh = dataclasses.replace(mesh, data=num_hosts(devices), fsdp=-1)
+    if mesh.data == 1:
+        raise ConfigError(
+            "config.strategy.name='hybrid_shard' and 'hpz' take several groups of devices, and "
+            "there is one host: set config.mesh.data to the number of groups, or take 'fsdp'"
+        )
+    return mesh
+
+
+_ALL, _INNER, _NONE = BATCH_AXES, ("fsdp",), ()
+PRESETS: dict[str, StrategyConfig] = {
+    "single": StrategyConfig("", _NONE, _NONE, _NONE, _NONE),
+    "ddp": StrategyConfig("", _NONE, _NONE, _NONE, _NONE),
+    "zero1": StrategyConfig("", _NONE, _NONE, _NONE, _INNER),
+    "zero2": StrategyConfig("", _NONE, _NONE, _INNER, _INNER),
+    "zero3": StrategyConfig("", _INNER, _INNER, _INNER, _INNER),
+    "fsdp": StrategyConfig("", _INNER, _INNER, _INNER, _INNER),
+    "fsdp_no_reshard": StrategyConfig("", _INNER, _NONE, _INNER, _INNER),
+    "hybrid_shard": StrategyConfig("", _INNER, _INNER, _INNER, _INNER),
+    "hpz": StrategyConfig("", _ALL, _INNER, _ALL, _ALL),
+}
+"""Name -> what is split over which mesh axes. Sources: ZeRO, arXiv 1910.02054; FSDP, arXiv
+2304.11277; hpZ of ZeRO++, arXiv 2306.10209."""
+_MESHES: dict[str, Callable[[MeshConfig, Sequence[jax.Device]], MeshConfig]] = {
+    "single": _single,
+    "ddp": _data,
+    "zero1": _fsdp,
+    "zero2": _fsdp,
+    "zero3": _fsdp,
+    "fsdp": _fsdp,
+    "fsdp_no_reshard": _fsdp,
+    "hybrid_shard": _hybrid,
+    "hpz": _hybrid,
+}

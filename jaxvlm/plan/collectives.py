@@ -1,0 +1,275 @@
+"""What a compiled program sends between devices: read from its HLO text.
+
+``cost_analysis`` counts no bytes on the wire, so the program itself is read: every collective,
+times the trip counts of the loops around it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "c64": 64, "c128": 128}
+_KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
+_OP = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_CALLS = re.compile(
+    r"(?:body|condition|calls|to_apply|called_computations|branch_computations|"
+    r"true_computation|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'known_trip_count[^0-9]*"?n"?\D*(\d+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of message, over one set of mesh axes, of one element type."""
+
+    kind: str
+    axes: tuple[str, ...]
+    """Mesh axes whose devices take part; () where groups follow no axis."""
+    dtype: str
+    count: int
+    """How often a step runs it."""
+    wire_bytes: int
+    """Bytes that a device sends in a step, by the ring algorithm."""
+
+
+def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
+    """The collectives of a compiled program.
+
+    Args:
+        text: ``compiled.as_text()``.
+        mesh: axis -> devices, in the order of the mesh's dims.
+
+    Returns:
+        Sums over like ones, most bytes first. A ring of permutes is counted as what it sends.
+
+    Raises:
+        ValueError: a loop around a collective whose trip count is not known.
+    """
+    bodies, entry = _computations(text)
+    found: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
+    sent: dict[tuple[str, tuple[str, ...], str], float] = collections.defaultdict(float)
+    for name, times in _multiplicity(bodies, entry).items():
+        for line in bodies[name]:
+            if (one := _collective(line, mesh, _is_sliced(bodies[name], line))) is None:
+                continue
+            kind, axes, sizes = one
+            for dtype, size in sizes.items():
+                found[kind, axes, dtype] += times
+                sent[kind, axes, dtype] += times * size
+    made = [Collective(*key, found[key], round(sent[key])) for key in found if sent[key]]
+    return sorted(made, key=lambda c: -c.wire_bytes)
+
+
+def total(found: Iterable[Collective], axis: str = "", kind: str = "") -> int:
+    """Wire bytes of those that use ``axis`` ("": any) and are of ``kind`` ("": any)."""
+    return sum(
+        c.wire_bytes for c in found if (not axis or axis in c.axes) and (not kind or c.kind == kind)
+    )
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Lines of each computation, and the entry's name."""
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for raw in text.splitlines():
+        line = raw.strip()
+        if line.endswith("{") and " = " not in line and (head := _COMPUTATION.match(line)):
+            lines = bodies.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif " = " in line:
+            lines.append(line)
+    return bodies, entry
+
+
+def _multiplicity(bodies: Mapping[str, list[str]], entry: str) -> dict[str, int]:
+    """How often each computation runs in a call of the entry."""
+    times: collections.Counter[str] = collections.Counter()
+
+    def visit(name: str, factor: int) -> None:
+        times[name] += factor
+        for line in bodies[name]:
+            op = _OP.match(line)
+            if op is None or not (called := _called(line)):
+                continue
+            inner = factor
+            if " while(" in line:
+                trips = _trips(bodies, line)
+                if not trips and any(_sends(bodies, one) for one in called):
+                    raise ValueError(f"{op[1]}: a loop with collectives and no known trip count")
+                inner = factor * trips
+            for one in called:
+                if one in bodies and _sends(bodies, one):
+                    visit(one, inner)
+
+    visit(entry, 1)
+    return dict(times)
+
+
+def _trips(bodies: Mapping[str, list[str]], line: str) -> int:
+    """How often a loop runs; 0 is unknown. A scan counts from 0 up to a constant."""
+    if said := _TRIPS.search(line):
+        return int(said[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = bodies.get(condition[1], []) if condition else []
+    bounds = [c[1] for one in lines if (c := re.search(r" s32\[\]\S* constant\((\d+)\)", one))]
+    below = any("direction=LT" in one for one in lines)
+    return int(bounds[0]) if below and len(bounds) == 1 else 0
+
+
+def _called(line: str) -> list[str]:
+    names: list[str] = []
+    for found in _CALLS.findall(line):
+        names += [name.strip().lstrip("%") for name in found.strip("{}").split(",")]
+    return names
+
+
+def _sends(bodies: Mapping[str, list[str]], name: str) -> bool:
+    """Whether a computation holds a collective, itself or in what it calls."""
+    for line in bodies.get(name, ()):
+        if _kind(line) or any(_sends(bodies, one) for one in _called(line)):
+            return True
+    return False
+
+
+def _kind(line: str) -> str:
+    """The collective that a line is; "" is none. What ends an asynchronous one is none."""
+    op = re.search(r"[\]\})] ([\w\-]+)\(", line)
+    if op is None or op[1].removesuffix("-start") not in _KINDS:
+        return ""
+    return op[1].removesuffix("-start")
+
+
+def _collective(
+    line: str, mesh: Mapping[str, int], fused: bool
+) -> tuple[str, tuple[str, ...], dict[str, float]] | None:
+    """Kind, axes, and bytes that a device sends by dtype."""
+    kind = _kind(line)
+    if not kind:
+        return None
+    result, rest = re.split(r"[\]\})] " + re.escape(kind) + r"(?:-start)?\(", line, maxsplit=1)
+    results = _bytes(result.split(" = ", 1)[1] + "]")
+    operands = _bytes(rest.split("), ")[0])
+    if kind == "collective-permute":
+        size, axes = 1, _axes_of_pairs(line, mesh)
+        given = operands or {d: n / 2 for d, n in results.items()}
+        return kind, axes, {d: float(n) for d, n in given.items()}
+    groups = _groups(line, math.prod(mesh.values()))
+    size, axes = groups.shape[1], _axes(groups, mesh)
+    share = (size - 1) / size
+    if kind == "all-reduce" and fused:
+        kind = "reduce-scatter"
+    if kind == "all-gather":
+        # Of an asynchronous one the result lists operands too.
+        whole = {d: operands.get(d, 0) * size or n for d, n in results.items()}
+    else:
+        whole = dict(operands or results)
+    factor = 2 * share if kind == "all-reduce" else share
+    return kind, axes, {d: factor * n for d, n in whole.items()}
+
+
+def _is_sliced(lines: list[str], line: str) -> bool:
+    """Whether a fusion is this all-reduce and a slice of it: how a TPU writes a reduce-scatter."""
+    root, name = lines[-1] if lines else "", _OP.match(line)
+    found = re.search(r" dynamic-slice\(%?([\w.\-]+)", root) if root.startswith("ROOT") else None
+    return bool(found and name and found[1] == name[1])
+
+
+def _bytes(text: str) -> dict[str, float]:
+    """Bytes by dtype of all shapes in a piece of HLO."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for dtype, dims in _SHAPE.findall(text):
+        digits = re.search(r"\d+", dtype)
+        bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)
+        count = math.prod(int(d) for d in dims.split(",") if d)
+        if dims and dtype not in ("u32", "s32"):  # contexts of asynchronous ones
+            sizes[dtype] += count * bits // 8
+        elif dims:
+            sizes[dtype] += count * 4
+    return dict(sizes)
+
+
+def _groups(line: str, devices: int) -> np.ndarray:
+    """i64[groups, size] of replica_groups, in any of the three ways that it is written."""
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line)
+    if iota:
+        return _iota(iota[2]).reshape([int(n) for n in iota[1].split(",")])
+    listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
+    if listed:
+        return np.asarray(
+            [[int(i) for i in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])]
+        )
+    named = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? ?\{([^}]*)\}", line
+    )
+    if named:
+        order = _iota(named[2]) if named[2] else np.arange(devices)
+        return order[_groups_of_mesh(named[1], named[3])]
+    return np.arange(devices)[None]  # {}: all of them
+
+
+def _iota(text: str) -> np.ndarray:
+    """i64[n]: ``[2,4]T(1,0)`` is 0..7 as two rows of four, read column by column."""
+    dims, turned = (re.findall(r"\d+", part) for part in (*text.split("T"), "")[:2])
+    ids = np.arange(math.prod(map(int, dims))).reshape([int(n) for n in dims])
+    return (ids.transpose([int(i) for i in turned]) if turned else ids).reshape(-1)
+
+
+def _groups_of_mesh(mesh: str, over: str) -> np.ndarray:
+    """Groups along axes of a mesh that the program names; ``'a':(2)4`` is a part of an axis."""
+    names: list[str] = []
+    dims: list[int] = []
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for name, size in re.findall(r"'([^']+)'=(\d+)", mesh):
+        names.append(name)
+        dims.append(int(size))
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over):
+        whole = dims[names.index(name)]
+        parts.setdefault(name, []).append((int(before or 1), int(size or whole)))
+    shape: list[int] = []
+    chosen: list[int] = []
+    for name, whole in zip(names, dims):
+        at = 1  # an axis is cut where its parts begin and end
+        for before, size in sorted(parts.get(name, [])):
+            if before > at:
+                shape.append(before // at)
+            chosen.append(len(shape))
+            shape.append(size)
+            at = before * size
+        if whole > at:
+            shape.append(whole // at)
+    others = [i for i in range(len(shape)) if i not in chosen]
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(*others, *chosen)
+    return ids.reshape(-1, math.prod(shape[i] for i in chosen))
+
+
+def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    where = np.stack(np.unravel_index(groups[0], tuple(mesh.values())))
+    moved = [len(set(row)) for row in where.tolist()]
+    axes = tuple(a for a, n in zip(mesh, moved) if n > 1)
+    return axes if math.prod(n for n in moved if n > 1) == groups.shape[1] else ()
+
+
+def _axes_of_pairs(line: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}?", line)
+    if pairs is None:
+        return ()
+    ids = np.asarray([int(i) for i in re.findall(r"\d+", pairs[0])]).reshape(-1, 2)
+    where = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # [axes, pairs, 2]
+    return tuple(a for a, row in zip(mesh, where) if (row[:, 0] != row[:, 1]).any())
