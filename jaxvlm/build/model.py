@@ -18,7 +18,7 @@ from jaxvlm.models.dual import DualEncoder
 from jaxvlm.models.quantized import Dims
 from jaxvlm.models.vlm import VLM
 from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, split
-from jaxvlm.parallel.rules import Axes, split_over
+from jaxvlm.parallel.rules import PICTURES, Axes, split_over
 from jaxvlm.types import Batch, Logical, Out, Params
 
 Config = TypeVar("Config", ModelConfig, DualConfig)
@@ -63,7 +63,7 @@ class Model(Generic[Config]):
         """Random parameters, born sharded; the same on every mesh."""
 
         def draw(key: jax.Array) -> Params:
-            return split(_module(self.config, self.mesh, key))[1]
+            return split(_module(self.config, self.mesh, self.strategy, key))[1]
 
         base = self._jit(draw, self.base())(jax.random.key(seed))
         return self.with_adapters(self.stored(base), seed)
@@ -160,7 +160,7 @@ def build_model(config: Config, mesh: Mesh, strategy: StrategyConfig = _FSDP) ->
     seen: dict[str, Any] = {}
 
     def draw(key: jax.Array) -> Params:
-        module = _module(config, mesh, key)
+        module = _module(config, mesh, strategy, key)
         seen["graph"], params = split(module)
         seen["logical"], seen["linear"] = logical_axes(module), linear_maps(module)
         return params
@@ -179,12 +179,21 @@ def build_model(config: Config, mesh: Mesh, strategy: StrategyConfig = _FSDP) ->
     return model
 
 
-def _axes(mesh: Mesh) -> dict[str, Axes]:
-    return dict.fromkeys(_TOWERS, Axes(mesh))
+def _axes(
+    config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig
+) -> dict[str, Axes]:
+    """Mesh and rules of each tower."""
+    axes = dict.fromkeys(_TOWERS, Axes(mesh, context=strategy.context))
+    if not config.vision.packed:
+        one_by_one = Axes(mesh, activations=tuple(PICTURES.items()))
+        axes |= {"vision": one_by_one, "connector": one_by_one}
+    return axes
 
 
-def _module(config: ModelConfig | DualConfig, mesh: Mesh, key: jax.Array) -> nnx.Module:
-    init, axes = Init(nnx.Rngs(params=key)), _axes(mesh)
+def _module(
+    config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig, key: jax.Array
+) -> nnx.Module:
+    init, axes = Init(nnx.Rngs(params=key)), _axes(config, mesh, strategy)
     if isinstance(config, DualConfig):
         return DualEncoder(init, axes, config)
     return VLM(init, axes, config)

@@ -201,6 +201,7 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +218,8 @@ class StrategyConfig:
     # gathered layer by layer, in the forward pass and again in the backward pass
     gradients: tuple[str, ...] = ("fsdp",)  # their sum over microbatches
     optimizer: tuple[str, ...] = ("fsdp",)  # moments, and the update
+    context: str = "gather"  # how rows split over the mesh's context attend: gather (keys and
+    # values to all) | ring (they go round) | ulysses (rows are whole, heads are split instead)
 
 
 @dataclasses.dataclass(frozen=True)

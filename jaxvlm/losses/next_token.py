@@ -92,16 +92,18 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
 
     if chunk >= T:
         return score(out.hidden, labels)
-    pad = -T % chunk
+    parts = -(-T // chunk)
+    pad = -T % parts
     hidden = jnp.pad(out.hidden, ((0, 0), (0, pad), (0, 0)))
     labels = jnp.pad(labels, ((0, 0), (0, pad)))
-    parts = (T + pad) // chunk
-    hidden = jnp.moveaxis(hidden.reshape(B, parts, chunk, D), 1, 0)
-    labels = jnp.moveaxis(labels.reshape(B, parts, chunk), 1, 0)
+    # A chunk is every parts-th token of a row: where rows are split over devices, each has a share
+    # of every chunk.
+    hidden = jnp.moveaxis(hidden.reshape(B, -1, parts, D), 2, 0)
+    labels = jnp.moveaxis(labels.reshape(B, -1, parts), 2, 0)
     _, (nll, hit) = jax.lax.scan(
         lambda _, x: (None, jax.checkpoint(score, prevent_cse=False)(*x)), None, (hidden, labels)
     )
-    nll, hit = (jnp.moveaxis(x, 0, 1).reshape(B, T + pad)[:, :T] for x in (nll, hit))
+    nll, hit = (jnp.moveaxis(x, 0, 2).reshape(B, T + pad)[:, :T] for x in (nll, hit))
     return nll, hit
 
 

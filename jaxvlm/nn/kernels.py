@@ -6,6 +6,7 @@ choice with its reasons is logged once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -14,12 +15,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxvlm.config import ConfigError
 from jaxvlm.nn.mask import Mask
+from jaxvlm.parallel.context import HIDDEN, ring_attention
 from jaxvlm.parallel.local import per_device
-from jaxvlm.parallel.rules import Axes
+from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, shard
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ BATCHED = ("batch", "seq")
 QUERY = ("batch", "seq", "heads", "head_dim")
 KEY = ("batch", "seq", "kv_heads", "head_dim")
 _PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
-_HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 _TILE = 128  # rows of a splash block: the TPU's lane count
 
 
@@ -73,8 +73,52 @@ def attend(
     Raises:
         ConfigError: a backend named explicitly cannot serve these shapes or this mask.
     """
+    if axes.splits_rows(q.shape[1]):
+        if axes.context == "ring" and q.shape[1] == k.shape[1]:
+            return _ring(q, k, v, mask, axes, scores)
+        if axes.context == "ulysses" and q.shape[1] == k.shape[1]:
+            return _ulysses(q, k, v, mask, axes, backend, scores)
+        k, v = (shard(axes, x, "batch", "row", "kv_heads", "head_dim") for x in (k, v))
+        return _xla(q, k, v, mask, axes, scores)  # the others take queries of whole rows
     name = _choose(q, k, mask, axes.platform, backend, scores.cap)
     return BACKENDS[name](q, k, v, mask, axes, scores)
+
+
+def _ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, scores: Scores
+) -> jax.Array:
+    rows = {n: x for n, x in mask._asdict().items() if x is not None and n[:2] in ("q_", "k_")}
+    of_queries = {n: x for n, x in rows.items() if n.startswith("q_")}
+    of_keys = {n: x for n, x in rows.items() if n.startswith("k_")}
+    # Numbers of a layer travel as rows of their own: a ring's function closes over no array.
+    for name in ("window", "far_groups"):
+        if (x := getattr(mask, name)) is not None:
+            of_queries[name] = jnp.broadcast_to(jnp.asarray(x), (1, q.shape[1]))
+    run = (q, k, v, of_queries, of_keys, _allowed, axes, scores.factor(q.shape[3]), scores.cap)
+    return ring_attention(*run)
+
+
+def _allowed(of_queries: dict[str, jax.Array], of_keys: dict[str, jax.Array]) -> jax.Array | None:
+    whole = {n: x[0, 0] for n, x in of_queries.items() if not n.startswith("q_")}
+    return Mask(**{**of_queries, **of_keys, **whole}).dense()
+
+
+def _ulysses(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, backend: str, scores: Scores
+) -> jax.Array:
+    inside = dataclasses.replace(axes, activations=tuple(WHOLE_ROWS.items()))
+    parts = math.prod(axes.mesh.shape[a] for a in ("context", "tensor"))
+    if q.shape[2] % parts:
+        raise ConfigError(
+            f"config.strategy.context='ulysses' splits {q.shape[2]} heads over context x tensor = "
+            f"{parts}, which does not divide them; 'ring' and 'gather' take any number"
+        )
+    if k.shape[2] % parts:  # fewer than devices: each has the ones that its queries want
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    q = shard(inside, q, *QUERY)
+    k, v = (shard(inside, x, *KEY) for x in (k, v))
+    out = attend(q, k, v, mask, inside, backend, scores)
+    return shard(axes, shard(inside, out, *QUERY), *QUERY)
 
 
 def check_backend(name: str) -> None:
@@ -154,7 +198,7 @@ def _xla(
     dense = mask.dense()
     if dense is not None:
         # Finite, so that a row of padding with nothing to see is no NaN.
-        score = jnp.where(dense[:, None, None], score, _HIDDEN)
+        score = jnp.where(dense[:, None, None], score, HIDDEN)
     weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
     out = jnp.matmul(weight.reshape(B, K, -1, S), v.transpose(0, 2, 1, 3))
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxvlm.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 """Mesh axes, slowest links first."""
 
 BATCH_AXES = ("data", "fsdp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
@@ -32,7 +33,8 @@ PARAMETERS: dict[str, Place] = {
 
 ACTIVATIONS: dict[str, Place] = {
     "batch": BATCH_AXES,
-    "seq": None,
+    "seq": "context",
+    "row": None,  # a whole row of tokens
     "embed": None,
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -41,7 +43,17 @@ ACTIVATIONS: dict[str, Place] = {
     "vocab": "tensor",
     "experts": None,
 }
-"""Activations: rows over the data axes, heads and MLP width over ``tensor``."""
+"""Activations: rows over the data axes, their tokens over ``context``, heads and MLP width over
+``tensor``."""
+WHOLE_ROWS: dict[str, Place] = {
+    **ACTIVATIONS,
+    "seq": None,
+    "heads": ("context", "tensor"),
+    "kv_heads": ("context", "tensor"),
+}
+"""Inside of Ulysses' attention (arXiv 2309.14509): rows are whole, and heads are split more."""
+PICTURES: dict[str, Place] = {**ACTIVATIONS, "batch": (*BATCH_AXES, "context"), "seq": None}
+"""Of a tower that takes pictures one by one: they are dealt over ``context`` too."""
 
 
 def split_over(axes: tuple[str, ...]) -> tuple[tuple[str, Place], ...]:
@@ -56,6 +68,8 @@ class Axes:
     mesh: jax.sharding.Mesh
     parameters: tuple[tuple[str, Place], ...] = tuple(PARAMETERS.items())
     activations: tuple[tuple[str, Place], ...] = tuple(ACTIVATIONS.items())
+    context: str = "gather"
+    """How split rows attend; see :class:`jaxvlm.config.StrategyConfig`."""
 
     @property
     def platform(self) -> str:
@@ -72,8 +86,23 @@ class Axes:
         return self._sharding(name, logical, shape, dict(self.parameters))
 
     def activation(self, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of an activation; raises like :meth:`parameter`."""
-        return self._sharding("an activation", logical, shape, dict(self.activations))
+        """The sharding of an activation; raises like :meth:`parameter`.
+
+        A dim that ``context`` does not divide (a class token's row, one new token) is not split
+        over it.
+        """
+        rules = dict(self.activations)
+        parts = self.mesh.shape["context"]
+        for word, size in zip(logical, shape) if parts > 1 else ():
+            axes = _as_tuple(rules.get(word))
+            if "context" in axes and size % math.prod(self.mesh.shape[a] for a in axes):
+                rules[word] = tuple(a for a in axes if a != "context") or None
+        return self._sharding("an activation", logical, shape, rules)
+
+    def splits_rows(self, length: int) -> bool:
+        """Whether a row of so many tokens is split over ``context``."""
+        parts = self.mesh.shape["context"]
+        return parts > 1 and dict(self.activations)["seq"] == "context" and length % parts == 0
 
     def mesh_axes(self, word: str) -> tuple[str, ...]:
         """The mesh axes that an activation's ``word`` is split over."""

@@ -10,6 +10,7 @@ import jax
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import BATCH_AXES
 
+CONTEXTS = ("gather", "ring", "ulysses")
 _FIELDS = ("params", "gathered", "gradients", "optimizer")
 _NOT_SET = MeshConfig()
 
@@ -44,9 +45,16 @@ def resolve(
                     f"{where}.{field}={given} is not {strategy.name}, which has {wanted}; leave "
                     f"one of {where}.{field} and {where}.name out"
                 )
-        strategy = dataclasses.replace(made, name=strategy.name)
+        strategy = dataclasses.replace(made, name=strategy.name, context=strategy.context)
         mesh = _MESHES[strategy.name](mesh, devices)
     _check(strategy, where)
+    if strategy.context not in CONTEXTS:
+        known = ", ".join(CONTEXTS)
+        raise ConfigError(f"{where}.context={strategy.context!r}; known: {known}")
+    if strategy.context != CONTEXTS[0] and mesh.context == 1:
+        raise ConfigError(
+            f"{where}.context={strategy.context!r} is not read with config.mesh.context=1"
+        )
     return mesh, strategy
 
 
@@ -76,7 +84,7 @@ def _check(strategy: StrategyConfig, where: str) -> None:
 
 
 def _single(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
-    one = MeshConfig(1, 1, 1)
+    one = MeshConfig(data=1)
     if mesh not in (_NOT_SET, one):
         raise ConfigError(f"config.strategy.name='single' takes one device, not {mesh}")
     return one

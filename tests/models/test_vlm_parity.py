@@ -376,6 +376,7 @@ def drawn(name, seed):
         text["tie_word_embeddings"] = True
     if name == "gemma3":
         drawn["mm_tokens_per_image"] = one_of(1, 4, 16)
+        text["final_logit_softcapping"] = None  # else it is refused
     if name == "internvl":
         vision |= {"attention_bias": one_of(True, False), "use_qk_norm": one_of(True, False)}
         vision |= {"norm_type": one_of("layer_norm", "rms_norm")}

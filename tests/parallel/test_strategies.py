@@ -31,6 +31,10 @@ STRATEGIES = {
     "tensor": ("ddp", MeshConfig(data=-1, tensor=4)),
     "zero1 x tensor": ("zero1", MeshConfig(data=2, fsdp=2, tensor=2)),
     "fsdp x tensor": ("fsdp", MeshConfig(data=2, fsdp=2, tensor=2)),
+    "context, gathered": ("ddp", MeshConfig(data=2, context=4)),
+    "context, ring": ("ddp", MeshConfig(data=2, context=4), "ring"),
+    "context, ulysses": ("ddp", MeshConfig(data=2, context=4), "ulysses"),
+    "fsdp x context x tensor": ("fsdp", MeshConfig(1, fsdp=2, context=2, tensor=2), "ring"),
 }
 
 
@@ -52,8 +56,9 @@ def first_params(kind):
 def trained(kind, strategy, frozen=False, packed=True, parts=1):
     """First loss and gradients, and the parameters after three steps."""
     config, loss, batch = KINDS[kind]
-    preset, wanted = STRATEGIES.get(strategy, ("single", MeshConfig()))
-    mesh, split = resolve(StrategyConfig(preset), wanted, jax.devices())
+    preset, wanted, *context = STRATEGIES.get(strategy, ("single", MeshConfig()))
+    asked = StrategyConfig(preset, context=context[0] if context else "gather")
+    mesh, split = resolve(asked, wanted, jax.devices())
     here = make_mesh(mesh, jax.devices()[:1] if preset == "single" else jax.devices())
     model = build_model(config, here, split)
     # A large epsilon: Adam makes rounding of gradients near zero as large as a step.
@@ -89,7 +94,7 @@ COVER = [
     for i, strategy in enumerate(STRATEGIES)
     for j, kind in enumerate(KINDS)
 ]
-FAST = [COVER[6 * i] for i in range(9)]  # another strategy and model each
+FAST = [COVER[6 * i] for i in range(len(COVER) // 6)]  # another strategy and model each
 WHOLE = [(k, s, *c) for s in STRATEGIES for k in KINDS for c in CHOICES]
 MATRIX = WHOLE if os.environ.get("JAXVLM_WHOLE_MATRIX") else COVER
 

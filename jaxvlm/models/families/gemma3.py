@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxvlm.config import ModelConfig
+from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.models.families import connectors, parts, siglip
 from jaxvlm.models.families.fields import METADATA, Features, Fields, image_token_id, read
 from jaxvlm.models.families.names import NameMap
@@ -41,6 +41,10 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     top = read(hf_config, _FIELDS, where)
     vision = siglip.vision_from_hf(top["vision_config"] or {}, Features(), where + "vision_config.")
     tied = bool(top["tie_word_embeddings"])
+    if (cap := (top["text_config"] or {}).get("final_logit_softcapping")) is not None:
+        raise ConfigError(  # the decoder alone reads it, the whole model in torch does not
+            f"{where}text_config.final_logit_softcapping={cap!r} is not supported, only None"
+        )
     return ModelConfig(
         vision=vision,
         connector=connectors.pooled_linear(vision, top["mm_tokens_per_image"]),

@@ -1,0 +1,71 @@
+"""Each strategy keeps on a device what its name says: read from compiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from zoo import LLAVA, ROWS, text_and_pictures
+
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import assemble
+from jaxvlm.config import MeshConfig, StrategyConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.parallel.strategies import resolve
+
+WIDE = dataclasses.replace(
+    LLAVA,
+    decoder=dataclasses.replace(LLAVA.decoder, width=256, mlp_dim=1024, vocab_size=2048, depth=3),
+)
+# Bytes of float32 parameters, and of both moments; the share of each that a device holds.
+SHARES = {
+    "ddp": (1, 1, 1),
+    "zero1": (1, 1, 1 / 8),
+    "zero2": (1, 1 / 8, 1 / 8),
+    "zero3": (1 / 8, 1 / 8, 1 / 8),
+    "hybrid_shard": (1 / 4, 1 / 4, 1 / 4),
+    "hpz": (1 / 8, 1 / 8, 1 / 8),
+}
+
+
+def compiled(strategy):
+    wanted = MeshConfig(data=2, fsdp=4) if SHARES[strategy][0] == 1 / 4 else MeshConfig()
+    wanted = MeshConfig(data=2, fsdp=4) if strategy == "hpz" else wanted
+    mesh, split = resolve(StrategyConfig(strategy), wanted, jax.devices())
+    here = make_mesh(mesh)
+    model = build_model(WIDE, here, split)
+    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-3), microbatches=2)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(here)),
+        text_and_pictures(WIDE, 0, True),
+    )
+    return model, step.lower(abstract, batch).compile(), batch
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", SHARES)
+def test_a_device_holds_its_share(strategy):
+    model, program, batch = compiled(strategy)
+    of_params, of_gradients, of_moments = SHARES[strategy]
+    count = sum(math.prod(x.shape) for x in model.shapes.values())
+    rows = sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(batch)) / 8
+    held = program.memory_analysis().argument_size_in_bytes - rows
+    assert held == pytest.approx(4 * count * (of_params + 2 * of_moments), rel=0.02)
+    # The sum of gradients over two microbatches, in the carry of the loop over them.
+    path = "decoder/stack/blocks/mlp/w_in"
+    layers, width, hidden = model.shapes[path].shape
+    carried = [
+        line.split(" while(")[0]
+        for line in program.as_text().splitlines()
+        if " while(" in line and re.search(r'known_trip_count[^0-9]*"?n"?\D*2\b', line)
+    ]
+    own = f"f32[{layers},{round(width * of_gradients)},{hidden}]"
+    assert any(own in one for one in carried), (own, carried)
+    assert ROWS % 16 == 0
