@@ -46,6 +46,14 @@ def shows(record_property):
     return say
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_module():
+    """Compiled programs go with their module: a process can map only so many pieces of memory."""
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+
+
 @pytest.fixture
 def parity(record_property):
     """``parity(family, seed, logits, most, gradient)``: a line of ``--parity=FILE``.
@@ -56,7 +64,8 @@ def parity(record_property):
     def say(family, seed, logits, most, gradient):
         record_property("parity", (family, seed, logits, most, gradient))
 
-    return say
+    yield say
+    sys.modules["jax"].clear_caches()
 
 
 _SHOWN, _FAILED, _PARITY = set(), set(), []

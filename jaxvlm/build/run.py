@@ -20,6 +20,7 @@ from jaxvlm.build.preview import preview
 from jaxvlm.build.record import local_folder
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
+from jaxvlm.data import packing
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import local_rows, to_global
@@ -59,6 +60,7 @@ class Run:
         devices = jax.devices() if devices is None else list(devices)
         mesh, strategy = resolve(given.strategy, given.mesh, devices)
         given = dataclasses.replace(given, mesh=mesh, strategy=strategy)
+        _check_rows(given)
         self.mesh = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
         self.rows = local_rows(self.mesh, given.data.batch_size)
         self.source = pretrained.find(given.model.checkpoint, self.workdir)
@@ -178,6 +180,17 @@ def _check(config: TrainConfig) -> None:
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
             "pip install 'jaxvlm[wandb]', or leave it empty"
         )
+
+
+def _check_rows(config: TrainConfig) -> None:
+    """Refuse row lengths that the mesh does not divide."""
+    parts, data = config.mesh.context, config.data
+    for length in packing.buckets(data.max_length, 1 if data.packing else data.buckets):
+        if length % parts:
+            raise ConfigError(
+                f"config.mesh.context={parts} does not divide rows of {length} tokens "
+                f"(config.data.max_length={data.max_length}); take a multiple of {8 * parts}"
+            )
 
 
 def _check_ranges(config: TrainConfig) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 
 from jaxvlm.config import ConfigError, MeshConfig
 
@@ -34,9 +35,31 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     shape = _shape(config, len(devices))
     # Explicit axes are JAX's new default; Auto is named here, once (optax's losses need it).
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
-    if devices == jax.devices() and devices[0].platform == "tpu":
-        return jax.make_mesh(shape, AXES, axis_types=auto)  # knows the torus
+    slices = num_hosts(devices)
+    if devices[0].platform == "tpu" and slices > 1:
+        if shape[0] % slices:
+            raise ConfigError(
+                f"config.mesh.data={shape[0]} is not a multiple of the {slices} slices: the slow "
+                "links between them are for data alone"
+            )
+        inside, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
+        grid = mesh_utils.create_hybrid_device_mesh(
+            inside, across, devices, allow_split_physical_axes=True
+        )
+        return jax.sharding.Mesh(grid, AXES, axis_types=auto)
+    if devices[0].platform == "tpu":
+        grid = mesh_utils.create_device_mesh(  # knows the torus
+            shape, devices, allow_split_physical_axes=True
+        )
+        return jax.sharding.Mesh(grid, AXES, axis_types=auto)
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=auto)
+
+
+def num_hosts(devices: Sequence[jax.Device]) -> int:
+    """Groups of devices with fast links among them: slices of a TPU, else processes."""
+    if devices[0].platform == "tpu":
+        return len({getattr(device, "slice_index", 0) for device in devices})
+    return len({device.process_index for device in devices})
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:

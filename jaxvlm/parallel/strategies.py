@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
-from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.parallel.mesh import BATCH_AXES, num_hosts
 
 CONTEXTS = ("gather", "ring", "ulysses")
 _FIELDS = ("params", "gathered", "gradients", "optimizer")
@@ -56,14 +56,6 @@ def resolve(
             f"{where}.context={strategy.context!r} is not read with config.mesh.context=1"
         )
     return mesh, strategy
-
-
-def num_hosts(devices: Sequence[jax.Device]) -> int:
-    """Groups of devices with fast links among them: slices of a TPU, else processes."""
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    if None not in slices and devices[0].platform == "tpu":
-        return len(slices)
-    return len({device.process_index for device in devices})
 
 
 def _check(strategy: StrategyConfig, where: str) -> None:

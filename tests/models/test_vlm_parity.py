@@ -399,6 +399,8 @@ def test_settings_drawn_at_random_are_torchs(name, seed, parity):
     """``JAXVLM_DRAWS=10`` draws ten a family."""
     CASES[f"{name}, drawn {seed}"] = drawn(name, seed)
     parity(name, seed, *assert_torch_agrees(f"{name}, drawn {seed}", list(ROWS)[seed % 2]))
+    oracle.cache_clear()
+    loss_and_grad.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -15,10 +16,10 @@ from zoo import KINDS, ROWS
 
 from jaxvlm.build.model import build_model
 from jaxvlm.build.training import assemble
-from jaxvlm.config import MeshConfig, StrategyConfig
+from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.parallel.strategies import resolve
+from jaxvlm.parallel.strategies import PRESETS, resolve
 
 STRATEGIES = {
     "ddp": ("ddp", MeshConfig()),
@@ -108,3 +109,58 @@ def test_it_equals_one_device(kind, strategy, frozen, packed, parts):
     if kind == "dual":
         parts = 1  # its loss is no sum over examples
     assert_equal_to_one_device(kind, strategy, frozen, packed, parts)
+
+
+def test_names_fill_in_mesh_and_split():
+    devices = jax.devices()
+    for name in PRESETS:
+        asked = MeshConfig(data=2) if name in ("hybrid_shard", "hpz") else MeshConfig()
+        asked = dataclasses.replace(asked, fsdp=4) if asked.data == 2 else asked
+        mesh, split = resolve(StrategyConfig(name), asked, devices)
+        assert resolve(split, mesh, devices) == (mesh, split)
+    assert resolve(StrategyConfig("zero2"), MeshConfig(tensor=2), devices)[0] == MeshConfig(
+        data=1, fsdp=-1, tensor=2
+    )
+    assert resolve(StrategyConfig("zero2"), MeshConfig(2, 4), devices)[0] == MeshConfig(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "message"),
+    [
+        ({"name": "zero4"}, {}, r"name='zero4'; known: single, ddp, zero1"),
+        ({"name": "zero1", "params": ()}, {}, None),
+        ({"name": "zero3", "params": ()}, {}, r"params=\(\) is not zero3, which has \('fsdp',\)"),
+        ({"name": "ddp"}, {"fsdp": 2}, r"mesh\.fsdp=2: .*'ddp' splits nothing over fsdp"),
+        ({"name": "single"}, {"data": 8}, "'single' takes one device"),
+        ({"name": "hybrid_shard"}, {}, r"there is one host: set config\.mesh\.data"),
+        ({"params": ("tensor",)}, {}, "'tensor' is none of data, fsdp"),
+        ({"params": ("data", "data")}, {}, "names an axis twice"),
+        ({"params": (), "gathered": ("fsdp",)}, {}, r"gathered=.* is split over 'fsdp'"),
+        (
+            {"optimizer": ()},
+            {},
+            r"params=.* is split over 'fsdp', which config\.strategy\.optimizer",
+        ),
+        ({"context": "rings"}, {"context": 2}, "known: gather, ring, ulysses"),
+        ({"context": "ring"}, {}, r"is not read with config\.mesh\.context=1"),
+    ],
+)
+def test_what_contradicts_is_refused(strategy, mesh, message):
+    ask = functools.partial(resolve, StrategyConfig(**strategy), MeshConfig(**mesh), jax.devices())
+    if message is None:
+        ask()
+        return
+    with pytest.raises(ConfigError, match=message):
+        ask()
+
+
+def test_heads_that_ulysses_cannot_split_are_named():
+    here = make_mesh(MeshConfig(data=1, context=8))
+    config = KINDS["llava"].config
+    odd = dataclasses.replace(config.decoder, num_heads=4, num_kv_heads=4)
+    model = build_model(
+        dataclasses.replace(config, decoder=odd), here, StrategyConfig(context="ulysses")
+    )
+    batch = KINDS["llava"].batch(0, True)
+    with pytest.raises(ConfigError, match=r"splits 4 heads over context x tensor = 8"):
+        jax.eval_shape(model.apply, model.abstract(), batch)
