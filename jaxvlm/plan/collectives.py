@@ -201,7 +201,7 @@ def _bytes(text: str) -> dict[str, float]:
             sizes[dtype] += count * bits // 8
         elif dims:
             sizes[dtype] += count * 4
-    return dict(sizes)
+    return {dtype: float(size) for dtype, size in sizes.items()}
 
 
 def _groups(line: str, devices: int) -> np.ndarray:

@@ -1,0 +1,147 @@
+"""What each strategy sends and holds, read from programs compiled for pods that are not there.
+
+    pip install -e '.[aot]'
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.collectives
+
+One train step of a LLaVA-like model (see MODEL) in bfloat16 with full remat, AdamW. Wire bytes are
+what a device sends by the ring algorithm, each collective times the trip counts of its loops, in
+bytes a parameter; memory is the compiler's own count for a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.common import environment, write
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import assemble
+from jaxvlm.config import (
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    StrategyConfig,
+    VisionConfig,
+)
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.plan import collectives, topology
+from jaxvlm.train import programs
+from jaxvlm.types import Batch
+
+MODEL = ModelConfig(
+    vision=VisionConfig(
+        image_size=224, patch_size=14, width=1024, depth=6, num_heads=16, mlp_dim=4096, remat="full"
+    ),
+    decoder=DecoderConfig(
+        vocab_size=32_768, width=2048, depth=12, num_heads=16, num_kv_heads=16, head_dim=128,
+        mlp_dim=8192, tied_embeddings=False, remat="full",
+    ),
+    dtype="bfloat16",
+    attention="xla",
+)  # fmt: skip
+LENGTH, PICTURES = 2048, 2
+TARGETS = ("v5p:4x4x4", "h200:64")
+STRATEGIES = {
+    "ddp": ("ddp", MeshConfig()),
+    "zero1": ("zero1", MeshConfig()),
+    "zero2": ("zero2", MeshConfig()),
+    "zero3": ("zero3", MeshConfig()),
+    "fsdp_no_reshard": ("fsdp_no_reshard", MeshConfig()),
+    "hybrid_shard": ("hybrid_shard", MeshConfig(data=8, fsdp=8)),
+    "hpz": ("hpz", MeshConfig(data=8, fsdp=8)),
+    "ddp x tensor": ("ddp", MeshConfig(data=16, tensor=4)),
+    "fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=16, tensor=4)),
+    "context, gathered": ("fsdp", MeshConfig(data=1, fsdp=16, context=4)),
+    "context, ring": ("fsdp", MeshConfig(data=1, fsdp=16, context=4), "ring"),
+    "context, ulysses": ("fsdp", MeshConfig(data=1, fsdp=16, context=4), "ulysses"),
+}
+
+
+def abstract_batch(mesh: jax.sharding.Mesh, rows: int) -> Batch:
+    """Shapes of a batch on ``mesh``."""
+
+    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
+
+    side = MODEL.vision.image_size
+    return Batch(
+        tokens=of(np.int32, LENGTH),
+        loss_weight=of(np.float32, LENGTH),
+        positions=of(np.int32, 1, LENGTH),
+        segment=of(np.int32, LENGTH),
+        pixels=of(np.uint8, PICTURES, side, side, 3),
+        image_start=of(np.int32, PICTURES),
+    )
+
+
+def one(target: str, strategy: str) -> dict[str, Any]:
+    """One step, compiled."""
+    preset, wanted, *context = STRATEGIES[strategy]
+    devices = topology.devices(target)
+    asked = StrategyConfig(preset, context=context[0] if context else "gather")
+    mesh, split = resolve(asked, wanted, devices)
+    here = make_mesh(mesh, devices)
+    model = build_model(MODEL, here, split)
+    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4))
+    start = time.perf_counter()
+    program = step.lower(abstract, abstract_batch(here, len(devices))).compile()
+    seconds = time.perf_counter() - start
+    count = sum(math.prod(x.shape) for x in model.shapes.values())
+    found = collectives.read(program.as_text(), dict(here.shape))
+    sent = [
+        {
+            "kind": c.kind,
+            "axes": "x".join(c.axes),
+            "dtype": c.dtype,
+            "count": c.count,
+            "bytes_a_parameter": round(c.wire_bytes / count, 3),
+        }
+        for c in found
+        if c.wire_bytes > 0.002 * count
+    ]
+    memory = {name: round(size / 2**20, 1) for name, size in programs.memory(program).items()}
+    return {
+        "target": target,
+        "strategy": strategy,
+        "mesh": {axis: size for axis, size in here.shape.items() if size > 1},
+        "parameters": count,
+        "compile_seconds": round(seconds, 1),
+        "sent": sent,
+        "sent_bytes_a_parameter": round(sum(c.wire_bytes for c in found) / count, 3),
+        "memory_mib": memory,
+    }
+
+
+def main() -> None:
+    """Compile all, print a line each, write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", nargs="*", default=TARGETS)
+    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    args = parser.parse_args()
+    rows = []
+    for target in args.targets:
+        for strategy in args.strategies:
+            row = one(target, strategy)
+            rows.append(row)
+            kinds = ", ".join(
+                f"{c['kind']} {c['dtype']} over {c['axes'] or '?'} x{c['count']}: "
+                f"{c['bytes_a_parameter']}"
+                for c in row["sent"]
+            )
+            print(f"{target} {strategy} {row['memory_mib'].get('peak')} MiB: {kinds}", flush=True)
+    config = f"vision {MODEL.vision}, decoder {MODEL.decoder}"
+    result = {"environment": environment(), "model": config, "length": LENGTH, "rows": rows}
+    write("collectives_aot.json", result)
+
+
+if __name__ == "__main__":
+    main()
