@@ -35,6 +35,13 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_collection_modifyitems(items):
+    """A file's tests share fixtures and so a process, unless they say otherwise."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
 @pytest.fixture
 def shows(record_property):
     """``shows(family, *features)``: cells of docs/families.md that hold if this test passes."""
@@ -44,14 +51,6 @@ def shows(record_property):
             record_property("shows", shown.key(family, feature))
 
     return say
-
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_of_a_module():
-    """Compiled programs go with their module: a process can map only so many pieces of memory."""
-    yield
-    if jax := sys.modules.get("jax"):
-        jax.clear_caches()
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def parity(record_property):
         record_property("parity", (family, seed, logits, most, gradient))
 
     yield say
-    sys.modules["jax"].clear_caches()
+    sys.modules["jax"].clear_caches()  # a process can map only so many pieces of memory
 
 
 _SHOWN, _FAILED, _PARITY = set(), set(), []

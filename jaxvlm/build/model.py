@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvlm.config import DualConfig, ModelConfig, StrategyConfig
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig, StrategyConfig
 from jaxvlm.models import lora, quantized
 from jaxvlm.models.dual import DualEncoder
 from jaxvlm.models.quantized import Dims
 from jaxvlm.models.vlm import VLM
 from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, split
-from jaxvlm.parallel.rules import PICTURES, Axes, split_over
+from jaxvlm.parallel.rules import ACTIVATIONS, PICTURES, Axes, Place, split_over
 from jaxvlm.types import Batch, Logical, Out, Params
 
 Config = TypeVar("Config", ModelConfig, DualConfig)
@@ -157,6 +157,12 @@ def build_model(config: Config, mesh: Mesh, strategy: StrategyConfig = _FSDP) ->
     Raises:
         ConfigError: dims that do not fit each other or the mesh.
     """
+    experts = isinstance(config, ModelConfig) and config.decoder.num_experts
+    if mesh.shape["expert"] > 1 and not experts:
+        raise ConfigError(
+            f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; its devices "
+            "can lie on config.mesh.data or fsdp"
+        )
     seen: dict[str, Any] = {}
 
     def draw(key: jax.Array) -> Params:
@@ -183,9 +189,12 @@ def _axes(
     config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig
 ) -> dict[str, Axes]:
     """Mesh and rules of each tower."""
-    axes = dict.fromkeys(_TOWERS, Axes(mesh, context=strategy.context))
+    both: dict[str, Place] = {"stream": ("context", "tensor")} if strategy.sequence else {}
+    own: dict[str, Place] = {"stream": "tensor"} if strategy.sequence else {}
+    rows = Axes(mesh, activations=tuple({**ACTIVATIONS, **both}.items()), context=strategy.context)
+    axes = dict.fromkeys(_TOWERS, rows)
     if not config.vision.packed:
-        one_by_one = Axes(mesh, activations=tuple(PICTURES.items()))
+        one_by_one = Axes(mesh, activations=tuple({**PICTURES, **own}.items()))
         axes |= {"vision": one_by_one, "connector": one_by_one}
     return axes
 

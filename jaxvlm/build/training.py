@@ -19,6 +19,7 @@ from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
+from jaxvlm.parallel.quantized import gather_in_bytes
 from jaxvlm.parallel.sharding import constrain, follow, replicated
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
@@ -144,8 +145,11 @@ def assemble(
     if microbatches > 1:
         place = constrain(model.layout(split.gradients))
         runner = Microbatched(PlainRunner(model.apply), microbatches, place)
-    kept = split.gathered == split.params
-    gathered = ANYWHERE.gathered if kept else constrain(model.layout(split.gathered))
+    gathered = ANYWHERE.gathered
+    if split.gathered != split.params:
+        whole = model.layout(split.gathered)
+        eight = split.gather_bits == 8
+        gathered = gather_in_bytes(model.shardings, whole) if eight else constrain(whole)
     step = make_step(runner, loss, tx, Placement(gathered, constrain(moments)))
     own, still = _split(model, model.shapes, frozen)
     shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), own, still)

@@ -202,6 +202,7 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +221,8 @@ class StrategyConfig:
     optimizer: tuple[str, ...] = ("fsdp",)  # moments, and the update
     context: str = "gather"  # how rows split over the mesh's context attend: gather (keys and
     # values to all) | ring (they go round) | ulysses (rows are whole, heads are split instead)
+    gather_bits: int = 32  # of parameters on their way from params to gathered: 32 | 8
+    sequence: bool = False  # norms and the residual stream are split over tensor too, by tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,7 @@ class TextEncoder(nnx.Module):
         x = self.table[...][tokens] + self.position[...][positions]
         if self.types is not None:
             x = x + (self.types[0] if types is None else self.types[...][types])
-        x = shard(self.axes, x.astype(dtype), "batch", "seq", "embed")
+        x = shard(self.axes, x.astype(dtype), "batch", "stream", "embed")
         x = self.norm(x) if self.config.norm_after else x
         x, _ = self.stack(x, Context(self._mask(segment)))
         return x if self.config.norm_after else self.norm(x)

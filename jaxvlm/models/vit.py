@@ -117,7 +117,7 @@ class ViT(nnx.Module):
     def _embed(self, x: jax.Array, at: Places | None) -> jax.Array:
         """[B, P, D] before the first block, the class token first if there is one."""
         x = self.stem(x)
-        x = shard(self.axes, x, "batch", "seq", "embed")
+        x = shard(self.axes, x, "batch", "stream", "embed")
         if self.class_token is not None:
             token = jnp.broadcast_to(
                 self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2])

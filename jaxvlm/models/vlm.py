@@ -156,7 +156,7 @@ class VLM(nnx.Module):
             if levels is not None:
                 levels, nothing = levels.reshape(len(levels), B, -1, D), jnp.zeros_like(x)
                 deep = jnp.stack([place_tokens(nothing, level, index) for level in levels])
-        x = shard(self.axes, x, "batch", "seq", "embed")
+        x = shard(self.axes, x, "batch", "stream", "embed")
         return Stream(x, batch.positions, batch_mask(batch), deep=deep)
 
     def _tokens(self, batch: Batch) -> jax.Array | None:

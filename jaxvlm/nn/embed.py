@@ -46,7 +46,7 @@ class Embed(nnx.Module):
         x = self.table[...].astype(dtype)[tokens]
         if self.scale != 1.0:
             x = x * jnp.asarray(self.scale, dtype)
-        return shard(self.axes, x, "batch", "seq", "embed")
+        return shard(self.axes, x, "batch", "stream", "embed")
 
     def head(self) -> jax.Array | None:
         """[D, V]; ``None`` where there is none."""

@@ -73,6 +73,9 @@ def attend(
     Raises:
         ConfigError: a backend named explicitly cannot serve these shapes or this mask.
     """
+    if k.shape[2] % axes.mesh.shape["tensor"]:  # whole on each device: each query has its own
+        repeat = q.shape[2] // k.shape[2]
+        k, v = (shard(axes, jnp.repeat(x, repeat, axis=2), *KEY) for x in (k, v))
     if axes.splits_rows(q.shape[1]):
         if axes.context == "ring" and q.shape[1] == k.shape[1]:
             return _ring(q, k, v, mask, axes, scores)

@@ -16,7 +16,7 @@ from jaxvlm.parallel.local import per_device
 from jaxvlm.parallel.rules import Axes
 
 TOKEN = ("batch", "seq", "embed")
-CHOICE = ("batch", "seq", "experts")
+CHOICE = ("batch", "seq", "embed")
 
 
 class Routed(NamedTuple):
@@ -56,7 +56,11 @@ class MoE(nnx.Module):
             share = share / jnp.sum(share, axis=-1, keepdims=True)
         weights = [w[...].astype(x.dtype) for w in (self.w_gate, self.w_in, self.w_out)]
         y = per_device(
-            functools.partial(run_experts, activation=self.spec.activation),
+            functools.partial(
+                run_experts,
+                activation=self.spec.activation,
+                axis="expert" if self.axes.mesh.shape["expert"] > 1 else "",
+            ),
             self.axes,
             [
                 (x, TOKEN),
@@ -83,8 +87,13 @@ def run_experts(
     w_in: jax.Array,
     w_out: jax.Array,
     activation: str,
+    axis: str = "",
 ) -> jax.Array:
     """Tokens sorted by expert, a grouped matmul, and back.
+
+    Where experts are split over devices, each gathers the others' tokens, lets its own experts
+    work on those that chose them, and sends each device the sum for its tokens. With as many
+    choices a token as devices that is what an all-to-all would send, and no token is dropped.
 
     The grouped matmul is an instruction on TPU and GPU; on CPU every expert computes every row.
 
@@ -96,21 +105,36 @@ def run_experts(
         w_in: [E, D, F].
         w_out: [E, F, D].
         activation: a name in ``ACTIVATIONS``.
+        axis: the mesh axis that E is split over, and B with it; "" is none.
 
     Returns:
         [B, T, D].
     """
+    own = w_gate.shape[0]
+    expert = chosen
+    if axis:
+        x, expert, share = (
+            jax.lax.all_gather(each, axis, axis=0, tiled=True) for each in (x, chosen, share)
+        )
+        expert = expert - jax.lax.axis_index(axis) * own
+        expert = jnp.where((expert >= 0) & (expert < own), expert, own)  # others lie behind
     (B, T, D), top = x.shape, chosen.shape[2]
-    expert = chosen.reshape(-1)
+    expert = expert.reshape(-1)
     order = jnp.argsort(expert, stable=True)
     back = jnp.argsort(order)
-    sizes = jnp.bincount(expert, length=w_gate.shape[0]).astype(jnp.int32)
+    sizes = jnp.bincount(expert, length=own + 1).astype(jnp.int32)[:own]
+    worked = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None] if axis else None
+
+    def grouped(rows: jax.Array, w: jax.Array) -> jax.Array:
+        y = jax.lax.ragged_dot(rows, w, sizes)
+        return y if worked is None else jnp.where(worked, y, 0)  # behind the groups is anything
+
     copies = jnp.broadcast_to(x[:, :, None], (B, T, top, D)).reshape(-1, D)
     rows = permute(copies, order, back)
-    gate = ACTIVATIONS[activation](jax.lax.ragged_dot(rows, w_gate, sizes))
-    h = gate * jax.lax.ragged_dot(rows, w_in, sizes)
-    y = permute(jax.lax.ragged_dot(h, w_out, sizes), back, order)
-    return jnp.einsum("BTKD,BTK->BTD", y.reshape(B, T, top, D), share)
+    h = ACTIVATIONS[activation](grouped(rows, w_gate)) * grouped(rows, w_in)
+    y = permute(grouped(h, w_out), back, order)
+    out = jnp.einsum("BTKD,BTK->BTD", y.reshape(B, T, top, D), share)
+    return jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True) if axis else out
 
 
 @jax.custom_vjp

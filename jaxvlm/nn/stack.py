@@ -60,7 +60,7 @@ class Block(nnx.Module):
         y, routed = self._mlp(x if after else self.norm2(x), context)
         x = x + _added(y, self.post_norm2, self.scale2)
         x = self.norm2(x) if after else x
-        return shard(self.axes, x, "batch", "seq", "embed"), Side(kv, routed)
+        return shard(self.axes, x, "batch", "stream", "embed"), Side(kv, routed)
 
     def _mlp(self, x: jax.Array, context: Context) -> tuple[jax.Array, Routed | None]:
         if not isinstance(self.mlp, MoE):

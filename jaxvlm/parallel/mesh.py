@@ -11,10 +11,10 @@ from jax.experimental import mesh_utils
 
 from jaxvlm.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest links first."""
 
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
 """The mesh axes that batch rows are split over."""
 
 

@@ -23,7 +23,7 @@ PARAMETERS: dict[str, Place] = {
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
-    "experts": None,
+    "experts": "expert",
     "norm": None,  # vectors of a norm or an output bias: too small to be worth a gather
     "patch": None,  # pixels of a patch, or of a convolution's window
     "position": None,
@@ -34,6 +34,7 @@ PARAMETERS: dict[str, Place] = {
 ACTIVATIONS: dict[str, Place] = {
     "batch": BATCH_AXES,
     "seq": "context",
+    "stream": "context",  # as seq, between blocks
     "row": None,  # a whole row of tokens
     "embed": None,
     "heads": "tensor",
@@ -41,19 +42,34 @@ ACTIVATIONS: dict[str, Place] = {
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
-    "experts": None,
+    "experts": "expert",
 }
 """Activations: rows over the data axes, their tokens over ``context``, heads and MLP width over
 ``tensor``."""
 WHOLE_ROWS: dict[str, Place] = {
     **ACTIVATIONS,
     "seq": None,
+    "stream": None,
     "heads": ("context", "tensor"),
     "kv_heads": ("context", "tensor"),
 }
 """Inside of Ulysses' attention (arXiv 2309.14509): rows are whole, and heads are split more."""
-PICTURES: dict[str, Place] = {**ACTIVATIONS, "batch": (*BATCH_AXES, "context"), "seq": None}
+PICTURES: dict[str, Place] = {
+    **ACTIVATIONS,
+    "batch": (*BATCH_AXES, "context"),
+    "seq": None,
+    "stream": None,
+}
 """Of a tower that takes pictures one by one: they are dealt over ``context`` too."""
+
+
+_LEFT_OUT = {
+    "batch": ("context",),
+    "seq": ("context",),
+    "stream": ("tensor", "context"),
+    "kv_heads": ("tensor",),
+}
+"""Word -> the mesh axes that a dim need not be a multiple of, those to be left out first first."""
 
 
 def split_over(axes: tuple[str, ...]) -> tuple[tuple[str, Place], ...]:
@@ -77,27 +93,34 @@ class Axes:
         return self.mesh.devices.flat[0].platform
 
     def parameter(self, name: str, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of parameter ``name``.
+        """The sharding of parameter ``name``; key heads fewer than ``tensor`` are whole.
 
         Raises:
             ConfigError: a word without a rule, two dims on one mesh axis, or a dim that its
                 mesh axes do not divide.
         """
-        return self._sharding(name, logical, shape, dict(self.parameters))
+        rules = dict(self.parameters)
+        return self._sharding(name, logical, shape, self._fitting(rules, logical, shape))
 
     def activation(self, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of an activation; raises like :meth:`parameter`.
 
-        A dim that ``context`` does not divide (a class token's row, one new token) is not split
-        over it.
+        Tokens that ``context`` or ``tensor`` does not divide (a class token's row, one new token)
+        are not split over it.
         """
         rules = dict(self.activations)
-        parts = self.mesh.shape["context"]
-        for word, size in zip(logical, shape) if parts > 1 else ():
-            axes = _as_tuple(rules.get(word))
-            if "context" in axes and size % math.prod(self.mesh.shape[a] for a in axes):
-                rules[word] = tuple(a for a in axes if a != "context") or None
-        return self._sharding("an activation", logical, shape, rules)
+        return self._sharding("an activation", logical, shape, self._fitting(rules, logical, shape))
+
+    def _fitting(
+        self, rules: dict[str, Place], logical: Logical, shape: tuple[int, ...]
+    ) -> dict[str, Place]:
+        """``rules`` without the axes of :data:`_LEFT_OUT` that do not divide a dim."""
+        for word, size in zip(logical, shape):
+            for axis in _LEFT_OUT.get(word, ()):
+                axes = _as_tuple(rules.get(word))
+                if axis in axes and size % math.prod(self.mesh.shape[a] for a in axes):
+                    rules[word] = tuple(a for a in axes if a != axis) or None
+        return rules
 
     def splits_rows(self, length: int) -> bool:
         """Whether a row of so many tokens is split over ``context``."""

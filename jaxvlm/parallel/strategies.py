@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
-from jaxvlm.parallel.mesh import BATCH_AXES, num_hosts
+from jaxvlm.parallel.mesh import num_hosts
 
 CONTEXTS = ("gather", "ring", "ulysses")
+_ALL, _INNER, _NONE = ("data", "fsdp"), ("fsdp",), ()
 _FIELDS = ("params", "gathered", "gradients", "optimizer")
 _NOT_SET = MeshConfig()
 
@@ -45,7 +46,8 @@ def resolve(
                     f"{where}.{field}={given} is not {strategy.name}, which has {wanted}; leave "
                     f"one of {where}.{field} and {where}.name out"
                 )
-        strategy = dataclasses.replace(made, name=strategy.name, context=strategy.context)
+        split = {field: getattr(made, field) for field in _FIELDS}
+        strategy = dataclasses.replace(strategy, **split)
         mesh = _MESHES[strategy.name](mesh, devices)
     _check(strategy, where)
     if strategy.context not in CONTEXTS:
@@ -55,15 +57,24 @@ def resolve(
         raise ConfigError(
             f"{where}.context={strategy.context!r} is not read with config.mesh.context=1"
         )
+    if strategy.gather_bits not in (8, 32):
+        raise ConfigError(f"{where}.gather_bits={strategy.gather_bits}; known: 8, 32")
+    if strategy.gather_bits == 8 and strategy.gathered == strategy.params:
+        raise ConfigError(
+            f"{where}.gather_bits=8 is of the gather at a step's begin, and there is none: "
+            f"gathered={strategy.gathered} is params; 'hpz' and 'fsdp_no_reshard' have one"
+        )
+    if strategy.sequence and mesh.tensor == 1:
+        raise ConfigError(f"{where}.sequence=True is not read with config.mesh.tensor=1")
     return mesh, strategy
 
 
 def _check(strategy: StrategyConfig, where: str) -> None:
     for field in _FIELDS:
         value = getattr(strategy, field)
-        if unknown := [axis for axis in value if axis not in BATCH_AXES]:
+        if unknown := [axis for axis in value if axis not in _ALL]:
             raise ConfigError(
-                f"{where}.{field}={value}: {unknown[0]!r} is none of {', '.join(BATCH_AXES)}"
+                f"{where}.{field}={value}: {unknown[0]!r} is none of {', '.join(_ALL)}"
             )
         if len(set(value)) < len(value):
             raise ConfigError(f"{where}.{field}={value} names an axis twice")
@@ -110,7 +121,6 @@ def _hybrid(mesh: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
     return mesh
 
 
-_ALL, _INNER, _NONE = BATCH_AXES, ("fsdp",), ()
 PRESETS: dict[str, StrategyConfig] = {
     "single": StrategyConfig("", _NONE, _NONE, _NONE, _NONE),
     "ddp": StrategyConfig("", _NONE, _NONE, _NONE, _NONE),

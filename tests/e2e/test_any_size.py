@@ -233,7 +233,7 @@ def loss_and_gradients(config, name, parts=1):
 @pytest.mark.parametrize(
     ("kind", "name", "parts"),
     [
-        ("Qwen2_5_VL", "data2_fsdp2_tensor2", 2),
+        pytest.param("Qwen2_5_VL", "data2_fsdp2_tensor2", 2, marks=pytest.mark.long),
         pytest.param("Qwen2_5_VL", "fsdp8", 1, marks=pytest.mark.long),
         pytest.param("Qwen3VL", "data2_fsdp2_tensor2", 1, marks=pytest.mark.long),
     ],
@@ -274,6 +274,7 @@ def get_config():
 """
 
 
+@pytest.mark.long
 def test_trained_and_exported_without_torch(folder, odd, two, tmp_path):
     recipe, workdir, source = tmp_path / "recipe.py", tmp_path / "run", folder("Qwen2_5_VL")
     recipe.write_text(RECIPE)

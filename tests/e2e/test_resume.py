@@ -36,7 +36,14 @@ def unbroken(data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("shape, devices", [((4, 1, 1), 4), ((1, 2, 2), 4), ((2, 2, 1), 4)])
+@pytest.mark.parametrize(
+    "shape, devices",
+    [
+        ((1, 2, 2), 4),
+        pytest.param((4, 1, 1), 4, marks=pytest.mark.long),
+        pytest.param((2, 2, 1), 4, marks=pytest.mark.long),
+    ],
+)
 def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
     config = recipe(data)
     config.steps = 6
@@ -102,7 +109,8 @@ def kill_and_resume(data, workdir, steps, kills, seed):
     finish(start(workdir, data, *args))
 
 
-@pytest.mark.parametrize("kills, steps", [(1, 40), pytest.param(10, 600, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kills, steps", [(10, 600)])
 def test_kill_minus_nine_loses_nothing(data, tmp_path, kills, steps):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     finish(start(whole, data, f"--config.steps={steps}"))

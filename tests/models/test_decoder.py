@@ -73,7 +73,7 @@ def reference():
 @pytest.mark.parametrize(
     ("mesh", "remat"),
     [
-        ("data2_fsdp2_tensor2", "none"),
+        pytest.param("data2_fsdp2_tensor2", "none", marks=pytest.mark.long),
         pytest.param("one", "dots", marks=pytest.mark.long),
         ("one", "full"),
     ],

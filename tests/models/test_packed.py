@@ -86,6 +86,7 @@ def on(name):
     return np.asarray(out), jax.device_get(grads)
 
 
+@pytest.mark.long
 def test_tokens_and_gradients_are_those_of_one_device():
     out, grads = on("one")
     other_out, other_grads = on("data2_fsdp2_tensor2")

@@ -31,11 +31,16 @@ STRATEGIES = {
     "hpz": ("hpz", MeshConfig(data=2, fsdp=4)),
     "tensor": ("ddp", MeshConfig(data=-1, tensor=4)),
     "zero1 x tensor": ("zero1", MeshConfig(data=2, fsdp=2, tensor=2)),
+    "tensor beyond key heads": ("ddp", MeshConfig(1, tensor=8)),
     "fsdp x tensor": ("fsdp", MeshConfig(data=2, fsdp=2, tensor=2)),
     "context, gathered": ("ddp", MeshConfig(data=2, context=4)),
     "context, ring": ("ddp", MeshConfig(data=2, context=4), "ring"),
     "context, ulysses": ("ddp", MeshConfig(data=2, context=4), "ulysses"),
     "fsdp x context x tensor": ("fsdp", MeshConfig(1, fsdp=2, context=2, tensor=2), "ring"),
+    "expert": ("fsdp", MeshConfig(1, fsdp=2, expert=4)),
+    "expert x tensor": ("fsdp", MeshConfig(2, expert=2, tensor=2)),
+    "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), "gather", True),
+    "sequence x context": ("ddp", MeshConfig(2, tensor=2, context=2), "ulysses", True),
 }
 
 
@@ -57,8 +62,8 @@ def first_params(kind):
 def trained(kind, strategy, frozen=False, packed=True, parts=1):
     """First loss and gradients, and the parameters after three steps."""
     config, loss, batch = KINDS[kind]
-    preset, wanted, *context = STRATEGIES.get(strategy, ("single", MeshConfig()))
-    asked = StrategyConfig(preset, context=context[0] if context else "gather")
+    preset, wanted, *more = STRATEGIES.get(strategy, ("single", MeshConfig()))
+    asked = StrategyConfig(preset, **dict(zip(("context", "sequence"), more)))
     mesh, split = resolve(asked, wanted, jax.devices())
     here = make_mesh(mesh, jax.devices()[:1] if preset == "single" else jax.devices())
     model = build_model(config, here, split)
@@ -95,20 +100,31 @@ COVER = [
     for i, strategy in enumerate(STRATEGIES)
     for j, kind in enumerate(KINDS)
 ]
-FAST = [COVER[6 * i] for i in range(len(COVER) // 6)]  # another strategy and model each
+LONG = pytest.mark.long
+FAST = [COVER[0], COVER[2 * 5 + 1], COVER[8 * 5 + 2], COVER[12 * 5 + 3]]
 WHOLE = [(k, s, *c) for s in STRATEGIES for k in KINDS for c in CHOICES]
 MATRIX = WHOLE if os.environ.get("JAXVLM_WHOLE_MATRIX") else COVER
 
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "frozen", "packed", "parts"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.long) for case in MATRIX],
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.xdist_group(case[0]), *([LONG] if case not in FAST else [])]
+        )
+        for case in MATRIX
+    ],
 )
 def test_it_equals_one_device(kind, strategy, frozen, packed, parts):
     """``JAXVLM_WHOLE_MATRIX=1`` runs the whole product."""
     if kind == "dual":
         parts = 1  # its loss is no sum over examples
+    if "expert" in strategy and kind != "moe":
+        with pytest.raises(ConfigError, match=r"mesh\.expert=\d: this model has no experts"):
+            trained(kind, strategy)
+        return
     assert_equal_to_one_device(kind, strategy, frozen, packed, parts)
+    jax.clear_caches()  # a process can map only so many pieces of memory
 
 
 def test_names_fill_in_mesh_and_split():
@@ -141,6 +157,9 @@ def test_names_fill_in_mesh_and_split():
             {},
             r"params=.* is split over 'fsdp', which config\.strategy\.optimizer",
         ),
+        ({"name": "zero3", "gather_bits": 8}, {}, r"is of the gather at a step's begin"),
+        ({"name": "fsdp_no_reshard", "gather_bits": 4}, {}, "gather_bits=4; known: 8, 32"),
+        ({"sequence": True}, {}, r"is not read with config\.mesh\.tensor=1"),
         ({"context": "rings"}, {"context": 2}, "known: gather, ring, ulysses"),
         ({"context": "ring"}, {}, r"is not read with config\.mesh\.context=1"),
     ],

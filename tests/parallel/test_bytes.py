@@ -1,0 +1,62 @@
+"""Parameters gathered as bytes: how far off they are, and what a run loses by it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from zoo import KINDS, ROWS
+
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import assemble
+from jaxvlm.config import MeshConfig, StrategyConfig
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.quantized import BLOCK, gather_in_bytes
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.parallel.strategies import resolve
+
+
+@pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp", None), P(None, "fsdp", None)])
+def test_each_value_is_off_by_half_a_step_at_most(spec):
+    mesh = make_mesh(MeshConfig(1, 8))
+    here, there = NamedSharding(mesh, spec), NamedSharding(mesh, P())
+    shape = (512, 1024) if len(spec) == 2 else (3, 64, 384)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x[:, :8] = 0
+    run = jax.jit(gather_in_bytes({"w": here}, {"w": there}), out_shardings={"w": there})
+    program = run.lower({"w": jax.ShapeDtypeStruct(shape, np.float32, sharding=here)}).compile()
+    assert "s8[" in "".join(line for line in program.as_text().splitlines() if "all-gather" in line)
+    found = np.asarray(run({"w": jax.device_put(x, here)})["w"])
+    along = max((i for i in range(len(shape)) if spec[i] is None), key=lambda i: shape[i])
+    cut = np.moveaxis(x, along, -1)
+    size = max(n for n in range(1, BLOCK + 1) if cut.shape[-1] % n == 0)
+    largest = np.abs(cut.reshape(-1, size)).max(1, keepdims=True)
+    off = np.abs(np.moveaxis(found, along, -1) - cut).reshape(-1, size)
+    assert (off <= largest / 254 * 1.001).all() and off.max() > 0
+
+
+@pytest.mark.long
+def test_a_run_of_300_steps_ends_where_the_other_does():
+    config, loss, batch = KINDS["llava"]
+
+    def losses(bits):
+        asked = StrategyConfig("hpz", gather_bits=bits)
+        mesh, split = resolve(asked, MeshConfig(2, 4), jax.devices())
+        here = make_mesh(mesh)
+        model = build_model(config, here, split)
+        tx = optax.adamw(optax.cosine_decay_schedule(3e-3, 300))
+        step, _, init = assemble(model, loss, tx)
+        state, found = init(model.init(0)), []
+        batches = [to_global(here, batch(seed, True), ROWS) for seed in range(4)]
+        for i in range(300):
+            state, metrics = step(state, batches[i % 4])
+            found.append(float(metrics["loss"]))  # waits: eight devices share the cores
+        return np.asarray(found)
+
+    exact, rounded = losses(32), losses(8)
+    assert exact[-20:].mean() < 0.5 * exact[:4].mean()
+    assert not np.array_equal(exact[:4], rounded[:4])
+    assert abs(rounded[-20:].mean() - exact[-20:].mean()) < 0.01 * exact[-20:].mean()
