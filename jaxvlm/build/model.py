@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvlm.config import ConfigError, DualConfig, ModelConfig, StrategyConfig
+from jaxvlm.config import ConfigError, DualConfig, LoraConfig, ModelConfig, StrategyConfig
 from jaxvlm.models import lora, quantized
 from jaxvlm.models.dual import DualEncoder
 from jaxvlm.models.quantized import Dims
@@ -21,9 +21,14 @@ from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, spli
 from jaxvlm.parallel.rules import ACTIVATIONS, PICTURES, Axes, Place, split_over
 from jaxvlm.types import Batch, Logical, Out, Params
 
-Config = TypeVar("Config", ModelConfig, DualConfig)
+Config = TypeVar("Config")
+Known = TypeVar("Known", ModelConfig, DualConfig)
 _FSDP = StrategyConfig()
 _TOWERS = ("vision", "connector", "decoder", "text", "head")
+_ABSENT: dict[type, tuple[str, ...]] = {
+    ModelConfig: ("text", "head"),
+    DualConfig: ("connector", "decoder"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +41,44 @@ class Model(Generic[Config]):
     """Static; :func:`jaxvlm.nn.param.merge` makes a module of it and parameters."""
     shapes: dict[str, jax.ShapeDtypeStruct]
     logical: dict[str, Logical]
-    strategy: StrategyConfig
+    make: Callable[[Init], nnx.Module]
+    strategies: Mapping[str, StrategyConfig]
+    """By tower: the first part of a parameter's path."""
+    adapter: LoraConfig
     adapted: dict[str, Dims]
     """The linear maps that have an adapter."""
     packed: dict[str, Dims]
     """Those that are kept in eight bits."""
 
+    def strategy(self, path: str) -> StrategyConfig:
+        """The strategy of a parameter's tower."""
+        return self.strategies[path.split("/")[0]]
+
     @functools.cached_property
     def shardings(self) -> dict[str, NamedSharding]:
         """Where parameters lie between steps."""
-        return self.layout(self.strategy.params)
+        return self.layout("params")
 
-    def layout(self, split: tuple[str, ...]) -> dict[str, NamedSharding]:
-        """Where all parameters lie with their wide dims over the batch axes ``split``.
+    def layout(self, of: str) -> dict[str, NamedSharding]:
+        """Where each parameter, its gradients' sum or its moments lie.
+
+        Args:
+            of: a field of StrategyConfig: ``params``, ``gathered``, ``gradients``, ``optimizer``.
 
         Raises:
             ConfigError: a dim that its mesh axes do not divide.
         """
-        axes = Axes(self.mesh, split_over(split))
-        return {
-            path: axes.parameter(path, self.logical[path], x.shape)
-            for path, x in self.shapes.items()
-        }
+        made = {}
+        for path, x in self.shapes.items():
+            axes = Axes(self.mesh, split_over(getattr(self.strategy(path), of)))
+            made[path] = axes.parameter(path, self.logical[path], x.shape)
+        return made
 
     def init(self, seed: int) -> Params:
         """Random parameters, born sharded; the same on every mesh."""
 
         def draw(key: jax.Array) -> Params:
-            return split(_module(self.config, self.mesh, self.strategy, key))[1]
+            return split(self.make(Init(nnx.Rngs(params=key))))[1]
 
         base = self._jit(draw, self.base())(jax.random.key(seed))
         return self.with_adapters(self.stored(base), seed)
@@ -85,7 +100,7 @@ class Model(Generic[Config]):
 
         def draw(key: jax.Array, kept: Params) -> Params:
             weights = {path: quantized.dense(kept, path, d) for path, d in self.adapted.items()}
-            return lora.draw(self.config.lora, self.adapted, key, weights)
+            return lora.draw(self.adapter, self.adapted, key, weights)
 
         made = [path for path in self.shapes if lora.is_adapter(path)]
         scales: list[str] = [f"{path}/{quantized.SCALE}" for path in self.adapted]
@@ -108,7 +123,7 @@ class Model(Generic[Config]):
     def _attached(self, params: Params) -> Params:
         if not self.adapted:
             return params
-        return lora.attach(quantized.attach(params), lora.scale(self.config.lora))
+        return lora.attach(quantized.attach(params), lora.scale(self.adapter))
 
     def apply(self, params: Params, batch: Batch) -> Out:
         """The forward pass as a function of parameters."""
@@ -146,7 +161,7 @@ class Model(Generic[Config]):
         return {**whole, **run({path: whole[path] for path in maps})}
 
 
-def build_model(config: Config, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> Model[Config]:
+def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> Model[Known]:
     """The model of ``config`` on ``mesh``; allocates nothing.
 
     Args:
@@ -163,24 +178,63 @@ def build_model(config: Config, mesh: Mesh, strategy: StrategyConfig = _FSDP) ->
             f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; its devices "
             "can lie on config.mesh.data or fsdp"
         )
+    axes = _axes(config, mesh, strategy)
+    towers = [t for t in _TOWERS if t not in _ABSENT[type(config)]]
+    if unknown := set(strategy.whole) - set(towers):
+        raise ConfigError(
+            f"config.strategy.whole names {unknown.pop()!r}; this model has {', '.join(towers)}"
+        )
+    whole = dataclasses.replace(strategy, params=(), gathered=())
+    strategies = {t: whole if t in strategy.whole else strategy for t in towers}
+
+    def make(init: Init) -> nnx.Module:
+        if isinstance(config, DualConfig):
+            return DualEncoder(init, axes, config)
+        return VLM(init, axes, config)
+
+    return wrap(make, mesh, strategies, config)
+
+
+def wrap(
+    make: Callable[[Init], nnx.Module],
+    mesh: Mesh,
+    strategies: Mapping[str, StrategyConfig],
+    config: Any = None,
+) -> Model[Any]:
+    """A model of any module; allocates nothing.
+
+    Args:
+        make: the module; what it calls its attributes are its towers.
+        mesh: where it will run.
+        strategies: of each tower. What lies split is theirs; how activations are split is said by
+            the ``Axes`` that ``make`` gives to its parts.
+        config: of models whose linear maps may have adapters: its ``lora`` is read.
+
+    Raises:
+        ConfigError: a tower without a strategy, or dims that the mesh does not divide.
+    """
     seen: dict[str, Any] = {}
 
     def draw(key: jax.Array) -> Params:
-        module = _module(config, mesh, strategy, key)
+        module = make(Init(nnx.Rngs(params=key)))
         seen["graph"], params = split(module)
         seen["logical"], seen["linear"] = logical_axes(module), linear_maps(module)
         return params
 
     shapes = jax.eval_shape(draw, jax.random.key(0))
-    logical = seen["logical"]
-    adapted = lora.find(config.lora, seen["linear"], logical)
-    packed = lora.packed(config.lora, seen["linear"], logical)
+    logical, adapter = seen["logical"], LoraConfig() if config is None else config.lora
+    if missing := {path.split("/")[0] for path in shapes} - set(strategies):
+        raise ConfigError(f"no strategy for the tower {sorted(missing)[0]!r}")
+    adapted = lora.find(adapter, seen["linear"], logical)
+    packed = lora.packed(adapter, seen["linear"], logical)
     for more, words in (
-        lora.parameters(config.lora, adapted, shapes, logical),
+        lora.parameters(adapter, adapted, shapes, logical),
         quantized.parameters(packed, shapes, logical),
     ):
         shapes, logical = {**shapes, **more}, {**logical, **words}
-    model = Model(config, mesh, seen["graph"], shapes, logical, strategy, adapted, packed)
+    model = Model(
+        config, mesh, seen["graph"], shapes, logical, make, strategies, adapter, adapted, packed
+    )
     _ = model.shardings  # dims that the mesh does not divide are refused here
     return model
 
@@ -197,12 +251,3 @@ def _axes(
         one_by_one = Axes(mesh, activations=tuple({**PICTURES, **own}.items()))
         axes |= {"vision": one_by_one, "connector": one_by_one}
     return axes
-
-
-def _module(
-    config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig, key: jax.Array
-) -> nnx.Module:
-    init, axes = Init(nnx.Rngs(params=key)), _axes(config, mesh, strategy)
-    if isinstance(config, DualConfig):
-        return DualEncoder(init, axes, config)
-    return VLM(init, axes, config)

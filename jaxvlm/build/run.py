@@ -185,10 +185,12 @@ def _check(config: TrainConfig) -> None:
 def _check_rows(config: TrainConfig) -> None:
     """Refuse row lengths that the mesh does not divide."""
     parts, data = config.mesh.context, config.data
+    parts *= config.mesh.tensor if config.strategy.sequence else 1
     for length in packing.buckets(data.max_length, 1 if data.packing else data.buckets):
         if length % parts:
             raise ConfigError(
-                f"config.mesh.context={parts} does not divide rows of {length} tokens "
+                f"config.mesh.context (with config.strategy.sequence times tensor) = {parts} does "
+                f"not divide rows of {length} tokens "
                 f"(config.data.max_length={data.max_length}); take a multiple of {8 * parts}"
             )
 

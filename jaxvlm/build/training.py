@@ -24,7 +24,7 @@ from jaxvlm.parallel.sharding import constrain, follow, replicated
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
 from jaxvlm.train.runner import Microbatched, PlainRunner, check_parts
-from jaxvlm.train.step import ANYWHERE, Placement, init_state, make_step
+from jaxvlm.train.step import Placement, init_state, make_step
 from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
 
 
@@ -139,18 +139,12 @@ def assemble(
         The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
         shardings; and what makes the first state of all parameters, consuming them.
     """
-    split, here = model.strategy, model.mesh
-    moments = model.layout(split.optimizer)
+    here, moments = model.mesh, model.layout("optimizer")
     runner: Runner = PlainRunner(model.apply)
     if microbatches > 1:
-        place = constrain(model.layout(split.gradients))
+        place = constrain(model.layout("gradients"))
         runner = Microbatched(PlainRunner(model.apply), microbatches, place)
-    gathered = ANYWHERE.gathered
-    if split.gathered != split.params:
-        whole = model.layout(split.gathered)
-        eight = split.gather_bits == 8
-        gathered = gather_in_bytes(model.shardings, whole) if eight else constrain(whole)
-    step = make_step(runner, loss, tx, Placement(gathered, constrain(moments)))
+    step = make_step(runner, loss, tx, Placement(_gathering(model), constrain(moments)))
     own, still = _split(model, model.shapes, frozen)
     shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), own, still)
     everywhere: Any = jax.tree.map(lambda _: replicated(here), shapes)
@@ -171,6 +165,25 @@ def assemble(
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(here)))
     return jitted, abstract, init
+
+
+def _gathering(model: Model) -> Callable[[Params], Params]:
+    """What a step does with parameters before its first layer."""
+    stored, whole = model.shardings, model.layout("gathered")
+    moved = {
+        path
+        for path, x in model.shapes.items()
+        if not stored[path].is_equivalent_to(whole[path], len(x.shape))
+    }
+    eight = {path for path in moved if model.strategy(path).gather_bits == 8}
+    pin, as_bytes = constrain(whole), gather_in_bytes(stored, whole)
+
+    def gather(params: Params) -> Params:
+        plain = {path: x for path, x in params.items() if path in moved - eight}
+        small = {path: x for path, x in params.items() if path in eight}
+        return {**params, **pin(plain), **as_bytes(small)}
+
+    return gather
 
 
 def _split(model: Model, params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:

@@ -29,7 +29,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_bool(
         "print_config",
         False,
-        "Print every setting as it would be used, and exit.",
+        "Print every setting, defaults included, and exit.",
         flag_values=values,
     )
     flags.DEFINE_bool(
@@ -69,6 +69,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     return made.fit()
 
 
+_SETTLED = {"model": "the checkpoint", "strategy": "config.strategy.name"}
+"""Group of settings -> what may settle them otherwise."""
+
+
 def _check_overrides(overrides: dict[str, Any], config: Any) -> None:
     """Refuse what was asked of the model on the command line where a checkpoint says otherwise.
 
@@ -77,14 +81,17 @@ def _check_overrides(overrides: dict[str, Any], config: Any) -> None:
     from jaxvlm.config import ConfigError
 
     for path, asked in overrides.items():
-        if not path.startswith("model.") or path.endswith(".vocab_size"):  # 0: the tokenizer's
+        group = path.split(".")[0]
+        if group not in _SETTLED or path.endswith(".vocab_size"):  # 0: the tokenizer's
             continue
         used = config
-        for name in path.split("."):
+        for name in path.split("[")[0].split("."):
             used = getattr(used, name)
+        if "[" in path:
+            continue  # a part of a list
         if used != (tuple(asked) if isinstance(used, tuple) else asked):
             raise ConfigError(
-                f"--config.{path}={asked!r}, but the checkpoint says {used!r}; leave it out"
+                f"--config.{path}={asked!r}, but {_SETTLED[group]} says {used!r}; leave it out"
             )
 
 

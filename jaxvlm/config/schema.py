@@ -209,8 +209,8 @@ class MeshConfig:
 class StrategyConfig:
     """Which batch axes of the mesh (data, fsdp) each part of the state is split over.
 
-    Rows of a batch are split over both always. Each part names a part of those of the next
-    but one: gathered of params, params of optimizer.
+    Rows of a batch are split over both always. The axes of ``gathered`` are among those of
+    ``params``, and these among those of ``optimizer``.
     """
 
     name: str = ""  # preset (docs/strategies.md) that says the mesh's axis and all fields below
@@ -219,6 +219,7 @@ class StrategyConfig:
     # gathered layer by layer, in the forward pass and again in the backward pass
     gradients: tuple[str, ...] = ("fsdp",)  # their sum over microbatches
     optimizer: tuple[str, ...] = ("fsdp",)  # moments, and the update
+    whole: tuple[str, ...] = ()  # towers whose parameters are whole on every device: "vision"
     context: str = "gather"  # how rows split over the mesh's context attend: gather (keys and
     # values to all) | ring (they go round) | ulysses (rows are whole, heads are split instead)
     gather_bits: int = 32  # of parameters on their way from params to gathered: 32 | 8

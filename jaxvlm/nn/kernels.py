@@ -76,11 +76,18 @@ def attend(
     if k.shape[2] % axes.mesh.shape["tensor"]:  # whole on each device: each query has its own
         repeat = q.shape[2] // k.shape[2]
         k, v = (shard(axes, jnp.repeat(x, repeat, axis=2), *KEY) for x in (k, v))
+    check_backend(backend)
     if axes.splits_rows(q.shape[1]):
+        if axes.context != "ulysses" and backend not in ("auto", "xla"):
+            raise ConfigError(
+                f"config.model.attention={backend!r} takes whole rows, and "
+                f"config.strategy.context={axes.context!r} splits them; 'ulysses' has whole ones"
+            )
         if axes.context == "ring" and q.shape[1] == k.shape[1]:
             return _ring(q, k, v, mask, axes, scores)
         if axes.context == "ulysses" and q.shape[1] == k.shape[1]:
             return _ulysses(q, k, v, mask, axes, backend, scores)
+        _say(f"attention {q.shape} x {k.shape}: xla (queries of split rows)")
         k, v = (shard(axes, x, "batch", "row", "kv_heads", "head_dim") for x in (k, v))
         return _xla(q, k, v, mask, axes, scores)  # the others take queries of whole rows
     name = _choose(q, k, mask, axes.platform, backend, scores.cap)

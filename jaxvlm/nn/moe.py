@@ -15,8 +15,7 @@ from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.local import per_device
 from jaxvlm.parallel.rules import Axes
 
-TOKEN = ("batch", "seq", "embed")
-CHOICE = ("batch", "seq", "embed")
+TOKEN = ("batch", "seq", "embed")  # of a token: its values, its experts, their shares
 
 
 class Routed(NamedTuple):
@@ -64,8 +63,8 @@ class MoE(nnx.Module):
             self.axes,
             [
                 (x, TOKEN),
-                (chosen, CHOICE),
-                (share.astype(x.dtype), CHOICE),
+                (chosen, TOKEN),
+                (share.astype(x.dtype), TOKEN),
                 (weights[0], ("experts", "embed", "mlp")),
                 (weights[1], ("experts", "embed", "mlp")),
                 (weights[2], ("experts", "mlp", "embed")),
@@ -126,8 +125,10 @@ def run_experts(
     worked = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None] if axis else None
 
     def grouped(rows: jax.Array, w: jax.Array) -> jax.Array:
-        y = jax.lax.ragged_dot(rows, w, sizes)
-        return y if worked is None else jnp.where(worked, y, 0)  # behind the groups is anything
+        if worked is None:
+            return jax.lax.ragged_dot(rows, w, sizes)
+        # Behind the groups is anything: in the result, and in the gradient of the rows.
+        return jnp.where(worked, jax.lax.ragged_dot(jnp.where(worked, rows, 0), w, sizes), 0)
 
     copies = jnp.broadcast_to(x[:, :, None], (B, T, top, D)).reshape(-1, D)
     rows = permute(copies, order, back)

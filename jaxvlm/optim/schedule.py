@@ -38,6 +38,8 @@ def make_schedule(config: OptimConfig, steps: int) -> Schedule:
         known = ", ".join(_DECAYS)
         raise ConfigError(f"config.optim.schedule={config.schedule!r}; known: {known}")
     given = config.warmup_steps
+    if given > 1 and given != int(given):
+        raise ConfigError(f"config.optim.warmup_steps={given:g}: whole steps, or a share below 1")
     warmup = round(given * steps) if given < 1 else round(given)
     if warmup >= steps and given >= 1:
         raise ConfigError(

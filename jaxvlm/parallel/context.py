@@ -113,11 +113,11 @@ def _forward(
     last, _ = jax.lax.scan(step, carry, None, length=ring.size)
     most, total, out = last[:3]
     out = _by_token(out / total[..., None], q.shape).astype(q.dtype)
-    return out, (q, k, v, of_queries, of_keys, out, most + jnp.log(total))
+    return out, (q, k, v, of_queries, of_keys, out, most, total)
 
 
 def _backward(ring: Ring, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, of_queries, of_keys, out, log_total = kept
+    q, k, v, of_queries, of_keys, out, most, total = kept
     heads, d_heads = _by_key_head(q, k.shape[2]), _by_key_head(d_out, k.shape[2])
     product = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     delta = jnp.sum(_by_key_head(product, k.shape[2]), axis=-1)
@@ -125,7 +125,7 @@ def _backward(ring: Ring, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
     def step(carry: Any, _: Any) -> tuple[Any, None]:
         d_q, (k, v, of_keys, d_k, d_v) = carry
         score, slope = _scores(ring, heads, k, of_queries, of_keys)
-        weight = jnp.exp(score - log_total[..., None])
+        weight = jnp.exp(score - most[..., None]) / total[..., None]
         d_v += jnp.einsum(
             "bkrs,bkrh->bskh", weight.astype(v.dtype), d_heads, preferred_element_type=jnp.float32
         )

@@ -18,7 +18,7 @@ def per_device(
     out: tuple[tuple[int, ...], Logical],
     summed: str = "",
 ) -> jax.Array:
-    """``fn`` on each device's part of its arguments; no part needs another.
+    """``fn`` on each device's part of its arguments.
 
     Args:
         fn: takes as many arrays (or None) as ``args``; returns one.

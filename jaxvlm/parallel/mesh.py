@@ -32,7 +32,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         ConfigError: the shape does not use exactly the devices there are.
     """
     devices = jax.devices() if devices is None else list(devices)
-    shape = _shape(config, len(devices))
+    sized = resolved(config, len(devices))
+    shape = tuple(getattr(sized, axis) for axis in AXES)
     # Explicit axes are JAX's new default; Auto is named here, once (optax's losses need it).
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     slices = num_hosts(devices)
@@ -67,7 +68,12 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def _shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
+def resolved(config: MeshConfig, num_devices: int) -> MeshConfig:
+    """``config`` with a number in the place of -1.
+
+    Raises:
+        ConfigError: the sizes do not use exactly ``num_devices``.
+    """
     sizes = [getattr(config, axis) for axis in AXES]
     text = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes))
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
@@ -80,4 +86,4 @@ def _shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
             f"config.mesh ({text}) does not fit {num_devices} devices; "
             f"set sizes whose product is {num_devices}, or one of them to -1"
         )
-    return tuple(sizes)
+    return MeshConfig(**dict(zip(AXES, sizes)))

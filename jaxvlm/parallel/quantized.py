@@ -15,6 +15,8 @@ from jaxvlm.types import Params
 
 BLOCK = 256
 """Values that share a scale, at most."""
+_LEAST = 32
+"""Where a block would be smaller, its scale would cost what the bytes save."""
 
 
 def gather_in_bytes(
@@ -23,8 +25,9 @@ def gather_in_bytes(
     """A function from parameters as they are stored to parameters as a step uses them.
 
     What changes its layout travels as signed bytes with a float32 scale a block; each value is then
-    off by at most half a step, 1/254 of its block's largest. What stays where it is, vectors and
-    values that are no floats are not touched. The gradient is that of the rounded values.
+    off by at most half a step, 1/254 of its block's largest. What stays where it is, vectors,
+    values that are no floats and arrays that have no blocks of 32 are sent as they are. The
+    gradient is that of the rounded values.
 
     Args:
         stored: by path, the layout between steps.
@@ -42,11 +45,12 @@ def gather_in_bytes(
 
 
 def _through_bytes(x: jax.Array, here: NamedSharding, there: NamedSharding) -> jax.Array:
-    spec = [*here.spec, *([None] * (x.ndim - len(here.spec)))]
-    # Blocks lie along a dim that is whole on a device, so that scales need no message.
-    whole = [i for i, place in enumerate(spec) if place is None and x.shape[i] > 1]
-    dim = max(whole or [x.ndim - 1], key=lambda i: x.shape[i])
-    size = max(n for n in range(1, min(BLOCK, x.shape[dim]) + 1) if x.shape[dim] % n == 0)
+    # Blocks lie inside of what a device holds, so that their scales need no message.
+    local = here.shard_shape(x.shape)
+    dim = max(range(x.ndim), key=lambda i: local[i])
+    size = max(n for n in range(1, min(BLOCK, local[dim]) + 1) if local[dim] % n == 0)
+    if size < _LEAST:
+        return jax.lax.with_sharding_constraint(x, there)
     blocks = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
     cut = x.reshape(blocks)
     scale = jnp.max(jnp.abs(cut), axis=dim + 1, keepdims=True) / 127.0

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
-from jaxvlm.parallel.mesh import num_hosts
+from jaxvlm.parallel.mesh import num_hosts, resolved
 
 CONTEXTS = ("gather", "ring", "ulysses")
-_ALL, _INNER, _NONE = ("data", "fsdp"), ("fsdp",), ()
+# fsdp first: a shard of both is a piece of a shard of fsdp, so that gathering over data alone
+# moves nothing else.
+_ALL, _INNER, _NONE = ("fsdp", "data"), ("fsdp",), ()
 _FIELDS = ("params", "gathered", "gradients", "optimizer")
 _NOT_SET = MeshConfig()
 
@@ -49,6 +52,15 @@ def resolve(
         split = {field: getattr(made, field) for field in _FIELDS}
         strategy = dataclasses.replace(strategy, **split)
         mesh = _MESHES[strategy.name](mesh, devices)
+    alone = strategy.name == "single"
+    mesh = resolved(mesh, 1 if alone else len(devices))
+    _check_used(strategy, mesh, len(devices))
+    in_order: dict[str, Any] = {
+        field: tuple(sorted(getattr(strategy, field), key=_ALL.index))
+        for field in _FIELDS
+        if set(getattr(strategy, field)) <= set(_ALL)
+    }
+    strategy = dataclasses.replace(strategy, **in_order)
     _check(strategy, where)
     if strategy.context not in CONTEXTS:
         known = ", ".join(CONTEXTS)
@@ -67,6 +79,22 @@ def resolve(
     if strategy.sequence and mesh.tensor == 1:
         raise ConfigError(f"{where}.sequence=True is not read with config.mesh.tensor=1")
     return mesh, strategy
+
+
+def _check_used(strategy: StrategyConfig, mesh: MeshConfig, num_devices: int) -> None:
+    """Refuse a mesh on which a preset would not be what it is called."""
+    needs = {"fsdp": 1, "data": 1}
+    if strategy.name in ("", "single", "ddp") or num_devices == 1:
+        needs = {}
+    elif strategy.name not in ("hybrid_shard", "hpz"):
+        needs = {"fsdp": 1}
+    for axis, size in needs.items():
+        if getattr(mesh, axis) == size:
+            raise ConfigError(
+                f"config.strategy.name={strategy.name!r} is about config.mesh.{axis}, which has "
+                f"one device here: {mesh}"
+                + ("; there is one host, so say how many groups" if axis == "data" else "")
+            )
 
 
 def _check(strategy: StrategyConfig, where: str) -> None:
@@ -90,6 +118,8 @@ def _single(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
     one = MeshConfig(data=1)
     if mesh not in (_NOT_SET, one):
         raise ConfigError(f"config.strategy.name='single' takes one device, not {mesh}")
+    if jax.process_count() > 1:
+        raise ConfigError("config.strategy.name='single' takes one process: start one")
     return one
 
 
@@ -103,22 +133,18 @@ def _data(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
 
 
 def _fsdp(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
-    """All devices on ``fsdp``, unless the mesh says how many."""
+    """All devices that the mesh gives to no axis on ``fsdp``."""
     if mesh.data == -1 and mesh.fsdp == 1:
-        return dataclasses.replace(mesh, data=1, fsdp=-1)
-    return mesh
+        mesh = dataclasses.replace(mesh, data=1)
+    free = -1 not in dataclasses.astuple(mesh) and mesh.fsdp == 1
+    return dataclasses.replace(mesh, fsdp=-1) if free else mesh
 
 
 def _hybrid(mesh: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
-    """``data`` over hosts or slices, ``fsdp`` inside each."""
+    """``data`` over hosts or slices unless the mesh says how many, ``fsdp`` inside each."""
     if mesh.data == -1 and mesh.fsdp == 1:
-        mesh = dataclasses.replace(mesh, data=num_hosts(devices), fsdp=-1)
-    if mesh.data == 1:
-        raise ConfigError(
-            "config.strategy.name='hybrid_shard' and 'hpz' take several groups of devices, and "
-            "there is one host: set config.mesh.data to the number of groups, or take 'fsdp'"
-        )
-    return mesh
+        mesh = dataclasses.replace(mesh, data=num_hosts(devices))
+    return _fsdp(mesh, devices)
 
 
 PRESETS: dict[str, StrategyConfig] = {

@@ -59,16 +59,19 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
         Sums over like ones, most bytes first. A ring of permutes is counted as what it sends.
 
     Raises:
-        ValueError: a loop around a collective whose trip count is not known.
+        ValueError: a loop around a collective whose trip count is not known, or groups of devices
+            written in a way that is not.
     """
     bodies, entry = _computations(text)
     found: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
     sent: dict[tuple[str, tuple[str, ...], str], float] = collections.defaultdict(float)
     for name, times in _multiplicity(bodies, entry).items():
+        types = _types(bodies[name])
         for line in bodies[name]:
-            if (one := _collective(line, mesh, _is_sliced(bodies[name], line))) is None:
+            if not _kind(line):
                 continue
-            kind, axes, sizes = one
+            fused = _is_sliced(bodies[name], line)
+            kind, axes, sizes = _collective(line, mesh, fused, types)
             for dtype, size in sizes.items():
                 found[kind, axes, dtype] += times
                 sent[kind, axes, dtype] += times * size
@@ -156,31 +159,41 @@ def _kind(line: str) -> str:
 
 
 def _collective(
-    line: str, mesh: Mapping[str, int], fused: bool
-) -> tuple[str, tuple[str, ...], dict[str, float]] | None:
-    """Kind, axes, and bytes that a device sends by dtype."""
+    line: str, mesh: Mapping[str, int], fused: bool, types: Mapping[str, str]
+) -> tuple[str, tuple[str, ...], dict[str, float]]:
+    """Kind, axes, and bytes that a device sends by dtype.
+
+    Args:
+        line: with a collective.
+        mesh: axis -> devices.
+        fused: it is an all-reduce of which only a slice is used.
+        types: name -> shapes of what is computed beside it.
+    """
     kind = _kind(line)
-    if not kind:
-        return None
-    result, rest = re.split(r"[\]\})] " + re.escape(kind) + r"(?:-start)?\(", line, maxsplit=1)
-    results = _bytes(result.split(" = ", 1)[1] + "]")
-    operands = _bytes(rest.split("), ")[0])
+    given = re.split(r"[\]\})] " + re.escape(kind) + r"(?:-start)?\(", line, maxsplit=1)[1]
+    names = re.findall(r"%([\w.\-]+)", given.split("), ")[0])
+    operands: dict[str, float] = collections.defaultdict(float)
+    for name in names:
+        for dtype, size in _bytes(types[name]).items():
+            operands[dtype] += size
     if kind == "collective-permute":
-        size, axes = 1, _axes_of_pairs(line, mesh)
-        given = operands or {d: n / 2 for d, n in results.items()}
-        return kind, axes, {d: float(n) for d, n in given.items()}
+        return kind, _axes_of_pairs(line, mesh), dict(operands)
     groups = _groups(line, math.prod(mesh.values()))
     size, axes = groups.shape[1], _axes(groups, mesh)
-    share = (size - 1) / size
-    if kind == "all-reduce" and fused:
-        kind = "reduce-scatter"
-    if kind == "all-gather":
-        # Of an asynchronous one the result lists operands too.
-        whole = {d: operands.get(d, 0) * size or n for d, n in results.items()}
-    else:
-        whole = dict(operands or results)
-    factor = 2 * share if kind == "all-reduce" else share
-    return kind, axes, {d: factor * n for d, n in whole.items()}
+    if kind == "all-gather":  # to each of the others goes what a device has
+        return kind, axes, {d: (size - 1) * n for d, n in operands.items()}
+    kind = "reduce-scatter" if kind == "all-reduce" and fused else kind
+    factor = (2 if kind == "all-reduce" else 1) * (size - 1) / size
+    return kind, axes, {d: factor * n for d, n in operands.items()}
+
+
+def _types(lines: list[str]) -> dict[str, str]:
+    """Name -> the shapes of its result, of each line of a computation."""
+    found = {}
+    for line in lines:
+        if op := _OP.match(line):
+            found[op[1]] = re.split(r" [\w\-]+\(", op[2], maxsplit=1)[0]
+    return found
 
 
 def _is_sliced(lines: list[str], line: str) -> bool:
@@ -197,10 +210,8 @@ def _bytes(text: str) -> dict[str, float]:
         digits = re.search(r"\d+", dtype)
         bits = _BITS.get(dtype) or (int(digits[0]) if digits else 0)
         count = math.prod(int(d) for d in dims.split(",") if d)
-        if dims and dtype not in ("u32", "s32"):  # contexts of asynchronous ones
+        if bits:
             sizes[dtype] += count * bits // 8
-        elif dims:
-            sizes[dtype] += count * 4
     return {dtype: float(size) for dtype, size in sizes.items()}
 
 
@@ -220,7 +231,9 @@ def _groups(line: str, devices: int) -> np.ndarray:
     if named:
         order = _iota(named[2]) if named[2] else np.arange(devices)
         return order[_groups_of_mesh(named[1], named[3])]
-    return np.arange(devices)[None]  # {}: all of them
+    if "replica_groups={}" in line or "replica_groups" not in line:
+        return np.arange(devices)[None]  # all of them
+    raise ValueError(f"replica_groups written in an unknown way: {line[:300]}")
 
 
 def _iota(text: str) -> np.ndarray:

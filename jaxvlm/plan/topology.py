@@ -27,6 +27,10 @@ def devices(name: str, slices: int = 1) -> list[Any]:
     from jax.experimental import topologies
 
     kind, _, size = name.partition(":")
+    if kind == "h200" and (not size.isdecimal() or (int(size) > 8 and int(size) % 8)):
+        raise ConfigError(f"{name}: up to 8 H200, or a multiple of 8")
+    if kind == "h200" and slices != 1:
+        raise ConfigError(f"{name} with slices={slices}: slices are of TPUs")
     try:
         if kind == "h200":
             hosts, own = max(1, int(size) // 8), min(8, int(size))

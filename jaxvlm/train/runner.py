@@ -68,7 +68,7 @@ class Microbatched:
     runner: PlainRunner
     parts: int
     place: Callable[[Params], Params] = lambda grads: grads
-    """Pins where the sum of gradients lies, and each part's own before it is added."""
+    """Pins where each part's gradients lie before they are added, and their sum."""
 
     def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
         """The forward pass, undivided."""
@@ -94,7 +94,8 @@ class Microbatched:
 
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
             sums, grads = self.runner.loss_grad(params, frozen, part, loss, scale)
-            return jax.tree.map(jnp.add, carry, (sums, self.place(grads))), None
+            sums, grads = jax.tree.map(jnp.add, carry, (sums, self.place(grads)))
+            return (sums, self.place(grads)), None
 
         dealt = jax.tree.map(deal, batch)
         like = jax.eval_shape(

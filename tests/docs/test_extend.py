@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import VOCAB, random_batch
+from builders import ROWS, VOCAB, random_batch
 from runs import losses, recipe, write_data
 
 import jaxvlm
 from jaxvlm.build.losses import LOSSES
+from jaxvlm.config import MeshConfig
 from jaxvlm.data import formats
 from jaxvlm.losses.next_token import targets
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
 from jaxvlm.types import Loss, Out
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "extend.md"
@@ -81,3 +84,29 @@ def test_the_shell_line_runs(capsys):
     (line,) = re.findall(r'```sh\npython -c "\n(.*?)"\n```', PAGE.read_text(), re.DOTALL)
     exec(line, {})
     assert "decoder/embed/table (512, 64) vocab embed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("frozen", [(), ("teacher/*",)])
+def test_two_towers_train_as_on_one_device(frozen):
+    build = run_section("Towers with strategies of their own")["build"]
+    batch = random_batch()._replace(pixels=random_batch().pixels[:, :1])
+
+    def train(config, devices):
+        mesh = make_mesh(config, devices)
+        model, step, _, init = build(mesh, frozen)
+        state = init(model.init(0))
+        for _ in range(3):
+            state, metrics = step(state, to_global(mesh, batch, ROWS))
+        return model, float(metrics["loss"]), state
+
+    model, loss, state = train(MeshConfig(data=2, fsdp=4), jax.devices())
+    _, expected, one = train(MeshConfig(data=1), jax.devices()[:1])
+    assert abs(loss - expected) <= 1e-5 * abs(expected)
+    for path, x in one.params.items():
+        if path.endswith("/bk"):
+            continue  # its gradient is rounding alone, which Adam makes a step of
+        np.testing.assert_allclose(state.params[path], x, rtol=1e-4, atol=2e-6, err_msg=path)
+    path = "stack/blocks/mlp/w_in"
+    assert model.shardings[f"student/{path}"].is_fully_replicated
+    assert "fsdp" in str(model.shardings[f"teacher/{path}"].spec)
+    assert (f"teacher/{path}" in state.frozen) == bool(frozen)

@@ -34,13 +34,22 @@ STRATEGIES = {
     "tensor beyond key heads": ("ddp", MeshConfig(1, tensor=8)),
     "fsdp x tensor": ("fsdp", MeshConfig(data=2, fsdp=2, tensor=2)),
     "context, gathered": ("ddp", MeshConfig(data=2, context=4)),
-    "context, ring": ("ddp", MeshConfig(data=2, context=4), "ring"),
-    "context, ulysses": ("ddp", MeshConfig(data=2, context=4), "ulysses"),
-    "fsdp x context x tensor": ("fsdp", MeshConfig(1, fsdp=2, context=2, tensor=2), "ring"),
+    "context, ring": ("ddp", MeshConfig(data=2, context=4), {"context": "ring"}),
+    "context, ulysses": ("ddp", MeshConfig(data=2, context=4), {"context": "ulysses"}),
+    "fsdp x context x tensor": (
+        "fsdp",
+        MeshConfig(1, fsdp=2, context=2, tensor=2),
+        {"context": "ring"},
+    ),
     "expert": ("fsdp", MeshConfig(1, fsdp=2, expert=4)),
     "expert x tensor": ("fsdp", MeshConfig(2, expert=2, tensor=2)),
-    "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), "gather", True),
-    "sequence x context": ("ddp", MeshConfig(2, tensor=2, context=2), "ulysses", True),
+    "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence": True}),
+    "vision whole": ("fsdp", MeshConfig(), {"whole": ("vision",)}),
+    "sequence x context": (
+        "ddp",
+        MeshConfig(2, tensor=2, context=2),
+        {"context": "ulysses", "sequence": True},
+    ),
 }
 
 
@@ -63,7 +72,7 @@ def trained(kind, strategy, frozen=False, packed=True, parts=1):
     """First loss and gradients, and the parameters after three steps."""
     config, loss, batch = KINDS[kind]
     preset, wanted, *more = STRATEGIES.get(strategy, ("single", MeshConfig()))
-    asked = StrategyConfig(preset, **dict(zip(("context", "sequence"), more)))
+    asked = StrategyConfig(preset, **(more[0] if more else {}))
     mesh, split = resolve(asked, wanted, jax.devices())
     here = make_mesh(mesh, jax.devices()[:1] if preset == "single" else jax.devices())
     model = build_model(config, here, split)
@@ -101,7 +110,7 @@ COVER = [
     for j, kind in enumerate(KINDS)
 ]
 LONG = pytest.mark.long
-FAST = [COVER[0], COVER[2 * 5 + 1], COVER[8 * 5 + 2], COVER[12 * 5 + 3]]
+FAST = {("llava", "hpz"), ("qwen3", "zero2"), ("moe", "expert"), ("gemma3", "context, ring")}
 WHOLE = [(k, s, *c) for s in STRATEGIES for k in KINDS for c in CHOICES]
 MATRIX = WHOLE if os.environ.get("JAXVLM_WHOLE_MATRIX") else COVER
 
@@ -110,7 +119,7 @@ MATRIX = WHOLE if os.environ.get("JAXVLM_WHOLE_MATRIX") else COVER
     ("kind", "strategy", "frozen", "packed", "parts"),
     [
         pytest.param(
-            *case, marks=[pytest.mark.xdist_group(case[0]), *([LONG] if case not in FAST else [])]
+            *case, marks=[pytest.mark.xdist_group(case[0]), *([] if case[:2] in FAST else [LONG])]
         )
         for case in MATRIX
     ],
@@ -131,13 +140,17 @@ def test_names_fill_in_mesh_and_split():
     devices = jax.devices()
     for name in PRESETS:
         asked = MeshConfig(data=2) if name in ("hybrid_shard", "hpz") else MeshConfig()
-        asked = dataclasses.replace(asked, fsdp=4) if asked.data == 2 else asked
         mesh, split = resolve(StrategyConfig(name), asked, devices)
         assert resolve(split, mesh, devices) == (mesh, split)
-    assert resolve(StrategyConfig("zero2"), MeshConfig(tensor=2), devices)[0] == MeshConfig(
-        data=1, fsdp=-1, tensor=2
-    )
+        assert mesh.fsdp == {1: 8, 2: 4}[asked.data if asked.data > 0 else 1] or name in (
+            "single",
+            "ddp",
+        )
+    two = resolve(StrategyConfig("zero2"), MeshConfig(tensor=2), devices)[0]
+    assert two == MeshConfig(data=1, fsdp=4, tensor=2)
     assert resolve(StrategyConfig("zero2"), MeshConfig(2, 4), devices)[0] == MeshConfig(2, 4)
+    free = StrategyConfig(params=("data", "fsdp"), gathered=(), optimizer=("data", "fsdp"))
+    assert resolve(free, MeshConfig(), devices)[1].params == ("fsdp", "data")
 
 
 @pytest.mark.parametrize(
@@ -148,8 +161,11 @@ def test_names_fill_in_mesh_and_split():
         ({"name": "zero3", "params": ()}, {}, r"params=\(\) is not zero3, which has \('fsdp',\)"),
         ({"name": "ddp"}, {"fsdp": 2}, r"mesh\.fsdp=2: .*'ddp' splits nothing over fsdp"),
         ({"name": "single"}, {"data": 8}, "'single' takes one device"),
-        ({"name": "hybrid_shard"}, {}, r"there is one host: set config\.mesh\.data"),
-        ({"params": ("tensor",)}, {}, "'tensor' is none of data, fsdp"),
+        ({"name": "hybrid_shard"}, {}, r"there is one host, so say how many groups"),
+        ({"name": "zero3"}, {"data": 8}, r"'zero3' is about config\.mesh\.fsdp, which has one"),
+        ({"name": "hpz"}, {"fsdp": 8}, r"'hpz' is about config\.mesh\.data, .* how many groups"),
+        ({"context": "ring"}, {"data": 8, "context": -1}, r"not read with config\.mesh\.context=1"),
+        ({"params": ("tensor",)}, {}, "'tensor' is none of fsdp, data"),
         ({"params": ("data", "data")}, {}, "names an axis twice"),
         ({"params": (), "gathered": ("fsdp",)}, {}, r"gathered=.* is split over 'fsdp'"),
         (

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jaxvlm.config import MeshConfig
+from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.plan.collectives import Collective, read, total
 
 MESH = {"data": 2, "fsdp": 4}
@@ -15,7 +19,8 @@ HLO = """HloModule step, is_scheduled=true
 
 %body (carry: (s32[], f32[8,16], /*index=2*/bf16[64])) -> (s32[], f32[8,16]) {{
   %carry = (s32[], f32[8,16]{{1,0}}) parameter(0)
-  %whole = f32[32,16]{{1,0:T(8,128)}} all-gather(f32[8,16]{{1,0}} %x), channel_id=1, {gather}, dimensions={{0}}
+  %x = f32[8,16]{{1,0:T(8,128)}} get-tuple-element(%carry), index=1
+  %whole = f32[32,16]{{1,0:T(8,128)}} all-gather(%x), channel_id=1, {gather}, dimensions={{0}}
   ROOT %out = (s32[], f32[8,16]{{1,0}}) tuple(%i, %x)
 }}
 
@@ -25,16 +30,21 @@ HLO = """HloModule step, is_scheduled=true
 }}
 
 %all-reduce-scatter (param: f32[64]) -> f32[16] {{
-  %all-reduce.1 = f32[64]{{0}} all-reduce(f32[64]{{0}} %param), channel_id=3, {gather}, to_apply=%add
+  %param = f32[64]{{0}} parameter(0)
+  %all-reduce.1 = f32[64]{{0}} all-reduce(%param), channel_id=3, {gather}, to_apply=%add
   ROOT %own = f32[16]{{0}} dynamic-slice(%all-reduce.1, %at), dynamic_slice_sizes={{16}}
 }}
 
 ENTRY %main (p: f32[8,16]) -> f32[8,16] {{
   %loop = (s32[], f32[8,16]{{1,0}}) while(%start), condition=%condition, body=%body{trips}
-  %sum.1 = (bf16[100]{{0}}, f32[10]{{0}}) all-reduce(bf16[100]{{0}} %a, f32[10]{{0}} %b), channel_id=2, {reduce}, to_apply=%add
+  %a = bf16[100]{{0}} parameter(1)
+  %b = f32[10]{{0}} parameter(2)
+  %sum.1 = (bf16[100]{{0}}, f32[10]{{0}}) all-reduce(%a, %b), {reduce}, to_apply=%add
   %fused = f32[16]{{0}} fusion(%c), kind=kCustom, calls=%all-reduce-scatter
-  %sent = s8[40]{{0}} collective-permute(s8[40]{{0}} %q), channel_id=4, source_target_pairs={{{{0,1}},{{1,2}},{{2,3}},{{3,0}},{{4,5}},{{5,6}},{{6,7}},{{7,4}}}}
-  %begun = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(f32[8]{{0}} %r), channel_id=5, {gather}, dimensions={{0}}
+  %q = s8[40]{{0}} parameter(3)
+  %sent = s8[40]{{0}} collective-permute(%q), source_target_pairs={{{{0,1}},{{1,2}},{{3,0}}}}
+  %r = f32[8]{{0}} parameter(4)
+  %begun = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%r), channel_id=5, {gather}, dimensions={{0}}
   ROOT %ended = f32[32]{{0}} all-gather-done(%begun)
 }}
 """  # noqa: E501
@@ -72,6 +82,40 @@ def test_all_ways_of_writing_are_read(written):
     }
     assert total(found, "data") == 240 and total(found, kind="reduce-scatter") == 192
     assert total(found) == sum(c.wire_bytes for c in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("reduce-scatter", 3 * 16 * 16 * 4),
+        ("all-reduce", 2 * 3 * 16 * 16 * 4),
+        ("collective-permute", 64 * 16 * 4),
+        ("all-gather", 3 * 64 * 16 * 4),
+        ("all-to-all", 3 * 16 * 16 * 4),
+    ],
+)
+def test_bytes_of_a_real_program(kind, expected):
+    """Each device holds f32[64, 16]; groups of four."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    run = {
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True),
+        "all-reduce": lambda x: jax.lax.psum(x, "fsdp"),
+        "collective-permute": lambda x: jax.lax.ppermute(x, "fsdp", ring),
+        "all-gather": lambda x: jax.lax.all_gather(x, "fsdp", tiled=True),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True),
+    }[kind]
+    spec = P(("data", "fsdp"))
+    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    text = program.lower(jax.ShapeDtypeStruct((8 * 64, 16), "float32")).compile().as_text()
+    (found,) = read(text, dict(mesh.shape))
+    assert found == Collective(kind, ("fsdp",), "f32", 1, expected)
+
+
+def test_unknown_groups_are_refused():
+    text = HLO.format(**LISTED | {"reduce": "replica_groups=@some_mesh"})
+    with pytest.raises(ValueError, match="unknown way"):
+        read(text, MESH)
 
 
 def test_a_loop_without_a_count_is_refused():
