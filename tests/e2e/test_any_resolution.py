@@ -48,6 +48,7 @@ def torch_logits(folder, pictures, prompt):
     return logits.numpy(), processor.tokenizer.decode(new, skip_special_tokens=True)
 
 
+@pytest.mark.long
 def test_trains_answers_and_comes_out(data, tmp_path, capsys):
     folder = write_llava_next(tmp_path / "hf", data)
     workdir, out = tmp_path / "run", tmp_path / "out"

@@ -110,6 +110,7 @@ def test_what_is_not_trained_comes_out_bit_for_bit(data, folder, tmp_path):
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
 
 
+@pytest.mark.long
 def test_a_step_on_a_mesh_is_exported(data, folder, tmp_path, capsys):
     config = settings(data, folder)
     config.steps, config.optim.learning_rate, config.optim.warmup_steps = 1, 1e-2, 0

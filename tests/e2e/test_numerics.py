@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from runs import recipe
@@ -21,7 +22,8 @@ def trained(data, tmp_path_factory):
     # The highest loss is "best", so that the best checkpoint is not the newest.
     config.eval_every = 75
     config.checkpoint.metric, config.checkpoint.mode, config.checkpoint.keep = "loss", "max", 1
-    run = jaxvlm.Run(config, tmp_path_factory.mktemp("trained"))
+    # One device: eight of them share the cores, and wait for each other.
+    run = jaxvlm.Run(config, tmp_path_factory.mktemp("trained"), jax.devices()[:1])
     result = run.fit()
     return run, result
 
@@ -54,6 +56,7 @@ def test_load_gives_the_same_answers(trained):
     assert jaxvlm.load(run.workdir).generate(*asked) == run.generate(*asked)
 
 
+@pytest.mark.long
 def test_bfloat16_compute_keeps_float32_parameters(data, tmp_path):
     config = recipe(data)
     config.model.dtype, config.steps = "bfloat16", 3

@@ -58,6 +58,7 @@ def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
         assert abs(got[step] - expected[step]) <= 1e-5 * abs(expected[step]), step
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_run_goes_on(data, unbroken, tmp_path):
     process = start(
         tmp_path, data, "--json", "--config.steps=100000", "--config.checkpoint.every=0"
@@ -136,6 +137,7 @@ def test_changed_data_is_refused(data, unbroken, tmp_path):
     assert (tmp_path / "config.json").read_text() == before, "the run is what it was"
 
 
+@pytest.mark.long
 def test_init_from_takes_weights_and_nothing_else(data, unbroken, tmp_path):
     config = recipe(data)
     config.init_from, config.steps = str(unbroken.workdir), 3
@@ -191,6 +193,7 @@ def test_an_address_is_no_folder(data):
             jaxvlm.Run(config, "gs://bucket/run" if field == "workdir" else "")
 
 
+@pytest.mark.long
 def test_clipping_can_be_switched_on_when_resuming(data, tmp_path):
     config = recipe(data)
     config.steps, config.optim.clip_norm = 3, 0.0

@@ -44,7 +44,11 @@ def test_two_processes_give_one_processs_losses(data, tmp_path):
     assert (both / "sheet.png").is_file()
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param(0, marks=pytest.mark.long), 1],
+    ids=["coordinator", "other"],
+)
 def test_a_killed_process_ends_the_other_with_a_message(data, tmp_path, victim):
     processes = together(tmp_path, data, "--config.steps=100000", "--config.checkpoint.every=50")
     deadline = time.monotonic() + 120

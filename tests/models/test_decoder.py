@@ -85,6 +85,7 @@ def test_neither_mesh_nor_remat_changes_loss_or_gradients(mesh, remat, reference
     assert all(np.any(g) for g in grads.values())
 
 
+@pytest.mark.long
 def test_a_cotangent_of_every_output_goes_back():
     """``vjp`` of what the forward pass gives, the soft cap and the router's terms included."""
     place = make_mesh(MESHES["one"], devices_of(MESHES["one"]))

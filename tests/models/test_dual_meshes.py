@@ -66,7 +66,7 @@ def reference():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("fsdp8", marks=pytest.mark.long), "data2_fsdp2_tensor2"]
+    "name", [pytest.param(n, marks=pytest.mark.long) for n in ("fsdp8", "data2_fsdp2_tensor2")]
 )
 def test_vectors_and_gradients_equal_one_device(name, reference):
     model, _, loss, hidden, grads = run(name)

@@ -261,7 +261,7 @@ def test_greedy_generation_gives_transformers_ids(name):
     inputs = torch_inputs(batch)
     del inputs["position_ids"]
     expected = theirs.generate(
-        **inputs, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
+        **inputs, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
     )[:, 16:]
     d = ours.config.decoder
     run = jax.jit(
@@ -269,7 +269,7 @@ def test_greedy_generation_gives_transformers_ids(name):
             ours.module(p),
             b,
             Sampling(),
-            10,
+            32,
             (d.depth, d.num_kv_heads, d.head_dim),
             jax.random.key(0),
         )

@@ -30,7 +30,7 @@ from towers import worst_gradient  # noqa: E402
 select_best_resolution = transformers.image_processing_utils.select_best_resolution
 
 DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
-IMAGE, VOCAB, LENGTH, NEW = 95, 96, 32, 12
+IMAGE, VOCAB, LENGTH, NEW = 95, 96, 32, 32
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 24,

@@ -55,7 +55,10 @@ def loss_and_gradients(name):
     return float(value), jax.device_get(grads)
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.long) for n in ("data8", "fsdp8", "tensor8")), MIXED],
+)
 def test_loss_and_gradients_equal_one_device(name, reference):
     value, grads = loss_and_gradients(name)
     expected, expected_grads = reference

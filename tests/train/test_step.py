@@ -169,6 +169,7 @@ def test_a_skipped_update_changes_nothing_but_the_counts(model, params):
         np.testing.assert_array_equal(np.asarray(a), b)
 
 
+@pytest.mark.long
 def test_learning_rate_scale_is_exact(model, params):
     half = train_config(learning_rate_scale=(("vision/*", 0.5),), weight_decay=0.1)
     full = train_config(weight_decay=0.1)
