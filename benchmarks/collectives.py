@@ -51,13 +51,8 @@ MODEL = ModelConfig(
 LENGTH, PICTURES = 2048, 2
 TARGETS = ("v5p:4x4x4", "h200:64")
 STRATEGIES = {
-    "ddp": ("ddp", MeshConfig()),
-    "zero1": ("zero1", MeshConfig()),
-    "zero2": ("zero2", MeshConfig()),
-    "zero3": ("zero3", MeshConfig()),
-    "fsdp_no_reshard": ("fsdp_no_reshard", MeshConfig()),
-    "hybrid_shard": ("hybrid_shard", MeshConfig(data=8, fsdp=8)),
-    "hpz": ("hpz", MeshConfig(data=8, fsdp=8)),
+    **{name: (name, MeshConfig()) for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp_no_reshard")},
+    **{name: (name, MeshConfig(data=8)) for name in ("hybrid_shard", "hpz")},
     "ddp x tensor": ("ddp", MeshConfig(data=16, tensor=4)),
     "fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=16, tensor=4)),
     "context, gathered": ("fsdp", MeshConfig(data=1, fsdp=16, context=4)),

@@ -78,3 +78,16 @@ def losses(workdir: pathlib.Path) -> dict[int, float]:
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def without_torch(program: str, *args: object) -> str:
+    """What ``program`` says in a process that has no torch; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, args)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "weights from" in done.stderr
+    return done.stderr

@@ -122,10 +122,9 @@ def export(
     """
     if merged and not model.adapted:
         raise ConfigError(f"--merged: the run in {workdir} has no adapters; leave it out")
-    if merged or not model.adapted:
-        whole = model.merged(params)
-        return exporting.export(workdir, output, whole, model.config, dtype)
     source = exporting.exported(workdir, output, model.config, dtype)
+    if merged or not model.adapted:
+        return exporting.rewrite(source, output, model.merged(params), model.config, dtype)
     base, names = source.family.weights(model.config), _names(source, model)
     kind, shapes = exporting.DTYPES[dtype or "float32"], names.tensors()
     layout = {

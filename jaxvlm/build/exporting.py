@@ -36,35 +36,19 @@ def keep(source: pretrained.Source, workdir: pathlib.Path) -> None:
     half.rename(workdir / pretrained.SAVED)
 
 
-def export(
-    workdir: pathlib.Path,
+def rewrite(
+    source: pretrained.Source,
     output: pathlib.Path,
     params: Params,
     config: ModelConfig,
     dtype: str = "",
 ) -> dict[str, Any]:
-    """Write a run's weights as the checkpoint they came from: its names, files and shards.
-
-    Args:
-        workdir: of the run.
-        output: a new folder.
-        params: all of them.
-        config: of the model.
-        dtype: ``float32``, ``bfloat16`` or ``float16``; "" is each tensor's own.
-
-    Returns:
-        How many ``tensors`` and ``bytes`` were written.
-
-    Raises:
-        ConfigError: as :func:`exported`.
-    """
-    source = exported(workdir, output, config, dtype)
-    stored = pretrained.json_object(workdir / pretrained.SAVED / pretrained.LAYOUT)
+    """Write a run's weights as ``source`` of :func:`exported`; see :func:`write`."""
+    stored = pretrained.json_object(source.files / pretrained.LAYOUT)
     layout = {
         name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
     }
-    weights = source.family.weights(config)
-    return write(workdir / pretrained.SAVED, output, params, weights, layout, dtype)
+    return write(source.files, output, params, source.family.weights(config), layout, dtype)
 
 
 def exported(
@@ -108,7 +92,7 @@ def write(
         params: all of them.
         weights: which tensors hold which parameters.
         layout: of the source; what is no float in it is left out.
-        dtype: as for :func:`export`.
+        dtype: ``float32``, ``bfloat16`` or ``float16``; "" is each tensor's own.
 
     Returns:
         How many ``tensors`` and ``bytes`` were written.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ def refuse_unread(config: Any, where: str) -> None:
         ConfigError: the setting, and what it needs.
     """
     default = type(config)()
-    for names, needs, read in _RULES[type(config)]:
+    for names, needs, read in RULES[type(config)]:
         if read(config):
             continue
         for name in names.split():
@@ -41,7 +40,7 @@ def _kinds(*kinds: str) -> Callable[[RopeScaling], bool]:
     return lambda scaling: scaling.kind in kinds
 
 
-_RULES: dict[type, tuple[Rule, ...]] = {
+RULES: dict[type, tuple[Rule, ...]] = {
     VisionConfig: (
         ("patch_layout frames block rope_theta window", "packed=True", lambda c: c.packed),
         (
@@ -76,9 +75,3 @@ _RULES: dict[type, tuple[Rule, ...]] = {
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
 """Group of settings -> (names, what they need, whether the group has it)."""
-
-assert all(
-    set(name.split()) <= {field.name for field in dataclasses.fields(kind)}
-    for kind, rules in _RULES.items()
-    for name, _, _ in rules
-)

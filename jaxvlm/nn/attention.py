@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jaxvlm.nn.kernels import Scores, attend
+from jaxvlm.nn.kernels import Scores, attend, check_heads
 from jaxvlm.nn.kv import KVCache, append
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.norm import NORMS, RMSNorm
@@ -41,6 +41,7 @@ class Attention(nnx.Module):
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
         D, N, K, H = spec.width, spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.axes, self.spec = axes, spec
+        check_heads(axes, N)
         self.wq = param(init, (D, N, H), ("embed", "heads", "head_dim"), fan_in(D), 1)
         self.wk = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D), 1)
         self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D), 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,9 +19,7 @@ from jaxvlm.config import ConfigError
 from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.context import HIDDEN, ring_attention
 from jaxvlm.parallel.local import per_device
-from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, shard
-
-log = logging.getLogger(__name__)
+from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, say_once, shard
 
 BATCHED = ("batch", "seq")
 QUERY = ("batch", "seq", "heads", "head_dim")
@@ -87,7 +84,7 @@ def attend(
             return _ring(q, k, v, mask, axes, scores)
         if axes.context == "ulysses" and q.shape[1] == k.shape[1]:
             return _ulysses(q, k, v, mask, axes, backend, scores)
-        _say(f"attention {q.shape} x {k.shape}: xla (queries of split rows)")
+        say_once(f"attention {q.shape} x {k.shape}: xla (queries of split rows)")
         k, v = (shard(axes, x, "batch", "row", "kv_heads", "head_dim") for x in (k, v))
         return _xla(q, k, v, mask, axes, scores)  # the others take queries of whole rows
     name = _choose(q, k, mask, axes.platform, backend, scores.cap)
@@ -117,18 +114,30 @@ def _ulysses(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, backend: str, scores: Scores
 ) -> jax.Array:
     inside = dataclasses.replace(axes, activations=tuple(WHOLE_ROWS.items()))
-    parts = math.prod(axes.mesh.shape[a] for a in ("context", "tensor"))
-    if q.shape[2] % parts:
-        raise ConfigError(
-            f"config.strategy.context='ulysses' splits {q.shape[2]} heads over context x tensor = "
-            f"{parts}, which does not divide them; 'ring' and 'gather' take any number"
-        )
-    if k.shape[2] % parts:  # fewer than devices: each has the ones that its queries want
+    if k.shape[2] % _parts(axes):  # fewer than devices: each has the ones that its queries want
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     q = shard(inside, q, *QUERY)
     k, v = (shard(inside, x, *KEY) for x in (k, v))
     out = attend(q, k, v, mask, inside, backend, scores)
     return shard(axes, shard(inside, out, *QUERY), *QUERY)
+
+
+def _parts(axes: Axes) -> int:
+    return math.prod(axes.mesh.shape[a] for a in ("context", "tensor"))
+
+
+def check_heads(axes: Axes, num_heads: int) -> None:
+    """Refuse query heads that Ulysses' attention cannot split.
+
+    Raises:
+        ConfigError: with their number.
+    """
+    split = axes.context == "ulysses" and axes.mesh.shape["context"] > 1
+    if split and num_heads % _parts(axes):
+        raise ConfigError(
+            f"config.strategy.context='ulysses' splits {num_heads} heads over context x tensor = "
+            f"{_parts(axes)}, which does not divide them; 'ring' and 'gather' take any number"
+        )
 
 
 def check_backend(name: str) -> None:
@@ -153,15 +162,10 @@ def _choose(
     for name in _PREFERRED.get(platform, ()):
         refusal = _refusal(name, q, k, mask, cap)
         if not refusal:
-            _say(f"attention {q.shape} x {k.shape}: {name}")
+            say_once(f"attention {q.shape} x {k.shape}: {name}")
             return name
-        _say(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
+        say_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
     return "xla"
-
-
-@functools.cache
-def _say(line: str) -> None:
-    log.info(line)
 
 
 def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import math
 from collections.abc import Mapping
 
@@ -12,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.types import Logical
+
+_LOG = logging.getLogger(__name__)
 
 Place = str | tuple[str, ...] | None
 
@@ -77,6 +81,12 @@ def split_over(axes: tuple[str, ...]) -> tuple[tuple[str, Place], ...]:
     return tuple({**PARAMETERS, "embed": axes or None}.items())
 
 
+@functools.cache
+def say_once(line: str) -> None:
+    """Log what holds for the whole run, however often it is traced."""
+    _LOG.info("%s", line)
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """A mesh and the rules of one tower, kept by each module. Static and hashable."""
@@ -119,6 +129,8 @@ class Axes:
             for axis in _LEFT_OUT.get(word, ()):
                 axes = _as_tuple(rules.get(word))
                 if axis in axes and size % math.prod(self.mesh.shape[a] for a in axes):
+                    if size > 1 and self.mesh.shape[axis] > 1:
+                        say_once(f"{word!r} of {size}: whole on each device of {axis!r}")
                     rules[word] = tuple(a for a in axes if a != axis) or None
         return rules
 

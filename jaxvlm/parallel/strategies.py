@@ -17,6 +17,7 @@ CONTEXTS = ("gather", "ring", "ulysses")
 _ALL, _INNER, _NONE = ("fsdp", "data"), ("fsdp",), ()
 _FIELDS = ("params", "gathered", "gradients", "optimizer")
 _NOT_SET = MeshConfig()
+_TWO_LEVELS = ("hybrid_shard", "hpz")
 
 
 def resolve(
@@ -51,10 +52,11 @@ def resolve(
                 )
         split = {field: getattr(made, field) for field in _FIELDS}
         strategy = dataclasses.replace(strategy, **split)
-        mesh = _MESHES[strategy.name](mesh, devices)
+        mesh = _MESHES.get(strategy.name, _fsdp)(mesh, devices)
     alone = strategy.name == "single"
     mesh = resolved(mesh, 1 if alone else len(devices))
-    _check_used(strategy, mesh, len(devices))
+    if len(devices) > 1:
+        _check_used(strategy, mesh)
     in_order: dict[str, Any] = {
         field: tuple(sorted(getattr(strategy, field), key=_ALL.index))
         for field in _FIELDS
@@ -81,15 +83,13 @@ def resolve(
     return mesh, strategy
 
 
-def _check_used(strategy: StrategyConfig, mesh: MeshConfig, num_devices: int) -> None:
+def _check_used(strategy: StrategyConfig, mesh: MeshConfig) -> None:
     """Refuse a mesh on which a preset would not be what it is called."""
-    needs = {"fsdp": 1, "data": 1}
-    if strategy.name in ("", "single", "ddp") or num_devices == 1:
-        needs = {}
-    elif strategy.name not in ("hybrid_shard", "hpz"):
-        needs = {"fsdp": 1}
-    for axis, size in needs.items():
-        if getattr(mesh, axis) == size:
+    needs: tuple[str, ...] = ("fsdp", "data") if strategy.name in _TWO_LEVELS else ("fsdp",)
+    if strategy.name in ("", "single", "ddp"):
+        needs = ()
+    for axis in needs:
+        if getattr(mesh, axis) == 1:
             raise ConfigError(
                 f"config.strategy.name={strategy.name!r} is about config.mesh.{axis}, which has "
                 f"one device here: {mesh}"
@@ -163,11 +163,5 @@ PRESETS: dict[str, StrategyConfig] = {
 _MESHES: dict[str, Callable[[MeshConfig, Sequence[jax.Device]], MeshConfig]] = {
     "single": _single,
     "ddp": _data,
-    "zero1": _fsdp,
-    "zero2": _fsdp,
-    "zero3": _fsdp,
-    "fsdp": _fsdp,
-    "fsdp_no_reshard": _fsdp,
-    "hybrid_shard": _hybrid,
-    "hpz": _hybrid,
+    **dict.fromkeys(_TWO_LEVELS, _hybrid),
 }

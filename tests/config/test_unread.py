@@ -13,6 +13,7 @@ from jaxvlm.config import (
     VisionConfig,
     refuse_unread,
 )
+from jaxvlm.config.unread import RULES
 
 CASES = [
     (VisionConfig(), {"position_resize": "antialias"}, {"packed": True}),
@@ -40,3 +41,24 @@ def test_what_nothing_reads_is_refused(config, asked, needs):
     with pytest.raises(ConfigError, match=rf"here\.{name}=.* is not read without"):
         refuse_unread(dataclasses.replace(config, **asked), "here")
     refuse_unread(dataclasses.replace(config, **asked, **needs), "here")
+
+
+def other(value):
+    """A value that differs."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return (*value, *value, 1)
+    return value + 1 if isinstance(value, int | float) else f"another {value}"
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_every_rule_holds(kind):
+    default = kind()
+    for names, _, read in RULES[kind]:
+        for name in names.split():
+            asked = dataclasses.replace(default, **{name: other(getattr(default, name))})
+            if read(asked):
+                continue
+            with pytest.raises(ConfigError, match=rf"here\.{name}="):
+                refuse_unread(asked, "here")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from checkpoints import write_llava
 from PIL import Image
-from runs import HERE, environment, recipe
+from runs import HERE, recipe, without_torch
 
 import jaxvlm
 from jaxvlm.build import prompts
@@ -162,15 +160,7 @@ assert run(["data", "check", data, common[0]]) == 0
 
 def test_no_torch_is_needed(data, folder, tmp_path):
     recipe = HERE.parents[1] / "configs" / "finetune.py"
-    args = [str(folder), str(tmp_path / "run"), str(data), str(recipe)]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *args],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "weights from" in done.stderr
+    without_torch(WITHOUT_TORCH, folder, tmp_path / "run", data, recipe)
 
 
 def copy(folder, target):

@@ -19,7 +19,7 @@ from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.types import Batch
 
-IMAGE, VIDEO, VOCAB, LENGTH, PATCHES, NEW = 95, 94, 96, 26, 56, 32
+IMAGE, VIDEO, VOCAB, LENGTH, PATCHES = 95, 94, 96, 26, 56
 PIXELS = (64, 1024)
 TEXT = {
     "vocab_size": VOCAB,

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import worst_gradient
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
 
-from towers import packed, shaken, worst_gradient  # noqa: E402  # after the oracle
+from towers import packed, shaken  # noqa: E402  # after the oracle
 
 from jaxvlm.build.model import build_model  # noqa: E402
 from jaxvlm.config import MeshConfig  # noqa: E402

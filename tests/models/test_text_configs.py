@@ -4,7 +4,8 @@ import copy
 import math
 
 import pytest
-from text_towers import MIXED, TOWERS, family_class, hf_config
+from text_cases import MIXED, TOWERS
+from text_towers import family_class, hf_config
 
 from jaxvlm.config import ConfigError, DecoderConfig, RopeScaling
 from jaxvlm.models.decoder import check

@@ -7,14 +7,16 @@ import os
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import worst_gradient
+from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
+from text_cases import VOCAB
+from text_cases import drawn as drawn_text
 
 from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig
 from jaxvlm.data import spans
-from jaxvlm.infer.generate import Sampling, generate
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.families import FAMILIES
 from jaxvlm.models.vlm import num_visual_tokens
@@ -24,13 +26,11 @@ from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
-import text_towers  # noqa: E402  # needs torch
-from towers import worst_gradient  # noqa: E402
 
 select_best_resolution = transformers.image_processing_utils.select_best_resolution
 
 DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
-IMAGE, VOCAB, LENGTH, NEW = 95, 96, 32, 32
+IMAGE, LENGTH = 95, 32
 SIGLIP = {
     "model_type": "siglip_vision_model",
     "hidden_size": 24,
@@ -357,7 +357,7 @@ def drawn(name, seed):
 
     kind, fields = CASES[name]
     family = TEXTS.get(name) or one_of("Llama", "Mistral", "Qwen2")
-    text = text_towers.drawn(family, seed)
+    text = drawn_text(family, seed)
     text |= {"vocab_size": VOCAB, "initializer_range": 0.2}
     text["model_type"] = getattr(transformers, family + "Config").model_type
     heads = one_of(1, 2, 3, 5)
@@ -414,28 +414,10 @@ def test_greedy_generation_gives_transformers_ids(name, shows):
     if ours.config.decoder.visual_mask == "prompt":
         batch = batch._replace(bidirectional=batch.segment)
     given = torch_inputs(batch, name, rows, prompt=True)
-    del given["position_ids"]
-    made = theirs.generate(
-        **given,
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    expected = made.sequences[:, batch.tokens.shape[1] :].numpy()
-    logits = torch.stack(made.logits, 1)
-    best = logits.topk(2).values
-    clear = (best[..., 0] - best[..., 1]) > 1e-3 * (logits.amax(-1) - logits.amin(-1))
-    sure = np.cumprod(clear.numpy(), axis=1).astype(bool)
-    d = ours.config.decoder
-    shape = (d.depth, d.num_kv_heads, d.head_dim)
-    new = jax.jit(
-        lambda p, b: generate(ours.module(p), b, Sampling(), NEW, shape, jax.random.key(0))
-    )(params, jax.tree.map(jnp.asarray, batch))
-    assert sure.mean() > 0.5
-    np.testing.assert_array_equal(np.where(sure, new, 0), np.where(sure, expected, 0))
+    made = torch_greedy(theirs, given)
+    assert_same_choices(our_greedy(ours.module, params, batch, ours.config.decoder), made)
+    out = jax.jit(ours.apply)(params, forced(batch, made))
+    assert_same_words(out.logits(out.hidden), made)
 
 
 @pytest.mark.parametrize("name", CASES)

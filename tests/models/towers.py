@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from builders import worst_gradient
 from flax import nnx
 
 from jaxvlm.config import MeshConfig
@@ -127,19 +128,6 @@ def compare(case):
         {n: zero[n] if p.grad is None else p.grad.numpy() for n, p in chosen.items()}
     )
     return float(error), worst_gradient(grads, their_grads)
-
-
-def worst_gradient(grads, expected):
-    """The largest error of a leaf, by the measure of DESIGN's Numerics."""
-    norm_all = np.sqrt(sum(np.sum(np.square(g)) for g in expected.values()))
-    n_all = sum(g.size for g in expected.values())
-    worst = 0.0
-    for path, g in expected.items():
-        floor = 1e-2 * norm_all * np.sqrt(g.size / n_all)
-        error = np.linalg.norm(np.asarray(grads[path]) - g) / max(np.linalg.norm(g), floor)
-        assert error < 1e-3, (path, error)
-        worst = max(worst, float(error))
-    return worst
 
 
 def real_tokens(case, count):

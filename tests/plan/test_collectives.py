@@ -44,10 +44,10 @@ ENTRY %main (p: f32[8,16]) -> f32[8,16] {{
   %q = s8[40]{{0}} parameter(3)
   %sent = s8[40]{{0}} collective-permute(%q), source_target_pairs={{{{0,1}},{{1,2}},{{3,0}}}}
   %r = f32[8]{{0}} parameter(4)
-  %begun = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%r), channel_id=5, {gather}, dimensions={{0}}
+  %begun = (f32[8]{{0}}, f32[32]{{0}}) all-gather-start(%r), {gather}, dimensions={{0}}
   ROOT %ended = f32[32]{{0}} all-gather-done(%begun)
 }}
-"""  # noqa: E501
+"""
 LISTED = {
     "gather": "replica_groups={{0,1,2,3},{4,5,6,7}}",
     "reduce": "replica_groups={{0,4},{1,5},{2,6},{3,7}}",
