@@ -53,7 +53,14 @@ def torch_decode_uncached(model, inputs):
     return Greedy(torch.stack(ids, 1).numpy(), torch.stack(logits, 1).numpy())
 
 
-@pytest.mark.parametrize("name", TOWERS)
+# Each compiles a loop and a forward pass: CI's long run has most of them.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if i % 4 else [])
+        for i, name in enumerate(TOWERS)
+    ],
+)
 def test_greedy_decoding_gives_torchs_ids(name):
     theirs, config, graph, params = oracle(name)
     batch = PROMPTS
@@ -67,7 +74,11 @@ def test_greedy_decoding_gives_torchs_ids(name):
     def module(params):
         return merge(graph, params)
 
-    assert_same_choices(our_greedy(module, params, batch, config), made)
+    # Gemma 3 scales its embeddings, which are its head too: drawn at random, it repeats a word.
+    varied = TOWERS[name][0] != "Gemma3Text"
+    assert_same_choices(our_greedy(module, params, batch, config), made, varied)
+    if config.rope_scaling.kind == "dynamic":
+        return  # its angles depend on the row's length: a longer row says other words
     out = jax.jit(lambda p, b: module(p)(b))(params, forced(batch, made))
     assert_same_words(out.logits(out.hidden), made)
 
