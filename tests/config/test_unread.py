@@ -48,7 +48,7 @@ def other(value):
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
-        return (*value, *value, 1)
+        return (*value, type(value[0])(0)) if value else (1,)
     return value + 1 if isinstance(value, int | float) else f"another {value}"
 
 
