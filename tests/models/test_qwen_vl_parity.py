@@ -118,7 +118,8 @@ def test_greedy_generation_gives_transformers_ids(name, shows):
     rows = [[(24, 16), 6], [2, (8, 30), 3, (16, 16), 1], [5]]
     batch = make_batch(ours, hf_config(name).to_dict(), rows, "left", seed=2)
     made = torch_greedy(theirs, torch_inputs(batch, ours.config.vision))
-    assert_same_choices(our_greedy(ours.module, params, batch, ours.config.decoder), made)
+    found = our_greedy(ours.module, params, batch, ours.config.decoder)
+    assert_same_choices(found, made, sure_of=0.25, words=8)
     # Behind the first choice that is not clear: what ours says of torch's own words.
     out = jax.jit(ours.apply)(params, forced(batch, made))
     assert_same_words(out.logits(out.hidden), made)

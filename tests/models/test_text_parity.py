@@ -76,7 +76,7 @@ def test_greedy_decoding_gives_torchs_ids(name):
 
     # Gemma 3 scales its embeddings, which are its head too: drawn at random, it repeats a word.
     varied = TOWERS[name][0] != "Gemma3Text"
-    assert_same_choices(our_greedy(module, params, batch, config), made, varied)
+    assert_same_choices(our_greedy(module, params, batch, config), made, varied, over=12)
     if config.rope_scaling.kind == "dynamic":
         return  # its angles depend on the row's length: a longer row says other words
     out = jax.jit(lambda p, b: module(p)(b))(params, forced(batch, made))
