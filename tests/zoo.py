@@ -29,7 +29,7 @@ LLAVA = dataclasses.replace(
         image_size=16, patch_size=8, width=32, depth=3, num_heads=8, mlp_dim=64,
         class_token=True, pre_norm=True, feature_layer=-2,
     ),
-    decoder=dataclasses.replace(TINY.decoder, tied_embeddings=False),
+    decoder=dataclasses.replace(TINY.decoder, tied_embeddings=False, depth=4),
 )  # fmt: skip
 QWEN3 = ModelConfig(
     vision=VisionConfig(
@@ -38,7 +38,7 @@ QWEN3 = ModelConfig(
     ),
     connector=ConnectorConfig(hidden=64, merge=2, norm="layer", levels=2),
     decoder=DecoderConfig(
-        vocab_size=VOCAB, width=32, depth=3, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,
+        vocab_size=VOCAB, width=32, depth=4, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,
         qk_norm=True, rope_sections=(2, 1, 1), rope_interleaved=True,
     ),
 )  # fmt: skip
@@ -51,7 +51,7 @@ GEMMA3 = ModelConfig(
         kind="linear", merge=2, pool="mean", norm="rms_plus_one", norm_merged=True, bias=False
     ),
     decoder=DecoderConfig(
-        vocab_size=VOCAB, width=32, depth=3, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,
+        vocab_size=VOCAB, width=32, depth=4, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,
         norm="rms_plus_one", qk_norm=True, post_norms=True, window=5, window_pattern=(True, False),
         local_rope_theta=100.0, visual_mask="prefix", activation="gelu_tanh", embed_scale=32**0.5,
     ),

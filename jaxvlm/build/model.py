@@ -18,7 +18,7 @@ from jaxvlm.models.dual import DualEncoder
 from jaxvlm.models.quantized import Dims
 from jaxvlm.models.vlm import VLM
 from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, split
-from jaxvlm.parallel.rules import ACTIVATIONS, PICTURES, Axes, Place, split_over
+from jaxvlm.parallel.rules import ACTIVATIONS, PACKED, PICTURES, Axes, Place, split_over
 from jaxvlm.types import Batch, Logical, Out, Params
 
 Config = TypeVar("Config")
@@ -70,7 +70,8 @@ class Model(Generic[Config]):
         """
         made = {}
         for path, x in self.shapes.items():
-            axes = Axes(self.mesh, split_over(getattr(self.strategy(path), of)))
+            cut = path.startswith("decoder/")
+            axes = Axes(self.mesh, split_over(getattr(self.strategy(path), of), cut))
             made[path] = axes.parameter(path, self.logical[path], x.shape)
         return made
 
@@ -178,6 +179,7 @@ def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> 
             f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; its devices "
             "can lie on config.mesh.data or fsdp"
         )
+    _check_stages(config, mesh, strategy)
     axes = _axes(config, mesh, strategy)
     towers = [t for t in _TOWERS if t not in _ABSENT[type(config)]]
     if unknown := set(strategy.whole) - set(towers):
@@ -193,6 +195,23 @@ def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> 
         return VLM(init, axes, config)
 
     return wrap(make, mesh, strategies, config)
+
+
+def _check_stages(config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig) -> None:
+    stages = mesh.shape["stage"]
+    if stages == 1:
+        return
+    where = f"config.mesh.stage={stages}"
+    if isinstance(config, DualConfig):
+        raise ConfigError(f"{where} cuts a decoder's layers, and this model has none")
+    parts, depth = stages * strategy.chunks, config.decoder.depth
+    if depth % parts:
+        cut = where if parts == stages else f"{where} x config.strategy.chunks={strategy.chunks}"
+        near = [n for n in range(1, depth + 1) if depth % (n * strategy.chunks) == 0]
+        raise ConfigError(
+            f"{cut} does not divide the decoder's {depth} layers; stages that do: "
+            f"{', '.join(map(str, near))}"
+        )
 
 
 def wrap(
@@ -246,8 +265,7 @@ def _axes(
     both: dict[str, Place] = {"stream": ("context", "tensor")} if strategy.sequence else {}
     own: dict[str, Place] = {"stream": "tensor"} if strategy.sequence else {}
     rows = Axes(mesh, activations=tuple({**ACTIVATIONS, **both}.items()), context=strategy.context)
-    axes = dict.fromkeys(_TOWERS, rows)
-    if not config.vision.packed:
-        one_by_one = Axes(mesh, activations=tuple({**PICTURES, **own}.items()))
-        axes |= {"vision": one_by_one, "connector": one_by_one}
-    return axes
+    pictures = Axes(mesh, activations=tuple({**PICTURES, **own}.items()))
+    if config.vision.packed:
+        pictures = dataclasses.replace(rows, activations=tuple({**PACKED, **both}.items()))
+    return {**dict.fromkeys(_TOWERS, rows), "vision": pictures, "connector": pictures}

@@ -14,16 +14,18 @@ import optax
 
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
-from jaxvlm.config import ConfigError, TrainConfig, VisionConfig, feature_blocks
+from jaxvlm.build.stages import cut, skips
+from jaxvlm.config import ConfigError, StrategyConfig, TrainConfig, VisionConfig, feature_blocks
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.quantized import gather_in_bytes
+from jaxvlm.parallel.schedule import timetable
 from jaxvlm.parallel.sharding import constrain, follow, replicated
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
-from jaxvlm.train.runner import Microbatched, PlainRunner, check_parts
+from jaxvlm.train.runner import Microbatched, Pipelined, PlainRunner, check_parts
 from jaxvlm.train.step import Placement, init_state, make_step
 from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
 
@@ -108,6 +110,8 @@ def build_training(
             f"data.batch_size={config.data.batch_size}: each part needs a row for every shard"
         )
     parts = (loss, tx, config.microbatches, config.optim.frozen)
+    if (stages := model.mesh.shape["stage"]) > 1:
+        say(_pipeline_line(model.strategies["decoder"], stages, config.microbatches))
     step, abstract, init = assemble(model, *parts)
     return Training(
         model,
@@ -116,6 +120,14 @@ def build_training(
         lambda step: float(schedule(jnp.asarray(step))),
         sorted(trainable),
         init,
+    )
+
+
+def _pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
+    table = timetable(strategy.schedule, stages, parts, strategy.chunks)
+    return (
+        f"pipeline {strategy.schedule}: {stages} stages, {parts} microbatches, {table.kept} units "
+        f"in flight; stages are busy {table.busy:.0%} of the time (config.microbatches raises it)"
     )
 
 
@@ -141,7 +153,18 @@ def assemble(
     """
     here, moments = model.mesh, model.layout("optimizer")
     runner: Runner = PlainRunner(model.apply)
-    if microbatches > 1:
+    stages, of_decoder = here.shape["stage"], model.strategies.get("decoder")
+    if stages > 1 and of_decoder:
+        runner = Pipelined(
+            PlainRunner(model.apply),
+            cut(model),
+            here,
+            of_decoder.schedule,
+            of_decoder.chunks,
+            microbatches,
+            skips(here, of_decoder),
+        )
+    elif microbatches > 1:
         place = constrain(model.layout("gradients"))
         runner = Microbatched(PlainRunner(model.apply), microbatches, place)
     step = make_step(runner, loss, tx, Placement(_gathering(model), constrain(moments)))

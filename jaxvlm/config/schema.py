@@ -203,6 +203,7 @@ class MeshConfig:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    stage: int = 1  # the decoder's layers, cut into so many parts; see StrategyConfig.schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +225,8 @@ class StrategyConfig:
     # values to all) | ring (they go round) | ulysses (rows are whole, heads are split instead)
     gather_bits: int = 32  # of parameters on their way from params to gathered: 32 | 8
     sequence: bool = False  # norms and the residual stream are split over tensor too, by tokens
+    schedule: str = "1f1b"  # of a pipeline over the mesh's stage: 1f1b | interleaved | gpipe
+    chunks: int = 1  # of layers that each stage has when interleaved, 2 or more
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,7 @@ class Decoder(nnx.Module):
         kv: KVCache | None = None,
         length: jax.Array | None = None,
         deep: jax.Array | None = None,
+        first: jax.Array | None = None,
     ) -> tuple[jax.Array, Side]:
         """Hidden states after the last block, before the final norm.
 
@@ -59,6 +60,8 @@ class Decoder(nnx.Module):
             kv: caches [L, B, S, K, H] of tokens seen before, or ``None``.
             length: i32[] tokens in ``kv``.
             deep: [K, B, T, D] added behind the first K blocks (DeepStack), or ``None``.
+            first: i32[] of which block the parameters are here, and of those behind it (a
+                pipeline's stage); ``None``: all are.
 
         Returns:
             [B, T, D]; ``kv`` with the new tokens, and how experts were chosen.
@@ -67,13 +70,14 @@ class Decoder(nnx.Module):
         sections = (c.rope_sections, c.rope_interleaved)
         turn = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling, *sections)
         if not any(layer_windows(c)):
-            return self.stack(x, Context(mask, turn, length), kv, deep=deep)
+            return self.stack(x, Context(mask, turn, length), kv, deep=deep, first=first)
         local_turn = rope(positions, c.head_dim, c.local_rope_theta) if c.local_rope_theta else turn
         # A window ends a picture's group (Gemma 3), but not a prompt's (PaliGemma 2).
         mask = mask._replace(far_groups=int(c.visual_mask == "prompt"))
         local = Context(mask._replace(window=c.window), local_turn, length)
         everywhere = Context(mask._replace(window=0), turn, length)
-        return self.stack(x, everywhere, kv, local=Local(local, c.window_pattern), deep=deep)
+        both = Local(local, c.window_pattern)
+        return self.stack(x, everywhere, kv, local=both, deep=deep, first=first)
 
     def out(self, x: jax.Array, routed: Routed | None = None) -> Out:
         """The final norm, and what a loss needs besides: [B, T, D] -> Out."""

@@ -171,11 +171,17 @@ class VLM(nnx.Module):
             return self.encode(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
         return None
 
-    def blocks(self, stream: Stream) -> Stream:
-        """Through the decoder's layers."""
+    def blocks(self, stream: Stream, first: jax.Array | None = None) -> Stream:
+        """Through the decoder's layers; with ``first``, through those that are here."""
         with jax.named_scope("decoder"):
             x, side = self.decoder(
-                stream.x, stream.positions, stream.mask, stream.kv, stream.length, stream.deep
+                stream.x,
+                stream.positions,
+                stream.mask,
+                stream.kv,
+                stream.length,
+                stream.deep,
+                first,
             )
         return stream._replace(x=x, kv=side.kv, routed=side.routed, deep=None)
 

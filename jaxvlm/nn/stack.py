@@ -112,6 +112,7 @@ class Stack(nnx.Module):
         local: Local | None = None,
         skip_first: int = 0,
         deep: jax.Array | None = None,
+        first: jax.Array | None = None,
     ) -> tuple[jax.Array, Side]:
         """[B, T, D] -> [B, T, D] through all blocks but those skipped.
 
@@ -123,21 +124,27 @@ class Stack(nnx.Module):
             local: what some layers share instead of ``context``.
             skip_first: blocks left out at the start (they were run before).
             deep: [K, B, T, D] what is added to the stream behind the first K blocks, one a block.
+            first: i32[] the number of the first block whose parameters are here, those of some of
+                the blocks in a row; ``None``: all are here.
         """
         graph, params = nnx.split(self.blocks)
         run = range(skip_first, self.depth - skip_last)
         if len(run) < self.depth:
             params = jax.tree.map(lambda p: p[run.start : run.stop], params)
+        here = jnp.arange(jax.tree.leaves(params)[0].shape[0])
         choice = None
         if local is not None:
             layers = [local.pattern[i % len(local.pattern)] for i in run]
             if len(set(layers)) == 2:
                 choice = jnp.asarray(layers)
+                choice = choice if first is None else choice[first + here]
             elif layers[0]:
                 context = local.context
         # One scan, not one for the first blocks and one for the others: each would copy its part
         # of all parameters.
-        number = None if deep is None else jnp.arange(len(run))
+        number = None
+        if deep is not None:
+            number = here if first is None else first + here
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             layer_params, layer_kv, is_local, i = layer

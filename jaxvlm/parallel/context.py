@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxvlm.parallel.local import free_axes
 from jaxvlm.parallel.rules import Axes
 
 AXIS = "context"
@@ -74,10 +75,10 @@ def ring_attention(
 
     run = jax.shard_map(
         functools.partial(_attend, ring),
-        mesh=axes.mesh,
         in_specs=(spec_q, spec_k, spec_k, of(of_queries), of(of_keys)),
         out_specs=spec_q,
         check_vma=False,
+        **free_axes(axes.mesh),
     )
     return run(q, k, v, of_queries, of_keys)
 

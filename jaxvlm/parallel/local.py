@@ -40,5 +40,15 @@ def per_device(
         y = fn(*parts)
         return jax.lax.psum(y, places) if places else y
 
-    run = jax.shard_map(part, mesh=axes.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
+    run = jax.shard_map(
+        part, in_specs=specs, out_specs=out_spec, check_vma=False, **free_axes(axes.mesh)
+    )
     return run(*(x for x, _ in args))
+
+
+def free_axes(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """``mesh`` and ``axis_names`` for a ``shard_map`` over all axes that none around it has."""
+    around = jax.sharding.get_abstract_mesh()
+    if around.empty:
+        return {"mesh": mesh, "axis_names": set(mesh.axis_names)}
+    return {"mesh": around, "axis_names": set(mesh.axis_names) - set(around.manual_axes)}

@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 
 from jaxvlm.config import ConfigError, MeshConfig
 
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest links first."""
 
 BATCH_AXES = ("data", "fsdp", "expert")

@@ -26,7 +26,7 @@ PARAMETERS: dict[str, Place] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "vocab": "tensor",
+    "vocab": ("tensor", "stage"),
     "experts": "expert",
     "norm": None,  # vectors of a norm or an output bias: too small to be worth a gather
     "patch": None,  # pixels of a patch, or of a convolution's window
@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, Place] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "vocab": "tensor",
+    "vocab": ("tensor", "stage"),
     "experts": "expert",
 }
 """Activations: rows over the data axes, their tokens over ``context``, heads and MLP width over
@@ -60,25 +60,34 @@ WHOLE_ROWS: dict[str, Place] = {
 """Inside of Ulysses' attention (arXiv 2309.14509): rows are whole, and heads are split more."""
 PICTURES: dict[str, Place] = {
     **ACTIVATIONS,
-    "batch": (*BATCH_AXES, "context"),
+    "batch": (*BATCH_AXES, "context", "stage"),
     "seq": None,
     "stream": None,
 }
-"""Of a tower that takes pictures one by one: they are dealt over ``context`` too."""
+"""Of a tower that takes pictures one by one: they are dealt over ``context`` and ``stage`` too."""
+PACKED: dict[str, Place] = {**ACTIVATIONS, "batch": (*BATCH_AXES, "stage")}
+"""Of a tower that takes rows of packed patches: rows are dealt over ``stage`` too."""
 
 
 _LEFT_OUT = {
-    "batch": ("context",),
+    "batch": ("stage", "context"),
     "seq": ("context",),
     "stream": ("tensor", "context"),
     "kv_heads": ("tensor",),
+    "vocab": ("stage",),
 }
 """Word -> the mesh axes that a dim need not be a multiple of, those to be left out first first."""
 
 
-def split_over(axes: tuple[str, ...]) -> tuple[tuple[str, Place], ...]:
-    """:data:`PARAMETERS` with wide dims split over ``axes`` of the batch instead of ``fsdp``."""
-    return tuple({**PARAMETERS, "embed": axes or None}.items())
+def split_over(axes: tuple[str, ...], cut: bool = False) -> tuple[tuple[str, Place], ...]:
+    """:data:`PARAMETERS` with wide dims split over ``axes`` of the batch instead of ``fsdp``.
+
+    Args:
+        axes: of the mesh.
+        cut: whether the tower's layers are a pipeline's.
+    """
+    own: dict[str, Place] = {"embed": axes or None, "layers": "stage" if cut else None}
+    return tuple({**PARAMETERS, **own}.items())
 
 
 @functools.cache
@@ -171,7 +180,8 @@ class Axes:
                     f"{name}: {word}={size} is not divisible by the {parts} devices of mesh "
                     f"axis {'×'.join(axes)}; change config.mesh or the model's {word}"
                 )
-            places.append(None if parts == 1 else (axes[0] if len(axes) == 1 else axes))
+            split = tuple(a for a in axes if self.mesh.shape[a] > 1)
+            places.append(split if len(split) > 1 else next(iter(split), None))
         return NamedSharding(self.mesh, PartitionSpec(*places))
 
 

@@ -10,6 +10,7 @@ import jax
 
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import num_hosts, resolved
+from jaxvlm.parallel.schedule import SCHEDULES
 
 CONTEXTS = ("gather", "ring", "ulysses")
 # fsdp first: a shard of both is a piece of a shard of fsdp, so that gathering over data alone
@@ -78,9 +79,25 @@ def resolve(
             f"{where}.gather_bits=8 is of the gather at a step's begin, and there is none: "
             f"gathered={strategy.gathered} is params; 'hpz' and 'fsdp_no_reshard' have one"
         )
+    _check_pipeline(strategy, mesh, where)
     if strategy.sequence and mesh.tensor == 1:
         raise ConfigError(f"{where}.sequence=True is not read with config.mesh.tensor=1")
     return mesh, strategy
+
+
+def _check_pipeline(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
+    if strategy.schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise ConfigError(f"{where}.schedule={strategy.schedule!r}; known: {known}")
+    if strategy.schedule != SCHEDULES[0] and mesh.stage == 1:
+        raise ConfigError(
+            f"{where}.schedule={strategy.schedule!r} is not read with config.mesh.stage=1"
+        )
+    if (strategy.chunks > 1) != (strategy.schedule == "interleaved") or strategy.chunks < 1:
+        raise ConfigError(
+            f"{where}.chunks={strategy.chunks} with schedule={strategy.schedule!r}: 'interleaved' "
+            "takes 2 or more, the others 1"
+        )
 
 
 def _check_used(strategy: StrategyConfig, mesh: MeshConfig) -> None:

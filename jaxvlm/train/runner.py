@@ -1,4 +1,4 @@
-"""The plain runner: one jitted program, the whole batch at once or in microbatches."""
+"""Runners: the whole batch at once, in microbatches, or through a pipeline of stages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError
+from jaxvlm.parallel import pipeline
+from jaxvlm.parallel.schedule import timetable
 from jaxvlm.train.objective import total
 from jaxvlm.types import Batch, Loss, Out, Params, Sums
 
@@ -57,13 +59,22 @@ def check_parts(parts: int, loss: Loss, rows: int) -> None:
         raise ConfigError(f"config.microbatches={parts} does not divide data.batch_size={rows}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Microbatched:
-    """A runner that sums ``loss_grad`` of another over ``parts`` of the batch.
+def deal(batch: Batch, parts: int) -> Batch:
+    """Rows [B, ...] as microbatches [parts, B / parts, ...].
 
     Rows are dealt like cards, part m taking rows m, m + parts, …, so that each device keeps
     its own rows and nothing is sent.
     """
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(one, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatched:
+    """A runner that sums ``loss_grad`` of another over ``parts`` of the batch; see :func:`deal`."""
 
     runner: PlainRunner
     parts: int
@@ -89,18 +100,68 @@ class Microbatched:
         rows = batch.tokens.shape[0]
         check_parts(self.parts, loss, rows)
 
-        def deal(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(rows // self.parts, self.parts, *x.shape[1:]), 1, 0)
-
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
             sums, grads = self.runner.loss_grad(params, frozen, part, loss, scale)
             sums, grads = jax.tree.map(jnp.add, carry, (sums, self.place(grads)))
             return (sums, self.place(grads)), None
 
-        dealt = jax.tree.map(deal, batch)
+        dealt = deal(batch, self.parts)
         like = jax.eval_shape(
             lambda p: self.runner.loss_grad(params, frozen, p, loss, scale),
             jax.tree.map(lambda x: x[0], dealt),
         )
         sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         return jax.lax.scan(add, (sums, self.place(grads)), dealt)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """A runner whose ``loss_grad`` goes through the stages of a pipeline."""
+
+    runner: PlainRunner
+    """The whole model, for the other verbs."""
+    cut: pipeline.Cut
+    mesh: jax.sharding.Mesh
+    schedule: str
+    chunks: int
+    parts: int
+    skip: bool = True
+    """Whether a stage without work does nothing; see ``jaxvlm.parallel.pipeline``."""
+
+    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
+        """The forward pass, layer by layer; no pipeline."""
+        return self.runner.fwd(params, frozen, batch)
+
+    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
+        """Gradients for a cotangent; no pipeline."""
+        return self.runner.vjp(params, frozen, batch, d_out)
+
+    def loss_grad(
+        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+    ) -> tuple[Sums, Params]:
+        """As the runner's own; the metric ``busy_stages`` is the share of units that work is in.
+
+        Raises:
+            ConfigError: see :func:`check_parts` and ``timetable``.
+        """
+        check_parts(self.parts, loss, batch.tokens.shape[0])
+        stages = self.mesh.shape[pipeline.AXIS]
+        table = timetable(self.schedule, stages, self.parts, self.chunks)
+
+        def objective(out: Out, part: Batch) -> tuple[jax.Array, Sums]:
+            sums = loss(out, part)
+            return total(sums, scale), sums
+
+        sums, grads, worked = pipeline.loss_grad(
+            self.cut,
+            table,
+            self.mesh,
+            params,
+            frozen,
+            deal(batch, self.parts),
+            objective,
+            self.skip,
+        )
+        units = jnp.float32(2 * stages * table.span)
+        busy = (jnp.sum(worked).astype(jnp.float32), units)
+        return sums._replace(metrics={**sums.metrics, "busy_stages": busy}), grads

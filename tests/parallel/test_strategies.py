@@ -41,6 +41,11 @@ STRATEGIES = {
     "expert x tensor": ("fsdp", MeshConfig(1, fsdp=2, expert=2, tensor=2)),
     "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence": True}),
     "vision whole": ("fsdp", MeshConfig(), {"whole": ("vision",)}),
+    "gpipe": ("ddp", MeshConfig(stage=4), {"schedule": "gpipe"}),
+    "1f1b": ("ddp", MeshConfig(stage=4)),
+    "interleaved": ("ddp", MeshConfig(stage=2), {"schedule": "interleaved", "chunks": 2}),
+    "stage x fsdp x tensor": ("fsdp", MeshConfig(1, fsdp=2, tensor=2, stage=2)),
+    "stage x context": ("ddp", MeshConfig(1, context=2, stage=4), {"context": "ring"}),
     "sequence x context": (
         "ddp",
         MeshConfig(2, tensor=2, context=2),
@@ -128,6 +133,12 @@ def test_it_equals_one_device(kind, strategy, frozen, packed, parts):
         with pytest.raises(ConfigError, match=r"mesh\.expert=\d: this model has no experts"):
             trained(kind, strategy)
         return
+    if STRATEGIES[strategy][1].stage > 1:
+        if kind == "dual":
+            with pytest.raises(ConfigError, match="cuts a decoder's layers, and this model has"):
+                trained(kind, strategy)
+            return
+        parts = 4
     assert_equal_to_one_device(kind, strategy, frozen, packed, parts)
     jax.clear_caches()  # a process can map only so many pieces of memory
 
@@ -172,6 +183,10 @@ def test_names_fill_in_mesh_and_split():
         ({"name": "zero3", "gather_bits": 8}, {}, r"is of the gather at a step's begin"),
         ({"name": "fsdp_no_reshard", "gather_bits": 4}, {}, "gather_bits=4; known: 8, 32"),
         ({"sequence": True}, {}, r"is not read with config\.mesh\.tensor=1"),
+        ({"schedule": "2f2b"}, {"stage": 2}, "schedule='2f2b'; known: 1f1b, interleaved, gpipe"),
+        ({"schedule": "gpipe"}, {}, r"is not read with config\.mesh\.stage=1"),
+        ({"chunks": 2}, {"stage": 2}, "chunks=2 with schedule='1f1b': 'interleaved' takes 2 or"),
+        ({"schedule": "interleaved"}, {"stage": 2}, "chunks=1 with schedule='interleaved'"),
         ({"context": "rings"}, {"context": 2}, "known: gather, ring, ulysses"),
         ({"context": "ring"}, {}, r"is not read with config\.mesh\.context=1"),
     ],

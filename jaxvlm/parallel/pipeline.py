@@ -1,0 +1,417 @@
+"""A model cut into stages over the mesh axis ``stage``: any schedule's table, carried out.
+
+What comes before the layers and what comes behind them is no stage: it runs beside them in each
+tick, on the devices of all stages, so that neither a vision tower nor a vocabulary makes one stage
+longer than the others, and nothing of them is kept longer than a schedule says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxvlm.parallel.schedule import Schedule, chunk_moves, rounds
+from jaxvlm.types import Batch, Out, Params, Sums
+
+AXIS = "stage"
+Flow = dict[str, jax.Array]
+
+
+class Cut(NamedTuple):
+    """A model in three pieces."""
+
+    pre: Callable[[Params, Batch], Flow]
+    """Parameters outside of the layers, rows -> what the first layer takes."""
+    blocks: Callable[[Params, Flow, Batch, jax.Array], Flow]
+    """Some layers' parameters, what comes in, the rows, the number of their first layer -> what
+    goes on."""
+    post: Callable[[Params, Flow, Batch], Out]
+    """Parameters outside of the layers, what the last layer gave, rows -> what a loss takes."""
+    where: Callable[[str], str]
+    """A parameter's path -> ``pre``, ``blocks``, ``post``, or ``both``: pre and post."""
+
+
+Objective = Callable[[Out, Batch], tuple[jax.Array, Sums]]
+
+
+def loss_grad(
+    cut: Cut,
+    schedule: Schedule,
+    mesh: Mesh,
+    params: Params,
+    frozen: Params,
+    parts: Batch,
+    objective: Objective,
+    skip: bool = True,
+) -> tuple[Sums, Params, jax.Array]:
+    """A loss's sums over all microbatches, and the gradient of ``params``.
+
+    Args:
+        cut: the model; ``blocks`` are split over :data:`AXIS` by their leading dim.
+        schedule: its table.
+        mesh: with :data:`AXIS`.
+        params: that are trained.
+        frozen: the others.
+        parts: microbatches [M, B, ...].
+        objective: ``Out`` and rows -> what is differentiated, and its sums.
+        skip: a stage without work takes a conditional's empty branch. That is wrong where a unit
+            holds a collective that waits for devices of other stages; without it such a stage
+            works on anything, and the result is thrown away: it costs no time, for the others
+            are what is waited for.
+
+    Returns:
+        Sums, gradients, and i32[S, 2]: how many forward and backward units each stage worked on,
+        counted as it did.
+    """
+    run = _Run(cut, schedule, mesh, _Split.of(cut, params), _Split.of(cut, frozen), parts, skip)
+    return run.loss_grad(objective)
+
+
+class _Split(NamedTuple):
+    """Parameters by piece; those of both are in ``pre`` and in ``post``."""
+
+    pre: Params
+    blocks: Params
+    post: Params
+
+    @staticmethod
+    def of(cut: Cut, params: Params) -> _Split:
+        def some(*names: str) -> Params:
+            return {path: x for path, x in params.items() if cut.where(path) in names}
+
+        return _Split(some("pre", "both"), some("blocks"), some("post", "both"))
+
+
+class _Run:
+    """The pieces of one step, bound to its values."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        schedule: Schedule,
+        mesh: Mesh,
+        own: _Split,
+        still: _Split,
+        parts: Batch,
+        skip: bool,
+    ):
+        self.skip = skip
+        self.cut, self.schedule, self.mesh, self.parts = cut, schedule, mesh, parts
+        self.stages, self.chunks = mesh.shape[AXIS], 1 + int(schedule.forward_chunk.max())
+        self.own = own._replace(blocks=self._chunked(own.blocks))
+        self.still = still._replace(blocks=self._chunked(still.blocks))
+        layers = next(iter({**own.blocks, **still.blocks}.values())).shape[0]
+        self.depth = layers // self.stages // self.chunks
+        part = jax.tree.map(lambda x: x[0], parts)
+        self.entry = jax.eval_shape(self._begin(part), self.own.pre, ())
+        flow = jax.eval_shape(
+            lambda p, f: cut.blocks(p, f, part, jnp.int32(0)), self._one_chunk(), self.entry
+        )
+        self.sent = tuple(flow)
+        self.how: dict[str, Any] = {}
+
+    def loss_grad(self, objective: Objective) -> tuple[Sums, Params, jax.Array]:
+        """See the function of this name."""
+        carry = self._nothing(objective)
+        body = functools.partial(self._tick, objective)
+        table = {
+            name: jnp.asarray(x, jnp.int32)
+            for name, x in self.schedule._asdict().items()
+            if not isinstance(x, int)
+        }
+        end = jax.lax.scan(body, carry, table)[0]
+        blocks = self._chunked(end["d_blocks"], back=True)
+        grads = {**end["d_pre"], **end["d_post"], **blocks}
+        for path in end["d_pre"].keys() & end["d_post"].keys():
+            grads[path] = end["d_pre"][path] + end["d_post"][path]
+        return end["sums"], grads, end["worked"]
+
+    def _tick(self, objective: Objective, carry: Any, row: Any) -> tuple[Any, None]:
+        c = dict(carry)
+        entry, c["pre"] = self._enter(c["pre"], row)
+        c["inbox"], left, c["blocks"], c["worked"] = self._on_stages(
+            self._forward,
+            (self.own.blocks, self.still.blocks, c["inbox"], c["blocks"], c["worked"]),
+            (entry, self.parts, row),
+            (True, False, True, True),
+        )
+        (c["sums"], c["d_post"]), d_left = self._leave(
+            objective, (c["sums"], c["d_post"]), left, row
+        )
+        c["d_left"] = _put(c["d_left"], d_left, row["end_slot"], row["end"] >= 0)
+        d_left = _take(c["d_left"], row["end_back_slot"])
+        c["d_inbox"], d_entry, c["d_blocks"], c["worked"] = self._on_stages(
+            self._backward,
+            (self.own.blocks, self.still.blocks, c["d_inbox"], c["blocks"], c["d_blocks"],
+             c["worked"]),
+            (d_left, self.parts, row),
+            (True, False, True, True),
+        )  # fmt: skip
+        if self.own.pre:
+            c["d_pre"] = self._enter_back(c["d_pre"], c["pre"], d_entry, row)
+        return c, None
+
+    # Before the first stage
+
+    def _begin(self, part: Batch) -> Callable[[Params, Any], Flow]:
+        return lambda own, _: self.cut.pre({**own, **self.still.pre}, part)
+
+    def _enter(self, kept: Any, row: Any) -> tuple[Flow, Any]:
+        """What enters the first stage in this tick, and what its way back needs."""
+        part = _take(self.parts, row["begin"])
+
+        def work() -> tuple[Flow, Any]:
+            known = (self.own.pre, self.still.pre, part)
+            entry, new, self.how["pre"] = _record(self._begin(part), self.own.pre, (), known)
+            return entry, new
+
+        def idle() -> tuple[Flow, Any]:
+            return _zeros(self.entry), _take(kept, row["begin_slot"])
+
+        entry, new = jax.lax.cond(row["begin"] >= 0, work, idle)
+        return entry, _put(kept, new, row["begin_slot"])
+
+    def _enter_back(self, grads: Params, kept: Any, d_entry: Flow, row: Any) -> Params:
+        part = _take(self.parts, row["begin_back"])
+
+        def work() -> Params:
+            known = (self.own.pre, self.still.pre, part)
+            back = _back(self.how["pre"], known, _take(kept, row["begin_back_slot"]))
+            return jax.tree.map(jnp.add, grads, back(d_entry)[0])
+
+        return jax.lax.cond(row["begin_back"] >= 0, work, lambda: grads)
+
+    # Behind the last stage
+
+    def _leave(self, objective: Objective, sums: Any, left: Flow, row: Any) -> tuple[Any, Flow]:
+        """The loss of what leaves the last stage in this tick, and its gradient."""
+        part = _take(self.parts, row["end"])
+
+        def value(own: Params, flow: Flow) -> tuple[jax.Array, Sums]:
+            return objective(self.cut.post({**own, **self.still.post}, flow, part), part)
+
+        def work() -> tuple[Any, Flow]:
+            grad = jax.value_and_grad(value, (0, 1), has_aux=True)
+            (_, found), (d_own, d_flow) = grad(self.own.post, left)
+            return jax.tree.map(jnp.add, sums, (found, d_own)), d_flow
+
+        return jax.lax.cond(row["end"] >= 0, work, lambda: (sums, _zeros(left)))
+
+    # On the stages
+
+    def _on_stages(
+        self, unit: Callable[..., Any], split: Any, same: Any, out: tuple[bool, ...]
+    ) -> Any:
+        """``unit`` on each stage; the mesh's other axes are left to the compiler.
+
+        Args:
+            unit: of values without the dim of stages.
+            split: what has one, in front.
+            same: what each stage sees whole.
+            out: of each result, whether it has that dim.
+        """
+
+        def part(split: Any, same: Any) -> Any:
+            mine = jax.tree.map(lambda x: x[0], split)
+            made = unit(jax.lax.axis_index(AXIS), *mine, *same)
+            return tuple(
+                jax.tree.map(lambda a: a[None], x) if own else x for x, own in zip(made, out)
+            )
+
+        return jax.shard_map(
+            part,
+            mesh=self.mesh,
+            in_specs=(P(AXIS), P()),
+            out_specs=tuple(P(AXIS) if own else P() for own in out),
+            axis_names={AXIS},
+            check_vma=False,
+        )(split, same)
+
+    def _forward(
+        self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, worked: Any,
+        entry: Flow, parts: Batch, row: Any,
+    ) -> tuple[Flow, Flow, Any, Any]:  # fmt: skip
+        unit, chunk = row["forward"][stage], row["forward_chunk"][stage]
+        slot = row["forward_slot"][stage]
+        first = (stage == 0) & (chunk == 0)
+        flow = _where(first, entry, {**_zeros(entry), **inbox})
+
+        def work() -> tuple[Flow, Any, Any]:
+            f, mine, known = self._unit(stage, unit, chunk, own, still, parts)
+            out, new, self.how["blocks"] = _record(f, mine, flow, known)
+            return out, new, worked.at[0].add(1)
+
+        def idle() -> tuple[Flow, Any, Any]:
+            return (
+                {name: jnp.zeros_like(flow[name]) for name in self.sent},
+                _take(kept, slot),
+                worked,
+            )
+
+        out, new, worked = self._if(unit >= 0, work, idle)
+        last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
+        left = jax.tree.map(lambda x: jax.lax.psum(jnp.where(last, x, 0), AXIS), out)
+        return self._shift(out, 1), left, _put(kept, new, slot), worked
+
+    def _backward(
+        self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, grads: Any, worked: Any,
+        d_left: Flow, parts: Batch, row: Any,
+    ) -> tuple[Flow, Flow, Any, Any]:  # fmt: skip
+        unit, chunk = row["backward"][stage], row["backward_chunk"][stage]
+        last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
+        d_out = _where(last, d_left, inbox)
+
+        def work() -> tuple[Flow, Any, Any]:
+            _, _, known = self._unit(stage, unit, chunk, own, still, parts)
+            back = _back(self.how["blocks"], known, _take(kept, row["backward_slot"][stage]))
+            d_own, d_flow = back(d_out)
+            return d_flow, _add_at(grads, d_own, chunk), worked.at[1].add(1)
+
+        def idle() -> tuple[Flow, Any, Any]:
+            return _zeros(self.entry), grads, worked
+
+        d_flow, grads, worked = self._if(unit >= 0, work, idle)
+        first = (stage == 0) & (chunk == 0) & (unit >= 0)
+        d_entry = {}
+        if self.own.pre:
+            d_entry = jax.tree.map(lambda x: jax.lax.psum(jnp.where(first, x, 0), AXIS), d_flow)
+        sent = {name: d_flow[name] for name in self.sent}
+        return self._shift(sent, -1), d_entry, grads, worked
+
+    def _if(self, busy: Any, work: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+        if self.skip:
+            return jax.lax.cond(busy, work, idle)
+        return jax.tree.map(lambda x, y: jnp.where(busy, x, y), work(), idle())
+
+    def _unit(self, stage: Any, unit: Any, chunk: Any, own: Any, still: Any, parts: Batch) -> Any:
+        """A unit as a function of parameters and flow, its parameters, all that is at hand."""
+        mine, fixed, part = _take(own, chunk), _take(still, chunk), _take(parts, unit)
+        first = (chunk * self.stages + stage) * self.depth
+
+        def f(mine: Params, flow: Flow) -> Flow:
+            return self.cut.blocks({**mine, **fixed}, flow, part, first)
+
+        return f, mine, (mine, fixed, part, first)
+
+    def _shift(self, flow: Flow, by: int) -> Flow:
+        S = self.stages
+        ring = [(s, (s + by) % S) for s in range(S)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, ring), flow)
+
+    # Shapes
+
+    def _one_chunk(self) -> Params:
+        both = {**self.own.blocks, **self.still.blocks}
+        return {p: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for p, x in both.items()}
+
+    def _nothing(self, objective: Objective) -> Any:
+        """The carry before the first tick."""
+        part = jax.tree.map(lambda x: x[0], self.parts)
+        flow = {name: self.entry[name] for name in self.sent}
+
+        def of_blocks(stage: Any, own: Any, still: Any, entry: Flow, parts: Batch) -> Any:
+            f, mine, known = self._unit(stage, 0, 0, own, still, parts)
+            return (_record(f, mine, entry, known)[1],)
+
+        def of_pre(own: Params, still: Params, part: Batch) -> Any:
+            known = (own, still, part)
+            return _record(lambda o, _: self.cut.pre({**o, **still}, part), own, (), known)[1]
+
+        def of_post(own: Params, still: Params, flow: Flow, part: Batch) -> Any:
+            return objective(self.cut.post({**own, **still}, flow, part), part)[1]
+
+        # On the stages, for what an inner shard_map keeps has a shape that depends on the outer.
+        (blocks,) = jax.eval_shape(
+            lambda entry: self._on_stages(
+                of_blocks, (self.own.blocks, self.still.blocks), (entry, self.parts), (True,)
+            ),
+            self.entry,
+        )
+        blocks = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
+        pre = jax.eval_shape(of_pre, self.own.pre, self.still.pre, part)
+        sums = jax.eval_shape(of_post, self.own.post, self.still.post, flow, part)
+        table, S = self.schedule, self.stages
+        return {
+            "pre": _zeros(pre, table.kept_begin),
+            "blocks": _zeros(blocks, S, table.kept),
+            "inbox": _zeros(flow, S),
+            "d_inbox": _zeros(flow, S),
+            "d_left": _zeros(flow, table.kept_end),
+            "sums": _zeros(sums),
+            "d_pre": _zeros(self.own.pre),
+            "d_post": _zeros(self.own.post),
+            "d_blocks": _zeros(self.own.blocks),
+            "worked": jnp.zeros((S, 2), jnp.int32),
+        }
+
+    def _chunked(self, tree: Params, back: bool = False) -> Params:
+        """[L, ...] -> [S, V, L / S / V, ...], each stage's chunks where the schedule wants them."""
+        S, V = self.stages, self.chunks
+        moves = chunk_moves(S, V)
+        if back:
+            moves = {source: to for to, source in moves.items()}
+        else:
+            tree = {p: x.reshape(S, V, -1, *x.shape[1:]) for p, x in tree.items()}
+        if V > 1:
+            tree = self._on_stages(
+                lambda stage, tree: (self._moved(stage, tree, moves),), (tree,), (), (True,)
+            )[0]
+        return {p: x.reshape(-1, *x.shape[3:]) for p, x in tree.items()} if back else tree
+
+    def _moved(self, stage: Any, tree: Params, moves: Any) -> Params:
+        out = _zeros(tree)
+        for far, sent, put in rounds(moves, self.stages):
+            piece = self._shift(_take(tree, jnp.asarray(sent)[stage]), far)
+            slot = jnp.asarray(put)[stage]
+            out = _put(out, piece, jnp.maximum(slot, 0), slot >= 0)
+        return out
+
+
+def _record(f: Any, own: Any, flow: Any, known: Any) -> tuple[Any, list[jax.Array], Any]:
+    """``f(own, flow)``, what its way back needs besides ``known``, and (static) how it goes."""
+    out, back = jax.vjp(f, own, flow)
+    leaves, tree = jax.tree.flatten(back)
+    place = {id(x): i for i, x in enumerate(jax.tree.leaves(known))}
+    where = tuple(place.get(id(x), -1) for x in leaves)
+    return out, [jnp.asarray(x) for x, i in zip(leaves, where) if i < 0], (tree, where)
+
+
+def _back(how: Any, known: Any, kept: list[jax.Array]) -> Any:
+    """The way back of :func:`_record`."""
+    tree, where = how
+    at_hand, rest = jax.tree.leaves(known), iter(kept)
+    return tree.unflatten([at_hand[i] if i >= 0 else next(rest) for i in where])
+
+
+def _zeros(tree: Any, *lead: int) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
+
+
+def _where(yes: Any, a: Flow, b: Flow) -> Flow:
+    return jax.tree.map(lambda x, y: jnp.where(yes, x, y), a, b)
+
+
+def _take(tree: Any, i: Any) -> Any:
+    at = jnp.maximum(i, 0)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), tree)
+
+
+def _put(tree: Any, new: Any, i: Any, yes: Any = True) -> Any:
+    """``tree`` with ``new`` at ``i`` of its leading dim, if ``yes``."""
+
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        if yes is not True:
+            y = jnp.where(yes, y, jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
+        return jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
+
+    return jax.tree.map(one, tree, new)
+
+
+def _add_at(tree: Any, new: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.at[i].add(y), tree, new)

@@ -1,0 +1,127 @@
+"""Pipelines: what a stage holds, what an idle one does, adapters, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from builders import assert_gradients_close
+from test_strategies import recorded
+from zoo import KINDS, ROWS
+
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import assemble
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
+from jaxvlm.models.lora import is_adapter
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
+
+LORA = LoraConfig(rank=2, targets=("decoder/stack/*",))
+
+
+def stepper(kind, mesh, parts, strategy=None, change=lambda config: config, devices=8):
+    """(step, abstract state, what makes the first state, mesh, model)."""
+    config, loss, _ = KINDS[kind]
+    here = make_mesh(mesh, jax.devices()[:devices])
+    model = build_model(change(config), here, strategy or StrategyConfig())
+    tx = optax.chain(recorded(), optax.sgd(1e-2))
+    return *assemble(model, loss, tx, parts), here, model
+
+
+def rows(batch, count):
+    """``batch`` again and again."""
+    return jax.tree.map(lambda x: np.concatenate([x] * -(-count // len(x)))[:count], batch)
+
+
+def temporaries(schedule, parts):
+    mesh = MeshConfig(data=1, stage=4)
+    split = StrategyConfig(schedule=schedule)
+    step, abstract, _, here, _ = stepper("llava", mesh, parts, split, devices=4)
+    batch = to_global(here, rows(KINDS["llava"].batch(0, True), 4 * parts), 4 * parts)
+    compiled = step.lower(abstract, batch).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.long
+def test_memory_is_flat_in_microbatches_with_1f1b_and_grows_with_gpipe():
+    few, many = (temporaries("1f1b", parts) for parts in (8, 24))
+    assert many <= 1.1 * few
+    few, many = (temporaries("gpipe", parts) for parts in (8, 24))
+    assert many >= 1.8 * few
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("schedule", "parts", "chunks"), [("1f1b", 8, 1), ("interleaved", 4, 2)])
+def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
+    """Stages count in the branch that works: the share is the lock-step formula's."""
+    mesh = MeshConfig(data=4, stage=2)
+    split = StrategyConfig(schedule=schedule, chunks=chunks)
+    step, abstract, init, here, model = stepper("llava", mesh, parts, split)
+    batch = to_global(here, rows(KINDS["llava"].batch(0, True), 32), 32)
+    program = step.lower(abstract, batch).compile()
+    idle = [line for line in program.as_text().splitlines() if "branch_0_fun" in line]
+    assert idle and not any(" dot(" in line or " all-" in line for line in idle)
+    _, metrics = program(init(model.init(0)), batch)
+    assert float(metrics["busy_stages"]) == pytest.approx(parts * chunks / (parts * chunks + 1))
+
+
+@pytest.mark.long
+def test_adapters_on_stages():
+    found = {}
+    for name, mesh, parts in (("one", MeshConfig(1), 1), ("many", MeshConfig(4, stage=2), 2)):
+        step, _, init, here, model = stepper(
+            "llava",
+            mesh,
+            parts,
+            change=lambda config: dataclasses.replace(config, lora=LORA),
+            devices=here_devices(mesh),
+        )
+        params = jax.tree.map(np.asarray, stepped_from(found.setdefault("first", {}), model))
+        state = init({path: jax.device_put(x, model.shardings[path]) for path, x in params.items()})
+        before = jax.device_get(state.frozen)
+        state, metrics = step(state, to_global(here, KINDS["llava"].batch(0, True), ROWS))
+        found[name] = float(metrics["loss"]), jax.device_get(state.opt_state[0])
+        assert all(np.array_equal(x, before[p]) for p, x in jax.device_get(state.frozen).items())
+    assert found["many"][0] == pytest.approx(found["one"][0], rel=1e-5)
+    assert_gradients_close(found["many"][1], found["one"][1])
+
+
+def here_devices(mesh):
+    return 8 if mesh.stage > 1 else 1
+
+
+def stepped_from(first, model):
+    """The first model's parameters, its adapters away from zero."""
+    if not first:
+        rng = np.random.default_rng(0)
+        for path, x in jax.device_get(model.init(0)).items():
+            shaken = rng.normal(size=x.shape).astype(x.dtype) * 0.1
+            first[path] = shaken if is_adapter(path) else x
+    return first
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "strategy", "message"),
+    [
+        (
+            "llava",
+            {"stage": 8},
+            {},
+            r"mesh\.stage=8 does not divide the decoder's 4 layers; .* 1, 2, 4",
+        ),
+        (
+            "llava",
+            {"stage": 4, "data": 2},
+            {"schedule": "interleaved", "chunks": 2},
+            r"stage=4 x config\.strategy\.chunks=2 does not divide .* that do: 1, 2",
+        ),
+        ("dual", {"stage": 2, "data": 4}, {}, "cuts a decoder's layers, and this model has none"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(kind, mesh, strategy, message):
+    here = make_mesh(MeshConfig(**{"data": 1, **mesh}))
+    with pytest.raises(ConfigError, match=message):
+        build_model(KINDS[kind].config, here, StrategyConfig(**strategy))

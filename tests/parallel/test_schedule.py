@@ -1,0 +1,106 @@
+"""Tables of pipelines: what they promise, checked by playing them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxvlm.config import ConfigError
+from jaxvlm.parallel.schedule import chunk_moves, rounds, timetable
+
+CASES = [
+    (name, S, M, V)
+    for name, V in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
+    for S, M in ((2, 2), (2, 6), (4, 4), (4, 12), (3, 9))
+] + [("1f1b", 4, 1, 1), ("1f1b", 4, 3, 1), ("gpipe", 3, 2, 1), ("1f1b", 1, 3, 1)]
+
+
+def play(table, S, M, V):
+    """Runs a table on names instead of arrays; each array may only hold what a stage was sent."""
+    inbox, d_inbox = [None] * S, [None] * S
+    kept = [[None] * table.kept for _ in range(S)]
+    begun, ended = [None] * table.kept_begin, [None] * table.kept_end
+    done, flight = {"forward": set(), "backward": set(), "begin": set()}, 0
+    for t in range(len(table.forward)):
+        if table.begin[t] >= 0:
+            begun[table.begin_slot[t]] = table.begin[t]
+        sent, left = [None] * S, None
+        for s in range(S):
+            m, v = table.forward[t, s], table.forward_chunk[t, s]
+            if m < 0:
+                continue
+            if (s, v) == (0, 0):
+                assert table.begin[t] == m
+            else:
+                assert inbox[s] == (m, v * S + s), "it has just come"
+            kept[s][table.forward_slot[t, s]] = (m, v)
+            done["forward"].add((m, v * S + s))
+            sent[s] = (m, v * S + s + 1)
+            if v * S + s == V * S - 1:
+                left = m
+        inbox = [sent[(s - 1) % S] for s in range(S)]
+        assert (left is None and table.end[t] < 0) or left == table.end[t]
+        if left is not None:
+            ended[table.end_slot[t]] = left
+        sent = [None] * S
+        for s in range(S):
+            m, v = table.backward[t, s], table.backward_chunk[t, s]
+            if m < 0:
+                continue
+            if v * S + s == V * S - 1:
+                assert ended[table.end_back_slot[t]] == m
+            else:
+                assert d_inbox[s] == (m, v * S + s)
+            assert kept[s][table.backward_slot[t, s]] == (m, v), "nothing has taken its place"
+            done["backward"].add((m, v * S + s))
+            sent[s] = (m, v * S + s - 1)
+            assert (table.begin_back[t] == m) == ((s, v) == (0, 0)) or s
+        d_inbox = [sent[(s + 1) % S] for s in range(S)]
+        if table.begin_back[t] >= 0:
+            assert begun[table.begin_back_slot[t]] == table.begin_back[t]
+            done["begin"].add(table.begin_back[t])
+        flight = max(flight, len(done["forward"]) - len(done["backward"]))
+    return done
+
+
+@pytest.mark.parametrize(("name", "S", "M", "V"), CASES)
+def test_each_unit_is_done_once_with_what_it_needs(name, S, M, V):
+    table = timetable(name, S, M, V)
+    done = play(table, S, M, V)
+    units = {(m, c) for m in range(M) for c in range(S * V)}
+    assert done["forward"] == done["backward"] == units
+    assert done["begin"] == set(range(M))
+    assert table.busy == M * V / (M * V + S - 1)
+    assert len(table.forward) == (2 if name == "gpipe" else 1) * (M * V + S - 1) + (
+        0 if name == "gpipe" else (V + 1) * S - 1 - S
+    )
+    if name == "gpipe":
+        assert table.kept == M == table.kept_end
+    else:
+        assert table.kept <= (V + 1) * S - 1 and table.kept_end == 1
+
+
+def test_in_flight_is_bounded_by_stages():
+    kept = [timetable("1f1b", 4, M).kept for M in (8, 16, 64)]
+    assert kept == [7, 7, 7]
+    assert [timetable("interleaved", 4, M, 2).kept for M in (8, 16, 64)] == [11] * 3
+    assert [timetable("gpipe", 4, M).kept for M in (8, 16, 64)] == [8, 16, 64]
+
+
+def test_microbatches_that_stages_do_not_divide():
+    with pytest.raises(ConfigError, match=r"config\.microbatches=6 is no multiple"):
+        timetable("interleaved", 4, 6, 2)
+
+
+@pytest.mark.parametrize(("S", "V"), [(2, 2), (4, 2), (2, 4), (4, 3), (3, 3), (1, 2)])
+def test_chunks_come_where_the_schedule_wants_them(S, V):
+    moves = chunk_moves(S, V)
+    assert moves[(1 % S, 1)] == divmod(S + 1 % S, V)
+    for there in (moves, {source: to for to, source in moves.items()}):
+        got = {}
+        for far, sent, put in rounds(there, S):
+            for s in range(S):
+                to = (s + far) % S
+                if put[to] >= 0:
+                    assert (to, put[to]) not in got
+                    got[to, put[to]] = (s, sent[s])
+        assert got == there
