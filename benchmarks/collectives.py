@@ -5,7 +5,8 @@
 
 One train step of a LLaVA-like model (see MODEL) in bfloat16 with full remat, AdamW. Wire bytes are
 what a device sends by the ring algorithm, each collective times the trip counts of its loops, in
-bytes a parameter; memory is the compiler's own count for a device.
+bytes a parameter; memory is the compiler's own count for a device. Without stages a device has one
+row; with them each of a stage's parts has eight, one a microbatch.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from jaxvlm.config import (
     VisionConfig,
 )
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.parallel.strategies import resolve
+from jaxvlm.parallel.strategies import CONTEXTS, resolve
 from jaxvlm.plan import collectives, topology
 from jaxvlm.train import programs
 from jaxvlm.types import Batch
@@ -55,9 +56,19 @@ STRATEGIES = {
     **{name: (name, MeshConfig(data=8)) for name in ("hybrid_shard", "hpz")},
     "ddp x tensor": ("ddp", MeshConfig(data=16, tensor=4)),
     "fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=16, tensor=4)),
-    "context, gathered": ("fsdp", MeshConfig(data=1, fsdp=16, context=4)),
-    "context, ring": ("fsdp", MeshConfig(data=1, fsdp=16, context=4), "ring"),
-    "context, ulysses": ("fsdp", MeshConfig(data=1, fsdp=16, context=4), "ulysses"),
+    **{
+        f"context, {how}": ("fsdp", MeshConfig(data=1, fsdp=16, context=4), {"context": how})
+        for how in CONTEXTS
+    },
+    **{
+        f"zero1, {bits} bits": ("zero1", MeshConfig(data=8), {"reduce_bits": bits})
+        for bits in (16, 8, 4)
+    },
+    "hpz, int8": ("hpz", MeshConfig(data=8), {"gather_bits": 8}),
+    "1f1b": ("ddp", MeshConfig(stage=4)),
+    "interleaved": ("ddp", MeshConfig(stage=4), {"schedule": "interleaved", "chunks": 3}),
+    "gpipe": ("ddp", MeshConfig(stage=4), {"schedule": "gpipe"}),
+    "1f1b x fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=4, tensor=4, stage=4)),
 }
 
 
@@ -80,15 +91,17 @@ def abstract_batch(mesh: jax.sharding.Mesh, rows: int) -> Batch:
 
 def one(target: str, strategy: str) -> dict[str, Any]:
     """One step, compiled."""
-    preset, wanted, *context = STRATEGIES[strategy]
+    preset, wanted, *fields = STRATEGIES[strategy]
     devices = topology.devices(target)
-    asked = StrategyConfig(preset, context=context[0] if context else "gather")
+    asked = StrategyConfig(preset, **(fields[0] if fields else {}))
     mesh, split = resolve(asked, wanted, devices)
     here = make_mesh(mesh, devices)
     model = build_model(MODEL, here, split)
-    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4))
+    parts = 8 if mesh.stage > 1 else 1
+    rows = parts * batch_shards(here) if mesh.stage > 1 else len(devices)
+    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), parts)
     start = time.perf_counter()
-    program = step.lower(abstract, abstract_batch(here, len(devices))).compile()
+    program = step.lower(abstract, abstract_batch(here, rows)).compile()
     seconds = time.perf_counter() - start
     count = sum(math.prod(x.shape) for x in model.shapes.values())
     found = collectives.read(program.as_text(), dict(here.shape))
@@ -107,6 +120,7 @@ def one(target: str, strategy: str) -> dict[str, Any]:
     return {
         "target": target,
         "strategy": strategy,
+        "rows": rows,
         "mesh": {axis: size for axis, size in here.shape.items() if size > 1},
         "parameters": count,
         "compile_seconds": round(seconds, 1),
@@ -121,12 +135,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", nargs="*", default=TARGETS)
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--name", default="collectives_aot", help="of the result")
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for target in args.targets:
         for strategy in args.strategies:
-            row = one(target, strategy)
-            rows.append(row)
+            rows.append(row := one(target, strategy))
             kinds = ", ".join(
                 f"{c['kind']} {c['dtype']} over {c['axes'] or '?'} x{c['count']}: "
                 f"{c['bytes_a_parameter']}"
@@ -135,7 +149,7 @@ def main() -> None:
             print(f"{target} {strategy} {row['memory_mib'].get('peak')} MiB: {kinds}", flush=True)
     config = f"vision {MODEL.vision}, decoder {MODEL.decoder}"
     result = {"environment": environment(), "model": config, "length": LENGTH, "rows": rows}
-    write("collectives_aot.json", result)
+    write(f"{args.name}.json", result)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,26 @@ import optax
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
 from jaxvlm.build.stages import cut, skips
-from jaxvlm.config import ConfigError, StrategyConfig, TrainConfig, VisionConfig, feature_blocks
+from jaxvlm.config import (
+    ConfigError,
+    MeshConfig,
+    StrategyConfig,
+    TrainConfig,
+    VisionConfig,
+    feature_blocks,
+)
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.quantized import gather_in_bytes
+from jaxvlm.parallel.reduce import ORDER, Reduction
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.parallel.sharding import constrain, follow, replicated
+from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
-from jaxvlm.train.runner import Microbatched, Pipelined, PlainRunner, check_parts
+from jaxvlm.train.runner import Microbatched, OnOwnRows, Pipelined, PlainRunner, check_parts
 from jaxvlm.train.step import Placement, init_state, make_step
 from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
 
@@ -152,42 +161,73 @@ def assemble(
         shardings; and what makes the first state of all parameters, consuming them.
     """
     here, moments = model.mesh, model.layout("optimizer")
-    runner: Runner = PlainRunner(model.apply)
-    stages, of_decoder = here.shape["stage"], model.strategies.get("decoder")
-    if stages > 1 and of_decoder:
-        runner = Pipelined(
-            PlainRunner(model.apply),
-            cut(model),
-            here,
-            of_decoder.schedule,
-            of_decoder.chunks,
-            microbatches,
-            skips(here, of_decoder),
-        )
-    elif microbatches > 1:
-        place = constrain(model.layout("gradients"))
-        runner = Microbatched(PlainRunner(model.apply), microbatches, place)
-    step = make_step(runner, loss, tx, Placement(_gathering(model), constrain(moments)))
+    runner, reduction = _runner(model, microbatches), _reduction(model, microbatches)
+    place = Placement(_gathering(model), constrain(moments))
+    if reduction:
+        runner = OnOwnRows(runner, here, reduction.axes)
+        place = place._replace(reduce=reduction)
+    step = make_step(runner, loss, tx, place)
     own, still = _split(model, model.shapes, frozen)
-    shapes = jax.eval_shape(lambda p, f: init_state(p, f, tx), own, still)
+
+    def first(params: Params, frozen: Params) -> TrainState:
+        return init_state(params, frozen, tx, reduction.init(params) if reduction else {})
+
+    shapes = jax.eval_shape(first, own, still)
     everywhere: Any = jax.tree.map(lambda _: replicated(here), shapes)
     shardings: TrainState = everywhere._replace(
         params={path: model.shardings[path] for path in own},
         frozen={path: model.shardings[path] for path in still},
         opt_state=follow(shapes.opt_state, moments, here),
+        comm={path: reduction.where(path) for path in shapes.comm} if reduction else {},
     )
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
 
     def init(params: Params) -> TrainState:
-        make = jax.jit(
-            lambda p, f: init_state(p, f, tx), out_shardings=shardings, donate_argnums=(0, 1)
-        )
+        make = jax.jit(first, out_shardings=shardings, donate_argnums=(0, 1))
         return make(*_split(model, params, frozen))
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(here)))
     return jitted, abstract, init
+
+
+def _runner(model: Model, parts: int) -> Runner:
+    plain = PlainRunner(model.apply)
+    of_decoder = model.strategies.get("decoder")
+    if model.mesh.shape["stage"] > 1 and of_decoder:
+        how = (of_decoder.schedule, of_decoder.chunks, parts, skips(model.mesh, of_decoder))
+        return Pipelined(plain, cut(model), model.mesh, *how)
+    if parts > 1:
+        return Microbatched(plain, parts, constrain(model.layout("gradients")))
+    return plain
+
+
+def _reduction(model: Model, parts: int) -> Reduction | None:
+    """How gradients are added up behind the backward pass; ``None``: the compiler adds them.
+
+    It does so once a microbatch, so with several it is left the axes alone over which their sum is
+    split.
+
+    Raises:
+        ConfigError: towers that do not agree, or integers where each microbatch's sum is split.
+    """
+    towers = list(model.strategies.values())
+    if len({(s.reduce_bits, s.error_feedback) for s in towers}) > 1:
+        raise ConfigError("strategy.reduce_bits and error_feedback are the same for all towers")
+    bits, feedback = towers[0].reduce_bits, towers[0].error_feedback
+    sizes = MeshConfig(**model.mesh.shape)
+    axes = tuple(a for a in ORDER if all(a in reduced_axes(s, sizes) for s in towers))
+    split = {axis for s in towers for axis in s.gradients} & set(axes)
+    if bits == 32:
+        axes = tuple(a for a in axes if a not in split) if parts > 1 else ()
+    elif parts > 1 and split:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits} with config.microbatches={parts}: microbatches "
+            f"would be added up whole, and gradients={towers[0].gradients} says they are split; "
+            "'zero1' and 'ddp' keep them whole"
+        )
+    return Reduction(model.mesh, axes, model.layout("optimizer"), bits, feedback) if axes else None
 
 
 def _gathering(model: Model) -> Callable[[Params], Params]:

@@ -224,6 +224,9 @@ class StrategyConfig:
     context: str = "gather"  # how rows split over the mesh's context attend: gather (keys and
     # values to all) | ring (they go round) | ulysses (rows are whole, heads are split instead)
     gather_bits: int = 32  # of parameters on their way from params to gathered: 32 | 8
+    reduce_bits: int = 32  # of gradients that are added over batch axes outside of gathered:
+    # 32 | 16 (bfloat16) | 8 | 4
+    error_feedback: bool = False  # what rounding to reduce_bits takes away is added a step later
     sequence: bool = False  # norms and the residual stream are split over tensor too, by tokens
     schedule: str = "1f1b"  # of a pipeline over the mesh's stage: 1f1b | interleaved | gpipe
     chunks: int = 1  # of layers that each stage has when interleaved, 2 or more

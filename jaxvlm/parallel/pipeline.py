@@ -224,9 +224,10 @@ class _Run:
                 jax.tree.map(lambda a: a[None], x) if own else x for x, own in zip(made, out)
             )
 
+        around = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             part,
-            mesh=self.mesh,
+            mesh=self.mesh if around.empty else around,
             in_specs=(P(AXIS), P()),
             out_specs=tuple(P(AXIS) if own else P() for own in out),
             axis_names={AXIS},

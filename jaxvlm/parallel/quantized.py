@@ -15,7 +15,7 @@ from jaxvlm.types import Params
 
 BLOCK = 256
 """Values that share a scale, at most."""
-_LEAST = 32
+LEAST = 32
 """Where a block would be smaller, its scale would cost what the bytes save."""
 
 
@@ -49,7 +49,7 @@ def _through_bytes(x: jax.Array, here: NamedSharding, there: NamedSharding) -> j
     local = here.shard_shape(x.shape)
     dim = max(range(x.ndim), key=lambda i: local[i])
     size = max(n for n in range(1, min(BLOCK, local[dim]) + 1) if local[dim] % n == 0)
-    if size < _LEAST:
+    if size < LEAST:
         return jax.lax.with_sharding_constraint(x, there)
     blocks = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
     cut = x.reshape(blocks)

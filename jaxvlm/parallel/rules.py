@@ -137,8 +137,8 @@ class Axes:
         for word, size in zip(logical, shape):
             for axis in _LEFT_OUT.get(word, ()):
                 axes = _as_tuple(rules.get(word))
-                if axis in axes and size % math.prod(self.mesh.shape[a] for a in axes):
-                    if size > 1 and self.mesh.shape[axis] > 1:
+                if axis in axes and size % math.prod(map(self._size, axes)):
+                    if size > 1 and self._size(axis) > 1:
                         say_once(f"{word!r} of {size}: whole on each device of {axis!r}")
                     rules[word] = tuple(a for a in axes if a != axis) or None
         return rules
@@ -150,7 +150,11 @@ class Axes:
 
     def mesh_axes(self, word: str) -> tuple[str, ...]:
         """The mesh axes that an activation's ``word`` is split over."""
-        return tuple(a for a in _as_tuple(dict(self.activations)[word]) if self.mesh.shape[a] > 1)
+        return tuple(a for a in _as_tuple(dict(self.activations)[word]) if self._size(a) > 1)
+
+    def _size(self, axis: str) -> int:
+        """Devices that the compiler may split over: one where a ``shard_map`` around has them."""
+        return 1 if axis in jax.sharding.get_abstract_mesh().manual_axes else self.mesh.shape[axis]
 
     def _sharding(
         self, name: str, logical: Logical, shape: tuple[int, ...], rules: Mapping[str, Place]
@@ -166,23 +170,22 @@ class Axes:
                 raise ConfigError(f"{name}: no sharding rule for the logical axis {word!r}")
             axes = _as_tuple(rules[word])
             for axis in axes:
-                if axis in used and self.mesh.shape[axis] > 1:
+                if axis in used and self._size(axis) > 1:
                     raise ConfigError(
                         f"{name}: the rules put both {used[axis]!r} and {word!r} "
                         f"on the mesh axis {axis!r}"
                     )
                 used[axis] = word
-            parts = 1
-            for axis in axes:
-                parts *= self.mesh.shape[axis]
+            parts = math.prod(map(self._size, axes))
             if size % parts:
                 raise ConfigError(
                     f"{name}: {word}={size} is not divisible by the {parts} devices of mesh "
                     f"axis {'×'.join(axes)}; change config.mesh or the model's {word}"
                 )
-            split = tuple(a for a in axes if self.mesh.shape[a] > 1)
+            split = tuple(a for a in axes if self._size(a) > 1)
             places.append(split if len(split) > 1 else next(iter(split), None))
-        return NamedSharding(self.mesh, PartitionSpec(*places))
+        around = jax.sharding.get_abstract_mesh()  # says which axes a shard_map around has
+        return NamedSharding(self.mesh if around.empty else around, PartitionSpec(*places))
 
 
 def shard(axes: Axes, x: jax.Array, *logical: str) -> jax.Array:

@@ -93,15 +93,15 @@ def constrain(shardings: Mapping[str, NamedSharding]) -> Callable[[Params], Para
         shardings: by path; of more paths than it will be given.
     """
 
-    def pin(tree: Params) -> Params:
-        return {
-            path: jax.lax.with_sharding_constraint(x, shardings[path])
-            if shardings[path].mesh.size > 1
-            else x
-            for path, x in tree.items()
-        }
+    def one(path: str, x: jax.Array) -> jax.Array:
+        wanted, around = shardings[path], jax.sharding.get_abstract_mesh()
+        if wanted.mesh.size == 1:
+            return x
+        if not around.empty:  # a shard_map, over axes that ``wanted`` does not name
+            wanted = NamedSharding(around, wanted.spec)
+        return jax.lax.with_sharding_constraint(x, wanted)
 
-    return pin
+    return lambda tree: {path: one(path, x) for path, x in tree.items()}
 
 
 def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:

@@ -10,12 +10,13 @@ import jax
 
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import num_hosts, resolved
+from jaxvlm.parallel.reduce import BITS, ORDER
 from jaxvlm.parallel.schedule import SCHEDULES
 
 CONTEXTS = ("gather", "ring", "ulysses")
 # fsdp first: a shard of both is a piece of a shard of fsdp, so that gathering over data alone
 # moves nothing else.
-_ALL, _INNER, _NONE = ("fsdp", "data"), ("fsdp",), ()
+_ALL, _INNER, _NONE = ORDER, ("fsdp",), ()
 _FIELDS = ("params", "gathered", "gradients", "optimizer")
 _NOT_SET = MeshConfig()
 _TWO_LEVELS = ("hybrid_shard", "hpz")
@@ -79,10 +80,30 @@ def resolve(
             f"{where}.gather_bits=8 is of the gather at a step's begin, and there is none: "
             f"gathered={strategy.gathered} is params; 'hpz' and 'fsdp_no_reshard' have one"
         )
+    _check_reduce(strategy, mesh, where)
     _check_pipeline(strategy, mesh, where)
     if strategy.sequence and mesh.tensor == 1:
         raise ConfigError(f"{where}.sequence=True is not read with config.mesh.tensor=1")
     return mesh, strategy
+
+
+def _check_reduce(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
+    bits = f"{where}.reduce_bits={strategy.reduce_bits}"
+    if strategy.reduce_bits not in BITS:
+        raise ConfigError(f"{bits}; known: {', '.join(map(str, BITS))}")
+    if strategy.reduce_bits < 32 and not reduced_axes(strategy, mesh):
+        raise ConfigError(
+            f"{bits} is of gradients that are added up when a step's backward pass is done, and "
+            f"here all are added layer by layer: gathered={strategy.gathered}; 'ddp', 'zero1', "
+            "'zero2', 'fsdp_no_reshard', and 'hybrid_shard' and 'hpz' over data, have some"
+        )
+    if strategy.error_feedback and strategy.reduce_bits == 32:
+        raise ConfigError(f"{where}.error_feedback=True is not read with reduce_bits=32")
+
+
+def reduced_axes(strategy: StrategyConfig, mesh: MeshConfig) -> tuple[str, ...]:
+    """Batch axes that a step's gradients are added over behind its backward pass."""
+    return tuple(a for a in ORDER if getattr(mesh, a) > 1 and a not in strategy.gathered)
 
 
 def _check_pipeline(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel import pipeline
+from jaxvlm.parallel.reduce import on_own_rows
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.train.objective import total
-from jaxvlm.types import Batch, Loss, Out, Params, Sums
+from jaxvlm.types import Batch, Loss, Out, Params, Runner, Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,3 +166,39 @@ class Pipelined:
         units = jnp.float32(2 * stages * table.span)
         busy = (jnp.sum(worked).astype(jnp.float32), units)
         return sums._replace(metrics={**sums.metrics, "busy_stages": busy}), grads
+
+
+@dataclasses.dataclass(frozen=True)
+class OnOwnRows:
+    """A runner whose gradients are not added up over batch axes: ``Placement.reduce`` does it."""
+
+    runner: Runner
+    mesh: jax.sharding.Mesh
+    axes: tuple[str, ...]
+
+    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
+        """The runner's own."""
+        return self.runner.fwd(params, frozen, batch)
+
+    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
+        """The runner's own."""
+        return self.runner.vjp(params, frozen, batch, d_out)
+
+    def loss_grad(
+        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+    ) -> tuple[Sums, Params]:
+        """Sums over all rows, and gradients with a leading dim of parts; see ``on_own_rows``.
+
+        Raises:
+            ConfigError: a loss that is no sum over examples.
+        """
+        if not loss.additive:
+            raise ConfigError(
+                f"config.strategy.reduce_bits: {type(loss).__name__} is not a sum over examples, "
+                "so a device cannot take the gradient of its own rows; leave it at 32"
+            )
+
+        def own(params: Params, frozen: Params, batch: Batch, scale: Any) -> tuple[Sums, Params]:
+            return self.runner.loss_grad(params, frozen, batch, loss, scale)
+
+        return on_own_rows(own, self.mesh, self.axes)(params, frozen, batch, scale)

@@ -22,15 +22,19 @@ class Placement(NamedTuple):
     """Parameters before the first layer."""
     update: Callable[[Params], Params] = lambda params: params
     """Gradients, and the parameters that they change."""
+    reduce: Callable[[Params, Any], tuple[Params, Any]] = lambda grads, comm: (grads, comm)
+    """What the runner gives, and TrainState.comm -> gradients, and the new one."""
 
 
 ANYWHERE = Placement()
 
 
-def init_state(params: Params, frozen: Params, tx: optax.GradientTransformation) -> TrainState:
+def init_state(
+    params: Params, frozen: Params, tx: optax.GradientTransformation, comm: Any = ()
+) -> TrainState:
     """The state before the first step; under ``jit``, so that it is born sharded."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, frozen, tx.init(params), (), (), Guard(zero, zero))
+    return TrainState(zero, params, frozen, tx.init(params), (), comm, Guard(zero, zero))
 
 
 def make_step(
@@ -59,6 +63,7 @@ def make_step(
         scale = scales(loss, batch)
         params, frozen = place.gathered(state.params), place.gathered(state.frozen)
         sums, grads = runner.loss_grad(params, frozen, batch, loss, scale)
+        grads, comm = place.reduce(grads, state.comm)
         value, grads, old = total(sums, scale), place.update(grads), place.update(state.params)
 
         norms = jnp.stack(
@@ -73,6 +78,7 @@ def make_step(
             step=state.step + 1,
             params=_select(ok, params, old),
             opt_state=_select(ok, opt_state, state.opt_state),
+            comm=_select(ok, comm, state.comm),
             guard=Guard(
                 skipped=state.guard.skipped + (~ok).astype(jnp.int32),
                 in_a_row=jnp.where(ok, 0, state.guard.in_a_row + 1).astype(jnp.int32),

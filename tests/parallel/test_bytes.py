@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from zoo import KINDS, ROWS
+from long_runs import assert_ends_alike, losses_of_300_steps
 
-from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
-from jaxvlm.config import MeshConfig, StrategyConfig
+from jaxvlm.config import MeshConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.quantized import BLOCK, gather_in_bytes
-from jaxvlm.parallel.sharding import to_global
-from jaxvlm.parallel.strategies import resolve
 
 
 @pytest.mark.parametrize("spec", [P(None, "fsdp"), P("fsdp", None), P(None, "fsdp", None)])
@@ -40,23 +35,4 @@ def test_each_value_is_off_by_half_a_step_at_most(spec):
 
 @pytest.mark.long
 def test_a_run_of_300_steps_ends_where_the_other_does():
-    config, loss, batch = KINDS["llava"]
-
-    def losses(bits):
-        asked = StrategyConfig("hpz", gather_bits=bits)
-        mesh, split = resolve(asked, MeshConfig(2, 4), jax.devices())
-        here = make_mesh(mesh)
-        model = build_model(config, here, split)
-        tx = optax.adamw(optax.cosine_decay_schedule(3e-3, 300))
-        step, _, init = assemble(model, loss, tx)
-        state, found = init(model.init(0)), []
-        batches = [to_global(here, batch(seed, True), ROWS) for seed in range(4)]
-        for i in range(300):
-            state, metrics = step(state, batches[i % 4])
-            found.append(float(metrics["loss"]))  # waits: eight devices share the cores
-        return np.asarray(found)
-
-    exact, rounded = losses(32), losses(8)
-    assert exact[-20:].mean() < 0.5 * exact[:4].mean()
-    assert not np.array_equal(exact[:4], rounded[:4])
-    assert abs(rounded[-20:].mean() - exact[-20:].mean()) < 0.01 * exact[-20:].mean()
+    assert_ends_alike(losses_of_300_steps("hpz"), losses_of_300_steps("hpz", gather_bits=8))

@@ -27,7 +27,7 @@ WIDE = dataclasses.replace(
 # Bytes of float32 parameters, and of both moments; the share of each that a device holds.
 SHARES = {
     "ddp": (1, 1, 1),
-    "zero1": (1, 1 / 8, 1 / 8),  # the compiler splits the sum of gradients, which is asked whole
+    "zero1": (1, 1, 1 / 8),
     "zero2": (1, 1 / 8, 1 / 8),
     "zero3": (1 / 8, 1 / 8, 1 / 8),
     "hybrid_shard": (1 / 4, 1 / 4, 1 / 4),

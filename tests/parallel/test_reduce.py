@@ -1,0 +1,135 @@
+"""Gradients of each device's own rows, added over devices: exactly, and in few bits."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from builders import assert_gradients_close
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from long_runs import assert_ends_alike, losses_of_300_steps
+from test_strategies import recorded, trained
+from zoo import KINDS, ROWS
+
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import assemble
+from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.reduce import Reduction
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.parallel.strategies import resolve
+
+STEP = {8: 1 / 254, 4: 1 / 14}
+"""Half a step of rounding, of a block's largest."""
+
+
+def run_of(kind, name, mesh, parts=1, **fields):
+    """(step, abstract, what makes the first state, mesh, model)."""
+    config, loss, _ = KINDS[kind]
+    sizes, split = resolve(StrategyConfig(name, **fields), mesh, jax.devices())
+    here = make_mesh(sizes)
+    model = build_model(config, here, split)
+    tx = optax.chain(recorded(), optax.adamw(1e-2, eps=1e-2))
+    return *assemble(model, loss, tx, parts), here, model
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+@pytest.mark.parametrize(
+    ("spec", "axes"),
+    [
+        (P(None, "tensor"), ("fsdp", "data")),
+        (P("fsdp", "tensor"), ("fsdp", "data")),
+        (P(("fsdp", "data"), None), ("fsdp", "data")),
+        (P(None, "data"), ("data",)),
+    ],
+)
+def test_sums_are_off_by_half_a_step_of_each_part(bits, spec, axes):
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    layout = {"w": NamedSharding(mesh, spec), "b": NamedSharding(mesh, P())}
+    add = Reduction(mesh, axes, layout, bits, feedback=bits < 32)
+    parts = 4 if len(axes) == 2 else 2
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(parts, 256, 384)).astype(np.float32)
+    b = rng.normal(size=(parts, 384)).astype(np.float32)
+    error = add.init({"w": w[0], "b": b[0]})
+    shardings = {path: add.where(path) for path in error}
+    put = jax.jit(lambda e: e, out_shardings=shardings)(error)
+    sums, left = jax.jit(add, out_shardings=(layout, shardings))({"w": w, "b": b}, put)
+    off = np.abs(np.asarray(sums["w"]) - w.sum(0))
+    if bits == 32:
+        np.testing.assert_allclose(sums["w"], w.sum(0), rtol=0, atol=1e-5)
+        assert left == {}
+        return
+    half = {16: 2**-8, **STEP}[bits]
+    assert 0 < off.max() <= half * np.abs(w).max() * parts * (2 if len(axes) == 2 else 1) * 1.5
+    np.testing.assert_allclose(sums["b"], b.sum(0), rtol=1e-5, atol=1e-6)
+    # Nothing is lost for ever: what did not arrive at the first level is kept.
+    first = np.asarray(left["w"])
+    assert first.shape == w.shape and np.abs(first).max() <= half * np.abs(w).max() * 1.01
+    if len(axes) == 1 and "data" in spec[1]:
+        np.testing.assert_allclose(np.asarray(sums["w"]) + first.sum(0), w.sum(0), atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "name", "mesh", "parts"),
+    [
+        ("qwen3", "ddp", MeshConfig(), 2),
+        ("gemma3", "zero1", MeshConfig(data=1, tensor=2), 4),
+        ("moe", "hybrid_shard", MeshConfig(data=2, fsdp=2, expert=2), 2),
+        ("llava", "ddp", MeshConfig(data=2, stage=2, tensor=2), 4),
+    ],
+)
+def test_microbatches_are_added_on_each_device_first(kind, name, mesh, parts):
+    step, _, init, here, model = run_of(kind, name, mesh, parts)
+    start = run_start(kind)
+    state = init({path: jax.device_put(x, model.shardings[path]) for path, x in start.items()})
+    state, metrics = step(state, to_global(here, KINDS[kind].batch(0, True), ROWS))
+    losses, grads, *_ = trained(kind, "one")
+    assert float(metrics["loss"]) == pytest.approx(losses[0], rel=1e-5)
+    assert_gradients_close(jax.device_get(state.opt_state[0]), grads)
+
+
+@functools.cache
+def run_start(kind):
+    here = make_mesh(MeshConfig(1), jax.devices()[:1])
+    return jax.device_get(build_model(KINDS[kind].config, here).init(0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("bits", "feedback"), [(8, False), (4, True)])
+def test_a_run_of_300_steps_ends_where_the_other_does(bits, feedback):
+    exact = losses_of_300_steps("zero1")
+    rounded = losses_of_300_steps("zero1", reduce_bits=bits, error_feedback=feedback)
+    assert_ends_alike(exact, rounded)
+
+
+@pytest.mark.long
+def test_a_skipped_step_keeps_what_was_rounded_away():
+    step, _, init, here, model = run_of(
+        "llava", "ddp", MeshConfig(), reduce_bits=8, error_feedback=True
+    )
+    batch = to_global(here, KINDS["llava"].batch(0, True), ROWS)
+    state, _ = step(init(model.init(0)), batch)
+    kept = jax.device_get(state.comm)
+    assert max(np.abs(x).max() for x in kept.values()) > 0
+    bad = batch._replace(loss_weight=batch.loss_weight * jnp.nan)
+    state, metrics = step(state, bad)
+    assert int(metrics["skipped"]) == 1
+    assert all(np.array_equal(x, kept[path]) for path, x in jax.device_get(state.comm).items())
+
+
+def test_what_is_not_added_behind_the_backward_pass_takes_no_bits():
+    with pytest.raises(ConfigError, match=r"reduce_bits=8 is of gradients that are added up when"):
+        resolve(StrategyConfig("zero3", reduce_bits=8), MeshConfig(), jax.devices())
+    with pytest.raises(ConfigError, match=r"reduce_bits=7; known: 32, 16, 8, 4"):
+        resolve(StrategyConfig("ddp", reduce_bits=7), MeshConfig(), jax.devices())
+    with pytest.raises(ConfigError, match="not read with reduce_bits=32"):
+        resolve(StrategyConfig("ddp", error_feedback=True), MeshConfig(), jax.devices())
+    with pytest.raises(ConfigError, match=r"'zero1' and 'ddp' keep them whole"):
+        run_of("llava", "zero2", MeshConfig(), parts=2, reduce_bits=8)
