@@ -32,6 +32,19 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "Print every setting, defaults included, and exit.",
         flag_values=values,
     )
+    flags.DEFINE_list(
+        "xla_flags",
+        ["overlap"],
+        "Groups of compiler flags for this machine's platform, set before JAX starts: overlap, "
+        "collective_matmul, nccl; empty for none. Flags that are set already stay.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "print_xla_flags",
+        False,
+        "Print these flags by platform, and what is set here, and exit.",
+        flag_values=values,
+    )
     flags.DEFINE_bool(
         "dry_run",
         False,
@@ -47,6 +60,13 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args:
         raise ConfigError(f"train takes flags only, not {args[0]!r}")
+    from jaxvlm.parallel import xla_flags
+
+    changed = xla_flags.apply(values.xla_flags)
+    if values.print_xla_flags:
+        here = [f"here ({xla_flags.platform()}): {k}={v}" for k, v in changed.items()]
+        print("\n".join(xla_flags.table() + (here or ["here: nothing is set"])))
+        return changed
     if values.config is None:
         raise ConfigError(
             "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"
