@@ -95,3 +95,26 @@ def lookup(device_kind: str, dtype: str) -> Chip | None:
             tera = row.fp32 if dtype == "float32" else row.bf16
             return Chip(row.name, tera * 1e12, row.gib * 2**30, row.gb_per_s * 1e9)
     return None
+
+
+_LINKS = {
+    # cloud.google.com/tpu/docs: inter-chip interconnect of a chip, both directions together:
+    # v5e 1,600 Gbit/s, v5p 4,800, v6e 3,584; half of it goes out.
+    "TPU v5e": 100,
+    "TPU v5p": 300,
+    "TPU v6e": 224,
+    # NVIDIA H200 datasheet: NVLink 900 GB/s, both directions together
+    "H200 SXM": 450,
+}
+
+
+def links(name: str) -> float:
+    """Bytes/s that leave a chip over its fast links: in a slice, or in a host.
+
+    Args:
+        name: of a :class:`Chip`.
+
+    Raises:
+        KeyError: it is not known.
+    """
+    return _LINKS[name] * 1e9

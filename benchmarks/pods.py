@@ -1,0 +1,164 @@
+"""Real models' train steps, compiled for pods that are not there: do they fit, what do they send?
+
+    pip install -e '.[aot]'
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.pods
+
+A row of LENGTH tokens and its pictures a device, bfloat16, full remat, AdamW with float32
+parameters and moments. Where a step does not fit, adapters on a base in bytes are tried, and a row
+of their own says so. Bounds are what a step cannot be faster than: model FLOPs at the chip's peak,
+wire bytes (ring algorithm) at the rate of a chip's links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.common import environment, write
+from jaxvlm.build import published
+from jaxvlm.build.model import build_model
+from jaxvlm.build.training import assemble
+from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.models.families import any_family
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.plan import chips, collectives, count, topology
+from jaxvlm.train import programs
+from jaxvlm.types import Batch
+
+LENGTH, PATCHES, PICTURES = 4096, 4096, 4
+MODELS = ("qwen3-vl-8b", "llava-1.5-13b", "qwen3-vl-235b-a22b")
+TARGETS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16", "2 v5e:16x16", "h200:8", "h200:64", "h200:256")
+LORA = LoraConfig(rank=16, base="int8")
+
+
+def model_config(name: str, target: str) -> ModelConfig:
+    """A published model as it is trained."""
+    found = published.published(name)
+    config = any_family(found, name).config_from_hf(found)
+    assert isinstance(config, ModelConfig)
+    return dataclasses.replace(
+        config,
+        vision=dataclasses.replace(config.vision, remat="full"),
+        decoder=dataclasses.replace(config.decoder, remat="full"),
+        dtype="bfloat16",
+        attention="xla" if target.startswith("h200") else "auto",
+    )
+
+
+def abstract_batch(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int) -> Batch:
+    """Shapes of a batch on ``mesh``."""
+
+    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
+
+    batch = Batch(
+        tokens=of(np.int32, LENGTH),
+        loss_weight=of(np.float32, LENGTH),
+        positions=of(np.int32, max(1, len(config.decoder.rope_sections)), LENGTH),
+        segment=of(np.int32, LENGTH),
+        image_start=of(np.int32, PICTURES),
+    )
+    vision = config.vision
+    if vision.packed:
+        width = 3 * vision.frames * vision.patch_size**2
+        patches = of(np.uint8, PATCHES, width)
+        return batch._replace(patches=patches, grid=of(np.int32, PICTURES, 3))
+    side = vision.image_size
+    return batch._replace(pixels=of(np.uint8, PICTURES, side, side, 3))
+
+
+def mesh_of(config: ModelConfig, devices: int, hosts: int) -> MeshConfig:
+    """FSDP inside a slice, copies across; a mixture's experts over as many devices as divide."""
+    experts = math.gcd(config.decoder.num_experts or 1, 16)
+    inside = devices // hosts // experts
+    return MeshConfig(data=hosts, fsdp=inside, expert=experts)
+
+
+def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
+    """One step, compiled, or why not."""
+    slices, _, where = target.rpartition(" ")
+    devices = topology.devices(where, int(slices or 1))
+    config = model_config(name, target)
+    config = dataclasses.replace(config, lora=LORA) if lora else config
+    sizes = mesh_of(config, len(devices), int(slices or 1))
+    preset = "hybrid_shard" if sizes.data > 1 else "fsdp"
+    mesh, split = resolve(StrategyConfig(preset), sizes, devices)
+    here = make_mesh(mesh, devices)
+    model = build_model(config, here, split)
+    still = ("vision/*",) if frozen else ()
+    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), frozen=still)
+    chip = chips.lookup(devices[0].device_kind, "bfloat16")
+    patches = PATCHES / PICTURES if config.vision.packed else 0
+    if not patches:
+        assert num_visual_tokens(config) * PICTURES < LENGTH
+    forward = count.forward(config, LENGTH, LENGTH, PICTURES, patches)
+    trained = {"vision": not (frozen or lora), "connector": not lora, "decoder": not lora}
+    adapted = ("vision", "connector", "decoder") if lora else ()
+    row: dict[str, Any] = {
+        "model": name,
+        "target": target,
+        "chip": chip.name if chip else devices[0].device_kind,
+        "devices": len(devices),
+        "mesh": {axis: size for axis, size in here.shape.items() if size > 1},
+        "strategy": preset,
+        "trained": "adapters, base in bytes" if lora else "decoder" if frozen else "all",
+        "parameters": sum(math.prod(x.shape) for x in model.shapes.values()),
+        "tokens_a_device": LENGTH,
+        "flops_a_device": count.step(forward, trained, adapted).total,
+    }
+    start = time.perf_counter()
+    try:
+        program = step.lower(abstract, abstract_batch(config, here, len(devices))).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
+    memory = programs.memory(program)
+    found = collectives.read(program.as_text(), dict(here.shape))
+    wire = collectives.total(found)
+    row |= {
+        "compile_seconds": round(time.perf_counter() - start, 1),
+        "peak_gib": round(memory["peak"] / 2**30, 2),
+        "wire_bytes": wire,
+        "sent": {f"{c.kind} {c.dtype} {'x'.join(c.axes)}": c.wire_bytes for c in found[:6]},
+    }
+    if chip:
+        row["fits"] = memory["peak"] < 0.95 * chip.hbm_bytes
+        row["compute_bound_ms"] = round(1e3 * row["flops_a_device"] / chip.peak_flops, 1)
+        inside = chips.links(chip.name)
+        row["wire_bound_ms"] = round(1e3 * wire / inside, 1)
+    return row
+
+
+def main() -> None:
+    """Compile all, print a line each, write the result after each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", nargs="*", default=TARGETS)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    parser.add_argument("--name", default="pods_aot", help="of the result")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for target in args.targets:
+        for name in args.models:
+            for frozen in (True, False) if name == "qwen3-vl-8b" else (False,):
+                rows.append(row := one(name, target, frozen, lora=False))
+                print(row, flush=True)
+                if not row["fits"]:
+                    rows.append(row := one(name, target, frozen, lora=True))
+                    print(row, flush=True)
+                write(f"{args.name}.json", {"environment": environment(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
