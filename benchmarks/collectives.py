@@ -64,6 +64,7 @@ STRATEGIES = {
         f"zero1, {bits} bits": ("zero1", MeshConfig(data=8), {"reduce_bits": bits})
         for bits in (16, 8, 4)
     },
+    "zero1, moments on the host": ("zero1", MeshConfig(data=8), {"offload": ("optimizer",)}),
     "hpz, int8": ("hpz", MeshConfig(data=8), {"gather_bits": 8}),
     "1f1b": ("ddp", MeshConfig(stage=4)),
     "interleaved": ("ddp", MeshConfig(stage=4), {"schedule": "interleaved", "chunks": 3}),

@@ -79,10 +79,10 @@ def abstract_batch(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int) -> B
 
 
 def mesh_of(config: ModelConfig, devices: int, hosts: int) -> MeshConfig:
-    """FSDP inside a slice, copies across; a mixture's experts over as many devices as divide."""
-    experts = math.gcd(config.decoder.num_experts or 1, 16)
-    inside = devices // hosts // experts
-    return MeshConfig(data=hosts, fsdp=inside, expert=experts)
+    """FSDP over as many devices of a slice as divide widths, copies across; experts over 16."""
+    experts = math.gcd(config.decoder.num_experts or 1, devices, 16)
+    fsdp = math.gcd(devices // hosts // experts, config.vision.width, config.decoder.width)
+    return MeshConfig(data=devices // fsdp // experts, fsdp=fsdp, expert=experts)
 
 
 def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:

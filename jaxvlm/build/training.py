@@ -30,7 +30,7 @@ from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.quantized import gather_in_bytes
 from jaxvlm.parallel.reduce import ORDER, Reduction
 from jaxvlm.parallel.schedule import timetable
-from jaxvlm.parallel.sharding import constrain, follow, replicated
+from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device
 from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
@@ -162,11 +162,6 @@ def assemble(
     """
     here, moments = model.mesh, model.layout("optimizer")
     runner, reduction = _runner(model, microbatches), _reduction(model, microbatches)
-    place = Placement(_gathering(model), constrain(moments))
-    if reduction:
-        runner = OnOwnRows(runner, here, reduction.axes)
-        place = place._replace(reduce=reduction)
-    step = make_step(runner, loss, tx, place)
     own, still = _split(model, model.shapes, frozen)
 
     def first(params: Params, frozen: Params) -> TrainState:
@@ -174,12 +169,23 @@ def assemble(
 
     shapes = jax.eval_shape(first, own, still)
     everywhere: Any = jax.tree.map(lambda _: replicated(here), shapes)
+    between = {
+        path: where.with_memory_kind(HOST) if "optimizer" in model.strategy(path).offload else where
+        for path, where in moments.items()
+    }
     shardings: TrainState = everywhere._replace(
         params={path: model.shardings[path] for path in own},
         frozen={path: model.shardings[path] for path in still},
-        opt_state=follow(shapes.opt_state, moments, here),
+        opt_state=follow(shapes.opt_state, between, here),
         comm={path: reduction.where(path) for path in shapes.comm} if reduction else {},
     )
+    place = Placement(_gathering(model), constrain(moments))
+    if between != moments:
+        place = place._replace(moments=to_device)
+    if reduction:
+        runner = OnOwnRows(runner, here, reduction.axes)
+        place = place._replace(reduce=reduction)
+    step = make_step(runner, loss, tx, place)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

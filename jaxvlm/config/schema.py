@@ -224,6 +224,7 @@ class StrategyConfig:
     context: str = "gather"  # how rows split over the mesh's context attend: gather (keys and
     # values to all) | ring (they go round) | ulysses (rows are whole, heads are split instead)
     gather_bits: int = 32  # of parameters on their way from params to gathered: 32 | 8
+    offload: tuple[str, ...] = ()  # "optimizer": moments lie in host memory between steps
     reduce_bits: int = 32  # of gradients that are added over batch axes outside of gathered:
     # 32 | 16 (bfloat16) | 8 | 4
     error_feedback: bool = False  # what rounding to reduce_bits takes away is added a step later

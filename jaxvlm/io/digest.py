@@ -87,5 +87,6 @@ def _words(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="copy")
 def _run(leaves: tuple[jax.Array, ...], copy: bool) -> tuple[jax.Array, list[Any]]:
+    leaves = tuple(jax.device_put(leaf, jax.memory.Space.Device) for leaf in leaves)
     sums = jnp.stack([digest_one(leaf) for leaf in leaves])
     return sums, [jnp.copy(leaf) for leaf in leaves] if copy else []

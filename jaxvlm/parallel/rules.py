@@ -178,9 +178,11 @@ class Axes:
                 used[axis] = word
             parts = math.prod(map(self._size, axes))
             if size % parts:
+                near = math.gcd(size, parts)
                 raise ConfigError(
                     f"{name}: {word}={size} is not divisible by the {parts} devices of mesh "
-                    f"axis {'×'.join(axes)}; change config.mesh or the model's {word}"
+                    f"axis {'×'.join(axes)}; {near} would do; change config.mesh or the model's "
+                    f"{word}"
                 )
             split = tuple(a for a in axes if self._size(a) > 1)
             places.append(split if len(split) > 1 else next(iter(split), None))

@@ -104,6 +104,15 @@ def constrain(shardings: Mapping[str, NamedSharding]) -> Callable[[Params], Para
     return lambda tree: {path: one(path, x) for path, x in tree.items()}
 
 
+HOST = "pinned_host"
+"""The kind of memory that a device can read and is not its own."""
+
+
+def to_device(tree: Any) -> Any:
+    """``tree`` with what lies in host memory brought to the devices, inside of ``jit``."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
+
+
 def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:
     """The rows of a global array that this process answers for: each row belongs to one.
 

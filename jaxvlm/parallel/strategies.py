@@ -80,11 +80,25 @@ def resolve(
             f"{where}.gather_bits=8 is of the gather at a step's begin, and there is none: "
             f"gathered={strategy.gathered} is params; 'hpz' and 'fsdp_no_reshard' have one"
         )
+    _check_offload(strategy, devices, where)
     _check_reduce(strategy, mesh, where)
     _check_pipeline(strategy, mesh, where)
     if strategy.sequence and mesh.tensor == 1:
         raise ConfigError(f"{where}.sequence=True is not read with config.mesh.tensor=1")
     return mesh, strategy
+
+
+def _check_offload(strategy: StrategyConfig, devices: Sequence[jax.Device], where: str) -> None:
+    if unknown := set(strategy.offload) - {"optimizer"}:
+        raise ConfigError(
+            f"{where}.offload names {unknown.pop()!r}; known: 'optimizer'. Activations are "
+            "offloaded by config.model.decoder.remat='offload'"
+        )
+    if strategy.offload and devices[0].platform == "gpu":
+        raise ConfigError(
+            f"{where}.offload={strategy.offload}: on GPU, JAX cannot write to pinned host memory "
+            "inside of a step; split the moments further (name='zero1') or train adapters"
+        )
 
 
 def _check_reduce(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:

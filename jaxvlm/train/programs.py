@@ -52,6 +52,7 @@ def memory(program: Any) -> dict[str, int]:
         "outputs": stats.output_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,
+        "host": stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
         "peak": stats.argument_size_in_bytes
         + stats.output_size_in_bytes
         - stats.alias_size_in_bytes

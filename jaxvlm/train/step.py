@@ -22,6 +22,8 @@ class Placement(NamedTuple):
     """Parameters before the first layer."""
     update: Callable[[Params], Params] = lambda params: params
     """Gradients, and the parameters that they change."""
+    moments: Callable[[Any], Any] = lambda opt_state: opt_state
+    """The optimizer's state from where it lies between steps."""
     reduce: Callable[[Params, Any], tuple[Params, Any]] = lambda grads, comm: (grads, comm)
     """What the runner gives, and TrainState.comm -> gradients, and the new one."""
 
@@ -72,12 +74,13 @@ def make_step(
         ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
         bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
 
-        updates, opt_state = tx.update(grads, state.opt_state, old)
+        moments = place.moments(state.opt_state)
+        updates, opt_state = tx.update(grads, moments, old)
         params = optax.apply_updates(old, updates)
         new = state._replace(
             step=state.step + 1,
             params=_select(ok, params, old),
-            opt_state=_select(ok, opt_state, state.opt_state),
+            opt_state=_select(ok, opt_state, moments),
             comm=_select(ok, comm, state.comm),
             guard=Guard(
                 skipped=state.guard.skipped + (~ok).astype(jnp.int32),

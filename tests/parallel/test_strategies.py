@@ -46,6 +46,7 @@ STRATEGIES = {
     "interleaved": ("ddp", MeshConfig(stage=2), {"schedule": "interleaved", "chunks": 2}),
     "stage x fsdp x tensor": ("fsdp", MeshConfig(1, fsdp=2, tensor=2, stage=2)),
     "stage x context": ("ddp", MeshConfig(1, context=2, stage=4), {"context": "ring"}),
+    "moments on the host": ("zero1", MeshConfig(), {"offload": ("optimizer",)}),
     "sequence x context": (
         "ddp",
         MeshConfig(2, tensor=2, context=2),
@@ -183,6 +184,7 @@ def test_names_fill_in_mesh_and_split():
         ({"name": "zero3", "gather_bits": 8}, {}, r"is of the gather at a step's begin"),
         ({"name": "fsdp_no_reshard", "gather_bits": 4}, {}, "gather_bits=4; known: 8, 32"),
         ({"sequence": True}, {}, r"is not read with config\.mesh\.tensor=1"),
+        ({"offload": ("activations",)}, {}, r"names 'activations'; known: 'optimizer'. .*remat="),
         ({"schedule": "2f2b"}, {"stage": 2}, "schedule='2f2b'; known: 1f1b, interleaved, gpipe"),
         ({"schedule": "gpipe"}, {}, r"is not read with config\.mesh\.stage=1"),
         ({"chunks": 2}, {"stage": 2}, "chunks=2 with schedule='1f1b': 'interleaved' takes 2 or"),
