@@ -316,7 +316,7 @@ class TrainConfig:
     epochs: float = 0.0
     microbatches: int = 1  # parts that a batch's gradient is summed over
     loss: str = "next_token"  # a name in jaxvlm.build.losses.LOSSES
-    loss_chunk: int = 0  # tokens a row whose logits exist at once; 0: chosen from the vocabulary
+    loss_chunk: int = 0  # columns of the vocabulary whose logits exist at once; 0: chosen by length
     router_loss: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     init_from: str = ""  # workdir whose weights (alone) this run starts from
     log_every: int = 20  # steps

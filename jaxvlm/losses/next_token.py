@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.losses.router import busiest, load_balance
+from jaxvlm.losses.vocabulary import Cut, chunked_scores
 from jaxvlm.types import Batch, Out, Sums
 
 _AUTO_LOGITS = 8 * 2**20
-"""Logits a row-chunk may hold where the chunk is chosen: 32 MiB of float32 a row."""
+"""Logits of a row that may exist where the chunk is chosen: 32 MiB of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,8 @@ class NextToken:
     where t and t + 1 lie in one segment; the denominator is the sum of those weights.
 
     Args:
-        chunk: tokens a row whose logits exist at once; 0 chooses from the vocabulary.
+        chunk: columns of the vocabulary whose logits exist at once, about; 0 chooses from the
+            row's length.
         router: factor of the load-balancing term of a mixture of experts; 0 has none.
     """
 
@@ -70,41 +72,30 @@ def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
 def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array, jax.Array]:
     """Negative log-likelihood of each label, and whether it is the argmax.
 
-    Logits are float32 and exist for ``chunk`` tokens of each row at a time, in the backward
+    Logits are float32 and exist for ``chunk`` columns of the vocabulary at a time, in the backward
     pass too, where they are made again.
 
     Args:
         out: hidden [B, T, D] and head [D, V].
         labels: i32[B, T].
-        chunk: tokens a row; 0 chooses.
+        chunk: columns; 0 chooses.
 
     Returns:
         ``(nll f32[B, T], hit f32[B, T])``.
     """
     B, T, D = out.hidden.shape
-    chunk = min(T, chunk or max(64, _AUTO_LOGITS // out.head.shape[1]))
-
-    def score(hidden: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = out.logits(hidden.reshape(-1, D)).reshape(*label.shape, -1)
-        picked = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-        nll = jax.nn.logsumexp(logits, axis=-1) - picked
-        return nll, (_argmax(logits) == label).astype(jnp.float32)
-
-    if chunk >= T:
-        return score(out.hidden, labels)
-    parts = -(-T // chunk)
-    pad = -T % parts
-    hidden = jnp.pad(out.hidden, ((0, 0), (0, pad), (0, 0)))
-    labels = jnp.pad(labels, ((0, 0), (0, pad)))
-    # A chunk is every parts-th token of a row: where rows are split over devices, each has a share
-    # of every chunk.
-    hidden = jnp.moveaxis(hidden.reshape(B, -1, parts, D), 2, 0)
-    labels = jnp.moveaxis(labels.reshape(B, -1, parts), 2, 0)
-    _, (nll, hit) = jax.lax.scan(
-        lambda _, x: (None, jax.checkpoint(score, prevent_cse=False)(*x)), None, (hidden, labels)
-    )
-    nll, hit = (jnp.moveaxis(x, 0, 2).reshape(B, T + pad)[:, :T] for x in (nll, hit))
-    return nll, hit
+    if out.head is None:
+        raise ValueError("this model has no output matrix (config.model.decoder.head=False)")
+    V = out.head.shape[1]
+    cut = Cut.of(V, min(V, chunk or max(256, _AUTO_LOGITS // T)))
+    if cut.parts > 1:
+        flat = (out.hidden.reshape(-1, D), out.head, labels.reshape(-1), out.logit_cap)
+        nll, hit = chunked_scores(cut, *flat)
+        return nll.reshape(B, T), hit.reshape(B, T)
+    logits = out.logits(out.hidden.reshape(-1, D)).reshape(*labels.shape, -1)
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - picked
+    return nll, (_argmax(logits) == labels).astype(jnp.float32)
 
 
 def _argmax(logits: jax.Array) -> jax.Array:

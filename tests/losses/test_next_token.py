@@ -70,6 +70,23 @@ def test_chunks_change_neither_loss_nor_gradient(case, chunk):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, parts)
 
 
+@pytest.mark.parametrize(("vocabulary", "columns"), [(37, 4), (50, 16), (152, 8), (8, 1), (7, 3)])
+def test_any_vocabulary_can_be_cut(vocabulary, columns):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(2, 9, D)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(D, vocabulary)), jnp.float32)
+    head = head.at[:, 1].set(head[:, 0])  # of equal logits the first counts
+    labels = jnp.asarray(rng.integers(0, vocabulary, (2, 9)), jnp.int32).at[0].set(0)
+
+    def scores(h, w, size):
+        nll, hit = token_scores(Out(h, w), labels, size)
+        return jnp.sum(nll * nll), (nll, hit)
+
+    run = jax.value_and_grad(scores, (0, 1), has_aux=True)
+    whole, parts = run(hidden, head, vocabulary), run(hidden, head, columns)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole, parts)
+
+
 def test_logits_never_exist_at_once():
     big_v, big_t = 1000, 512
     hidden, head = jnp.zeros((4, big_t, D)), jnp.zeros((D, big_v))

@@ -1,0 +1,132 @@
+"""Cross-entropy over a vocabulary of which a part has logits at a time.
+
+The loop goes over the vocabulary and not over tokens: a part's gradient of the output matrix is
+then whole when it is made, over all tokens: it is added over devices once, and never read again.
+The idea of Cut Cross-Entropy, arXiv 2411.09009; the softmax over parts is arXiv 1805.02867's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Cut(NamedTuple):
+    """How the columns of an output matrix are dealt: part c has every ``parts``-th, from c on.
+
+    Where columns are split over devices, each has a share of every part.
+    """
+
+    parts: int
+    columns: int
+    """Of a part; the last ones may lie behind the vocabulary's end."""
+    vocabulary: int
+
+    @staticmethod
+    def of(vocabulary: int, columns: int) -> Cut:
+        """Parts of about ``columns`` columns.
+
+        A power of two of parts that divides the vocabulary and leaves a factor of 8 (for the
+        devices that split it) needs no padding; where that makes parts eight times as wide as
+        wanted, the vocabulary is padded.
+        """
+        most = math.floor(math.log2(vocabulary))  # so that no part is empty
+        wanted = 2 ** min(most, math.ceil(math.log2(max(1.0, vocabulary / columns))))
+        even = math.gcd(vocabulary // 8 if vocabulary % 8 == 0 else vocabulary, wanted)
+        parts = even if 8 * even > wanted else wanted
+        count = -(-vocabulary // parts)
+        return Cut(parts, count if parts == even else count + -count % 8, vocabulary)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_scores(
+    cut: Cut, hidden: jax.Array, head: jax.Array, labels: jax.Array, cap: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood of each label, and whether it is the first of the largest logits.
+
+    Args:
+        cut: of the vocabulary.
+        hidden: [N, D].
+        head: [D, V], taken in ``hidden``'s dtype; logits and sums are float32.
+        labels: i32[N].
+        cap: f32[]: logits become ``cap * tanh(logits / cap)``; no gradient is taken of it.
+
+    Returns:
+        ``(nll f32[N], hit f32[N])``; ``hit`` has no gradient.
+    """
+    return _forward(cut, hidden, head, labels, cap)[0]
+
+
+def _forward(
+    cut: Cut, hidden: jax.Array, head: jax.Array, labels: jax.Array, cap: Any
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    low = jnp.full(labels.shape, -jnp.inf, jnp.float32)
+    start = (low, jnp.zeros_like(low), jnp.zeros_like(low), jnp.zeros_like(labels))
+
+    def part(carry: Any, x: Any) -> tuple[Any, None]:
+        most, total, picked, best = carry
+        logits, index = _logits(cut, hidden, x, cap)[:2]
+        top = jnp.max(logits, axis=-1)
+        first = jnp.min(jnp.where(logits == top[:, None], index, cut.vocabulary), axis=-1)
+        # Of equal logits the one of the lowest index counts; parts have indices in between.
+        better = (top > most) | ((top == most) & (first < best))
+        new = jnp.maximum(most, top)
+        total = total * jnp.exp(most - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)
+        picked = picked + jnp.sum(jnp.where(index == labels[:, None], logits, 0.0), axis=-1)
+        return (new, total, picked, jnp.where(better, first, best)), None
+
+    (most, total, picked, best), _ = jax.lax.scan(part, start, _parts(cut, head, hidden.dtype))
+    norm = most + jnp.log(total)
+    hit = (best == labels).astype(jnp.float32)
+    return (norm - picked, hit), (hidden, head, labels, cap, norm)
+
+
+def _backward(cut: Cut, kept: Any, grads: Any) -> tuple[Any, ...]:
+    hidden, head, labels, cap, norm = kept
+    d_nll = grads[0][:, None]
+
+    def part(d_hidden: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
+        logits, index, slope = _logits(cut, hidden, x, cap)
+        d = (jnp.exp(logits - norm[:, None]) - (index == labels[:, None])) * d_nll * slope
+        d = d.astype(hidden.dtype)
+        d_hidden = d_hidden + jnp.matmul(d, x[0].T, preferred_element_type=jnp.float32)
+        return d_hidden, jnp.matmul(hidden.T, d)
+
+    parts = _parts(cut, head, hidden.dtype)
+    d_hidden, d_parts = jax.lax.scan(part, jnp.zeros(hidden.shape, jnp.float32), parts)
+    d_head = jnp.moveaxis(d_parts, 0, 2).reshape(len(head), -1)[:, : cut.vocabulary]
+    none = None if cap is None else jnp.zeros_like(cap)
+    labels_have_none = jnp.zeros(labels.shape, jax.dtypes.float0)
+    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), labels_have_none, none
+
+
+chunked_scores.defvjp(_forward, _backward)
+
+
+def _parts(cut: Cut, head: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """([parts, D, columns], i32[parts]): the matrix cut, and each part's first column."""
+    pad = cut.parts * cut.columns - cut.vocabulary
+    head = head.astype(dtype)
+    head = jnp.pad(head, ((0, 0), (0, pad))) if pad else head
+    cut_up = jnp.moveaxis(head.reshape(len(head), cut.columns, cut.parts), 2, 0)
+    return cut_up, jnp.arange(cut.parts, dtype=jnp.int32)
+
+
+def _logits(
+    cut: Cut, hidden: jax.Array, x: tuple[jax.Array, jax.Array], cap: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | float]:
+    """(f32[N, columns], i32[1, columns] their places in the vocabulary, the cap's derivative)."""
+    weights, first = x
+    logits = jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
+    slope: jax.Array | float = 1.0
+    if cap is not None:
+        turned = jnp.tanh(logits / cap)
+        logits, slope = cap * turned, 1.0 - jnp.square(turned)
+    index = (jnp.arange(cut.columns, dtype=jnp.int32) * cut.parts + first)[None]
+    if cut.parts * cut.columns > cut.vocabulary:
+        logits = jnp.where(index < cut.vocabulary, logits, -jnp.inf)
+    return logits, index, slope
