@@ -84,6 +84,17 @@ class Pairs:
         return Sums({"loss": -jnp.sum(jax.nn.log_sigmoid(same * logits))}, {})
 
 
+def on_stages(config: ModelConfig) -> ModelConfig:
+    """``config`` as a pipeline takes it."""
+    if not isinstance(config, ModelConfig):
+        return config
+    return dataclasses.replace(
+        config,
+        vision=dataclasses.replace(config.vision, remat="dots"),
+        decoder=dataclasses.replace(config.decoder, remat="dots"),
+    )
+
+
 class Kind(NamedTuple):
     """A model to train."""
 

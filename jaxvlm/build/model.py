@@ -204,6 +204,13 @@ def _check_stages(config: ModelConfig | DualConfig, mesh: Mesh, strategy: Strate
     where = f"config.mesh.stage={stages}"
     if isinstance(config, DualConfig):
         raise ConfigError(f"{where} cuts a decoder's layers, and this model has none")
+    for tower in ("vision", "decoder"):
+        if (remat := getattr(config, tower).remat) in ("none", "offload"):
+            raise ConfigError(
+                f"config.model.{tower}.remat={remat!r} with {where}: each microbatch in flight "
+                "would keep a copy of the weights in the compute dtype, and host memory cannot be "
+                "kept; 'dots' keeps the products with weights, 'full' the blocks' inputs"
+            )
     parts, depth = stages * strategy.chunks, config.decoder.depth
     if depth % parts:
         cut = where if parts == stages else f"{where} x config.strategy.chunks={strategy.chunks}"
@@ -232,6 +239,11 @@ def wrap(
     Raises:
         ConfigError: a tower without a strategy, or dims that the mesh does not divide.
     """
+    if mesh.shape["stage"] > 1 and not isinstance(config, ModelConfig):
+        raise ConfigError(
+            f"config.mesh.stage={mesh.shape['stage']}: where to cut this module is not known; its "
+            "devices can lie on config.mesh.data or fsdp"
+        )
     seen: dict[str, Any] = {}
 
     def draw(key: jax.Array) -> Params:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxvlm.build.model import Model
-from jaxvlm.config import ModelConfig, StrategyConfig
+from jaxvlm.config import ModelConfig
 from jaxvlm.models.vlm import Stream
 from jaxvlm.nn.mask import batch_mask
 from jaxvlm.nn.moe import Routed
@@ -72,12 +72,10 @@ def cut(model: Model[ModelConfig]) -> Cut:
     return Cut(pre, blocks, post, where)
 
 
-def skips(mesh: Mesh, strategy: StrategyConfig) -> bool:
+def skips(mesh: Mesh) -> bool:
     """Whether a stage without work may do nothing while the others work.
 
-    Not where a unit's collective permutes wait for all stages: those of a ring do, and on CPU
-    those that the compiler makes to move shards between a stage's own devices.
+    Not where a stage is split further: the compiler moves shards between a stage's own devices by
+    collective permutes, and on CPU these wait for all devices (elsewhere that was not tried).
     """
-    within = any(mesh.shape[axis] > 1 for axis in ("fsdp", "expert", "context", "tensor"))
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return strategy.context != "ring" and not (on_cpu and within)
+    return all(mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context", "tensor"))

@@ -34,7 +34,14 @@ from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_dev
 from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.plan import count
 from jaxvlm.train.programs import Programs
-from jaxvlm.train.runner import Microbatched, OnOwnRows, Pipelined, PlainRunner, check_parts
+from jaxvlm.train.runner import (
+    Microbatched,
+    OnOwnRows,
+    Pipelined,
+    PlainRunner,
+    check_own_rows,
+    check_parts,
+)
 from jaxvlm.train.step import Placement, init_state, make_step
 from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
 
@@ -112,6 +119,7 @@ def build_training(
     )
     loss = make_loss(config)
     check_parts(config.microbatches, loss, config.data.batch_size)
+    check_own_rows(config.strategy.reduce_bits, loss)
     shards = batch_shards(model.mesh)
     if config.data.batch_size % (config.microbatches * shards):
         raise ConfigError(
@@ -202,7 +210,7 @@ def _runner(model: Model, parts: int) -> Runner:
     plain = PlainRunner(model.apply)
     of_decoder = model.strategies.get("decoder")
     if model.mesh.shape["stage"] > 1 and of_decoder:
-        how = (of_decoder.schedule, of_decoder.chunks, parts, skips(model.mesh, of_decoder))
+        how = (of_decoder.schedule, of_decoder.chunks, parts, skips(model.mesh))
         return Pipelined(plain, cut(model), model.mesh, *how)
     if parts > 1:
         return Microbatched(plain, parts, constrain(model.layout("gradients")))
@@ -212,11 +220,13 @@ def _runner(model: Model, parts: int) -> Runner:
 def _reduction(model: Model, parts: int) -> Reduction | None:
     """How gradients are added up behind the backward pass; ``None``: the compiler adds them.
 
-    It does so once a microbatch, so with several it is left the axes alone over which their sum is
-    split.
+    It does so once a microbatch. With several it is left to do it where their sum is split, or
+    parameters are: XLA's partitioner aborts over weights split by fsdp and tensor where data is
+    out of its hands (jaxlib 0.10.2).
 
     Raises:
-        ConfigError: towers that do not agree, or integers where each microbatch's sum is split.
+        ConfigError: towers that do not agree, or few bits where each microbatch's sum is split, or
+            where the partitioner would abort.
     """
     towers = list(model.strategies.values())
     if len({(s.reduce_bits, s.error_feedback) for s in towers}) > 1:
@@ -224,9 +234,21 @@ def _reduction(model: Model, parts: int) -> Reduction | None:
     bits, feedback = towers[0].reduce_bits, towers[0].error_feedback
     sizes = MeshConfig(**model.mesh.shape)
     axes = tuple(a for a in ORDER if all(a in reduced_axes(s, sizes) for s in towers))
+    if bits < 32 and not axes:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits}: no batch axis has gradients of all towers to add "
+            "up behind the backward pass"
+        )
     split = {axis for s in towers for axis in s.gradients} & set(axes)
+    layered = [a for a in ORDER if getattr(sizes, a) > 1 and a not in axes]
     if bits == 32:
-        axes = tuple(a for a in axes if a not in split) if parts > 1 else ()
+        axes = () if parts == 1 or layered or split else axes
+    elif layered and (sizes.tensor > 1 or sizes.context > 1):
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits} with parameters gathered layer by layer over "
+            f"{layered[0]} does not go with config.mesh.tensor={sizes.tensor}, "
+            f"context={sizes.context}; 'zero1' and 'zero2' do"
+        )
     elif parts > 1 and split:
         raise ConfigError(
             f"config.strategy.reduce_bits={bits} with config.microbatches={parts}: microbatches "

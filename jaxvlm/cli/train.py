@@ -34,9 +34,9 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     )
     flags.DEFINE_list(
         "xla_flags",
-        ["overlap"],
+        [],
         "Groups of compiler flags for this machine's platform, set before JAX starts: overlap, "
-        "collective_matmul, nccl; empty for none. Flags that are set already stay.",
+        "collective_matmul, nccl. Flags that are set already stay.",
         flag_values=values,
     )
     flags.DEFINE_bool(

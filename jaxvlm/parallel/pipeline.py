@@ -8,7 +8,7 @@ longer than the others, and nothing of them is kept longer than a schedule says.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -257,7 +257,7 @@ class _Run:
 
         out, new, worked = self._if(unit >= 0, work, idle)
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
-        left = jax.tree.map(lambda x: jax.lax.psum(jnp.where(last, x, 0), AXIS), out)
+        left = self._from(last, out)
         return self._shift(out, 1), left, _put(kept, new, slot), worked
 
     def _backward(
@@ -281,7 +281,7 @@ class _Run:
         first = (stage == 0) & (chunk == 0) & (unit >= 0)
         d_entry = {}
         if self.own.pre:
-            d_entry = jax.tree.map(lambda x: jax.lax.psum(jnp.where(first, x, 0), AXIS), d_flow)
+            d_entry = self._from(first, d_flow)
         sent = {name: d_flow[name] for name in self.sent}
         return self._shift(sent, -1), d_entry, grads, worked
 
@@ -300,9 +300,21 @@ class _Run:
 
         return f, mine, (mine, fixed, part, first)
 
-    def _shift(self, flow: Flow, by: int) -> Flow:
+    def _from(self, here: Any, flow: Flow) -> Flow:
+        """The flow of the one stage that is ``here``, on all stages."""
+        # A sum of bfloat16 in a shard_map over some axes aborts XLA on CPU (jaxlib 0.10.2).
+        wide = self.mesh.devices.flat[0].platform == "cpu"
+
+        def one(x: jax.Array) -> jax.Array:
+            own = jnp.where(here, x, 0)
+            return jax.lax.psum(own.astype(jnp.float32) if wide else own, AXIS).astype(x.dtype)
+
+        return jax.tree.map(one, flow)
+
+    def _shift(self, flow: Flow, by: int, to: Sequence[int] | None = None) -> Flow:
+        """Each stage's flow ``by`` stages further; with ``to``, to those of -1 or more alone."""
         S = self.stages
-        ring = [(s, (s + by) % S) for s in range(S)]
+        ring = [(s, (s + by) % S) for s in range(S) if to is None or to[(s + by) % S] >= 0]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, ring), flow)
 
     # Shapes
@@ -368,7 +380,7 @@ class _Run:
     def _moved(self, stage: Any, tree: Params, moves: Any) -> Params:
         out = _zeros(tree)
         for far, sent, put in rounds(moves, self.stages):
-            piece = self._shift(_take(tree, jnp.asarray(sent)[stage]), far)
+            piece = self._shift(_take(tree, jnp.asarray(sent)[stage]), far, put)
             slot = jnp.asarray(put)[stage]
             out = _put(out, piece, jnp.maximum(slot, 0), slot >= 0)
         return out

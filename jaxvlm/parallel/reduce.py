@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxvlm.config import ConfigError
 from jaxvlm.parallel.quantized import BLOCK, LEAST
 from jaxvlm.types import Params, Sums
 
@@ -74,6 +75,16 @@ class Reduction:
     bits: int = 32
     feedback: bool = False
 
+    def __post_init__(self) -> None:
+        for path, where in self.layout.items():
+            for place in where.spec:
+                own = [a for a in _tuple(place) if a in self.axes]
+                if own != sorted(own, key=self.axes.index):
+                    raise ConfigError(
+                        f"{path}: split over {own}, and gradients are added over {self.axes} in "
+                        "this order; name the axes of config.strategy.optimizer in it"
+                    )
+
     def init(self, params: Params) -> Params:
         """Zeros in the place of what was rounded away: f32[parts, ...] by path."""
         if not self.feedback:
@@ -115,20 +126,35 @@ class Reduction:
         )(parts, error)
 
     def _added(self, path: str, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The sum over all axes, split as wanted, and what the first rounding took away."""
+        """The sum over all axes, split as wanted, and what rounding took away on this device.
+
+        What is lost of a share is kept at the share's place by the device that has it; what
+        several devices lose alike, by each its part.
+        """
         lost = jnp.zeros_like(g)
-        for level, axis in enumerate(self.axes):
+        starts: list[Any] = [0] * g.ndim
+        part = 1.0
+        for axis in self.axes:
+            n, at = self.mesh.shape[axis], jax.lax.axis_index(axis)
             dim = self._dim(path, axis)
             blocks = self._blocks(path, g.shape, axis, dim) if self.bits < 32 else None
             if blocks is not None:
-                rounded = _Rounded(axis, self.mesh.shape[axis], self.bits, *blocks)
+                rounded = _Rounded(axis, n, self.bits, *blocks)
                 g, off = rounded.added(g)
-                lost = off if level == 0 else lost
-                g = g if dim is not None else rounded.gathered(g)
+                lost = _add_at(lost, part * off, starts)
+                if dim is None:
+                    g, off = rounded.gathered(share := g)
+                    own = list(starts)
+                    own[rounded.cut] += at * share.shape[rounded.cut]
+                    lost = _add_at(lost, part * off, own)
             elif dim is None:
                 g = jax.lax.psum(g, axis)
             else:
                 g = jax.lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
+            if dim is None:
+                part /= n
+            else:
+                starts[dim] += at * g.shape[dim]
         return g, lost
 
     def _dim(self, path: str, axis: str) -> int | None:
@@ -185,14 +211,15 @@ class _Rounded:
         got = [jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True) for x in sent]
         return jnp.sum(self._whole(got, pieces.shape), axis=0), lost
 
-    def gathered(self, share: jax.Array) -> jax.Array:
-        """All shares, each rounded once more; the same on every device."""
+    def gathered(self, share: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """All shares, each rounded once more, and what that took away of this device's."""
         sent = self._round(share[None])
+        lost = share - self._whole(sent, (1, *share.shape))[0]
         got = [jax.lax.all_gather(x, self.axis, axis=0, tiled=True) for x in sent]
         pieces = jnp.moveaxis(self._whole(got, (self.parts, *share.shape)), 0, self.cut)
         shape = list(share.shape)
         shape[self.cut] *= self.parts
-        return pieces.reshape(shape)
+        return pieces.reshape(shape), lost
 
     def _round(self, x: jax.Array) -> list[jax.Array]:
         """[n, ...] -> bf16, or i8 with blocks in a dim of their own (of 4 bits: two a byte) and
@@ -217,6 +244,12 @@ class _Rounded:
             low, high = (values << 4) >> 4, values >> 4
             values = jnp.concatenate([low, high], axis=self.along + 2)
         return (values.astype(jnp.float32) * scale).reshape(shape)
+
+
+def _add_at(x: jax.Array, y: jax.Array, starts: list[Any]) -> jax.Array:
+    """``x`` with ``y`` added where ``starts`` say."""
+    there = jax.lax.dynamic_slice(x, starts, y.shape)
+    return jax.lax.dynamic_update_slice(x, there + y, starts)
 
 
 def _rows(mesh: Mesh, axes: tuple[str, ...]) -> P:

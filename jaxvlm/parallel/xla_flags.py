@@ -72,7 +72,7 @@ def platform(environ: MutableMapping[str, str] = os.environ) -> str:
     """``gpu``, ``tpu`` or ``cpu``: what JAX will start on, without starting it."""
     asked = environ.get("JAX_PLATFORMS", "").split(",")[0]
     if asked:
-        return {"cuda": "gpu", "tpu": "tpu"}.get(asked, "cpu")
+        return {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}.get(asked, "cpu")
     if pathlib.Path("/dev/nvidiactl").exists():
         return "gpu"
     tpu = any(pathlib.Path(path).exists() for path in ("/dev/accel0", "/dev/vfio/0"))

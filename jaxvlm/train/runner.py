@@ -168,6 +168,19 @@ class Pipelined:
         return sums._replace(metrics={**sums.metrics, "busy_stages": busy}), grads
 
 
+def check_own_rows(bits: int, loss: Loss) -> None:
+    """Refuse fewer bits on the wire for a loss whose gradient no device can take of its own rows.
+
+    Raises:
+        ConfigError: a loss that is no sum over examples.
+    """
+    if bits < 32 and not loss.additive:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits}: {type(loss).__name__} is not a sum over "
+            "examples, so a device cannot take the gradient of its own rows; leave it at 32"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class OnOwnRows:
     """A runner whose gradients are not added up over batch axes: ``Placement.reduce`` does it."""
@@ -187,16 +200,7 @@ class OnOwnRows:
     def loss_grad(
         self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
     ) -> tuple[Sums, Params]:
-        """Sums over all rows, and gradients with a leading dim of parts; see ``on_own_rows``.
-
-        Raises:
-            ConfigError: a loss that is no sum over examples.
-        """
-        if not loss.additive:
-            raise ConfigError(
-                f"config.strategy.reduce_bits: {type(loss).__name__} is not a sum over examples, "
-                "so a device cannot take the gradient of its own rows; leave it at 32"
-            )
+        """Sums over all rows, and gradients with a leading dim of parts; see ``on_own_rows``."""
 
         def own(params: Params, frozen: Params, batch: Batch, scale: Any) -> tuple[Sums, Params]:
             return self.runner.loss_grad(params, frozen, batch, loss, scale)

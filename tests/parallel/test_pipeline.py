@@ -10,7 +10,7 @@ import optax
 import pytest
 from builders import assert_gradients_close
 from test_strategies import recorded
-from zoo import KINDS, ROWS
+from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.build.model import build_model
 from jaxvlm.build.training import assemble
@@ -26,7 +26,7 @@ def stepper(kind, mesh, parts, strategy=None, change=lambda config: config, devi
     """(step, abstract state, what makes the first state, mesh, model)."""
     config, loss, _ = KINDS[kind]
     here = make_mesh(mesh, jax.devices()[:devices])
-    model = build_model(change(config), here, strategy or StrategyConfig())
+    model = build_model(change(on_stages(config)), here, strategy or StrategyConfig())
     tx = optax.chain(recorded(), optax.sgd(1e-2))
     return *assemble(model, loss, tx, parts), here, model
 
@@ -124,4 +124,30 @@ def stepped_from(first, model):
 def test_what_cannot_be_cut_is_refused(kind, mesh, strategy, message):
     here = make_mesh(MeshConfig(**{"data": 1, **mesh}))
     with pytest.raises(ConfigError, match=message):
-        build_model(KINDS[kind].config, here, StrategyConfig(**strategy))
+        build_model(on_stages(KINDS[kind].config), here, StrategyConfig(**strategy))
+
+
+@pytest.mark.parametrize("remat", ["none", "offload"])
+def test_copies_of_weights_are_not_kept(remat):
+    config = on_stages(KINDS["llava"].config)
+    config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, remat=remat))
+    with pytest.raises(ConfigError, match=rf"decoder\.remat='{remat}' with config\.mesh\.stage=2"):
+        build_model(config, make_mesh(MeshConfig(data=4, stage=2)))
+
+
+@pytest.mark.long
+def test_bfloat16_goes_through_stages():
+    mesh = MeshConfig(data=4, stage=2)
+    step, _, init, here, model = stepper(
+        "llava", mesh, 4, change=lambda config: dataclasses.replace(config, dtype="bfloat16")
+    )
+    assert not any(
+        "vision" in path or "decoder" in path
+        for path, x in model.shapes.items()
+        if x.dtype != np.float32
+    )
+    state, losses = init(model.init(0)), []
+    for _ in range(3):
+        state, metrics = step(state, to_global(here, KINDS["llava"].batch(0, True), ROWS))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]

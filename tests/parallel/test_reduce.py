@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from long_runs import assert_ends_alike, losses_of_300_steps
 from test_strategies import recorded, trained
-from zoo import KINDS, ROWS
+from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.build.model import build_model
 from jaxvlm.build.training import assemble
@@ -31,6 +31,7 @@ STEP = {8: 1 / 254, 4: 1 / 14}
 def run_of(kind, name, mesh, parts=1, **fields):
     """(step, abstract, what makes the first state, mesh, model)."""
     config, loss, _ = KINDS[kind]
+    config = on_stages(config) if mesh.stage > 1 else config
     sizes, split = resolve(StrategyConfig(name, **fields), mesh, jax.devices())
     here = make_mesh(sizes)
     model = build_model(config, here, split)
@@ -70,9 +71,29 @@ def test_sums_are_off_by_half_a_step_of_each_part(bits, spec, axes):
     np.testing.assert_allclose(sums["b"], b.sum(0), rtol=1e-5, atol=1e-6)
     # Nothing is lost for ever: what did not arrive at the first level is kept.
     first = np.asarray(left["w"])
-    assert first.shape == w.shape and np.abs(first).max() <= half * np.abs(w).max() * 1.01
+    assert first.shape == w.shape
     if len(axes) == 1 and "data" in spec[1]:
         np.testing.assert_allclose(np.asarray(sums["w"]) + first.sum(0), w.sum(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, ("fsdp", "data"))])
+def test_what_rounding_takes_away_arrives_later(spec):
+    """The mean of the sums of one gradient is exact, up to what the last step has kept."""
+    mesh = make_mesh(MeshConfig(2, 4))
+    add = Reduction(mesh, ("fsdp", "data"), {"w": NamedSharding(mesh, spec)}, 4, feedback=True)
+    w = np.random.default_rng(0).normal(size=(8, 64, 256)).astype(np.float32)
+    where = {"w": add.where("w")}
+    step = jax.jit(add, out_shardings=({"w": NamedSharding(mesh, spec)}, where))
+    error = jax.jit(lambda e: e, out_shardings=where)(add.init({"w": w[0]}))
+    total, steps = 0.0, 40
+    for i in range(steps):
+        sums, error = step({"w": w}, error)
+        total = total + np.asarray(sums["w"])
+        if not i:
+            once = np.linalg.norm(total - w.sum(0))
+    off = total - steps * w.sum(0)
+    np.testing.assert_allclose(off, -np.asarray(error["w"]).sum(0), atol=2e-3)
+    assert np.linalg.norm(off / steps) < once / 10
 
 
 @pytest.mark.long
@@ -81,7 +102,7 @@ def test_sums_are_off_by_half_a_step_of_each_part(bits, spec, axes):
     [
         ("qwen3", "ddp", MeshConfig(), 2),
         ("gemma3", "zero1", MeshConfig(data=1, tensor=2), 4),
-        ("moe", "hybrid_shard", MeshConfig(data=2, fsdp=2, expert=2), 2),
+        ("moe", "ddp", MeshConfig(data=4, expert=2), 2),
         ("llava", "ddp", MeshConfig(data=2, stage=2, tensor=2), 4),
     ],
 )
@@ -131,5 +152,7 @@ def test_what_is_not_added_behind_the_backward_pass_takes_no_bits():
         resolve(StrategyConfig("ddp", reduce_bits=7), MeshConfig(), jax.devices())
     with pytest.raises(ConfigError, match="not read with reduce_bits=32"):
         resolve(StrategyConfig("ddp", error_feedback=True), MeshConfig(), jax.devices())
+    with pytest.raises(ConfigError, match=r"layer by layer over fsdp does not go with .*tensor=2"):
+        run_of("llava", "hybrid_shard", MeshConfig(data=2, tensor=2), reduce_bits=8)
     with pytest.raises(ConfigError, match=r"'zero1' and 'ddp' keep them whole"):
         run_of("llava", "zero2", MeshConfig(), parts=2, reduce_bits=8)

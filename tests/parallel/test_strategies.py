@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from builders import assert_gradients_close
-from zoo import KINDS, ROWS
+from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.build.model import build_model
 from jaxvlm.build.training import assemble
@@ -77,6 +77,7 @@ def trained(kind, strategy, frozen=False, packed=True, parts=1):
     asked = StrategyConfig(preset, **(more[0] if more else {}))
     mesh, split = resolve(asked, wanted, jax.devices())
     here = make_mesh(mesh, jax.devices()[:1] if preset == "single" else jax.devices())
+    config = on_stages(config) if mesh.stage > 1 else config
     model = build_model(config, here, split)
     # A large epsilon: Adam makes rounding of gradients near zero as large as a step.
     tx = optax.chain(recorded(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-2))

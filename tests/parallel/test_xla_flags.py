@@ -26,6 +26,7 @@ def test_a_users_flag_is_stronger():
 
 def test_platforms():
     assert xla_flags.platform({"JAX_PLATFORMS": "cuda,cpu"}) == "gpu"
+    assert xla_flags.platform({"JAX_PLATFORMS": "gpu"}) == "gpu"
     assert xla_flags.platform({"JAX_PLATFORMS": "tpu"}) == "tpu"
     assert xla_flags.apply(["overlap", "nccl"], {"JAX_PLATFORMS": "cpu"}) == {}
     with pytest.raises(ConfigError, match=r"--xla_flags=fast; known: overlap, collective_matmul"):
@@ -63,7 +64,7 @@ def test_the_command_prints_them(capsys, monkeypatch):
 
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    assert run(["train", "--print_xla_flags"]) == 0
+    assert run(["train", "--xla_flags=overlap", "--print_xla_flags"]) == 0
     said = capsys.readouterr().out
     assert "gpu nccl: NCCL_PROTO=SIMPLE,LL,LL128" in said
     assert "here (tpu): LIBTPU_INIT_ARGS=--xla_tpu_enable_async_collective_fusion=true" in said
