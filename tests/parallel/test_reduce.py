@@ -39,7 +39,9 @@ def run_of(kind, name, mesh, parts=1, **fields):
     return *assemble(model, loss, tx, parts), here, model
 
 
-@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+@pytest.mark.parametrize(
+    "bits", [8, *(pytest.param(bits, marks=pytest.mark.long) for bits in (32, 16, 4))]
+)
 @pytest.mark.parametrize(
     ("spec", "axes"),
     [
