@@ -68,8 +68,15 @@ def start(workdir: pathlib.Path, data: pathlib.Path, *args: str, devices: int = 
     )
 
 
-def finish(process, timeout: float = 180) -> str:
-    out, err = process.communicate(timeout=timeout)
+def finish(process, timeout: float = 600) -> str:
+    """What it said. ``timeout`` is for one that hangs; it leaves no process behind."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(
+            f"not done in {timeout} s: {process.communicate()[1][-3000:]}"
+        ) from None
     assert process.returncode == 0, err[-3000:]
     return out + err
 

@@ -96,7 +96,11 @@ class Checkpointer:
                 lightweight_initialize=True,
             ),
             item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(),
+                "state": ocp.PyTreeCheckpointHandler(
+                    type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                        (jax.Array, _arrays())
+                    )
+                ),
                 "record": ocp.JsonCheckpointHandler(),
             },
         )
@@ -255,6 +259,15 @@ class Checkpointer:
             self._stale, self._damaged = [], []
             barrier("checkpoint-set-aside")
             self._manager.reload()
+
+
+def _arrays() -> ocp.type_handlers.ArrayHandler:
+    """Replicas share the writing of an array where each has this much of it to write.
+
+    Orbax's default cuts every array, down to a scale of 64 numbers, into a slice for each
+    replica: a dispatch a slice, half a second for a model of 8,000 parameters on eight devices.
+    """
+    return ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20)
 
 
 class _KeepNewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
