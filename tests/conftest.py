@@ -35,6 +35,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
     """A file's tests share fixtures and so a process, unless they say otherwise."""
     for item in items:
