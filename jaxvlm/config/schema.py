@@ -229,7 +229,7 @@ class StrategyConfig:
     # 32 | 16 (bfloat16) | 8 | 4
     error_feedback: bool = False  # what rounding to reduce_bits takes away is added a step later
     sequence: bool = False  # norms and the residual stream are split over tensor too, by tokens
-    schedule: str = "1f1b"  # of a pipeline over the mesh's stage: 1f1b | interleaved | gpipe
+    schedule: str = "1f1b"  # over the mesh's stage: 1f1b | interleaved | gpipe | zero_bubble
     chunks: int = 1  # of layers that each stage has when interleaved, 2 or more
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxvlm.parallel.halves import Halves, halves
 from jaxvlm.parallel.schedule import Schedule, chunk_moves, rounds
 from jaxvlm.types import Batch, Out, Params, Sums
 
@@ -66,8 +67,8 @@ def loss_grad(
             are what is waited for.
 
     Returns:
-        Sums, gradients, and i32[S, 2]: how many forward and backward units each stage worked on,
-        counted as it did.
+        Sums, gradients, and i32[S, 3]: how many forward and backward units and units of weights
+        each stage worked on, counted as it did.
     """
     run = _Run(cut, schedule, mesh, _Split.of(cut, params), _Split.of(cut, frozen), parts, skip)
     return run.loss_grad(objective)
@@ -101,7 +102,7 @@ class _Run:
         parts: Batch,
         skip: bool,
     ):
-        self.skip = skip
+        self.skip, self.split = skip, schedule.kept_left > 0
         self.cut, self.schedule, self.mesh, self.parts = cut, schedule, mesh, parts
         self.stages, self.chunks = mesh.shape[AXIS], 1 + int(schedule.forward_chunk.max())
         self.own = own._replace(blocks=self._chunked(own.blocks))
@@ -146,13 +147,22 @@ class _Run:
         )
         c["d_left"] = _put(c["d_left"], d_left, row["end_slot"], row["end"] >= 0)
         d_left = _take(c["d_left"], row["end_back_slot"])
-        c["d_inbox"], d_entry, c["d_blocks"], c["worked"] = self._on_stages(
+        blocks = self.own.blocks, self.still.blocks
+        grads = None if self.split else c["d_blocks"]
+        c["d_inbox"], d_entry, grads, c["rest"], c["worked"] = self._on_stages(
             self._backward,
-            (self.own.blocks, self.still.blocks, c["d_inbox"], c["blocks"], c["d_blocks"],
-             c["worked"]),
+            (*blocks, c["d_inbox"], c["blocks"], grads, c["rest"], c["worked"]),
             (d_left, self.parts, row),
-            (True, False, True, True),
-        )  # fmt: skip
+            (True, False, True, True, True),
+        )
+        if self.split:
+            grads, c["worked"] = self._on_stages(
+                self._weights,
+                (*blocks, c["blocks"], c["d_blocks"], c["rest"], c["worked"]),
+                (self.parts, row),
+                (True, True),
+            )
+        c["d_blocks"] = grads
         if self.own.pre:
             c["d_pre"] = self._enter_back(c["d_pre"], c["pre"], d_entry, row)
         return c, None
@@ -255,40 +265,72 @@ class _Run:
                 worked,
             )
 
-        out, new, worked = self._if(unit >= 0, work, idle)
+        out, new, worked = self._if(row["forward"], stage, work, idle)
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
         left = self._from(last, out)
         return self._shift(out, 1), left, _put(kept, new, slot), worked
 
     def _backward(
-        self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, grads: Any, worked: Any,
-        d_left: Flow, parts: Batch, row: Any,
-    ) -> tuple[Flow, Flow, Any, Any]:  # fmt: skip
+        self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, grads: Any, rest: Any,
+        worked: Any, d_left: Flow, parts: Batch, row: Any,
+    ) -> tuple[Flow, Flow, Any, Any, Any]:  # fmt: skip
         unit, chunk = row["backward"][stage], row["backward_chunk"][stage]
+        slot = row["left_slot"][stage]
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
         d_out = _where(last, d_left, inbox)
 
-        def work() -> tuple[Flow, Any, Any]:
-            _, _, known = self._unit(stage, unit, chunk, own, still, parts)
-            back = _back(self.how["blocks"], known, _take(kept, row["backward_slot"][stage]))
-            d_own, d_flow = back(d_out)
-            return d_flow, _add_at(grads, d_own, chunk), worked.at[1].add(1)
+        def work() -> tuple[Flow, Any, Any, Any]:
+            known = self._unit(stage, unit, chunk, own, still, parts)[2]
+            at_hand = known, _take(kept, row["backward_slot"][stage])
+            count = worked.at[1].add(1)
+            if self.split:
+                return *self._halves(at_hand, d_out).first(at_hand, d_out), None, count
+            d_own, d_flow = _back(self.how["blocks"], *at_hand)(d_out)
+            return d_flow, [], _add_at(grads, d_own, chunk), count
 
-        def idle() -> tuple[Flow, Any, Any]:
-            return _zeros(self.entry), grads, worked
+        def idle() -> tuple[Flow, Any, Any, Any]:
+            return _zeros(self.entry), _take(rest, slot), grads, worked
 
-        d_flow, grads, worked = self._if(unit >= 0, work, idle)
+        d_flow, left, grads, worked = self._if(row["backward"], stage, work, idle)
         first = (stage == 0) & (chunk == 0) & (unit >= 0)
         d_entry = {}
         if self.own.pre:
             d_entry = self._from(first, d_flow)
         sent = {name: d_flow[name] for name in self.sent}
-        return self._shift(sent, -1), d_entry, grads, worked
+        return self._shift(sent, -1), d_entry, grads, _put(rest, left, slot), worked
 
-    def _if(self, busy: Any, work: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+    def _weights(
+        self, stage: Any, own: Any, still: Any, kept: Any, grads: Any, rest: Any, worked: Any,
+        parts: Batch, row: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        unit, chunk = row["weights"], row["weights_chunk"]
+
+        def work() -> tuple[Any, Any]:
+            known = self._unit(stage, unit, chunk, own, still, parts)[2]
+            at_hand = known, _take(kept, row["weights_slot"][stage])
+            left = _take(rest, row["left_back_slot"][stage])
+            d_own = self.how["halves"].second(at_hand, left)
+            return _add_at(grads, d_own, chunk), worked.at[2].add(1)
+
+        # All stages or none.
+        return jax.lax.cond(unit >= 0, work, lambda: (grads, worked))
+
+    def _halves(self, at_hand: Any, d_out: Flow) -> Halves:
+        """A backward unit, cut into the flow's gradient and the parameters'."""
+        how = self.how["blocks"]
+        self.how["halves"] = halves(lambda has, d: _back(how, *has)(d), at_hand, d_out)
+        return self.how["halves"]
+
+    def _if(self, units: Any, stage: Any, work: Callable[[], Any], idle: Callable[[], Any]) -> Any:
+        """``work`` on stages that have a unit; others may compute what they do not keep."""
+        busy = units[stage] >= 0
         if self.skip:
             return jax.lax.cond(busy, work, idle)
-        return jax.tree.map(lambda x, y: jnp.where(busy, x, y), work(), idle())
+
+        def chosen() -> Any:
+            return jax.tree.map(lambda x, y: jnp.where(busy, x, y), work(), idle())
+
+        return jax.lax.cond((units >= 0).any(), chosen, idle)
 
     def _unit(self, stage: Any, unit: Any, chunk: Any, own: Any, still: Any, parts: Batch) -> Any:
         """A unit as a function of parameters and flow, its parameters, all that is at hand."""
@@ -330,7 +372,10 @@ class _Run:
 
         def of_blocks(stage: Any, own: Any, still: Any, entry: Flow, parts: Batch) -> Any:
             f, mine, known = self._unit(stage, 0, 0, own, still, parts)
-            return (_record(f, mine, entry, known)[1],)
+            out, kept, self.how["blocks"] = _record(f, mine, entry, known)
+            if not self.split:
+                return kept, []
+            return kept, self._halves((known, kept), out).first((known, kept), out)[1]
 
         def of_pre(own: Params, still: Params, part: Batch) -> Any:
             known = (own, still, part)
@@ -340,19 +385,22 @@ class _Run:
             return objective(self.cut.post({**own, **still}, flow, part), part)[1]
 
         # On the stages, for what an inner shard_map keeps has a shape that depends on the outer.
-        (blocks,) = jax.eval_shape(
+        blocks, rest = jax.eval_shape(
             lambda entry: self._on_stages(
-                of_blocks, (self.own.blocks, self.still.blocks), (entry, self.parts), (True,)
+                of_blocks, (self.own.blocks, self.still.blocks), (entry, self.parts), (True, True)
             ),
             self.entry,
         )
-        blocks = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
+        blocks, rest = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (blocks, rest)
+        )
         pre = jax.eval_shape(of_pre, self.own.pre, self.still.pre, part)
         sums = jax.eval_shape(of_post, self.own.post, self.still.post, flow, part)
         table, S = self.schedule, self.stages
         return {
             "pre": _zeros(pre, table.kept_begin),
             "blocks": _zeros(blocks, S, table.kept),
+            "rest": _zeros(rest, S, table.kept_left),
             "inbox": _zeros(flow, S),
             "d_inbox": _zeros(flow, S),
             "d_left": _zeros(flow, table.kept_end),
@@ -360,7 +408,7 @@ class _Run:
             "d_pre": _zeros(self.own.pre),
             "d_post": _zeros(self.own.post),
             "d_blocks": _zeros(self.own.blocks),
-            "worked": jnp.zeros((S, 2), jnp.int32),
+            "worked": jnp.zeros((S, 3), jnp.int32),
         }
 
     def _chunked(self, tree: Params, back: bool = False) -> Params:

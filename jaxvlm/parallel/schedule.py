@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,15 +10,17 @@ import numpy as np
 
 from jaxvlm.config import ConfigError
 
-SCHEDULES = ("1f1b", "interleaved", "gpipe")
+Unit = tuple[int, int]
+"""A microbatch and a chunk."""
+SCHEDULES = ("1f1b", "interleaved", "gpipe", "zero_bubble")
 
 
 class Schedule(NamedTuple):
     """A table of ticks; -1 is nothing to do. A message takes one tick.
 
     In a tick all stages do their forward unit, then the last one's loss is taken, then all do
-    their backward unit. S stages have V chunks of layers each, chunk v of stage s being the
-    (v * S + s)-th of the model; there are M microbatches.
+    their backward unit, then, where it was split off, that of weights. S stages have V chunks of
+    layers each, chunk v of stage s being the (v * S + s)-th of the model; there are M microbatches.
     """
 
     forward: np.ndarray
@@ -40,20 +43,36 @@ class Schedule(NamedTuple):
     begin_back: np.ndarray
     """i32[ticks]: microbatch whose gradient leaves the first stage."""
     begin_back_slot: np.ndarray
+    weights: np.ndarray
+    """i32[ticks]: microbatch whose gradient of weights all stages take; -1 throughout where that
+    is a part of the backward unit."""
+    weights_chunk: np.ndarray
+    weights_slot: np.ndarray
+    """i32[ticks, S]: of what the forward unit kept."""
+    left_slot: np.ndarray
+    """i32[ticks, S]: where the backward unit leaves what the unit of weights takes besides."""
+    left_back_slot: np.ndarray
     kept: int
     """Slots of a stage: microbatches in flight, times chunks."""
     kept_begin: int
     kept_end: int
+    kept_left: int
+    """0 where weights have no units of their own."""
 
     @property
     def units(self) -> int:
-        """Units of one direction that a stage works on."""
-        return int((self.forward[:, 0] >= 0).sum())
+        """Units that a stage works on: M V of each kind."""
+        ways = (self.forward[:, 0], self.backward[:, 0], self.weights)
+        return int(sum((x >= 0).sum() for x in ways))
 
     @property
     def span(self) -> int:
-        """Ticks in which some stage works in one direction: M V + S - 1 of each."""
-        return int((self.forward >= 0).any(1).sum())
+        """Times of a unit from begin to end, for a stage waits for the others in each tick.
+
+        M V + S - 1 forward, as many backward, and M V of weights: these have no bubble.
+        """
+        ways = (self.forward, self.backward)
+        return int(sum((x >= 0).any(1).sum() for x in ways) + (self.weights >= 0).sum())
 
     @property
     def busy(self) -> float:
@@ -68,7 +87,8 @@ def timetable(name: str, stages: int, parts: int, chunks: int = 1) -> Schedule:
         name: of :data:`SCHEDULES`. ``gpipe`` (arXiv 1811.06965) keeps all microbatches;
             ``1f1b`` (arXiv 2006.09503) at most 2 S - 1; ``interleaved`` (arXiv 2104.04473) is
             ``1f1b`` with V chunks of layers a stage, a bubble 1/V as long, and at most
-            (V + 1) S - 1 chunks' inputs in flight.
+            (V + 1) S - 1 chunks' inputs in flight; ``zero_bubble`` is ``1f1b`` with the weights'
+            gradients as units of their own (arXiv 2401.10241), which no stage waits for.
         stages: S.
         parts: M.
         chunks: V.
@@ -93,19 +113,32 @@ def timetable(name: str, stages: int, parts: int, chunks: int = 1) -> Schedule:
     for k, (f, b) in enumerate(zip(there, back)):
         for s in range(S):
             forward[s + k, s], backward[wait + S - 1 - s + k, s] = f, b
-    slots = [_slots(forward[:, s], backward[:, s]) for s in range(S)]
+    # All stages take a microbatch's gradient of weights in the tick in which the first stage, the
+    # last to get there, can: that work leaves no stage waiting, whatever else a stage holds.
+    split = name == "zero_bubble"
+    weights = backward[:, 0] if split else np.full((ticks, 2), -1)
     end, end_back = (_only(x[:, S - 1], V - 1) for x in (forward, backward))
     begin, begin_back = (_only(x[:, 0], 0) for x in (forward, backward))
     of_begin, of_end = _slots(begin, begin_back), _slots(end, end_back)
+    of = [_slots(forward[:, s], weights if split else backward[:, s]) for s in range(S)]
+    of_left = [_slots(backward[:, s], weights) if split else {} for s in range(S)]
 
-    def column(i: int) -> np.ndarray:
-        return np.stack([slot[i] for slot in slots], 1)
+    def column(units: np.ndarray, slots: Sequence[dict[Unit, int]]) -> np.ndarray:
+        """i32[ticks, S]; units i32[ticks, 2] or i32[ticks, S, 2]."""
+        whole = np.broadcast_to(units if units.ndim == 3 else units[:, None], (ticks, S, 2))
+        return np.stack([_at(whole[:, s], slots[s]) for s in range(S)], 1)
+
+    def most(*slots: dict[Unit, int]) -> int:
+        return 1 + max(max(slot.values(), default=-1) for slot in slots)
 
     return Schedule(
-        forward[..., 0], forward[..., 1], column(0),
-        backward[..., 0], backward[..., 1], column(1),
-        begin[:, 0], of_begin[0], end[:, 0], of_end[0], of_end[1], begin_back[:, 0], of_begin[1],
-        max(slot[2] for slot in slots), of_begin[2], of_end[2],
+        forward[..., 0], forward[..., 1], column(forward, of),
+        backward[..., 0], backward[..., 1], column(backward, of),
+        begin[:, 0], _at(begin, of_begin), end[:, 0], _at(end, of_end), _at(end_back, of_end),
+        begin_back[:, 0], _at(begin_back, of_begin),
+        weights[:, 0], weights[:, 1], column(weights, of),
+        column(backward, of_left), column(weights, of_left),
+        most(*of), most(of_begin), most(of_end), most(*of_left),
     )  # fmt: skip
 
 
@@ -114,33 +147,28 @@ def _only(units: np.ndarray, chunk: int) -> np.ndarray:
     return np.where(units[:, 1:] == chunk, units, -1)
 
 
-def _slots(made: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Slots for what is made in one tick and used in the same or a later one.
+def _at(units: np.ndarray, slots: dict[Unit, int]) -> np.ndarray:
+    """i32[ticks]: each unit's slot; 0 where there is none."""
+    return np.array([slots.get((m, v), 0) for m, v in units.tolist()])
+
+
+def _slots(made: np.ndarray, used: np.ndarray) -> dict[Unit, int]:
+    """Slots, as few as will do, for what is made in one tick and last used in a later one or it.
 
     Args:
         made: i32[ticks, 2] units.
         used: the same units.
-
-    Returns:
-        i32[ticks] where it is written, i32[ticks] where it is read (0 where nothing is), and how
-        many slots there are.
     """
-    until = {tuple(unit): t for t, unit in enumerate(used.tolist()) if unit[0] >= 0}
-    write, read = np.zeros((2, len(made)), int)
-    free: list[int] = []
+    until = {(m, v): t for t, (m, v) in enumerate(used.tolist())}
+    slots: dict[Unit, int] = {}
     held: list[tuple[int, int]] = []
-    count = 0
-    for t, unit in enumerate(made.tolist()):
-        free += [slot for end, slot in held if end < t]
+    for t, (m, v) in enumerate(made.tolist()):
         held = [(end, slot) for end, slot in held if end >= t]
-        if unit[0] < 0:
-            continue
-        if not free:
-            free, count = [count], count + 1
-        slot, end = free.pop(), until[tuple(unit)]
-        held.append((end, slot))
-        write[t] = read[end] = slot
-    return write, read, max(count, 1)
+        if m >= 0:
+            taken = {slot for _, slot in held}
+            slots[m, v] = next(i for i in itertools.count() if i not in taken)
+            held.append((until[m, v], slots[m, v]))
+    return slots
 
 
 def chunk_moves(stages: int, chunks: int) -> dict[tuple[int, int], tuple[int, int]]:

@@ -163,7 +163,7 @@ class Pipelined:
             objective,
             self.skip,
         )
-        units = jnp.float32(2 * stages * table.span)
+        units = jnp.float32(stages * table.span)
         busy = (jnp.sum(worked).astype(jnp.float32), units)
         return sums._replace(metrics={**sums.metrics, "busy_stages": busy}), grads
 

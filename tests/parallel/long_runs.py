@@ -36,9 +36,9 @@ def losses_of_300_steps(name, **fields):
     return np.asarray(found)
 
 
-def assert_ends_alike(exact, rounded):
-    """Not the same run, and its last losses are within 1 % of the other's."""
+def assert_ends_alike(exact, rounded, within=0.01):
+    """Not the same run, and its last losses are within 1 % of the other's, or a larger part."""
     assert not np.array_equal(exact[:4], rounded[:4])
     last, other = exact[-BATCHES:].mean(), rounded[-BATCHES:].mean()
     assert last < 0.9 * exact[:4].mean()
-    assert abs(other - last) < 0.01 * last
+    assert abs(other - last) < within * last

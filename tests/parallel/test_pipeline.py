@@ -49,12 +49,27 @@ def temporaries(schedule, parts):
 def test_memory_is_flat_in_microbatches_with_1f1b_and_grows_with_gpipe():
     few, many = (temporaries("1f1b", parts) for parts in (8, 24))
     assert many <= 1.1 * few
+    few, many = (temporaries("zero_bubble", parts) for parts in (8, 24))
+    assert many <= 1.1 * few
     few, many = (temporaries("gpipe", parts) for parts in (8, 24))
     assert many >= 1.8 * few
 
 
+def test_no_matmul_is_done_twice_for_a_smaller_bubble():
+    mesh, counts = MeshConfig(data=1, stage=4), []
+    for schedule in ("1f1b", "zero_bubble"):
+        step, abstract, _, here, _ = stepper(
+            "qwen3", mesh, 4, StrategyConfig(schedule=schedule), devices=4
+        )
+        batch = to_global(here, rows(KINDS["qwen3"].batch(0, True), 16), 16)
+        counts.append(step.lower(abstract, batch).as_text().count("stablehlo.dot_general"))
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("schedule", "parts", "chunks"), [("1f1b", 8, 1), ("interleaved", 4, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "parts", "chunks"), [("1f1b", 8, 1), ("interleaved", 4, 2), ("zero_bubble", 8, 1)]
+)
 def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
     """Stages count in the branch that works: the share is the lock-step formula's."""
     mesh = MeshConfig(data=4, stage=2)
@@ -65,7 +80,8 @@ def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
     idle = [line for line in program.as_text().splitlines() if "branch_0_fun" in line]
     assert idle and not any(" dot(" in line or " all-" in line for line in idle)
     _, metrics = program(init(model.init(0)), batch)
-    assert float(metrics["busy_stages"]) == pytest.approx(parts * chunks / (parts * chunks + 1))
+    units, kinds = parts * chunks, 3 if schedule == "zero_bubble" else 2
+    assert float(metrics["busy_stages"]) == pytest.approx(kinds * units / (kinds * units + 2))
 
 
 @pytest.mark.long

@@ -125,11 +125,15 @@ def run_start(kind):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("bits", "feedback"), [(8, False), (4, True)])
-def test_a_run_of_300_steps_ends_where_the_other_does(bits, feedback):
+@pytest.mark.parametrize(
+    ("bits", "feedback", "within"),
+    # Four bits end 2.4 % higher with Adam, for small gradients drown: docs/strategies.md.
+    [(8, False, 0.01), (8, True, 0.01), (4, True, 0.03)],
+)
+def test_a_run_of_300_steps_ends_where_the_other_does(bits, feedback, within):
     exact = losses_of_300_steps("zero1")
     rounded = losses_of_300_steps("zero1", reduce_bits=bits, error_feedback=feedback)
-    assert_ends_alike(exact, rounded)
+    assert_ends_alike(exact, rounded, within)
 
 
 @pytest.mark.long

@@ -11,15 +11,22 @@ CASES = [
     (name, S, M, V)
     for name, V in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
     for S, M in ((2, 2), (2, 6), (4, 4), (4, 12), (3, 9))
-] + [("1f1b", 4, 1, 1), ("1f1b", 4, 3, 1), ("gpipe", 3, 2, 1), ("1f1b", 1, 3, 1)]
+] + [
+    ("1f1b", 4, 1, 1),
+    ("1f1b", 4, 3, 1),
+    ("gpipe", 3, 2, 1),
+    ("1f1b", 1, 3, 1),
+    *(("zero_bubble", S, M, 1) for S, M in ((1, 2), (2, 2), (2, 6), (4, 1), (4, 4), (4, 12))),
+]
 
 
 def play(table, S, M, V):
     """Runs a table on names instead of arrays; each array may only hold what a stage was sent."""
     inbox, d_inbox = [None] * S, [None] * S
     kept = [[None] * table.kept for _ in range(S)]
+    rest = [[None] * table.kept_left for _ in range(S)]
     begun, ended = [None] * table.kept_begin, [None] * table.kept_end
-    done, flight = {"forward": set(), "backward": set(), "begin": set()}, 0
+    done, flight = {"forward": set(), "backward": set(), "begin": set(), "weights": set()}, 0
     for t in range(len(table.forward)):
         if table.begin[t] >= 0:
             begun[table.begin_slot[t]] = table.begin[t]
@@ -54,7 +61,14 @@ def play(table, S, M, V):
             done["backward"].add((m, v * S + s))
             sent[s] = (m, v * S + s - 1)
             assert (table.begin_back[t] == m) == ((s, v) == (0, 0)) or s
+            if table.kept_left:
+                rest[s][table.left_slot[t, s]] = (m, v)
         d_inbox = [sent[(s + 1) % S] for s in range(S)]
+        m, v = table.weights[t], table.weights_chunk[t]
+        for s in range(S if m >= 0 else 0):
+            assert kept[s][table.weights_slot[t, s]] == (m, v), "it is still there"
+            assert rest[s][table.left_back_slot[t, s]] == (m, v)
+            done["weights"].add((m, v * S + s))
         if table.begin_back[t] >= 0:
             assert begun[table.begin_back_slot[t]] == table.begin_back[t]
             done["begin"].add(table.begin_back[t])
@@ -69,7 +83,13 @@ def test_each_unit_is_done_once_with_what_it_needs(name, S, M, V):
     units = {(m, c) for m in range(M) for c in range(S * V)}
     assert done["forward"] == done["backward"] == units
     assert done["begin"] == set(range(M))
-    assert table.busy == M * V / (M * V + S - 1)
+    if name == "zero_bubble":
+        assert done["weights"] == units
+        assert table.busy == 3 * M / (3 * M + 2 * (S - 1))
+        assert table.kept_left <= S
+    else:
+        assert not done["weights"] and not table.kept_left
+        assert table.busy == M * V / (M * V + S - 1)
     assert len(table.forward) == (2 if name == "gpipe" else 1) * (M * V + S - 1) + (
         0 if name == "gpipe" else (V + 1) * S - 1 - S
     )
@@ -82,6 +102,7 @@ def test_each_unit_is_done_once_with_what_it_needs(name, S, M, V):
 def test_in_flight_is_bounded_by_stages():
     kept = [timetable("1f1b", 4, M).kept for M in (8, 16, 64)]
     assert kept == [7, 7, 7]
+    assert [timetable("zero_bubble", 4, M).kept for M in (8, 16, 64)] == [7, 7, 7]
     assert [timetable("interleaved", 4, M, 2).kept for M in (8, 16, 64)] == [11] * 3
     assert [timetable("gpipe", 4, M).kept for M in (8, 16, 64)] == [8, 16, 64]
 

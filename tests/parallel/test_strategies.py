@@ -52,6 +52,7 @@ STRATEGIES = {
         MeshConfig(2, tensor=2, context=2),
         {"context": "ulysses", "sequence": True},
     ),
+    "zero bubble": ("ddp", MeshConfig(stage=4), {"schedule": "zero_bubble"}),
 }
 
 
@@ -186,7 +187,11 @@ def test_names_fill_in_mesh_and_split():
         ({"name": "fsdp_no_reshard", "gather_bits": 4}, {}, "gather_bits=4; known: 8, 32"),
         ({"sequence": True}, {}, r"is not read with config\.mesh\.tensor=1"),
         ({"offload": ("activations",)}, {}, r"names 'activations'; known: 'optimizer'. .*remat="),
-        ({"schedule": "2f2b"}, {"stage": 2}, "schedule='2f2b'; known: 1f1b, interleaved, gpipe"),
+        (
+            {"schedule": "2f2b"},
+            {"stage": 2},
+            "schedule='2f2b'; known: 1f1b, interleaved, gpipe",
+        ),
         ({"schedule": "gpipe"}, {}, r"is not read with config\.mesh\.stage=1"),
         ({"chunks": 2}, {"stage": 2}, "chunks=2 with schedule='1f1b': 'interleaved' takes 2 or"),
         ({"schedule": "interleaved"}, {"stage": 2}, "chunks=1 with schedule='interleaved'"),
