@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,6 +12,11 @@ import sys
 
 import numpy as np
 from PIL import Image
+
+FLAGS = "--xla_backend_optimization_level=0"
+"""Compiling is the cost of tests: programs that are worse and made in a quarter of the time."""
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know it
+    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 HERE = pathlib.Path(__file__).parent / "e2e"
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
@@ -53,7 +59,7 @@ def command(*args: str) -> list[str]:
 
 
 def environment(devices: int = 8, **extra: str) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={devices} {FLAGS}"
     return os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"} | extra
 
 

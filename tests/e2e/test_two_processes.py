@@ -34,7 +34,11 @@ def test_two_processes_give_one_processs_losses(data, tmp_path):
     alone, both = tmp_path / "alone", tmp_path / "both"
     finish(start(alone, data, *args))
     processes = together(both, data, *args)
-    outputs = [finish(process) for process in processes]
+    try:
+        outputs = [finish(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     expected, got = losses(alone), losses(both)
     assert got.keys() == expected.keys() == set(range(1, 13))
     for step, loss in expected.items():
