@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.extend.core import primitives
 
 from jaxvlm.parallel import compat
@@ -23,35 +23,49 @@ Values = list[Any]
 class Halves(NamedTuple):
     """A function of ``(kept, now)``, cut in two."""
 
-    first: Callable[[Any, Any], tuple[Any, Values]]
-    """(kept, now) -> the results that are wanted soon, and what :attr:`second` takes besides."""
-    second: Callable[[Any, Values], Any]
-    """(kept, what the first half left) -> the other results."""
+    first: Callable[[Any, Any], tuple[Any, Any, Any]]
+    """(kept, now) -> the results that are wanted soon; of the later ones those that this half
+    makes anyway, None for the others; what :attr:`second` takes besides."""
+    second: Callable[[Any, Any], Any]
+    """(kept, what the first half left) -> the other results, None for those that it made."""
 
 
 def halves(f: Callable[[Any, Any], tuple[Any, Any]], kept: Any, now: Any) -> Halves:
     """Cuts ``f(kept, now) -> (later, soon)`` into what gives ``soon`` and what is left to do.
 
+    An equation that both halves need is the first's. So is all of what a ``shard_map`` or another
+    equation that is not opened gives, a later result among it.
+
     Args:
-        f: traced once; its calls and checkpoints are opened.
+        f: traced once; its calls and checkpoints are opened, and ``prevent_cse`` is lost.
         kept: arrays that are still at hand for the second half.
         now: arrays that are not.
+
+    Raises:
+        NotImplementedError: ``f`` has effects (a callback, a reference), which a cut would lose.
     """
     closed, shape = jax.make_jaxpr(_opened(f), return_shape=True)(kept, now)
+    effects = [e for e in closed.effects if "NamedAxis" not in type(e).__name__]
+    if effects:
+        raise NotImplementedError(f"a function with effects cannot be cut in two: {effects}")
     later: Any
     soon: Any
     jaxpr, given = closed.jaxpr, len(closed.consts) + len(jax.tree.leaves(kept))
     later, soon = (jax.tree.structure(x) for x in shape)
-    is_soon = [i >= later.num_leaves for i in range(len(jaxpr.outvars))]
-    at_hand = _inputs(jaxpr)[:given]
-    cut = _Cut(jaxpr, is_soon, [not x for x in is_soon], at_hand, at_hand)
+    count, at_hand = later.num_leaves, _inputs(jaxpr)[:given]
+    is_soon = [i >= count for i in range(len(jaxpr.outvars))]
+    made = _made(_live(jaxpr, is_soon)[0])
+    is_soon = [yes or _is_in(v, made) for yes, v in zip(is_soon, jaxpr.outvars)]
+    cut = _Cut(jaxpr, is_soon, [not yes for yes in is_soon], at_hand, at_hand)
 
-    def first(kept: Any, now: Any) -> tuple[Any, Values]:
+    def first(kept: Any, now: Any) -> tuple[Any, Any, Any]:
         found, left = cut.first([*closed.consts, *jax.tree.leaves((kept, now))])
-        return soon.unflatten(found), left
+        found = _spread(found, is_soon)
+        return soon.unflatten(found[count:]), later.unflatten(found[:count]), left
 
-    def second(kept: Any, left: Values) -> Any:
-        return later.unflatten(cut.second([*closed.consts, *jax.tree.leaves(kept)], left))
+    def second(kept: Any, left: Any) -> Any:
+        found = cut.second([*closed.consts, *jax.tree.leaves(kept)], left)
+        return later.unflatten(_spread(found, [not yes for yes in is_soon[:count]]))
 
     return Halves(first, second)
 
@@ -78,9 +92,9 @@ class _Cut:
         """
         self.jaxpr, self.soon, self.later, self.given = jaxpr, soon, later, given
         self.first_eqns = _live(jaxpr, soon)[0]
-        smaller = _smaller(jaxpr, _live(jaxpr, later)[0], _made(jaxpr, self.first_eqns), kept)
+        smaller = _smaller(jaxpr, _live(jaxpr, later)[0], _made(self.first_eqns), kept)
         self.first_eqns = _live(jaxpr, soon, smaller)[0]
-        made = _made(jaxpr, self.first_eqns)
+        made = {*_inputs(jaxpr), *_made(self.first_eqns)}
         pure = {*kept}
         for eqn, mask in self.first_eqns:
             if pure.issuperset(_vars(eqn.invars)):
@@ -93,26 +107,20 @@ class _Cut:
             mask = [v in need and v not in made for v in eqn.outvars]
             if not any(mask):
                 continue
-            needs: Any = eqn.invars
+            reads: Any = eqn.invars
             if eqn.primitive is primitives.scan_p:
                 scan = _CutScan(eqn, masks.get(id(eqn), [False] * len(mask)), mask, pure)
-                self.scans[id(eqn)], needs = scan, _some(eqn.invars, scan.needs)
+                self.scans[id(eqn)], reads = scan, _some(eqn.invars, scan.reads)
             self.second_eqns.insert(0, eqn)
-            need |= {*_vars(needs)}
+            need |= {*_vars(reads)}
         self.needs: set[Any] = need
-        """What the second half reads, of what it does not make itself."""
+        """All that the second half reads."""
         self.left = [v for v in _all(jaxpr) if v in need and v in made and v not in {*given}]
         for eqn, mask in self.first_eqns:
             if eqn.primitive is primitives.scan_p and id(eqn) not in self.scans:
                 self.scans[id(eqn)] = _CutScan(eqn, mask, [False] * len(mask), pure)
 
-    @property
-    def size(self) -> int:
-        """How many arrays the first half leaves."""
-        scans = (self.scans[id(eqn)] for eqn, _ in self.first_eqns if id(eqn) in self.scans)
-        return len(self.left) + sum(scan.cut.size for scan in scans)
-
-    def first(self, inputs: Values) -> tuple[Values, Values]:
+    def first(self, inputs: Values) -> tuple[Values, Any]:
         """All inputs (None for what is not read) -> the soon results, and what is left."""
         env = dict(zip(_inputs(self.jaxpr), inputs))
         stacks: Values = []
@@ -120,26 +128,23 @@ class _Cut:
             values = [_read(env, v) for v in eqn.invars]
             if eqn.primitive is primitives.scan_p:
                 found, stack = self.scans[id(eqn)].first(values)
-                stacks += stack
+                stacks.append(stack)
             else:
                 found = _bind(eqn, values)
             env.update(_some(zip(eqn.outvars, found), mask))
         outs = [_read(env, v) for v in _some(self.jaxpr.outvars, self.soon)]
-        return outs, [*(env[v] for v in self.left), *stacks]
+        return outs, ([env[v] for v in self.left], stacks)
 
-    def second(self, given: Values, left: Values) -> Values:
+    def second(self, given: Values, left: Any) -> Values:
         """What is given, what :meth:`first` left -> the later results."""
-        env = dict(zip((*self.given, *self.left), (*given, *left)))
-        stacks = iter(left[len(self.left) :])
-        rows = {}
-        for eqn, _ in self.first_eqns:
-            if eqn.primitive is primitives.scan_p:
-                scan = self.scans[id(eqn)]
-                rows[id(eqn)] = [next(stacks) for _ in range(scan.cut.size)]
+        values, stacks = left
+        env = dict(zip((*self.given, *self.left), (*given, *values)))
+        scans = [eqn for eqn, _ in self.first_eqns if eqn.primitive is primitives.scan_p]
+        rows = {id(eqn): stack for eqn, stack in zip(scans, stacks)}
         for eqn in self.second_eqns:
             values = [_read(env, v) for v in eqn.invars]
             if eqn.primitive is primitives.scan_p:
-                found = self.scans[id(eqn)].second(values, rows.get(id(eqn), []))
+                found = self.scans[id(eqn)].second(values, rows.get(id(eqn), ([], [])))
             else:
                 found = _bind(eqn, values)
             env.update((v, x) for v, x in zip(eqn.outvars, found) if x is not None)
@@ -174,13 +179,13 @@ class _CutScan:
             later = more
         self.later = later
         read = [v in self.cut.needs for v in inputs]
-        self.needs = [
+        self.reads = [
             later[i - consts] if consts <= i < consts + self.carries else yes
             for i, yes in enumerate(read)
         ]
         """Which of the scan's inputs the second half reads."""
 
-    def first(self, values: Values) -> tuple[Values, Values]:
+    def first(self, values: Values) -> tuple[Values, Any]:
         """The scan's inputs -> its results, None for those of the second half; the stacks."""
         consts, init, xs = self._parts(values)
 
@@ -192,7 +197,7 @@ class _CutScan:
         carry, (ys, stack) = self._scan(body, list(_some(init, self.soon)), xs)
         return _spread([*carry, *ys], self.soon), stack
 
-    def second(self, values: Values, stack: Values) -> Values:
+    def second(self, values: Values, stack: Any) -> Values:
         """The scan's inputs and the stacks -> its other results, None for the first half's."""
         consts, init, xs = self._parts(values)
 
@@ -234,9 +239,9 @@ def _live(
     return eqns, need
 
 
-def _made(jaxpr: Any, eqns: Iterable[tuple[Any, list[bool]]]) -> set[Any]:
-    """All inputs, and what equations make."""
-    return {*_inputs(jaxpr), *(v for eqn, mask in eqns for v in _some(eqn.outvars, mask))}
+def _made(eqns: Iterable[tuple[Any, list[bool]]]) -> set[Any]:
+    """What equations make."""
+    return {v for eqn, mask in eqns for v in _some(eqn.outvars, mask)}
 
 
 def _smaller(
@@ -268,16 +273,24 @@ def _bytes(v: Any) -> int:
 
 
 def _live_scan(eqn: Any, wanted: list[bool]) -> tuple[list[bool], list[bool]]:
-    """``wanted`` with the carries that it needs, and which of the scan's inputs are read."""
+    """Which results are made, which inputs are read, for those that are wanted.
+
+    Made are the carries that are needed too, and what the body makes anyway.
+    """
     consts, carries = compat.scan_inputs(eqn.params)
     body = eqn.params["jaxpr"].jaxpr
     while True:
-        need = _live(body, wanted)[1]
+        eqns, need = _live(body, wanted)
         read = [v in need for v in body.invars]
+        made = _made(eqns)
+        ready = [i >= carries and _is_in(v, made) for i, v in enumerate(body.outvars)]
         more = [*map(max, wanted, read[consts : consts + carries]), *wanted[carries:]]
+        more = [*map(max, more, ready)]
         if more == wanted:
-            return wanted, read
+            break
         wanted = more
+    own = range(consts, consts + carries)
+    return wanted, [yes or (i in own and wanted[i - consts]) for i, yes in enumerate(read)]
 
 
 def _opened(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,8 +333,10 @@ def _open_scan(params: Any, values: Values) -> Values:
 
 
 def _bind(eqn: Any, values: Values) -> Values:
-    """An equation carried out, where its context (mesh, place to compute) is its own."""
-    with eqn.ctx.manager:
+    """An equation carried out under its own name, in its own context (mesh, place to compute)."""
+    info = eqn.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -337,6 +352,10 @@ def _all(jaxpr: Any) -> list[Any]:
 
 def _vars(atoms: Iterable[Any]) -> Iterable[Any]:
     return (v for v in atoms if not isinstance(v, core.Literal))
+
+
+def _is_in(atom: Any, found: set[Any]) -> bool:
+    return not isinstance(atom, core.Literal) and atom in found
 
 
 def _some(values: Iterable[Any], mask: Iterable[bool]) -> Iterable[Any]:

@@ -102,7 +102,8 @@ class _Run:
         parts: Batch,
         skip: bool,
     ):
-        self.skip, self.split = skip, schedule.kept_left > 0
+        self.skip, self.split = skip, schedule.kept_rest > 0
+        self.early: set[str] = set()  # of blocks, whose gradients the flow's makes anyway
         self.cut, self.schedule, self.mesh, self.parts = cut, schedule, mesh, parts
         self.stages, self.chunks = mesh.shape[AXIS], 1 + int(schedule.forward_chunk.max())
         self.own = own._replace(blocks=self._chunked(own.blocks))
@@ -148,21 +149,22 @@ class _Run:
         c["d_left"] = _put(c["d_left"], d_left, row["end_slot"], row["end"] >= 0)
         d_left = _take(c["d_left"], row["end_back_slot"])
         blocks = self.own.blocks, self.still.blocks
-        grads = None if self.split else c["d_blocks"]
-        c["d_inbox"], d_entry, grads, c["rest"], c["worked"] = self._on_stages(
+        soon = {p: x for p, x in c["d_blocks"].items() if not self.split or p in self.early}
+        late = {p: x for p, x in c["d_blocks"].items() if p not in soon}
+        c["d_inbox"], d_entry, soon, c["rest"], c["worked"] = self._on_stages(
             self._backward,
-            (*blocks, c["d_inbox"], c["blocks"], grads, c["rest"], c["worked"]),
+            (*blocks, c["d_inbox"], c["blocks"], soon, c["rest"], c["worked"]),
             (d_left, self.parts, row),
             (True, False, True, True, True),
         )
         if self.split:
-            grads, c["worked"] = self._on_stages(
+            late, c["worked"] = self._on_stages(
                 self._weights,
-                (*blocks, c["blocks"], c["d_blocks"], c["rest"], c["worked"]),
+                (*blocks, c["blocks"], late, c["rest"], c["worked"]),
                 (self.parts, row),
                 (True, True),
             )
-        c["d_blocks"] = grads
+        c["d_blocks"] = {**soon, **late}
         if self.own.pre:
             c["d_pre"] = self._enter_back(c["d_pre"], c["pre"], d_entry, row)
         return c, None
@@ -275,7 +277,7 @@ class _Run:
         worked: Any, d_left: Flow, parts: Batch, row: Any,
     ) -> tuple[Flow, Flow, Any, Any, Any]:  # fmt: skip
         unit, chunk = row["backward"][stage], row["backward_chunk"][stage]
-        slot = row["left_slot"][stage]
+        slot = row["rest_slot"][stage]
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
         d_out = _where(last, d_left, inbox)
 
@@ -284,20 +286,22 @@ class _Run:
             at_hand = known, _take(kept, row["backward_slot"][stage])
             count = worked.at[1].add(1)
             if self.split:
-                return *self._halves(at_hand, d_out).first(at_hand, d_out), None, count
-            d_own, d_flow = _back(self.how["blocks"], *at_hand)(d_out)
-            return d_flow, [], _add_at(grads, d_own, chunk), count
+                cut = self._halves(at_hand, d_out)
+                d_flow, d_own, new = cut.first(at_hand, d_out)
+            else:
+                (d_own, d_flow), new = _back(self.how["blocks"], *at_hand)(d_out), []
+            return d_flow, new, _add_at(grads, {p: d_own[p] for p in grads}, chunk), count
 
         def idle() -> tuple[Flow, Any, Any, Any]:
             return _zeros(self.entry), _take(rest, slot), grads, worked
 
-        d_flow, left, grads, worked = self._if(row["backward"], stage, work, idle)
+        d_flow, new, grads, worked = self._if(row["backward"], stage, work, idle)
         first = (stage == 0) & (chunk == 0) & (unit >= 0)
         d_entry = {}
         if self.own.pre:
             d_entry = self._from(first, d_flow)
         sent = {name: d_flow[name] for name in self.sent}
-        return self._shift(sent, -1), d_entry, grads, _put(rest, left, slot), worked
+        return self._shift(sent, -1), d_entry, grads, _put(rest, new, slot), worked
 
     def _weights(
         self, stage: Any, own: Any, still: Any, kept: Any, grads: Any, rest: Any, worked: Any,
@@ -308,15 +312,17 @@ class _Run:
         def work() -> tuple[Any, Any]:
             known = self._unit(stage, unit, chunk, own, still, parts)[2]
             at_hand = known, _take(kept, row["weights_slot"][stage])
-            left = _take(rest, row["left_back_slot"][stage])
-            d_own = self.how["halves"].second(at_hand, left)
-            return _add_at(grads, d_own, chunk), worked.at[2].add(1)
+            d_own = self.how["halves"].second(at_hand, _take(rest, row["rest_back_slot"][stage]))
+            return _add_at(grads, {p: d_own[p] for p in grads}, chunk), worked.at[2].add(1)
 
         # All stages or none.
         return jax.lax.cond(unit >= 0, work, lambda: (grads, worked))
 
     def _halves(self, at_hand: Any, d_out: Flow) -> Halves:
-        """A backward unit, cut into the flow's gradient and the parameters'."""
+        """A backward unit, cut into the flow's gradient and the parameters'.
+
+        :meth:`_weights` is traced after :meth:`_backward`, and takes the same cut.
+        """
         how = self.how["blocks"]
         self.how["halves"] = halves(lambda has, d: _back(how, *has)(d), at_hand, d_out)
         return self.how["halves"]
@@ -375,7 +381,9 @@ class _Run:
             out, kept, self.how["blocks"] = _record(f, mine, entry, known)
             if not self.split:
                 return kept, []
-            return kept, self._halves((known, kept), out).first((known, kept), out)[1]
+            _, early, rest = self._halves((known, kept), out).first((known, kept), out)
+            self.early = {path for path, x in early.items() if x is not None}
+            return kept, rest
 
         def of_pre(own: Params, still: Params, part: Batch) -> Any:
             known = (own, still, part)
@@ -400,7 +408,7 @@ class _Run:
         return {
             "pre": _zeros(pre, table.kept_begin),
             "blocks": _zeros(blocks, S, table.kept),
-            "rest": _zeros(rest, S, table.kept_left),
+            "rest": _zeros(rest, S, table.kept_rest),
             "inbox": _zeros(flow, S),
             "d_inbox": _zeros(flow, S),
             "d_left": _zeros(flow, table.kept_end),

@@ -85,13 +85,15 @@ def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
 
 
 @pytest.mark.long
-def test_adapters_on_stages():
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_adapters_on_stages(schedule):
     found = {}
     for name, mesh, parts in (("one", MeshConfig(1), 1), ("many", MeshConfig(4, stage=2), 2)):
         step, _, init, here, model = stepper(
             "llava",
             mesh,
             parts,
+            StrategyConfig(schedule=schedule if mesh.stage > 1 else "1f1b"),
             change=lambda config: dataclasses.replace(config, lora=LORA),
             devices=here_devices(mesh),
         )
@@ -152,10 +154,15 @@ def test_copies_of_weights_are_not_kept(remat):
 
 
 @pytest.mark.long
-def test_bfloat16_goes_through_stages():
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_bfloat16_goes_through_stages(schedule):
     mesh = MeshConfig(data=4, stage=2)
     step, _, init, here, model = stepper(
-        "llava", mesh, 4, change=lambda config: dataclasses.replace(config, dtype="bfloat16")
+        "llava",
+        mesh,
+        4,
+        StrategyConfig(schedule=schedule),
+        change=lambda config: dataclasses.replace(config, dtype="bfloat16"),
     )
     assert not any(
         "vision" in path or "decoder" in path

@@ -24,9 +24,9 @@ def play(table, S, M, V):
     """Runs a table on names instead of arrays; each array may only hold what a stage was sent."""
     inbox, d_inbox = [None] * S, [None] * S
     kept = [[None] * table.kept for _ in range(S)]
-    rest = [[None] * table.kept_left for _ in range(S)]
+    rest = [[None] * table.kept_rest for _ in range(S)]
     begun, ended = [None] * table.kept_begin, [None] * table.kept_end
-    done, flight = {"forward": set(), "backward": set(), "begin": set(), "weights": set()}, 0
+    done = {"forward": set(), "backward": set(), "begin": set(), "weights": set()}
     for t in range(len(table.forward)):
         if table.begin[t] >= 0:
             begun[table.begin_slot[t]] = table.begin[t]
@@ -61,18 +61,17 @@ def play(table, S, M, V):
             done["backward"].add((m, v * S + s))
             sent[s] = (m, v * S + s - 1)
             assert (table.begin_back[t] == m) == ((s, v) == (0, 0)) or s
-            if table.kept_left:
-                rest[s][table.left_slot[t, s]] = (m, v)
+            if table.kept_rest:
+                rest[s][table.rest_slot[t, s]] = (m, v)
         d_inbox = [sent[(s + 1) % S] for s in range(S)]
         m, v = table.weights[t], table.weights_chunk[t]
         for s in range(S if m >= 0 else 0):
             assert kept[s][table.weights_slot[t, s]] == (m, v), "it is still there"
-            assert rest[s][table.left_back_slot[t, s]] == (m, v)
+            assert rest[s][table.rest_back_slot[t, s]] == (m, v)
             done["weights"].add((m, v * S + s))
         if table.begin_back[t] >= 0:
             assert begun[table.begin_back_slot[t]] == table.begin_back[t]
             done["begin"].add(table.begin_back[t])
-        flight = max(flight, len(done["forward"]) - len(done["backward"]))
     return done
 
 
@@ -86,9 +85,9 @@ def test_each_unit_is_done_once_with_what_it_needs(name, S, M, V):
     if name == "zero_bubble":
         assert done["weights"] == units
         assert table.busy == 3 * M / (3 * M + 2 * (S - 1))
-        assert table.kept_left <= S
+        assert table.kept_rest <= S
     else:
-        assert not done["weights"] and not table.kept_left
+        assert not done["weights"] and not table.kept_rest
         assert table.busy == M * V / (M * V + S - 1)
     assert len(table.forward) == (2 if name == "gpipe" else 1) * (M * V + S - 1) + (
         0 if name == "gpipe" else (V + 1) * S - 1 - S

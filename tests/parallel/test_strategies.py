@@ -53,6 +53,11 @@ STRATEGIES = {
         {"context": "ulysses", "sequence": True},
     ),
     "zero bubble": ("ddp", MeshConfig(stage=4), {"schedule": "zero_bubble"}),
+    "zero bubble x fsdp x tensor": (
+        "fsdp",
+        MeshConfig(1, fsdp=2, tensor=2, stage=2),
+        {"schedule": "zero_bubble"},
+    ),
 }
 
 
