@@ -83,16 +83,13 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
     Returns:
         ``(nll f32[B, T], hit f32[B, T])``.
     """
-    B, T, D = out.hidden.shape
     if out.head is None:
         raise ValueError("this model has no output matrix (config.model.decoder.head=False)")
     V = out.head.shape[1]
-    cut = Cut.of(V, min(V, chunk or max(256, _AUTO_LOGITS // T)))
+    cut = Cut.of(V, min(V, chunk or max(256, _AUTO_LOGITS // labels.shape[1])))
     if cut.parts > 1:
-        flat = (out.hidden.reshape(-1, D), out.head, labels.reshape(-1), out.logit_cap)
-        nll, hit = chunked_scores(cut, *flat)
-        return nll.reshape(B, T), hit.reshape(B, T)
-    logits = out.logits(out.hidden.reshape(-1, D)).reshape(*labels.shape, -1)
+        return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
+    logits = out.logits(out.hidden)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - picked
     return nll, (_argmax(logits) == labels).astype(jnp.float32)

@@ -50,13 +50,13 @@ def chunked_scores(
 
     Args:
         cut: of the vocabulary.
-        hidden: [N, D].
+        hidden: [..., D]; the dims before it stay apart, for they may be split over devices.
         head: [D, V], taken in ``hidden``'s dtype; logits and sums are float32.
-        labels: i32[N].
+        labels: i32[...].
         cap: f32[]: logits become ``cap * tanh(logits / cap)``; no gradient is taken of it.
 
     Returns:
-        ``(nll f32[N], hit f32[N])``; ``hit`` has no gradient.
+        ``(nll, hit)``, f32[...] both; ``hit`` has no gradient.
     """
     return _forward(cut, hidden, head, labels, cap)[0]
 
@@ -71,12 +71,12 @@ def _forward(
         most, total, picked, best = carry
         logits, index = _logits(cut, hidden, x, cap)[:2]
         top = jnp.max(logits, axis=-1)
-        first = jnp.min(jnp.where(logits == top[:, None], index, cut.vocabulary), axis=-1)
+        first = jnp.min(jnp.where(logits == top[..., None], index, cut.vocabulary), axis=-1)
         # Of equal logits the one of the lowest index counts; parts have indices in between.
         better = (top > most) | ((top == most) & (first < best))
         new = jnp.maximum(most, top)
-        total = total * jnp.exp(most - new) + jnp.sum(jnp.exp(logits - new[:, None]), axis=-1)
-        picked = picked + jnp.sum(jnp.where(index == labels[:, None], logits, 0.0), axis=-1)
+        total = total * jnp.exp(most - new) + jnp.sum(jnp.exp(logits - new[..., None]), axis=-1)
+        picked = picked + jnp.sum(jnp.where(index == labels[..., None], logits, 0.0), axis=-1)
         return (new, total, picked, jnp.where(better, first, best)), None
 
     (most, total, picked, best), _ = jax.lax.scan(part, start, _parts(cut, head, hidden.dtype))
@@ -87,14 +87,14 @@ def _forward(
 
 def _backward(cut: Cut, kept: Any, grads: Any) -> tuple[Any, ...]:
     hidden, head, labels, cap, norm = kept
-    d_nll = grads[0][:, None]
+    d_nll = grads[0][..., None]
 
     def part(d_hidden: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
         logits, index, slope = _logits(cut, hidden, x, cap)
-        d = (jnp.exp(logits - norm[:, None]) - (index == labels[:, None])) * d_nll * slope
+        d = (jnp.exp(logits - norm[..., None]) - (index == labels[..., None])) * d_nll * slope
         d = d.astype(hidden.dtype)
         d_hidden = d_hidden + jnp.matmul(d, x[0].T, preferred_element_type=jnp.float32)
-        return d_hidden, jnp.matmul(hidden.T, d)
+        return d_hidden, jnp.einsum("...d,...v->dv", hidden, d)
 
     parts = _parts(cut, head, hidden.dtype)
     d_hidden, d_parts = jax.lax.scan(part, jnp.zeros(hidden.shape, jnp.float32), parts)
@@ -119,14 +119,14 @@ def _parts(cut: Cut, head: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]
 def _logits(
     cut: Cut, hidden: jax.Array, x: tuple[jax.Array, jax.Array], cap: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array | float]:
-    """(f32[N, columns], i32[1, columns] their places in the vocabulary, the cap's derivative)."""
+    """(f32[..., columns], i32[columns] their places in the vocabulary, the cap's derivative)."""
     weights, first = x
     logits = jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
     slope: jax.Array | float = 1.0
     if cap is not None:
         turned = jnp.tanh(logits / cap)
         logits, slope = cap * turned, 1.0 - jnp.square(turned)
-    index = (jnp.arange(cut.columns, dtype=jnp.int32) * cut.parts + first)[None]
+    index = jnp.arange(cut.columns, dtype=jnp.int32) * cut.parts + first
     if cut.parts * cut.columns > cut.vocabulary:
         logits = jnp.where(index < cut.vocabulary, logits, -jnp.inf)
     return logits, index, slope

@@ -77,10 +77,11 @@ class Connector(nnx.Module):
         x = merge_patches(x, config.merge, config.pool, blocks)
         if self.norm is not None and config.norm_merged:
             x = self.norm(x)
+        split = self.axes.splits_rows(x.shape[1])
         if self.w_in is not None:
-            x = affine(x, self.w_in, self.b_in)
+            x = affine(x, self.w_in, self.b_in, split=split)
             x = ACTIVATIONS[config.activation](shard(self.axes, x, "batch", "seq", "mlp"))
-        return affine(x, self.w_out, self.b_out)
+        return affine(x, self.w_out, self.b_out, split=split)
 
     def deep(self, x: jax.Array, blocks: bool = False) -> jax.Array:
         """What DeepStack adds to the visual tokens in the decoder's first layers.

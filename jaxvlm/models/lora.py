@@ -46,10 +46,10 @@ class Adapted(Weight):
     """[*out], or ``None``."""
     scale: float = dataclasses.field(metadata={"static": True})
 
-    def contract(self, x: jax.Array, num_in: int) -> jax.Array:
+    def contract(self, x: jax.Array, num_in: int, split: bool) -> jax.Array:
         """``[..., in] x [in, out] -> [..., out]``."""
-        low = contract(contract(x, self.a, num_in), self.b)
-        y = contract(x, self.w, num_in) + (self.scale * low).astype(x.dtype)
+        low = contract(contract(x, self.a, num_in, split), self.b, 1, split)
+        y = contract(x, self.w, num_in, split) + (self.scale * low).astype(x.dtype)
         if self.magnitude is None:
             return y
         # A constant to the gradient, as in section 4.3 of DoRA's paper.

@@ -39,9 +39,9 @@ class Quantized(Weight):
     scale: Any
     """f32[*out]."""
 
-    def contract(self, x: jax.Array, num_in: int) -> jax.Array:
+    def contract(self, x: jax.Array, num_in: int, split: bool) -> jax.Array:
         """``[..., in] x [in, out] -> [..., out]``; whole numbers to 127 are exact in bfloat16."""
-        return contract(x, self.q, num_in) * self.scale.astype(x.dtype)
+        return contract(x, self.q, num_in, split) * self.scale.astype(x.dtype)
 
     def dense(self) -> jax.Array:
         """f32[*in, *out]."""

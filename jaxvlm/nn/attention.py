@@ -88,10 +88,11 @@ class Attention(nnx.Module):
         scores = Scores(self.spec.query_scale, self.spec.attention_cap)
         out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
-        return affine(out, self.wo, self.bo, 2), kv  # BTNH,NHD->BTD
+        split = self.axes.splits_rows(x.shape[1])
+        return affine(out, self.wo, self.bo, 2, split), kv  # BTNH,NHD->BTD
 
     def _project(self, x: jax.Array, w: Any, b: Any, heads: str) -> jax.Array:
-        y = affine(x, w, b)  # BTD,DNH->BTNH
+        y = affine(x, w, b, split=self.axes.splits_rows(x.shape[1]))  # BTD,DNH->BTNH
         return shard(self.axes, y, "batch", "seq", heads, "head_dim")
 
 

@@ -204,18 +204,19 @@ def _xla(
     B, T, N, H = q.shape
     K, S = k.shape[2:0:-1]
     scaled = q * jnp.asarray(scores.factor(H), q.dtype)
-    scaled = scaled.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    # Tokens before the heads of a group: where they are split, the joined dim still is.
+    scaled = scaled.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
     score = jnp.matmul(scaled, k.transpose(0, 2, 3, 1), preferred_element_type=jnp.float32)
-    score = score.reshape(B, K, N // K, T, S)
+    score = score.reshape(B, K, T, N // K, S)
     if scores.cap:
         score = scores.cap * jnp.tanh(score / scores.cap)
     dense = mask.dense()
     if dense is not None:
         # Finite, so that a row of padding with nothing to see is no NaN.
-        score = jnp.where(dense[:, None, None], score, HIDDEN)
+        score = jnp.where(dense[:, None, :, None], score, HIDDEN)
     weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
     out = jnp.matmul(weight.reshape(B, K, -1, S), v.transpose(0, 2, 1, 3))
-    return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
 def _cudnn(

@@ -43,7 +43,11 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         act = ACTIVATIONS[self.activation]
-        h = affine(x, self.w_in, self.b_in)  # BTD,DF->BTF
-        h = act(h) if self.w_gate is None else h * act(affine(x, self.w_gate, self.b_gate))
+        split = self.axes.splits_rows(x.shape[1])
+        h = affine(x, self.w_in, self.b_in, split=split)  # BTD,DF->BTF
+        if self.w_gate is None:
+            h = act(h)
+        else:
+            h = h * act(affine(x, self.w_gate, self.b_gate, split=split))
         h = shard(self.axes, h, "batch", "seq", "mlp")
-        return affine(h, self.w_out, self.b_out)  # BTF,FD->BTD
+        return affine(h, self.w_out, self.b_out, split=split)  # BTF,FD->BTD

@@ -48,7 +48,8 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array, real: jax.Array | None) -> tuple[jax.Array, Routed]:
         """[B, T, D] -> [B, T, D], and what the router did where ``real`` (bool[B, T])."""
-        logits = contract(x, self.router[...])  # BTD,DE->BTE
+        split = self.axes.splits_rows(x.shape[1])
+        logits = contract(x, self.router[...], 1, split)  # BTD,DE->BTE
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         share, chosen = jax.lax.top_k(probability, self.spec.experts_per_token)
         if self.spec.normalize_experts:
