@@ -176,7 +176,7 @@ class _Run:
 
     def _enter(self, kept: Any, row: Any) -> tuple[Flow, Any]:
         """What enters the first stage in this tick, and what its way back needs."""
-        part = _take(self.parts, row["begin"])
+        part, old = _take(self.parts, row["begin"]), _take(kept, row["begin_slot"])
 
         def work() -> tuple[Flow, Any]:
             known = (self.own.pre, self.still.pre, part)
@@ -184,17 +184,17 @@ class _Run:
             return entry, new
 
         def idle() -> tuple[Flow, Any]:
-            return _zeros(self.entry), _take(kept, row["begin_slot"])
+            return _zeros(self.entry), old
 
         entry, new = jax.lax.cond(row["begin"] >= 0, work, idle)
         return entry, _put(kept, new, row["begin_slot"])
 
     def _enter_back(self, grads: Params, kept: Any, d_entry: Flow, row: Any) -> Params:
-        part = _take(self.parts, row["begin_back"])
+        part, has = _take(self.parts, row["begin_back"]), _take(kept, row["begin_back_slot"])
 
         def work() -> Params:
             known = (self.own.pre, self.still.pre, part)
-            back = _back(self.how["pre"], known, _take(kept, row["begin_back_slot"]))
+            back = _back(self.how["pre"], known, has)
             return jax.tree.map(jnp.add, grads, back(d_entry)[0])
 
         return jax.lax.cond(row["begin_back"] >= 0, work, lambda: grads)
@@ -254,6 +254,7 @@ class _Run:
         slot = row["forward_slot"][stage]
         first = (stage == 0) & (chunk == 0)
         flow = _where(first, entry, {**_zeros(entry), **inbox})
+        old = _take(kept, slot)
 
         def work() -> tuple[Flow, Any, Any]:
             f, mine, known = self._unit(stage, unit, chunk, own, still, parts)
@@ -261,11 +262,7 @@ class _Run:
             return out, new, worked.at[0].add(1)
 
         def idle() -> tuple[Flow, Any, Any]:
-            return (
-                {name: jnp.zeros_like(flow[name]) for name in self.sent},
-                _take(kept, slot),
-                worked,
-            )
+            return {name: jnp.zeros_like(flow[name]) for name in self.sent}, old, worked
 
         out, new, worked = self._if(row["forward"], stage, work, idle)
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
@@ -280,10 +277,11 @@ class _Run:
         slot = row["rest_slot"][stage]
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
         d_out = _where(last, d_left, inbox)
+        has, old = _take(kept, row["backward_slot"][stage]), _take(rest, slot)
 
         def work() -> tuple[Flow, Any, Any, Any]:
             known = self._unit(stage, unit, chunk, own, still, parts)[2]
-            at_hand = known, _take(kept, row["backward_slot"][stage])
+            at_hand = known, has
             count = worked.at[1].add(1)
             if self.split:
                 cut = self._halves(at_hand, d_out)
@@ -293,7 +291,7 @@ class _Run:
             return d_flow, new, _add_at(grads, {p: d_own[p] for p in grads}, chunk), count
 
         def idle() -> tuple[Flow, Any, Any, Any]:
-            return _zeros(self.entry), _take(rest, slot), grads, worked
+            return _zeros(self.entry), old, grads, worked
 
         d_flow, new, grads, worked = self._if(row["backward"], stage, work, idle)
         first = (stage == 0) & (chunk == 0) & (unit >= 0)
@@ -308,11 +306,14 @@ class _Run:
         parts: Batch, row: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         unit, chunk = row["weights"], row["weights_chunk"]
+        has, more = (
+            _take(kept, row["weights_slot"][stage]),
+            _take(rest, row["rest_back_slot"][stage]),
+        )
 
         def work() -> tuple[Any, Any]:
             known = self._unit(stage, unit, chunk, own, still, parts)[2]
-            at_hand = known, _take(kept, row["weights_slot"][stage])
-            d_own = self.how["halves"].second(at_hand, _take(rest, row["rest_back_slot"][stage]))
+            d_own = self.how["halves"].second((known, has), more)
             return _add_at(grads, {p: d_own[p] for p in grads}, chunk), worked.at[2].add(1)
 
         # All stages or none.
