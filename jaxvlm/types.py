@@ -69,7 +69,8 @@ class Batch(NamedTuple):
     image_slot: Any = None
     """i32[B, I]: cache slot of the picture; -1 is none."""
     features: Any = None
-    """[B, I, P, D]: cached visual tokens, given instead of pixels."""
+    """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
+    given instead of them."""
     role: Any = None
     """i32[B]: 0 none, 1 query, 2 positive, 3 negative."""
     group: Any = None

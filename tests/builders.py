@@ -97,7 +97,9 @@ def random_batch(seed: int = 0, rows: int = ROWS) -> Batch:
 def worst_gradient(grads, expected, tolerance=1e-3) -> float:
     """The largest error of a leaf by DESIGN's measure, which no leaf may have above ``tolerance``.
 
-    A leaf's error is against its own norm, or against its share of the whole's.
+    A leaf's error is against its own norm, or against its share of the whole's. An expected
+    gradient below the bar itself (a key bias has none, but for rounding) is taken as the zero it
+    stands for: the bar is for what is tested, not for the sum of two roundings.
     """
 
     def norm(x) -> float:
@@ -107,7 +109,8 @@ def worst_gradient(grads, expected, tolerance=1e-3) -> float:
     count, worst = sum(g.size for g in expected.values()), 0.0
     for path, g in expected.items():
         against = max(norm(g), 1e-2 * whole * math.sqrt(g.size / count))
-        off = norm(np.asarray(grads[path]) - np.asarray(g))
+        true = np.asarray(g) if norm(g) > tolerance * against else np.zeros_like(g)
+        off = norm(np.asarray(grads[path]) - true)
         assert off <= tolerance * against, (path, off, against)
         worst = max(worst, off / against)
     return worst

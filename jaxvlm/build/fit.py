@@ -21,7 +21,6 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
-from jaxvlm.parallel.sharding import to_global
 from jaxvlm.train import loop, programs
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
@@ -66,18 +65,18 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         made.step.say = progress.log
         source = run.dataset.train(run.rows, start)
         stack.callback(source.close)
-        batches = _GlobalBatches(source, run.mesh, config.data.batch_size)
+        batches = _GlobalBatches(source, made.place)
         writer = MetricWriter(
             workdir, config.tensorboard, config.wandb_project, start if start else -1
         )
         stack.callback(writer.close)
-        peak, source_of_peak = peak_flops(run.mesh, config.model.dtype)
+        peak, source_of_peak = peak_flops(run.meshes, config.model.dtype)
         hooks = RunHooks(
             config=config,
             writer=writer,
             progress=progress,
             checkpointer=checkpointer,
-            evaluate_now=_evaluation(scorer, config),
+            evaluate_now=_evaluation(scorer, config, made.params),
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, source_of_peak, progress.log),
             steps=run.steps,
@@ -189,13 +188,11 @@ def _scorer(run: Run) -> Scorer | None:
 
 
 def _evaluation(
-    scorer: Scorer | None, config: TrainConfig
+    scorer: Scorer | None, config: TrainConfig, params: Callable[[TrainState], Any]
 ) -> Callable[[TrainState, bool], Report] | None:
     if scorer is None:
         return None
-    return lambda state, blind: scorer.report(
-        {**state.params, **state.frozen}, config.eval_records, blind
-    )
+    return lambda state, blind: scorer.report(params(state), config.eval_records, blind)
 
 
 def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:
@@ -220,7 +217,10 @@ def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
         if not programs.is_out_of_memory(error) or batches.last is None:
             raise
         compiled = list(made.step.compiled.values())
-        work = programs.memory(compiled[-1]).get("temporary", 0) if compiled else 0
+        memory = programs.memory(compiled[-1]) if compiled else {}
+        work = max(
+            (n for name, n in memory.items() if name.endswith(("temporary", "program"))), default=0
+        )
         text = programs.explain_out_of_memory(
             made.abstract, batches.last, {"activations and work space": work}, _ADVICE
         )
@@ -244,8 +244,8 @@ def _introduce(
     flops = made.flops_per_step(local, scale)
     size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
     trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in made.leaves)
-    shape = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
-    say(f"{size:,} parameters, {trained:,} trained; mesh {shape}")
+    shapes = [" x ".join(f"{axis}={n}" for axis, n in m.shape.items()) for m in run.meshes]
+    say(f"{size:,} parameters, {trained:,} trained; mesh {', vision tower on '.join(shapes)}")
     say(
         f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} pictures; "
         f"{run.steps} steps of {rows} rows x {local.tokens.shape[1]} tokens, "
@@ -274,8 +274,8 @@ def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
 class _GlobalBatches:
     """Local rows placed on the mesh as they are taken."""
 
-    def __init__(self, source: TrainBatches, mesh: jax.sharding.Mesh, batch_size: int):
-        self.source, self.mesh, self.batch_size = source, mesh, batch_size
+    def __init__(self, source: TrainBatches, place: Callable[[Batch], Batch]):
+        self.source, self.place = source, place
         self._peeked: Batch | None = None
         self._taken = source.state()
         self.last: Batch | None = None
@@ -286,7 +286,7 @@ class _GlobalBatches:
     def __next__(self) -> Batch:
         local = self.peek()
         self._peeked, self._taken = None, self.source.state()
-        self.last = to_global(self.mesh, local, self.batch_size)
+        self.last = self.place(local)
         return self.last
 
     def peek(self) -> Batch:

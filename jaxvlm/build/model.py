@@ -49,6 +49,8 @@ class Model(Generic[Config]):
     """The linear maps that have an adapter."""
     packed: dict[str, Dims]
     """Those that are kept in eight bits."""
+    absent: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
+    """Parameters of a tower that is elsewhere, and is not run here."""
 
     def strategy(self, path: str) -> StrategyConfig:
         """The strategy of a parameter's tower."""
@@ -122,7 +124,8 @@ class Model(Generic[Config]):
         return merge(self.graph, self._attached(params))
 
     def _attached(self, params: Params) -> Params:
-        if not self.adapted:
+        params = {**self.absent, **params}
+        if not self.adapter.rank:
             return params
         return lora.attach(quantized.attach(params), lora.scale(self.adapter))
 
@@ -180,7 +183,7 @@ def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> 
             "can lie on config.mesh.data or fsdp"
         )
     _check_stages(config, mesh, strategy)
-    axes = _axes(config, mesh, strategy)
+    axes = axes_of(config, mesh, strategy)
     towers = [t for t in _TOWERS if t not in _ABSENT[type(config)]]
     if unknown := set(strategy.whole) - set(towers):
         raise ConfigError(
@@ -270,7 +273,7 @@ def wrap(
     return model
 
 
-def _axes(
+def axes_of(
     config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig
 ) -> dict[str, Axes]:
     """Mesh and rules of each tower."""

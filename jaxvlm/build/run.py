@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxvlm.build import adapters, exporting, inputs, pretrained, record, training
+from jaxvlm.build import adapters, apart, exporting, inputs, pretrained, record, training
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
@@ -23,7 +23,7 @@ from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.data import packing
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.sharding import local_rows, to_global
+from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import programs
 from jaxvlm.types import TrainState
@@ -58,6 +58,7 @@ class Run:
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
+        own, devices = apart.devices_of(given.tower, devices)
         mesh, strategy = resolve(given.strategy, given.mesh, devices)
         given = dataclasses.replace(given, mesh=mesh, strategy=strategy)
         _check_rows(given)
@@ -80,7 +81,10 @@ class Run:
         )
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
         # Built here, so that a setting that can't be used is refused before a file is written.
-        self.training = training.build_training(self.config, self.model, self.steps, print)
+        self.tower = apart.tower_of(self.model, given.tower, own) if own else None
+        self.training = training.build_training(
+            self.config, self.model, self.steps, print, self.tower
+        )
         self.state: TrainState | None = None
 
     def fit(self) -> dict[str, Any]:
@@ -122,7 +126,7 @@ class Run:
 
     def answering(self, state: TrainState) -> Loaded:
         """The weights of ``state`` as a model that answers."""
-        params = {**state.params, **state.frozen}
+        params = self.training.params(state)
         return Loaded(self.config, self.model, params, self.tokenizer, self.pictures)
 
     def dry_run(self) -> dict[str, Any]:
@@ -131,11 +135,15 @@ class Run:
         local, meta = next(self.dataset.train(self.rows, 0))
         for line in preview(local, meta, self.dataset, self.tokenizer):
             print(line)
-        batch = to_global(self.mesh, local, self.config.data.batch_size)
-        memory = programs.memory(made.step.get(made.abstract, batch))
+        memory = programs.memory(made.step.get(made.abstract, made.place(local)))
         for name, size in memory.items():
             print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")
         return {"steps": self.steps, "memory": memory, "tokens": int((local.segment > 0).sum())}
+
+    @property
+    def meshes(self) -> list[jax.sharding.Mesh]:
+        """The run's mesh, and that of a tower on devices of its own."""
+        return [self.mesh, *([self.tower.mesh] if self.tower else [])]
 
     def write_down(self, workdir: pathlib.Path) -> None:
         """Write the files that say what the run is; process 0 alone does."""
@@ -150,8 +158,8 @@ class Run:
             half.rename(workdir / "tokenizer")
         if self.source is not None:
             exporting.keep(self.source, workdir)
-        kind = self.mesh.devices.flat[0].device_kind
-        record.write_config(workdir, self.config, f"{self.mesh.size} x {kind}")
+        kind, size = self.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in self.meshes)
+        record.write_config(workdir, self.config, f"{size} x {kind}")
 
 
 def _check(config: TrainConfig) -> None:

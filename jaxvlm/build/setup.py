@@ -6,6 +6,7 @@ import ctypes
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,21 +51,21 @@ def keep_freed_memory() -> None:
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 
-def peak_flops(mesh: jax.sharding.Mesh, dtype: str) -> tuple[float, str]:
+def peak_flops(meshes: Sequence[jax.sharding.Mesh], dtype: str) -> tuple[float, str]:
     """Matmul FLOP/s of all devices together, and where the figure is from.
 
     Args:
-        mesh: the devices.
+        meshes: the devices, all of one kind.
         dtype: of the matmuls.
     """
-    device = mesh.devices.flat[0]
+    device, size = meshes[0].devices.flat[0], sum(mesh.size for mesh in meshes)
     chip = chips.lookup(device.device_kind, dtype)
     if chip is not None:
-        return chip.peak_flops * mesh.size, chip.name
+        return chip.peak_flops * size, chip.name
     # Forced CPU devices share the cores, so what one matmul reaches is all there is.
     if device.platform == "cpu":
         return _measured(jnp.float32, 1024), "measured matmul"
-    return _measured(jnp.dtype(dtype), 8192) * mesh.size, "measured matmul"
+    return _measured(jnp.dtype(dtype), 8192) * size, "measured matmul"
 
 
 def _measured(dtype: Any, size: int, repeats: int = 3) -> float:

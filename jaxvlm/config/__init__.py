@@ -16,6 +16,7 @@ from jaxvlm.config.schema import (
     StrategyConfig,
     TextConfig,
     TokenizerConfig,
+    TowerConfig,
     TrainConfig,
     VisionConfig,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "StrategyConfig",
     "TextConfig",
     "TokenizerConfig",
+    "TowerConfig",
     "TrainConfig",
     "VisionConfig",
     "default_config",

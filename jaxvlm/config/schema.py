@@ -234,6 +234,15 @@ class StrategyConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TowerConfig:
+    """A vision tower on devices of its own: how many, and what is split over them."""
+
+    devices: int = 0  # the first so many of the run; 0: it is on config.mesh with all the rest
+    mesh: MeshConfig = MeshConfig()
+    strategy: StrategyConfig = StrategyConfig()
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """AdamW with a warm-up."""
 
@@ -307,6 +316,7 @@ class TrainConfig:
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     strategy: StrategyConfig = StrategyConfig()
+    tower: TowerConfig = TowerConfig()
     optim: OptimConfig = OptimConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()

@@ -11,6 +11,7 @@ from jaxvlm.config.schema import (
     DecoderConfig,
     RopeScaling,
     TextConfig,
+    TowerConfig,
     VisionConfig,
 )
 
@@ -72,6 +73,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("rope_interleaved", "rope_sections", lambda c: c.rope_sections),
         ("logit_cap", "head=True", lambda c: c.head),
     ),
+    TowerConfig: (("mesh strategy", "devices", lambda c: c.devices),),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
 """Group of settings -> (names, what they need, whether the group has it)."""

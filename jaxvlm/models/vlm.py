@@ -87,6 +87,44 @@ class Stream(NamedTuple):
     """[K, B, T, D]: what DeepStack adds behind the decoder's first K blocks."""
 
 
+def _encode(
+    vision: ViT, config: ModelConfig, pixels: jax.Array, grid: jax.Array | None = None
+) -> jax.Array:
+    x = normalised(pixels, config.vision)
+    with jax.named_scope("vision"):
+        return vision(x.astype(DTYPES[config.dtype]), grid)
+
+
+def _tokens(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
+    """[B * I, P, D_vision] of pictures of one size, [B, P, D_vision] of packed patches."""
+    if batch.patches is not None:
+        return _encode(vision, config, batch.patches, batch.grid)
+    if batch.pixels is not None:
+        return _encode(vision, config, batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
+    return None
+
+
+class Tower(nnx.Module):
+    """The vision tower of a :class:`VLM` by itself, its parameters at the same paths.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules of the tower.
+        config: of the whole model.
+    """
+
+    def __init__(self, init: Init, axes: Axes, config: ModelConfig):
+        self.config = config
+        self.vision = ViT(init, axes, config.vision, config.attention)
+
+    def __call__(self, batch: Batch) -> jax.Array | None:
+        """``Batch.features`` of a batch; ``None`` where it has no pictures."""
+        made = _tokens(self.vision, self.config, batch)
+        if made is None or batch.pixels is None:
+            return made
+        return made.reshape(*batch.pixels.shape[:2], *made.shape[1:])
+
+
 class VLM(nnx.Module):
     """``post(blocks(pre(batch)))``: cut where a pipeline may cut it.
 
@@ -122,9 +160,7 @@ class VLM(nnx.Module):
         Returns:
             [B, P, D_vision].
         """
-        x = normalised(pixels, self.config.vision)
-        with jax.named_scope("vision"):
-            return self.vision(x.astype(DTYPES[self.config.dtype]), grid)
+        return _encode(self.vision, self.config, pixels, grid)
 
     def pre(self, batch: Batch) -> Stream:
         """Embeddings with the pictures' tokens at their places."""
@@ -160,16 +196,11 @@ class VLM(nnx.Module):
         return Stream(x, batch.positions, batch_mask(batch), deep=deep)
 
     def _tokens(self, batch: Batch) -> jax.Array | None:
-        """[B * I, P, D_vision] of pictures of one size, [B, P, D_vision] of packed patches."""
-        if self.config.vision.packed and batch.features is not None:
-            raise ValueError("features go with pictures of one size, not with packed patches")
-        if batch.features is not None:
-            return batch.features.reshape(-1, *batch.features.shape[2:])
-        if batch.patches is not None:
-            return self.encode(batch.patches, batch.grid)
-        if batch.pixels is not None:
-            return self.encode(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
-        return None
+        if batch.features is None:
+            return _tokens(self.vision, self.config, batch)
+        if self.config.vision.packed:
+            return batch.features
+        return batch.features.reshape(-1, *batch.features.shape[2:])
 
     def blocks(self, stream: Stream, first: jax.Array | None = None) -> Stream:
         """Through the decoder's layers; with ``first``, through those that are here."""

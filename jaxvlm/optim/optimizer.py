@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxvlm.config import OptimConfig
@@ -18,7 +20,7 @@ def make_optimizer(
     schedule: Schedule,
     logical: dict[str, Logical],
     used_layers: Mapping[str, int] | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """The optimizer over the trainable parameters.
 
     Args:
@@ -29,22 +31,24 @@ def make_optimizer(
             no gradient, and are kept from decay too.
 
     Returns:
-        An optax transformation over ``{path: array}``.
+        An optax transformation over ``{path: array}``, all trainable parameters or some: then
+        ``update`` is told the ``global_norm`` f32[] of all gradients.
 
     Raises:
         ConfigError: a pattern that matches nothing.
     """
     check_patterns("config.optim.decay", config.decay, logical)
     check_patterns("config.optim.no_decay", config.no_decay, logical)
+    decays = decayed(logical, config.decay, config.no_decay)
     scaled = [pattern for pattern, _ in config.learning_rate_scale]
     check_patterns("config.optim.learning_rate_scale", scaled, logical)
     # A stage in either case: a run may be resumed with clipping switched on or off.
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    clip = _clip(config.clip_norm) if config.clip_norm else optax.identity()
     parts = [
         clip,
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(
-            config.weight_decay, mask=decayed(logical, config.decay, config.no_decay)
+            config.weight_decay, mask=lambda params: {path: decays[path] for path in params}
         ),
         optax.scale_by_learning_rate(schedule),
     ]
@@ -53,6 +57,19 @@ def make_optimizer(
     if used_layers:
         parts.append(_keep_unused(used_layers))
     return optax.chain(*parts)
+
+
+def _clip(most: float) -> optax.GradientTransformationExtraArgs:
+    """``optax.clip_by_global_norm`` by a norm that may be of more gradients than are here."""
+
+    def update(
+        updates: Params, state: Any, _params: Any = None, *, global_norm: Any = None, **_: Any
+    ) -> tuple[Params, Any]:
+        norm = optax.tree.norm(updates) if global_norm is None else global_norm
+        factor = jnp.where(norm < most, 1.0, most / norm)
+        return {path: u * factor.astype(u.dtype) for path, u in updates.items()}, state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def _keep_unused(used_layers: Mapping[str, int]) -> optax.GradientTransformation:

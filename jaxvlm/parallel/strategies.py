@@ -66,13 +66,7 @@ def resolve(
     }
     strategy = dataclasses.replace(strategy, **in_order)
     _check(strategy, where)
-    if strategy.context not in CONTEXTS:
-        known = ", ".join(CONTEXTS)
-        raise ConfigError(f"{where}.context={strategy.context!r}; known: {known}")
-    if strategy.context != CONTEXTS[0] and mesh.context == 1:
-        raise ConfigError(
-            f"{where}.context={strategy.context!r} is not read with config.mesh.context=1"
-        )
+    _check_choice(f"{where}.context", strategy.context, CONTEXTS, "context", mesh)
     if strategy.gather_bits not in (8, 32):
         raise ConfigError(f"{where}.gather_bits={strategy.gather_bits}; known: 8, 32")
     if strategy.gather_bits == 8 and strategy.gathered == strategy.params:
@@ -120,14 +114,18 @@ def reduced_axes(strategy: StrategyConfig, mesh: MeshConfig) -> tuple[str, ...]:
     return tuple(a for a in ORDER if getattr(mesh, a) > 1 and a not in strategy.gathered)
 
 
+def _check_choice(
+    field: str, value: str, known: tuple[str, ...], axis: str, mesh: MeshConfig
+) -> None:
+    """Refuse what is not known, and a choice where the mesh has no such axis."""
+    if value not in known:
+        raise ConfigError(f"{field}={value!r}; known: {', '.join(known)}")
+    if value != known[0] and getattr(mesh, axis) == 1:
+        raise ConfigError(f"{field}={value!r} is not read with config.mesh.{axis}=1")
+
+
 def _check_pipeline(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
-    if strategy.schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ConfigError(f"{where}.schedule={strategy.schedule!r}; known: {known}")
-    if strategy.schedule != SCHEDULES[0] and mesh.stage == 1:
-        raise ConfigError(
-            f"{where}.schedule={strategy.schedule!r} is not read with config.mesh.stage=1"
-        )
+    _check_choice(f"{where}.schedule", strategy.schedule, SCHEDULES, "stage", mesh)
     if (strategy.chunks > 1) != (strategy.schedule == "interleaved") or strategy.chunks < 1:
         raise ConfigError(
             f"{where}.chunks={strategy.chunks} with schedule={strategy.schedule!r}: 'interleaved' "

@@ -15,12 +15,12 @@ class Programs:
     """``programs.get(state, batch)`` is the step compiled for the batch's shape.
 
     Args:
-        step: a jitted step.
+        build: compiles the step for the state and the batch that it is given, or for their shapes.
         say: takes a line whenever a program is compiled.
     """
 
-    def __init__(self, step: Any, say: Callable[[str], None]):
-        self.step, self.say = step, say
+    def __init__(self, build: Callable[[TrainState, Batch], Any], say: Callable[[str], None]):
+        self.build, self.say = build, say
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.seconds = 0.0
 
@@ -29,7 +29,7 @@ class Programs:
         key = tuple(None if x is None else (x.shape, str(x.dtype)) for x in batch)
         if key not in self.compiled:
             start = time.perf_counter()
-            self.compiled[key] = self.step.lower(state, batch).compile()
+            self.compiled[key] = self.build(state, batch)
             seconds = time.perf_counter() - start
             self.seconds += seconds
             rows, length = batch.tokens.shape
@@ -43,7 +43,12 @@ class Programs:
 
 
 def memory(program: Any) -> dict[str, int]:
-    """Bytes of a compiled program on one device, as its compiler counts them."""
+    """Bytes of a compiled program on one device, as its compiler counts them.
+
+    Of a step that is several programs, what it says itself.
+    """
+    if own := getattr(program, "memory", None):
+        return own()
     stats = program.memory_analysis()
     if stats is None:
         return {}

@@ -74,21 +74,27 @@ def deal(batch: Batch, parts: int) -> Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Microbatched:
-    """A runner that sums ``loss_grad`` of another over ``parts`` of the batch; see :func:`deal`."""
+class _Around:
+    """A runner whose ``loss_grad`` goes another way than that of the one it is around."""
 
-    runner: PlainRunner
-    parts: int
-    place: Callable[[Params], Params] = lambda grads: grads
-    """Pins where each part's gradients lie before they are added, and their sum."""
+    runner: Runner
 
     def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
-        """The forward pass, undivided."""
+        """The runner's own: undivided."""
         return self.runner.fwd(params, frozen, batch)
 
     def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
-        """Gradients for a cotangent, undivided."""
+        """The runner's own: undivided."""
         return self.runner.vjp(params, frozen, batch, d_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatched(_Around):
+    """A runner that sums ``loss_grad`` of another over ``parts`` of the batch; see :func:`deal`."""
+
+    parts: int
+    place: Callable[[Params], Params] = lambda grads: grads
+    """Pins where each part's gradients lie before they are added, and their sum."""
 
     def loss_grad(
         self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
@@ -116,11 +122,9 @@ class Microbatched:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipelined:
+class Pipelined(_Around):
     """A runner whose ``loss_grad`` goes through the stages of a pipeline."""
 
-    runner: PlainRunner
-    """The whole model, for the other verbs."""
     cut: pipeline.Cut
     mesh: jax.sharding.Mesh
     schedule: str
@@ -128,14 +132,6 @@ class Pipelined:
     parts: int
     skip: bool = True
     """Whether a stage without work does nothing; see ``jaxvlm.parallel.pipeline``."""
-
-    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
-        """The forward pass, layer by layer; no pipeline."""
-        return self.runner.fwd(params, frozen, batch)
-
-    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
-        """Gradients for a cotangent; no pipeline."""
-        return self.runner.vjp(params, frozen, batch, d_out)
 
     def loss_grad(
         self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
@@ -182,20 +178,11 @@ def check_own_rows(bits: int, loss: Loss) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class OnOwnRows:
+class OnOwnRows(_Around):
     """A runner whose gradients are not added up over batch axes: ``Placement.reduce`` does it."""
 
-    runner: Runner
     mesh: jax.sharding.Mesh
     axes: tuple[str, ...]
-
-    def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
-        """The runner's own."""
-        return self.runner.fwd(params, frozen, batch)
-
-    def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
-        """The runner's own."""
-        return self.runner.vjp(params, frozen, batch, d_out)
 
     def loss_grad(
         self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]

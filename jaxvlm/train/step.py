@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxvlm.train.objective import scales, total
-from jaxvlm.types import Batch, Guard, Loss, Params, Runner, TrainState
+from jaxvlm.types import Batch, Guard, Loss, Params, Runner, Sums, TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
@@ -66,42 +66,90 @@ def make_step(
         params, frozen = place.gathered(state.params), place.gathered(state.frozen)
         sums, grads = runner.loss_grad(params, frozen, batch, loss, scale)
         grads, comm = place.reduce(grads, state.comm)
-        value, grads, old = total(sums, scale), place.update(grads), place.update(state.params)
-
-        norms = jnp.stack(
-            [jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())]
-        )
-        ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
-        bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
-
-        moments = place.moments(state.opt_state)
-        updates, opt_state = tx.update(grads, moments, old)
-        params = optax.apply_updates(old, updates)
-        new = state._replace(
-            step=state.step + 1,
-            params=_select(ok, params, old),
-            opt_state=_select(ok, opt_state, moments),
-            comm=_select(ok, comm, state.comm),
-            guard=Guard(
-                skipped=state.guard.skipped + (~ok).astype(jnp.int32),
-                in_a_row=jnp.where(ok, 0, state.guard.in_a_row + 1).astype(jnp.int32),
-            ),
-        )
-        metrics = {
-            "loss": value,
-            "grad_norm": jnp.sqrt(jnp.sum(norms)),
-            "skipped": new.guard.skipped,
-            "bad_in_a_row": new.guard.in_a_row,
-            "bad_leaf": bad_leaf.astype(jnp.int32),
-            "tokens": jnp.sum(batch.segment > 0),
-            "pictures": jnp.sum(batch.image_start >= 0) if batch.image_start is not None else 0,
-        }
-        terms = {f"loss/{name}": scale[name] * s for name, s in sums.terms.items()}
-        metrics |= terms if len(terms) > 1 else {}
-        means = {name: s / jnp.maximum(w, 1e-20) for name, (s, w) in sums.metrics.items()}
-        return new, metrics | means
+        grads = place.update(grads)
+        verdict = judge(total(sums, scale), squares(grads))
+        changed = update(verdict, state.params, state.opt_state, grads, tx, place)
+        new = finish(state, verdict, *changed, comm)
+        return new, report(new, verdict, sums, scale, batch)
 
     return step
+
+
+class Verdict(NamedTuple):
+    """What an update goes by: of the gradients of all parameters together."""
+
+    value: Any
+    """f32[]: the loss."""
+    norm: Any
+    """f32[]: the global norm."""
+    ok: Any
+    """bool[]: all is finite."""
+    bad_leaf: Any
+    """i32[]: index of the first gradient that is not; -1: none."""
+
+
+def squares(grads: Params) -> jax.Array:
+    """f32[n]: each gradient's squared norm, in the order of sorted paths."""
+    each = [jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())]
+    return jnp.stack(each) if each else jnp.zeros(0, jnp.float32)
+
+
+def judge(value: jax.Array, norms: jax.Array) -> Verdict:
+    """The verdict on a loss and the :func:`squares` of its gradients."""
+    ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
+    bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
+    return Verdict(value, jnp.sqrt(jnp.sum(norms)), ok, bad_leaf.astype(jnp.int32))
+
+
+def update(
+    verdict: Verdict,
+    params: Params,
+    opt_state: Any,
+    grads: Params,
+    tx: optax.GradientTransformation,
+    place: Placement = ANYWHERE,
+) -> tuple[Params, Any]:
+    """Parameters and the optimizer's state after a step; as they were where it is bad."""
+    old, moments = place.update(params), place.moments(opt_state)
+    tx = optax.with_extra_args_support(tx)
+    updates, new = tx.update(grads, moments, old, global_norm=verdict.norm)
+    params = optax.apply_updates(old, updates)
+    return _select(verdict.ok, params, old), _select(verdict.ok, new, moments)
+
+
+def finish(
+    state: TrainState, verdict: Verdict, params: Params, opt_state: Any, comm: Any
+) -> TrainState:
+    """The state after a step that changed these."""
+    ok = verdict.ok
+    return state._replace(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        comm=_select(ok, comm, state.comm),
+        guard=Guard(
+            skipped=state.guard.skipped + (~ok).astype(jnp.int32),
+            in_a_row=jnp.where(ok, 0, state.guard.in_a_row + 1).astype(jnp.int32),
+        ),
+    )
+
+
+def report(
+    new: TrainState, verdict: Verdict, sums: Sums, scale: Mapping[str, Any], batch: Batch
+) -> dict[str, Any]:
+    """A step's metrics; see :func:`make_step`."""
+    metrics = {
+        "loss": verdict.value,
+        "grad_norm": verdict.norm,
+        "skipped": new.guard.skipped,
+        "bad_in_a_row": new.guard.in_a_row,
+        "bad_leaf": verdict.bad_leaf,
+        "tokens": jnp.sum(batch.segment > 0),
+        "pictures": jnp.sum(batch.image_start >= 0) if batch.image_start is not None else 0,
+    }
+    terms = {f"loss/{name}": scale[name] * s for name, s in sums.terms.items()}
+    metrics |= terms if len(terms) > 1 else {}
+    return metrics | {name: s / jnp.maximum(w, 1e-20) for name, (s, w) in sums.metrics.items()}
 
 
 def _select(ok: jax.Array, new: Any, old: Any) -> Any:

@@ -45,6 +45,9 @@ def test_what_nothing_reads_is_refused(config, asked, needs):
 
 def other(value):
     """A value that differs."""
+    if dataclasses.is_dataclass(value):
+        field = dataclasses.fields(value)[0].name
+        return dataclasses.replace(value, **{field: other(getattr(value, field))})
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):

@@ -58,6 +58,22 @@ def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
         assert abs(got[step] - expected[step]) <= 1e-5 * abs(expected[step]), step
 
 
+def test_the_tower_moves_to_devices_of_its_own_and_back(data, unbroken, tmp_path):
+    config = recipe(data)
+    for steps, apart in ((4, 2), (8, 0), (12, 1)):
+        config.steps, config.tower.devices = steps, apart
+        if steps == 12:
+            config.data.eval = config.data.train  # evaluated on the decoder's devices
+        run = jaxvlm.Run(config, tmp_path, devices=jax.devices()[: 4 if apart == 2 else 2])
+        result = run.fit()
+    assert result["step"] == 12 and "exact_match" in result
+    assert run.generate([np.zeros((16, 16, 3), np.uint8)], "is it red?") is not None
+    expected, got = losses(unbroken.workdir), losses(tmp_path)
+    assert got.keys() == expected.keys()
+    for step, value in expected.items():
+        assert abs(got[step] - value) <= 1e-5 * abs(value), step
+
+
 @pytest.mark.long
 def test_sigterm_saves_and_the_run_goes_on(data, unbroken, tmp_path):
     process = start(

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from zoo import KINDS, ROWS
 
+from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global

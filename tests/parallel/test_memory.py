@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -10,10 +11,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from zoo import LLAVA, text_and_pictures
+from zoo import LLAVA, QWEN3, text_and_pictures
 
+from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
@@ -47,6 +48,57 @@ def compiled(strategy):
         text_and_pictures(WIDE, 0, True),
     )
     return model, step.lower(abstract, batch).compile(), batch
+
+
+def step_of(preset, wanted, kind=WIDE, **fields):
+    """Compiled for all devices, or for one, with fewer key heads than query heads."""
+    devices = jax.devices()[: 1 if preset == "single" else 8]
+    mesh, split = resolve(StrategyConfig(preset, **fields), wanted, devices)
+    here, config = (
+        make_mesh(mesh, devices),
+        dataclasses.replace(WIDE, decoder=dataclasses.replace(WIDE.decoder, num_kv_heads=4)),
+    )
+    model = build_model(config, here, split)
+    step, abstract, _ = assemble(model, NextToken(), optax.sgd(1e-3))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(here)),
+        text_and_pictures(config, 0, True),
+    )
+    return step.lower(abstract, batch).compile()
+
+
+@functools.cache
+def flops_of_one_device(kind):
+    return step_of("single", MeshConfig(), kind).cost_analysis()["flops"]
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted", "fields"),
+    [
+        pytest.param("ddp", MeshConfig(), {}, marks=LONG),
+        pytest.param("fsdp", MeshConfig(), {}, marks=LONG),
+        pytest.param("ddp", MeshConfig(2, tensor=4), {}, marks=LONG),
+        pytest.param("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence": True}, marks=LONG),
+        ("ddp", MeshConfig(2, context=4), {}),
+        pytest.param("ddp", MeshConfig(2, context=4), {"context": "ring"}, marks=LONG),
+        pytest.param("ddp", MeshConfig(4, context=2), {"context": "ulysses"}, marks=LONG),
+    ],
+)
+def test_no_work_is_done_twice(preset, wanted, fields):
+    """A dim that cannot stay split is gathered by the compiler, which says nothing of it."""
+    all_of_them = 8 * step_of(preset, wanted, **fields).cost_analysis()["flops"]
+    assert all_of_them <= 1.15 * flops_of_one_device(WIDE)
+
+
+@pytest.mark.long
+def test_no_work_on_packed_patches_is_done_twice():
+    vision = dataclasses.replace(QWEN3.vision, width=128, mlp_dim=512, depth=6)
+    kind = dataclasses.replace(QWEN3, vision=vision)
+    all_of_them = 8 * step_of("ddp", MeshConfig(2, context=4), kind).cost_analysis()["flops"]
+    assert all_of_them <= 1.25 * flops_of_one_device(kind)
 
 
 @pytest.mark.long

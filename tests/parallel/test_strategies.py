@@ -14,8 +14,8 @@ import pytest
 from builders import assert_gradients_close
 from zoo import KINDS, ROWS, on_stages
 
+from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global

@@ -1,0 +1,279 @@
+"""A vision tower on devices of its own: its part of a model, and the step on both meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxvlm.build.assemble import Assembled, assemble, placement, split, state_of
+from jaxvlm.build.model import Model, axes_of, wrap
+from jaxvlm.config import ConfigError, ModelConfig, TowerConfig, refuse_unread
+from jaxvlm.models.vlm import Tower
+from jaxvlm.nn.param import Init
+from jaxvlm.parallel.mesh import batch_shards, make_mesh
+from jaxvlm.parallel.sharding import batch_sharding, constrain, replicated, to_global
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.train import apart
+from jaxvlm.train.apart import Sides, is_tower
+from jaxvlm.train.runner import PlainRunner, deal
+from jaxvlm.types import Batch, Loss, Params, TrainState
+
+
+def devices_of(
+    config: TowerConfig, devices: Sequence[jax.Device]
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The tower's own devices, none where it has none, and the others.
+
+    Raises:
+        ConfigError: none would be left, or arrays cannot move between the two.
+    """
+    refuse_unread(config, "config.tower")
+    count, where = config.devices, f"config.tower.devices={config.devices}"
+    if not 0 <= count < len(devices):
+        raise ConfigError(
+            f"{where} of {len(devices)} devices: 0 (the tower is on config.mesh), or so many that "
+            "some are left for the decoder"
+        )
+    if count and jax.process_count() > 1:
+        raise ConfigError(
+            f"{where} with {jax.process_count()} processes: features would go from one process's "
+            "devices to another's, and outside of a program JAX moves arrays inside of a process "
+            "only; leave it at 0 (the tower is on config.mesh), or start one process"
+        )
+    return list(devices[:count]), list(devices[count:])
+
+
+def tower_of(
+    model: Model[ModelConfig], config: TowerConfig, devices: Sequence[jax.Device]
+) -> Model[ModelConfig]:
+    """The model's vision tower on a mesh of ``devices``; allocates nothing.
+
+    Raises:
+        ConfigError: a mesh or a strategy that a tower cannot have.
+    """
+    for name in ("whole", "error_feedback"):
+        if getattr(config.strategy, name):
+            raise ConfigError(f"config.tower.strategy.{name} is not read: a tower is one tower")
+    if config.strategy.reduce_bits != 32:
+        raise ConfigError("config.tower.strategy.reduce_bits: a tower of its own sends 32 alone")
+    if config.strategy.context != "gather" and not model.config.vision.packed:
+        raise ConfigError(
+            f"config.tower.strategy.context={config.strategy.context!r} is not read: this tower "
+            "takes pictures one by one, and they are dealt over context"
+        )
+    try:
+        sizes, strategy = resolve(config.strategy, config.mesh, devices)
+        for axis in ("stage", "expert"):
+            if getattr(sizes, axis) > 1:
+                raise ConfigError(f"config.mesh.{axis} is of a decoder's layers; a tower has none")
+        mesh = make_mesh(sizes, devices[:1] if strategy.name == "single" else devices)
+        axes = axes_of(model.config, mesh, strategy)["vision"]
+
+        def make(init: Init) -> nnx.Module:
+            return Tower(init, axes, model.config)
+
+        alone = wrap(make, mesh, {"vision": strategy})
+        there = {"mesh": mesh, "graph": alone.graph, "make": make, "strategies": alone.strategies}
+        return _part(model, is_tower, **there)
+    except ConfigError as error:
+        text = str(error).replace("config.mesh", "config.tower.mesh")
+        text = text.replace("config.strategy", "config.tower.strategy")
+        raise ConfigError(text) from error
+
+
+def _rest_of(model: Model[ModelConfig]) -> Model[ModelConfig]:
+    absent = {path: x for path, x in model.shapes.items() if is_tower(path)}
+    there = {name: s for name, s in model.strategies.items() if name != "vision"}
+    return _part(model, lambda path: not is_tower(path), strategies=there, absent=absent)
+
+
+def _part(
+    model: Model[ModelConfig], mine: Callable[[str], bool], **more: Any
+) -> Model[ModelConfig]:
+    def pick(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: x for path, x in of.items() if mine(path)}
+
+    found = dataclasses.replace(
+        model,
+        shapes=pick(model.shapes),
+        logical=pick(model.logical),
+        adapted=pick(model.adapted),
+        packed=pick(model.packed),
+        **more,
+    )
+    _ = found.shardings  # dims that the mesh does not divide are refused here
+    return found
+
+
+def assemble_apart(
+    model: Model[ModelConfig],
+    tower: Model[ModelConfig],
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    microbatches: int = 1,
+    frozen: tuple[str, ...] = (),
+) -> Assembled:
+    """A step on two meshes; see :mod:`jaxvlm.train.apart`.
+
+    Args:
+        model: the whole, on the mesh of all that is no tower.
+        tower: of :func:`tower_of`.
+        loss: sums and weights.
+        tx: over the trainable parameters; works on some of them if it is told the gradients'
+            ``global_norm``, as that of ``make_optimizer`` does.
+        microbatches: parts that a batch's gradient is summed over.
+        frozen: path patterns of parameters that stay as they are.
+
+    Raises:
+        ConfigError: a strategy that does not go with a tower that learns elsewhere.
+    """
+    if "vision" in model.strategies["decoder"].whole:
+        raise ConfigError(
+            "config.strategy.whole names 'vision', and config.tower.devices takes it elsewhere: "
+            "config.tower.strategy says what is split there ('ddp': nothing)"
+        )
+    rest = _rest_of(model)
+    sides = Sides(tower, rest)
+    own, still = split(model, model.shapes, frozen)
+    made = [state_of(m, tx, *split(m, m.shapes, _literal(still, m))) for m in sides]
+    states = Sides(*(state for state, _ in made))
+    abstract = apart.join(states.rest, states.tower)
+
+    def init(params: Params) -> TrainState:
+        found = []
+        for side, (_, first) in zip(sides, made):
+            here = {p: jax.device_put(params.pop(p), side.shardings[p]) for p in side.shapes}
+            found.append(first(*split(side, here, _literal(still, side))))
+        return apart.join(found[1], found[0])
+
+    def place(local: Batch, count: int) -> Batch:
+        seen = {"pixels": local.pixels, "patches": local.patches}
+        others = local._replace(pixels=None, patches=None)
+        there = to_global(tower.mesh, Batch(None, None, None, None)._replace(**seen), count)
+        return to_global(rest.mesh, others, count)._replace(
+            pixels=there.pixels, patches=there.patches
+        )
+
+    def params(state: TrainState) -> Params:
+        both = {**state.params, **state.frozen}
+        return {p: jax.device_put(x, model.shardings[p]) for p, x in both.items()}
+
+    if any(is_tower(path) for path in own):
+        _check_trained(model)
+        step: apart.Step = _trained(sides, tx, states, loss, microbatches)
+    else:
+        run = assemble(rest, loss, tx, microbatches, _literal(still, rest))[0]
+        step = _frozen(sides, run, microbatches)
+    return Assembled(step.compiled, abstract, init, place, params)
+
+
+def _literal(still: Mapping[str, Any], side: Model) -> tuple[str, ...]:
+    return tuple(path for path in still if path in side.shapes)
+
+
+def _check_trained(model: Model) -> None:
+    strategy, stages = model.strategies["decoder"], model.mesh.shape["stage"]
+    if stages > 1:
+        raise ConfigError(
+            f"config.mesh.stage={stages} with config.tower.devices and a tower that learns: no "
+            "pipeline gives its gradients to another mesh; freeze the tower "
+            "(config.optim.frozen=('vision/*',)), or leave tower.devices at 0"
+        )
+    if strategy.reduce_bits != 32:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={strategy.reduce_bits} with config.tower.devices and a "
+            "tower that learns: gradients are added up by the compiler there; leave it at 32"
+        )
+
+
+def _ways(sides: Sides) -> tuple[Sides, Sides, Sides]:
+    """Shardings of batches, of what every device has, and of what travels; see ``apart.Step``."""
+    rows = Sides(*(batch_sharding(side.mesh) for side in sides))
+    # With stages, devices that have the same rows are neighbours inside of data alone.
+    parts = [
+        side.mesh.shape["data"] if side.mesh.shape["stage"] > 1 else batch_shards(side.mesh)
+        for side in sides
+    ]
+    common, between = math.gcd(*parts), []
+    for side in sides:
+        devices = side.mesh.devices.reshape(common, -1)
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.sharding.Mesh(devices, ("part", "copy"), axis_types=auto)
+        between.append(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("part")))
+    return rows, Sides(*(replicated(side.mesh) for side in sides)), Sides(*between)
+
+
+def _encoder(tower: Model[ModelConfig]) -> Callable[[Params, Batch], Any]:
+    return lambda params, taken: tower.module(params)(taken)
+
+
+def _frozen(sides: Sides, step: Any, parts: int) -> apart.Frozen:
+    gathered, apply = placement(sides.tower).gathered, _encoder(sides.tower)
+    ways = _ways(sides)
+
+    def encode(params: Params, taken: Batch) -> Any:
+        params = gathered(params)
+        if parts == 1:
+            return apply(params, taken)
+        made = jax.lax.map(lambda part: apply(params, part), deal(taken, parts))
+        made = jnp.moveaxis(made, 0, 1)  # rows were dealt like cards
+        return made.reshape(-1, *made.shape[2:])
+
+    run = jax.jit(encode, out_shardings=ways[2].tower)
+    return apart.Frozen({"encode": run, "step": step}, *ways)
+
+
+def _trained(
+    sides: Sides,
+    tx: optax.GradientTransformation,
+    states: Sides,
+    loss: Loss,
+    parts: int,
+) -> apart.Trained:
+    def apply(params: Params, batch: Batch) -> Any:
+        params = dict(params)
+        if (features := params.pop(apart.FEATURES, None)) is not None:
+            batch = batch._replace(features=features)
+        return sides.rest.apply(params, batch)
+
+    make = apart.Programs(
+        _encoder(sides.tower),
+        PlainRunner(apply),
+        loss,
+        tx,
+        Sides(*(placement(side) for side in sides)),
+        Sides(*(constrain(side.layout("gradients")) for side in sides)),
+        batch_sharding(sides.rest.mesh),
+        parts,
+    )
+    rows, whole, between = _ways(sides)
+    lie = Sides(*(jax.tree.map(lambda x: x.sharding, state) for state in states))
+    sums = Sides(
+        *({p: side.layout("gradients")[p] for p in s.params} for side, s in zip(sides, states))
+    )
+    carry = (whole.rest, sums.rest)
+    programs = {
+        "encode": jax.jit(make.encode, out_shardings=between.tower),
+        "begin": jax.jit(make.begin, out_shardings=(whole.rest, carry)),
+        "zeros": jax.jit(make.zeros, out_shardings=sums.tower),
+        "gradients": jax.jit(
+            make.gradients, out_shardings=(carry, between.rest), donate_argnums=(5, 6)
+        ),
+        "backward": jax.jit(make.backward, out_shardings=sums.tower, donate_argnums=5),
+        "norms": jax.jit(make.norms, out_shardings=whole.rest),
+        "squares": jax.jit(make.squares, out_shardings=whole.tower),
+        "update": jax.jit(
+            make.update,
+            out_shardings=(lie.tower.params, lie.tower.opt_state),
+            donate_argnums=(0, 1),
+        ),
+        "finish": jax.jit(make.finish, out_shardings=(lie.rest, whole.rest), donate_argnums=0),
+    }
+    return apart.Trained(programs, rows, whole, between, parts=parts)

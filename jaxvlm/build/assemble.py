@@ -1,0 +1,225 @@
+"""A step of any model, loss and optimizer, on the model's mesh and under its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from jaxvlm.build.model import Model
+from jaxvlm.build.stages import cut, skips
+from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.models.lora import is_adapter
+from jaxvlm.optim.optimizer import split_frozen
+from jaxvlm.parallel.quantized import gather_in_bytes
+from jaxvlm.parallel.reduce import ORDER, Reduction
+from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
+from jaxvlm.parallel.strategies import reduced_axes
+from jaxvlm.train.runner import Microbatched, OnOwnRows, Pipelined, PlainRunner
+from jaxvlm.train.step import Placement, init_state, make_step
+from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
+
+
+class Assembled(NamedTuple):
+    """A step, and what it is given."""
+
+    build: Callable[[TrainState, Batch], Any]
+    """Compiles ``(state, batch) -> (state, metrics)`` for a state and a batch, or their shapes."""
+    abstract: TrainState
+    """ShapeDtypeStructs with shardings."""
+    init: Callable[[Params], TrainState]
+    """All parameters -> the first state; consumes them."""
+    place: Callable[[Batch, int], Batch]
+    """This process's rows, and how many a batch has -> the batch on its devices."""
+    params: Callable[[TrainState], Params]
+    """All parameters on the model's mesh."""
+
+
+def assemble(
+    model: Model,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    microbatches: int = 1,
+    frozen: tuple[str, ...] = (),
+) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
+    """A step of any model, loss and optimizer under the model's strategy.
+
+    Args:
+        model: on its mesh.
+        loss: sums and weights.
+        tx: over the trainable parameters, ``{path: array}``.
+        microbatches: parts that a batch's gradient is summed over.
+        frozen: path patterns of parameters that stay as they are.
+
+    Returns:
+        The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
+        shardings; and what makes the first state of all parameters, consuming them.
+    """
+    reduction = _reduction(model, microbatches)
+    own, still = split(model, model.shapes, frozen)
+    abstract, init = state_of(model, tx, own, still, reduction)
+    runner, place = _runner(model, microbatches), placement(model)
+    if reduction:
+        runner = OnOwnRows(runner, model.mesh, reduction.axes)
+        place = place._replace(reduce=reduction)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    step = jax.jit(
+        make_step(runner, loss, tx, place),
+        donate_argnums=0,
+        out_shardings=(shardings, replicated(model.mesh)),
+    )
+    return step, abstract, lambda params: init(*split(model, params, frozen))
+
+
+def together(
+    model: Model,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    microbatches: int,
+    frozen: tuple[str, ...],
+) -> Assembled:
+    """The step on one mesh; see :func:`assemble`."""
+    step, abstract, init = assemble(model, loss, tx, microbatches, frozen)
+    return Assembled(
+        lambda state, batch: step.lower(state, batch).compile(),
+        abstract,
+        init,
+        lambda local, rows: to_global(model.mesh, local, rows),
+        lambda state: {**state.params, **state.frozen},
+    )
+
+
+def state_of(
+    model: Model,
+    tx: optax.GradientTransformation,
+    own: Params,
+    still: Params,
+    reduction: Reduction | None = None,
+) -> tuple[TrainState, Callable[[Params, Params], TrainState]]:
+    """The state as ShapeDtypeStructs with shardings, and what makes the first one.
+
+    Args:
+        model: on its mesh.
+        tx: over ``own``.
+        own: shapes of the trainable parameters.
+        still: of the frozen ones.
+        reduction: what keeps a state of its own.
+
+    Returns:
+        The state, and a function of trainable and frozen parameters that consumes them.
+    """
+    here = model.mesh
+
+    def first(params: Params, frozen: Params) -> TrainState:
+        return init_state(params, frozen, tx, reduction.init(params) if reduction else {})
+
+    shapes = jax.eval_shape(first, own, still)
+    everywhere: Any = jax.tree.map(lambda _: replicated(here), shapes)
+    shardings: TrainState = everywhere._replace(
+        params={path: model.shardings[path] for path in own},
+        frozen={path: model.shardings[path] for path in still},
+        opt_state=follow(shapes.opt_state, _between(model), here),
+        comm={path: reduction.where(path) for path in shapes.comm} if reduction else {},
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    return abstract, jax.jit(first, out_shardings=shardings, donate_argnums=(0, 1))
+
+
+def _between(model: Model) -> dict[str, NamedSharding]:
+    """Where moments lie between steps."""
+    return {
+        path: where.with_memory_kind(HOST) if "optimizer" in model.strategy(path).offload else where
+        for path, where in model.layout("optimizer").items()
+    }
+
+
+def placement(model: Model) -> Placement:
+    """Where a step pins what it computes."""
+    moments = model.layout("optimizer")
+    place = Placement(_gathering(model), constrain(moments))
+    return place._replace(moments=to_device) if _between(model) != moments else place
+
+
+def _runner(model: Model, parts: int) -> Runner:
+    plain = PlainRunner(model.apply)
+    of_decoder = model.strategies.get("decoder")
+    if model.mesh.shape["stage"] > 1 and of_decoder:
+        how = (of_decoder.schedule, of_decoder.chunks, parts, skips(model.mesh))
+        return Pipelined(plain, cut(model), model.mesh, *how)
+    if parts > 1:
+        return Microbatched(plain, parts, constrain(model.layout("gradients")))
+    return plain
+
+
+def _reduction(model: Model, parts: int) -> Reduction | None:
+    """How gradients are added up behind the backward pass; ``None``: the compiler adds them.
+
+    It does so once a microbatch. With several it is left to do it where their sum is split, or
+    parameters are: XLA's partitioner aborts over weights split by fsdp and tensor where data is
+    out of its hands (jaxlib 0.10.2).
+
+    Raises:
+        ConfigError: towers that do not agree, or few bits where each microbatch's sum is split, or
+            where the partitioner would abort.
+    """
+    towers = list(model.strategies.values())
+    if len({(s.reduce_bits, s.error_feedback) for s in towers}) > 1:
+        raise ConfigError("strategy.reduce_bits and error_feedback are the same for all towers")
+    bits, feedback = towers[0].reduce_bits, towers[0].error_feedback
+    sizes = MeshConfig(**model.mesh.shape)
+    axes = tuple(a for a in ORDER if all(a in reduced_axes(s, sizes) for s in towers))
+    if bits < 32 and not axes:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits}: no batch axis has gradients of all towers to add "
+            "up behind the backward pass"
+        )
+    sums = {axis for s in towers for axis in s.gradients} & set(axes)
+    layered = [a for a in ORDER if getattr(sizes, a) > 1 and a not in axes]
+    if bits == 32:
+        axes = () if parts == 1 or layered or sums else axes
+    elif layered and (sizes.tensor > 1 or sizes.context > 1):
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits} with parameters gathered layer by layer over "
+            f"{layered[0]} does not go with config.mesh.tensor={sizes.tensor}, "
+            f"context={sizes.context}; 'zero1' and 'zero2' do"
+        )
+    elif parts > 1 and sums:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits} with config.microbatches={parts}: microbatches "
+            f"would be added up whole, and gradients={towers[0].gradients} says they are split; "
+            "'zero1' and 'ddp' keep them whole"
+        )
+    return Reduction(model.mesh, axes, model.layout("optimizer"), bits, feedback) if axes else None
+
+
+def _gathering(model: Model) -> Callable[[Params], Params]:
+    """What a step does with parameters before its first layer."""
+    stored, whole = model.shardings, model.layout("gathered")
+    moved = {
+        path
+        for path, x in model.shapes.items()
+        if not stored[path].is_equivalent_to(whole[path], len(x.shape))
+    }
+    eight = {path for path in moved if model.strategy(path).gather_bits == 8}
+    pin, as_bytes = constrain(whole), gather_in_bytes(stored, whole)
+
+    def gather(params: Params) -> Params:
+        plain = {path: x for path, x in params.items() if path in moved - eight}
+        small = {path: x for path, x in params.items() if path in eight}
+        return {**params, **pin(plain), **as_bytes(small)}
+
+    return gather
+
+
+def split(model: Model, params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
+    """``(trainable, frozen)``: with adapters, all but they are frozen."""
+    trainable, frozen = split_frozen(params, patterns)
+    if not model.adapter.rank:  # a model that has adapters may have a tower without
+        return trainable, frozen
+    frozen |= {path: x for path, x in trainable.items() if not is_adapter(path)}
+    return {path: x for path, x in trainable.items() if is_adapter(path)}, frozen

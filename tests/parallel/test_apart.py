@@ -1,0 +1,202 @@
+"""A vision tower on devices of its own: two of eight, the rest on the other six."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from zoo import KINDS, on_stages
+
+from jaxvlm.build.apart import assemble_apart, devices_of, tower_of
+from jaxvlm.build.assemble import together
+from jaxvlm.build.model import build_model
+from jaxvlm.config import (
+    ConfigError,
+    LoraConfig,
+    MeshConfig,
+    OptimConfig,
+    StrategyConfig,
+    TowerConfig,
+)
+from jaxvlm.optim.optimizer import make_optimizer
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.train import programs
+
+ROWS, STEPS = 12, 3
+TWO, ALL, FSDP = TowerConfig(2), MeshConfig(), StrategyConfig()
+NO_LORA = LoraConfig()
+
+
+def rows_of(batch):
+    return jax.tree.map(lambda x: x[:ROWS], batch)
+
+
+def run(kind, tower=None, mesh=ALL, split=FSDP, frozen=(), parts=1, lora=NO_LORA):
+    """Losses, norms and parameters of three steps; the last program and state."""
+    _, loss, batch = KINDS[kind]
+    config = dataclasses.replace(KINDS[kind].config, lora=lora)
+    own, devices = devices_of(tower, jax.devices()) if tower else ([], jax.devices()[:1])
+    mesh, split = resolve(split, mesh, devices)
+    config = on_stages(config) if mesh.stage > 1 else config
+    model = build_model(config, make_mesh(mesh, devices), split)
+    # Clipped in each step, so that a norm of one side alone would show.
+    optim = OptimConfig(eps=1e-2, clip_norm=0.05, weight_decay=0.1)
+    tx = make_optimizer(optim, lambda step: 1e-2, model.logical)
+    how = (loss, tx, parts, frozen)
+    made = (
+        assemble_apart(model, tower_of(model, tower, own), *how) if tower else together(model, *how)
+    )
+    params = {p: jax.device_put(x, model.shardings[p]) for p, x in first_params(kind, lora).items()}
+    state = made.init(params)
+    seen, program = [], None
+    for seed in range(STEPS):
+        placed = made.place(rows_of(batch(seed, True)), ROWS)
+        program = program or made.build(state, placed)
+        state, metrics = program(state, placed)
+        jax.block_until_ready((state, metrics))
+        seen.append({name: float(x) for name, x in metrics.items()})
+    return seen, jax.device_get(made.params(state)), made, program, state
+
+
+@functools.cache
+def one_device(kind, frozen=(), lora=NO_LORA):
+    return run(kind, frozen=frozen, lora=lora)[:2]
+
+
+@functools.cache
+def first_params(kind, lora):
+    here = make_mesh(MeshConfig(1), jax.devices()[:1])
+    config = dataclasses.replace(KINDS[kind].config, lora=lora)
+    params = build_model(config, here).init(0)
+    return {path: np.asarray(x) for path, x in params.items()}
+
+
+def assert_equal(ours, theirs, least=0.05):
+    for mine, other in zip(ours[0], theirs[0]):
+        for name in (mine.keys() & other.keys()) - {"busiest_expert"}:  # a mean over microbatches
+            np.testing.assert_allclose(mine[name], other[name], rtol=1e-4, err_msg=name)
+        assert other["grad_norm"] > least
+    for path, x in theirs[1].items():
+        assert np.linalg.norm(ours[1][path] - x) <= 1e-4 * np.linalg.norm(x) + 1e-5, path
+
+
+def devices_with(state):
+    """Ids of the devices that hold the tower's parameters and moments, and all others'."""
+    tower, rest = set(), set()
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        (tower if "'vision/" in name else rest).update(d.id for d in x.sharding.device_set)
+    return tower, rest
+
+
+def assert_they_meet(program, parts):
+    """Features lie in as many parts on both sides, or JAX waits and takes them through the host."""
+    assert [way.shard_shape((ROWS,)) for way in program.between] == [(ROWS // parts,)] * 2
+    memory = programs.memory(program)
+    for side in ("tower", "rest"):
+        assert memory[f"{side}, peak"] > memory[f"{side}, state and batch"] > 0
+
+
+SIDES = [
+    (ALL, TWO, 1),
+    (MeshConfig(3, fsdp=2), TowerConfig(2, MeshConfig(1, fsdp=2)), 2),
+    (MeshConfig(3, tensor=2), TowerConfig(2, MeshConfig(1, tensor=2)), 4),
+]
+BYTES = StrategyConfig("fsdp_no_reshard", gather_bits=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sides"),
+    [
+        ("llava", 1),
+        *(
+            pytest.param(kind, sides, marks=pytest.mark.long)
+            for kind, sides in (("llava", 2), ("qwen3", 0), ("qwen3", 2), ("moe", 2), ("gemma3", 0))
+        ),
+    ],
+)
+def test_a_tower_that_learns_elsewhere_equals_one_device(kind, sides):
+    """Every step is clipped by the norm of both sides' gradients."""
+    mesh, tower, parts = SIDES[sides]
+    *ours, _, program, state = run(kind, tower, mesh, parts=parts)
+    assert_equal(ours, one_device(kind))
+    assert_they_meet(program, 1 if sides == 2 else 2)
+    assert devices_with(state) == ({0, 1}, {2, 3, 4, 5, 6, 7})
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "split"),
+    [
+        pytest.param("llava", MeshConfig(3, stage=2), FSDP, marks=pytest.mark.long),
+        pytest.param("qwen3", ALL, StrategyConfig("ddp", reduce_bits=8), marks=pytest.mark.long),
+        ("qwen3", MeshConfig(3, context=2), FSDP),
+    ],
+)
+def test_a_frozen_tower_elsewhere(kind, mesh, split):
+    """All that one mesh can do goes on behind it, pipelines and quantised gradients too."""
+    frozen, parts = ("vision/*",), 2 if mesh.stage == 1 and split.reduce_bits == 32 else 1
+    parts = 4 if mesh.stage > 1 else parts
+    *ours, made, program, state = run(kind, TWO, mesh, split, frozen, parts)
+    if split.reduce_bits == 32:
+        assert_equal(ours, one_device(kind, frozen))
+    else:
+        np.testing.assert_allclose(ours[0][0]["loss"], one_device(kind, frozen)[0][0]["loss"], 1e-5)
+    assert devices_with(state) == ({0, 1}, {2, 3, 4, 5, 6, 7})
+    assert set(program.programs) == {"encode", "step"}
+    # The tower's program takes the same arrays in each step: it waits for none of another's.
+    before = {path: x for path, x in state.frozen.items() if path.startswith("vision/")}
+    after = program(state, made.place(rows_of(KINDS[kind].batch(0, True)), ROWS))[0]
+    assert before and all(after.frozen[path] is x for path, x in before.items())
+    assert_they_meet(program, 1 if mesh.data == 3 else 2)
+
+
+@pytest.mark.long
+def test_a_tower_gathered_as_bytes_learns_by_its_rounded_weights():
+    tower = TowerConfig(2, MeshConfig(1, fsdp=2), BYTES)
+    (seen, *_), (exact, _) = run("llava", tower, parts=2), one_device("llava")
+    np.testing.assert_allclose(seen[0]["loss"], exact[0]["loss"], rtol=1e-2)
+    np.testing.assert_allclose(seen[0]["grad_norm"], exact[0]["grad_norm"], rtol=2e-2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("targets", ["vision/stack/*", "decoder/stack/*", "all-linear"])
+def test_adapters_here_and_there(targets):
+    """Where one side has none, all of it is frozen all the same."""
+    lora = LoraConfig(rank=2, targets=(targets,), base="int8")
+    *ours, _, _, state = run("llava", TWO, lora=lora)
+    assert_equal(ours, one_device("llava", lora=lora), least=0.0)
+    trained = {path.split("/")[0] for path in state.params}
+    assert trained >= {"all-linear": {"vision", "connector", "decoder"}}.get(
+        targets, {targets.split("/")[0]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("tower", "mesh", "split", "says"),
+    [
+        (TowerConfig(8), ALL, FSDP, "tower.devices=8 of 8 devices"),
+        (TowerConfig(0, MeshConfig(2)), ALL, FSDP, "tower.mesh=.* is not read without devices"),
+        (TowerConfig(2, MeshConfig(1, stage=2)), ALL, FSDP, "tower.mesh.stage is of a decoder's"),
+        (TowerConfig(2, MeshConfig(3)), ALL, FSDP, r"config\.tower\.mesh .* 2 devices"),
+        (
+            TowerConfig(2, ALL, StrategyConfig(reduce_bits=8)), ALL, FSDP,
+            "tower.strategy.reduce_bits",
+        ),
+        (TowerConfig(2, MeshConfig(1, expert=-1)), ALL, FSDP, "tower.mesh.expert is of a decoder"),
+        (TowerConfig(3, MeshConfig(1, tensor=3)), ALL, FSDP, r"heads=8 .* config\.tower\.mesh"),
+        (
+            TowerConfig(2, MeshConfig(1, context=2), StrategyConfig(context="ring")), ALL, FSDP,
+            "tower.strategy.context='ring' is not read",
+        ),
+        (TWO, ALL, StrategyConfig(whole=("vision",)), "whole names 'vision', and config.tower"),
+        (TWO, MeshConfig(3, stage=2), FSDP, "no pipeline gives its gradients to another mesh"),
+        (TWO, ALL, StrategyConfig("ddp", reduce_bits=8), "reduce_bits=8 with config.tower"),
+    ],
+)  # fmt: skip
+def test_what_a_tower_elsewhere_cannot_do_is_refused(tower, mesh, split, says):
+    with pytest.raises(ConfigError, match=says):
+        run("llava", tower, mesh, split)
