@@ -22,9 +22,10 @@ import numpy as np
 import optax
 
 from benchmarks.common import RESULTS, environment, write
+from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
 from jaxvlm.config import (
+    ConfigError,
     DecoderConfig,
     MeshConfig,
     ModelConfig,
@@ -144,7 +145,12 @@ def main() -> None:
     result = {"environment": environment(), "model": config, "length": LENGTH, "rows": rows}
     for target in args.targets:
         for strategy in args.strategies:
-            rows.append(row := one(target, strategy))
+            try:
+                rows.append(row := one(target, strategy))
+            except ConfigError as refusal:
+                rows.append({"target": target, "strategy": strategy, "refused": str(refusal)})
+                print(f"{target} {strategy} is refused: {refusal}", flush=True)
+                continue
             kinds = ", ".join(
                 f"{c['kind']} {c['dtype']} over {c['axes'] or '?'} x{c['count']}: "
                 f"{c['bytes_a_parameter']}"

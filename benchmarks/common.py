@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
         "load_average_at_start": os.getloadavg()[0],
         "versions": versions,
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     }
 
 

@@ -19,8 +19,8 @@ import matplotlib
 import optax
 
 from benchmarks.common import ROOT, environment, write
+from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh

@@ -23,8 +23,8 @@ import optax
 
 from benchmarks.common import environment, write
 from jaxvlm.build import published
+from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.training import assemble
 from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.families import any_family
