@@ -8,21 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxvlm.build.assemble import Assembled, assemble, placement, split, state_of
+from jaxvlm.build.assemble import Assembled, assemble, placement, runner_of, split, state_of
 from jaxvlm.build.model import Model, axes_of, wrap
 from jaxvlm.config import ConfigError, ModelConfig, TowerConfig, refuse_unread
 from jaxvlm.models.vlm import Tower
 from jaxvlm.nn.param import Init
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
+from jaxvlm.parallel.schedule import wave
 from jaxvlm.parallel.sharding import batch_sharding, constrain, replicated, to_global
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import apart
 from jaxvlm.train.apart import Sides, is_tower
-from jaxvlm.train.runner import PlainRunner, deal
 from jaxvlm.types import Batch, Loss, Params, TrainState
 
 
@@ -38,8 +37,8 @@ def devices_of(
     count, where = config.devices, f"config.tower.devices={config.devices}"
     if not 0 <= count < len(devices):
         raise ConfigError(
-            f"{where} of {len(devices)} devices: 0 (the tower is on config.mesh), or so many that "
-            "some are left for the decoder"
+            f"{where} of {len(devices)} devices: 0 (the tower is on config.mesh), -1 (as "
+            "many as its share of the work), or so many that some are left for the decoder"
         )
     if count and jax.process_count() > 1:
         raise ConfigError(
@@ -179,16 +178,9 @@ def _literal(still: Mapping[str, Any], side: Model) -> tuple[str, ...]:
 
 
 def _check_trained(model: Model) -> None:
-    strategy, stages = model.strategies["decoder"], model.mesh.shape["stage"]
-    if stages > 1:
+    if (bits := model.strategies["decoder"].reduce_bits) != 32:
         raise ConfigError(
-            f"config.mesh.stage={stages} with config.tower.devices and a tower that learns: no "
-            "pipeline gives its gradients to another mesh; freeze the tower "
-            "(config.optim.frozen=('vision/*',)), or leave tower.devices at 0"
-        )
-    if strategy.reduce_bits != 32:
-        raise ConfigError(
-            f"config.strategy.reduce_bits={strategy.reduce_bits} with config.tower.devices and a "
+            f"config.strategy.reduce_bits={bits} with config.tower.devices and a "
             "tower that learns: gradients are added up by the compiler there; leave it at 32"
         )
 
@@ -219,12 +211,7 @@ def _frozen(sides: Sides, step: Any, parts: int) -> apart.Frozen:
     ways = _ways(sides)
 
     def encode(params: Params, taken: Batch) -> Any:
-        params = gathered(params)
-        if parts == 1:
-            return apply(params, taken)
-        made = jax.lax.map(lambda part: apply(params, part), deal(taken, parts))
-        made = jnp.moveaxis(made, 0, 1)  # rows were dealt like cards
-        return made.reshape(-1, *made.shape[2:])
+        return apart.encode(apply, gathered(params), taken, parts)
 
     run = jax.jit(encode, out_shardings=ways[2].tower)
     return apart.Frozen({"encode": run, "step": step}, *ways)
@@ -237,21 +224,18 @@ def _trained(
     loss: Loss,
     parts: int,
 ) -> apart.Trained:
-    def apply(params: Params, batch: Batch) -> Any:
-        params = dict(params)
-        if (features := params.pop(apart.FEATURES, None)) is not None:
-            batch = batch._replace(features=features)
-        return sides.rest.apply(params, batch)
-
+    how, stages = sides.rest.strategies["decoder"], sides.rest.mesh.shape["stage"]
+    group = wave(stages, parts, how.chunks)
     make = apart.Programs(
         _encoder(sides.tower),
-        PlainRunner(apply),
+        runner_of(sides.rest, group),
         loss,
         tx,
         Sides(*(placement(side) for side in sides)),
         Sides(*(constrain(side.layout("gradients")) for side in sides)),
         batch_sharding(sides.rest.mesh),
-        parts,
+        parts // group,
+        group,
     )
     rows, whole, between = _ways(sides)
     lie = Sides(*(jax.tree.map(lambda x: x.sharding, state) for state in states))
@@ -276,4 +260,4 @@ def _trained(
         ),
         "finish": jax.jit(make.finish, out_shardings=(lie.rest, whole.rest), donate_argnums=0),
     }
-    return apart.Trained(programs, rows, whole, between, parts=parts)
+    return apart.Trained(programs, rows, whole, between, waves=parts // group)

@@ -61,7 +61,7 @@ def assemble(
     reduction = _reduction(model, microbatches)
     own, still = split(model, model.shapes, frozen)
     abstract, init = state_of(model, tx, own, still, reduction)
-    runner, place = _runner(model, microbatches), placement(model)
+    runner, place = runner_of(model, microbatches), placement(model)
     if reduction:
         runner = OnOwnRows(runner, model.mesh, reduction.axes)
         place = place._replace(reduce=reduction)
@@ -145,7 +145,8 @@ def placement(model: Model) -> Placement:
     return place._replace(moments=to_device) if _between(model) != moments else place
 
 
-def _runner(model: Model, parts: int) -> Runner:
+def runner_of(model: Model, parts: int) -> Runner:
+    """What takes the gradient of ``parts`` microbatches."""
     plain = PlainRunner(model.apply)
     of_decoder = model.strategies.get("decoder")
     if model.mesh.shape["stage"] > 1 and of_decoder:

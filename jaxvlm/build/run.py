@@ -7,12 +7,13 @@ import importlib.util
 import math
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxvlm.build import adapters, apart, exporting, inputs, pretrained, record, training
+from jaxvlm.build import adapters, apart, exporting, inputs, pretrained, record, shares, training
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
@@ -58,12 +59,10 @@ class Run:
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
-        own, devices = apart.devices_of(given.tower, devices)
-        mesh, strategy = resolve(given.strategy, given.mesh, devices)
-        given = dataclasses.replace(given, mesh=mesh, strategy=strategy)
-        _check_rows(given)
-        self.mesh = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
-        self.rows = local_rows(self.mesh, given.data.batch_size)
+        own: list[jax.Device] = []
+        by_cost = given.tower.devices == shares.BY_COST
+        if not by_cost:  # before any file is read, so that a wrong mesh is refused at once
+            given, own = self._lay_out(given, devices)
         self.source = pretrained.find(given.model.checkpoint, self.workdir)
         given = pretrained.with_source(given, self.source)
         given = adapters.with_adapter(given, self.source, self.workdir)
@@ -75,17 +74,61 @@ class Run:
         self.config = dataclasses.replace(
             given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
         )
-        self.model: Model = build_model(self.config.model, self.mesh, strategy)
         self.dataset = inputs.make_dataset(
             self.config, given.data.train, self.tokenizer, self.pictures, read
         )
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
         # Built here, so that a setting that can't be used is refused before a file is written.
-        self.tower = apart.tower_of(self.model, given.tower, own) if own else None
-        self.training = training.build_training(
-            self.config, self.model, self.steps, print, self.tower
-        )
+        if by_cost:
+            self._build_by_cost(devices)
+        else:
+            self._build(own)
         self.state: TrainState | None = None
+
+    def _lay_out(
+        self, config: TrainConfig, devices: Sequence[jax.Device]
+    ) -> tuple[TrainConfig, list[jax.Device]]:
+        """Make the mesh; returns ``config`` with its axes filled in, and the tower's devices."""
+        own, devices = apart.devices_of(config.tower, devices)
+        mesh, strategy = resolve(config.strategy, config.mesh, devices)
+        config = dataclasses.replace(config, mesh=mesh, strategy=strategy)
+        _check_rows(config)
+        self.mesh = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
+        self.rows = local_rows(self.mesh, config.data.batch_size)
+        return config, own
+
+    def _build(self, own: list[jax.Device], say: Callable[[str], None] = print) -> None:
+        """Model and step, the vision tower on devices of its ``own`` where it has some."""
+        config = self.config
+        self.model: Model = build_model(config.model, self.mesh, config.strategy)
+        self.tower = apart.tower_of(self.model, config.tower, own) if own else None
+        self.training = training.build_training(config, self.model, self.steps, say, self.tower)
+
+    def _build_by_cost(self, devices: Sequence[jax.Device]) -> None:
+        """Give the tower its share of the devices, or the nearest that this run can use."""
+        given, refused, lines = self.config, "", list[str]()
+        batches = self.dataset.train(np.arange(given.data.batch_size), 0)
+        cost = shares.costs(given, next(batches)[0])
+        for count in shares.best_first(cost, len(devices)):
+            lines.clear()
+            tower = dataclasses.replace(given.tower, devices=count)
+            try:
+                self.config, own = self._lay_out(dataclasses.replace(given, tower=tower), devices)
+                self._build(own, lines.append)
+            except ConfigError as error:
+                refused = refused or f"with {count}: {error}"
+                continue
+            share = cost.tower / sum(cost)
+            print(
+                f"config.tower.devices={count} of {len(devices)}: the tower has {share:.0%} of a "
+                f"step's FLOPs" + (f" ({refused})" if refused else ""),
+                *lines,
+                sep="\n",
+            )
+            return
+        raise ConfigError(
+            f"config.tower.devices=-1: no share of {len(devices)} devices can be used; {refused}"
+        )
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, or until SIGTERM; resumes what the workdir holds.

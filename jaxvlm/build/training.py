@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxvlm.build.apart import assemble_apart
 from jaxvlm.build.assemble import split, together
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
+from jaxvlm.build.shares import flops
 from jaxvlm.config import (
     ConfigError,
     StrategyConfig,
@@ -20,12 +20,11 @@ from jaxvlm.config import (
     VisionConfig,
     feature_blocks,
 )
-from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards
-from jaxvlm.parallel.schedule import timetable
-from jaxvlm.plan import count
+from jaxvlm.parallel.schedule import timetable, wave
+from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import Programs
 from jaxvlm.train.runner import check_own_rows, check_parts
 from jaxvlm.types import Batch, Params, TrainState
@@ -56,15 +55,7 @@ class Training:
             batch: rows that stand for all, numpy.
             scale: rows of a step to these.
         """
-        num_tokens = scale * float((np.asarray(batch.segment) > 0).sum())
-        num_pictures, patches = count.pictures(batch)
-        towers = ("vision", "connector", "decoder")
-        owns = {path.split("/")[0] for path in self.leaves if not is_adapter(path)}
-        adapted = {path.split("/")[0] for path in self.leaves if is_adapter(path)}
-        trained = {tower: tower in owns for tower in towers}
-        reach = count.reach(batch)
-        one = count.forward(self.model.config, num_tokens, reach, scale * num_pictures, patches)
-        return count.step(one, trained, adapted).total
+        return flops(self.model.config, self.leaves, batch, scale)[1].total
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: Callable[[], int]) -> int:
@@ -123,9 +114,12 @@ def build_training(
                 "every shard"
             )
     if (stages := model.mesh.shape["stage"]) > 1:
-        say(_pipeline_line(model.strategies["decoder"], stages, config.microbatches))
-    parts = (loss, tx, config.microbatches, config.optim.frozen)
-    made = assemble_apart(model, tower, *parts) if tower else together(model, *parts)
+        how, parts = model.strategies["decoder"], config.microbatches
+        if tower and any(is_tower(path) for path in trainable):
+            parts = wave(stages, parts, how.chunks)
+        say(_pipeline_line(how, stages, parts))
+    asked = (loss, tx, config.microbatches, config.optim.frozen)
+    made = assemble_apart(model, tower, *asked) if tower else together(model, *asked)
     return Training(
         model,
         Programs(made.build, say),
@@ -141,8 +135,9 @@ def build_training(
 def _pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
     table = timetable(strategy.schedule, stages, parts, strategy.chunks)
     return (
-        f"pipeline {strategy.schedule}: {stages} stages, {parts} microbatches, {table.kept} units "
-        f"in flight; stages are busy {table.busy:.0%} of the time (config.microbatches raises it)"
+        f"pipeline {strategy.schedule}: {stages} stages, {parts} microbatches at once, "
+        f"{table.kept} units in flight; stages are busy {table.busy:.0%} of the time "
+        "(config.microbatches raises it)"
     )
 
 

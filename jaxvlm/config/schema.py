@@ -237,7 +237,8 @@ class StrategyConfig:
 class TowerConfig:
     """A vision tower on devices of its own: how many, and what is split over them."""
 
-    devices: int = 0  # the first so many of the run; 0: it is on config.mesh with all the rest
+    devices: int = 0  # the first so many of the run; 0: it is on config.mesh with all the rest;
+    # -1: as many as its share of a step's FLOPs, counted on the run's first batch
     mesh: MeshConfig = MeshConfig()
     strategy: StrategyConfig = StrategyConfig()
 

@@ -50,7 +50,8 @@ def loss_grad(
     parts: Batch,
     objective: Objective,
     skip: bool = True,
-) -> tuple[Sums, Params, jax.Array]:
+    features: bool = False,
+) -> tuple[Sums, Params, jax.Array, jax.Array | None]:
     """A loss's sums over all microbatches, and the gradient of ``params``.
 
     Args:
@@ -65,13 +66,14 @@ def loss_grad(
             holds a collective that waits for devices of other stages; without it such a stage
             works on anything, and the result is thrown away: it costs no time, for the others
             are what is waited for.
+        features: whether the gradient of ``parts.features`` is taken too.
 
     Returns:
-        Sums, gradients, and i32[S, 3]: how many forward and backward units and units of weights
-        each stage worked on, counted as it did.
+        Sums, gradients, i32[S, 3]: how many forward and backward units and units of weights each
+        stage worked on, counted as it did; and the features' gradient [M, B, ...], or ``None``.
     """
-    run = _Run(cut, schedule, mesh, _Split.of(cut, params), _Split.of(cut, frozen), parts, skip)
-    return run.loss_grad(objective)
+    own, still = _Split.of(cut, params), _Split.of(cut, frozen)
+    return _Run(cut, schedule, mesh, own, still, parts, skip, features).loss_grad(objective)
 
 
 class _Split(NamedTuple):
@@ -101,8 +103,10 @@ class _Run:
         still: _Split,
         parts: Batch,
         skip: bool,
+        features: bool,
     ):
         self.skip, self.split = skip, schedule.kept_rest > 0
+        self.features = features
         self.early: set[str] = set()  # of blocks, whose gradients the flow's makes anyway
         self.cut, self.schedule, self.mesh, self.parts = cut, schedule, mesh, parts
         self.stages, self.chunks = mesh.shape[AXIS], 1 + int(schedule.forward_chunk.max())
@@ -111,14 +115,14 @@ class _Run:
         layers = next(iter({**own.blocks, **still.blocks}.values())).shape[0]
         self.depth = layers // self.stages // self.chunks
         part = jax.tree.map(lambda x: x[0], parts)
-        self.entry = jax.eval_shape(self._begin(part), self.own.pre, ())
+        self.entry = jax.eval_shape(self._begin(part), self.own.pre, self._learned(part))
         flow = jax.eval_shape(
             lambda p, f: cut.blocks(p, f, part, jnp.int32(0)), self._one_chunk(), self.entry
         )
         self.sent = tuple(flow)
         self.how: dict[str, Any] = {}
 
-    def loss_grad(self, objective: Objective) -> tuple[Sums, Params, jax.Array]:
+    def loss_grad(self, objective: Objective) -> tuple[Sums, Params, jax.Array, jax.Array | None]:
         """See the function of this name."""
         carry = self._nothing(objective)
         body = functools.partial(self._tick, objective)
@@ -132,7 +136,7 @@ class _Run:
         grads = {**end["d_pre"], **end["d_post"], **blocks}
         for path in end["d_pre"].keys() & end["d_post"].keys():
             grads[path] = end["d_pre"][path] + end["d_post"][path]
-        return end["sums"], grads, end["worked"]
+        return end["sums"], grads, end["worked"], end["d_features"]
 
     def _tick(self, objective: Objective, carry: Any, row: Any) -> tuple[Any, None]:
         c = dict(carry)
@@ -165,14 +169,29 @@ class _Run:
                 (True, True),
             )
         c["d_blocks"] = {**soon, **late}
-        if self.own.pre:
-            c["d_pre"] = self._enter_back(c["d_pre"], c["pre"], d_entry, row)
+        if self._goes_back():
+            c["d_pre"], d_features = self._enter_back(c["d_pre"], c["pre"], d_entry, row)
+            if self.features:
+                at = jnp.maximum(row["begin_back"], 0)
+                yes = row["begin_back"] >= 0
+                c["d_features"] = _put(c["d_features"], d_features, at, yes)
         return c, None
 
     # Before the first stage
 
+    def _learned(self, part: Batch) -> Any:
+        """What of a microbatch has a gradient."""
+        return part.features if self.features else ()
+
+    def _goes_back(self) -> bool:
+        return bool(self.own.pre) or self.features
+
     def _begin(self, part: Batch) -> Callable[[Params, Any], Flow]:
-        return lambda own, _: self.cut.pre({**own, **self.still.pre}, part)
+        def begin(own: Params, learned: Any) -> Flow:
+            whole = part._replace(features=learned) if self.features else part
+            return self.cut.pre({**own, **self.still.pre}, whole)
+
+        return begin
 
     def _enter(self, kept: Any, row: Any) -> tuple[Flow, Any]:
         """What enters the first stage in this tick, and what its way back needs."""
@@ -180,7 +199,8 @@ class _Run:
 
         def work() -> tuple[Flow, Any]:
             known = (self.own.pre, self.still.pre, part)
-            entry, new, self.how["pre"] = _record(self._begin(part), self.own.pre, (), known)
+            learned = self._learned(part)
+            entry, new, self.how["pre"] = _record(self._begin(part), self.own.pre, learned, known)
             return entry, new
 
         def idle() -> tuple[Flow, Any]:
@@ -189,15 +209,19 @@ class _Run:
         entry, new = jax.lax.cond(row["begin"] >= 0, work, idle)
         return entry, _put(kept, new, row["begin_slot"])
 
-    def _enter_back(self, grads: Params, kept: Any, d_entry: Flow, row: Any) -> Params:
+    def _enter_back(self, grads: Params, kept: Any, d_entry: Flow, row: Any) -> tuple[Params, Any]:
+        """Gradients with this tick's, and that of the features which entered."""
         part, has = _take(self.parts, row["begin_back"]), _take(kept, row["begin_back_slot"])
 
-        def work() -> Params:
+        def work() -> tuple[Params, Any]:
             known = (self.own.pre, self.still.pre, part)
-            back = _back(self.how["pre"], known, has)
-            return jax.tree.map(jnp.add, grads, back(d_entry)[0])
+            d_own, d_learned = _back(self.how["pre"], known, has)(d_entry)
+            return jax.tree.map(jnp.add, grads, d_own), d_learned
 
-        return jax.lax.cond(row["begin_back"] >= 0, work, lambda: grads)
+        def idle() -> tuple[Params, Any]:
+            return grads, _zeros(self._learned(part))
+
+        return jax.lax.cond(row["begin_back"] >= 0, work, idle)
 
     # Behind the last stage
 
@@ -296,7 +320,7 @@ class _Run:
         d_flow, new, grads, worked = self._if(row["backward"], stage, work, idle)
         first = (stage == 0) & (chunk == 0) & (unit >= 0)
         d_entry = {}
-        if self.own.pre:
+        if self._goes_back():
             d_entry = self._from(first, d_flow)
         sent = {name: d_flow[name] for name in self.sent}
         return self._shift(sent, -1), d_entry, grads, _put(rest, new, slot), worked
@@ -386,9 +410,9 @@ class _Run:
             self.early = {path for path, x in early.items() if x is not None}
             return kept, rest
 
-        def of_pre(own: Params, still: Params, part: Batch) -> Any:
-            known = (own, still, part)
-            return _record(lambda o, _: self.cut.pre({**o, **still}, part), own, (), known)[1]
+        def of_pre(own: Params, part: Batch) -> Any:
+            known = (own, self.still.pre, part)
+            return _record(self._begin(part), own, self._learned(part), known)[1]
 
         def of_post(own: Params, still: Params, flow: Flow, part: Batch) -> Any:
             return objective(self.cut.post({**own, **still}, flow, part), part)[1]
@@ -403,7 +427,7 @@ class _Run:
         blocks, rest = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (blocks, rest)
         )
-        pre = jax.eval_shape(of_pre, self.own.pre, self.still.pre, part)
+        pre = jax.eval_shape(of_pre, self.own.pre, part)
         sums = jax.eval_shape(of_post, self.own.post, self.still.post, flow, part)
         table, S = self.schedule, self.stages
         return {
@@ -415,6 +439,7 @@ class _Run:
             "d_left": _zeros(flow, table.kept_end),
             "sums": _zeros(sums),
             "d_pre": _zeros(self.own.pre),
+            "d_features": _zeros(self.parts.features) if self.features else None,
             "d_post": _zeros(self.own.post),
             "d_blocks": _zeros(self.own.blocks),
             "worked": jnp.zeros((S, 3), jnp.int32),

@@ -144,6 +144,20 @@ def timetable(name: str, stages: int, parts: int, chunks: int = 1) -> Schedule:
     )  # fmt: skip
 
 
+def wave(stages: int, parts: int, chunks: int = 1) -> int:
+    """How many microbatches enter a pipeline at once where another mesh works before it.
+
+    That mesh is at one wave of them while the stages are at the wave before. Where both have as
+    much work, a step of M microbatches takes as long as M + g + M / g * (S - 1) / V of them, g
+    being a wave's: a wave to begin with, and each wave's bubble.
+
+    Returns:
+        The divisor of ``parts`` for which that is least; 1 without stages.
+    """
+    fit = [g for g in range(1, parts + 1) if parts % g == 0 and (chunks == 1 or g % stages == 0)]
+    return min(fit or [parts], key=lambda g: g + parts / g * (stages - 1) / chunks)
+
+
 def _only(units: np.ndarray, chunk: int) -> np.ndarray:
     """Units of one chunk; the others become nothing."""
     return np.where(units[:, 1:] == chunk, units, -1)

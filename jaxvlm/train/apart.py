@@ -21,15 +21,13 @@ import optax
 
 from jaxvlm.train.objective import scales, total
 from jaxvlm.train.programs import memory
-from jaxvlm.train.runner import deal
+from jaxvlm.train.runner import FEATURES, deal, undeal
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
 from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState
 
 _OF_TOWER = ("encode", "zeros", "backward", "squares", "update")
 AHEAD = 2
-"""Microbatches that a tower which learns encodes before the rest has learned from the first."""
-FEATURES = "features"
-"""Among the rest's parameters while gradients are taken: a batch's features."""
+"""Waves that a tower which learns encodes before the rest has learned from the first."""
 
 
 class Sides(NamedTuple):
@@ -170,6 +168,15 @@ def like(tree: Any, where: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
 
+def encode(
+    encoder: Callable[[Params, Batch], Any], params: Params, taken: Batch, parts: int
+) -> Any:
+    """Features of all rows, ``parts`` of them one behind the other."""
+    if parts == 1:
+        return encoder(params, taken)
+    return undeal(jax.lax.map(lambda part: encoder(params, part), deal(taken, parts)))
+
+
 class Frozen(Step):
     """The tower does not learn: features are part of the batch.
 
@@ -189,12 +196,12 @@ class Frozen(Step):
 
 @dataclasses.dataclass(frozen=True)
 class Trained(Step):
-    """The tower learns too; ``parts`` microbatches go one behind the other.
+    """The tower learns too; ``waves`` of microbatches go one behind the other.
 
     Programs: the methods of :class:`Programs`.
     """
 
-    parts: int = 1
+    waves: int = 1
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """As a compiled :func:`jaxvlm.train.step.make_step`."""
@@ -204,14 +211,14 @@ class Trained(Step):
         theirs, ours = (tower.params, tower.frozen), (rest.params, rest.frozen)
 
         def features(m: int) -> Any:
-            if taken is None or m >= self.parts:
+            if taken is None or m >= self.waves:
                 return None
             return self.move(run["encode"](*theirs, taken, np.int32(m)), between.rest)
 
         made = [features(m) for m in range(AHEAD)]
         scale, carry = run["begin"](*ours, batch, made[0])
         grads = run["zeros"](tower.params)
-        for m in range(self.parts):
+        for m in range(self.waves):
             made.append(features(m + AHEAD))
             part = np.int32(m)
             carry, back = run["gradients"](*ours, batch, part, scale, carry, made.pop(0))
@@ -233,7 +240,7 @@ class Programs:
     encoder: Callable[[Params, Batch], Any]
     """The tower's parameters and its part of a batch -> ``Batch.features``."""
     runner: Runner
-    """Of the rest; takes features as a parameter, :data:`FEATURES`."""
+    """Of the rest; features are among its parameters."""
     loss: Loss
     tx: optax.GradientTransformation
     place: Sides
@@ -242,17 +249,20 @@ class Programs:
     """Pins where each side's gradients lie while they are added up."""
     rows: Any
     """The sharding of the rest's rows."""
-    parts: int
+    waves: int
+    group: int
+    """Microbatches in a wave: as many as the rest's runner takes at once."""
 
-    def _part(self, batch: Batch, m: Any) -> Batch:
+    def _wave(self, batch: Batch, m: Any) -> Batch:
         return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, False), deal(batch, self.parts)
+            lambda x: jax.lax.dynamic_index_in_dim(x, m, 0, False), deal(batch, self.waves)
         )
 
     def encode(self, params: Params, frozen: Params, taken: Batch, m: Any) -> Any:
-        """Tower: the features of microbatch ``m``."""
+        """Tower: the features of wave ``m``."""
         gathered = self.place.tower.gathered
-        return self.encoder({**gathered(params), **gathered(frozen)}, self._part(taken, m))
+        both = {**gathered(params), **gathered(frozen)}
+        return encode(self.encoder, both, self._wave(taken, m), self.group)
 
     def begin(
         self, params: Params, frozen: Params, batch: Batch, features: Any
@@ -267,7 +277,7 @@ class Programs:
         self, params: Params, frozen: Params, batch: Batch, m: Any, scale: Any, features: Any
     ) -> tuple[Sums, tuple[Params, Any]]:
         gathered = self.place.rest.gathered
-        params, part = gathered(params), self._part(batch, m)
+        params, part = gathered(params), self._wave(batch, m)
         if features is not None:
             params = {**params, FEATURES: jax.lax.with_sharding_constraint(features, self.rows)}
         sums, grads = self.runner.loss_grad(params, gathered(frozen), part, self.loss, scale)
@@ -284,7 +294,7 @@ class Programs:
         carry: tuple[Sums, Params],
         features: Any,
     ) -> tuple[tuple[Sums, Params], Any]:
-        """Rest: sums and gradients with those of microbatch ``m``, and its features' gradient."""
+        """Rest: sums and gradients with those of wave ``m``, and its features' gradient."""
         sums, (grads, back) = self._grads(params, frozen, batch, m, scale, features)
         sums, grads = jax.tree.map(jnp.add, carry, (sums, self.sums.rest(grads)))
         return (sums, self.sums.rest(grads)), back
@@ -296,16 +306,23 @@ class Programs:
     def backward(
         self, params: Params, frozen: Params, taken: Batch, m: Any, back: Any, grads: Params
     ) -> Params:
-        """Tower: ``grads`` with those of microbatch ``m``, by its features' gradient ``back``.
+        """Tower: ``grads`` with those of wave ``m``, by its features' gradient ``back``.
 
         It encodes again: what a backward pass needs would else be kept of each microbatch.
         """
         # Gathered before: where that rounds to bytes, gradients are those of the rounded weights.
-        gathered, part = self.place.tower.gathered, self._part(taken, m)
-        still = gathered(frozen)
-        _, pull = jax.vjp(lambda p: self.encoder({**p, **still}, part), gathered(params))
-        more = self.sums.tower(pull(back)[0])
-        return self.sums.tower(jax.tree.map(jnp.add, grads, more))
+        gathered, wave = self.place.tower.gathered, self._wave(taken, m)
+        own, still = gathered(params), gathered(frozen)
+
+        def add(grads: Params, part: Any) -> tuple[Params, None]:
+            rows, d_features = part
+            _, pull = jax.vjp(lambda p: self.encoder({**p, **still}, rows), own)
+            more = self.sums.tower(pull(d_features)[0])
+            return self.sums.tower(jax.tree.map(jnp.add, grads, more)), None
+
+        if self.group == 1:
+            return add(grads, (wave, back))[0]
+        return jax.lax.scan(add, grads, deal((wave, back), self.group))[0]
 
     def squares(self, grads: Params) -> Any:
         """Tower: squared norms of its gradients."""

@@ -16,6 +16,9 @@ from jaxvlm.parallel.schedule import timetable
 from jaxvlm.train.objective import total
 from jaxvlm.types import Batch, Loss, Out, Params, Runner, Sums
 
+FEATURES = "features"
+"""Among parameters: a batch's features, where their gradient is wanted too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class PlainRunner:
@@ -25,6 +28,7 @@ class PlainRunner:
 
     def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
         """The forward pass."""
+        params, batch = _fed(params, batch)
         return self.apply({**params, **frozen}, batch)
 
     def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
@@ -45,6 +49,14 @@ class PlainRunner:
         return sums, grads
 
 
+def _fed(params: Params, batch: Batch) -> tuple[Params, Batch]:
+    """Parameters alone, and the batch with the features that were among them."""
+    if FEATURES not in params:
+        return params, batch
+    own = {path: x for path, x in params.items() if path != FEATURES}
+    return own, batch._replace(features=params[FEATURES])
+
+
 def check_parts(parts: int, loss: Loss, rows: int) -> None:
     """Refuse microbatches that would change the gradient, or do not divide the batch.
 
@@ -60,7 +72,7 @@ def check_parts(parts: int, loss: Loss, rows: int) -> None:
         raise ConfigError(f"config.microbatches={parts} does not divide data.batch_size={rows}")
 
 
-def deal(batch: Batch, parts: int) -> Batch:
+def deal(batch: Any, parts: int) -> Any:
     """Rows [B, ...] as microbatches [parts, B / parts, ...].
 
     Rows are dealt like cards, part m taking rows m, m + parts, …, so that each device keeps
@@ -71,6 +83,11 @@ def deal(batch: Batch, parts: int) -> Batch:
         return jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0)
 
     return jax.tree.map(one, batch)
+
+
+def undeal(x: jax.Array) -> jax.Array:
+    """The inverse of :func:`deal`."""
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +166,20 @@ class Pipelined(_Around):
             sums = loss(out, part)
             return total(sums, scale), sums
 
-        sums, grads, worked = pipeline.loss_grad(
+        own, batch = _fed(params, batch)
+        sums, grads, worked, back = pipeline.loss_grad(
             self.cut,
             table,
             self.mesh,
-            params,
+            own,
             frozen,
             deal(batch, self.parts),
             objective,
             self.skip,
+            FEATURES in params,
         )
+        if back is not None:
+            grads[FEATURES] = undeal(back)
         units = jnp.float32(stages * table.span)
         busy = (jnp.sum(worked).astype(jnp.float32), units)
         return sums._replace(metrics={**sums.metrics, "busy_stages": busy}), grads

@@ -1,0 +1,67 @@
+"""How many devices a vision tower gets, by what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import jax
+
+from jaxvlm.build.assemble import split
+from jaxvlm.build.model import build_model
+from jaxvlm.config import MeshConfig, ModelConfig, TrainConfig
+from jaxvlm.models.lora import is_adapter
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.plan import count
+from jaxvlm.train.apart import Sides
+from jaxvlm.types import Batch
+
+BY_COST = -1
+"""``config.tower.devices``: as many as :func:`best_first` puts first and the run can use."""
+
+
+def flops(
+    config: ModelConfig, trained: Collection[str], batch: Batch, scale: float = 1.0
+) -> tuple[count.Flops, count.Flops]:
+    """Model FLOPs of a forward pass, and of a step; see ``jaxvlm.plan.count``.
+
+    Args:
+        config: of the model.
+        trained: paths of the trained parameters.
+        batch: rows that stand for all, numpy.
+        scale: rows of a step to these.
+    """
+    num_tokens = scale * float((batch.segment > 0).sum())
+    num_pictures, patches = count.pictures(batch)
+    towers = ("vision", "connector", "decoder")
+    owns = {path.split("/")[0] for path in trained if not is_adapter(path)}
+    adapted = {path.split("/")[0] for path in trained if is_adapter(path)}
+    reach = count.reach(batch)
+    forward = count.forward(config, num_tokens, reach, scale * num_pictures, patches)
+    return forward, count.step(forward, {tower: tower in owns for tower in towers}, adapted)
+
+
+def costs(config: TrainConfig, batch: Batch) -> Sides:
+    """FLOPs of a step as it is run with the tower elsewhere, what is done again counted too.
+
+    Args:
+        config: of the run, its model whole.
+        batch: rows that stand for all, numpy.
+    """
+    model = config.model
+    one = build_model(model, make_mesh(MeshConfig(1), jax.devices()[:1]))
+    trained, _ = split(one, one.shapes, config.optim.frozen)
+    forward, step = flops(model, trained, batch)
+    tower, rest = step.vision, step.total - step.vision
+    if any(path.startswith("vision/") for path in trained):
+        tower += forward.vision  # the backward pass encodes again
+        tower += forward.vision * (model.vision.remat == "full")
+    rest += forward.decoder * (model.decoder.remat == "full")
+    return Sides(tower, rest)
+
+
+def best_first(cost: Sides, devices: int) -> list[int]:
+    """Numbers of devices for the tower, the shortest step first.
+
+    A step is as long as the work of that side which has more of it for each device.
+    """
+    return sorted(range(1, devices), key=lambda n: max(cost.tower / n, cost.rest / (devices - n)))

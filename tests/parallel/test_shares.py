@@ -1,0 +1,79 @@
+"""How many devices a vision tower gets: by FLOPs, held to the compiler's own count."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from zoo import KINDS, LLAVA
+
+from jaxvlm.build.model import build_model
+from jaxvlm.build.shares import best_first, costs
+from jaxvlm.config import DataConfig, MeshConfig, OptimConfig, TrainConfig, feature_blocks
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.schedule import wave
+from jaxvlm.train.apart import Sides
+
+
+@pytest.mark.parametrize(
+    ("cost", "devices", "first"),
+    [((60, 40), 8, 5), ((50, 50), 8, 4), ((1, 99), 8, 1), ((99, 1), 8, 7), ((10, 90), 64, 7)],
+)
+def test_the_side_with_more_work_gets_more_devices(cost, devices, first):
+    order = best_first(Sides(*cost), devices)
+    assert order[0] == first and sorted(order) == list(range(1, devices))
+    spans = [max(cost[0] / n, cost[1] / (devices - n)) for n in order]
+    assert spans == sorted(spans)
+
+
+def of(model, frozen=(), **fields):
+    data = DataConfig(train="none", batch_size=12)
+    return TrainConfig(model=model, data=data, optim=OptimConfig(frozen=frozen), **fields)
+
+
+def test_costs_are_what_is_run():
+    """Frozen: once; trained: once, again, and twice for gradients; and again under remat."""
+    batch = jax.tree.map(np.asarray, KINDS["llava"].batch(0, True))
+    full = dataclasses.replace(LLAVA, vision=dataclasses.replace(LLAVA.vision, remat="full"))
+    frozen = costs(of(LLAVA, ("vision/*",)), batch)
+    learns, again = costs(of(LLAVA), batch), costs(of(full), batch)
+    assert learns.tower == pytest.approx(4 * frozen.tower)
+    assert again.tower == pytest.approx(5 * frozen.tower)
+    assert learns.rest == pytest.approx(again.rest) == frozen.rest
+
+    # Wide, so that matmuls are most of what the compiler counts.
+    vision = dataclasses.replace(LLAVA.vision, width=512, mlp_dim=2048)
+    wide = dataclasses.replace(LLAVA, vision=vision)
+    model = build_model(wide, make_mesh(MeshConfig(1), jax.devices()[:1]))
+    pixels = jax.ShapeDtypeStruct(batch.pixels.shape, batch.pixels.dtype)
+    made = (
+        jax.jit(lambda params, x: model.module(params).encode(x.reshape(-1, *x.shape[2:])))
+        .lower(model.shapes, pixels)
+        .compile()
+    )
+    here = (batch.image_start >= 0).sum() / batch.image_start.size
+    # The compiler counts a loop over layers once, and all places for pictures.
+    counted = made.cost_analysis()["flops"] * max(feature_blocks(vision)) * here
+    assert 1 <= counted / costs(of(wide, ("vision/*",)), batch).tower < 1.15
+
+
+def test_waves_are_the_shortest_of_all():
+    """By going through a step in time: a mesh that encodes waves, and stages behind it."""
+
+    def span(stages, parts, size):
+        first = then = 0.0
+        for _ in range(parts // size):
+            first += size
+            then = max(first, then) + size + stages - 1
+        return then
+
+    for stages, parts in itertools.product((2, 3, 4, 8), (1, 4, 8, 12, 32, 64)):
+        sizes = [g for g in range(1, parts + 1) if parts % g == 0]
+        assert span(stages, parts, wave(stages, parts)) == min(
+            span(stages, parts, g) for g in sizes
+        )
+    assert wave(1, 8) == 1 and wave(4, 32) == 8
+    assert wave(4, 32, chunks=2) % 4 == 0 and wave(4, 6, chunks=2) == 6
