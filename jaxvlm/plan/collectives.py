@@ -63,13 +63,16 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
             written in a way that is not.
     """
     bodies, entry = _computations(text)
+    chains: set[tuple[str, str]] = set()
     found: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
     sent: dict[tuple[str, tuple[str, ...], str], float] = collections.defaultdict(float)
     for name, times in _multiplicity(bodies, entry).items():
         types = _types(bodies[name])
         for line in bodies[name]:
-            if not _kind(line):
+            if not _kind(line) or (chain := _chain(line)) in chains:
                 continue
+            if chain is not None:
+                chains.add(chain)
             fused = _is_sliced(bodies[name], line)
             kind, axes, sizes = _collective(line, mesh, fused, types)
             for dtype, size in sizes.items():
@@ -156,6 +159,16 @@ def _kind(line: str) -> str:
     if op is None or op[1].removesuffix("-start") not in _KINDS:
         return ""
     return op[1].removesuffix("-start")
+
+
+def _chain(line: str) -> tuple[str, str] | None:
+    """What the pieces have in common in which a TPU runs one collective beside other work.
+
+    It stands in the fusion that starts it, in those that it goes on beside, and in the last.
+    """
+    chain = re.search(r'chain_id="(\d+)"', line)
+    channel = re.search(r"channel_id=(\d+)", line)
+    return (chain[1], channel[1] if channel else "") if chain else None
 
 
 def _collective(

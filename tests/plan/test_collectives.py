@@ -112,6 +112,28 @@ def test_bytes_of_a_real_program(kind, expected):
     assert found == Collective(kind, ("fsdp",), "f32", 1, expected)
 
 
+def test_what_a_tpu_runs_in_pieces_is_counted_once():
+    """As in a program of libtpu: one gather stands in three fusions, with one chain_id."""
+    piece = (
+        "%piece.{0} (p.{0}: f32[8,16]) -> f32[32,16] {{\n"
+        "  %p.{0} = f32[8,16]{{1,0}} parameter(0)\n"
+        "  ROOT %g.{0} = f32[32,16]{{1,0}} all-gather(%p.{0}), channel_id=9, "
+        'replica_groups=[2,4]<=[8], dimensions={{0}}, frontend_attributes={{chain_id="{1}"}}\n'
+        "}}\n\n"
+    )
+    call = "  %f.{0} = f32[32,16]{{1,0}} fusion(%carry), kind=kCustom, calls=%piece.{0}\n"
+    numbers = [(0, 4), (1, 4), (2, 4), (3, 5)]  # the last is another one, of the same channel
+    text = HLO.format(**IOTA)
+    before, body = text.split("%body (", 1)
+    head, rest = body.split("\n", 1)
+    pieces = "".join(piece.format(*n) for n in numbers)
+    calls = "".join(call.format(*n) for n in numbers)
+    found = read(f"{before}{pieces}%body ({head}\n{calls}{rest}", MESH)
+    one = 5 * 3 * 8 * 16 * 4
+    gathers = [c for c in found if c.kind == "all-gather"]
+    assert gathers == [Collective("all-gather", ("fsdp",), "f32", 16, 3 * one + 3 * 8 * 4)]
+
+
 def test_unknown_groups_are_refused():
     text = HLO.format(**LISTED | {"reduce": "replica_groups=@some_mesh"})
     with pytest.raises(ValueError, match="unknown way"):

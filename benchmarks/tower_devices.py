@@ -1,0 +1,196 @@
+"""A vision tower on devices of its own: how many of eight, for a model whose tower is most of it.
+
+    python -m benchmarks.tower_devices
+
+Eight CPU devices share this machine's cores, so a step's seconds say nothing of eight chips. Here
+each program of a step is run by itself and its CPU seconds are divided by its side's devices; a
+step is then replayed in the order in which it was put into the devices' queues, each program
+starting when its side is free and what it takes is there. ``step_ms`` is that replay's length,
+``tower`` and ``rest`` the shares of it in which a side is at work. ``flops`` is what
+``config.tower.devices=-1`` goes by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("NPROC", "32")  # see overhead.py
+
+import jax  # the flags are for it
+import numpy as np
+
+from benchmarks.common import environment, timed, write
+from jaxvlm.build.apart import assemble_apart, devices_of, tower_of
+from jaxvlm.build.model import build_model
+from jaxvlm.build.shares import best_first, costs
+from jaxvlm.config import (
+    DataConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    StrategyConfig,
+    TowerConfig,
+    TrainConfig,
+    VisionConfig,
+)
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.optim.optimizer import make_optimizer
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.train.apart import Sides, Step
+from jaxvlm.types import Batch
+
+MODEL = ModelConfig(
+    vision=VisionConfig(
+        image_size=96, patch_size=16, width=128, depth=6, num_heads=4, mlp_dim=512
+    ),
+    decoder=DecoderConfig(
+        vocab_size=1024, width=128, depth=3, num_heads=4, num_kv_heads=4, head_dim=32, mlp_dim=320
+    ),
+)  # fmt: skip
+PARTS, ROWS, LENGTH, PICTURES = 4, 4 * 60, 96, 2
+COUNTS = (2, 3, 4, 5, 6)
+OF_TOWER = ("encode", "zeros", "backward", "squares", "update")
+
+
+def batch() -> Batch:
+    """Rows of one segment with a loss on what follows its two pictures."""
+    rng = np.random.default_rng(0)
+    side = MODEL.vision.image_size
+    tokens = (side // MODEL.vision.patch_size) ** 2
+    place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+    return Batch(
+        tokens=rng.integers(0, MODEL.decoder.vocab_size, (ROWS, LENGTH)).astype(np.int32),
+        loss_weight=(place > PICTURES * tokens).astype(np.float32),
+        positions=np.ascontiguousarray(place[:, None]),
+        segment=np.ones((ROWS, LENGTH), np.int32),
+        pixels=rng.integers(0, 256, (ROWS, PICTURES, side, side, 3), np.uint8),
+        image_start=np.tile(np.asarray([1, 1 + tokens], np.int32), (ROWS, 1)),
+    )
+
+
+class Replay:
+    """When each program of a step would end, had each side devices of its own."""
+
+    def __init__(self, devices: Sides):
+        self.devices, self.free = devices, {"tower": 0.0, "rest": 0.0}
+        self.work = dict(self.free)
+        self.ready: dict[int, float] = {}
+        self.kept: list[Any] = []  # or an id would come again
+
+    def program(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, waited for and put into its side's queue."""
+        side = "tower" if name in OF_TOWER else "rest"
+
+        def call(*args: Any) -> Any:
+            came = self._ready(args)
+            made: list[Any] = []
+            spent = timed(lambda: made.append(jax.block_until_ready(run(*args))))[1]
+            spent /= getattr(self.devices, side)
+            self.free[side] = max(self.free[side], came) + spent
+            self.work[side] += spent
+            return self._made(made[0], self.free[side])
+
+        return call
+
+    def move(self, move: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """``move``, which is taken to cost nothing."""
+        return lambda x, to: self._made(jax.block_until_ready(move(x, to)), self._ready(x))
+
+    @property
+    def length(self) -> float:
+        """Seconds."""
+        return max(self.free.values())
+
+    def _ready(self, tree: Any) -> float:
+        return max((self.ready.get(id(x), 0.0) for x in jax.tree.leaves(tree)), default=0.0)
+
+    def _made(self, tree: Any, when: float) -> Any:
+        self.kept.append(tree)
+        self.ready |= {id(x): when for x in jax.tree.leaves(tree)}
+        return tree
+
+
+class Contestant:
+    """A compiled step with so many devices for the tower, and its state."""
+
+    def __init__(self, count: int):
+        self.devices = Sides(count, 8 - count)
+        own, devices = devices_of(TowerConfig(count), jax.devices())
+        mesh, split = resolve(StrategyConfig("ddp"), MeshConfig(), devices)
+        model = build_model(MODEL, make_mesh(mesh, devices), split)
+        tower = tower_of(model, TowerConfig(count, strategy=StrategyConfig("ddp")), own)
+        tx = make_optimizer(OptimConfig(), lambda step: 1e-3, model.logical)
+        made = assemble_apart(model, tower, NextToken(), tx, PARTS)
+        self.batch = made.place(batch(), ROWS)
+        self.state, self.metrics = made.init(model.init(0)), {}
+        self.step: Step = made.build(self.state, self.batch)
+        self.replays: list[Replay] = []
+
+    def run(self) -> None:
+        """One step."""
+        replay = Replay(self.devices)
+        programs = {name: replay.program(name, run) for name, run in self.step.programs.items()}
+        step = dataclasses.replace(self.step, programs=programs, move=replay.move(self.step.move))
+        self.state, self.metrics = jax.block_until_ready(step(self.state, self.batch))
+        replay.kept.clear()
+        self.replays.append(replay)
+
+
+def main() -> None:
+    """Compile all, run them in turn, write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    before, found = environment(), {count: Contestant(count) for count in COUNTS}
+    config = TrainConfig(model=MODEL, data=DataConfig(batch_size=ROWS))
+    cost = costs(config, batch())
+    order = best_first(cost, 8)
+    print(f"the tower has {cost.tower / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
+    for turn in range(1 + args.rounds):
+        for count, contestant in found.items():
+            contestant.run()
+            print(turn, count, f"{contestant.replays[-1].length:.2f} s", flush=True)
+    rows = []
+    for count, c in found.items():
+        replays = c.replays[1:]
+        lengths = [replay.length for replay in replays]
+
+        def share(side: str, replays: list[Replay] = replays) -> float:
+            return round(statistics.median(r.work[side] / r.length for r in replays), 3)
+
+        most = max(cost.tower / count, cost.rest / (8 - count))
+        rows.append(
+            {
+                "tower_devices": count,
+                "loss": round(float(c.metrics["loss"]), 5),
+                "step_ms": round(1e3 * min(lengths), 1),
+                "step_median_ms": round(1e3 * statistics.median(lengths), 1),
+                "tower": share("tower"),
+                "rest": share("rest"),
+                "longest_side_gflops_a_device": round(most / 1e9, 2),
+            }
+        )
+        print(rows[-1])
+    size = {"rows": ROWS, "length": LENGTH, "pictures": PICTURES, "microbatches": PARTS}
+    result = {
+        "environment": before,
+        "model": f"vision {MODEL.vision}, decoder {MODEL.decoder}",
+        **size,
+        "flops": {"tower": cost.tower, "rest": cost.rest, "best_first": order},
+        "splits": rows,
+    }
+    write("tower_devices_cpu.json", result)
+
+
+if __name__ == "__main__":
+    main()
