@@ -6,22 +6,30 @@
 A row of LENGTH tokens and its pictures a device, bfloat16, full remat, AdamW with float32
 parameters and moments. Where a step does not fit, adapters on a base in bytes are tried, and a row
 of their own says so. Bounds are what a step cannot be faster than: model FLOPs at the chip's peak,
-wire bytes (ring algorithm) at the rate of a chip's links.
+wire bytes (ring algorithm) at the rate of a chip's links. A compilation takes minutes: rows that a
+result of the same name has are kept, so that it goes on where it was stopped.
+
+    python -m benchmarks.pods --models qwen3-vl-8b --targets v5p:2x2x2 v5p:2x4x4 v5p:4x4x8 \\
+        v5p:8x8x8 v5p:16x16x16 --name pods_growth --plot
+
+draws how the compilation's CPU time and what a device sends grow with the chips.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 from typing import Any
 
 import jax
+import matplotlib
 import numpy as np
 import optax
 
-from benchmarks.common import environment, write
+from benchmarks.common import RESULTS, ROOT, environment, write
 from jaxvlm.build import published
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
@@ -113,11 +121,12 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
         "mesh": {axis: size for axis, size in here.shape.items() if size > 1},
         "strategy": preset,
         "trained": "adapters, base in bytes" if lora else "decoder" if frozen else "all",
+        "frozen": frozen,
         "parameters": sum(math.prod(x.shape) for x in model.shapes.values()),
         "tokens_a_device": LENGTH,
         "flops_a_device": count.step(forward, trained, adapted).total,
     }
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     try:
         program = step.lower(abstract, abstract_batch(config, here, len(devices))).compile()
     except jax.errors.JaxRuntimeError as error:
@@ -129,6 +138,7 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
     wire = collectives.total(found)
     row |= {
         "compile_seconds": round(time.perf_counter() - start, 1),
+        "compile_cpu_seconds": round(time.process_time() - cpu, 1),
         "peak_gib": round(memory["peak"] / 2**30, 2),
         "wire_bytes": wire,
         "sent": {f"{c.kind} {c.dtype} {'x'.join(c.axes)}": c.wire_bytes for c in found[:6]},
@@ -141,23 +151,50 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
     return row
 
 
+def plot(rows: list[dict[str, Any]]) -> None:
+    """docs/pods_growth.svg: by chips, a compilation's CPU time, and what a device sends."""
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    drawn = {"compile_cpu_seconds": (1, "CPU seconds"), "wire_bytes": (2**30, "GiB a step")}
+    titles = ("Compilation", "What a device sends")
+    for panel, title, (field, (unit, label)) in zip(panels, titles, drawn.items()):
+        for trained in dict.fromkeys(row["trained"] for row in rows):
+            mine = [row for row in rows if row["trained"] == trained]
+            x = [row["devices"] for row in mine]
+            panel.plot(x, [row[field] / unit for row in mine], "o-", label=f"{trained} trained")
+        panel.set(title=title, xlabel="chips", ylabel=label, xscale="log", ylim=(0, None))
+        panel.set_xticks(x, [str(n) for n in x])
+        panel.minorticks_off()
+        panel.legend()
+    figure.savefig(ROOT / "docs" / "pods_growth.svg", metadata={"Date": None})
+
+
 def main() -> None:
     """Compile all, print a line each, write the result after each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", nargs="*", default=TARGETS)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--name", default="pods_aot", help="of the result")
+    parser.add_argument("--plot", action="store_true", help="draw docs/pods_growth.svg")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    path = RESULTS / f"{args.name}.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    done = {(row["target"], row["model"], row["frozen"]) for row in rows}
     for target in args.targets:
         for name in args.models:
             for frozen in (True, False) if name == "qwen3-vl-8b" else (False,):
+                if (target, name, frozen) in done:
+                    continue
                 rows.append(row := one(name, target, frozen, lora=False))
                 print(row, flush=True)
                 if not row["fits"]:
                     rows.append(row := one(name, target, frozen, lora=True))
                     print(row, flush=True)
-                write(f"{args.name}.json", {"environment": environment(), "rows": rows})
+                write(path.name, {"environment": environment(), "rows": rows})
+    if args.plot:
+        plot(rows)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,16 @@ def devices_with(state):
     return tower, rest
 
 
+def bytes_of(state, device):
+    """What of a state lies on a device."""
+    return sum(
+        shard.data.nbytes
+        for x in jax.tree.leaves(state)
+        for shard in x.addressable_shards
+        if shard.device.id == device
+    )
+
+
 def assert_they_meet(program, parts):
     """Features lie in as many parts on both sides, or JAX waits and takes them through the host."""
     assert [way.shard_shape((ROWS,)) for way in program.between] == [(ROWS // parts,)] * 2
@@ -136,6 +146,9 @@ def test_a_tower_that_learns_elsewhere_equals_one_device(kind, sides):
     assert_equal(ours, one_device(kind))
     assert_they_meet(program, {2: 1, 3: 1}.get(sides, 2))
     assert devices_with(state) == ({0, 1}, {2, 3, 4, 5, 6, 7})
+    if sides == 1:  # parameters and both moments, halved by fsdp
+        whole = sum(x.nbytes for path, x in state.params.items() if path.startswith("vision/"))
+        assert 1.5 * whole <= bytes_of(state, 0) <= 1.1 * 1.5 * whole
 
 
 @pytest.mark.parametrize(
