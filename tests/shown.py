@@ -80,14 +80,60 @@ def write_parity(path: pathlib.Path, found: Sequence[tuple]) -> None:
         into["configs"] += 1
         for name, value in (("logits", logits), ("logits_max_abs", most), ("gradient", gradient)):
             into[name] = max(into.get(name, 0.0), float(f"{value:.2e}"))
-    packages = ("jax", "torch", "transformers", "numpy")
     result = {
         "what": "largest errors against transformers' torch model, float32, settings drawn at "
         "random: logits in relative L2, the worst gradient leaf by docs/design.md's measure",
         "command": "JAXVLM_DRAWS=10 python -m pytest -m long -k drawn --parity=FILE",
-        "platform": platform.machine(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        **_versions("jax", "torch", "transformers", "numpy"),
         "families": dict(sorted(families.items())),
     }
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def matrix_of(path: pathlib.Path) -> dict[tuple, dict]:
+    """(model, strategy, frozen, packed, microbatches) -> what a file of strategies found."""
+    if not path.exists():
+        return {}
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return {tuple(case): found for *case, found in cases}
+
+
+def write_matrix(path: pathlib.Path, found: Iterable[Sequence]) -> None:
+    """Strategies against one device, as JSON; what the file has is kept.
+
+    Args:
+        path: of the file.
+        found: (model, strategy, frozen tower, packed rows, microbatches, errors or refusal).
+    """
+    cases = matrix_of(path) | {tuple(case): errors for *case, errors in found}
+    errors = [errors for errors in cases.values() if "refused" not in errors]
+    result = {
+        "what": "every strategy with every model, tower frozen or not, rows packed or not, whole "
+        "or in microbatches, on eight CPU devices against one, float32: relative error of the "
+        "loss, and of the worst gradient leaf by docs/design.md's measure (both at most 1e-5; "
+        "parameters after three steps are held to 1e-4 too)",
+        "command": "JAXVLM_WHOLE_MATRIX=FILE python -m pytest -m 'long or not long' "
+        "tests/parallel/test_strategies.py -k equals",
+        **_versions("jax", "numpy"),
+        "run": len(errors),
+        "refused": len(cases) - len(errors),
+        "worst": {
+            name: float(f"{max((e[name] for e in errors), default=0.0):.1e}")
+            for name in ("loss", "gradient")
+        },
+        "cases": [
+            [*case, {n: e if n == "refused" else float(f"{e:.1e}") for n, e in errors.items()}]
+            for case, errors in sorted(cases.items())
+        ],
+    }
+    lines = json.dumps({**result, "cases": []}, indent=1)[: -len("[]\n}")]
+    rows = ",\n  ".join(json.dumps(case) for case in result["cases"])
+    path.write_text(f"{lines}[\n  {rows}\n ]\n}}\n", encoding="utf-8")
+
+
+def _versions(*packages: str) -> dict[str, object]:
+    return {
+        "platform": platform.machine(),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
