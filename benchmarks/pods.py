@@ -25,7 +25,6 @@ import time
 from typing import Any
 
 import jax
-import matplotlib
 import numpy as np
 import optax
 
@@ -133,12 +132,13 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
+    spent = time.perf_counter() - start, time.process_time() - cpu
     memory = programs.memory(program)
     found = collectives.read(program.as_text(), dict(here.shape))
     wire = collectives.total(found)
     row |= {
-        "compile_seconds": round(time.perf_counter() - start, 1),
-        "compile_cpu_seconds": round(time.process_time() - cpu, 1),
+        "compile_seconds": round(spent[0], 1),
+        "compile_cpu_seconds": round(spent[1], 1),
         "peak_gib": round(memory["peak"] / 2**30, 2),
         "wire_bytes": wire,
         "sent": {f"{c.kind} {c.dtype} {'x'.join(c.axes)}": c.wire_bytes for c in found[:6]},
@@ -153,6 +153,8 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
 
 def plot(rows: list[dict[str, Any]]) -> None:
     """docs/pods_growth.svg: by chips, a compilation's CPU time, and what a device sends."""
+    import matplotlib  # not among what compiling needs
+
     matplotlib.use("svg")
     from matplotlib import pyplot
 
@@ -161,7 +163,8 @@ def plot(rows: list[dict[str, Any]]) -> None:
     titles = ("Compilation", "What a device sends")
     for panel, title, (field, (unit, label)) in zip(panels, titles, drawn.items()):
         for trained in dict.fromkeys(row["trained"] for row in rows):
-            mine = [row for row in rows if row["trained"] == trained]
+            mine = [row for row in rows if row["trained"] == trained and field in row]
+            mine.sort(key=lambda row: row["devices"])
             x = [row["devices"] for row in mine]
             panel.plot(x, [row[field] / unit for row in mine], "o-", label=f"{trained} trained")
         panel.set(title=title, xlabel="chips", ylabel=label, xscale="log", ylim=(0, None))
@@ -182,17 +185,19 @@ def main() -> None:
     path = RESULTS / f"{args.name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
     done = {(row["target"], row["model"], row["frozen"]) for row in rows}
+    here = environment()
     for target in args.targets:
         for name in args.models:
             for frozen in (True, False) if name == "qwen3-vl-8b" else (False,):
                 if (target, name, frozen) in done:
                     continue
-                rows.append(row := one(name, target, frozen, lora=False))
+                rows.append(row := one(name, target, frozen, lora=False) | {"environment": here})
                 print(row, flush=True)
                 if not row["fits"]:
-                    rows.append(row := one(name, target, frozen, lora=True))
+                    row = one(name, target, frozen, lora=True) | {"environment": here}
+                    rows.append(row)
                     print(row, flush=True)
-                write(path.name, {"environment": environment(), "rows": rows})
+                write(path.name, {"rows": rows})
     if args.plot:
         plot(rows)
 

@@ -46,7 +46,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.train.apart import Sides, Step
+from jaxvlm.train.apart import OF_TOWER, Sides, Step
 from jaxvlm.types import Batch
 
 MODEL = ModelConfig(
@@ -59,7 +59,6 @@ MODEL = ModelConfig(
 )  # fmt: skip
 PARTS, ROWS, LENGTH, PICTURES = 4, 4 * 60, 96, 2
 COUNTS = (2, 3, 4, 5, 6)
-OF_TOWER = ("encode", "zeros", "backward", "squares", "update")
 
 
 def batch() -> Batch:

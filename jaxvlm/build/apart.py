@@ -43,8 +43,8 @@ def devices_of(
     if count and jax.process_count() > 1:
         raise ConfigError(
             f"{where} with {jax.process_count()} processes: features would go from one process's "
-            "devices to another's, and outside of a program JAX moves arrays inside of a process "
-            "only; leave it at 0 (the tower is on config.mesh), or start one process"
+            "devices to another's between programs, which JAX does on some platforms alone and as "
+            "an experiment; leave it at 0 (the tower is on config.mesh), or start one process"
         )
     return list(devices[:count]), list(devices[count:])
 
@@ -68,6 +68,11 @@ def tower_of(
             "takes pictures one by one, and they are dealt over context"
         )
     try:
+        if config.strategy.name == "single" and len(devices) > 1:
+            raise ConfigError(
+                "config.strategy.name='single' runs on one device, and "
+                f"config.tower.devices={len(devices)}: take 1, or another name, as 'ddp'"
+            )
         sizes, strategy = resolve(config.strategy, config.mesh, devices)
         for axis in ("stage", "expert"):
             if getattr(sizes, axis) > 1:
@@ -226,7 +231,7 @@ def _trained(
 ) -> apart.Trained:
     how, stages = sides.rest.strategies["decoder"], sides.rest.mesh.shape["stage"]
     group = wave(stages, parts, how.chunks)
-    make = apart.Programs(
+    make = apart.Pieces(
         _encoder(sides.tower),
         runner_of(sides.rest, group),
         loss,

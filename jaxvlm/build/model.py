@@ -165,13 +165,16 @@ class Model(Generic[Config]):
         return {**whole, **run({path: whole[path] for path in maps})}
 
 
-def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> Model[Known]:
+def build_model(
+    config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP, tower_here: bool = True
+) -> Model[Known]:
     """The model of ``config`` on ``mesh``; allocates nothing.
 
     Args:
         config: dims and variants, the vocabulary's size set.
         mesh: where it will run.
         strategy: over which of its axes parameters are split.
+        tower_here: whether it will run its vision tower too.
 
     Raises:
         ConfigError: dims that do not fit each other or the mesh.
@@ -182,7 +185,7 @@ def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> 
             f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; its devices "
             "can lie on config.mesh.data or fsdp"
         )
-    _check_stages(config, mesh, strategy)
+    _check_stages(config, mesh, strategy, tower_here)
     axes = axes_of(config, mesh, strategy)
     towers = [t for t in _TOWERS if t not in _ABSENT[type(config)]]
     if unknown := set(strategy.whole) - set(towers):
@@ -200,14 +203,16 @@ def build_model(config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP) -> 
     return wrap(make, mesh, strategies, config)
 
 
-def _check_stages(config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig) -> None:
+def _check_stages(
+    config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig, tower_here: bool
+) -> None:
     stages = mesh.shape["stage"]
     if stages == 1:
         return
     where = f"config.mesh.stage={stages}"
     if isinstance(config, DualConfig):
         raise ConfigError(f"{where} cuts a decoder's layers, and this model has none")
-    for tower in ("vision", "decoder"):
+    for tower in ("vision", "decoder") if tower_here else ("decoder",):
         if (remat := getattr(config, tower).remat) in ("none", "offload"):
             raise ConfigError(
                 f"config.model.{tower}.remat={remat!r} with {where}: each microbatch in flight "

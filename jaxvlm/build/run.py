@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -83,6 +84,9 @@ class Run:
             self._build_by_cost(devices)
         else:
             self._build(own)
+        self.training = training.build_training(
+            self.config, self.model, self.steps, print, self.tower
+        )
         self.state: TrainState | None = None
 
     def _lay_out(
@@ -97,33 +101,34 @@ class Run:
         self.rows = local_rows(self.mesh, config.data.batch_size)
         return config, own
 
-    def _build(self, own: list[jax.Device], say: Callable[[str], None] = print) -> None:
-        """Model and step, the vision tower on devices of its ``own`` where it has some."""
+    def _build(self, own: list[jax.Device]) -> None:
+        """The model, its vision tower on devices of its ``own`` where it has some."""
         config = self.config
-        self.model: Model = build_model(config.model, self.mesh, config.strategy)
+        self.model: Model = build_model(config.model, self.mesh, config.strategy, not own)
         self.tower = apart.tower_of(self.model, config.tower, own) if own else None
-        self.training = training.build_training(config, self.model, self.steps, say, self.tower)
+        training.check_shards(config, self.model, self.tower)
 
     def _build_by_cost(self, devices: Sequence[jax.Device]) -> None:
         """Give the tower its share of the devices, or the nearest that this run can use."""
-        given, refused, lines = self.config, "", list[str]()
-        batches = self.dataset.train(np.arange(given.data.batch_size), 0)
-        cost = shares.costs(given, next(batches)[0])
-        for count in shares.best_first(cost, len(devices)):
-            lines.clear()
+        given, refused = self.config, "it takes two devices or more"
+        rows = np.arange(given.data.batch_size)
+        with contextlib.closing(self.dataset.train(rows, 0)) as batches:
+            cost = shares.costs(given, next(batches)[0])
+        order = shares.best_first(cost, len(devices))
+        for count in order:
             tower = dataclasses.replace(given.tower, devices=count)
             try:
                 self.config, own = self._lay_out(dataclasses.replace(given, tower=tower), devices)
-                self._build(own, lines.append)
+                self._build(own)
             except ConfigError as error:
-                refused = refused or f"with {count}: {error}"
+                if count == order[0]:
+                    refused = f"with {count}: {error}"
                 continue
             share = cost.tower / sum(cost)
             print(
                 f"config.tower.devices={count} of {len(devices)}: the tower has {share:.0%} of a "
-                f"step's FLOPs" + (f" ({refused})" if refused else ""),
-                *lines,
-                sep="\n",
+                "step's FLOPs" + ("" if count == order[0] else f" ({refused})"),
+                flush=True,
             )
             return
         raise ConfigError(

@@ -12,7 +12,7 @@ from jaxvlm.config import MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.plan import count
-from jaxvlm.train.apart import Sides
+from jaxvlm.train.apart import Sides, is_tower
 from jaxvlm.types import Batch
 
 BY_COST = -1
@@ -52,7 +52,7 @@ def costs(config: TrainConfig, batch: Batch) -> Sides:
     trained, _ = split(one, one.shapes, config.optim.frozen)
     forward, step = flops(model, trained, batch)
     tower, rest = step.vision, step.total - step.vision
-    if any(path.startswith("vision/") for path in trained):
+    if any(is_tower(path) for path in trained):
         tower += forward.vision  # the backward pass encodes again
         tower += forward.vision * (model.vision.remat == "full")
     rest += forward.decoder * (model.decoder.remat == "full")

@@ -105,14 +105,6 @@ def build_training(
     loss = make_loss(config)
     check_parts(config.microbatches, loss, config.data.batch_size)
     check_own_rows(config.strategy.reduce_bits, loss)
-    for name, side in (("config.mesh", model), ("config.tower.mesh", tower)):
-        shards = batch_shards(side.mesh) if side else 1
-        if config.data.batch_size % (config.microbatches * shards):
-            raise ConfigError(
-                f"config.microbatches={config.microbatches} on {shards} data shards of {name} does "
-                f"not divide data.batch_size={config.data.batch_size}: each part needs a row for "
-                "every shard"
-            )
     if (stages := model.mesh.shape["stage"]) > 1:
         how, parts = model.strategies["decoder"], config.microbatches
         if tower and any(is_tower(path) for path in trainable):
@@ -130,6 +122,22 @@ def build_training(
         lambda local: made.place(local, config.data.batch_size),
         made.params,
     )
+
+
+def check_shards(config: TrainConfig, model: Model, tower: Model | None) -> None:
+    """Refuse batches that do not have a row for each shard in each part.
+
+    Raises:
+        ConfigError: which mesh's shards, and how many there are.
+    """
+    for name, side in (("config.mesh", model), ("config.tower.mesh", tower)):
+        shards = batch_shards(side.mesh) if side else 1
+        if config.data.batch_size % (config.microbatches * shards):
+            raise ConfigError(
+                f"config.microbatches={config.microbatches} on {shards} data shards of {name} does "
+                f"not divide data.batch_size={config.data.batch_size}: each part needs a row for "
+                "every shard"
+            )
 
 
 def _pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:

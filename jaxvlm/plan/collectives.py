@@ -106,6 +106,13 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 def _multiplicity(bodies: Mapping[str, list[str]], entry: str) -> dict[str, int]:
     """How often each computation runs in a call of the entry."""
     times: collections.Counter[str] = collections.Counter()
+    known: dict[str, bool] = {}
+
+    def sends(name: str) -> bool:
+        if name not in known:
+            lines = bodies.get(name, ())
+            known[name] = any(_kind(line) or any(map(sends, _called(line))) for line in lines)
+        return known[name]
 
     def visit(name: str, factor: int) -> None:
         times[name] += factor
@@ -116,11 +123,11 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str) -> dict[str, int]
             inner = factor
             if " while(" in line:
                 trips = _trips(bodies, line)
-                if not trips and any(_sends(bodies, one) for one in called):
+                if not trips and any(map(sends, called)):
                     raise ValueError(f"{op[1]}: a loop with collectives and no known trip count")
                 inner = factor * trips
             for one in called:
-                if one in bodies and _sends(bodies, one):
+                if one in bodies and sends(one):
                     visit(one, inner)
 
     visit(entry, 1)
@@ -143,14 +150,6 @@ def _called(line: str) -> list[str]:
     for found in _CALLS.findall(line):
         names += [name.strip().lstrip("%") for name in found.strip("{}").split(",")]
     return names
-
-
-def _sends(bodies: Mapping[str, list[str]], name: str) -> bool:
-    """Whether a computation holds a collective, itself or in what it calls."""
-    for line in bodies.get(name, ()):
-        if _kind(line) or any(_sends(bodies, one) for one in _called(line)):
-            return True
-    return False
 
 
 def _kind(line: str) -> str:

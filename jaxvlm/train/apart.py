@@ -19,15 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxvlm.parallel.sharding import HOST
 from jaxvlm.train.objective import scales, total
 from jaxvlm.train.programs import memory
-from jaxvlm.train.runner import FEATURES, deal, undeal
+from jaxvlm.train.runner import FEATURES, check_parts, deal, undeal
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
 from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState
 
-_OF_TOWER = ("encode", "zeros", "backward", "squares", "update")
-AHEAD = 2
-"""Waves that a tower which learns encodes before the rest has learned from the first."""
+OF_TOWER = ("encode", "zeros", "backward", "squares", "update")
+"""Programs that run on the tower's mesh."""
+_LAST = ("step", "update", "finish")
+"""Programs whose results are the new state, in the old one's place."""
+AHEAD = 1
+"""Waves that a tower which learns encodes ahead of the one that the rest learns from."""
 
 
 class Sides(NamedTuple):
@@ -35,6 +39,9 @@ class Sides(NamedTuple):
 
     tower: Any
     rest: Any
+
+
+_NONE = Sides(0, 0)
 
 
 def is_tower(path: str) -> bool:
@@ -98,8 +105,12 @@ class Step(abc.ABC):
     would wait for them and take them through the host."""
     move: Callable[[Any, Any], Any] = jax.device_put
     """Brings arrays to a sharding."""
-    held: tuple[int, int] = (0, 0)
+    held: Sides = _NONE
     """Bytes of a state and a batch on one device of each side."""
+    peak: Sides = _NONE
+    """Most bytes on it while a program of its side runs."""
+    host: int = 0
+    """Bytes of the state in host memory, for one device of each side."""
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     """Compiled programs, by name and what they take."""
 
@@ -111,6 +122,7 @@ class Step(abc.ABC):
         """This step, its jitted programs compiled for such a state and such a batch."""
         state, batch = jax.tree.map(lambda x: like(x, x.sharding), (state, batch))
         ready: dict[str, Any] = {}
+        alive = _Alive()
 
         def shapes_of(name: str, program: Any) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
@@ -122,32 +134,36 @@ class Step(abc.ABC):
                     lowered = program.lower(*args)
                     self.cache[key] = lowered.out_info, lowered.compile()
                 made, ready[name] = self.cache[key]
-                return jax.tree.map(like, made, ready[name].output_shardings)
+                made = jax.tree.map(like, made, ready[name].output_shardings)
+                return alive.call(name, ready[name], args, made)
 
             return run
 
         asks = {name: shapes_of(name, program) for name, program in self.programs.items()}
-        dataclasses.replace(self, programs=asks, move=like)(state, batch)
-        held = [0, 0]
+        move = lambda tree, where: alive.born(like(tree, where))  # noqa: E731
+        dataclasses.replace(self, programs=asks, move=move)(state, batch)
+        held, host = [0, 0], 0
         for x in jax.tree.leaves((state, batch)):
-            side = x.sharding.device_set != self.whole.tower.device_set
-            held[side] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return dataclasses.replace(self, programs=ready, held=(held[0], held[1]))
+            if x.sharding.memory_kind == HOST:
+                host += bytes_of(x)
+            else:
+                held[x.sharding.device_set != self.whole.tower.device_set] += bytes_of(x)
+        most = alive.most(self.whole.tower.device_set)
+        return dataclasses.replace(
+            self,
+            programs=ready,
+            held=Sides(*held),
+            peak=Sides(held[0] + most.tower, held[1] + most.rest),
+            host=host,
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes on a device of each side; see ``jaxvlm.train.programs.memory``."""
         found: dict[str, int] = {}
-        for name, held in zip(Sides._fields, self.held):
-            work = {
-                kind: program
-                for kind, program in self.programs.items()
-                if (kind in _OF_TOWER) == (name == "tower")
-            }
-            sizes = [memory(program) for program in work.values()]
-            most = max((m["temporary"] + m["outputs"] - m["aliased"] for m in sizes), default=0)
-            found |= {f"{name}, state and batch": held, f"{name}, the largest program": most}
-            found[f"{name}, peak"] = held + most
-        return found
+        for name, held, peak in zip(Sides._fields, self.held, self.peak):
+            found |= {f"{name}, state and batch": held, f"{name}, work": peak - held}
+            found[f"{name}, peak"] = peak
+        return found | ({"host": self.host} if self.host else {})
 
     def pictures(self, batch: Batch) -> tuple[Batch | None, Batch]:
         """What of a batch the tower reads (``None``: nothing is there), and what the rest does.
@@ -157,10 +173,51 @@ class Step(abc.ABC):
         others = batch._replace(pixels=None, patches=None)
         if batch.pixels is None and batch.patches is None:
             return None, others
-        grid = None if batch.grid is None else self.move(batch.grid, self.rows.tower)
+        grid = batch.grid
+        if grid is not None:  # in parts that both sides have; see ``between``
+            grid = self.move(self.move(grid, self.between.rest), self.between.tower)
         nothing = Batch(None, None, None, None)
         taken = nothing._replace(pixels=batch.pixels, patches=batch.patches, grid=grid)
         return taken, others
+
+
+class _Alive:
+    """What programs give each other, from the call that makes it to the last that reads it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.made: dict[int, tuple[Any, int]] = {}  # the array keeps its id from being used again
+        self.read: dict[int, int] = {}
+
+    def call(self, name: str, program: Any, args: Any, made: Any) -> Any:
+        """A program has taken ``args`` and given ``made``."""
+        self.read |= {id(x): len(self.calls) for x in jax.tree.leaves(args)}
+        self.calls.append((name, program))
+        return made if name in _LAST else self.born(made)
+
+    def born(self, made: Any) -> Any:
+        """``made``, from now on."""
+        self.made |= {id(x): (x, len(self.calls)) for x in jax.tree.leaves(made)}
+        return made
+
+    def most(self, of_tower: Any) -> Sides:
+        """Most bytes on a device of each side, beside state and batch."""
+        most = [0, 0]
+        for i, (name, program) in enumerate(self.calls):
+            side = name not in OF_TOWER
+            sizes = memory(program)
+            work = sizes["temporary"] + sizes["outputs"] - sizes["aliased"]
+            for x, since in self.made.values():
+                here = (x.sharding.device_set != of_tower) == side
+                if here and since <= i <= self.read.get(id(x), -1):
+                    work += bytes_of(x)
+            most[side] = max(most[side], work)
+        return Sides(*most)
+
+
+def bytes_of(x: Any) -> int:
+    """Bytes of an array on one of its devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def like(tree: Any, where: Any) -> Any:
@@ -198,7 +255,7 @@ class Frozen(Step):
 class Trained(Step):
     """The tower learns too; ``waves`` of microbatches go one behind the other.
 
-    Programs: the methods of :class:`Programs`.
+    Programs: the methods of :class:`Pieces`.
     """
 
     waves: int = 1
@@ -234,7 +291,7 @@ class Trained(Step):
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
+class Pieces:
     """What :class:`Trained` compiles: pure functions, of the tower's side or of the rest's."""
 
     encoder: Callable[[Params, Batch], Any]
@@ -267,7 +324,12 @@ class Programs:
     def begin(
         self, params: Params, frozen: Params, batch: Batch, features: Any
     ) -> tuple[Any, tuple[Sums, Params]]:
-        """Rest: the terms' scales, and zeros to add to; reads shapes alone but for the batch's."""
+        """Rest: the terms' scales, and zeros to add to; reads shapes alone but for the batch's.
+
+        Raises:
+            ConfigError: microbatches that would change the gradient, or do not divide the batch.
+        """
+        check_parts(self.waves * self.group, self.loss, batch.tokens.shape[0])
         scale, m = scales(self.loss, batch), jnp.int32(0)
         sums, (grads, _) = jax.eval_shape(self._grads, params, frozen, batch, m, scale, features)
         sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, grads))

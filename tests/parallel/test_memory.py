@@ -54,10 +54,8 @@ def step_of(preset, wanted, kind=WIDE, **fields):
     """Compiled for all devices, or for one, with fewer key heads than query heads."""
     devices = jax.devices()[: 1 if preset == "single" else 8]
     mesh, split = resolve(StrategyConfig(preset, **fields), wanted, devices)
-    here, config = (
-        make_mesh(mesh, devices),
-        dataclasses.replace(WIDE, decoder=dataclasses.replace(WIDE.decoder, num_kv_heads=4)),
-    )
+    here = make_mesh(mesh, devices)
+    config = dataclasses.replace(kind, decoder=dataclasses.replace(kind.decoder, num_kv_heads=4))
     model = build_model(config, here, split)
     step, abstract, _ = assemble(model, NextToken(), optax.sgd(1e-3))
     batch = jax.tree.map(

@@ -15,7 +15,7 @@ from jaxvlm.build.shares import best_first, costs
 from jaxvlm.config import DataConfig, MeshConfig, OptimConfig, TrainConfig, feature_blocks
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.schedule import wave
-from jaxvlm.train.apart import Sides
+from jaxvlm.train.apart import AHEAD, Sides
 
 
 @pytest.mark.parametrize(
@@ -61,19 +61,28 @@ def test_costs_are_what_is_run():
 
 
 def test_waves_are_the_shortest_of_all():
-    """By going through a step in time: a mesh that encodes waves, and stages behind it."""
+    """By going through a step in time, programs in the order in which they are queued.
+
+    Both sides have as much work a microbatch; a quarter of the tower's is its first encoding.
+    """
 
     def span(stages, parts, size):
-        first = then = 0.0
-        for _ in range(parts // size):
-            first += size
-            then = max(first, then) + size + stages - 1
-        return then
+        waves, tower, rest = parts // size, 0.0, 0.0
+        made = []
+        for m in range(waves + AHEAD):
+            if m < waves:
+                tower += 0.25 * size
+                made.append(tower)
+            if m >= AHEAD:
+                rest = max(rest, made[m - AHEAD]) + size + stages - 1
+                tower = max(tower, rest) + 0.75 * size
+        return tower
 
+    worst = 1.0
     for stages, parts in itertools.product((2, 3, 4, 8), (1, 4, 8, 12, 32, 64)):
         sizes = [g for g in range(1, parts + 1) if parts % g == 0]
-        assert span(stages, parts, wave(stages, parts)) == min(
-            span(stages, parts, g) for g in sizes
-        )
+        least = min(span(stages, parts, g) for g in sizes)
+        worst = max(worst, span(stages, parts, wave(stages, parts)) / least)
+    assert worst < 1.1
     assert wave(1, 8) == 1 and wave(4, 32) == 8
     assert wave(4, 32, chunks=2) % 4 == 0 and wave(4, 6, chunks=2) == 6
