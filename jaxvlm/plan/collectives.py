@@ -135,14 +135,39 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str) -> dict[str, int]
 
 
 def _trips(bodies: Mapping[str, list[str]], line: str) -> int:
-    """How often a loop runs; 0 is unknown. A scan counts from 0 up to a constant."""
+    """How often a loop runs; 0 is unknown. It counts from 0 up to a constant.
+
+    A scan does so in steps of one (s32); the ring that a TPU makes of a matmul with its gather,
+    unrolled, in larger ones (u32).
+    """
     if said := _TRIPS.search(line):
         return int(said[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = bodies.get(condition[1], []) if condition else []
-    bounds = [c[1] for one in lines if (c := re.search(r" s32\[\]\S* constant\((\d+)\)", one))]
-    below = any("direction=LT" in one for one in lines)
-    return int(bounds[0]) if below and len(bounds) == 1 else 0
+    found = [re.search(r" ([su]32)\[\]\S* constant\((\d+)\)", one) for one in lines]
+    bounds = [c for c in found if c]
+    if len(bounds) != 1 or not any("direction=LT" in one for one in lines):
+        return 0
+    body = re.search(r"body=%?([\w.\-]+)", line)
+    step = _step(bodies[body[1]], lines) if bounds[0][1] == "u32" and body else 1
+    return -(-int(bounds[0][2]) // step) if step else 0
+
+
+def _step(body: list[str], condition: list[str]) -> int:
+    """How much a loop's count grows in its body; 0 is unknown."""
+    made = {op[1]: op[2] for one in body if (op := _OP.match(one))}
+    at = next((i[1] for one in condition if (i := re.search(r"\), index=(\d+)", one))), "")
+    root = next((one for one in body if one.startswith("ROOT ")), "")
+    given = re.findall(r"%([\w.\-]+)", root.partition(" tuple(")[2])
+    if not at or int(at) >= len(given):
+        return 0
+    of = made.get(given[int(at)], "").partition(" add(")[2]
+    sizes = [
+        int(c[1])
+        for name in re.findall(r"%([\w.\-]+)", of.partition(")")[0])
+        if (c := re.search(r" constant\((\d+)\)", made.get(name, "")))
+    ]
+    return sizes[0] if len(sizes) == 1 else 0
 
 
 def _called(line: str) -> list[str]:

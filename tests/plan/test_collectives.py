@@ -140,6 +140,33 @@ def test_unknown_groups_are_refused():
         read(text, MESH)
 
 
+def test_a_ring_of_a_tpu_counts_in_larger_steps():
+    """As libtpu writes a matmul with its gather: u32, unrolled twice."""
+    body = (
+        "%ring (c: (f32[8,16], /*index=5*/u32[])) -> (f32[8,16], u32[]) {\n"
+        "  %two = u32[]{:T(128)} constant(2)\n"
+        "  %c = (f32[8,16]{1,0}, u32[]) parameter(0)\n"
+        "  %i = u32[]{:T(128)} get-tuple-element(%c), index=1\n"
+        "  %y = f32[8,16]{1,0} get-tuple-element(%c), index=0\n"
+        "  %z = f32[8,16]{1,0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}\n"
+        "  %j = u32[]{:T(128)} add(%i, %two)\n"
+        "  ROOT %t = (f32[8,16]{1,0}, u32[]) tuple(%z, %j)\n}\n\n"
+        "%until (c: (f32[8,16], u32[])) -> pred[] {\n"
+        "  %c = (f32[8,16]{1,0}, /*index=5*/u32[]) parameter(0)\n"
+        "  %four = u32[]{:T(128)} constant(4)\n"
+        "  %at = u32[]{:T(128)} get-tuple-element(%c), index=1\n"
+        "  ROOT %lt = pred[] compare(%at, %four), direction=LT\n}\n\n"
+    )
+    call = "  %r = (f32[8,16]{1,0}, u32[]) while(%s), condition=%until, body=%ring\n"
+    before, rest = HLO.format(**IOTA).split("ENTRY %main", 1)
+    head, rest = rest.split("\n", 1)
+    found = read(f"{before}{body}ENTRY %main{head}\n{call}{rest}", MESH)
+    assert Collective("collective-permute", ("fsdp",), "f32", 2, 2 * 8 * 16 * 4) in found
+    unknown = body.replace("add(%i, %two)", "multiply(%i, %two)")
+    with pytest.raises(ValueError, match="no known trip count"):
+        read(f"{before}{unknown}ENTRY %main{head}\n{call}{rest}", MESH)
+
+
 def test_a_loop_without_a_count_is_refused():
     text = HLO.format(**LISTED).replace("direction=LT", "direction=NE")
     with pytest.raises(ValueError, match="loop: a loop with collectives and no known trip count"):
