@@ -69,7 +69,7 @@ def parity(record_property):
     sys.modules["jax"].clear_caches()  # a process can map only so many pieces of memory
 
 
-_SHOWN, _FAILED, _PARITY, _MATRIX = set(), set(), [], []
+_SHOWN, _FAILED, _PARITY = set(), set(), []
 
 
 def pytest_runtest_logreport(report):
@@ -77,7 +77,9 @@ def pytest_runtest_logreport(report):
     cells = {value for name, value in report.user_properties if name == "shows"}
     if report.when == "call" and report.passed:
         _PARITY.extend(value for name, value in report.user_properties if name == "parity")
-        _MATRIX.extend(value for name, value in report.user_properties if name == "matrix")
+        cases = [value for name, value in report.user_properties if name == "matrix"]
+        if cases and (file := os.environ.get("JAXVLM_WHOLE_MATRIX")):
+            shown.write_matrix(pathlib.Path(file), cases)  # at once: it is hours of work
     if report.failed:
         _FAILED.update(cells)
     elif report.when == "call" and report.passed:
@@ -89,8 +91,6 @@ def pytest_sessionfinish(session):
         return
     if file := session.config.getoption("--parity"):
         shown.write_parity(pathlib.Path(file), _PARITY)
-    if file := os.environ.get("JAXVLM_WHOLE_MATRIX"):
-        shown.write_matrix(pathlib.Path(file), _MATRIX)
     if how := session.config.getoption("--families"):
         problem = shown.settle(how, _SHOWN, _FAILED)
         if problem:

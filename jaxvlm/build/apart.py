@@ -16,8 +16,8 @@ from jaxvlm.build.model import Model, axes_of, wrap
 from jaxvlm.config import ConfigError, ModelConfig, TowerConfig, refuse_unread
 from jaxvlm.models.vlm import Tower
 from jaxvlm.nn.param import Init
+from jaxvlm.parallel import schedule
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.schedule import wave
 from jaxvlm.parallel.sharding import batch_sharding, constrain, replicated, to_global
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import apart
@@ -123,6 +123,7 @@ def assemble_apart(
     tx: optax.GradientTransformation,
     microbatches: int = 1,
     frozen: tuple[str, ...] = (),
+    wave: int = 0,
 ) -> Assembled:
     """A step on two meshes; see :mod:`jaxvlm.train.apart`.
 
@@ -134,6 +135,7 @@ def assemble_apart(
             ``global_norm``, as that of ``make_optimizer`` does.
         microbatches: parts that a batch's gradient is summed over.
         frozen: path patterns of parameters that stay as they are.
+        wave: microbatches that enter a pipeline at once; 0: see ``schedule.wave``.
 
     Raises:
         ConfigError: a strategy that does not go with a tower that learns elsewhere.
@@ -171,8 +173,15 @@ def assemble_apart(
 
     if any(is_tower(path) for path in own):
         _check_trained(model)
-        step: apart.Step = _trained(sides, tx, states, loss, microbatches)
+        group = _group(model, microbatches, wave)
+        step: apart.Step = _trained(sides, tx, states, loss, microbatches, group)
     else:
+        if wave:
+            raise ConfigError(f"config.tower.wave={wave} is not read: this tower does not learn")
+        if tower.strategies["vision"].offload:
+            raise ConfigError(
+                "config.tower.strategy.offload: a tower that is frozen has no moments"
+            )
         run = assemble(rest, loss, tx, microbatches, _literal(still, rest))[0]
         step = _frozen(sides, run, microbatches)
     return Assembled(step.compiled, abstract, init, place, params)
@@ -180,6 +189,21 @@ def assemble_apart(
 
 def _literal(still: Mapping[str, Any], side: Model) -> tuple[str, ...]:
     return tuple(path for path in still if path in side.shapes)
+
+
+def _group(model: Model, parts: int, wave: int) -> int:
+    """Microbatches that the rest takes at once."""
+    stages, chunks = model.mesh.shape["stage"], model.strategies["decoder"].chunks
+    best = schedule.wave(stages, parts, chunks)
+    if wave and stages == 1:
+        raise ConfigError(f"config.tower.wave={wave} is not read with config.mesh.stage=1")
+    if wave < 0 or (wave and parts % wave) or (chunks > 1 and wave % stages):
+        raise ConfigError(
+            f"config.tower.wave={wave} does not divide config.microbatches={parts}"
+            + (f", or is no multiple of config.mesh.stage={stages}" if chunks > 1 else "")
+            + f"; {best} would do"
+        )
+    return wave or best
 
 
 def _check_trained(model: Model) -> None:
@@ -228,9 +252,8 @@ def _trained(
     states: Sides,
     loss: Loss,
     parts: int,
+    group: int,
 ) -> apart.Trained:
-    how, stages = sides.rest.strategies["decoder"], sides.rest.mesh.shape["stage"]
-    group = wave(stages, parts, how.chunks)
     make = apart.Pieces(
         _encoder(sides.tower),
         runner_of(sides.rest, group),

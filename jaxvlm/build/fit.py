@@ -21,6 +21,7 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
+from jaxvlm.parallel.mesh import mesh_text
 from jaxvlm.train import loop, programs
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
@@ -244,8 +245,8 @@ def _introduce(
     flops = made.flops_per_step(local, scale)
     size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
     trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in made.leaves)
-    shapes = [" x ".join(f"{axis}={n}" for axis, n in m.shape.items()) for m in run.meshes]
-    say(f"{size:,} parameters, {trained:,} trained; mesh {', vision tower on '.join(shapes)}")
+    meshes = ", vision tower on ".join(map(mesh_text, run.meshes))
+    say(f"{size:,} parameters, {trained:,} trained; mesh {meshes}")
     say(
         f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} pictures; "
         f"{run.steps} steps of {rows} rows x {local.tokens.shape[1]} tokens, "

@@ -222,11 +222,9 @@ def _check_stages(
     parts, depth = stages * strategy.chunks, config.decoder.depth
     if depth % parts:
         cut = where if parts == stages else f"{where} x config.strategy.chunks={strategy.chunks}"
-        near = [n for n in range(1, depth + 1) if depth % (n * strategy.chunks) == 0]
-        raise ConfigError(
-            f"{cut} does not divide the decoder's {depth} layers; stages that do: "
-            f"{', '.join(map(str, near))}"
-        )
+        near = [n for n in range(2, depth + 1) if depth % (n * strategy.chunks) == 0]
+        fits = f"stages that do: {', '.join(map(str, near))}" if near else "no stages do"
+        raise ConfigError(f"{cut} does not divide the decoder's {depth} layers; {fits}")
 
 
 def wrap(

@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import math
 import pathlib
+import re
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.data import packing
 from jaxvlm.parallel import distributed
-from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.mesh import make_mesh, mesh_text
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import programs
@@ -94,6 +95,11 @@ class Run:
     ) -> tuple[TrainConfig, list[jax.Device]]:
         """Make the mesh; returns ``config`` with its axes filled in, and the tower's devices."""
         own, devices = apart.devices_of(config.tower, devices)
+        if own and config.strategy.name == "single" and len(devices) > 1:
+            raise ConfigError(
+                "config.strategy.name='single' runs on one device, and "
+                f"config.tower.devices={len(own)} leaves {len(devices)}: take 'ddp'"
+            )
         mesh, strategy = resolve(config.strategy, config.mesh, devices)
         config = dataclasses.replace(config, mesh=mesh, strategy=strategy)
         _check_rows(config)
@@ -110,10 +116,14 @@ class Run:
 
     def _build_by_cost(self, devices: Sequence[jax.Device]) -> None:
         """Give the tower its share of the devices, or the nearest that this run can use."""
-        given, refused = self.config, "it takes two devices or more"
+        given = self.config
         rows = np.arange(given.data.batch_size)
         with contextlib.closing(self.dataset.train(rows, 0)) as batches:
             cost = shares.costs(given, next(batches)[0])
+        if len(devices) < 2 or not cost.tower:
+            what = "one device" if len(devices) < 2 else "a first batch without pictures"
+            raise ConfigError(f"config.tower.devices=-1 with {what}: leave it at 0")
+        refused: dict[int, str] = {}
         order = shares.best_first(cost, len(devices))
         for count in order:
             tower = dataclasses.replace(given.tower, devices=count)
@@ -121,18 +131,18 @@ class Run:
                 self.config, own = self._lay_out(dataclasses.replace(given, tower=tower), devices)
                 self._build(own)
             except ConfigError as error:
-                if count == order[0]:
-                    refused = f"with {count}: {error}"
+                refused[count] = str(error)
                 continue
             share = cost.tower / sum(cost)
             print(
                 f"config.tower.devices={count} of {len(devices)}: the tower has {share:.0%} of a "
-                "step's FLOPs" + ("" if count == order[0] else f" ({refused})"),
+                "step's FLOPs" + (f" ({_listed(refused)})" if refused else ""),
                 flush=True,
             )
             return
         raise ConfigError(
-            f"config.tower.devices=-1: no share of {len(devices)} devices can be used; {refused}"
+            f"config.tower.devices=-1: no share of {len(devices)} devices can be used; "
+            + _listed(refused)
         )
 
     def fit(self) -> dict[str, Any]:
@@ -183,6 +193,7 @@ class Run:
         local, meta = next(self.dataset.train(self.rows, 0))
         for line in preview(local, meta, self.dataset, self.tokenizer):
             print(line)
+        print(f"mesh {', vision tower on '.join(map(mesh_text, self.meshes))}")
         memory = programs.memory(made.step.get(made.abstract, made.place(local)))
         for name, size in memory.items():
             print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")
@@ -208,6 +219,16 @@ class Run:
             exporting.keep(self.source, workdir)
         kind, size = self.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in self.meshes)
         record.write_config(workdir, self.config, f"{size} x {kind}")
+
+
+def _listed(refused: dict[int, str]) -> str:
+    """Each reason once, numbers apart, with the devices of the tower that it was for."""
+    like: dict[str, list[int]] = {}
+    for count, why in refused.items():
+        like.setdefault(re.sub(r"\d+", "", why), []).append(count)
+    return "; ".join(
+        f"with {', '.join(map(str, counts))}: {refused[counts[0]]}" for counts in like.values()
+    )
 
 
 def _check(config: TrainConfig) -> None:
@@ -242,12 +263,14 @@ def _check_rows(config: TrainConfig) -> None:
     """Refuse row lengths that the mesh does not divide."""
     parts, data = config.mesh.context, config.data
     parts *= config.mesh.tensor if config.strategy.sequence else 1
-    for length in packing.buckets(data.max_length, 1 if data.packing else data.buckets):
+    count = 1 if data.packing else data.buckets
+    near = parts if count == 1 else 8 * parts
+    for length in packing.buckets(data.max_length, count):
         if length % parts:
             raise ConfigError(
                 f"config.mesh.context (with config.strategy.sequence times tensor) = {parts} does "
                 f"not divide rows of {length} tokens "
-                f"(config.data.max_length={data.max_length}); take a multiple of {8 * parts}"
+                f"(config.data.max_length={data.max_length}); take a multiple of {near}"
             )
 
 

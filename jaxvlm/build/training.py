@@ -22,7 +22,7 @@ from jaxvlm.config import (
 )
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
-from jaxvlm.parallel.mesh import batch_shards
+from jaxvlm.parallel.mesh import batch_shards, divisors
 from jaxvlm.parallel.schedule import timetable, wave
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import Programs
@@ -108,10 +108,13 @@ def build_training(
     if (stages := model.mesh.shape["stage"]) > 1:
         how, parts = model.strategies["decoder"], config.microbatches
         if tower and any(is_tower(path) for path in trainable):
-            parts = wave(stages, parts, how.chunks)
+            parts = config.tower.wave or wave(stages, parts, how.chunks)
         say(_pipeline_line(how, stages, parts))
     asked = (loss, tx, config.microbatches, config.optim.frozen)
-    made = assemble_apart(model, tower, *asked) if tower else together(model, *asked)
+    if tower:
+        made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
+    else:
+        made = together(model, *asked)
     return Training(
         model,
         Programs(made.build, say),
@@ -136,8 +139,16 @@ def check_shards(config: TrainConfig, model: Model, tower: Model | None) -> None
             raise ConfigError(
                 f"config.microbatches={config.microbatches} on {shards} data shards of {name} does "
                 f"not divide data.batch_size={config.data.batch_size}: each part needs a row for "
-                "every shard"
+                f"every shard; {_fitting(config.data.batch_size, config.microbatches, shards)}"
             )
+
+
+def _fitting(rows: int, parts: int, shards: int) -> str:
+    """The nearest microbatches, or the nearest batch size."""
+    if rows % shards == 0:
+        near = min(divisors(rows // shards), key=lambda n: abs(n - parts))
+        return f"config.microbatches={near} would do"
+    return f"config.data.batch_size={-(-rows // (parts * shards)) * parts * shards} would do"
 
 
 def _pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:

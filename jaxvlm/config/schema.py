@@ -241,6 +241,8 @@ class TowerConfig:
     # -1: as many as its share of a step's FLOPs, counted on the run's first batch
     mesh: MeshConfig = MeshConfig()
     strategy: StrategyConfig = StrategyConfig()
+    wave: int = 0  # microbatches that enter a pipeline at once when the tower learns; 0: as many as
+    # suit a tower that takes as long as the stages
 
 
 @dataclasses.dataclass(frozen=True)

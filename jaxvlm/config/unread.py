@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,17 @@ def refuse_unread(config: Any, where: str) -> None:
             continue
         for name in names.split():
             if (value := getattr(config, name)) != getattr(default, name):
+                name, value = _inside(name, value, getattr(default, name))
                 raise ConfigError(f"{where}.{name}={value!r} is not read without {needs}")
+
+
+def _inside(name: str, value: Any, default: Any) -> tuple[str, Any]:
+    """The first field that differs, of a dataclass."""
+    if not dataclasses.is_dataclass(value):
+        return name, value
+    fields = (field.name for field in dataclasses.fields(value))
+    changed = next(f for f in fields if getattr(value, f) != getattr(default, f))
+    return _inside(f"{name}.{changed}", getattr(value, changed), getattr(default, changed))
 
 
 def _kinds(*kinds: str) -> Callable[[RopeScaling], bool]:
@@ -73,7 +84,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("rope_interleaved", "rope_sections", lambda c: c.rope_sections),
         ("logit_cap", "head=True", lambda c: c.head),
     ),
-    TowerConfig: (("mesh strategy", "devices", lambda c: c.devices),),
+    TowerConfig: (("mesh strategy wave", "devices", lambda c: c.devices),),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
 """Group of settings -> (names, what they need, whether the group has it)."""

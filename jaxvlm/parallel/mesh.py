@@ -63,9 +63,29 @@ def num_hosts(devices: Sequence[jax.Device]) -> int:
     return len({device.process_index for device in devices})
 
 
+def mesh_text(mesh: jax.sharding.Mesh) -> str:
+    """Its axes, for people."""
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
     """How many parts batch rows are split into."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def _nearest(sizes: Sequence[int], num_devices: int) -> str:
+    """What the first axis that can mend it would have to be."""
+    for axis, size in zip(AXES, sizes):
+        others = math.prod(n for a, n in zip(AXES, sizes) if a != axis and n > 0)
+        if size > 1 and num_devices % others == 0:
+            fitting = divisors(num_devices // others) if -1 in sizes else [num_devices // others]
+            return f"; {axis}={min(fitting, key=lambda n: abs(n - size))} would do"
+    return ""
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def resolved(config: MeshConfig, num_devices: int) -> MeshConfig:
@@ -85,5 +105,6 @@ def resolved(config: MeshConfig, num_devices: int) -> MeshConfig:
         raise ConfigError(
             f"config.mesh ({text}) does not fit {num_devices} devices; "
             f"set sizes whose product is {num_devices}, or one of them to -1"
+            + _nearest(sizes, num_devices)
         )
     return MeshConfig(**dict(zip(AXES, sizes)))

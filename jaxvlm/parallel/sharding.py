@@ -41,12 +41,18 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
     if batch_size % shards:
         raise ConfigError(
             f"config.data.batch_size={batch_size} is not divisible by the {shards} parts of "
-            f"mesh axes {'×'.join(BATCH_AXES)}"
+            f"mesh axes {'×'.join(BATCH_AXES)}; take {_near(batch_size, shards)}"
         )
     index = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
     parts = [where[0] for where in index.values() if where is not None]
     rows = {row for part in parts for row in range(*part.indices(batch_size))}
     return np.asarray(sorted(rows))
+
+
+def _near(size: int, parts: int) -> str:
+    """The multiples of ``parts`` around ``size``."""
+    below = size // parts * parts
+    return f"{below} or {below + parts}" if below else str(parts)
 
 
 def to_global(mesh: Mesh, local: Batch, batch_size: int) -> Batch:

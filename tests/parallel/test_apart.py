@@ -48,9 +48,10 @@ def run(kind, tower=None, mesh=ALL, split=FSDP, frozen=(), parts=1, lora=NO_LORA
     optim = OptimConfig(eps=1e-2, clip_norm=0.05, weight_decay=0.1)
     tx = make_optimizer(optim, lambda step: 1e-2, model.logical)
     how = (loss, tx, parts, frozen)
-    made = (
-        assemble_apart(model, tower_of(model, tower, own), *how) if tower else together(model, *how)
-    )
+    if tower:
+        made = assemble_apart(model, tower_of(model, tower, own), *how, tower.wave)
+    else:
+        made = together(model, *how)
     params = {p: jax.device_put(x, model.shardings[p]) for p, x in first_params(kind, lora).items()}
     state = made.init(params)
     seen, program = [], None
@@ -134,7 +135,7 @@ SIDES = [
     (ALL, TWO, 1),
     (MeshConfig(3, fsdp=2), TowerConfig(2, MeshConfig(1, fsdp=2)), 2),
     (MeshConfig(3, tensor=2), TowerConfig(2, MeshConfig(1, tensor=2)), 4),
-    (MeshConfig(3, stage=2), TowerConfig(2, MeshConfig(1, tensor=2)), 4),
+    (MeshConfig(3, stage=2), TowerConfig(2, MeshConfig(1, tensor=2), wave=2), 4),
 ]
 BYTES = StrategyConfig("fsdp_no_reshard", gather_bits=8)
 
@@ -257,7 +258,7 @@ def test_adapters_here_and_there(targets):
     ("tower", "mesh", "split", "says"),
     [
         (TowerConfig(8), ALL, FSDP, "tower.devices=8 of 8 devices"),
-        (TowerConfig(0, MeshConfig(2)), ALL, FSDP, "tower.mesh=.* is not read without devices"),
+        (TowerConfig(0, MeshConfig(2)), ALL, FSDP, "tower.mesh.data=2 is not read without devices"),
         (TowerConfig(2, MeshConfig(1, stage=2)), ALL, FSDP, "tower.mesh.stage is of a decoder's"),
         (TowerConfig(2, MeshConfig(3)), ALL, FSDP, r"config\.tower\.mesh .* 2 devices"),
         (
@@ -273,6 +274,8 @@ def test_adapters_here_and_there(targets):
         (TowerConfig(2, strategy=StrategyConfig("single")), ALL, FSDP, "name='single' runs on one"),
         (TWO, ALL, StrategyConfig(whole=("vision",)), "whole names 'vision', and config.tower"),
         (TWO, ALL, StrategyConfig("ddp", reduce_bits=8), "reduce_bits=8 with config.tower"),
+        (TowerConfig(2, wave=1), ALL, FSDP, "tower.wave=1 is not read with config.mesh.stage=1"),
+        (TowerConfig(2, wave=2), MeshConfig(3, stage=2), FSDP, "wave=2 does not divide .*; 1 w"),
     ],
 )  # fmt: skip
 def test_what_a_tower_elsewhere_cannot_do_is_refused(tower, mesh, split, says):
