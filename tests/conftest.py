@@ -78,7 +78,8 @@ def pytest_runtest_logreport(report):
     if report.when == "call" and report.passed:
         _PARITY.extend(value for name, value in report.user_properties if name == "parity")
         cases = [value for name, value in report.user_properties if name == "matrix"]
-        if cases and (file := os.environ.get("JAXVLM_WHOLE_MATRIX")):
+        file = os.environ.get("JAXVLM_WHOLE_MATRIX")
+        if cases and file and "PYTEST_XDIST_WORKER" not in os.environ:
             shown.write_matrix(pathlib.Path(file), cases)  # at once: it is hours of work
     if report.failed:
         _FAILED.update(cells)
