@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxvlm.parallel import slots
 from jaxvlm.parallel.halves import Halves, halves
 from jaxvlm.parallel.schedule import Schedule, chunk_moves, rounds
+from jaxvlm.parallel.slots import Flow
 from jaxvlm.types import Batch, Out, Params, Sums
 
 AXIS = "stage"
-Flow = dict[str, jax.Array]
 
 
 class Cut(NamedTuple):
@@ -150,8 +151,8 @@ class _Run:
         (c["sums"], c["d_post"]), d_left = self._leave(
             objective, (c["sums"], c["d_post"]), left, row
         )
-        c["d_left"] = _put(c["d_left"], d_left, row["end_slot"], row["end"] >= 0)
-        d_left = _take(c["d_left"], row["end_back_slot"])
+        c["d_left"] = slots.put(c["d_left"], d_left, row["end_slot"], row["end"] >= 0)
+        d_left = slots.take(c["d_left"], row["end_back_slot"])
         blocks = self.own.blocks, self.still.blocks
         soon = {p: x for p, x in c["d_blocks"].items() if not self.split or p in self.early}
         late = {p: x for p, x in c["d_blocks"].items() if p not in soon}
@@ -174,7 +175,7 @@ class _Run:
             if self.features:
                 at = jnp.maximum(row["begin_back"], 0)
                 yes = row["begin_back"] >= 0
-                c["d_features"] = _put(c["d_features"], d_features, at, yes)
+                c["d_features"] = slots.put(c["d_features"], d_features, at, yes)
         return c, None
 
     # Before the first stage
@@ -195,31 +196,36 @@ class _Run:
 
     def _enter(self, kept: Any, row: Any) -> tuple[Flow, Any]:
         """What enters the first stage in this tick, and what its way back needs."""
-        part, old = _take(self.parts, row["begin"]), _take(kept, row["begin_slot"])
+        part, old = slots.take(self.parts, row["begin"]), slots.take(kept, row["begin_slot"])
 
         def work() -> tuple[Flow, Any]:
             known = (self.own.pre, self.still.pre, part)
             learned = self._learned(part)
-            entry, new, self.how["pre"] = _record(self._begin(part), self.own.pre, learned, known)
+            entry, new, self.how["pre"] = slots.record(
+                self._begin(part), self.own.pre, learned, known
+            )
             return entry, new
 
         def idle() -> tuple[Flow, Any]:
-            return _zeros(self.entry), old
+            return slots.zeros(self.entry), old
 
         entry, new = jax.lax.cond(row["begin"] >= 0, work, idle)
-        return entry, _put(kept, new, row["begin_slot"])
+        return entry, slots.put(kept, new, row["begin_slot"])
 
     def _enter_back(self, grads: Params, kept: Any, d_entry: Flow, row: Any) -> tuple[Params, Any]:
         """Gradients with this tick's, and that of the features which entered."""
-        part, has = _take(self.parts, row["begin_back"]), _take(kept, row["begin_back_slot"])
+        part, has = (
+            slots.take(self.parts, row["begin_back"]),
+            slots.take(kept, row["begin_back_slot"]),
+        )
 
         def work() -> tuple[Params, Any]:
             known = (self.own.pre, self.still.pre, part)
-            d_own, d_learned = _back(self.how["pre"], known, has)(d_entry)
+            d_own, d_learned = slots.back(self.how["pre"], known, has)(d_entry)
             return jax.tree.map(jnp.add, grads, d_own), d_learned
 
         def idle() -> tuple[Params, Any]:
-            return grads, _zeros(self._learned(part))
+            return grads, slots.zeros(self._learned(part))
 
         return jax.lax.cond(row["begin_back"] >= 0, work, idle)
 
@@ -227,7 +233,7 @@ class _Run:
 
     def _leave(self, objective: Objective, sums: Any, left: Flow, row: Any) -> tuple[Any, Flow]:
         """The loss of what leaves the last stage in this tick, and its gradient."""
-        part = _take(self.parts, row["end"])
+        part = slots.take(self.parts, row["end"])
 
         def value(own: Params, flow: Flow) -> tuple[jax.Array, Sums]:
             return objective(self.cut.post({**own, **self.still.post}, flow, part), part)
@@ -237,7 +243,7 @@ class _Run:
             (_, found), (d_own, d_flow) = grad(self.own.post, left)
             return jax.tree.map(jnp.add, sums, (found, d_own)), d_flow
 
-        return jax.lax.cond(row["end"] >= 0, work, lambda: (sums, _zeros(left)))
+        return jax.lax.cond(row["end"] >= 0, work, lambda: (sums, slots.zeros(left)))
 
     # On the stages
 
@@ -277,12 +283,12 @@ class _Run:
         unit, chunk = row["forward"][stage], row["forward_chunk"][stage]
         slot = row["forward_slot"][stage]
         first = (stage == 0) & (chunk == 0)
-        flow = _where(first, entry, {**_zeros(entry), **inbox})
-        old = _take(kept, slot)
+        flow = slots.where(first, entry, {**slots.zeros(entry), **inbox})
+        old = slots.take(kept, slot)
 
         def work() -> tuple[Flow, Any, Any]:
             f, mine, known = self._unit(stage, unit, chunk, own, still, parts)
-            out, new, self.how["blocks"] = _record(f, mine, flow, known)
+            out, new, self.how["blocks"] = slots.record(f, mine, flow, known)
             return out, new, worked.at[0].add(1)
 
         def idle() -> tuple[Flow, Any, Any]:
@@ -291,7 +297,7 @@ class _Run:
         out, new, worked = self._if(row["forward"], stage, work, idle)
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
         left = self._from(last, out)
-        return self._shift(out, 1), left, _put(kept, new, slot), worked
+        return self._shift(out, 1), left, slots.put(kept, new, slot), worked
 
     def _backward(
         self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, grads: Any, rest: Any,
@@ -300,8 +306,8 @@ class _Run:
         unit, chunk = row["backward"][stage], row["backward_chunk"][stage]
         slot = row["rest_slot"][stage]
         last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
-        d_out = _where(last, d_left, inbox)
-        has, old = _take(kept, row["backward_slot"][stage]), _take(rest, slot)
+        d_out = slots.where(last, d_left, inbox)
+        has, old = slots.take(kept, row["backward_slot"][stage]), slots.take(rest, slot)
 
         def work() -> tuple[Flow, Any, Any, Any]:
             known = self._unit(stage, unit, chunk, own, still, parts)[2]
@@ -311,11 +317,11 @@ class _Run:
                 cut = self._halves(at_hand, d_out)
                 d_flow, d_own, new = cut.first(at_hand, d_out)
             else:
-                (d_own, d_flow), new = _back(self.how["blocks"], *at_hand)(d_out), []
-            return d_flow, new, _add_at(grads, {p: d_own[p] for p in grads}, chunk), count
+                (d_own, d_flow), new = slots.back(self.how["blocks"], *at_hand)(d_out), []
+            return d_flow, new, slots.add_at(grads, {p: d_own[p] for p in grads}, chunk), count
 
         def idle() -> tuple[Flow, Any, Any, Any]:
-            return _zeros(self.entry), old, grads, worked
+            return slots.zeros(self.entry), old, grads, worked
 
         d_flow, new, grads, worked = self._if(row["backward"], stage, work, idle)
         first = (stage == 0) & (chunk == 0) & (unit >= 0)
@@ -323,7 +329,7 @@ class _Run:
         if self._goes_back():
             d_entry = self._from(first, d_flow)
         sent = {name: d_flow[name] for name in self.sent}
-        return self._shift(sent, -1), d_entry, grads, _put(rest, new, slot), worked
+        return self._shift(sent, -1), d_entry, grads, slots.put(rest, new, slot), worked
 
     def _weights(
         self, stage: Any, own: Any, still: Any, kept: Any, grads: Any, rest: Any, worked: Any,
@@ -331,14 +337,14 @@ class _Run:
     ) -> tuple[Any, Any]:  # fmt: skip
         unit, chunk = row["weights"], row["weights_chunk"]
         has, more = (
-            _take(kept, row["weights_slot"][stage]),
-            _take(rest, row["rest_back_slot"][stage]),
+            slots.take(kept, row["weights_slot"][stage]),
+            slots.take(rest, row["rest_back_slot"][stage]),
         )
 
         def work() -> tuple[Any, Any]:
             known = self._unit(stage, unit, chunk, own, still, parts)[2]
             d_own = self.how["halves"].second((known, has), more)
-            return _add_at(grads, {p: d_own[p] for p in grads}, chunk), worked.at[2].add(1)
+            return slots.add_at(grads, {p: d_own[p] for p in grads}, chunk), worked.at[2].add(1)
 
         # All stages or none.
         return jax.lax.cond(unit >= 0, work, lambda: (grads, worked))
@@ -349,7 +355,7 @@ class _Run:
         :meth:`_weights` is traced after :meth:`_backward`, and takes the same cut.
         """
         how = self.how["blocks"]
-        self.how["halves"] = halves(lambda has, d: _back(how, *has)(d), at_hand, d_out)
+        self.how["halves"] = halves(lambda has, d: slots.back(how, *has)(d), at_hand, d_out)
         return self.how["halves"]
 
     def _if(self, units: Any, stage: Any, work: Callable[[], Any], idle: Callable[[], Any]) -> Any:
@@ -365,7 +371,11 @@ class _Run:
 
     def _unit(self, stage: Any, unit: Any, chunk: Any, own: Any, still: Any, parts: Batch) -> Any:
         """A unit as a function of parameters and flow, its parameters, all that is at hand."""
-        mine, fixed, part = _take(own, chunk), _take(still, chunk), _take(parts, unit)
+        mine, fixed, part = (
+            slots.take(own, chunk),
+            slots.take(still, chunk),
+            slots.take(parts, unit),
+        )
         first = (chunk * self.stages + stage) * self.depth
 
         def f(mine: Params, flow: Flow) -> Flow:
@@ -403,7 +413,7 @@ class _Run:
 
         def of_blocks(stage: Any, own: Any, still: Any, entry: Flow, parts: Batch) -> Any:
             f, mine, known = self._unit(stage, 0, 0, own, still, parts)
-            out, kept, self.how["blocks"] = _record(f, mine, entry, known)
+            out, kept, self.how["blocks"] = slots.record(f, mine, entry, known)
             if not self.split:
                 return kept, []
             _, early, rest = self._halves((known, kept), out).first((known, kept), out)
@@ -412,7 +422,7 @@ class _Run:
 
         def of_pre(own: Params, part: Batch) -> Any:
             known = (own, self.still.pre, part)
-            return _record(self._begin(part), own, self._learned(part), known)[1]
+            return slots.record(self._begin(part), own, self._learned(part), known)[1]
 
         def of_post(own: Params, still: Params, flow: Flow, part: Batch) -> Any:
             return objective(self.cut.post({**own, **still}, flow, part), part)[1]
@@ -431,17 +441,17 @@ class _Run:
         sums = jax.eval_shape(of_post, self.own.post, self.still.post, flow, part)
         table, S = self.schedule, self.stages
         return {
-            "pre": _zeros(pre, table.kept_begin),
-            "blocks": _zeros(blocks, S, table.kept),
-            "rest": _zeros(rest, S, table.kept_rest),
-            "inbox": _zeros(flow, S),
-            "d_inbox": _zeros(flow, S),
-            "d_left": _zeros(flow, table.kept_end),
-            "sums": _zeros(sums),
-            "d_pre": _zeros(self.own.pre),
-            "d_features": _zeros(self.parts.features) if self.features else None,
-            "d_post": _zeros(self.own.post),
-            "d_blocks": _zeros(self.own.blocks),
+            "pre": slots.zeros(pre, table.kept_begin),
+            "blocks": slots.zeros(blocks, S, table.kept),
+            "rest": slots.zeros(rest, S, table.kept_rest),
+            "inbox": slots.zeros(flow, S),
+            "d_inbox": slots.zeros(flow, S),
+            "d_left": slots.zeros(flow, table.kept_end),
+            "sums": slots.zeros(sums),
+            "d_pre": slots.zeros(self.own.pre),
+            "d_features": slots.zeros(self.parts.features) if self.features else None,
+            "d_post": slots.zeros(self.own.post),
+            "d_blocks": slots.zeros(self.own.blocks),
             "worked": jnp.zeros((S, 3), jnp.int32),
         }
 
@@ -460,53 +470,9 @@ class _Run:
         return {p: x.reshape(-1, *x.shape[3:]) for p, x in tree.items()} if back else tree
 
     def _moved(self, stage: Any, tree: Params, moves: Any) -> Params:
-        out = _zeros(tree)
+        out = slots.zeros(tree)
         for far, sent, put in rounds(moves, self.stages):
-            piece = self._shift(_take(tree, jnp.asarray(sent)[stage]), far, put)
+            piece = self._shift(slots.take(tree, jnp.asarray(sent)[stage]), far, put)
             slot = jnp.asarray(put)[stage]
-            out = _put(out, piece, jnp.maximum(slot, 0), slot >= 0)
+            out = slots.put(out, piece, jnp.maximum(slot, 0), slot >= 0)
         return out
-
-
-def _record(f: Any, own: Any, flow: Any, known: Any) -> tuple[Any, list[jax.Array], Any]:
-    """``f(own, flow)``, what its way back needs besides ``known``, and (static) how it goes."""
-    out, back = jax.vjp(f, own, flow)
-    leaves, tree = jax.tree.flatten(back)
-    place = {id(x): i for i, x in enumerate(jax.tree.leaves(known))}
-    where = tuple(place.get(id(x), -1) for x in leaves)
-    return out, [jnp.asarray(x) for x, i in zip(leaves, where) if i < 0], (tree, where)
-
-
-def _back(how: Any, known: Any, kept: list[jax.Array]) -> Any:
-    """The way back of :func:`_record`."""
-    tree, where = how
-    at_hand, rest = jax.tree.leaves(known), iter(kept)
-    return tree.unflatten([at_hand[i] if i >= 0 else next(rest) for i in where])
-
-
-def _zeros(tree: Any, *lead: int) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), x.dtype), tree)
-
-
-def _where(yes: Any, a: Flow, b: Flow) -> Flow:
-    return jax.tree.map(lambda x, y: jnp.where(yes, x, y), a, b)
-
-
-def _take(tree: Any, i: Any) -> Any:
-    at = jnp.maximum(i, 0)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), tree)
-
-
-def _put(tree: Any, new: Any, i: Any, yes: Any = True) -> Any:
-    """``tree`` with ``new`` at ``i`` of its leading dim, if ``yes``."""
-
-    def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        if yes is not True:
-            y = jnp.where(yes, y, jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
-        return jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
-
-    return jax.tree.map(one, tree, new)
-
-
-def _add_at(tree: Any, new: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x, y: x.at[i].add(y), tree, new)
