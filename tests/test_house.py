@@ -59,10 +59,10 @@ import jaxvlm.infer.generate, jaxvlm.models.families.llava, jaxvlm.models.famili
 def test_importing_sets_nothing_up():
     code = """
 import os
+import jax  # sets variables of its own
 before = dict(os.environ)
 import jaxvlm.build, jaxvlm.cli.main
 assert dict(os.environ) == before
-import jax
 assert not jax._src.xla_bridge._backends, "an import started JAX's backends"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
