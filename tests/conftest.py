@@ -14,6 +14,9 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {FLAGS}".strip()
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A collective holds a thread of XLA's pool until all devices are there. With a thread a device, the
+# default, devices can wait for each other in different ones for ever: one run in a hundred did.
+os.environ.setdefault("NPROC", "32")
 _CACHE = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "xla-tests"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
