@@ -7,7 +7,8 @@ One train step of a LLaVA-like model (see MODEL) in bfloat16 with full remat, Ad
 what a device sends by the ring algorithm, each collective times the trip counts of its loops, in
 bytes a parameter; memory is the compiler's own count for a device. Without stages a device has one
 row; with them each of a stage's parts has eight, one a microbatch, and what is sent in a branch
-counts as often as there are ticks: an upper bound.
+counts as often as there are ticks: an upper bound. Rows that a result of
+the same name has are kept.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import math
 import time
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 
-from benchmarks.common import RESULTS, environment, write
+from benchmarks.batches import abstract_batch
+from benchmarks.common import environment, kept, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.config import (
@@ -34,11 +34,9 @@ from jaxvlm.config import (
 )
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.parallel.strategies import CONTEXTS, resolve
 from jaxvlm.plan import collectives, topology
 from jaxvlm.train import programs
-from jaxvlm.types import Batch
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -75,23 +73,6 @@ STRATEGIES = {
 }
 
 
-def abstract_batch(mesh: jax.sharding.Mesh, rows: int) -> Batch:
-    """Shapes of a batch on ``mesh``."""
-
-    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
-
-    side = MODEL.vision.image_size
-    return Batch(
-        tokens=of(np.int32, LENGTH),
-        loss_weight=of(np.float32, LENGTH),
-        positions=of(np.int32, 1, LENGTH),
-        segment=of(np.int32, LENGTH),
-        pixels=of(np.uint8, PICTURES, side, side, 3),
-        image_start=of(np.int32, PICTURES),
-    )
-
-
 def one(target: str, strategy: str) -> dict[str, Any]:
     """One step, compiled."""
     preset, wanted, *fields = STRATEGIES[strategy]
@@ -104,7 +85,7 @@ def one(target: str, strategy: str) -> dict[str, Any]:
     rows = parts * batch_shards(here) if mesh.stage > 1 else len(devices)
     step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), parts)
     start = time.perf_counter()
-    program = step.lower(abstract, abstract_batch(here, rows)).compile()
+    program = step.lower(abstract, abstract_batch(MODEL, here, rows, LENGTH, PICTURES)).compile()
     seconds = time.perf_counter() - start
     count = sum(math.prod(x.shape) for x in model.shapes.values())
     found = collectives.read(program.as_text(), dict(here.shape))
@@ -140,15 +121,18 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--name", default="collectives_aot", help="of the result")
     args = parser.parse_args()
-    config = f"vision {MODEL.vision}, decoder {MODEL.decoder}"
-    rows: list[dict[str, Any]] = []
-    result = {"environment": environment(), "model": config, "length": LENGTH, "rows": rows}
+    result: dict[str, Any] = {"model": str(MODEL), "length": LENGTH, "rows": kept(args.name)}
+    rows, here = result["rows"], environment()
+    done = {(row["target"], row["strategy"]) for row in rows}
     for target in args.targets:
         for strategy in args.strategies:
+            if (target, strategy) in done:
+                continue
             try:
-                rows.append(row := one(target, strategy))
+                rows.append(row := one(target, strategy) | {"environment": here})
             except ConfigError as refusal:
                 rows.append({"target": target, "strategy": strategy, "refused": str(refusal)})
+                write(f"{args.name}.json", result)
                 print(f"{target} {strategy} is refused: {refusal}", flush=True)
                 continue
             kinds = ", ".join(
@@ -157,9 +141,7 @@ def main() -> None:
                 for c in row["sent"]
             )
             print(f"{target} {strategy} {row['memory_mib'].get('peak')} MiB: {kinds}", flush=True)
-            # Each takes a minute or two: what there is, is kept beside the last whole result.
-            write(f"{args.name}.partial.json", result)
-    (RESULTS / f"{args.name}.partial.json").rename(RESULTS / f"{args.name}.json")
+            write(f"{args.name}.json", result)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,12 @@ def write(name: str, result: dict[str, Any], folder: pathlib.Path = RESULTS) -> 
     print(f"wrote {path}")
 
 
+def kept(name: str) -> list[dict[str, Any]]:
+    """Rows of the result ``name``, where there is one: what takes minutes a row goes on from it."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 class Worker:
     """A contestant in a process of its own, idle on its pipe while another runs.
 

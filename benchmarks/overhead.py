@@ -28,9 +28,9 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("NPROC", "32")
 
 import jax  # the flags are for it
-import numpy as np
 import optax
 
+from benchmarks.batches import pictures_and_text
 from benchmarks.common import environment, summary, timed, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
@@ -46,7 +46,6 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import collectives
-from jaxvlm.types import Batch
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -80,24 +79,6 @@ STRATEGIES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def batch() -> Batch:
-    """Rows of one segment with a loss on its second half, two pictures in front."""
-    rng = np.random.default_rng(0)
-    side, tokens = (
-        MODEL.vision.image_size,
-        (MODEL.vision.image_size // MODEL.vision.patch_size) ** 2,
-    )
-    place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
-    return Batch(
-        tokens=rng.integers(0, MODEL.decoder.vocab_size, (ROWS, LENGTH)).astype(np.int32),
-        loss_weight=(place >= LENGTH // 2).astype(np.float32),
-        positions=np.ascontiguousarray(place[:, None]),
-        segment=np.ones((ROWS, LENGTH), np.int32),
-        pixels=rng.integers(0, 256, (ROWS, PICTURES, side, side, 3), np.uint8),
-        image_start=np.tile(np.asarray([1, 1 + tokens], np.int32), (ROWS, 1)),
-    )
-
-
 class Contestant:
     """A compiled step and its state."""
 
@@ -108,7 +89,7 @@ class Contestant:
         here = make_mesh(mesh, devices)
         model = build_model(MODEL, here, split)
         step, abstract, init = assemble(model, NextToken(), optax.adamw(1e-4), parts)
-        self.batch = to_global(here, batch(), ROWS)
+        self.batch = to_global(here, pictures_and_text(MODEL, ROWS, LENGTH, PICTURES), ROWS)
         start = time.perf_counter()
         self.step = step.lower(abstract, self.batch).compile()
         self.compile_seconds = time.perf_counter() - start

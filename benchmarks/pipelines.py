@@ -18,13 +18,13 @@ import jax
 import matplotlib
 import optax
 
+from benchmarks.batches import abstract_batch
 from benchmarks.common import ROOT, environment, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.sharding import batch_sharding
 
 STAGES, MICROBATCHES, ROWS = 4, (4, 8, 16, 32, 64), 4
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -47,12 +47,7 @@ def temporaries(schedule: str, remat: str, parts: int) -> int:
     split = StrategyConfig(schedule=schedule, **SCHEDULES[schedule])
     built = build_model(model, here, split)
     step, abstract, _ = assemble(built, NextToken(), optax.adamw(1e-4), parts)
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (parts * ROWS, *x.shape[1:]), x.dtype, sharding=batch_sharding(here)
-        ),
-        base.batch(),
-    )
+    rows = abstract_batch(model, here, parts * ROWS, base.LENGTH, base.PICTURES)
     return step.lower(abstract, rows).compile().memory_analysis().temp_size_in_bytes
 
 

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import time
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from benchmarks.common import RESULTS, ROOT, environment, write
+from benchmarks.batches import abstract_batch
+from benchmarks.common import ROOT, environment, kept, write
 from jaxvlm.build import published
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
@@ -37,11 +36,9 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.families import any_family
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import chips, collectives, count, topology
 from jaxvlm.train import programs
-from jaxvlm.types import Batch
 
 LENGTH, PATCHES, PICTURES = 4096, 4096, 4
 MODELS = ("qwen3-vl-8b", "llava-1.5-13b", "qwen3-vl-235b-a22b")
@@ -61,28 +58,6 @@ def model_config(name: str, target: str) -> ModelConfig:
         dtype="bfloat16",
         attention="xla" if target.startswith("h200") else "auto",
     )
-
-
-def abstract_batch(config: ModelConfig, mesh: jax.sharding.Mesh, rows: int) -> Batch:
-    """Shapes of a batch on ``mesh``."""
-
-    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
-
-    batch = Batch(
-        tokens=of(np.int32, LENGTH),
-        loss_weight=of(np.float32, LENGTH),
-        positions=of(np.int32, max(1, len(config.decoder.rope_sections)), LENGTH),
-        segment=of(np.int32, LENGTH),
-        image_start=of(np.int32, PICTURES),
-    )
-    vision = config.vision
-    if vision.packed:
-        width = 3 * vision.frames * vision.patch_size**2
-        patches = of(np.uint8, PATCHES, width)
-        return batch._replace(patches=patches, grid=of(np.int32, PICTURES, 3))
-    side = vision.image_size
-    return batch._replace(pixels=of(np.uint8, PICTURES, side, side, 3))
 
 
 def mesh_of(config: ModelConfig, devices: int, hosts: int) -> MeshConfig:
@@ -125,9 +100,10 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
         "tokens_a_device": LENGTH,
         "flops_a_device": count.step(forward, trained, adapted).total,
     }
+    batch = abstract_batch(config, here, len(devices), LENGTH, PICTURES, PATCHES)
     cpu = time.process_time()
     try:
-        program = step.lower(abstract, abstract_batch(config, here, len(devices))).compile()
+        program = step.lower(abstract, batch).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -181,8 +157,7 @@ def main() -> None:
     parser.add_argument("--name", default="pods_aot", help="of the result")
     parser.add_argument("--plot", action="store_true", help="draw docs/pods_growth.svg")
     args = parser.parse_args()
-    path = RESULTS / f"{args.name}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = kept(args.name)
     done = {(row["target"], row["model"], row["frozen"]) for row in rows}
     here = environment()
     for target in args.targets:
@@ -196,7 +171,7 @@ def main() -> None:
                     row = one(name, target, frozen, lora=True) | {"environment": here}
                     rows.append(row)
                     print(row, flush=True)
-                write(path.name, {"rows": rows})
+                write(f"{args.name}.json", {"rows": rows})
     if args.plot:
         plot(rows)
 

@@ -25,8 +25,8 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("NPROC", "32")  # see overhead.py
 
 import jax  # the flags are for it
-import numpy as np
 
+from benchmarks.batches import pictures_and_text
 from benchmarks.common import environment, timed, write
 from jaxvlm.build.apart import assemble_apart, devices_of, tower_of
 from jaxvlm.build.model import build_model
@@ -47,7 +47,6 @@ from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train.apart import OF_TOWER, Sides, Step
-from jaxvlm.types import Batch
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -59,22 +58,6 @@ MODEL = ModelConfig(
 )  # fmt: skip
 PARTS, ROWS, LENGTH, PICTURES = 4, 4 * 60, 96, 2
 COUNTS = (2, 3, 4, 5, 6)
-
-
-def batch() -> Batch:
-    """Rows of one segment with a loss on what follows its two pictures."""
-    rng = np.random.default_rng(0)
-    side = MODEL.vision.image_size
-    tokens = (side // MODEL.vision.patch_size) ** 2
-    place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
-    return Batch(
-        tokens=rng.integers(0, MODEL.decoder.vocab_size, (ROWS, LENGTH)).astype(np.int32),
-        loss_weight=(place > PICTURES * tokens).astype(np.float32),
-        positions=np.ascontiguousarray(place[:, None]),
-        segment=np.ones((ROWS, LENGTH), np.int32),
-        pixels=rng.integers(0, 256, (ROWS, PICTURES, side, side, 3), np.uint8),
-        image_start=np.tile(np.asarray([1, 1 + tokens], np.int32), (ROWS, 1)),
-    )
 
 
 class Replay:
@@ -130,7 +113,7 @@ class Contestant:
         tower = tower_of(model, TowerConfig(count, strategy=StrategyConfig("ddp")), own)
         tx = make_optimizer(OptimConfig(), lambda step: 1e-3, model.logical)
         made = assemble_apart(model, tower, NextToken(), tx, PARTS)
-        self.batch = made.place(batch(), ROWS)
+        self.batch = made.place(pictures_and_text(MODEL, ROWS, LENGTH, PICTURES), ROWS)
         self.state, self.metrics = made.init(model.init(0)), {}
         self.step: Step = made.build(self.state, self.batch)
         self.replays: list[Replay] = []
@@ -152,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     before, found = environment(), {count: Contestant(count) for count in COUNTS}
     config = TrainConfig(model=MODEL, data=DataConfig(batch_size=ROWS))
-    cost = costs(config, batch())
+    cost = costs(config, pictures_and_text(MODEL, ROWS, LENGTH, PICTURES))
     order = best_first(cost, 8)
     print(f"the tower has {cost.tower / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
     for turn in range(1 + args.rounds):

@@ -173,7 +173,7 @@ def assemble_apart(
 
     if any(is_tower(path) for path in own):
         _check_trained(model)
-        group = _group(model, microbatches, wave)
+        group = wave_of(model, microbatches, wave)
         step: apart.Step = _trained(sides, tx, states, loss, microbatches, group)
     else:
         if wave:
@@ -191,8 +191,17 @@ def _literal(still: Mapping[str, Any], side: Model) -> tuple[str, ...]:
     return tuple(path for path in still if path in side.shapes)
 
 
-def _group(model: Model, parts: int, wave: int) -> int:
-    """Microbatches that the rest takes at once."""
+def wave_of(model: Model, parts: int, wave: int) -> int:
+    """How many of ``parts`` microbatches the rest takes at once behind a tower that learns.
+
+    Args:
+        model: on the rest's mesh.
+        parts: of a batch.
+        wave: what is asked for; 0: see ``schedule.wave``.
+
+    Raises:
+        ConfigError: a wave that does not fit, or without stages.
+    """
     stages, chunks = model.mesh.shape["stage"], model.strategies["decoder"].chunks
     best = schedule.wave(stages, parts, chunks)
     if wave and stages == 1:

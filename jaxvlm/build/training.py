@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxvlm.build.apart import assemble_apart
+from jaxvlm.build.apart import assemble_apart, wave_of
 from jaxvlm.build.assemble import split, together
 from jaxvlm.build.losses import make_loss
 from jaxvlm.build.model import Model
@@ -22,8 +22,8 @@ from jaxvlm.config import (
 )
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
-from jaxvlm.parallel.mesh import batch_shards, divisors
-from jaxvlm.parallel.schedule import timetable, wave
+from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
+from jaxvlm.parallel.schedule import timetable
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import Programs
 from jaxvlm.train.runner import check_own_rows, check_parts
@@ -108,7 +108,7 @@ def build_training(
     if (stages := model.mesh.shape["stage"]) > 1:
         how, parts = model.strategies["decoder"], config.microbatches
         if tower and any(is_tower(path) for path in trainable):
-            parts = config.tower.wave or wave(stages, parts, how.chunks)
+            parts = wave_of(model, parts, config.tower.wave)
         say(_pipeline_line(how, stages, parts))
     asked = (loss, tx, config.microbatches, config.optim.frozen)
     if tower:
@@ -146,8 +146,7 @@ def check_shards(config: TrainConfig, model: Model, tower: Model | None) -> None
 def _fitting(rows: int, parts: int, shards: int) -> str:
     """The nearest microbatches, or the nearest batch size."""
     if rows % shards == 0:
-        near = min(divisors(rows // shards), key=lambda n: abs(n - parts))
-        return f"config.microbatches={near} would do"
+        return f"config.microbatches={nearest_divisor(rows // shards, parts)} would do"
     return f"config.data.batch_size={-(-rows // (parts * shards)) * parts * shards} would do"
 
 

@@ -78,14 +78,19 @@ def _nearest(sizes: Sequence[int], num_devices: int) -> str:
     for axis, size in zip(AXES, sizes):
         others = math.prod(n for a, n in zip(AXES, sizes) if a != axis and n > 0)
         if size > 1 and num_devices % others == 0:
-            fitting = divisors(num_devices // others) if -1 in sizes else [num_devices // others]
-            return f"; {axis}={min(fitting, key=lambda n: abs(n - size))} would do"
+            left = num_devices // others
+            return f"; {axis}={nearest_divisor(left, size) if -1 in sizes else left} would do"
     return ""
 
 
 def divisors(number: int) -> list[int]:
     """Ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def nearest_divisor(number: int, to: int) -> int:
+    """The divisor of ``number`` that is nearest to ``to``."""
+    return min(divisors(number), key=lambda n: abs(n - to))
 
 
 def resolved(config: MeshConfig, num_devices: int) -> MeshConfig:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxvlm.config import ConfigError
+from jaxvlm.parallel.mesh import divisors
 
 Unit = tuple[int, int]
 """A microbatch and a chunk."""
@@ -154,7 +155,7 @@ def wave(stages: int, parts: int, chunks: int = 1) -> int:
     Returns:
         The divisor of ``parts`` for which that is least; 1 without stages.
     """
-    fit = [g for g in range(1, parts + 1) if parts % g == 0 and (chunks == 1 or g % stages == 0)]
+    fit = [g for g in divisors(parts) if chunks == 1 or g % stages == 0]
     return min(fit or [parts], key=lambda g: g + parts / g * (stages - 1) / chunks)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,8 +19,9 @@ import numpy as np
 import optax
 
 from jaxvlm.parallel.sharding import HOST
+from jaxvlm.train.alive import Alive
 from jaxvlm.train.objective import scales, total
-from jaxvlm.train.programs import memory
+from jaxvlm.train.programs import bytes_of
 from jaxvlm.train.runner import FEATURES, check_parts, deal, undeal
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
 from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState
@@ -122,7 +122,10 @@ class Step(abc.ABC):
         """This step, its jitted programs compiled for such a state and such a batch."""
         state, batch = jax.tree.map(lambda x: like(x, x.sharding), (state, batch))
         ready: dict[str, Any] = {}
-        alive = _Alive()
+        alive = Alive(OF_TOWER, _LAST)
+
+        def move(tree: Any, where: Any) -> Any:
+            return alive.born(like(tree, where))
 
         def shapes_of(name: str, program: Any) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
@@ -140,7 +143,6 @@ class Step(abc.ABC):
             return run
 
         asks = {name: shapes_of(name, program) for name, program in self.programs.items()}
-        move = lambda tree, where: alive.born(like(tree, where))  # noqa: E731
         dataclasses.replace(self, programs=asks, move=move)(state, batch)
         held, host = [0, 0], 0
         for x in jax.tree.leaves((state, batch)):
@@ -153,7 +155,7 @@ class Step(abc.ABC):
             self,
             programs=ready,
             held=Sides(*held),
-            peak=Sides(held[0] + most.tower, held[1] + most.rest),
+            peak=Sides(held[0] + most[0], held[1] + most[1]),
             host=host,
         )
 
@@ -179,45 +181,6 @@ class Step(abc.ABC):
         nothing = Batch(None, None, None, None)
         taken = nothing._replace(pixels=batch.pixels, patches=batch.patches, grid=grid)
         return taken, others
-
-
-class _Alive:
-    """What programs give each other, from the call that makes it to the last that reads it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-        self.made: dict[int, tuple[Any, int]] = {}  # the array keeps its id from being used again
-        self.read: dict[int, int] = {}
-
-    def call(self, name: str, program: Any, args: Any, made: Any) -> Any:
-        """A program has taken ``args`` and given ``made``."""
-        self.read |= {id(x): len(self.calls) for x in jax.tree.leaves(args)}
-        self.calls.append((name, program))
-        return made if name in _LAST else self.born(made)
-
-    def born(self, made: Any) -> Any:
-        """``made``, from now on."""
-        self.made |= {id(x): (x, len(self.calls)) for x in jax.tree.leaves(made)}
-        return made
-
-    def most(self, of_tower: Any) -> Sides:
-        """Most bytes on a device of each side, beside state and batch."""
-        most = [0, 0]
-        for i, (name, program) in enumerate(self.calls):
-            side = name not in OF_TOWER
-            sizes = memory(program)
-            work = sizes["temporary"] + sizes["outputs"] - sizes["aliased"]
-            for x, since in self.made.values():
-                here = (x.sharding.device_set != of_tower) == side
-                if here and since <= i <= self.read.get(id(x), -1):
-                    work += bytes_of(x)
-            most[side] = max(most[side], work)
-        return Sides(*most)
-
-
-def bytes_of(x: Any) -> int:
-    """Bytes of an array on one of its devices."""
-    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def like(tree: Any, where: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,11 @@ def memory(program: Any) -> dict[str, int]:
     }
 
 
+def bytes_of(x: Any) -> int:
+    """Bytes of an array, or of what stands for one, on one of its devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that a device's memory is used up."""
     text = str(error)
@@ -86,11 +92,7 @@ def explain_out_of_memory(
     """
     sizes = dict(others)
     for path, leaf in jax.tree_util.tree_leaves_with_path((state, batch)):
-        shape = leaf.sharding.shard_shape(leaf.shape)
-        count = 1
-        for size in shape:
-            count *= size
-        sizes[jax.tree_util.keystr(path, simple=True, separator="/")] = count * leaf.dtype.itemsize
+        sizes[jax.tree_util.keystr(path, simple=True, separator="/")] = bytes_of(leaf)
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
     shown = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in largest)
     return (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel import pipeline
-from jaxvlm.parallel.mesh import divisors
+from jaxvlm.parallel.mesh import nearest_divisor
 from jaxvlm.parallel.reduce import on_own_rows
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.train.objective import total
@@ -70,9 +70,9 @@ def check_parts(parts: int, loss: Loss, rows: int) -> None:
             "parts of a batch would give another gradient; set config.microbatches=1"
         )
     if parts < 1 or rows % parts:
-        near = min(divisors(rows), key=lambda n: abs(n - parts))
         raise ConfigError(
-            f"config.microbatches={parts} does not divide data.batch_size={rows}; {near} would do"
+            f"config.microbatches={parts} does not divide data.batch_size={rows}; "
+            f"{nearest_divisor(rows, parts)} would do"
         )
 
 
