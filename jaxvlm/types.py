@@ -66,8 +66,8 @@ class Batch(NamedTuple):
     """f32[B, T, K]: the share of each; ``None`` where K is 1 and each is whole."""
     image_key: Any = None
     """u32[B, I, 4]: hash of picture bytes and preprocessing; the visual-token cache's key."""
-    image_slot: Any = None
-    """i32[B, I]: cache slot of the picture; -1 is none."""
+    image_pages: Any = None
+    """i32[B, I, n]: pages of the visual-token cache for the picture's tokens; -1 is none."""
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
     given instead of them."""
@@ -261,6 +261,38 @@ class Runner(Protocol):
     ) -> tuple[Sums, Params]:
         """The loss's sums over ``batch`` and the gradient of ``sum_k scale_k * S_k``."""
         ...
+
+
+class Read(NamedTuple):
+    """What a step runs in the place of its parameters and its batch."""
+
+    params: Params
+    """Trainable parameters, or what they are reached through."""
+    frozen: Params
+    batch: Batch
+    back: Callable[[Params], Params]
+    """Gradients of ``params`` -> those of the parameters that were given."""
+    seen: Any = ()
+    """What ``Cache.write`` goes by."""
+    metrics: Mapping[str, Any] = {}
+    """Name -> a scalar of the step."""
+
+
+class Cache(NamedTuple):
+    """Where a step's visual tokens come from; pure functions, as of an optax transformation."""
+
+    init: Callable[[], Any] = tuple
+    """The empty state; under ``jit``."""
+    shardings: Any = ()
+    """Of each of its leaves."""
+    read: Callable[[Any, Params, Params, Batch], Read] = lambda state, params, frozen, batch: Read(
+        params, frozen, batch, lambda grads: grads
+    )
+    """(state, trainable, frozen, batch) -> what the step runs."""
+    write: Callable[[Any, Read, Any], Any] = lambda state, read, ok: state
+    """(state, what was read, bool[] whether the step is good) -> the state behind it."""
+    saved: bool = False
+    """Whether a run that goes on from a checkpoint without the state would differ in its bits."""
 
 
 @runtime_checkable

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
-from flax import nnx
 
 from jaxvlm.build.assemble import Assembled, assemble, placement, runner_of, split, state_of
-from jaxvlm.build.model import Model, axes_of, wrap
+from jaxvlm.build.model import Model
+from jaxvlm.build.parts import rest_of, tower_part
 from jaxvlm.config import ConfigError, ModelConfig, TowerConfig, refuse_unread
-from jaxvlm.models.vlm import Tower
-from jaxvlm.nn.param import Init
 from jaxvlm.parallel import schedule
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, constrain, replicated, to_global
@@ -78,42 +75,11 @@ def tower_of(
             if getattr(sizes, axis) > 1:
                 raise ConfigError(f"config.mesh.{axis} is of a decoder's layers; a tower has none")
         mesh = make_mesh(sizes, devices[:1] if strategy.name == "single" else devices)
-        axes = axes_of(model.config, mesh, strategy)["vision"]
-
-        def make(init: Init) -> nnx.Module:
-            return Tower(init, axes, model.config)
-
-        alone = wrap(make, mesh, {"vision": strategy})
-        there = {"mesh": mesh, "graph": alone.graph, "make": make, "strategies": alone.strategies}
-        return _part(model, is_tower, **there)
+        return tower_part(model, mesh, strategy)
     except ConfigError as error:
         text = str(error).replace("config.mesh", "config.tower.mesh")
         text = text.replace("config.strategy", "config.tower.strategy")
         raise ConfigError(text) from error
-
-
-def _rest_of(model: Model[ModelConfig]) -> Model[ModelConfig]:
-    absent = {path: x for path, x in model.shapes.items() if is_tower(path)}
-    there = {name: s for name, s in model.strategies.items() if name != "vision"}
-    return _part(model, lambda path: not is_tower(path), strategies=there, absent=absent)
-
-
-def _part(
-    model: Model[ModelConfig], mine: Callable[[str], bool], **more: Any
-) -> Model[ModelConfig]:
-    def pick(of: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: x for path, x in of.items() if mine(path)}
-
-    found = dataclasses.replace(
-        model,
-        shapes=pick(model.shapes),
-        logical=pick(model.logical),
-        adapted=pick(model.adapted),
-        packed=pick(model.packed),
-        **more,
-    )
-    _ = found.shardings  # dims that the mesh does not divide are refused here
-    return found
 
 
 def assemble_apart(
@@ -145,7 +111,7 @@ def assemble_apart(
             "config.strategy.whole names 'vision', and config.tower.devices takes it elsewhere: "
             "config.tower.strategy says what is split there ('ddp': nothing)"
         )
-    rest = _rest_of(model)
+    rest = rest_of(model)
     sides = Sides(tower, rest)
     own, still = split(model, model.shapes, frozen)
     made = [state_of(m, tx, *split(m, m.shapes, _literal(still, m))) for m in sides]

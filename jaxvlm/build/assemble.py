@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxvlm.build.model import Model
+from jaxvlm.build.parts import rest_of
 from jaxvlm.build.stages import cut, skips
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.models.lora import is_adapter
@@ -18,9 +19,10 @@ from jaxvlm.parallel.quantized import gather_in_bytes
 from jaxvlm.parallel.reduce import ORDER, Reduction
 from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
 from jaxvlm.parallel.strategies import reduced_axes
+from jaxvlm.train.apart import is_tower
 from jaxvlm.train.runner import Microbatched, OnOwnRows, Pipelined, PlainRunner
-from jaxvlm.train.step import Placement, init_state, make_step
-from jaxvlm.types import Batch, Loss, Params, Runner, TrainState
+from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
+from jaxvlm.types import Batch, Cache, Loss, Params, Runner, TrainState
 
 
 class Assembled(NamedTuple):
@@ -36,6 +38,7 @@ class Assembled(NamedTuple):
     """This process's rows, and how many a batch has -> the batch on its devices."""
     params: Callable[[TrainState], Params]
     """All parameters on the model's mesh."""
+    cache: Cache = NO_CACHE
 
 
 def assemble(
@@ -44,6 +47,7 @@ def assemble(
     tx: optax.GradientTransformation,
     microbatches: int = 1,
     frozen: tuple[str, ...] = (),
+    cache: Cache | None = None,
 ) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
     """A step of any model, loss and optimizer under the model's strategy.
 
@@ -53,21 +57,24 @@ def assemble(
         tx: over the trainable parameters, ``{path: array}``.
         microbatches: parts that a batch's gradient is summed over.
         frozen: path patterns of parameters that stay as they are.
+        cache: of the model's visual tokens; ``None``: the model makes them as it runs.
 
     Returns:
         The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
         shardings; and what makes the first state of all parameters, consuming them.
     """
-    reduction = _reduction(model, microbatches)
     own, still = split(model, model.shapes, frozen)
-    abstract, init = state_of(model, tx, own, still, reduction)
-    runner, place = runner_of(model, microbatches), placement(model)
+    behind = cache is not None and any(is_tower(path) for path in own)
+    reduction = None if behind else _reduction(model, microbatches)
+    run, cache = (rest_of(model), cache) if cache else (model, NO_CACHE)
+    abstract, init = state_of(model, tx, own, still, reduction, cache)
+    runner, place = runner_of(run, microbatches), placement(model)
     if reduction:
         runner = OnOwnRows(runner, model.mesh, reduction.axes)
         place = place._replace(reduce=reduction)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     step = jax.jit(
-        make_step(runner, loss, tx, place),
+        make_step(runner, loss, tx, place, cache),
         donate_argnums=0,
         out_shardings=(shardings, replicated(model.mesh)),
     )
@@ -80,15 +87,17 @@ def together(
     tx: optax.GradientTransformation,
     microbatches: int,
     frozen: tuple[str, ...],
+    cache: Cache | None = None,
 ) -> Assembled:
     """The step on one mesh; see :func:`assemble`."""
-    step, abstract, init = assemble(model, loss, tx, microbatches, frozen)
+    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache)
     return Assembled(
         lambda state, batch: step.lower(state, batch).compile(),
         abstract,
         init,
         lambda local, rows: to_global(model.mesh, local, rows),
         lambda state: {**state.params, **state.frozen},
+        cache or NO_CACHE,
     )
 
 
@@ -98,6 +107,7 @@ def state_of(
     own: Params,
     still: Params,
     reduction: Reduction | None = None,
+    cache: Cache = NO_CACHE,
 ) -> tuple[TrainState, Callable[[Params, Params], TrainState]]:
     """The state as ShapeDtypeStructs with shardings, and what makes the first one.
 
@@ -107,6 +117,7 @@ def state_of(
         own: shapes of the trainable parameters.
         still: of the frozen ones.
         reduction: what keeps a state of its own.
+        cache: likewise.
 
     Returns:
         The state, and a function of trainable and frozen parameters that consumes them.
@@ -114,7 +125,8 @@ def state_of(
     here = model.mesh
 
     def first(params: Params, frozen: Params) -> TrainState:
-        return init_state(params, frozen, tx, reduction.init(params) if reduction else {})
+        comm = reduction.init(params) if reduction else {}
+        return init_state(params, frozen, tx, comm, cache.init())
 
     shapes = jax.eval_shape(first, own, still)
     everywhere: Any = jax.tree.map(lambda _: replicated(here), shapes)
@@ -123,6 +135,7 @@ def state_of(
         frozen={path: model.shardings[path] for path in still},
         opt_state=follow(shapes.opt_state, _between(model), here),
         comm={path: reduction.where(path) for path in shapes.comm} if reduction else {},
+        cache=cache.shardings,
     )
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings

@@ -22,6 +22,7 @@ from jaxvlm.data.iterate import TrainBatches, resume_step
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import mesh_text
+from jaxvlm.plan import count
 from jaxvlm.train import loop, programs
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
@@ -77,6 +78,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             writer=writer,
             progress=progress,
             checkpointer=checkpointer,
+            kept=made.kept,
             evaluate_now=_evaluation(scorer, config, made.params),
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, source_of_peak, progress.log),
@@ -141,11 +143,11 @@ def _first_state(
     run: Run, made: training.Training, checkpointer: Checkpointer, say: Callable[[str], None]
 ) -> tuple[TrainState, int, dict[str, Any]]:
     """The state to go on from, its step, and what was saved beside it."""
-    found = checkpointer.restore(made.abstract)
+    found = checkpointer.restore(made.kept(made.abstract))
     if found is not None:
         start = resume_step(found.extra["data"], run.dataset.fingerprint())
         say(f"resuming at step {start} of {run.steps}")
-        return found.state, start, found.extra
+        return made.whole(found.state), start, found.extra
     seed = run.config.seed
     if run.config.init_from:
         folder = pathlib.Path(run.config.init_from) / "checkpoints"
@@ -234,7 +236,7 @@ def _introduce(
     batches: _GlobalBatches,
     peak: str,
     say: Callable[[str], None],
-) -> float:
+) -> count.Flops:
     """Say what is about to run; returns the FLOPs of a mean step, judged by its first batch.
 
     ``peak`` says where MFU's denominator is from.
@@ -251,7 +253,7 @@ def _introduce(
         f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} pictures; "
         f"{run.steps} steps of {rows} rows x {local.tokens.shape[1]} tokens, "
         f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; "
-        f"{flops / 1e9:.2f} GFLOP a step; MFU against {peak}"
+        f"{flops.total / 1e9:.2f} GFLOP a step; MFU against {peak}"
     )
     _say_unknown(run, say)
     if run.dataset.problems:

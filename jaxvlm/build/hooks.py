@@ -11,12 +11,14 @@ from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
 from jaxvlm.io.checkpoint import Checkpointer
 from jaxvlm.parallel import distributed
+from jaxvlm.plan import count
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
 from jaxvlm.types import TrainState
 
 _SHOWN = (
     *("loss", "tokens_per_s", "pictures_per_s", "mfu", "accuracy", "learning_rate"),
+    "cache/found",
     *("step_ms", "wait_ms", "host_ms", "device_ms"),
 )
 """What a line for people holds; ``metrics.jsonl`` holds everything."""
@@ -33,11 +35,13 @@ class RunHooks:
     writer: MetricWriter
     progress: Progress
     checkpointer: Checkpointer
+    kept: Callable[[TrainState], TrainState]
+    """What of a state is saved."""
     evaluate_now: Callable[[TrainState, bool], Report] | None
     """State, and whether to run the blind control too."""
     learning_rate: Callable[[int], float]
-    flops_per_step: float
-    """Model FLOPs of a mean step, all devices."""
+    flops_per_step: count.Flops
+    """Model FLOPs of a mean step that encodes all its pictures, all devices."""
     steps: int
     """Of the whole run; the last evaluation has the blind control beside it."""
     peak_flops: float
@@ -55,11 +59,13 @@ class RunHooks:
         seconds = metrics["step_ms"] / 1e3
         # Nothing is counted where every step since the last line was skipped.
         tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
+        # The tower does nothing for a picture whose tokens are kept, backwards neither.
+        spared = metrics.get("cache/found", 0.0) * self.flops_per_step.vision
         values = metrics | {
             "learning_rate": self.learning_rate(step - 1 - int(metrics["skipped_updates"])),
             "tokens_per_s": tokens / seconds,
             "pictures_per_s": pictures / seconds,
-            "mfu": self.flops_per_step / seconds / self.peak_flops,
+            "mfu": (self.flops_per_step.total - spared) / seconds / self.peak_flops,
         }
         self.writer.write(step, {f"train/{name}": value for name, value in values.items()})
         shown = {name: values[name] for name in _SHOWN if name in values}
@@ -105,7 +111,7 @@ class RunHooks:
         self.report = None
         extra = {"data": data, "best": self.best, "worse": self.worse}
         extra |= {"evaluated": self.evaluated}
-        self.checkpointer.save(step, state, extra, metrics)
+        self.checkpointer.save(step, self.kept(state), extra, metrics)
 
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came, to any process."""

@@ -15,7 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvlm.build import adapters, apart, exporting, inputs, pretrained, record, shares, training
+from jaxvlm.build import (
+    adapters,
+    apart,
+    caching,
+    exporting,
+    inputs,
+    pretrained,
+    record,
+    shares,
+    training,
+)
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.model import Model, build_model
@@ -76,6 +86,7 @@ class Run:
         self.config = dataclasses.replace(
             given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
         )
+        caching.check(self.config)
         self.dataset = inputs.make_dataset(
             self.config, given.data.train, self.tokenizer, self.pictures, read
         )
@@ -85,8 +96,9 @@ class Run:
             self._build_by_cost(devices)
         else:
             self._build(own)
+        slots = caching.slots_of(self.config, self.dataset)
         self.training = training.build_training(
-            self.config, self.model, self.steps, print, self.tower
+            self.config, self.model, self.steps, print, self.tower, slots
         )
         self.state: TrainState | None = None
 

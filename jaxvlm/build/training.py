@@ -6,8 +6,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
+from jaxvlm.build import caching
 from jaxvlm.build.apart import assemble_apart, wave_of
 from jaxvlm.build.assemble import split, together
 from jaxvlm.build.losses import make_loss
@@ -20,14 +22,17 @@ from jaxvlm.config import (
     VisionConfig,
     feature_blocks,
 )
+from jaxvlm.data.slots import Slots
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.schedule import timetable
+from jaxvlm.plan import count
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import Programs
 from jaxvlm.train.runner import check_own_rows, check_parts
-from jaxvlm.types import Batch, Params, TrainState
+from jaxvlm.train.step import NO_CACHE
+from jaxvlm.types import Batch, Cache, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +52,27 @@ class Training:
     """This process's rows of a batch -> the batch, on the devices that the step takes it on."""
     params: Callable[[TrainState], Params]
     """All parameters on the model's mesh."""
+    cache: Cache = NO_CACHE
 
-    def flops_per_step(self, batch: Batch, scale: float) -> float:
-        """Model FLOPs of a step (see ``jaxvlm.plan.count``).
+    def kept(self, state: TrainState) -> TrainState:
+        """What a checkpoint holds of a state: the cache where a run could not go on without."""
+        return state if self.cache.saved else state._replace(cache=())
+
+    def whole(self, state: TrainState) -> TrainState:
+        """A state that :meth:`kept` made, with an empty cache where it has none."""
+        if self.cache.saved:
+            return state
+        empty = jax.jit(self.cache.init, out_shardings=self.cache.shardings)
+        return state._replace(cache=empty())
+
+    def flops_per_step(self, batch: Batch, scale: float) -> count.Flops:
+        """Model FLOPs of a step that encodes all its pictures (see ``jaxvlm.plan.count``).
 
         Args:
             batch: rows that stand for all, numpy.
             scale: rows of a step to these.
         """
-        return flops(self.model.config, self.leaves, batch, scale)[1].total
+        return flops(self.model.config, self.leaves, batch, scale)[1]
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: Callable[[], int]) -> int:
@@ -78,6 +95,7 @@ def build_training(
     steps: int,
     say: Callable[[str], None],
     tower: Model | None = None,
+    slots: Slots | None = None,
 ) -> Training:
     """The optimizer, the step and the shardings of its state; allocates nothing.
 
@@ -87,6 +105,7 @@ def build_training(
         steps: of the whole run.
         say: takes lines for people.
         tower: the model's vision tower, where it is on a mesh of its own.
+        slots: pages of the visual-token cache, where tokens are kept.
 
     Raises:
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
@@ -113,6 +132,12 @@ def build_training(
     asked = (loss, tx, config.microbatches, config.optim.frozen)
     if tower:
         made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
+    elif caching.is_on(config.cache):
+        pages = slots.count if slots else 0
+        cache = caching.make_cache(config.cache, model, trainable, pages)
+        made = together(model, *asked, cache)
+        if slots:
+            say(caching.line(config.cache, slots, made.abstract))
     else:
         made = together(model, *asked)
     return Training(
@@ -124,6 +149,7 @@ def build_training(
         made.init,
         lambda local: made.place(local, config.data.batch_size),
         made.params,
+        made.cache,
     )
 
 

@@ -3,6 +3,7 @@
 from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
 from jaxvlm.config.derived import feature_blocks, layer_windows
 from jaxvlm.config.schema import (
+    CacheConfig,
     CheckpointConfig,
     ConnectorConfig,
     DataConfig,
@@ -23,6 +24,7 @@ from jaxvlm.config.schema import (
 from jaxvlm.config.unread import refuse_unread
 
 __all__ = [
+    "CacheConfig",
     "CheckpointConfig",
     "ConfigError",
     "ConnectorConfig",

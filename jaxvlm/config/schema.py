@@ -246,6 +246,19 @@ class TowerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Visual tokens that are kept from step to step (docs/cache.md)."""
+
+    policy: str = (
+        "off"  # off | strict (as the tower would make them now) | lazy (a few updates ago)
+    )
+    bound: int = 1  # lazy: updates of the tower that kept tokens may be behind
+    pictures: int = 0  # kept at most, or tiles of pictures, over all devices; 0: all of data.train
+    chunk: int = 0  # pictures that a data shard encodes at once; 0: 8, or fewer where its rows have
+    # fewer; without a policy, 0: all
+
+
+@dataclasses.dataclass(frozen=True)
 class OptimConfig:
     """AdamW with a warm-up."""
 
@@ -320,6 +333,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     strategy: StrategyConfig = StrategyConfig()
     tower: TowerConfig = TowerConfig()
+    cache: CacheConfig = CacheConfig()
     optim: OptimConfig = OptimConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()

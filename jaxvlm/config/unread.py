@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxvlm.config.convert import ConfigError
 from jaxvlm.config.schema import (
+    CacheConfig,
     ConnectorConfig,
     DecoderConfig,
     RopeScaling,
@@ -85,6 +86,10 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("logit_cap", "head=True", lambda c: c.head),
     ),
     TowerConfig: (("mesh strategy wave", "devices", lambda c: c.devices),),
+    CacheConfig: (
+        ("bound", "policy='lazy'", lambda c: c.policy == "lazy"),
+        ("pictures", "a policy or a chunk", lambda c: c.policy != "off" or c.chunk),
+    ),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
 """Group of settings -> (names, what they need, whether the group has it)."""

@@ -19,6 +19,7 @@ from jaxvlm.data.formats import Record
 from jaxvlm.data.iterate import TrainBatches, ahead
 from jaxvlm.data.order import EMPTY, Order, Row, rows
 from jaxvlm.data.patches import Patching
+from jaxvlm.data.slots import Slots
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
@@ -92,6 +93,7 @@ class Dataset:
         self._skipped: dict[int, Problem] = {}  # record -> why, at run time
         self._lock = threading.Lock()
         self._order: Order | None = None
+        self._slots: Slots | None = None
         self._digest = corpora.digest(corpus)
 
     @classmethod
@@ -140,6 +142,17 @@ class Dataset:
         if self._order is None:
             self._order = Order(self.pieces, self.config, self.settings.seed)
         return self._order
+
+    def keep_tokens(self, pages: int, tiles: int = 0, unused: bool = False) -> Slots:
+        """From now on, batches for training say where their pictures' visual tokens are kept.
+
+        Args:
+            pages: of the cache, for each tile of a picture.
+            tiles: that have pages, at most; 0: all.
+            unused: there are as many pages, and no picture has one.
+        """
+        self._slots = Slots(self.order, self.pieces, self.corpus, pages, tiles, unused)
+        return self._slots
 
     @property
     def skipped(self) -> list[Problem]:
@@ -297,6 +310,8 @@ class Dataset:
         kept: list[np.ndarray] = []
         pixels: list[np.ndarray] = []
         keys: list[np.ndarray] = []
+        pages: list[np.ndarray] = []
+        slots = self._slots if train else None
         for row in chosen:
             good = []
             for piece in row.pieces.tolist():
@@ -307,10 +322,12 @@ class Dataset:
                         self._skip(corpus, pieces, piece, str(error))
                     continue
                 good.append(piece)
-                for view, key in views:
+                for picture, (view, key) in zip(pieces.pictures[piece], views):
                     tiles = view[None] if view.ndim == 3 else view
                     pixels += list(tiles)
                     keys += [images.tile_key(key, i) for i in range(len(tiles))]
+                    if slots:
+                        pages += list(slots.pages(row.shard, picture, len(tiles)))
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
         batch, meta, places = assemble(corpus, pieces, kept, shape[0], layout)
@@ -320,6 +337,11 @@ class Dataset:
             image_key = np.zeros((*seats, 4), np.uint32)
             if keys:
                 image_key[places.row, places.slot] = keys
+            if slots:
+                image_pages = np.full((*seats, slots.per_tile), -1, np.int32)
+                if pages:
+                    image_pages[places.row, places.slot] = pages
+                batch = batch._replace(image_pages=image_pages)
             how = (settings.image_size, settings.patching, shape[1])
             batch = batch._replace(image_key=image_key, **lay_pictures(pixels, places, seats, *how))
         return batch, meta

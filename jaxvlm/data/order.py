@@ -21,6 +21,8 @@ class Row(NamedTuple):
     """i32[k]: pieces in the row's order; empty is padding."""
     pass_: int = 0
     """How often the row's virtual shard was gone through before."""
+    shard: int = -1
+    """The virtual shard."""
 
 
 EMPTY = Row(np.zeros(0, np.int32))
@@ -76,7 +78,7 @@ class Order:
                 ends.append((ends[-1] if ends else 0) + len(rows))
             pass_ = bisect.bisect_right(ends, visit)
             begin = ends[pass_ - 1] if pass_ else 0
-            return Row(self._pass(shard, pass_)[visit - begin], pass_)
+            return Row(self._pass(shard, pass_)[visit - begin], pass_, shard)
 
     def _pack_pass(self, shard: int, pass_: int) -> list[np.ndarray]:
         order = packing.shuffled(self.shards[shard], self.seed, pass_, shard)

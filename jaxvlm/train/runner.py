@@ -128,18 +128,24 @@ class Microbatched(_Around):
         rows = batch.tokens.shape[0]
         check_parts(self.parts, loss, rows)
 
-        def add(carry: Any, part: Batch) -> tuple[Any, None]:
-            sums, grads = self.runner.loss_grad(params, frozen, part, loss, scale)
-            sums, grads = jax.tree.map(jnp.add, carry, (sums, self.place(grads)))
-            return (sums, self.place(grads)), None
+        own = {path: x for path, x in params.items() if path != FEATURES}
+        rows = {path: x for path, x in params.items() if path == FEATURES}
 
-        dealt = deal(batch, self.parts)
-        like = jax.eval_shape(
-            lambda p: self.runner.loss_grad(params, frozen, p, loss, scale),
-            jax.tree.map(lambda x: x[0], dealt),
-        )
+        def one(part: tuple[Batch, Params]) -> tuple[Sums, Params, Params]:
+            batch, rows = part
+            sums, grads = self.runner.loss_grad({**own, **rows}, frozen, batch, loss, scale)
+            return sums, grads, {path: grads.pop(path) for path in rows}
+
+        def add(carry: Any, part: tuple[Batch, Params]) -> tuple[Any, Params]:
+            sums, grads, back = one(part)
+            sums, grads = jax.tree.map(jnp.add, carry, (sums, self.place(grads)))
+            return (sums, self.place(grads)), back
+
+        dealt = deal((batch, rows), self.parts)
+        like = jax.eval_shape(one, jax.tree.map(lambda x: x[0], dealt))[:2]
         sums, grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return jax.lax.scan(add, (sums, self.place(grads)), dealt)[0]
+        (sums, grads), back = jax.lax.scan(add, (sums, self.place(grads)), dealt)
+        return sums, {**grads, **jax.tree.map(undeal, back)}
 
 
 @dataclasses.dataclass(frozen=True)

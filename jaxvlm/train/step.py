@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxvlm.train.objective import scales, total
-from jaxvlm.types import Batch, Guard, Loss, Params, Runner, Sums, TrainState
+from jaxvlm.types import Batch, Cache, Guard, Loss, Params, Runner, Sums, TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
@@ -29,14 +29,19 @@ class Placement(NamedTuple):
 
 
 ANYWHERE = Placement()
+NO_CACHE = Cache()
 
 
 def init_state(
-    params: Params, frozen: Params, tx: optax.GradientTransformation, comm: Any = ()
+    params: Params,
+    frozen: Params,
+    tx: optax.GradientTransformation,
+    comm: Any = (),
+    cache: Any = (),
 ) -> TrainState:
     """The state before the first step; under ``jit``, so that it is born sharded."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, frozen, tx.init(params), (), comm, Guard(zero, zero))
+    return TrainState(zero, params, frozen, tx.init(params), cache, comm, Guard(zero, zero))
 
 
 def make_step(
@@ -44,6 +49,7 @@ def make_step(
     loss: Loss,
     tx: optax.GradientTransformation,
     place: Placement = ANYWHERE,
+    cache: Cache = NO_CACHE,
 ) -> Step:
     """``step(state, batch) -> (state, metrics)``, pure and ready for ``jax.jit``.
 
@@ -52,25 +58,28 @@ def make_step(
         loss: sums and weights.
         tx: the optimizer over trainable parameters.
         place: what a strategy splits over the mesh.
+        cache: where visual tokens come from.
 
     Returns:
         The step. Its metrics are scalars: the loss and, where it has several, its terms as
         ``loss/<term>``, scaled as they add up; ``grad_norm``, ``skipped``, ``bad_in_a_row``,
         ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
-        finite, or -1), ``tokens`` and ``pictures`` in the batch, and each of the loss's metrics
-        as a mean.
+        finite, or -1), ``tokens`` and ``pictures`` in the batch, each of the loss's metrics as a
+        mean, and the cache's.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         scale = scales(loss, batch)
         params, frozen = place.gathered(state.params), place.gathered(state.frozen)
-        sums, grads = runner.loss_grad(params, frozen, batch, loss, scale)
-        grads, comm = place.reduce(grads, state.comm)
+        read = cache.read(state.cache, params, frozen, batch)
+        sums, grads = runner.loss_grad(read.params, read.frozen, read.batch, loss, scale)
+        grads, comm = place.reduce(read.back(grads), state.comm)
         grads = place.update(grads)
         verdict = judge(total(sums, scale), squares(grads))
         changed = update(verdict, state.params, state.opt_state, grads, tx, place)
-        new = finish(state, verdict, *changed, comm)
-        return new, report(new, verdict, sums, scale, batch)
+        kept = cache.write(state.cache, read, verdict.ok)
+        new = finish(state, verdict, *changed, comm)._replace(cache=kept)
+        return new, {**report(new, verdict, sums, scale, batch), **read.metrics}
 
     return step
 

@@ -1,0 +1,64 @@
+"""The visual-token cache's state: pages of features, and what says whether they may be read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxvlm.parallel.sharding import batch_sharding, replicated
+
+PAGE = 64
+"""Tokens of a page. A picture has as many whole pages as its tokens need."""
+_STEP = np.uint32(0x9E3779B9)
+"""Between the last words of the keys of a picture's pages; odd, so that no two are the same."""
+
+
+class CacheState(NamedTuple):
+    """Pages of visual tokens, split over the batch axes of the mesh and over nothing else."""
+
+    pages: Any
+    """[C, PAGE, D]: what the tower made, before the connector, in its dtype."""
+    key: Any
+    """u32[C, 4]: of the picture, and of which of its pages it is; zeros where a page is empty."""
+    row_version: Any
+    """i32[C]: the tower's version when the page was written."""
+    version: Any
+    """i32[]: rises with each update of the tower's parameters, and with nothing else."""
+
+
+def num_pages(tokens: int) -> int:
+    """Pages that ``tokens`` of a picture take."""
+    return -(-tokens // PAGE)
+
+
+def init(count: int, width: int, dtype: Any) -> CacheState:
+    """An empty cache; under ``jit``, so that it is born sharded.
+
+    Args:
+        count: C.
+        width: D.
+        dtype: of the features.
+    """
+    return CacheState(
+        jnp.zeros((count, PAGE, width), dtype),
+        jnp.zeros((count, 4), jnp.uint32),
+        jnp.zeros(count, jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+def shardings(mesh: Mesh) -> CacheState:
+    """Where each field lies."""
+    rows: NamedSharding = batch_sharding(mesh)
+    return CacheState(rows, rows, rows, replicated(mesh))
+
+
+def page_keys(picture: jax.Array, pages: int) -> jax.Array:
+    """u32[..., pages, 4]: keys of the pages of pictures with keys u32[..., 4]."""
+    number = jnp.arange(pages, dtype=jnp.uint32) * _STEP
+    picture = jnp.broadcast_to(picture[..., None, :], (*picture.shape[:-1], pages, 4))
+    return picture.at[..., 3].set(picture[..., 3] ^ number)

@@ -1,0 +1,319 @@
+"""The visual-token cache changes no bit where it may not, and no token is older than its bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from builders import (
+    MESHES,
+    PATCHES,
+    ROWS,
+    TINY,
+    assert_gradients_close,
+    devices_of,
+    random_batch,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxvlm.build.assemble import assemble
+from jaxvlm.build.caching import make_cache
+from jaxvlm.build.model import build_model
+from jaxvlm.build.parts import tower_part
+from jaxvlm.cache.state import PAGE, page_keys
+from jaxvlm.config import CacheConfig, MeshConfig, OptimConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.optim.optimizer import make_optimizer, split_frozen
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.plan import collectives
+from jaxvlm.types import Batch
+
+MESHES = {**MESHES, "data4_tensor2": MeshConfig(4, 1, 2)}
+DEEP = dataclasses.replace(
+    TINY,
+    vision=dataclasses.replace(TINY.vision, feature_layers=(-2, -1)),
+    connector=dataclasses.replace(TINY.connector, levels=1),
+)
+MODELS = {"llava": TINY, "deep": DEEP}
+FROZEN = ("vision/*",)
+PER_ROW, PICTURES = 4, 3
+"""Pages of a row, and pictures that it may show."""
+
+
+class Made:
+    """A compiled step behind a cache."""
+
+    def __init__(
+        self, mesh="one", policy="strict", frozen=FROZEN, model="llava", dtype="float32",
+        bound=0, pages=ROWS * PER_ROW, parts=1, chunk=1,
+    ):  # fmt: skip
+        config = dataclasses.replace(MODELS[model], dtype=dtype)
+        self.mesh = make_mesh(MESHES[mesh], devices_of(MESHES[mesh]))
+        self.model = build_model(config, self.mesh)
+        own, _ = split_frozen(self.model.shapes, frozen)
+        cache = None
+        if policy:
+            asked = CacheConfig(policy, bound=bound, chunk=chunk)
+            cache = make_cache(asked, self.model, own, pages)
+        tx = make_optimizer(OptimConfig(), lambda step: 1e-2, self.model.logical)
+        self.step, self.abstract, self.init = assemble(
+            self.model, NextToken(), tx, parts, frozen, cache
+        )
+
+    def place(self, batch):
+        return to_global(self.mesh, batch, ROWS)
+
+    def run(self, batches):
+        state, seen = self.init(self.model.init(0)), []
+        for batch in batches:
+            state, metrics = self.step(state, self.place(batch))
+            seen.append({name: np.asarray(x) for name, x in metrics.items()})
+        return state, seen
+
+
+@functools.cache
+def picture(row, which):
+    return np.random.default_rng([row, which]).integers(0, 256, (16, 16, 3)).astype(np.uint8)
+
+
+def showing(seed, which, page):
+    """A batch whose rows show pictures.
+
+    Args:
+        seed: of its text.
+        which: [ROWS, 2] numbers of each row's pictures.
+        page: [ROWS, 2], of the row's pages; -1 is none.
+    """
+    batch = random_batch(seed)
+    rows = np.arange(ROWS)[:, None]
+    pixels = np.stack([[picture(r, w) for w in row] for r, row in enumerate(which)])
+    key = np.zeros((ROWS, 2, 4), np.uint32)
+    key[..., 0], key[..., 1] = rows + 1, which
+    pages = np.where(np.asarray(page) >= 0, rows * PER_ROW + page, -1).astype(np.int32)
+    return batch._replace(pixels=pixels, image_key=key, image_pages=pages[..., None])
+
+
+def turns(steps, pages=True):
+    """Batches that show two sets of pictures in turn, each with pages of its own."""
+    out = []
+    for i in range(steps):
+        page = np.broadcast_to([i % 2 * 2, i % 2 * 2 + 1], (ROWS, 2)) if pages else -1
+        out.append(showing(i % 3, np.full((ROWS, 2), i % 2), np.broadcast_to(page, (ROWS, 2))))
+    return out
+
+
+def assert_same_bits(a, b):
+    for path, x in a.items():
+        assert np.asarray(x).tobytes() == np.asarray(b[path]).tobytes(), path
+
+
+@pytest.mark.parametrize(
+    "mesh, dtype, model, frozen",
+    [
+        ("data8", "float32", "llava", FROZEN),
+        ("fsdp8", "bfloat16", "deep", FROZEN),
+        ("data4_tensor2", "float32", "deep", FROZEN),
+        ("data4_tensor2", "bfloat16", "llava", FROZEN),
+        ("fsdp8", "float32", "llava", ()),
+        pytest.param("data8", "bfloat16", "deep", FROZEN, marks=pytest.mark.long),
+        pytest.param("data8", "bfloat16", "llava", FROZEN, marks=pytest.mark.long),
+        pytest.param("data8", "float32", "deep", (), marks=pytest.mark.long),
+        pytest.param("fsdp8", "float32", "deep", FROZEN, marks=pytest.mark.long),
+        pytest.param("fsdp8", "bfloat16", "llava", FROZEN, marks=pytest.mark.long),
+        pytest.param("data4_tensor2", "bfloat16", "deep", (), marks=pytest.mark.long),
+        pytest.param("one", "bfloat16", "llava", FROZEN, marks=pytest.mark.long),
+    ],
+)
+def test_a_cache_that_may_not_be_seen_changes_no_bit(mesh, dtype, model, frozen):
+    of = {"mesh": mesh, "dtype": dtype, "model": model, "frozen": frozen}
+    off = Made(policy="off", **of).run(turns(5, pages=False))
+    on = Made(policy="strict", **of).run(turns(5))
+    assert_same_bits(off[0].params, on[0].params)
+    assert [x["loss"].tobytes() for x in off[1]] == [x["loss"].tobytes() for x in on[1]]
+    found = [float(x["cache/found"]) for x in on[1]]
+    # A tower that learns is another one after each step, so nothing that is kept is good.
+    assert found == ([0, 0, 1, 1, 1] if frozen else [0] * 5)
+    assert [int(x["cache/encoded"]) for x in off[1]] == [6] * 5
+
+
+def test_where_pages_lie_changes_no_bit():
+    here = Made("data8")
+    rng = np.random.default_rng(0)
+    other = np.stack([rng.permutation(PER_ROW) for _ in range(ROWS)])
+    rows, batches = np.arange(ROWS)[:, None], turns(4)
+
+    def put(batch, page):
+        return batch._replace(image_pages=(page + PER_ROW * rows)[..., None].astype(np.int32))
+
+    moved = [put(b, other[rows, b.image_pages[..., 0] % PER_ROW]) for b in batches]
+    # And some thrown out in between, by pictures of other batches in their places.
+    evicted = [put(b, np.zeros((ROWS, 2), int)) for b in batches]
+    expected = here.run(batches)
+    for others in (moved, evicted):
+        got = here.run(others)
+        assert_same_bits(expected[0].params, got[0].params)
+    assert float(got[1][-1]["cache/found"]) == 0 and float(expected[1][-1]["cache/found"]) == 1
+
+
+@pytest.mark.parametrize("mesh, parts", [("one", 1), ("data2_fsdp2_tensor2", 2)])
+def test_chunks_give_the_gradients_of_the_whole(mesh, parts):
+    """Of a tower that learns, in microbatches too, against the model as it runs by itself."""
+    plain = Made(policy="", frozen=())
+    chunked = Made(mesh, "off", (), parts=parts, chunk=3 if mesh == "one" else 2)
+    grads = []
+    for made in (plain, chunked):
+        state, _ = made.run(turns(1, pages=False))
+        grads.append(optax.tree.get(state.opt_state, "mu"))  # of one step: a tenth of them
+    assert any(path.startswith("vision/") for path in grads[0])
+    assert_gradients_close(grads[1], grads[0])
+
+
+class Model:
+    """What a lazy cache should do, page by page."""
+
+    def __init__(self, bound):
+        self.bound, self.pages, self.version = bound, {}, 0
+
+    def step(self, batch, ok):
+        """(pictures encoded, sum of the others' lags)."""
+        encoded, lags, written = 0, 0, {}
+        for row in range(ROWS):
+            for place in range(2):
+                if batch.image_start[row, place] < 0:
+                    continue
+                page, key = (
+                    int(batch.image_pages[row, place, 0]),
+                    tuple(batch.image_key[row, place]),
+                )
+                kept = self.pages.get(page)
+                if kept and kept[0] == key and self.version - kept[1] <= self.bound:
+                    lags += self.version - kept[1]
+                    continue
+                encoded += 1
+                if page >= 0:
+                    written.setdefault(page, (key, self.version))
+        if ok:
+            self.pages |= written
+            self.version += 1
+        return encoded, lags
+
+
+@pytest.fixture(scope="module")
+def lazy():
+    return {name: Made(name, "lazy", (), bound=2) for name in ("data8", "data2_fsdp2_tensor2")}
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("step"), st.integers(0, 10_000)),
+    st.tuples(st.just("bad"), st.integers(0, 10_000)),
+    st.tuples(st.just("save"), st.just(0)),
+    st.tuples(st.just("restore"), st.just(0)),
+    st.tuples(st.just("reshard"), st.just(0)),
+)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(moves=st.lists(MOVES, min_size=4, max_size=14))
+def test_no_token_is_older_than_its_bound(lazy, moves):
+    names = list(lazy)
+    made, model = lazy[names[0]], Model(2)
+    state, params = made.init(made.model.init(0)), {}
+    saved = None
+    for kind, seed in moves:
+        if kind == "reshard":
+            names.reverse()
+            made = lazy[names[0]]
+            state = onto(made, state)
+        elif kind == "save":
+            versions = dict(model.pages), model.version
+            saved = jax.tree.map(np.asarray, state), versions
+        elif kind == "restore":
+            if saved:
+                state, (pages, version) = onto(made, saved[0]), saved[1]
+                model.pages, model.version = dict(pages), version
+        else:
+            rng = np.random.default_rng(seed)
+            shape = (ROWS, 2)
+            batch = showing(
+                seed, rng.integers(0, PICTURES, shape), rng.integers(-1, PER_ROW, shape)
+            )
+            if kind == "bad":
+                batch = batch._replace(loss_weight=batch.loss_weight * np.nan)
+            params[model.version] = tower_bits(state)
+            state, metrics = made.step(state, made.place(batch))
+            encoded, lags = model.step(batch, kind == "step")
+            assert int(metrics["cache/encoded"]) == encoded
+            found = max(1, int((batch.image_start >= 0).sum()) - encoded)
+            assert float(metrics["cache/lag"]) == pytest.approx(lags / found)
+            assert int(state.cache.version) == model.version
+    check_pages(made, state, model, params)
+
+
+def onto(made, state):
+    def move(x, like):
+        return jax.device_put(np.asarray(x), like.sharding)
+
+    return jax.tree.map(move, state, made.abstract)
+
+
+def tower_bits(state):
+    return {p: np.asarray(x) for p, x in state.params.items() if p.startswith("vision/")}
+
+
+def check_pages(made, state, model, params):
+    """What is kept is what the tower made when it was kept."""
+    tower = tower_part(made.model, made.mesh, made.model.strategies["vision"])
+    run = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
+    pages, keys = np.asarray(state.cache.pages), np.asarray(state.cache.key)
+    for version in {v for _, v in model.pages.values()}:
+        kept = [(page, key) for page, (key, v) in model.pages.items() if v == version]
+        pixels = np.zeros((ROWS * PER_ROW, 1, 16, 16, 3), np.uint8)
+        for i, (_, key) in enumerate(kept):
+            pixels[i, 0] = picture(int(key[0]) - 1, int(key[1]))
+        expected = np.asarray(run(params[version], pixels))[:, 0]
+        for i, (page, key) in enumerate(kept):
+            np.testing.assert_array_equal(keys[page], key)
+            np.testing.assert_allclose(pages[page, :PATCHES], expected[i], rtol=2e-5, atol=2e-5)
+
+
+def test_a_picture_that_is_twice_in_a_row_is_kept_once():
+    made = Made("one")
+    which, page = np.zeros((ROWS, 2), int), np.zeros((ROWS, 2), int)
+    batch = showing(0, which, page)
+    batch = batch._replace(image_start=np.tile(np.int32([1, 14]), (ROWS, 1)))
+    _, seen = made.run([batch, batch])
+    assert [int(x["cache/encoded"]) for x in seen] == [2 * ROWS, 0]
+
+
+def test_all_found_runs_no_encoder_and_sends_no_features():
+    """From the compiled programs: the tower is behind a condition, and no feature is sent."""
+    made, fed = Made("data8"), Made("data8", policy="")
+    batch = made.place(turns(1)[0])
+    cached = made.step.lower(made.abstract, batch).compile().as_text()
+    of_tower = [x for x in cached.splitlines() if re.search(r'op_name="[^"]*/vision/', x)]
+    assert any(" dot(" in x or "fusion(" in x for x in of_tower)
+    assert all("/cond/branch_1_fun/" in x for x in of_tower)
+    features = np.zeros((ROWS, 2, PATCHES, TINY.vision.width), np.float32)
+    alone = turns(1)[0]._replace(pixels=None, image_key=None, image_pages=None)
+    given = fed.place(alone._replace(features=features))
+    plain = fed.step.lower(fed.abstract, given).compile().as_text()
+
+    def wire(text):
+        return collectives.total(collectives.read(text, dict(made.mesh.shape)))
+
+    assert 0 <= wire(cached) - wire(plain) <= 64
+
+
+def test_pages_of_a_picture_have_keys_of_their_own():
+    picture = np.asarray([[1, 2, 3, 4], [1, 2, 3, 5]], np.uint32)
+    keys = np.asarray(page_keys(jax.numpy.asarray(picture), 8)).reshape(-1, 4)
+    assert len(np.unique(keys, axis=0)) == 16
+    np.testing.assert_array_equal(keys[0], picture[0])
+    assert PAGE == 64

@@ -1,0 +1,120 @@
+"""Runs that keep visual tokens: the same bits, killed and resumed, and refused where it is vain."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from runs import losses, recipe
+
+import jaxvlm
+from jaxvlm.config import ConfigError
+from jaxvlm.data.errors import DataError
+from jaxvlm.io.checkpoint import restore_params
+
+
+def made(data, policy="off", frozen=True, **cache):
+    config = recipe(data)
+    config.data.flip, config.data.shift = False, 0
+    config.cache.policy = policy
+    for name, value in cache.items():
+        config.cache[name] = value
+    if frozen:
+        config.optim.frozen = ("vision/*",)
+    return config
+
+
+def weights(run):
+    found = restore_params(run.workdir / "checkpoints", run.model.abstract(), "latest")
+    return {path: np.asarray(x) for path, x in found.items()}
+
+
+def assert_same_run(a, b):
+    assert losses(a.workdir) == losses(b.workdir)
+    for path, x in weights(a).items():
+        np.testing.assert_array_equal(x, weights(b)[path], err_msg=path)
+
+
+def metric(run, name):
+    lines = (run.workdir / "metrics.jsonl").read_text().splitlines()
+    return [m[name] for m in map(json.loads, lines) if name in m]
+
+
+def test_frozen_tower(data, tmp_path, capsys):
+    """With the cache, without it, and killed in the middle: one run, and its tower rests."""
+    off = jaxvlm.Run(made(data, chunk=2), tmp_path / "off")
+    off.fit()
+    capsys.readouterr()
+    on = jaxvlm.Run(made(data, "strict", chunk=2), tmp_path / "on")
+    assert "visual tokens (strict): room for 40 pictures in" in capsys.readouterr().out
+    on.fit()
+    assert_same_run(off, on)
+    found = metric(on, "train/cache/found")
+    assert found[0] == 0 and found[-1] == 1  # twelve steps go through the data twice
+    assert metric(on, "train/cache/encoded")[-1] == 0
+    assert set(metric(off, "train/cache/found")) == {0}
+    config = made(data, "strict", chunk=2)
+    config.steps = 7
+    jaxvlm.Run(config, tmp_path / "broken").fit()
+    config.steps = 12
+    again = jaxvlm.Run(config, tmp_path / "broken")
+    again.fit()
+    assert_same_run(off, again)
+    # What can be made again is not saved.
+    table = json.loads(next((tmp_path / "broken").glob("checkpoints/12/record/*")).read_text())
+    assert "cache" not in json.dumps(table)
+
+
+def test_tower_that_learns(data, tmp_path):
+    """Tokens of up to three updates ago: resumed to the same bits, and on another mesh."""
+    config = made(data, "lazy", False, bound=3)
+    whole = jaxvlm.Run(config, tmp_path / "whole", devices=jax.devices()[:1])
+    whole.fit()
+    assert max(metric(whole, "train/cache/lag")) > 0
+    for name, devices in (("broken", 1), ("moved", 4)):
+        config.steps = 7
+        jaxvlm.Run(config, tmp_path / name, devices=jax.devices()[:1]).fit()
+        config.steps = 12
+        again = jaxvlm.Run(config, tmp_path / name, devices=jax.devices()[:devices])
+        again.fit()
+        if devices == 1:
+            assert_same_run(whole, again)
+        assert metric(again, "train/cache/found") == metric(whole, "train/cache/found")
+        for step, value in losses(whole.workdir).items():
+            assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value), step
+
+
+def test_a_part_of_the_pictures(data):
+    config = made(data, "strict", pictures=16)
+    run = jaxvlm.Run(config)
+    seen = {}
+    for _, (batch, _) in zip(range(24), run.dataset.train(run.rows)):
+        for key, page in zip(
+            batch.image_key[batch.image_start >= 0], batch.image_pages[batch.image_start >= 0]
+        ):
+            assert seen.setdefault(key.tobytes(), page.tobytes()) == page.tobytes()
+    kept = [page for page in seen.values() if np.frombuffer(page, np.int32)[0] >= 0]
+    assert len(seen) == 40 and len(set(kept)) == len(kept) == 16
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"cache.policy": "lru"}, "known: off, strict, lazy"),
+        ({"cache.bound": 4}, "config.cache.bound=4 is not read without policy='lazy'"),
+        ({"cache.policy": "strict", "data.flip": True}, "config.data.flip=False"),
+        ({"cache.policy": "strict", "tower.devices": 1}, "config.tower.devices"),
+        ({"cache.policy": "strict", "cache.pictures": 3}, "cache.pictures=3"),
+        ({"cache.policy": "strict", "cache.chunk": -1}, "config.cache.chunk=-1"),
+        ({"cache.chunk": 2, "strategy.reduce_bits": 8}, "reduce_bits=8"),
+    ],
+)
+def test_refused(data, settings, words):
+    config = made(data, frozen=False)
+    for name, value in settings.items():
+        group, field = name.split(".")
+        config[group][field] = value
+    with pytest.raises((ConfigError, DataError), match=words.replace("(", r"\(")):
+        jaxvlm.Run(config, devices=jax.devices()[:2])
