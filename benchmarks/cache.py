@@ -1,0 +1,147 @@
+"""What kept visual tokens save: a frozen tower's step that finds them all, and one without a cache.
+
+    python -m benchmarks.cache
+
+One device. ``off`` is the step without a cache, ``warm`` the one that finds every picture, ``fed``
+the same step given the features (so it neither looks nor writes), ``tower`` the encoder alone.
+With f the tower's share of ``off``, 1 / (1 - f) is what a cache could save at most. Runs are
+interleaved; seconds are CPU seconds of the process, which other work distorts least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # the platform is for it
+import numpy as np
+import optax
+
+from benchmarks.batches import pictures_and_text
+from benchmarks.common import environment, timed, write
+from jaxvlm.build.assemble import assemble
+from jaxvlm.build.caching import make_cache
+from jaxvlm.build.model import build_model
+from jaxvlm.build.parts import tower_part
+from jaxvlm.config import (
+    CacheConfig,
+    ConnectorConfig,
+    DecoderConfig,
+    MeshConfig,
+    ModelConfig,
+    VisionConfig,
+)
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.optim.optimizer import split_frozen
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.types import Batch
+
+ROWS, LENGTH, FROZEN = 2, 256, ("vision/*",)
+DECODER = DecoderConfig(
+    vocab_size=4096, width=384, depth=6, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1024
+)
+MODELS = {
+    # (width, depth, heads) of the tower, pictures a row, patches that become a token: m x m
+    "small tower": ((128, 4, 2), 1, 2),
+    "tower and decoder alike": ((384, 6, 6), 2, 2),
+    "big tower": ((512, 10, 8), 5, 2),
+    "many frames, pooled": ((512, 10, 8), 10, 7),
+}
+
+
+class Contest:
+    """The contestants of a model, compiled."""
+
+    def __init__(self, name: str):
+        (width, depth, heads), pictures, merge = MODELS[name]
+        config = ModelConfig(
+            vision=VisionConfig(
+                image_size=224, patch_size=16, width=width, depth=depth, num_heads=heads,
+                mlp_dim=4 * width,
+            ),
+            connector=ConnectorConfig(merge=merge),
+            decoder=DECODER,
+        )  # fmt: skip
+        mesh = make_mesh(MeshConfig(1), jax.devices()[:1])
+        self.model = build_model(config, mesh)
+        places = np.arange(ROWS * pictures).reshape(ROWS, pictures)
+        batch = pictures_and_text(config, ROWS, LENGTH, pictures)
+        start = 1 + (14 // merge) ** 2 * np.arange(pictures, dtype=np.int32)
+        key = np.stack([places + 1] * 4, axis=-1).astype(np.uint32)
+        pages = 4 * places[..., None] + np.arange(4)  # 196 tokens
+        batch = batch._replace(
+            image_start=np.tile(start, (ROWS, 1)), image_key=key, image_pages=pages.astype(np.int32)
+        )
+        own, _ = split_frozen(self.model.shapes, FROZEN)
+        cache = make_cache(CacheConfig("strict"), self.model, own, 4 * ROWS * pictures)
+        tower = tower_part(self.model, mesh, self.model.strategies["vision"])
+        encode = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
+        params = self.model.init(0)
+        still = {path: x for path, x in params.items() if path.startswith("vision/")}
+        features = jax.block_until_ready(encode(still, batch.pixels))
+        alone = batch._replace(pixels=None, image_key=None, image_pages=None)
+        self.steps, self.states, self.batches = {}, {}, {}
+        for kind, given, kept in (
+            ("off", batch._replace(image_key=None, image_pages=None), None),
+            ("warm", batch, cache),
+            ("fed", alone._replace(features=np.asarray(features)), None),
+        ):
+            run, abstract, init = assemble(
+                self.model, NextToken(), optax.adamw(1e-4), frozen=FROZEN, cache=kept
+            )
+            self.batches[kind] = to_global(mesh, given, ROWS)
+            self.steps[kind] = run.lower(abstract, self.batches[kind]).compile()
+            self.states[kind] = init(self.model.init(0))
+        pixels = self.batches["off"].pixels
+        tower_run = encode.lower(still, pixels).compile()
+        self.work = {kind: (lambda kind=kind: self.step(kind)) for kind in self.steps}
+        self.work["tower"] = lambda: jax.block_until_ready(tower_run(still, pixels))
+
+    def step(self, kind: str) -> dict[str, Any]:
+        """One step."""
+        self.states[kind], metrics = self.steps[kind](self.states[kind], self.batches[kind])
+        return jax.block_until_ready(metrics)
+
+
+def main() -> None:
+    """Run all, print a line each, write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    args = parser.parse_args()
+    before, rows = environment(), []
+    for name in args.models:
+        contest, seconds = Contest(name), {}
+        for turn in range(args.rounds + 1):
+            for kind in contest.work if turn % 2 else reversed(contest.work):
+                spent = timed(contest.work[kind])[1]
+                if turn:  # the first fills the cache
+                    seconds.setdefault(kind, []).append(spent)
+        found = float(contest.step("warm")["cache/found"])
+        least = {kind: min(x) for kind, x in seconds.items()}
+        share = least["tower"] / least["off"]
+        gain, best = least["off"] / least["warm"], 1 / (1 - share)
+        pairs = [a / b for a, b in zip(seconds["warm"], seconds["fed"])]
+        half = 1.96 * statistics.stdev(pairs) / len(pairs) ** 0.5
+        row = {
+            "model": name,
+            "found": found,
+            "cpu_ms": {kind: round(1e3 * x, 1) for kind, x in least.items()},
+            "tower_share": round(share, 3),
+            "gain": round(gain, 3),
+            "of_the_best_possible": round(gain / best, 3),
+            "warm_to_fed": [round(statistics.mean(pairs) + s * half, 4) for s in (-1, 0, 1)],
+            "rounds": args.rounds,
+        }
+        print(row, flush=True)
+        rows.append(row)
+    write("cache_cpu.json", {"environment": before, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
