@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array | np.ndarray
+PAGE = 64
+"""Tokens of a page of the visual-token cache."""
 Params = dict[str, Any]
 """Flat parameters: ``"decoder/blocks/attn/wq" -> array``. The path is the parameter's only name."""
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import tower_part
-from jaxvlm.cache.recompute import Pictures, Seen
-from jaxvlm.cache.state import PAGE, init, num_pages, shardings
+from jaxvlm.cache.recompute import Recompute, Seen
+from jaxvlm.cache.state import init, shardings
 from jaxvlm.config import CacheConfig, ConfigError, ModelConfig, TrainConfig, refuse_unread
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.slots import Slots
@@ -21,7 +21,7 @@ from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import bytes_of
 from jaxvlm.train.runner import FEATURES
-from jaxvlm.types import Batch, Cache, Params, Read, TrainState
+from jaxvlm.types import PAGE, Batch, Cache, Params, Read, TrainState
 
 POLICIES = ("off", "strict", "lazy")
 
@@ -39,10 +39,9 @@ def slots_of(config: TrainConfig, dataset: Dataset) -> Slots | None:
     """
     if not is_on(config.cache):
         return None
-    vision = config.model.vision
-    tokens = num_patches(vision) + vision.keep_class_token  # of a picture, or of a tile
-    off = config.cache.policy == "off"
-    return dataset.keep_tokens(num_pages(tokens), config.cache.pictures, off)
+    off, vision = config.cache.policy == "off", config.model.vision
+    tokens = 0 if vision.packed else _tokens(config.model)
+    return dataset.keep_tokens(tokens, config.cache.pictures, off)
 
 
 def check(config: TrainConfig) -> None:
@@ -61,11 +60,6 @@ def check(config: TrainConfig) -> None:
     if not is_on(cache):
         return
     said = f"{where}.policy={cache.policy!r}" if cache.policy != "off" else f"{where}.chunk"
-    if config.model.vision.packed:
-        raise ConfigError(
-            f"{said} takes pictures of one size (or tiles); this model's are of any size: leave "
-            "policy='off' and chunk=0"
-        )
     if config.tower.devices:
         raise ConfigError(
             f"{said} with config.tower.devices={config.tower.devices}: a tower on devices of its "
@@ -89,7 +83,11 @@ def line(config: CacheConfig, slots: Slots, state: TrainState) -> str:
 
 
 def make_cache(
-    config: CacheConfig, model: Model[ModelConfig], trained: Collection[str], pages: int
+    config: CacheConfig,
+    model: Model[ModelConfig],
+    trained: Collection[str],
+    pages: int,
+    window: int,
 ) -> Cache:
     """The cache of a model on its mesh.
 
@@ -98,6 +96,7 @@ def make_cache(
         model: with its tower.
         trained: paths of its trainable parameters.
         pages: C, over all devices.
+        window: tokens that the tower makes of a picture, at most.
 
     Raises:
         ConfigError: a strategy that does not go with a tower that learns behind a cache.
@@ -110,15 +109,17 @@ def make_cache(
         )
     tower = tower_part(model, model.mesh, model.strategies["vision"])
 
-    def encode(params: Params, pixels: jax.Array) -> jax.Array:
-        alone = Batch(None, None, None, None)._replace(pixels=pixels[:, None])
-        return tower.module(params)(alone)[:, 0]
-
     bound = config.bound if config.policy == "lazy" else 0
-    pictures = Pictures(encode, model.mesh, config.chunk, bound)
+    pictures = Recompute(
+        lambda params, batch: tower.module(params)(batch),
+        model.mesh,
+        window,
+        config.chunk,
+        bound,
+    )
 
     def read(state: Any, params: Params, frozen: Params, batch: Batch) -> Read:
-        if batch.pixels is None:
+        if batch.pixels is None and batch.patches is None:
             return Read(params, frozen, batch, lambda grads: grads)
         own = {path: x for path, x in params.items() if is_tower(path)}
         still = {path: x for path, x in frozen.items() if is_tower(path)}
@@ -131,7 +132,7 @@ def make_cache(
         made, pull = jax.vjp(features, own)
         rest = {path: x for path, x in params.items() if path not in own}
         others = {path: x for path, x in frozen.items() if path not in still}
-        without = batch._replace(pixels=None, image_key=None, image_pages=None)
+        without = batch._replace(pixels=None, patches=None, image_key=None, image_pages=None)
         metrics = _metrics(seen)
         if not own:
             return Read(
@@ -168,6 +169,11 @@ def _metrics(seen: Seen) -> dict[str, Any]:
         "cache/encoded": jnp.sum(seen.stale),
         "cache/lag": jnp.sum(seen.lag) / jnp.maximum(found, 1),
     }
+
+
+def _tokens(config: ModelConfig) -> int:
+    """What the tower makes of a picture of one size, or of a tile."""
+    return num_patches(config.vision) + config.vision.keep_class_token
 
 
 def _width(config: ModelConfig) -> int:

@@ -133,11 +133,10 @@ def build_training(
     if tower:
         made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
     elif caching.is_on(config.cache):
-        pages = slots.count if slots else 0
-        cache = caching.make_cache(config.cache, model, trainable, pages)
+        assert slots is not None
+        cache = caching.make_cache(config.cache, model, trainable, slots.count, slots.window)
         made = together(model, *asked, cache)
-        if slots:
-            say(caching.line(config.cache, slots, made.abstract))
+        say(caching.line(config.cache, slots, made.abstract))
     else:
         made = together(model, *asked)
     return Training(

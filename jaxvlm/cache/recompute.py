@@ -16,59 +16,74 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxvlm.cache.state import PAGE, CacheState, page_keys
+from jaxvlm.cache.state import CacheState, page_keys
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.types import Batch
+from jaxvlm.types import PAGE, Batch
 
 _ROWS, _CHUNKS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES), PartitionSpec()
+_MOST = 8
 
 
 class Seen(NamedTuple):
-    """What a step knows of a batch's pictures before it encodes one."""
+    """What a step knows of a batch's pictures before it encodes one. Of each, [B, I]."""
 
-    here: Any
-    """bool[B, I]: there is a picture."""
+    first: Any
+    """i32: the place of its first token among the tower's tokens of its row."""
+    size: Any
+    """i32: its tokens; 0 is no picture."""
     stale: Any
-    """bool[B, I]: it has to be encoded."""
+    """bool: it has to be encoded."""
     lag: Any
-    """i32[B, I]: updates of the tower since its tokens were made; 0 where there are none."""
+    """i32: updates of the tower since its tokens were made; 0 where it is stale."""
+
+    @property
+    def here(self) -> Any:
+        """bool: there is a picture."""
+        return self.size > 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
-    """Pictures of one size, encoded in chunks of one shape.
+class Recompute:
+    """Pictures encoded one by one, in windows and chunks of one shape each.
 
     Args:
-        encode: parameters and u8[n, H, W, 3] -> [n, P, D].
+        encode: parameters and a batch of one picture a row -> its features, [n, 1, window, D] of
+            pictures of one size, [n, window, D] of packed patches.
         mesh: of the run.
-        chunk: pictures of a chunk on each data shard; 0: as many as its rows have places for,
-            8 at most.
+        window: tokens that the tower makes of a picture, at most.
+        chunk: pictures of a chunk on each data shard; 0: as many windows as its rows have room
+            for, 8 at most.
         bound: updates of the tower that tokens may be behind.
     """
 
-    encode: Callable[[Any, jax.Array], jax.Array]
+    encode: Callable[[Any, Batch], jax.Array]
     mesh: Mesh
-    chunk: int
+    window: int
+    chunk: int = 0
     bound: int = 0
 
     def look(self, state: CacheState, batch: Batch) -> Seen:
         """Which pictures have to be encoded: all that have no pages, or others' or old ones."""
-        here = batch.image_start >= 0
+        if batch.grid is None:
+            number = jnp.arange(batch.image_start.shape[1], dtype=jnp.int32)
+            size = jnp.where(batch.image_start >= 0, self.window, 0).astype(jnp.int32)
+            first = jnp.broadcast_to(number * self.window, size.shape)
+        else:
+            size = jnp.prod(batch.grid, axis=-1)
+            first = jnp.cumsum(size, axis=-1) - size
 
-        def local(key: Any, made: Any, version: Any, pages: Any, wanted: Any) -> Any:
-            at = jnp.maximum(pages - self._first(key), 0)
-            keys = page_keys(wanted, pages.shape[-1])
-            same = (pages >= 0) & jnp.all(key[at] == keys, axis=-1)
-            lag = jnp.max(version - made[at], axis=-1)
-            return jnp.all(same, axis=-1), lag
+        def local(key: Any, made: Any, version: Any, pages: Any, wanted: Any, size: Any) -> Any:
+            at, used = self._mine(pages, key), _used(pages, size)
+            same = (pages >= 0) & jnp.all(key[at] == page_keys(wanted, pages.shape[-1]), axis=-1)
+            lag = jnp.max(jnp.where(used, version - made[at], 0), axis=-1)
+            return jnp.all(same | ~used, axis=-1), lag
 
-        run = self._local(local, (_ROWS, _ROWS, _ALL, _ROWS, _ROWS), (_ROWS, _ROWS))
-        found, lag = run(
-            state.key, state.row_version, state.version, batch.image_pages, batch.image_key
+        found, lag = self._local(local, (_ROWS, _ROWS, _ALL, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS))(
+            state.key, state.row_version, state.version, batch.image_pages, batch.image_key, size
         )
-        good = here & found & (lag <= self.bound)
-        return Seen(here, here & ~good, jnp.where(good, lag, 0))
+        good = (size > 0) & found & (lag <= self.bound)
+        return Seen(first, size, (size > 0) & ~good, jnp.where(good, lag, 0))
 
     def features(self, params: Any, state: CacheState, batch: Batch, seen: Seen) -> jax.Array:
         """The pictures' tokens: stale ones encoded, with gradient, the others read, without.
@@ -80,30 +95,35 @@ class Pictures:
             seen: of :meth:`look`.
 
         Returns:
-            [B, I, P, D]; zeros where there is no picture.
+            ``Batch.features``; zeros where there is no picture.
         """
-        picked, rank, most = self._pick(batch.pixels, seen.stale)
-        size, chunks = picked.shape[1] // self._shards, jnp.arange(len(picked))
-        empty = jax.eval_shape(self.encode, params, picked[0])
+        picked, rank, most = self._pick(batch, seen)
+        size = picked.tokens.shape[1] // batch_shards(self.mesh)
+        sample = jax.tree.map(lambda x: x[0], picked)
+        empty = jax.eval_shape(self.encode, params, sample)
         kind = jnp.finfo(empty.dtype)
 
-        def some(pixels: jax.Array) -> jax.Array:
-            made = self.encode(params, pixels)
+        def some(pictures: Batch) -> jax.Array:
+            made = self.encode(params, pictures)
             # What is kept is what is used: XLA may leave a cast out that this one cannot be.
             return jax.lax.reduce_precision(made, kind.nexp, kind.nmant)
 
-        def none(pixels: jax.Array) -> jax.Array:
+        def none(pictures: Batch) -> jax.Array:
             return jnp.zeros(empty.shape, empty.dtype)
 
         @jax.checkpoint
         def one(carry: None, chunk: Any) -> tuple[None, jax.Array]:
-            number, pixels = chunk
-            made = jax.lax.cond(number * size < most, some, none, pixels)
+            number, pictures = chunk
+            made = jax.lax.cond(number * size < most, some, none, pictures)
             return None, jax.lax.with_sharding_constraint(made, batch_sharding(self.mesh))
 
-        fresh = jax.lax.scan(one, None, (chunks, picked))[1]
+        fresh = jax.lax.scan(one, None, (jnp.arange(len(picked.tokens)), picked))[1]
+        fresh = fresh.reshape(*fresh.shape[:2], self.window, -1)
+        made = self._merge(fresh, rank, seen, state, batch)
+        if batch.grid is None:
+            made = made.reshape(*seen.size.shape, self.window, -1)
         # The rest of the step is to be compiled as if it had been given them.
-        return jax.lax.optimization_barrier(self._merge(fresh, rank, seen, state, batch))
+        return jax.lax.optimization_barrier(made)
 
     def write(
         self, state: CacheState, batch: Batch, seen: Seen, features: jax.Array, ok: jax.Array
@@ -118,73 +138,124 @@ class Pictures:
             ok: whether the step is good; where not, nothing is written.
         """
 
-        def local(
-            pages: Any, key: Any, made: Any, version: Any, ok: Any, at: Any, keys: Any, stale: Any,
-            features: Any,
-        ) -> Any:  # fmt: skip
-            count, room = at.shape[-1], pages.shape[0]
-            at, stale = at.reshape(-1, count), stale.reshape(-1)
+        def local(old: CacheState, ok: Any, at: Any, keys: Any, seen: Seen, rows: Any) -> Any:
+            count, room = at.shape[-1], old.pages.shape[0]
+            used = _used(at, seen.size).reshape(-1, count)
+            at, stale = at.reshape(-1, count), seen.stale.reshape(-1)
             write = stale & ok & (at[:, 0] >= 0)
             # A picture that is twice among them is written once: a set's places must differ.
             before = np.tri(len(at), k=-1, dtype=bool)
             again = (at[:, None, 0] == at[None, :, 0]) & write[None] & before
             write &= ~jnp.any(again, axis=1)
             beyond = room + jnp.arange(at.size).reshape(at.shape)
-            where = jnp.where(write[:, None], at - self._first(key), beyond).reshape(-1)
-            values = features.reshape(len(at), *features.shape[2:])
-            values = jnp.pad(values, ((0, 0), (0, count * PAGE - values.shape[1]), (0, 0)))
+            where = jnp.where(write[:, None] & used, self._mine(at, old.pages), beyond).reshape(-1)
 
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
                 return old.at[where].set(new, mode="drop", unique_indices=True)
 
-            values = values.reshape(-1, PAGE, values.shape[-1]).astype(pages.dtype)
+            tokens = _windows(rows, seen, count * PAGE).reshape(-1, *old.pages.shape[1:])
             keys = page_keys(keys, count).reshape(-1, 4)
-            return put(pages, values), put(key, keys), put(made, version)
+            return old._replace(
+                pages=put(old.pages, tokens.astype(old.pages.dtype)),
+                key=put(old.key, keys),
+                row_version=put(old.row_version, old.version),
+            )
 
-        specs = (_ROWS, _ROWS, _ROWS, _ALL, _ALL, _ROWS, _ROWS, _ROWS, _ROWS)
-        pages, key, made = self._local(local, specs, (_ROWS, _ROWS, _ROWS))(
-            state.pages, state.key, state.row_version, state.version, ok,
-            batch.image_pages, batch.image_key, seen.stale, features,
-        )  # fmt: skip
-        return state._replace(pages=pages, key=key, row_version=made)
+        lie = CacheState(_ROWS, _ROWS, _ROWS, _ALL)
+        rows = features.reshape(len(features), -1, features.shape[-1])
+        run = self._local(local, (lie, _ALL, _ROWS, _ROWS, _ROWS, _ROWS), lie)
+        return run(state, ok, batch.image_pages, batch.image_key, seen, rows)
 
-    def _pick(self, pixels: jax.Array, stale: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Stale pictures first, in chunks u8[K, n, H, W, 3]; each one's place; most of a shard."""
-        size = self.chunk or min(8, pixels.shape[1] * pixels.shape[0] // self._shards)
+    def _pick(self, batch: Batch, seen: Seen) -> tuple[Batch, jax.Array, jax.Array]:
+        """Stale pictures first, in chunks [K, n, ...]; each one's place; most of a shard."""
+        places = seen.size.size
+        if batch.patches is not None:
+            places = batch.patches.shape[0] * batch.patches.shape[1] // self.window
+        size = self.chunk or max(1, min(_MOST, places // batch_shards(self.mesh)))
 
-        def local(pixels: jax.Array, stale: jax.Array) -> Any:
-            pixels, flat = pixels.reshape(-1, *pixels.shape[2:]), stale.reshape(-1)
-            order = jnp.argsort(~flat, stable=True)
-            rank = jnp.argsort(order).reshape(stale.shape)
-            chunks = -(-len(flat) // size)
-            order = jnp.pad(order, (0, chunks * size - len(flat)))
-            picked = pixels[order].reshape(chunks, size, *pixels.shape[1:])
-            return picked, rank, jax.lax.pmax(jnp.sum(flat), BATCH_AXES)
+        def local(given: tuple[Any, ...], seen: Seen) -> Any:
+            stale = seen.stale.reshape(-1)
+            order = jnp.argsort(~stale, stable=True)
+            rank = jnp.argsort(order).reshape(seen.stale.shape)
+            chunks = -(-len(stale) // size)
+            order = jnp.pad(order, (0, chunks * size - len(stale)))
+            if len(given) == 1:
+                picked = [given[0].reshape(-1, 1, *given[0].shape[2:])[order]]
+            else:
+                picked = [_windows(given[0], seen, self.window, order)]
+                picked += [given[1].reshape(-1, 1, 3)[order]]
+            picked = [x.reshape(chunks, size, *x.shape[1:]) for x in picked]
+            return picked, rank, jax.lax.pmax(jnp.sum(stale), BATCH_AXES)
 
-        return self._local(local, (_ROWS, _ROWS), (_CHUNKS, _ROWS, _ALL))(pixels, stale)
+        given = (batch.pixels,) if batch.grid is None else (batch.patches, batch.grid)
+        run = self._local(local, (_ROWS, _ROWS), ([_CHUNKS] * len(given), _ROWS, _ALL))
+        picked, rank, most = run(given, seen)
+        # The tower reads nothing else; a number a picture says how many there are.
+        alone = Batch(jnp.zeros(picked[0].shape[:2], jnp.int32), None, None, None)
+        if batch.grid is None:
+            return alone._replace(pixels=picked[0]), rank, most
+        return alone._replace(patches=picked[0], grid=picked[1]), rank, most
 
     def _merge(
         self, fresh: jax.Array, rank: jax.Array, seen: Seen, state: CacheState, batch: Batch
     ) -> jax.Array:
-        def local(fresh: Any, rank: Any, here: Any, stale: Any, pages: Any, at: Any) -> Any:
-            fresh = fresh.reshape(-1, *fresh.shape[2:])
-            made = fresh.at[rank].get(mode="promise_in_bounds", unique_indices=True)
-            old = pages[jnp.maximum(at - self._first(pages), 0)]
-            old = old.reshape(*rank.shape, -1, pages.shape[-1])[:, :, : made.shape[2]]
-            made = jnp.where(stale[..., None, None], made, jax.lax.stop_gradient(old))
-            return jnp.where(here[..., None, None], made, 0)
+        """[B, Q, D]: the tower's tokens of each row."""
+        width = fresh.shape[-1]
+        if batch.patches is None:
+            length = seen.size.shape[1] * self.window
+        else:
+            length = batch.patches.shape[1]
 
-        specs = (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS)
-        kept = (state.pages, batch.image_pages)
-        return self._local(local, specs, _ROWS)(fresh, rank, seen.here, seen.stale, *kept)
+        def local(fresh: Any, rank: Any, seen: Seen, pages: Any, at: Any) -> Any:
+            fresh, kept = fresh.reshape(-1, width), pages.reshape(-1, width)
+            place = jnp.arange(length)
+            begin, end = seen.first[:, None], (seen.first + seen.size)[:, None]
+            inside = (begin <= place[:, None]) & (place[:, None] < end)  # [B, Q, I]
+            which = jnp.argmax(inside, axis=-1)
 
-    @property
-    def _shards(self) -> int:
-        return batch_shards(self.mesh)
+            def of_picture(x: jax.Array) -> jax.Array:
+                return jnp.take_along_axis(x, which, axis=1)
 
-    def _first(self, mine: jax.Array) -> jax.Array:
-        """The number of the first of this shard's pages."""
-        return jax.lax.axis_index(BATCH_AXES) * mine.shape[0]
+            token = jnp.where(jnp.any(inside, axis=-1), place - of_picture(seen.first), 0)
+            stale = jnp.any(inside, axis=-1) & of_picture(seen.stale)
+            beyond = len(fresh) + jnp.arange(which.size).reshape(which.shape)
+            index = jnp.where(stale, of_picture(rank) * self.window + token, beyond)
+            made = fresh.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+            page = jnp.take_along_axis(at, which[..., None], axis=1)
+            page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
+            old = kept[self._mine(page, pages) * PAGE + token % PAGE]
+            read = jnp.any(inside, axis=-1) & ~of_picture(seen.stale)
+            return jnp.where(read[..., None], jax.lax.stop_gradient(old), made)
+
+        run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
+        return run(fresh, rank, seen, state.pages, batch.image_pages)
+
+    def _mine(self, pages: jax.Array, of: jax.Array) -> jax.Array:
+        """Numbers of pages as this shard, which has those ``of``, counts them; -1 becomes 0."""
+        return jnp.maximum(pages - jax.lax.axis_index(BATCH_AXES) * of.shape[0], 0)
 
     def _local(self, run: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
         return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=out)
+
+
+def _used(pages: jax.Array, size: jax.Array) -> jax.Array:
+    """bool[B, I, n]: which of the places for a picture's pages its tokens need."""
+    return jnp.arange(pages.shape[-1]) * PAGE < size[..., None]
+
+
+def _windows(rows: jax.Array, seen: Seen, length: int, order: jax.Array | None = None) -> jax.Array:
+    """[B * I, length, X]: of rows [B, Q, X], each picture's part, and zeros behind it.
+
+    Args:
+        rows: what lies as the tower's tokens do.
+        seen: where each picture is.
+        length: of a window.
+        order: i32[n]: of the pictures that are asked for; ``None``: all.
+    """
+    count = seen.size.shape[1]
+    number = jnp.arange(seen.size.size) if order is None else order
+    size, first = (x.reshape(-1)[number, None] for x in (seen.size, seen.first))
+    inside = jnp.arange(length)
+    row, last = number[:, None] // count, rows.shape[1] - 1
+    taken = rows[row, jnp.minimum(first + inside, last)]
+    return jnp.where((inside < size)[..., None], taken, 0)

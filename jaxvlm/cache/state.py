@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxvlm.parallel.sharding import batch_sharding, replicated
+from jaxvlm.types import PAGE
 
-PAGE = 64
-"""Tokens of a page. A picture has as many whole pages as its tokens need."""
 _STEP = np.uint32(0x9E3779B9)
 """Between the last words of the keys of a picture's pages; odd, so that no two are the same."""
 
@@ -28,11 +27,6 @@ class CacheState(NamedTuple):
     """i32[C]: the tower's version when the page was written."""
     version: Any
     """i32[]: rises with each update of the tower's parameters, and with nothing else."""
-
-
-def num_pages(tokens: int) -> int:
-    """Pages that ``tokens`` of a picture take."""
-    return -(-tokens // PAGE)
 
 
 def init(count: int, width: int, dtype: Any) -> CacheState:

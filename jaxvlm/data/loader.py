@@ -143,15 +143,24 @@ class Dataset:
             self._order = Order(self.pieces, self.config, self.settings.seed)
         return self._order
 
-    def keep_tokens(self, pages: int, tiles: int = 0, unused: bool = False) -> Slots:
+    def keep_tokens(self, tokens: int, limit: int = 0, unused: bool = False) -> Slots:
         """From now on, batches for training say where their pictures' visual tokens are kept.
 
         Args:
-            pages: of the cache, for each tile of a picture.
-            tiles: that have pages, at most; 0: all.
-            unused: there are as many pages, and no picture has one.
+            tokens: that the tower makes of a tile; 0: one of each patch of a picture of any size.
+            limit: see :class:`jaxvlm.data.slots.Slots`.
+            unused: likewise.
         """
-        self._slots = Slots(self.order, self.pieces, self.corpus, pages, tiles, unused)
+        patching, spans = self.settings.patching, self.corpus.spans
+
+        def size(picture: int) -> tuple[int, int]:
+            if tokens or not patching:
+                return len(spans[picture].starts), tokens
+            return 1, patching.per_token * int((spans[picture].tile > 0).sum())
+
+        self._slots = Slots(self.order, self.pieces, size, limit, unused)
+        if patching and not tokens:
+            self._slots.window = patching.room(self._slots.window)  # what kernels like
         return self._slots
 
     @property
@@ -327,7 +336,7 @@ class Dataset:
                     pixels += list(tiles)
                     keys += [images.tile_key(key, i) for i in range(len(tiles))]
                     if slots:
-                        pages += list(slots.pages(row.shard, picture, len(tiles)))
+                        pages += list(slots.pages(row.shard, picture))
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
         batch, meta, places = assemble(corpus, pieces, kept, shape[0], layout)

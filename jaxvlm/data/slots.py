@@ -7,12 +7,14 @@ picture has the same pages for good, in each virtual shard that it is in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from jaxvlm.data.chat import Corpus
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.order import Order
 from jaxvlm.data.packing import Pieces
+from jaxvlm.types import PAGE
 
 
 class Slots:
@@ -21,14 +23,15 @@ class Slots:
     Args:
         order: of the run's rows.
         pieces: what they are made of.
-        corpus: says how many tiles a picture has.
-        per_tile: pages of a tile.
+        size: a picture's tiles, and the tower's tokens of each.
         limit: tiles that have pages, over all virtual shards; 0: all.
         unused: there are as many pages, and no picture has one.
 
     Attributes:
         tiles: tiles that have pages.
         count: C, pages in all, those that no picture has counted too.
+        per_tile: pages of the largest tile.
+        window: its tokens.
 
     Raises:
         DataError: not a tile for each virtual shard.
@@ -38,39 +41,48 @@ class Slots:
         self,
         order: Order,
         pieces: Pieces,
-        corpus: Corpus,
-        per_tile: int,
+        size: Callable[[int], tuple[int, int]],
         limit: int,
         unused: bool = False,
     ):
-        self.per_tile, self.unused = per_tile, unused
+        self.unused, self._size = unused, size
         if 0 < limit < order.num_shards:
             raise DataError(
                 f"cache.pictures={limit} is less than one for each of the {order.num_shards} "
                 f"virtual shards of the data; {order.num_shards} would do, or a lower "
                 "data.virtual_shards"
             )
-        room = limit // order.num_shards
+        most = limit // order.num_shards
         self._first: list[dict[int, int]] = []
-        used = []
+        self.tiles = self._room = largest = 0
         for shard in order.shards:
             first: dict[int, int] = {}
-            taken = 0
+            tiles = pages = 0
             for picture in (p for piece in shard.tolist() for p in pieces.pictures[piece]):
-                tiles = len(corpus.spans[picture].starts)
-                if picture not in first and (not limit or taken + tiles <= room):
-                    first[picture] = taken
-                    taken += tiles
+                count, tokens = size(picture)
+                largest = max(largest, tokens)
+                if picture not in first and (not limit or tiles + count <= most):
+                    first[picture] = pages
+                    tiles += count
+                    pages += count * _pages(tokens)
             self._first.append(first)
-            used.append(taken)
-        self._room = room or max(used)
-        self.tiles = sum(used)
-        self.count = order.num_shards * self._room * per_tile
+            self.tiles += tiles
+            self._room = max(self._room, pages)
+        self._room = self._room or 1  # arrays of no rows can't be split
+        self.per_tile, self.window = _pages(largest), largest
+        self.count = order.num_shards * self._room
 
-    def pages(self, shard: int, picture: int, tiles: int) -> np.ndarray:
-        """i32[tiles, n]: pages of a picture's tiles; -1 where it has none."""
+    def pages(self, shard: int, picture: int) -> np.ndarray:
+        """i32[tiles, per_tile]: pages of a picture's tiles; -1 where there is none."""
+        tiles, tokens = self._size(picture)
+        out = np.full((tiles, self.per_tile), -1, np.int32)
         first = self._first[shard].get(picture, -1)
-        if first < 0 or self.unused:
-            return np.full((tiles, self.per_tile), -1, np.int32)
-        tile = shard * self._room + first + np.arange(tiles, dtype=np.int32)
-        return tile[:, None] * self.per_tile + np.arange(self.per_tile, dtype=np.int32)
+        if first >= 0 and not self.unused:
+            count = _pages(tokens)
+            begin = shard * self._room + first
+            out[:, :count] = begin + np.arange(tiles * count).reshape(tiles, count)
+        return out
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)

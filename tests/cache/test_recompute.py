@@ -21,19 +21,20 @@ from builders import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zoo import QWEN3
 
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.parts import tower_part
-from jaxvlm.cache.state import PAGE, page_keys
+from jaxvlm.cache.state import page_keys
 from jaxvlm.config import CacheConfig, MeshConfig, OptimConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.plan import collectives
-from jaxvlm.types import Batch
+from jaxvlm.types import PAGE, Batch
 
 MESHES = {**MESHES, "data4_tensor2": MeshConfig(4, 1, 2)}
 DEEP = dataclasses.replace(
@@ -41,7 +42,9 @@ DEEP = dataclasses.replace(
     vision=dataclasses.replace(TINY.vision, feature_layers=(-2, -1)),
     connector=dataclasses.replace(TINY.connector, levels=1),
 )
-MODELS = {"llava": TINY, "deep": DEEP}
+MODELS = {"llava": TINY, "deep": DEEP, "qwen": QWEN3}
+WINDOW = 16
+"""Patches of the largest picture of any size."""
 FROZEN = ("vision/*",)
 PER_ROW, PICTURES = 4, 3
 """Pages of a row, and pictures that it may show."""
@@ -61,7 +64,8 @@ class Made:
         cache = None
         if policy:
             asked = CacheConfig(policy, bound=bound, chunk=chunk)
-            cache = make_cache(asked, self.model, own, pages)
+            window = WINDOW if config.vision.packed else PATCHES
+            cache = make_cache(asked, self.model, own, pages, window)
         tx = make_optimizer(OptimConfig(), lambda step: 1e-2, self.model.logical)
         self.step, self.abstract, self.init = assemble(
             self.model, NextToken(), tx, parts, frozen, cache
@@ -100,13 +104,38 @@ def showing(seed, which, page):
     return batch._replace(pixels=pixels, image_key=key, image_pages=pages[..., None])
 
 
-def turns(steps, pages=True):
+def turns(steps, pages=True, model="llava"):
     """Batches that show two sets of pictures in turn, each with pages of its own."""
     out = []
     for i in range(steps):
         page = np.broadcast_to([i % 2 * 2, i % 2 * 2 + 1], (ROWS, 2)) if pages else -1
-        out.append(showing(i % 3, np.full((ROWS, 2), i % 2), np.broadcast_to(page, (ROWS, 2))))
+        batch = showing(i % 3, np.full((ROWS, 2), i % 2), np.broadcast_to(page, (ROWS, 2)))
+        out.append(of_any_size(batch) if MODELS[model].vision.packed else batch)
     return out
+
+
+def of_any_size(batch):
+    """The batch with pictures of three sizes, two in the rows that had one, in packed patches."""
+    grid = np.zeros((ROWS, 2, 3), np.int32)
+    patches = np.zeros((ROWS, 2 * WINDOW, 96), np.uint8)
+    start = np.where((batch.image_start >= 0).any(1, keepdims=True), [1, 14], -1).astype(np.int32)
+    for row in range(ROWS):
+        at = 0
+        for i in range(2):
+            if start[row, i] >= 0:
+                key = batch.image_key[row, i]
+                shape = [(4, 4), (2, 4), (2, 2)][(row + i + key[1]) % 3]
+                grid[row, i] = (1, *shape)
+                seed = np.random.default_rng([*key, i])
+                size = shape[0] * shape[1]
+                patches[row, at : at + size] = seed.integers(0, 256, (size, 96))
+                at += size
+    key = batch.image_key + np.uint32([[[0, 0, 0, 0], [0, 0, 1, 0]]])
+    positions = np.repeat(batch.positions, 3, axis=1)
+    return batch._replace(
+        pixels=None, patches=patches, grid=grid, image_start=start, image_key=key,
+        positions=positions,
+    )  # fmt: skip
 
 
 def assert_same_bits(a, b):
@@ -122,6 +151,9 @@ def assert_same_bits(a, b):
         ("data4_tensor2", "float32", "deep", FROZEN),
         ("data4_tensor2", "bfloat16", "llava", FROZEN),
         ("fsdp8", "float32", "llava", ()),
+        ("data8", "bfloat16", "qwen", FROZEN),
+        pytest.param("data4_tensor2", "float32", "qwen", FROZEN, marks=pytest.mark.long),
+        pytest.param("fsdp8", "float32", "qwen", (), marks=pytest.mark.long),
         pytest.param("data8", "bfloat16", "deep", FROZEN, marks=pytest.mark.long),
         pytest.param("data8", "bfloat16", "llava", FROZEN, marks=pytest.mark.long),
         pytest.param("data8", "float32", "deep", (), marks=pytest.mark.long),
@@ -133,14 +165,14 @@ def assert_same_bits(a, b):
 )
 def test_a_cache_that_may_not_be_seen_changes_no_bit(mesh, dtype, model, frozen):
     of = {"mesh": mesh, "dtype": dtype, "model": model, "frozen": frozen}
-    off = Made(policy="off", **of).run(turns(5, pages=False))
-    on = Made(policy="strict", **of).run(turns(5))
+    off = Made(policy="off", **of).run(turns(5, False, model))
+    on = Made(policy="strict", **of).run(turns(5, model=model))
     assert_same_bits(off[0].params, on[0].params)
     assert [x["loss"].tobytes() for x in off[1]] == [x["loss"].tobytes() for x in on[1]]
     found = [float(x["cache/found"]) for x in on[1]]
     # A tower that learns is another one after each step, so nothing that is kept is good.
     assert found == ([0, 0, 1, 1, 1] if frozen else [0] * 5)
-    assert [int(x["cache/encoded"]) for x in off[1]] == [6] * 5
+    assert [int(x["cache/encoded"]) for x in off[1]] == [12 if model == "qwen" else 6] * 5
 
 
 def test_where_pages_lie_changes_no_bit():
@@ -162,14 +194,17 @@ def test_where_pages_lie_changes_no_bit():
     assert float(got[1][-1]["cache/found"]) == 0 and float(expected[1][-1]["cache/found"]) == 1
 
 
-@pytest.mark.parametrize("mesh, parts", [("one", 1), ("data2_fsdp2_tensor2", 2)])
-def test_chunks_give_the_gradients_of_the_whole(mesh, parts):
+@pytest.mark.parametrize(
+    "mesh, parts, model",
+    [("one", 1, "llava"), ("data2_fsdp2_tensor2", 2, "llava"), ("one", 1, "qwen")],
+)
+def test_chunks_give_the_gradients_of_the_whole(mesh, parts, model):
     """Of a tower that learns, in microbatches too, against the model as it runs by itself."""
-    plain = Made(policy="", frozen=())
-    chunked = Made(mesh, "off", (), parts=parts, chunk=3 if mesh == "one" else 2)
+    plain = Made(policy="", frozen=(), model=model)
+    chunked = Made(mesh, "off", (), model, parts=parts, chunk=3 if mesh == "one" else 2)
     grads = []
     for made in (plain, chunked):
-        state, _ = made.run(turns(1, pages=False))
+        state, _ = made.run(turns(1, False, model))
         grads.append(optax.tree.get(state.opt_state, "mu"))  # of one step: a tenth of them
     assert any(path.startswith("vision/") for path in grads[0])
     assert_gradients_close(grads[1], grads[0])

@@ -315,3 +315,19 @@ def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
     config.model.checkpoint = str(other)
     with pytest.raises(ConfigError, match="the processor cuts pictures by"):
         jaxvlm.Run(config)
+
+
+def test_kept_tokens_change_no_bit(folder, odd, tmp_path):
+    """A frozen tower's tokens of pictures of many sizes, read instead of encoded."""
+    seen = {}
+    for policy in ("off", "strict"):
+        config = settings(odd, folder, "Qwen2_5_VL")
+        config.steps, config.optim.frozen = 10, ("vision/*",)
+        config.cache.policy, config.cache.chunk = policy, 2
+        jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:2]).fit()
+        lines = (tmp_path / policy / "metrics.jsonl").read_text().splitlines()
+        rows = [m for m in map(json.loads, lines) if "train/loss" in m]
+        seen[policy] = [m["train/loss"] for m in rows]
+        found = [m["train/cache/found"] for m in rows]
+        assert set(found) == {0} if policy == "off" else found[0] == 0 and found[-1] == 1
+    assert seen["off"] == seen["strict"] and len(seen["off"]) == 10
