@@ -87,7 +87,7 @@ def make_cache(
     model: Model[ModelConfig],
     trained: Collection[str],
     pages: int,
-    window: int,
+    windows: tuple[int, ...],
 ) -> Cache:
     """The cache of a model on its mesh.
 
@@ -96,7 +96,7 @@ def make_cache(
         model: with its tower.
         trained: paths of its trainable parameters.
         pages: C, over all devices.
-        window: tokens that the tower makes of a picture, at most.
+        windows: tokens that the tower makes of a picture, at most; see ``Recompute``.
 
     Raises:
         ConfigError: a strategy that does not go with a tower that learns behind a cache.
@@ -113,7 +113,7 @@ def make_cache(
     pictures = Recompute(
         lambda params, batch: tower.module(params)(batch),
         model.mesh,
-        window,
+        windows,
         config.chunk,
         bound,
     )

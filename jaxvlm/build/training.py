@@ -134,7 +134,7 @@ def build_training(
         made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
     elif caching.is_on(config.cache):
         assert slots is not None
-        cache = caching.make_cache(config.cache, model, trainable, slots.count, slots.window)
+        cache = caching.make_cache(config.cache, model, trainable, slots.count, slots.windows)
         made = together(model, *asked, cache)
         say(caching.line(config.cache, slots, made.abstract))
     else:

@@ -8,6 +8,7 @@ shards, how many pictures the busiest has to encode: it decides which chunks the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,21 +46,22 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Pictures encoded one by one, in windows and chunks of one shape each.
+    """Pictures encoded one by one, each in the smallest window that it fits, in chunks of windows.
 
     Args:
-        encode: parameters and a batch of one picture a row -> its features, [n, 1, window, D] of
-            pictures of one size, [n, window, D] of packed patches.
+        encode: parameters and a batch of one picture a row -> its features, [n, 1, P, D] of
+            pictures of one size, [n, W, D] of packed patches.
         mesh: of the run.
-        window: tokens that the tower makes of a picture, at most.
-        chunk: pictures of a chunk on each data shard; 0: as many windows as its rows have room
-            for, 8 at most.
+        windows: tokens that the tower makes of a picture, at most; ascending. One number, P, where
+            pictures have one size.
+        chunk: of the largest windows, in a chunk on each data shard, and of others so many as have
+            the same tokens; 0: as many as its rows have room for, 8 at most.
         bound: updates of the tower that tokens may be behind.
     """
 
     encode: Callable[[Any, Batch], jax.Array]
     mesh: Mesh
-    window: int
+    windows: tuple[int, ...]
     chunk: int = 0
     bound: int = 0
 
@@ -67,8 +69,8 @@ class Recompute:
         """Which pictures have to be encoded: all that have no pages, or others' or old ones."""
         if batch.grid is None:
             number = jnp.arange(batch.image_start.shape[1], dtype=jnp.int32)
-            size = jnp.where(batch.image_start >= 0, self.window, 0).astype(jnp.int32)
-            first = jnp.broadcast_to(number * self.window, size.shape)
+            size = jnp.where(batch.image_start >= 0, self.windows[-1], 0).astype(jnp.int32)
+            first = jnp.broadcast_to(number * self.windows[-1], size.shape)
         else:
             size = jnp.prod(batch.grid, axis=-1)
             first = jnp.cumsum(size, axis=-1) - size
@@ -97,31 +99,17 @@ class Recompute:
         Returns:
             ``Batch.features``; zeros where there is no picture.
         """
-        picked, rank, most = self._pick(batch, seen)
-        size = picked.tokens.shape[1] // batch_shards(self.mesh)
-        sample = jax.tree.map(lambda x: x[0], picked)
-        empty = jax.eval_shape(self.encode, params, sample)
-        kind = jnp.finfo(empty.dtype)
-
-        def some(pictures: Batch) -> jax.Array:
-            made = self.encode(params, pictures)
-            # What is kept is what is used: XLA may leave a cast out that this one cannot be.
-            return jax.lax.reduce_precision(made, kind.nexp, kind.nmant)
-
-        def none(pictures: Batch) -> jax.Array:
-            return jnp.zeros(empty.shape, empty.dtype)
-
-        @jax.checkpoint
-        def one(carry: None, chunk: Any) -> tuple[None, jax.Array]:
-            number, pictures = chunk
-            made = jax.lax.cond(number * size < most, some, none, pictures)
-            return None, jax.lax.with_sharding_constraint(made, batch_sharding(self.mesh))
-
-        fresh = jax.lax.scan(one, None, (jnp.arange(len(picked.tokens)), picked))[1]
-        fresh = fresh.reshape(*fresh.shape[:2], self.window, -1)
-        made = self._merge(fresh, rank, seen, state, batch)
+        fresh: list[jax.Array] = []
+        place, done = jnp.zeros_like(seen.size), 0
+        for low, high in itertools.pairwise((0, *self.windows)):
+            asked = seen.stale & (low < seen.size) & (seen.size <= high)
+            picked, rank, most = self._pick(batch, seen, asked, low, high)
+            fresh.append(self._encode(params, picked, most, high))
+            place = jnp.where(asked, done + rank * high, place)
+            done += picked.tokens.size // batch_shards(self.mesh) * high
+        made = self._merge(fresh, place, seen, state, batch)
         if batch.grid is None:
-            made = made.reshape(*seen.size.shape, self.window, -1)
+            made = made.reshape(*seen.size.shape, self.windows[-1], -1)
         # The rest of the step is to be compiled as if it had been given them.
         return jax.lax.optimization_barrier(made)
 
@@ -166,49 +154,80 @@ class Recompute:
         run = self._local(local, (lie, _ALL, _ROWS, _ROWS, _ROWS, _ROWS), lie)
         return run(state, ok, batch.image_pages, batch.image_key, seen, rows)
 
-    def _pick(self, batch: Batch, seen: Seen) -> tuple[Batch, jax.Array, jax.Array]:
-        """Stale pictures first, in chunks [K, n, ...]; each one's place; most of a shard."""
-        places = seen.size.size
-        if batch.patches is not None:
-            places = batch.patches.shape[0] * batch.patches.shape[1] // self.window
-        size = self.chunk or max(1, min(_MOST, places // batch_shards(self.mesh)))
+    def _pick(
+        self, batch: Batch, seen: Seen, asked: jax.Array, low: int, high: int
+    ) -> tuple[Batch, jax.Array, jax.Array]:
+        """Chunks [K, n, ...] with those asked for first, the place of each, and most of a shard."""
+        shards, places = batch_shards(self.mesh), seen.size.size
+        room = places * self.windows[-1] if batch.grid is None else batch.patches[..., 0].size
+        room //= shards
+        size = self.chunk or max(1, min(_MOST, room // self.windows[-1]))
+        size *= self.windows[-1] // high
+        chunks = -(-min(places // shards, room // (low + 1)) // size)
 
-        def local(given: tuple[Any, ...], seen: Seen) -> Any:
-            stale = seen.stale.reshape(-1)
-            order = jnp.argsort(~stale, stable=True)
-            rank = jnp.argsort(order).reshape(seen.stale.shape)
-            chunks = -(-len(stale) // size)
-            order = jnp.pad(order, (0, chunks * size - len(stale)))
+        def local(given: tuple[Any, ...], seen: Seen, asked: jax.Array) -> Any:
+            flat = asked.reshape(-1)
+            order = jnp.argsort(~flat, stable=True)
+            rank = jnp.argsort(order).reshape(asked.shape)
+            order = jnp.pad(order, (0, max(0, chunks * size - len(flat))))[: chunks * size]
             if len(given) == 1:
                 picked = [given[0].reshape(-1, 1, *given[0].shape[2:])[order]]
             else:
-                picked = [_windows(given[0], seen, self.window, order)]
+                picked = [_windows(given[0], seen, high, order)]
                 picked += [given[1].reshape(-1, 1, 3)[order]]
             picked = [x.reshape(chunks, size, *x.shape[1:]) for x in picked]
-            return picked, rank, jax.lax.pmax(jnp.sum(stale), BATCH_AXES)
+            return picked, rank, jax.lax.pmax(jnp.sum(flat), BATCH_AXES)
 
         given = (batch.pixels,) if batch.grid is None else (batch.patches, batch.grid)
-        run = self._local(local, (_ROWS, _ROWS), ([_CHUNKS] * len(given), _ROWS, _ALL))
-        picked, rank, most = run(given, seen)
+        run = self._local(local, (_ROWS, _ROWS, _ROWS), ([_CHUNKS] * len(given), _ROWS, _ALL))
+        picked, rank, most = run(given, seen, asked)
         # The tower reads nothing else; a number a picture says how many there are.
         alone = Batch(jnp.zeros(picked[0].shape[:2], jnp.int32), None, None, None)
         if batch.grid is None:
             return alone._replace(pixels=picked[0]), rank, most
         return alone._replace(patches=picked[0], grid=picked[1]), rank, most
 
+    def _encode(self, params: Any, picked: Batch, most: jax.Array, window: int) -> jax.Array:
+        """[K, n, window, D]: of the chunks in which a shard has a picture, zeros of the others."""
+        size = picked.tokens.shape[1] // batch_shards(self.mesh)
+        empty = jax.eval_shape(self.encode, params, jax.tree.map(lambda x: x[0], picked))
+        kind = jnp.finfo(empty.dtype)
+
+        def some(pictures: Batch) -> jax.Array:
+            made = self.encode(params, pictures)
+            # What is kept is what is used: XLA may leave a cast out that this one cannot be.
+            return jax.lax.reduce_precision(made, kind.nexp, kind.nmant)
+
+        def none(pictures: Batch) -> jax.Array:
+            return jnp.zeros(empty.shape, empty.dtype)
+
+        @jax.checkpoint
+        def one(carry: None, chunk: Any) -> tuple[None, jax.Array]:
+            number, pictures = chunk
+            made = jax.lax.cond(number * size < most, some, none, pictures)
+            return None, jax.lax.with_sharding_constraint(made, batch_sharding(self.mesh))
+
+        made = jax.lax.scan(one, None, (jnp.arange(len(picked.tokens)), picked))[1]
+        return made.reshape(*picked.tokens.shape, window, -1)
+
     def _merge(
-        self, fresh: jax.Array, rank: jax.Array, seen: Seen, state: CacheState, batch: Batch
+        self,
+        fresh: list[jax.Array],
+        place: jax.Array,
+        seen: Seen,
+        state: CacheState,
+        batch: Batch,
     ) -> jax.Array:
-        """[B, Q, D]: the tower's tokens of each row."""
-        width = fresh.shape[-1]
-        if batch.patches is None:
-            length = seen.size.shape[1] * self.window
+        """[B, Q, D]: the tower's tokens of each row; a stale picture's from its place in fresh."""
+        width = state.pages.shape[-1]
+        if batch.grid is None:
+            length = seen.size.shape[1] * self.windows[-1]
         else:
             length = batch.patches.shape[1]
 
-        def local(fresh: Any, rank: Any, seen: Seen, pages: Any, at: Any) -> Any:
-            fresh, kept = fresh.reshape(-1, width), pages.reshape(-1, width)
-            place = jnp.arange(length)
+        def local(fresh: Any, start: Any, seen: Seen, pages: Any, at: Any) -> Any:
+            fresh = jnp.concatenate([x.reshape(-1, width) for x in fresh])
+            kept, place = pages.reshape(-1, width), jnp.arange(length)
             begin, end = seen.first[:, None], (seen.first + seen.size)[:, None]
             inside = (begin <= place[:, None]) & (place[:, None] < end)  # [B, Q, I]
             which = jnp.argmax(inside, axis=-1)
@@ -219,7 +238,7 @@ class Recompute:
             token = jnp.where(jnp.any(inside, axis=-1), place - of_picture(seen.first), 0)
             stale = jnp.any(inside, axis=-1) & of_picture(seen.stale)
             beyond = len(fresh) + jnp.arange(which.size).reshape(which.shape)
-            index = jnp.where(stale, of_picture(rank) * self.window + token, beyond)
+            index = jnp.where(stale, of_picture(start) + token, beyond)
             made = fresh.at[index].get(mode="fill", fill_value=0, unique_indices=True)
             page = jnp.take_along_axis(at, which[..., None], axis=1)
             page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
@@ -228,7 +247,7 @@ class Recompute:
             return jnp.where(read[..., None], jax.lax.stop_gradient(old), made)
 
         run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
-        return run(fresh, rank, seen, state.pages, batch.image_pages)
+        return run(fresh, place, seen, state.pages, batch.image_pages)
 
     def _mine(self, pages: jax.Array, of: jax.Array) -> jax.Array:
         """Numbers of pages as this shard, which has those ``of``, counts them; -1 becomes 0."""

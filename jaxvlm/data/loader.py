@@ -160,7 +160,8 @@ class Dataset:
 
         self._slots = Slots(self.order, self.pieces, size, limit, unused)
         if patching and not tokens:
-            self._slots.window = patching.room(self._slots.window)  # what kernels like
+            most = self._slots.windows[-1]  # all of sizes that kernels like
+            self._slots.windows = tuple(sorted({patching.room(most >> i) for i in range(3)}))
         return self._slots
 
     @property

@@ -31,7 +31,7 @@ class Slots:
         tiles: tiles that have pages.
         count: C, pages in all, those that no picture has counted too.
         per_tile: pages of the largest tile.
-        window: its tokens.
+        windows: its tokens; of pictures of any size, also about a half and a quarter of them.
 
     Raises:
         DataError: not a tile for each virtual shard.
@@ -69,7 +69,8 @@ class Slots:
             self.tiles += tiles
             self._room = max(self._room, pages)
         self._room = self._room or 1  # arrays of no rows can't be split
-        self.per_tile, self.window = _pages(largest), largest
+        self.per_tile = _pages(largest)
+        self.windows: tuple[int, ...] = (largest,)
         self.count = order.num_shards * self._room
 
     def pages(self, shard: int, picture: int) -> np.ndarray:

@@ -43,8 +43,8 @@ DEEP = dataclasses.replace(
     connector=dataclasses.replace(TINY.connector, levels=1),
 )
 MODELS = {"llava": TINY, "deep": DEEP, "qwen": QWEN3}
-WINDOW = 16
-"""Patches of the largest picture of any size."""
+WINDOWS = (4, 8, 16)
+"""Patches of pictures of any size."""
 FROZEN = ("vision/*",)
 PER_ROW, PICTURES = 4, 3
 """Pages of a row, and pictures that it may show."""
@@ -64,8 +64,8 @@ class Made:
         cache = None
         if policy:
             asked = CacheConfig(policy, bound=bound, chunk=chunk)
-            window = WINDOW if config.vision.packed else PATCHES
-            cache = make_cache(asked, self.model, own, pages, window)
+            windows = WINDOWS if config.vision.packed else (PATCHES,)
+            cache = make_cache(asked, self.model, own, pages, windows)
         tx = make_optimizer(OptimConfig(), lambda step: 1e-2, self.model.logical)
         self.step, self.abstract, self.init = assemble(
             self.model, NextToken(), tx, parts, frozen, cache
@@ -117,7 +117,7 @@ def turns(steps, pages=True, model="llava"):
 def of_any_size(batch):
     """The batch with pictures of three sizes, two in the rows that had one, in packed patches."""
     grid = np.zeros((ROWS, 2, 3), np.int32)
-    patches = np.zeros((ROWS, 2 * WINDOW, 96), np.uint8)
+    patches = np.zeros((ROWS, 2 * WINDOWS[-1], 96), np.uint8)
     start = np.where((batch.image_start >= 0).any(1, keepdims=True), [1, 14], -1).astype(np.int32)
     for row in range(ROWS):
         at = 0
