@@ -5,8 +5,9 @@
 
 A row of LENGTH tokens and its pictures a device, bfloat16, full remat, AdamW with float32
 parameters and moments. Where a step does not fit, adapters on a base in bytes are tried, and a row
-of their own says so. Bounds are what a step cannot be faster than: model FLOPs at the chip's peak,
-wire bytes (ring algorithm) at the rate of a chip's links. A compilation takes minutes: rows that a
+of their own says so; ``--fsdp`` tries another split where the compiler itself fails. Bounds are
+what a step cannot be faster than: model FLOPs at the chip's peak, wire bytes (ring algorithm) at
+the rate of a chip's links. A compilation takes minutes: rows that a
 result of the same name has are kept, so that it goes on where it was stopped.
 
     python -m benchmarks.pods --models qwen3-vl-8b --targets v5p:2x2x2 v5p:2x4x4 v5p:4x4x8 \\
@@ -60,20 +61,21 @@ def model_config(name: str, target: str) -> ModelConfig:
     )
 
 
-def mesh_of(config: ModelConfig, devices: int, hosts: int) -> MeshConfig:
+def mesh_of(config: ModelConfig, devices: int, slices: int, most: int) -> MeshConfig:
     """FSDP over as many devices of a slice as divide widths, copies across; experts over 16."""
     experts = math.gcd(config.decoder.num_experts or 1, devices, 16)
-    fsdp = math.gcd(devices // hosts // experts, config.vision.width, config.decoder.width)
+    fsdp = math.gcd(devices // slices // experts, config.vision.width, config.decoder.width)
+    fsdp = math.gcd(fsdp, most) if most else fsdp
     return MeshConfig(data=devices // fsdp // experts, fsdp=fsdp, expert=experts)
 
 
-def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
+def one(name: str, target: str, frozen: bool, lora: bool, fsdp: int) -> dict[str, Any]:
     """One step, compiled, or why not."""
     slices, _, where = target.rpartition(" ")
     devices = topology.devices(where, int(slices or 1))
     config = model_config(name, target)
     config = dataclasses.replace(config, lora=LORA) if lora else config
-    sizes = mesh_of(config, len(devices), int(slices or 1))
+    sizes = mesh_of(config, len(devices), int(slices or 1), fsdp)
     preset = "hybrid_shard" if sizes.data > 1 else "fsdp"
     mesh, split = resolve(StrategyConfig(preset), sizes, devices)
     here = make_mesh(mesh, devices)
@@ -104,9 +106,7 @@ def one(name: str, target: str, frozen: bool, lora: bool) -> dict[str, Any]:
     cpu = time.process_time()
     try:
         program = step.lower(abstract, batch).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+    except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
     spent = time.process_time() - cpu
     memory = programs.memory(program)
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--targets", nargs="*", default=TARGETS)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--name", default="pods_aot", help="of the result")
+    parser.add_argument("--fsdp", type=int, default=0, help="at most; 0: as many as fit")
     parser.add_argument("--plot", action="store_true", help="draw docs/pods_growth.svg")
     args = parser.parse_args()
     rows = kept(args.name)
@@ -165,10 +166,12 @@ def main() -> None:
             for frozen in (True, False) if name == "qwen3-vl-8b" else (False,):
                 if (target, name, frozen) in done:
                     continue
-                rows.append(row := one(name, target, frozen, lora=False) | {"environment": here})
+                rows.append(
+                    row := one(name, target, frozen, False, args.fsdp) | {"environment": here}
+                )
                 print(row, flush=True)
-                if not row["fits"]:
-                    row = one(name, target, frozen, lora=True) | {"environment": here}
+                if not row["fits"] and "RESOURCE_EXHAUSTED" in row.get("why", ""):
+                    row = one(name, target, frozen, True, args.fsdp) | {"environment": here}
                     rows.append(row)
                     print(row, flush=True)
                 write(f"{args.name}.json", {"rows": rows})
