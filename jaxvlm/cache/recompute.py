@@ -103,10 +103,10 @@ class Recompute:
         place, done = jnp.zeros_like(seen.size), 0
         for low, high in itertools.pairwise((0, *self.windows)):
             asked = seen.stale & (low < seen.size) & (seen.size <= high)
-            picked, rank, most = self._pick(batch, seen, asked, low, high)
-            fresh.append(self._encode(params, picked, most, high))
+            order, rank, most = self._order(batch, seen, asked, low, high)
+            fresh.append(self._encode(params, batch, seen, order, most, high))
             place = jnp.where(asked, done + rank * high, place)
-            done += picked.tokens.size // batch_shards(self.mesh) * high
+            done += order.size // batch_shards(self.mesh) * high
         made = self._merge(fresh, place, seen, state, batch)
         if batch.grid is None:
             made = made.reshape(*seen.size.shape, self.windows[-1], -1)
@@ -141,7 +141,12 @@ class Recompute:
             def put(old: jax.Array, new: jax.Array) -> jax.Array:
                 return old.at[where].set(new, mode="drop", unique_indices=True)
 
-            tokens = _windows(rows, seen, count * PAGE).reshape(-1, *old.pages.shape[1:])
+            def made(rows: jax.Array) -> jax.Array:
+                return _windows(rows, seen, count * PAGE).reshape(empty.shape)
+
+            empty = jnp.zeros((at.size, *old.pages.shape[1:]), rows.dtype)
+            empty = jax.lax.pcast(empty, BATCH_AXES, to="varying")
+            tokens = jax.lax.cond(jnp.any(write), made, lambda rows: empty, rows)
             keys = page_keys(keys, count).reshape(-1, 4)
             return old._replace(
                 pages=put(old.pages, tokens.astype(old.pages.dtype)),
@@ -154,10 +159,12 @@ class Recompute:
         run = self._local(local, (lie, _ALL, _ROWS, _ROWS, _ROWS, _ROWS), lie)
         return run(state, ok, batch.image_pages, batch.image_key, seen, rows)
 
-    def _pick(
+    def _order(
         self, batch: Batch, seen: Seen, asked: jax.Array, low: int, high: int
-    ) -> tuple[Batch, jax.Array, jax.Array]:
-        """Chunks [K, n, ...] with those asked for first, the place of each, and most of a shard."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A shard's pictures in chunks i32[K, n], those asked for first; the place of each in
+        them, i32[B, I]; and how many the busiest shard has.
+        """
         shards, places = batch_shards(self.mesh), seen.size.size
         room = places * self.windows[-1] if batch.grid is None else batch.patches[..., 0].size
         room //= shards
@@ -165,40 +172,39 @@ class Recompute:
         size *= self.windows[-1] // high
         chunks = -(-min(places // shards, room // (low + 1)) // size)
 
-        def local(given: tuple[Any, ...], seen: Seen, asked: jax.Array) -> Any:
+        def local(asked: jax.Array) -> Any:
             flat = asked.reshape(-1)
             order = jnp.argsort(~flat, stable=True)
             rank = jnp.argsort(order).reshape(asked.shape)
             order = jnp.pad(order, (0, max(0, chunks * size - len(flat))))[: chunks * size]
-            if len(given) == 1:
-                picked = [given[0].reshape(-1, 1, *given[0].shape[2:])[order]]
-            else:
-                picked = [_windows(given[0], seen, high, order)]
-                picked += [given[1].reshape(-1, 1, 3)[order]]
-            picked = [x.reshape(chunks, size, *x.shape[1:]) for x in picked]
-            return picked, rank, jax.lax.pmax(jnp.sum(flat), BATCH_AXES)
+            return order.reshape(chunks, size), rank, jax.lax.pmax(jnp.sum(flat), BATCH_AXES)
 
-        given = (batch.pixels,) if batch.grid is None else (batch.patches, batch.grid)
-        run = self._local(local, (_ROWS, _ROWS, _ROWS), ([_CHUNKS] * len(given), _ROWS, _ALL))
-        picked, rank, most = run(given, seen, asked)
-        # The tower reads nothing else; a number a picture says how many there are.
-        alone = Batch(jnp.zeros(picked[0].shape[:2], jnp.int32), None, None, None)
-        if batch.grid is None:
-            return alone._replace(pixels=picked[0]), rank, most
-        return alone._replace(patches=picked[0], grid=picked[1]), rank, most
+        return self._local(local, (_ROWS,), (_CHUNKS, _ROWS, _ALL))(asked)
 
-    def _encode(self, params: Any, picked: Batch, most: jax.Array, window: int) -> jax.Array:
+    def _encode(
+        self, params: Any, batch: Batch, seen: Seen, order: jax.Array, most: jax.Array, window: int
+    ) -> jax.Array:
         """[K, n, window, D]: of the chunks in which a shard has a picture, zeros of the others."""
-        size = picked.tokens.shape[1] // batch_shards(self.mesh)
-        empty = jax.eval_shape(self.encode, params, jax.tree.map(lambda x: x[0], picked))
-        kind = jnp.finfo(empty.dtype)
+        size = order.shape[1] // batch_shards(self.mesh)
+        given = (batch.pixels,) if batch.grid is None else (batch.patches, batch.grid)
 
-        def some(pictures: Batch) -> jax.Array:
-            made = self.encode(params, pictures)
+        def take(order: jax.Array, seen: Seen, given: Any) -> Any:
+            if len(given) == 1:
+                return [given[0].reshape(-1, 1, *given[0].shape[2:])[order]]
+            return [_windows(given[0], seen, window, order), given[1].reshape(-1, 1, 3)[order]]
+
+        def some(order: jax.Array) -> jax.Array:
+            run = self._local(take, (_ROWS, _ROWS, _ROWS), [_ROWS] * len(given))
+            names = ("pixels",) if batch.grid is None else ("patches", "grid")
+            taken = dict(zip(names, run(order, seen, given)))
+            made = self.encode(params, Batch(None, None, None, None)._replace(**taken))
             # What is kept is what is used: XLA may leave a cast out that this one cannot be.
+            kind = jnp.finfo(made.dtype)
             return jax.lax.reduce_precision(made, kind.nexp, kind.nmant)
 
-        def none(pictures: Batch) -> jax.Array:
+        empty = jax.eval_shape(some, order[0])
+
+        def none(order: jax.Array) -> jax.Array:
             return jnp.zeros(empty.shape, empty.dtype)
 
         @jax.checkpoint
@@ -207,8 +213,8 @@ class Recompute:
             made = jax.lax.cond(number * size < most, some, none, pictures)
             return None, jax.lax.with_sharding_constraint(made, batch_sharding(self.mesh))
 
-        made = jax.lax.scan(one, None, (jnp.arange(len(picked.tokens)), picked))[1]
-        return made.reshape(*picked.tokens.shape, window, -1)
+        made = jax.lax.scan(one, None, (jnp.arange(len(order)), order))[1]
+        return made.reshape(*order.shape, window, -1)
 
     def _merge(
         self,
@@ -226,25 +232,30 @@ class Recompute:
             length = batch.patches.shape[1]
 
         def local(fresh: Any, start: Any, seen: Seen, pages: Any, at: Any) -> Any:
-            fresh = jnp.concatenate([x.reshape(-1, width) for x in fresh])
-            kept, place = pages.reshape(-1, width), jnp.arange(length)
+            place = jnp.arange(length)
             begin, end = seen.first[:, None], (seen.first + seen.size)[:, None]
             inside = (begin <= place[:, None]) & (place[:, None] < end)  # [B, Q, I]
-            which = jnp.argmax(inside, axis=-1)
+            which, here = jnp.argmax(inside, axis=-1), jnp.any(inside, axis=-1)
 
             def of_picture(x: jax.Array) -> jax.Array:
                 return jnp.take_along_axis(x, which, axis=1)
 
-            token = jnp.where(jnp.any(inside, axis=-1), place - of_picture(seen.first), 0)
-            stale = jnp.any(inside, axis=-1) & of_picture(seen.stale)
-            beyond = len(fresh) + jnp.arange(which.size).reshape(which.shape)
-            index = jnp.where(stale, of_picture(start) + token, beyond)
-            made = fresh.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+            token = jnp.where(here, place - of_picture(seen.first), 0)
+            stale = here & of_picture(seen.stale)
             page = jnp.take_along_axis(at, which[..., None], axis=1)
             page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
-            old = kept[self._mine(page, pages) * PAGE + token % PAGE]
-            read = jnp.any(inside, axis=-1) & ~of_picture(seen.stale)
-            return jnp.where(read[..., None], jax.lax.stop_gradient(old), made)
+            index = self._mine(page, pages) * PAGE + token % PAGE
+            old = jax.lax.stop_gradient(pages).reshape(-1, width)[index]
+            old = jnp.where((here & ~stale)[..., None], old, 0)
+
+            def some(fresh: Any, old: Any) -> Any:
+                fresh = jnp.concatenate([x.reshape(-1, width) for x in fresh])
+                beyond = len(fresh) + jnp.arange(which.size).reshape(which.shape)
+                index = jnp.where(stale, of_picture(start) + token, beyond)
+                made = fresh.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+                return jnp.where(stale[..., None], made, old)
+
+            return jax.lax.cond(jnp.any(stale), some, lambda fresh, old: old, fresh, old)
 
         run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
         return run(fresh, place, seen, state.pages, batch.image_pages)
