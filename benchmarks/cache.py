@@ -78,7 +78,9 @@ class Contest:
             image_start=np.tile(start, (ROWS, 1)), image_key=key, image_pages=pages.astype(np.int32)
         )
         own, _ = split_frozen(self.model.shapes, FROZEN)
-        cache = make_cache(CacheConfig("strict"), self.model, own, 4 * ROWS * pictures, (196,))
+        cache = make_cache(
+            CacheConfig("strict", chunk=8), self.model, own, 4 * ROWS * pictures, (196,)
+        )
         tower = tower_part(self.model, mesh, self.model.strategies["vision"])
         encode = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
         params = self.model.init(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import tower_part
@@ -17,6 +19,7 @@ from jaxvlm.data.loader import Dataset
 from jaxvlm.data.slots import Slots
 from jaxvlm.models.vit import num_patches
 from jaxvlm.models.vlm import DTYPES
+from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import bytes_of
@@ -73,6 +76,13 @@ def check(config: TrainConfig) -> None:
         )
 
 
+def with_chunk(config: TrainConfig, mesh: Mesh) -> CacheConfig:
+    """``config.cache``; where it leaves ``chunk`` open, 8 or what a shard's rows have room for."""
+    rows = config.data.batch_size // batch_shards(mesh)
+    room = rows * (1 if config.model.vision.packed else config.data.max_images)
+    return dataclasses.replace(config.cache, chunk=config.cache.chunk or max(1, min(8, room)))
+
+
 def line(config: CacheConfig, slots: Slots, state: TrainState) -> str:
     """What is kept, for people."""
     size = sum(bytes_of(x) for x in jax.tree.leaves(state.cache))
@@ -92,7 +102,7 @@ def make_cache(
     """The cache of a model on its mesh.
 
     Args:
-        config: of the cache; see :func:`is_on`.
+        config: of the cache, its ``chunk`` set; see :func:`with_chunk`.
         model: with its tower.
         trained: paths of its trainable parameters.
         pages: C, over all devices.

@@ -134,9 +134,10 @@ def build_training(
         made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
     elif caching.is_on(config.cache):
         assert slots is not None
-        cache = caching.make_cache(config.cache, model, trainable, slots.count, slots.windows)
+        asks = caching.with_chunk(config, model.mesh)
+        cache = caching.make_cache(asks, model, trainable, slots.count, slots.windows)
         made = together(model, *asked, cache)
-        say(caching.line(config.cache, slots, made.abstract))
+        say(caching.line(asks, slots, made.abstract))
     else:
         made = together(model, *asked)
     return Training(

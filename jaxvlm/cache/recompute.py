@@ -23,7 +23,6 @@ from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.types import PAGE, Batch
 
 _ROWS, _CHUNKS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES), PartitionSpec()
-_MOST = 8
 
 
 class Seen(NamedTuple):
@@ -55,14 +54,14 @@ class Recompute:
         windows: tokens that the tower makes of a picture, at most; ascending. One number, P, where
             pictures have one size.
         chunk: of the largest windows, in a chunk on each data shard, and of others so many as have
-            the same tokens; 0: as many as its rows have room for, 8 at most.
+            the same tokens. One number for all batches of a run: bits depend on it.
         bound: updates of the tower that tokens may be behind.
     """
 
     encode: Callable[[Any, Batch], jax.Array]
     mesh: Mesh
     windows: tuple[int, ...]
-    chunk: int = 0
+    chunk: int
     bound: int = 0
 
     def look(self, state: CacheState, batch: Batch) -> Seen:
@@ -168,8 +167,7 @@ class Recompute:
         shards, places = batch_shards(self.mesh), seen.size.size
         room = places * self.windows[-1] if batch.grid is None else batch.patches[..., 0].size
         room //= shards
-        size = self.chunk or max(1, min(_MOST, room // self.windows[-1]))
-        size *= self.windows[-1] // high
+        size = self.chunk * (self.windows[-1] // high)
         chunks = -(-min(places // shards, room // (low + 1)) // size)
 
         def local(asked: jax.Array) -> Any:

@@ -86,6 +86,24 @@ def test_tower_that_learns(data, tmp_path):
             assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value), step
 
 
+def test_rows_of_several_lengths(data, tmp_path):
+    """Without packing batches have several shapes: programs of their own, whose bits may differ."""
+    lines, seen = data.read_text().splitlines(), []
+    longer = [x.replace("is it red?", "is it red" + 24 * " red" + "?") for x in lines[::9]]
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("\n".join(lines + [x.replace('"id": "', '"id": "l') for x in longer]) + "\n")
+    for policy in ("off", "strict"):
+        config = made(mixed, policy, chunk=3)
+        config.data.image_root = str(data.parent)
+        config.data.packing, config.data.batch_size, config.steps = False, 4, 40
+        run = jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:1])
+        run.fit()
+        seen.append(losses(tmp_path / policy))
+    np.testing.assert_allclose(list(seen[0].values()), list(seen[1].values()), rtol=1e-5)
+    assert metric(run, "train/cache/found")[-1] == 1
+    assert len(run.training.step.compiled) > 1
+
+
 def test_a_part_of_the_pictures(data):
     config = made(data, "strict", pictures=16)
     run = jaxvlm.Run(config)
