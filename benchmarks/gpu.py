@@ -205,7 +205,7 @@ def step(dims: dict[str, Any], attention: str, remat: str, segments: int) -> dic
         seconds.append(time.perf_counter() - start)
     seconds = seconds[2:]
     tokens = float((host.segment > 0).sum())
-    flops = training.flops_per_step(host, 1.0)
+    flops = training.flops_per_step(host, 1.0).total
     chip = chips.lookup(device.device_kind, "bfloat16")
     median = statistics.median(seconds)
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
