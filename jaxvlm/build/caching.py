@@ -86,6 +86,11 @@ def with_chunk(config: TrainConfig, mesh: Mesh) -> CacheConfig:
 def line(config: CacheConfig, slots: Slots, state: TrainState) -> str:
     """What is kept, for people."""
     size = sum(bytes_of(x) for x in jax.tree.leaves(state.cache))
+    if config.policy == "off":
+        return (
+            f"visual tokens: none are kept, pictures are encoded {config.chunk} at once; "
+            f"{slots.count:,} unused pages, {size / 2**20:.1f} MiB a device, for comparisons"
+        )
     return (
         f"visual tokens ({config.policy}): room for {slots.tiles:,} pictures in {slots.count:,} "
         f"pages of {PAGE} tokens, {size / 2**20:.1f} MiB a device"

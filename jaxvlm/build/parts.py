@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxvlm.build.model import Model, axes_of, wrap
-from jaxvlm.config import ModelConfig, StrategyConfig
+from jaxvlm.config import LoraConfig, ModelConfig, StrategyConfig
 from jaxvlm.models.vlm import Tower
 from jaxvlm.nn.param import Init
 from jaxvlm.train.apart import is_tower
@@ -29,7 +29,9 @@ def tower_part(
     def make(init: Init) -> nnx.Module:
         return Tower(init, axes, model.config)
 
-    alone = wrap(make, mesh, {"vision": strategy})
+    # Adapters are the whole model's: it has found them, and _part takes the tower's over.
+    config = dataclasses.replace(model.config, lora=LoraConfig())
+    alone = wrap(make, mesh, {"vision": strategy}, config)
     there = {"mesh": mesh, "graph": alone.graph, "make": make, "strategies": alone.strategies}
     return _part(model, is_tower, **there)
 

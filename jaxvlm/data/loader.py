@@ -158,10 +158,8 @@ class Dataset:
                 return len(spans[picture].starts), tokens
             return 1, patching.per_token * int((spans[picture].tile > 0).sum())
 
-        self._slots = Slots(self.order, self.pieces, size, limit, unused)
-        if patching and not tokens:
-            most = self._slots.windows[-1]  # all of sizes that kernels like
-            self._slots.windows = tuple(sorted({patching.room(most >> i) for i in range(3)}))
+        room = patching.room if patching and not tokens else None
+        self._slots = Slots(self.order, self.pieces, size, limit, room, unused)
         return self._slots
 
     @property

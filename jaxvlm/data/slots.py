@@ -25,13 +25,14 @@ class Slots:
         pieces: what they are made of.
         size: a picture's tiles, and the tower's tokens of each.
         limit: tiles that have pages, over all virtual shards; 0: all.
+        room: tokens -> as many or more, of sizes that kernels like; ``None``: pictures of one size.
         unused: there are as many pages, and no picture has one.
 
     Attributes:
         tiles: tiles that have pages.
         count: C, pages in all, those that no picture has counted too.
         per_tile: pages of the largest tile.
-        windows: its tokens; of pictures of any size, also about a half and a quarter of them.
+        windows: its tokens; of pictures of any size about a quarter, a half and all of them.
 
     Raises:
         DataError: not a tile for each virtual shard.
@@ -43,6 +44,7 @@ class Slots:
         pieces: Pieces,
         size: Callable[[int], tuple[int, int]],
         limit: int,
+        room: Callable[[int], int] | None = None,
         unused: bool = False,
     ):
         self.unused, self._size = unused, size
@@ -71,6 +73,8 @@ class Slots:
         self._room = self._room or 1  # arrays of no rows can't be split
         self.per_tile = _pages(largest)
         self.windows: tuple[int, ...] = (largest,)
+        if room:
+            self.windows = tuple(sorted({room(largest >> i) for i in range(3)}))
         self.count = order.num_shards * self._room
 
     def pages(self, shard: int, picture: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from builders import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import QWEN3
+from zoo import QWEN3, on_stages
 
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
@@ -36,13 +36,17 @@ from jaxvlm.parallel.sharding import to_global
 from jaxvlm.plan import collectives
 from jaxvlm.types import PAGE, Batch
 
-MESHES = {**MESHES, "data4_tensor2": MeshConfig(4, 1, 2)}
+MESHES = {
+    **MESHES,
+    "data4_tensor2": MeshConfig(4, 1, 2),
+    "data4_stage2": MeshConfig(data=4, stage=2),
+}
 DEEP = dataclasses.replace(
     TINY,
     vision=dataclasses.replace(TINY.vision, feature_layers=(-2, -1)),
     connector=dataclasses.replace(TINY.connector, levels=1),
 )
-MODELS = {"llava": TINY, "deep": DEEP, "qwen": QWEN3}
+MODELS = {"llava": TINY, "deep": DEEP, "qwen": QWEN3, "staged": on_stages(TINY)}
 WINDOWS = (4, 8, 16)
 """Patches of pictures of any size."""
 FROZEN = ("vision/*",)
@@ -196,7 +200,12 @@ def test_where_pages_lie_changes_no_bit():
 
 @pytest.mark.parametrize(
     "mesh, parts, model",
-    [("one", 1, "llava"), ("data2_fsdp2_tensor2", 2, "llava"), ("one", 1, "qwen")],
+    [
+        ("one", 1, "llava"),
+        ("data2_fsdp2_tensor2", 2, "llava"),
+        ("one", 1, "qwen"),
+        ("data4_stage2", 2, "staged"),
+    ],
 )
 def test_chunks_give_the_gradients_of_the_whole(mesh, parts, model):
     """Of a tower that learns, in microbatches too, against the model as it runs by itself."""
