@@ -63,10 +63,15 @@ class Header(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def check_name(codec: str) -> None:
+    """Raise ValueError where there is no such codec."""
+    if codec not in CODECS:
+        raise ValueError(f"unknown codec {codec!r}; known: {', '.join(CODECS)}")
+
+
 def check(tokens: Float[np.ndarray, "..."], codec: str) -> None:
     """Raise ValueError, which says why, where tokens are none that the codec takes."""
-    if codec not in _NUMBERS:
-        raise ValueError(f"unknown codec {codec!r}; known: {', '.join(CODECS)}")
+    check_name(codec)
     if tokens.ndim != 2 or not tokens.size or tokens.dtype not in _DTYPES.values():
         given = f"{tokens.dtype}{list(tokens.shape)}"
         raise ValueError(f"visual tokens are float32 or bfloat16 [T, D], none of them 0: {given}")
