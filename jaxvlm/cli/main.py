@@ -67,6 +67,12 @@ def _data() -> Any:
     return data
 
 
+def _cache() -> Any:
+    from jaxvlm.cli import cache
+
+    return cache
+
+
 COMMANDS: dict[str, Callable[[], Any]] = {
     "train": _train,
     "eval": _eval,
@@ -74,6 +80,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "embed": _embed,
     "export": _export,
     "data": _data,
+    "cache": _cache,
 }
 """Name -> a function that imports its module: ``--help`` should not wait for JAX."""
 
