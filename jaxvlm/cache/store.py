@@ -111,9 +111,7 @@ class Store:
         """
         with self._changed:
             waiting, place = self._waiting.get(key), self._index.get(key)
-        tokens = None
-        if waiting is not None:
-            tokens = codecs.decode(codecs.encode(waiting, self.codec))
+        tokens = None if waiting is None else codecs.decode(codecs.encode(waiting, self.codec))
         while tokens is None and place is not None:
             try:
                 tokens = codecs.decode(files.read_row(place, key, self.identity.digest))
@@ -129,6 +127,7 @@ class Store:
         """Keep a row, unless it is there. It is copied; a thread writes it.
 
         Where rows come faster than the disk takes them, some are dropped: a run does not wait.
+        One that wants all of them flushes now and then.
 
         Args:
             key: 16 bytes.
@@ -245,18 +244,17 @@ class Store:
                 self._waiting_bytes -= size
                 self._settled += len(rows)
                 self._changed.notify_all()
-            self._touch()
+
+    def _is_due(self) -> bool:
+        enough = self._waiting_bytes >= self._room
+        return enough or self._settled < self._due or self._closed
 
     def _next(self) -> dict[bytes, np.ndarray]:
         """The rows of the next segment, as soon as there are enough or someone waits for them."""
         rows: dict[bytes, np.ndarray] = {}
         size = 0
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._waiting_bytes >= self._room or self._settled < self._due or self._closed
-                )
-            )
+            self._changed.wait_for(self._is_due)
             for key, tokens in self._waiting.items():
                 if size >= self._room:
                     break
@@ -271,13 +269,9 @@ class Store:
             self._waiting.clear()
             self._waiting_bytes, self._settled = 0, self._given
             self._changed.notify_all()
-        self._say(
-            self.folder,
-            f"visual tokens can't be written ({files.reason(error)}); the run goes on and reads "
-            f"what is there. Make room (`jaxvlm cache prune {self.folder.parent}`) or the folder "
-            "writable",
-            "writing",
-        )
+        why = f"visual tokens can't be written ({files.reason(error)})"
+        advice = f"Make room (`jaxvlm cache prune {self.folder.parent}`) or the folder writable"
+        self._say(self.folder, f"{why}; the run goes on and reads what is there. {advice}", "write")
 
     def _not_kept(self, count: str, why: str) -> None:
         with self._changed:

