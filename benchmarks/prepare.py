@@ -174,7 +174,7 @@ def _pad(
         tokens, loss = np.repeat(tokens, wide), np.repeat(loss, wide)
         ids[row, : len(tokens)], seen[row, : len(tokens)] = tokens, 1
         labels[row, : len(tokens)] = np.where(loss, tokens, -100)
-        pixels += [dataset._pictures.get(corpus.paths[p]).pixels for p in corpus.pictures[i]]
+        pixels += [dataset.views.get(p)[0].pixels for p in corpus.pictures[i]]
     return {
         "input_ids": ids,
         "attention_mask": seen,

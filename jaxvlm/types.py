@@ -70,6 +70,10 @@ class Batch(NamedTuple):
     """u32[B, I, 4]: hash of picture bytes and preprocessing; the visual-token cache's key."""
     image_pages: Any = None
     """i32[B, I, n]: pages of the visual-token cache for the picture's tokens; -1 is none."""
+    stored: Any = None
+    """As ``features``: of some of the pictures, as they were made before; zeros of the others."""
+    is_stored: Any = None
+    """bool[B, I]: which; of these there are no pixels."""
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
     given instead of them."""
@@ -291,8 +295,11 @@ class Cache(NamedTuple):
         params, frozen, batch, lambda grads: grads
     )
     """(state, trainable, frozen, batch) -> what the step runs."""
-    write: Callable[[Any, Read, Any], Any] = lambda state, read, ok: state
-    """(state, what was read, bool[] whether the step is good) -> the state behind it."""
+    write: Callable[[Any, Read, Params, Any], tuple[Any, Mapping[str, Any]]] = (
+        lambda state, read, grads, ok: (state, {})
+    )
+    """(state, what was read, gradients of ``Read.params``, bool[] whether the step is good) -> the
+    state behind it, and scalars of the step."""
     saved: bool = False
     """Whether a run that goes on from a checkpoint without the state would differ in its bits."""
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from jaxvlm.build import tokens
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import tower_part
+from jaxvlm.cache.codec import CODECS
+from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute, Seen
 from jaxvlm.cache.state import init, shardings
 from jaxvlm.config import CacheConfig, ConfigError, ModelConfig, TrainConfig, refuse_unread
 from jaxvlm.data.loader import Dataset
-from jaxvlm.data.slots import Slots
+from jaxvlm.data.slots import Given, Slots
 from jaxvlm.models.vit import num_patches
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.mesh import batch_shards
@@ -26,7 +30,10 @@ from jaxvlm.train.programs import bytes_of
 from jaxvlm.train.runner import FEATURES
 from jaxvlm.types import PAGE, Batch, Cache, Params, Read, TrainState
 
-POLICIES = ("off", "strict", "lazy")
+TOKENS = "cache/tokens"
+"""Among a step's metrics: what it made of its pictures, an array that stays on the devices."""
+_OF_PICTURES = ("pixels", "patches", "image_key", "image_pages", "stored", "is_stored")
+POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive")
 
 
 def is_on(config: CacheConfig) -> bool:
@@ -43,8 +50,11 @@ def slots_of(config: TrainConfig, dataset: Dataset) -> Slots | None:
     if not is_on(config.cache):
         return None
     off, vision = config.cache.policy == "off", config.model.vision
-    tokens = 0 if vision.packed else _tokens(config.model)
-    return dataset.keep_tokens(tokens, config.cache.pictures, off)
+    size = 0 if vision.packed else _tokens(config.model)
+    given = None
+    if tokens.is_on(config.cache):
+        given = Given(_width(config.model), np.dtype(DTYPES[config.model.dtype]))
+    return dataset.keep_tokens(size, config.cache.pictures, off, given)
 
 
 def check(config: TrainConfig) -> None:
@@ -57,9 +67,21 @@ def check(config: TrainConfig) -> None:
     if cache.policy not in POLICIES:
         raise ConfigError(f"{where}.policy={cache.policy!r}; known: {', '.join(POLICIES)}")
     refuse_unread(cache, where)
-    for name in ("bound", "pictures", "chunk"):
+    if cache.trust not in tokens.TRUST:
+        raise ConfigError(f"{where}.trust={cache.trust!r}; known: {', '.join(tokens.TRUST)}")
+    if cache.codec not in CODECS:
+        raise ConfigError(f"{where}.codec={cache.codec!r}; known: {', '.join(CODECS)}")
+    numbers = ("bound", "ahead", "tolerance", "refresh", "alarm", "memory_mb", "pictures", "chunk")
+    for name in numbers:
         if getattr(cache, name) < 0:
             raise ConfigError(f"{where}.{name}={getattr(cache, name)} is below 0")
+    if cache.refresh > 1:
+        raise ConfigError(f"{where}.refresh={cache.refresh} is a share: 1 at most")
+    if cache.policy == "hybrid" and cache.ahead >= cache.bound:
+        raise ConfigError(
+            f"{where}.ahead={cache.ahead} is not below bound={cache.bound}: nothing would be made "
+            "anew ahead; policy='lazy' is that"
+        )
     if not is_on(cache):
         return
     said = f"{where}.policy={cache.policy!r}" if cache.policy != "off" else f"{where}.chunk"
@@ -103,6 +125,7 @@ def make_cache(
     trained: Collection[str],
     pages: int,
     windows: tuple[int, ...],
+    rate: Callable[[jax.Array], jax.Array] = jnp.ones_like,
 ) -> Cache:
     """The cache of a model on its mesh.
 
@@ -112,9 +135,10 @@ def make_cache(
         trained: paths of its trainable parameters.
         pages: C, over all devices.
         windows: tokens that the tower makes of a picture, at most; see ``Recompute``.
+        rate: updates so far -> the learning rate of the next.
 
     Raises:
-        ConfigError: a strategy that does not go with a tower that learns behind a cache.
+        ConfigError: what does not go with a tower that learns.
     """
     learns = any(is_tower(path) for path in trained)
     if learns and (bits := model.strategies["vision"].reduce_bits) != 32:
@@ -122,68 +146,113 @@ def make_cache(
             f"config.strategy.reduce_bits={bits} with config.cache and a tower that learns: its "
             "gradients are added up by the compiler; leave it at 32"
         )
-    tower = tower_part(model, model.mesh, model.strategies["vision"])
-
-    bound = config.bound if config.policy == "lazy" else 0
+    if learns and tokens.is_on(config):
+        name = "store" if config.store else "memory_mb"
+        raise ConfigError(
+            f"config.cache.{name} with a tower that learns: its tokens are other ones after each "
+            "update; leave it out, or freeze the tower: --config.optim.frozen=\"('vision/*',)\""
+        )
+    tower, policy = tower_part(model, model.mesh, model.strategies["vision"]), policy_of(config)
     pictures = Recompute(
         lambda params, batch: tower.module(params)(batch),
         model.mesh,
         windows,
         config.chunk,
-        bound,
+        policy,
+        lambda version: jnp.float32(rate(version)),
     )
-
-    def read(state: Any, params: Params, frozen: Params, batch: Batch) -> Read:
-        if batch.pixels is None and batch.patches is None:
-            return Read(params, frozen, batch, lambda grads: grads)
-        own = {path: x for path, x in params.items() if is_tower(path)}
-        still = {path: x for path, x in frozen.items() if is_tower(path)}
-        seen = pictures.look(state, batch)
-
-        def features(own: Params) -> jax.Array:
-            made = pictures.features({**own, **still}, state, batch, seen)
-            return jax.lax.with_sharding_constraint(made, batch_sharding(model.mesh))
-
-        made, pull = jax.vjp(features, own)
-        rest = {path: x for path, x in params.items() if path not in own}
-        others = {path: x for path, x in frozen.items() if path not in still}
-        without = batch._replace(pixels=None, patches=None, image_key=None, image_pages=None)
-        metrics = _metrics(seen)
-        if not own:
-            return Read(
-                rest, others, without._replace(features=made), lambda grads: grads,
-                (batch, seen, made), metrics,
-            )  # fmt: skip
-
-        def back(grads: Params) -> Params:
-            others = {path: g for path, g in grads.items() if path != FEATURES}
-            return {**others, **pull(grads[FEATURES])[0]}
-
-        return Read({**rest, FEATURES: made}, others, without, back, (batch, seen, made), metrics)
-
-    def write(state: Any, read: Read, ok: jax.Array) -> Any:
-        if read.seen:
-            batch, seen, made = read.seen
-            state = pictures.write(state, batch, seen, made, ok)
-        return state._replace(version=state.version + (ok & learns))
-
+    cached = _Cached(pictures, learns, tokens.is_on(config))
     dtype, width = DTYPES[model.config.dtype], _width(model.config)
     return Cache(
         lambda: init(pages, width, dtype),
         shardings(model.mesh),
-        read,
-        write,
-        saved=learns and bound > 0,
+        cached.read,
+        cached.write,
+        saved=learns and policy.bound > 0,
     )
 
 
-def _metrics(seen: Seen) -> dict[str, Any]:
-    found = jnp.sum(seen.here & ~seen.stale)
-    return {
-        "cache/found": found / jnp.maximum(jnp.sum(seen.here), 1),
+class _Cached(NamedTuple):
+    """A step's visual tokens."""
+
+    pictures: Recompute
+    learns: bool
+    """Whether the tower does."""
+    gives: bool
+    """Whether the step gives its tokens to the host."""
+
+    def read(self, state: Any, params: Params, frozen: Params, batch: Batch) -> Read:
+        """Tokens in the place of pictures; see ``Cache.read``."""
+        if batch.pixels is None and batch.patches is None:
+            return Read(params, frozen, batch, lambda grads: grads)
+        own, rest = _split(params)
+        still, others = _split(frozen)
+        seen = self.pictures.look(state, batch)
+
+        def features(own: Params) -> jax.Array:
+            made = self.pictures.features({**own, **still}, state, batch, seen)
+            return jax.lax.with_sharding_constraint(made, batch_sharding(self.pictures.mesh))
+
+        made, pull = jax.vjp(features, own)
+        without = batch._replace(**dict.fromkeys(_OF_PICTURES))
+        known = (batch, seen, made)
+        if not own:
+            without = without._replace(features=made)
+            return Read(rest, others, without, lambda grads: grads, known, _metrics(seen, batch))
+
+        def back(grads: Params) -> Params:
+            others = {path: g for path, g in grads.items() if path != FEATURES}
+            return {**others, **pull(self.pictures.weighed(seen, grads[FEATURES]))[0]}
+
+        params = {**rest, FEATURES: made}
+        return Read(params, others, without, back, known, _metrics(seen, batch))
+
+    def write(
+        self, state: Any, read: Read, grads: Params, ok: jax.Array
+    ) -> tuple[Any, dict[str, Any]]:
+        """What was encoded is kept; see ``Cache.write``."""
+        noted = {}
+        if read.seen:
+            batch, seen, made = read.seen
+            gradient = grads.get(FEATURES)
+            state, change = self.pictures.write(state, batch, seen, made, gradient, ok)
+            noted["cache/drift"] = change
+            if self.gives:
+                noted[TOKENS] = made
+        return state._replace(version=state.version + (ok & self.learns)), noted
+
+
+def _split(params: Params) -> tuple[Params, Params]:
+    """The tower's, and the others."""
+    own = {path: x for path, x in params.items() if is_tower(path)}
+    return own, {path: x for path, x in params.items() if path not in own}
+
+
+def policy_of(config: CacheConfig) -> Policy:
+    """What the settings say of when tokens are stale."""
+    late = config.policy in ("lazy", "hybrid", "adaptive")
+    return Policy(
+        bound=config.bound if late else 0,
+        ahead=config.ahead if config.policy == "hybrid" else NEVER,
+        tolerance=config.tolerance if config.policy == "adaptive" else 0.0,
+        share=config.refresh,
+        by_need=config.policy == "adaptive" and config.refresh > 0,
+    )
+
+
+def _metrics(seen: Seen, batch: Batch) -> dict[str, Any]:
+    found = jnp.sum(seen.found)
+    lag = jnp.where(seen.found, seen.lag, 0)
+    all_of = jnp.maximum(jnp.sum(seen.here), 1)
+    values = {
+        "cache/found": found / all_of,
         "cache/encoded": jnp.sum(seen.stale),
-        "cache/lag": jnp.sum(seen.lag) / jnp.maximum(found, 1),
+        "cache/lag": jnp.sum(lag) / jnp.maximum(found, 1),
+        "cache/lag_most": jnp.max(lag),
     }
+    if batch.is_stored is not None:
+        values["cache/stored"] = jnp.sum(batch.is_stored) / all_of
+    return values
 
 
 def _tokens(config: ModelConfig) -> int:

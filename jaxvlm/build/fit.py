@@ -13,9 +13,11 @@ import jax
 import numpy as np
 
 from jaxvlm.build import adapters, inputs, record, sheets, training
+from jaxvlm.build.caching import with_chunk
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
+from jaxvlm.build.tokens import Keeper, open_keeper
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
@@ -31,6 +33,8 @@ from jaxvlm.types import Batch, TrainState
 if TYPE_CHECKING:
     from jaxvlm.build.run import Run
 
+_FROZEN_ALARM = 1e-3
+"""Relative change of a frozen tower's tokens that no rounding makes."""
 _ADVICE = [
     "raise config.microbatches (exact, a little slower)",
     "config.model.decoder.remat=dots, then full (about a third slower)",
@@ -65,6 +69,10 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         for line in lines:
             progress.log(line)
         made.step.say = progress.log
+        chunk = with_chunk(config, run.mesh).chunk
+        keeper = open_keeper(run, made.params(state), chunk, progress.log)
+        if keeper:
+            stack.callback(keeper.close)
         source = run.dataset.train(run.rows, start)
         stack.callback(source.close)
         batches = _GlobalBatches(source, made.place)
@@ -79,6 +87,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             progress=progress,
             checkpointer=checkpointer,
             kept=made.kept,
+            keep=_behind(keeper, batches),
+            alarm=config.cache.alarm or (0.0 if made.learns else _FROZEN_ALARM),
             evaluate_now=_evaluation(scorer, config, made.params),
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, source_of_peak, progress.log),
@@ -274,6 +284,19 @@ def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
         )
 
 
+def _behind(keeper: Keeper | None, batches: _GlobalBatches) -> Callable[[jax.Array | None], float]:
+    """Takes the tokens of the batch that was taken last; see ``RunHooks.keep``."""
+
+    def keep(tokens: jax.Array | None) -> float:
+        if keeper is None:
+            return 0.0
+        if tokens is not None and batches.local is not None:
+            keeper.take(batches.local, tokens)
+        return keeper.change()
+
+    return keep
+
+
 class _GlobalBatches:
     """Local rows placed on the mesh as they are taken."""
 
@@ -282,6 +305,8 @@ class _GlobalBatches:
         self._peeked: Batch | None = None
         self._taken = source.state()
         self.last: Batch | None = None
+        self.local: Batch | None = None
+        """This process's rows of ``last``, numpy."""
 
     def __iter__(self) -> _GlobalBatches:
         return self
@@ -289,7 +314,7 @@ class _GlobalBatches:
     def __next__(self) -> Batch:
         local = self.peek()
         self._peeked, self._taken = None, self.source.state()
-        self.last = self.place(local)
+        self.local, self.last = local, self.place(local)
         return self.last
 
     def peek(self) -> Batch:

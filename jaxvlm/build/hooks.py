@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from jaxvlm.build.caching import TOKENS
 from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
 from jaxvlm.io.checkpoint import Checkpointer
@@ -42,6 +45,11 @@ class RunHooks:
     learning_rate: Callable[[int], float]
     flops_per_step: count.Flops
     """Model FLOPs of a mean step that encodes all its pictures, all devices."""
+    keep: Callable[[jax.Array | None], float]
+    """Takes the visual tokens of the step that was sent last; gives how far such are, at most, from
+    what was kept of them."""
+    alarm: float
+    """``config.cache.alarm``, 0 never."""
     steps: int
     """Of the whole run; the last evaluation has the blind control beside it."""
     peak_flops: float
@@ -51,8 +59,14 @@ class RunHooks:
     last_report: Report | None = None
     best: float | None = None
     worse: int = 0
+    changed: float = 0.0
+    """As ``keep`` gives it, since the last line."""
     evaluated: int = -1
     """Step of the last evaluation."""
+
+    def dispatched(self, metrics: dict[str, Any]) -> None:
+        """Keep what a step made of its pictures."""
+        self.changed = max(self.changed, self.keep(metrics.pop(TOKENS, None)))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Rates, MFU and the clock's split beside the step's own metrics."""
@@ -61,6 +75,9 @@ class RunHooks:
         tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         # The tower does nothing for a picture whose tokens are kept, backwards neither.
         spared = metrics.get("cache/found", 0.0) * self.flops_per_step.vision
+        if "cache/drift" in metrics:
+            metrics["cache/drift"] = max(metrics["cache/drift"], self.changed)
+            self._alarm(step, metrics["cache/drift"])
         values = metrics | {
             "learning_rate": self.learning_rate(step - 1 - int(metrics["skipped_updates"])),
             "tokens_per_s": tokens / seconds,
@@ -77,6 +94,15 @@ class RunHooks:
                 f"step {step}: {100 * metrics['wait_share']:.0f} % of the time is spent waiting "
                 "for data; raise config.data.workers, config.data.prefetch or "
                 "config.data.image_cache_mb"
+            )
+
+    def _alarm(self, step: int, drift: float) -> None:
+        self.changed = 0.0
+        if 0 < self.alarm < drift:
+            self.progress.log(
+                f"step {step}: visual tokens that were kept differ by {drift:.2g} of their norm "
+                f"from what the tower makes now, more than config.cache.alarm={self.alarm:g}; "
+                "lower config.cache.bound, or look at the store with `jaxvlm cache verify`"
             )
 
     def evaluate(self, step: int, state: TrainState) -> bool:

@@ -96,9 +96,9 @@ class Run:
             self._build_by_cost(devices)
         else:
             self._build(own)
-        slots = caching.slots_of(self.config, self.dataset)
+        self.slots = caching.slots_of(self.config, self.dataset)
         self.training = training.build_training(
-            self.config, self.model, self.steps, print, self.tower, slots
+            self.config, self.model, self.steps, print, self.tower, self.slots
         )
         self.state: TrainState | None = None
 

@@ -54,6 +54,11 @@ class Training:
     """All parameters on the model's mesh."""
     cache: Cache = NO_CACHE
 
+    @property
+    def learns(self) -> bool:
+        """Whether the vision tower does."""
+        return any(is_tower(path) for path in self.leaves)
+
     def kept(self, state: TrainState) -> TrainState:
         """What a checkpoint holds of a state: the cache where a run could not go on without."""
         return state if self.cache.saved else state._replace(cache=())
@@ -135,7 +140,7 @@ def build_training(
     elif caching.is_on(config.cache):
         assert slots is not None
         asks = caching.with_chunk(config, model.mesh)
-        cache = caching.make_cache(asks, model, trainable, slots.count, slots.windows)
+        cache = caching.make_cache(asks, model, trainable, slots.count, slots.windows, schedule)
         made = together(model, *asked, cache)
         say(caching.line(asks, slots, made.abstract))
     else:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxvlm.cache.policy import NEVER, Policy, draw
 from jaxvlm.cache.state import CacheState, page_keys
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
@@ -34,13 +35,24 @@ class Seen(NamedTuple):
     """i32: its tokens; 0 is no picture."""
     stale: Any
     """bool: it has to be encoded."""
+    known: Any
+    """bool: its tokens are kept, however old."""
     lag: Any
-    """i32: updates of the tower since its tokens were made; 0 where it is stale."""
+    """i32: updates of the tower since they were made; 0 where they are not ``known``."""
+    drift: Any
+    """f32: as in ``CacheState``."""
+    weight: Any
+    """f32: factor of the gradient at its tokens: 1 / probability of one that was drawn."""
 
     @property
     def here(self) -> Any:
         """bool: there is a picture."""
         return self.size > 0
+
+    @property
+    def found(self) -> Any:
+        """bool: its tokens are read."""
+        return self.here & ~self.stale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +67,20 @@ class Recompute:
             pictures have one size.
         chunk: of the largest windows, in a chunk on each data shard, and of others so many as have
             the same tokens. One number for all batches of a run: bits depend on it.
-        bound: updates of the tower that tokens may be behind.
+        policy: when tokens are stale.
+        rate: the tower's version -> the learning rate of its next update.
     """
 
     encode: Callable[[Any, Batch], jax.Array]
     mesh: Mesh
     windows: tuple[int, ...]
     chunk: int
-    bound: int = 0
+    policy: Policy
+    rate: Callable[[jax.Array], jax.Array] = jnp.ones_like
 
     def look(self, state: CacheState, batch: Batch) -> Seen:
         """Which pictures have to be encoded: all that have no pages, or others' or old ones."""
+        policy = self.policy
         if batch.grid is None:
             number = jnp.arange(batch.image_start.shape[1], dtype=jnp.int32)
             size = jnp.where(batch.image_start >= 0, self.windows[-1], 0).astype(jnp.int32)
@@ -73,18 +88,58 @@ class Recompute:
         else:
             size = jnp.prod(batch.grid, axis=-1)
             first = jnp.cumsum(size, axis=-1) - size
+        known, lag, due, drift, pull = self._kept(state, batch, size)
+        good = (size > 0) & known & (lag <= policy.bound)
+        if policy.tolerance:
+            # What was never measured moves like the others; while none was, it is due at once.
+            guess = jnp.where(state.typical > 0, state.typical, jnp.inf) * self.rate(state.version)
+            guess = policy.next_due(state.version - lag, jnp.broadcast_to(guess, lag.shape))
+            good &= state.version < jnp.where(drift > 0, due, guess)
+        if batch.is_stored is not None:
+            good |= (size > 0) & batch.is_stored
+        stale = (size > 0) & ~good
+        weight = jnp.ones(size.shape, jnp.float32)
+        if policy.share:
+            drift_now = jnp.where(drift > 0, drift, state.typical)
+            need = (pull * drift_now * lag).reshape(-1) if policy.by_need else None
+            allowed = good if batch.is_stored is None else good & ~batch.is_stored
+            drawn, chance = draw(allowed.reshape(-1), need, policy.share, state.turn)
+            drawn, chance = drawn.reshape(size.shape), chance.reshape(size.shape)
+            stale, weight = stale | drawn, jnp.where(drawn, 1 / chance, 1)
+        seen = Seen(first, size, stale, known, lag, drift, weight)
+        return self._refresh_ahead(seen) if policy.ahead < policy.bound else seen
 
-        def local(key: Any, made: Any, version: Any, pages: Any, wanted: Any, size: Any) -> Any:
+    def _kept(self, state: CacheState, batch: Batch, size: jax.Array) -> tuple[jax.Array, ...]:
+        """[B, I] each: known, lag; due, drift and pull, zeros where it is not known."""
+
+        def local(key: Any, rows: Any, version: Any, pages: Any, wanted: Any, size: Any) -> Any:
             at, used = self._mine(pages, key), _used(pages, size)
             same = (pages >= 0) & jnp.all(key[at] == page_keys(wanted, pages.shape[-1]), axis=-1)
-            lag = jnp.max(jnp.where(used, version - made[at], 0), axis=-1)
-            return jnp.all(same | ~used, axis=-1), lag
+            known = jnp.all(same | ~used, axis=-1) & (size > 0)
+            made, *others = (x[at] for x in rows)
+            lag = jnp.max(jnp.where(used, version - made, 0), axis=-1)
+            return [known] + [jnp.where(known, x, 0) for x in (lag, *(x[..., 0] for x in others))]
 
-        found, lag = self._local(local, (_ROWS, _ROWS, _ALL, _ROWS, _ROWS, _ROWS), (_ROWS, _ROWS))(
-            state.key, state.row_version, state.version, batch.image_pages, batch.image_key, size
-        )
-        good = (size > 0) & found & (lag <= self.bound)
-        return Seen(first, size, (size > 0) & ~good, jnp.where(good, lag, 0))
+        rows = (state.row_version, state.due, state.drift, state.pull)
+        specs = (_ROWS, _ROWS, _ALL, _ROWS, _ROWS, _ROWS)
+        given = (state.key, rows, state.version, batch.image_pages, batch.image_key, size)
+        return tuple(self._local(local, specs, [_ROWS] * 5)(*given))
+
+    def _refresh_ahead(self, seen: Seen) -> Seen:
+        """The oldest pictures fill what is left of the last chunk that runs anyway."""
+
+        def local(seen: Seen) -> jax.Array:
+            stale = seen.stale.reshape(-1)
+            age = jnp.where(seen.found, seen.lag, -1).reshape(-1)
+            for low, high in itertools.pairwise((0, *self.windows)):
+                fits = ((low < seen.size) & (seen.size <= high)).reshape(-1)
+                own, size = jnp.sum(stale & fits), self.chunk * (self.windows[-1] // high)
+                room = -(-jax.lax.pmax(own, BATCH_AXES) // size) * size - own
+                rank = jnp.argsort(jnp.argsort(jnp.where(fits, -age, NEVER), stable=True))
+                stale |= fits & (age > self.policy.ahead) & (rank < room)
+            return stale.reshape(seen.stale.shape)
+
+        return seen._replace(stale=self._local(local, (_ROWS,), _ROWS)(seen))
 
     def features(self, params: Any, state: CacheState, batch: Batch, seen: Seen) -> jax.Array:
         """The pictures' tokens: stale ones encoded, with gradient, the others read, without.
@@ -112,9 +167,27 @@ class Recompute:
         # The rest of the step is to be compiled as if it had been given them.
         return jax.lax.optimization_barrier(made)
 
+    def weighed(self, seen: Seen, gradient: jax.Array) -> jax.Array:
+        """The gradient at the tokens, divided by the probability with which it got here."""
+        if not self.policy.share:
+            return gradient
+
+        def local(seen: Seen, rows: jax.Array) -> jax.Array:
+            weight = jnp.einsum("bqi,bi->bq", _inside(seen, rows.shape[1]), seen.weight)
+            return rows * weight[..., None].astype(rows.dtype)
+
+        rows = gradient.reshape(len(gradient), -1, gradient.shape[-1])
+        return self._local(local, (_ROWS, _ROWS), _ROWS)(seen, rows).reshape(gradient.shape)
+
     def write(
-        self, state: CacheState, batch: Batch, seen: Seen, features: jax.Array, ok: jax.Array
-    ) -> CacheState:
+        self,
+        state: CacheState,
+        batch: Batch,
+        seen: Seen,
+        features: jax.Array,
+        gradient: jax.Array | None,
+        ok: jax.Array,
+    ) -> tuple[CacheState, jax.Array]:
         """The state with what was encoded in it, as of the tower's present version.
 
         Args:
@@ -122,41 +195,120 @@ class Recompute:
             batch: as :meth:`features` took it.
             seen: likewise.
             features: what it gave.
+            gradient: of the loss, at them; ``None``: the tower does not learn.
             ok: whether the step is good; where not, nothing is written.
+
+        Returns:
+            The state; f32[], the mean relative change of tokens that were kept and made anew.
+        """
+        rows, pages = features.reshape(len(features), -1, features.shape[-1]), batch.image_pages
+        tokens, change = self._change(state, seen, pages, rows)
+        again = seen.stale & seen.known
+        due, drift = jnp.zeros_like(seen.size), seen.drift
+        if self.policy.measures:
+            state, due, drift = self._measure(state, seen, change, again & ok)
+        pull = jnp.zeros(seen.size.shape, jnp.float32)
+        if gradient is not None and self.policy.by_need:
+            pull = self._norms(seen, gradient.reshape(rows.shape))
+        state = self._put(state, batch, seen, tokens, (due, drift, pull), ok)
+        return state._replace(turn=state.turn + 1), jnp.sum(
+            jnp.where(again, change, 0)
+        ) / jnp.maximum(jnp.sum(again), 1)
+
+    def _measure(
+        self, state: CacheState, seen: Seen, change: jax.Array, again: jax.Array
+    ) -> tuple[CacheState, jax.Array, jax.Array]:
+        """The state with a new ``typical``; [B, I] due and drift of what was made anew."""
+        moved = again & (seen.lag > 0) & jnp.isfinite(change)
+        rate = jnp.maximum(self.rate(state.version), 1e-12)
+        measured = change / jnp.maximum(seen.lag, 1) / rate
+        drift = jnp.where((seen.drift > 0) & moved, (seen.drift + measured) / 2, measured)
+        drift = jnp.where(moved, drift, seen.drift)
+        mean = jnp.sum(jnp.where(moved, drift, 0)) / jnp.maximum(jnp.sum(moved), 1)
+        settled = jnp.where(state.typical > 0, 0.9 * state.typical + 0.1 * mean, mean)
+        due = self.policy.next_due(state.version, drift * rate)
+        typical = jnp.where(jnp.any(moved), settled, state.typical)
+        return state._replace(typical=typical), due, drift
+
+    def _change(
+        self, state: CacheState, seen: Seen, pages: jax.Array, rows: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """What was encoded, [B, I, n, PAGE, D], zeros where nothing was in the shard; f32[B, I],
+        how far it is from what was kept.
         """
 
-        def local(old: CacheState, ok: Any, at: Any, keys: Any, seen: Seen, rows: Any) -> Any:
+        def local(old: Any, at: Any, seen: Seen, rows: Any) -> Any:
+            shape = (*at.shape, *old.shape[1:])
+
+            def made(rows: jax.Array, old: jax.Array) -> Any:
+                tokens = _windows(rows, seen, shape[2] * PAGE).reshape(shape)
+                here = _used(at, seen.size)[..., None, None]
+                before = jnp.where(here, old[self._mine(at, old)], 0).astype(jnp.float32)
+                apart = jnp.sum((tokens - before) ** 2, axis=(2, 3, 4))
+                return tokens, jnp.sqrt(apart / jnp.maximum(jnp.sum(before**2, (2, 3, 4)), 1e-30))
+
+            def none(rows: jax.Array, old: jax.Array) -> Any:
+                empty = jnp.zeros(shape, rows.dtype), jnp.zeros(shape[:2], jnp.float32)
+                return jax.lax.pcast(empty, BATCH_AXES, to="varying")
+
+            return jax.lax.cond(jnp.any(seen.stale), made, none, rows, old)
+
+        return self._local(local, (_ROWS,) * 4, (_ROWS, _ROWS))(state.pages, pages, seen, rows)
+
+    def _norms(self, seen: Seen, rows: jax.Array) -> jax.Array:
+        """f32[B, I]: of each picture's part of rows [B, Q, D]."""
+
+        def local(seen: Seen, rows: Any) -> Any:
+            squares = jnp.sum(rows.astype(jnp.float32) ** 2, axis=-1)
+            upto = jnp.pad(jnp.cumsum(squares, axis=-1), ((0, 0), (1, 0)))
+            ends = [jnp.take_along_axis(upto, x, 1) for x in (seen.first, seen.first + seen.size)]
+            return jnp.sqrt(jnp.maximum(ends[1] - ends[0], 0))
+
+        return self._local(local, (_ROWS, _ROWS), _ROWS)(seen, rows)
+
+    def _put(
+        self, state: CacheState, batch: Batch, seen: Seen, tokens: Any, noted: Any, ok: jax.Array
+    ) -> CacheState:
+        """``tokens`` in their pages, with what is ``noted`` of each: due, drift, pull."""
+
+        def local(old: CacheState, ok: Any, at: Any, keys: Any, seen: Seen, new: Any) -> Any:
+            tokens, (due, drift, pull) = new
             count, room = at.shape[-1], old.pages.shape[0]
             used = _used(at, seen.size).reshape(-1, count)
-            at, stale = at.reshape(-1, count), seen.stale.reshape(-1)
-            write = stale & ok & (at[:, 0] >= 0)
-            # A picture that is twice among them is written once: a set's places must differ.
-            before = np.tri(len(at), k=-1, dtype=bool)
-            again = (at[:, None, 0] == at[None, :, 0]) & write[None] & before
-            write &= ~jnp.any(again, axis=1)
+            keys = page_keys(keys, count).reshape(-1, 4)
+            at = at.reshape(-1, count)
             beyond = room + jnp.arange(at.size).reshape(at.shape)
-            where = jnp.where(write[:, None] & used, self._mine(at, old.pages), beyond).reshape(-1)
 
-            def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            def places(chosen: jax.Array) -> jax.Array:
+                """Of the first of those that have the same pages: a set's places must differ."""
+                chosen = chosen.reshape(-1) & ok & (at[:, 0] >= 0)
+                before = np.tri(len(at), k=-1, dtype=bool)
+                same = (at[:, None, 0] == at[None, :, 0]) & chosen[None] & before
+                chosen &= ~jnp.any(same, axis=1)
+                mine = self._mine(at, old.pages)
+                return jnp.where(chosen[:, None] & used, mine, beyond).reshape(-1)
+
+            def put(where: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
                 return old.at[where].set(new, mode="drop", unique_indices=True)
 
-            def made(rows: jax.Array) -> jax.Array:
-                return _windows(rows, seen, count * PAGE).reshape(empty.shape)
+            def each(x: jax.Array) -> jax.Array:
+                return jnp.repeat(x.reshape(-1), count)
 
-            empty = jnp.zeros((at.size, *old.pages.shape[1:]), rows.dtype)
-            empty = jax.lax.pcast(empty, BATCH_AXES, to="varying")
-            tokens = jax.lax.cond(jnp.any(write), made, lambda rows: empty, rows)
-            keys = page_keys(keys, count).reshape(-1, 4)
+            made = places(seen.stale)
+            shown = places(seen.stale | seen.known) if self.policy.by_need else made
+            tokens = tokens.reshape(-1, *tokens.shape[3:]).astype(old.pages.dtype)
             return old._replace(
-                pages=put(old.pages, tokens.astype(old.pages.dtype)),
-                key=put(old.key, keys),
-                row_version=put(old.row_version, old.version),
+                pages=put(made, old.pages, tokens),
+                key=put(made, old.key, keys),
+                row_version=put(made, old.row_version, old.version),
+                due=put(made, old.due, each(due)),
+                drift=put(made, old.drift, each(drift)),
+                pull=put(shown, old.pull, each(pull)),
             )
 
-        lie = CacheState(_ROWS, _ROWS, _ROWS, _ALL)
-        rows = features.reshape(len(features), -1, features.shape[-1])
+        lie = CacheState(*[_ROWS] * 6, *[_ALL] * 3)
         run = self._local(local, (lie, _ALL, _ROWS, _ROWS, _ROWS, _ROWS), lie)
-        return run(state, ok, batch.image_pages, batch.image_key, seen, rows)
+        return run(state, ok, batch.image_pages, batch.image_key, seen, (tokens, noted))
 
     def _order(
         self, batch: Batch, seen: Seen, asked: jax.Array, low: int, high: int
@@ -229,21 +381,23 @@ class Recompute:
         else:
             length = batch.patches.shape[1]
 
-        def local(fresh: Any, start: Any, seen: Seen, pages: Any, at: Any) -> Any:
-            place = jnp.arange(length)
-            begin, end = seen.first[:, None], (seen.first + seen.size)[:, None]
-            inside = (begin <= place[:, None]) & (place[:, None] < end)  # [B, Q, I]
+        def local(fresh: Any, start: Any, seen: Seen, pages: Any, at: Any, given: Any) -> Any:
+            inside = _inside(seen, length)
             which, here = jnp.argmax(inside, axis=-1), jnp.any(inside, axis=-1)
 
             def of_picture(x: jax.Array) -> jax.Array:
                 return jnp.take_along_axis(x, which, axis=1)
 
-            token = jnp.where(here, place - of_picture(seen.first), 0)
+            token = jnp.where(here, jnp.arange(length) - of_picture(seen.first), 0)
             stale = here & of_picture(seen.stale)
             page = jnp.take_along_axis(at, which[..., None], axis=1)
             page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
             index = self._mine(page, pages) * PAGE + token % PAGE
             old = jax.lax.stop_gradient(pages).reshape(-1, width)[index]
+            if given:
+                stored, is_stored = given
+                stored = stored.reshape(old.shape).astype(old.dtype)
+                old = jnp.where(of_picture(is_stored)[..., None], stored, old)
             old = jnp.where((here & ~stale)[..., None], old, 0)
 
             def some(fresh: Any, old: Any) -> Any:
@@ -255,8 +409,9 @@ class Recompute:
 
             return jax.lax.cond(jnp.any(stale), some, lambda fresh, old: old, fresh, old)
 
-        run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
-        return run(fresh, place, seen, state.pages, batch.image_pages)
+        given = () if batch.stored is None else (batch.stored, batch.is_stored)
+        run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
+        return run(fresh, place, seen, state.pages, batch.image_pages, given)
 
     def _mine(self, pages: jax.Array, of: jax.Array) -> jax.Array:
         """Numbers of pages as this shard, which has those ``of``, counts them; -1 becomes 0."""
@@ -269,6 +424,12 @@ class Recompute:
 def _used(pages: jax.Array, size: jax.Array) -> jax.Array:
     """bool[B, I, n]: which of the places for a picture's pages its tokens need."""
     return jnp.arange(pages.shape[-1]) * PAGE < size[..., None]
+
+
+def _inside(seen: Seen, length: int) -> jax.Array:
+    """bool[B, length, I]: which of the pictures of its row each of the tower's tokens is of."""
+    place, first = jnp.arange(length)[:, None], seen.first[:, None]
+    return (first <= place) & (place < first + seen.size[:, None])
 
 
 def _windows(rows: jax.Array, seen: Seen, length: int, order: jax.Array | None = None) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.types import PAGE
@@ -25,8 +25,19 @@ class CacheState(NamedTuple):
     """u32[C, 4]: of the picture, and of which of its pages it is; zeros where a page is empty."""
     row_version: Any
     """i32[C]: the tower's version when the page was written."""
+    due: Any
+    """i32[C]: the version from which on it is to be made anew, where ``drift`` was measured."""
+    drift: Any
+    """f32[C]: relative change of its picture's tokens with an update at learning rate 1; 0: it was
+    never measured."""
+    pull: Any
+    """f32[C]: norm of the loss's gradient at its picture's tokens, when last shown."""
     version: Any
     """i32[]: rises with each update of the tower's parameters, and with nothing else."""
+    turn: Any
+    """i32[]: rises with each step; draws are a function of it."""
+    typical: Any
+    """f32[]: mean ``drift`` of late, for pages that have none; 0: none was measured."""
 
 
 def init(count: int, width: int, dtype: Any) -> CacheState:
@@ -37,18 +48,19 @@ def init(count: int, width: int, dtype: Any) -> CacheState:
         width: D.
         dtype: of the features.
     """
+    number, zero = jnp.zeros(count, jnp.int32), jnp.zeros((), jnp.int32)
+    real = jnp.zeros(count, jnp.float32)
     return CacheState(
         jnp.zeros((count, PAGE, width), dtype),
         jnp.zeros((count, 4), jnp.uint32),
-        jnp.zeros(count, jnp.int32),
-        jnp.zeros((), jnp.int32),
-    )
+        number, number, real, real, zero, zero, jnp.zeros((), jnp.float32),
+    )  # fmt: skip
 
 
 def shardings(mesh: Mesh) -> CacheState:
     """Where each field lies."""
-    rows: NamedSharding = batch_sharding(mesh)
-    return CacheState(rows, rows, rows, replicated(mesh))
+    rows, whole = batch_sharding(mesh), replicated(mesh)
+    return CacheState(*[rows] * 6, *[whole] * 3)
 
 
 def page_keys(picture: jax.Array, pages: int) -> jax.Array:

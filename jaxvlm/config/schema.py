@@ -249,10 +249,19 @@ class TowerConfig:
 class CacheConfig:
     """Visual tokens that are kept from step to step (docs/cache.md)."""
 
-    policy: str = (
-        "off"  # off | strict (as the tower would make them now) | lazy (a few updates ago)
-    )
-    bound: int = 1  # lazy: updates of the tower that kept tokens may be behind
+    policy: str = "off"  # off | strict (no update behind) | lazy | hybrid | adaptive
+    bound: int = 1  # lazy hybrid adaptive: updates of the tower that tokens may be behind at most
+    ahead: int = 0  # hybrid: updates behind which they are made anew where a chunk has room
+    tolerance: float = 0.1  # adaptive: change of a picture's tokens at which they are due
+    refresh: float = 0.0  # share of the pictures found that is drawn and encoded all the same;
+    # adaptive: by how much it matters; their gradients are divided by the probability
+    alarm: float = 0.0  # a warning where tokens that are made anew have changed by more than this;
+    # 0: by 0.001 where the tower is frozen, else never
+    store: str = ""  # folder where a frozen tower's tokens are kept from run to run; "": nowhere
+    codec: str = "exact"  # of the store: exact | int8 | fp8 | int4
+    trust: str = "all"  # the store's tokens of the same weights and pictures made on the same kind
+    # of device by the same versions, dtype, layout and chunk; weights: on any, by any
+    memory_mb: int = 0  # of host memory for a frozen tower's tokens
     pictures: int = 0  # kept at most, or tiles of pictures, over all devices; 0: all of data.train
     chunk: int = 0  # pictures that a data shard encodes at once; 0: 8, or fewer where its rows have
     # fewer; without a policy, 0: all

@@ -87,7 +87,15 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ),
     TowerConfig: (("mesh strategy wave", "devices", lambda c: c.devices),),
     CacheConfig: (
-        ("bound", "policy='lazy'", lambda c: c.policy == "lazy"),
+        (
+            "bound",
+            "policy='lazy', 'hybrid' or 'adaptive'",
+            lambda c: c.policy in ("lazy", "hybrid", "adaptive"),
+        ),
+        ("ahead", "policy='hybrid'", lambda c: c.policy == "hybrid"),
+        ("tolerance", "policy='adaptive'", lambda c: c.policy == "adaptive"),
+        ("refresh alarm store memory_mb", "a policy", lambda c: c.policy != "off"),
+        ("codec trust", "a store", lambda c: c.store),
         ("pictures", "a policy or a chunk", lambda c: c.policy != "off" or c.chunk),
     ),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -151,40 +151,78 @@ def assemble(
 
 
 def lay_pictures(
-    pixels: Sequence[np.ndarray],
+    pixels: Sequence[np.ndarray | None],
     places: Places,
     shape: tuple[int, int],
     size: int,
     patching: Patching | None = None,
     max_patches: int = 0,
+    grids: Sequence[Any] = (),
 ) -> dict[str, np.ndarray]:
     """The fields of a batch that hold pictures.
 
     Args:
-        pixels: u8[H, W, 3] of each picture, or of each of its tiles.
+        pixels: u8[H, W, 3] of each picture, or of each of its tiles; ``None`` leaves zeros.
         places: where it goes; within a row, in the order of places.
         shape: (B, I).
         size: pixels a side, where all pictures have one size.
         patching: how pictures of any size are cut; ``None`` where they have one size.
         max_patches: P, then.
+        grids: (t, h, w) of each picture in patches, where there may be no pixels to tell it.
 
     Returns:
         ``pixels``, or ``patches`` and ``grid``.
     """
-    where = list(zip(pixels, places.row.tolist(), places.slot.tolist(), strict=True))
+    where = zip(pixels, places.row.tolist(), places.slot.tolist(), strict=True)
     if patching is None:
         canvas = np.zeros((*shape, size, size, 3), np.uint8)
         for picture, row, slot in where:
-            canvas[row, slot] = picture
+            if picture is not None:
+                canvas[row, slot] = picture
         return {"pixels": canvas}
     patches = np.zeros((shape[0], max_patches, patching.patch_dim), np.uint8)
     grid = np.zeros((*shape, 3), np.int32)
-    for picture, row, slot in where:
+    for i, (picture, row, slot) in enumerate(where):
         first = int(grid[row].prod(axis=1).sum())
-        cut = patching.cut(picture)
-        patches[row, first : first + len(cut)] = cut
-        grid[row, slot] = patching.grid(picture)
+        grid[row, slot] = patching.grid(picture) if picture is not None else grids[i]
+        if picture is not None:
+            cut = patching.cut(picture)
+            patches[row, first : first + len(cut)] = cut
     return {"patches": patches, "grid": grid}
+
+
+def lay_tokens(
+    tokens: Sequence[np.ndarray | None],
+    places: Places,
+    shape: tuple[int, ...],
+    seats: int,
+    dtype: Any,
+    grid: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """The fields of a batch that hold visual tokens which are given.
+
+    Args:
+        tokens: [P, D] of each tile; ``None``: not given.
+        places: where it goes.
+        shape: of ``Batch.features``.
+        seats: I.
+        dtype: of the tokens.
+        grid: ``Batch.grid``, of packed patches.
+
+    Returns:
+        ``stored`` and ``is_stored``.
+    """
+    laid, here = np.zeros(shape, dtype), np.zeros((shape[0], seats), bool)
+    for tile, row, slot in zip(tokens, places.row.tolist(), places.slot.tolist(), strict=True):
+        if tile is None:
+            continue
+        here[row, slot] = True
+        if grid is None:
+            laid[row, slot] = tile
+        else:
+            first = int(grid[row, :slot].prod(axis=1).sum())
+            laid[row, first : first + len(tile)] = tile
+    return {"stored": laid, "is_stored": here}
 
 
 def _stack(taps: np.ndarray, field: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | None:

@@ -225,6 +225,7 @@ class Pictures:
         self.prepare, self.max_pixels = prepare, max_pixels
         self._room = cache_mb * 2**20
         self._kept: collections.OrderedDict[str, Decoded] = collections.OrderedDict()
+        self._digests: dict[str, bytes] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -242,12 +243,23 @@ class Pictures:
         pixels = decode(data, self.prepare, self.max_pixels)
         decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
         with self._lock:
+            self._digests[path] = decoded.digest
             if path not in self._kept and pixels.nbytes <= self._room:
                 self._kept[path] = decoded
                 self._bytes += pixels.nbytes
                 while self._bytes > self._room:
                     self._bytes -= self._kept.popitem(last=False)[1].pixels.nbytes
         return decoded
+
+    def digest(self, path: str) -> bytes:
+        """16 bytes: hash of a file; nothing is decoded.
+
+        Raises:
+            ImageError: why it can't be read.
+        """
+        if path not in self._digests:
+            self._digests[path] = hashlib.blake2b(_bytes(path), digest_size=16).digest()
+        return self._digests[path]
 
 
 def _bytes(path: str) -> bytes:

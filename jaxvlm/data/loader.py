@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,18 +12,19 @@ import numpy as np
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data import chat, corpora, formats, images, packing, spans
-from jaxvlm.data.batch import Layout, Meta, assemble, lay_pictures
+from jaxvlm.data.batch import Layout, Meta, assemble, lay_pictures, lay_tokens
 from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
 from jaxvlm.data.formats import Record
 from jaxvlm.data.iterate import TrainBatches, ahead
 from jaxvlm.data.order import EMPTY, Order, Row, rows
 from jaxvlm.data.patches import Patching
-from jaxvlm.data.slots import Slots
+from jaxvlm.data.slots import Given, Slots
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
+from jaxvlm.data.views import View, Views
 from jaxvlm.types import Batch
 
-_AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
+_AUDIT, _AUGMENT, _BLIND, _SUBSET = 0xAD, 0xA6, 0xB1, 0x5B  # tags of random streams
 _log = logging.getLogger("jaxvlm.data")
 
 
@@ -51,6 +51,8 @@ class Dataset:
         records: what was read; ``Meta.record`` points here.
         problems: records that are skipped, known before the first step.
         corpus: ids and loss masks.
+        views: its pictures.
+        audited: share of the pictures whose tokens are not looked up, so that they are made again.
     """
 
     def __init__(
@@ -67,7 +69,6 @@ class Dataset:
         self.name, self.config, self.settings = name, config, settings
         self.records, self.tokenizer = list(records), tokenizer
         self.total = len(records) + len(problems)
-        self._pictures = images.Pictures(settings.prepare, config.max_pixels, config.image_cache_mb)
         corpus, unfit = chat.encode(self.records, tokenizer, settings.num_patches)
         corpus, broken = corpora.with_good_pictures(corpus, self.records, config.max_pixels)
         bad = [*problems, *unfit, *broken]
@@ -86,6 +87,8 @@ class Dataset:
                 "set --config.data.flip=False --config.data.shift=0"
             )
         self.corpus, self.pieces = corpus, pieces
+        pictures = images.Pictures(settings.prepare, config.max_pixels, config.image_cache_mb)
+        self.views, self.audited = Views(corpus, pictures, settings.patching), 0.0
         self._most_patches = self._patches_of_a_row()
         self._taps = spans.most_taps(different)
         tiles = [packing.count_tiles(corpus, pictures) for pictures in corpus.pictures]
@@ -143,13 +146,16 @@ class Dataset:
             self._order = Order(self.pieces, self.config, self.settings.seed)
         return self._order
 
-    def keep_tokens(self, tokens: int, limit: int = 0, unused: bool = False) -> Slots:
+    def keep_tokens(
+        self, tokens: int, limit: int = 0, unused: bool = False, given: Given | None = None
+    ) -> Slots:
         """From now on, batches for training say where their pictures' visual tokens are kept.
 
         Args:
             tokens: that the tower makes of a tile; 0: one of each patch of a picture of any size.
             limit: see :class:`jaxvlm.data.slots.Slots`.
             unused: likewise.
+            given: likewise; ``views.lookup`` says where they come from.
         """
         patching, spans = self.settings.patching, self.corpus.spans
 
@@ -159,7 +165,7 @@ class Dataset:
             return 1, patching.per_token * int((spans[picture].tile > 0).sum())
 
         room = patching.room if patching and not tokens else None
-        self._slots = Slots(self.order, self.pieces, size, limit, room, unused)
+        self._slots = Slots(self.order, self.pieces, size, limit, room, unused, given)
         return self._slots
 
     @property
@@ -316,26 +322,23 @@ class Dataset:
     ) -> tuple[Batch, Meta]:
         """Decode pictures, leave out pieces whose pictures fail, and lay out the rest."""
         kept: list[np.ndarray] = []
-        pixels: list[np.ndarray] = []
-        keys: list[np.ndarray] = []
+        views: list[View] = []
         pages: list[np.ndarray] = []
         slots = self._slots if train else None
         for row in chosen:
             good = []
             for piece in row.pieces.tolist():
+                pictures = pieces.pictures[piece]
                 try:
-                    views = self._views(pieces.pictures[piece], piece, row.pass_, other, train)
+                    seen = self._seen(pictures, piece, row.pass_, other, train)
                 except ImageError as error:
                     if other is None:  # the blind control says nothing of the piece itself
                         self._skip(corpus, pieces, piece, str(error))
                     continue
                 good.append(piece)
-                for picture, (view, key) in zip(pieces.pictures[piece], views):
-                    tiles = view[None] if view.ndim == 3 else view
-                    pixels += list(tiles)
-                    keys += [images.tile_key(key, i) for i in range(len(tiles))]
-                    if slots:
-                        pages += list(slots.pages(row.shard, picture))
+                views += seen
+                if slots:
+                    pages += [page for p in pictures for page in slots.pages(row.shard, p)]
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
         batch, meta, places = assemble(corpus, pieces, kept, shape[0], layout)
@@ -343,59 +346,48 @@ class Dataset:
         if layout.max_images:
             seats, settings = (len(chosen), layout.max_images), self.settings
             image_key = np.zeros((*seats, 4), np.uint32)
-            if keys:
-                image_key[places.row, places.slot] = keys
+            if views:
+                image_key[places.row, places.slot] = [view.key for view in views]
+            how = (settings.image_size, settings.patching, shape[1], [v.grid for v in views])
+            laid = lay_pictures([v.pixels for v in views], places, seats, *how)
+            batch = batch._replace(image_key=image_key, **laid)
             if slots:
                 image_pages = np.full((*seats, slots.per_tile), -1, np.int32)
                 if pages:
                     image_pages[places.row, places.slot] = pages
                 batch = batch._replace(image_pages=image_pages)
-            how = (settings.image_size, settings.patching, shape[1])
-            batch = batch._replace(image_key=image_key, **lay_pictures(pixels, places, seats, *how))
+            if slots and slots.given:
+                size = (shape[1],) if settings.patching else (seats[1], slots.windows[-1])
+                whole = (seats[0], *size, slots.given.width)
+                tokens, where = [v.tokens for v in views], (places, whole, seats[1])
+                laid = lay_tokens(tokens, *where, slots.given.dtype, batch.grid)
+                batch = batch._replace(**laid)
         return batch, meta
 
-    def _views(
+    def _seen(
         self,
         pictures: tuple[int, ...],
         piece: int,
         pass_: int,
         other: np.ndarray | None,
         train: bool,
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pixels and key of each picture of a piece, augmented; raises ImageError."""
+    ) -> list[View]:
+        """The pictures of a piece, augmented; raises ImageError."""
         config = self.config
         rng = None
         if train and (config.flip or config.shift):
             rng = np.random.default_rng([self.settings.seed, _AUGMENT, pass_, piece])
         out = []
         for picture in pictures:
-            decoded = self._decoded(picture, other)
             drawn = images.draw(rng, config.flip, config.shift) if rng else ()
-            key = images.key(decoded.digest, self.settings.prepare.fingerprint, drawn)
-            out.append((images.augment(decoded.pixels, drawn), key))
+            look = train and rng is None and not self._audits(picture, pass_)
+            out += self.views.get(picture, drawn, other, look)
         return out
 
-    def _decoded(self, picture: int, other: np.ndarray | None) -> images.Decoded:
-        """A picture, or for the blind control another one in its size; raises ImageError."""
-        patching, paths = self.settings.patching, self.corpus.paths
-        if patching is None:
-            found = self._pictures.get(paths[picture if other is None else int(other[picture])])
-            due, tiles = len(self.corpus.spans[picture].starts), found.pixels
-            if tiles.ndim == 3:
-                return found
-            if other is None and len(tiles) != due:  # the tokens are in the row already
-                raise ImageError(f"cut in {len(tiles)} tiles, which are not its {due}")
-            # Another picture may have fewer: they are gone through again.
-            return found._replace(pixels=tiles[np.arange(due) % len(tiles)])
-        own = self._pictures.get(paths[picture])
-        tokens = int((self.corpus.spans[picture].tile > 0).sum())
-        if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):
-            raise ImageError("prepared in another size than its header says")
-        if other is None:
-            return own
-        decoded = self._pictures.get(paths[int(other[picture])])
-        same = images.resized(decoded.pixels, *own.pixels.shape[:2])
-        return decoded._replace(pixels=same)
+    def _audits(self, picture: int, pass_: int) -> bool:
+        """Whether a picture is shown as pixels although its tokens may be known."""
+        chance = np.random.default_rng([_AUDIT, pass_, picture]).random() if self.audited else 1.0
+        return bool(chance < self.audited)
 
     def _skip(self, corpus: chat.Corpus, pieces: packing.Pieces, piece: int, reason: str) -> None:
         """Count a piece whose picture failed, once, and stop the run where it is too much."""

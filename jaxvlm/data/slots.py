@@ -8,6 +8,7 @@ picture has the same pages for good, in each virtual shard that it is in.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.order import Order
 from jaxvlm.data.packing import Pieces
 from jaxvlm.types import PAGE
+
+
+class Given(NamedTuple):
+    """Visual tokens that come with a batch."""
+
+    width: int
+    dtype: Any
 
 
 class Slots:
@@ -27,6 +35,7 @@ class Slots:
         limit: tiles that have pages, over all virtual shards; 0: all.
         room: tokens -> as many or more, of sizes that kernels like; ``None``: pictures of one size.
         unused: there are as many pages, and no picture has one.
+        given: what tokens that come with a batch are like; ``None``: none do.
 
     Attributes:
         tiles: tiles that have pages.
@@ -46,8 +55,9 @@ class Slots:
         limit: int,
         room: Callable[[int], int] | None = None,
         unused: bool = False,
+        given: Given | None = None,
     ):
-        self.unused, self._size = unused, size
+        self.unused, self.given, self._size = unused, given, size
         if 0 < limit < order.num_shards:
             raise DataError(
                 f"cache.pictures={limit} is less than one for each of the {order.num_shards} "

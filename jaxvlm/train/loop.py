@@ -25,6 +25,10 @@ class TrainingStopped(RuntimeError):
 class Hooks(Protocol):
     """What happens around steps."""
 
+    def dispatched(self, metrics: dict[str, Any]) -> None:
+        """Right after a step is sent to the devices; takes out of ``metrics`` what is no scalar."""
+        ...
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Every ``log_every`` steps: means since the last call, and the clock's figures."""
         ...
@@ -123,6 +127,7 @@ def train(
                 program = programs.get(state, batch)  # compiles where the shape is new
             with clock.dispatching():
                 state, metrics = program(state, batch)
+                hooks.dispatched(metrics)
             with clock.computing():
                 window.read(pending)
                 pending = (step, metrics)

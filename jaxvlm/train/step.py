@@ -72,14 +72,14 @@ def make_step(
         scale = scales(loss, batch)
         params, frozen = place.gathered(state.params), place.gathered(state.frozen)
         read = cache.read(state.cache, params, frozen, batch)
-        sums, grads = runner.loss_grad(read.params, read.frozen, read.batch, loss, scale)
-        grads, comm = place.reduce(read.back(grads), state.comm)
+        sums, given = runner.loss_grad(read.params, read.frozen, read.batch, loss, scale)
+        grads, comm = place.reduce(read.back(given), state.comm)
         grads = place.update(grads)
         verdict = judge(total(sums, scale), squares(grads))
         changed = update(verdict, state.params, state.opt_state, grads, tx, place)
-        kept = cache.write(state.cache, read, verdict.ok)
+        kept, noted = cache.write(state.cache, read, given, verdict.ok)
         new = finish(state, verdict, *changed, comm)._replace(cache=kept)
-        return new, {**report(new, verdict, sums, scale, batch), **read.metrics}
+        return new, {**report(new, verdict, sums, scale, batch), **read.metrics, **noted}
 
     return step
 

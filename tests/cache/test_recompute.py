@@ -59,7 +59,7 @@ class Made:
 
     def __init__(
         self, mesh="one", policy="strict", frozen=FROZEN, model="llava", dtype="float32",
-        bound=0, pages=ROWS * PER_ROW, parts=1, chunk=1,
+        bound=0, pages=ROWS * PER_ROW, parts=1, chunk=1, clip=1.0, **more,
     ):  # fmt: skip
         config = dataclasses.replace(MODELS[model], dtype=dtype)
         self.mesh = make_mesh(MESHES[mesh], devices_of(MESHES[mesh]))
@@ -67,10 +67,10 @@ class Made:
         own, _ = split_frozen(self.model.shapes, frozen)
         cache = None
         if policy:
-            asked = CacheConfig(policy, bound=bound, chunk=chunk)
+            asked = CacheConfig(policy, bound=bound, chunk=chunk, **more)
             windows = WINDOWS if config.vision.packed else (PATCHES,)
             cache = make_cache(asked, self.model, own, pages, windows)
-        tx = make_optimizer(OptimConfig(), lambda step: 1e-2, self.model.logical)
+        tx = make_optimizer(OptimConfig(clip_norm=clip), lambda step: 1e-2, self.model.logical)
         self.step, self.abstract, self.init = assemble(
             self.model, NextToken(), tx, parts, frozen, cache
         )

@@ -1,0 +1,114 @@
+"""A picture as a batch wants it: pixels to encode, or visual tokens that were made before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvlm.data import images
+from jaxvlm.data.chat import Corpus
+from jaxvlm.data.errors import ImageError
+from jaxvlm.data.patches import Patching
+
+Lookup = Callable[[bytes], np.ndarray | None]
+"""16 bytes of a tile's key -> its visual tokens [P, D], where they are known."""
+
+
+class View(NamedTuple):
+    """A picture's tile, or what the tower made of it."""
+
+    key: np.ndarray
+    """u32[4]."""
+    pixels: np.ndarray | None
+    """u8[H, W, 3]; ``None``: there are tokens."""
+    tokens: np.ndarray | None = None
+    """[P, D]; ``None``: there are pixels."""
+    grid: tuple[int, int, int] | None = None
+    """(t, h, w) in patches, where there are tokens of a picture that may have any size."""
+
+
+class Views:
+    """The pictures of a corpus.
+
+    Args:
+        corpus: with their files and spans.
+        pictures: decodes them.
+        patching: how pictures of any size are cut; ``None`` where they have one size.
+
+    Attributes:
+        lookup: where tokens are looked for before a picture is decoded; ``None``: nowhere.
+    """
+
+    def __init__(self, corpus: Corpus, pictures: images.Pictures, patching: Patching | None):
+        self.corpus, self.patching, self._pictures = corpus, patching, pictures
+        self.lookup: Lookup | None = None
+
+    def get(
+        self, picture: int, drawn: tuple[int, ...] = (), other: np.ndarray | None = None,
+        look: bool = False,
+    ) -> list[View]:  # fmt: skip
+        """The tiles of a picture.
+
+        Args:
+            picture: its number in the corpus.
+            drawn: its augmentation.
+            other: for each picture another one, which is shown in its size: the blind control.
+            look: whether tokens do as well.
+
+        Raises:
+            ImageError: why it can't be used.
+        """
+        if look and self.lookup and (found := self._found(picture, self.lookup)):
+            return found
+        decoded = self._decoded(picture, other)
+        pixels = images.augment(decoded.pixels, drawn)
+        tiles = list(pixels[None] if pixels.ndim == 3 else pixels)
+        return [View(*x) for x in zip(self._keys(decoded.digest, len(tiles), drawn), tiles)]
+
+    def _keys(self, digest: bytes, tiles: int, drawn: tuple[int, ...] = ()) -> list[np.ndarray]:
+        key = images.key(digest, self._pictures.prepare.fingerprint, drawn)
+        return [images.tile_key(key, i) for i in range(tiles)]
+
+    def _found(self, picture: int, lookup: Lookup) -> list[View]:
+        """The tokens of all of a picture's tiles, if they are known; nothing is decoded."""
+        span, patching = self.corpus.spans[picture], self.patching
+        grid, out = None, []
+        if patching:
+            # Its tokens' positions are those of blocks of patches, where these have three rows.
+            where = span.positions[:, span.tile > 0]
+            if len(where) != 3:
+                return []
+            t, h, w = (int(x.max() - x.min()) + 1 for x in where)
+            grid = (t, h * patching.block, w * patching.block)
+        tiles = 1 if patching else len(span.starts)
+        for key in self._keys(self._pictures.digest(self.corpus.paths[picture]), tiles):
+            found = lookup(key.tobytes())
+            if found is None or (grid and len(found) != math.prod(grid)):
+                return []
+            out.append(View(key, None, found, grid))
+        return out
+
+    def _decoded(self, picture: int, other: np.ndarray | None) -> images.Decoded:
+        """A picture, or for the blind control another one in its size; raises ImageError."""
+        patching, paths = self.patching, self.corpus.paths
+        if patching is None:
+            found = self._pictures.get(paths[picture if other is None else int(other[picture])])
+            due, tiles = len(self.corpus.spans[picture].starts), found.pixels
+            if tiles.ndim == 3:
+                return found
+            if other is None and len(tiles) != due:  # the tokens are in the row already
+                raise ImageError(f"cut in {len(tiles)} tiles, which are not its {due}")
+            # Another picture may have fewer: they are gone through again.
+            return found._replace(pixels=tiles[np.arange(due) % len(tiles)])
+        own = self._pictures.get(paths[picture])
+        tokens = int((self.corpus.spans[picture].tile > 0).sum())
+        if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):
+            raise ImageError("prepared in another size than its header says")
+        if other is None:
+            return own
+        decoded = self._pictures.get(paths[int(other[picture])])
+        same = images.resized(decoded.pixels, *own.pixels.shape[:2])
+        return decoded._replace(pixels=same)

@@ -1,0 +1,201 @@
+"""Tokens kept on disk and in host memory: other runs find them, and never a wrong one."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from runs import losses
+from test_cache import assert_same_run, made, metric
+
+import jaxvlm
+from jaxvlm.cache import upkeep
+from jaxvlm.cache.store import Store
+from jaxvlm.config import ConfigError
+
+ONE = {"devices": jax.devices()[:1]}
+
+
+def run(data, folder, store, **cache):
+    config = made(data, "strict", chunk=2, store=str(store), **cache)
+    found = jaxvlm.Run(config, folder, **ONE)
+    found.fit()
+    return found
+
+
+def said(capsys):
+    return "".join(capsys.readouterr())
+
+
+@pytest.fixture(scope="module")
+def first(data, tmp_path_factory):
+    """A run that fills a store."""
+    folder = tmp_path_factory.mktemp("first")
+    return run(data, folder / "run", folder / "store"), folder / "store"
+
+
+def test_a_second_run_finds_what_the_first_made(first, data, tmp_path, capsys):
+    done, store = first
+    assert metric(done, "train/cache/found")[0] == 0
+    again = run(data, tmp_path / "again", store)
+    assert_same_run(done, again)
+    assert set(metric(again, "train/cache/stored")) == {1.0}
+    assert set(metric(again, "train/cache/encoded")) == {0.0}
+    assert "40 pictures of this tower" in said(capsys)
+    config = made(data, chunk=2)
+    config.cache.policy = "strict"
+    plain = jaxvlm.Run(config, tmp_path / "plain", **ONE)
+    plain.fit()  # another program: the same to rounding
+    for step, value in losses(plain.workdir).items():
+        assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value)
+
+
+def test_pictures_that_are_found_are_not_decoded(first, data, tmp_path, monkeypatch):
+    done, store = first
+
+    def refuse(*_):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("jaxvlm.data.images.decode", refuse)
+    config = made(data, "strict", chunk=2, store=str(store))
+    config.data.eval, config.eval_every = "", 0
+    again = jaxvlm.Run(config, tmp_path / "again", **ONE)
+    again.fit()
+    assert losses(again.workdir) == losses(done.workdir)
+
+
+def test_damage_and_part_of_a_store(first, data, tmp_path):
+    """Flipped bits: what is left is read, the rest made and kept again."""
+    done, store = first
+    copy = tmp_path / "store"
+    shutil.copytree(store, copy)
+    path = next(copy.rglob("*.safetensors"))
+    raw = bytearray(path.read_bytes())
+    for place in (len(raw) // 3, len(raw) // 2, len(raw) - 9):
+        raw[place] ^= 4
+    path.write_bytes(raw)
+    again = run(data, tmp_path / "again", copy)
+    assert_same_run(done, again)
+    share = metric(again, "train/cache/stored")
+    assert min(share) < 1 and max(share[:3]) > 0.5 and share[-1] == 1
+    third = run(data, tmp_path / "third", copy)
+    assert set(metric(third, "train/cache/stored")) == {1.0}
+
+
+def test_another_mesh_finds_them(first, data, tmp_path):
+    done, store = first
+    config = made(data, "strict", chunk=2, store=str(store))
+    wide = jaxvlm.Run(config, tmp_path / "wide", devices=jax.devices()[:4])
+    wide.fit()
+    assert set(metric(wide, "train/cache/stored")) == {1.0}
+    for step, value in losses(done.workdir).items():
+        assert abs(losses(wide.workdir)[step] - value) <= 1e-5 * abs(value)
+
+
+@pytest.mark.parametrize("what", ["weights", "resize", "chunk", "dtype"])
+def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
+    _, store = first
+    config = made(data, "strict", chunk=2, store=str(store))
+    config.steps = 4
+    if what == "resize":
+        config.data.resize = "pad"
+    if what == "chunk":
+        config.cache.chunk = 4
+    if what == "dtype":
+        config.model.dtype = "bfloat16"
+    other = jaxvlm.Run(config, tmp_path / "other", **ONE)
+    if what == "weights":
+        init = other.training.init
+
+        def nudged(params):
+            path = next(p for p in sorted(params) if p.startswith("vision/"))
+            flat = np.array(params[path])
+            flat.flat[0] = np.nextafter(flat.flat[0], np.float32(9))  # by one ulp
+            return init({**params, path: jax.device_put(flat, params[path].sharding)})
+
+        object.__setattr__(other.training, "init", nudged)
+    other.fit()
+    assert metric(other, "train/cache/stored")[0] == 0
+
+
+def test_trust_of_weights_alone(first, data, tmp_path, capsys):
+    _, store = first
+    for chunk, found in ((2, 0.0), (4, 1.0)):
+        config = made(data, "strict", chunk=chunk, store=str(store), trust="weights")
+        config.steps = 4
+        other = jaxvlm.Run(config, tmp_path / str(chunk), **ONE)
+        other.fit()
+        assert metric(other, "train/cache/stored")[0] == found
+    assert "made on whatever machine" in said(capsys)
+
+
+def test_memory_alone(first, data, tmp_path):
+    done, _ = first
+    config = made(data, "strict", chunk=2, memory_mb=64, pictures=16)
+    here = jaxvlm.Run(config, tmp_path / "run", **ONE)
+    here.fit()
+    stored = metric(here, "train/cache/stored")
+    assert stored[0] == 0 and stored[-1] == 1
+    for step, value in losses(here.workdir).items():
+        assert abs(losses(done.workdir)[step] - value) <= 1e-5 * abs(value)
+
+
+def test_tokens_are_audited(first, data, tmp_path, capsys, monkeypatch):
+    """A store whose tokens are wrong though nothing says so: the alarm does."""
+    _, store = first
+    good = run(data, tmp_path / "good", store, refresh=0.5)
+    assert max(metric(good, "train/cache/drift")) <= 1e-6
+    assert "differ by" not in said(capsys)
+    config = made(data, "strict", chunk=2, store=str(store), refresh=0.5)
+    bad = jaxvlm.Run(config, tmp_path / "bad", **ONE)
+    get = Store.get
+
+    def wrong(self, key):
+        found = get(self, key)
+        return None if found is None else found * np.float32(1.01)
+
+    monkeypatch.setattr(Store, "get", wrong)
+    bad.fit()
+    assert max(metric(bad, "train/cache/drift")) == pytest.approx(0.01, rel=0.05)
+    assert "differ by 0.0099" in said(capsys)
+
+
+def test_a_store_that_can_not_be_written(data, tmp_path, capsys, first):
+    done, _ = first
+    blocked = tmp_path / "store"
+    blocked.write_text("a file")
+    again = run(data, tmp_path / "run", blocked)
+    assert losses(again.workdir) == losses(done.workdir)
+    assert "the run goes on" in said(capsys)
+
+
+def test_lossy_tokens_in_a_store(first, data, tmp_path):
+    done, _ = first
+    once = run(data, tmp_path / "once", tmp_path / "store", codec="int8")
+    twice = run(data, tmp_path / "twice", tmp_path / "store", codec="int8")
+    assert losses(twice.workdir) != losses(done.workdir)
+    for step, value in losses(done.workdir).items():
+        assert abs(losses(twice.workdir)[step] - value) <= 0.02 * abs(value)
+    assert metric(twice, "train/cache/stored")[-1] == 1 and once is not twice
+    (found,) = upkeep.stat(tmp_path / "store")
+    assert found is not None
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"store": "x", "policy": "off"}, "config.cache.store='x' is not read without a policy"),
+        ({"codec": "int8"}, "config.cache.codec='int8' is not read without a store"),
+        ({"store": "x", "codec": "int5"}, "known: exact, int8"),
+        ({"store": "x", "trust": "me"}, "known: all, weights"),
+        ({"store": "x", "learns": True}, "freeze the tower"),
+        ({"memory_mb": 1, "learns": True}, "config.cache.memory_mb with a tower that learns"),
+    ],
+)
+def test_refused(data, settings, words):
+    settings = {"policy": "strict", **settings}
+    config = made(data, settings.pop("policy"), not settings.pop("learns", False), **settings)
+    with pytest.raises(ConfigError, match=words):
+        jaxvlm.Run(config, **ONE)
