@@ -161,7 +161,7 @@ def make_cache(
         policy,
         lambda version: jnp.float32(rate(version)),
     )
-    cached = _Cached(pictures, learns, tokens.is_on(config))
+    cached = _Cached(pictures, tokens.is_on(config))
     dtype, width = DTYPES[model.config.dtype], _width(model.config)
     return Cache(
         lambda: init(pages, width, dtype),
@@ -176,8 +176,6 @@ class _Cached(NamedTuple):
     """A step's visual tokens."""
 
     pictures: Recompute
-    learns: bool
-    """Whether the tower does."""
     gives: bool
     """Whether the step gives its tokens to the host."""
 
@@ -208,7 +206,7 @@ class _Cached(NamedTuple):
         return Read(params, others, without, back, known, _metrics(seen, batch))
 
     def write(
-        self, state: Any, read: Read, grads: Params, ok: jax.Array
+        self, state: Any, read: Read, grads: Params, old: Params, new: Params, ok: jax.Array
     ) -> tuple[Any, dict[str, Any]]:
         """What was encoded is kept; see ``Cache.write``."""
         noted = {}
@@ -219,7 +217,11 @@ class _Cached(NamedTuple):
             noted["cache/drift"] = change
             if self.gives:
                 noted[TOKENS] = made
-        return state._replace(version=state.version + (ok & self.learns)), noted
+        # An optimizer moves what has no gradient, and leaves what it may not see; so bits decide.
+        own = _split(new)[0]
+        moved = [jnp.any(x != old[path]) for path, x in own.items()]
+        version = state.version + jnp.any(jnp.stack(moved)) if moved else state.version
+        return state._replace(version=version), noted
 
 
 def _split(params: Params) -> tuple[Params, Params]:
@@ -236,7 +238,8 @@ def policy_of(config: CacheConfig) -> Policy:
         ahead=config.ahead if config.policy == "hybrid" else NEVER,
         tolerance=config.tolerance if config.policy == "adaptive" else 0.0,
         share=config.refresh,
-        by_need=config.policy == "adaptive" and config.refresh > 0,
+        by_need=config.policy == "adaptive" and config.refresh > 0 and not config.at_once,
+        at_once=config.at_once,
     )
 
 

@@ -25,6 +25,8 @@ class Policy(NamedTuple):
     """Of the pictures whose tokens could be read, how many are drawn to be encoded."""
     by_need: bool = False
     """Drawn by how much it would change the loss, not evenly."""
+    at_once: bool = False
+    """All pictures of some steps are drawn, and none of the others."""
 
     @property
     def measures(self) -> bool:
@@ -44,6 +46,24 @@ class Policy(NamedTuple):
             return jnp.full_like(drift, NEVER, jnp.int32)
         updates = self.tolerance / jnp.maximum(drift, self.tolerance / (self.bound + 1))
         return version + jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(updates, 1)))).astype(jnp.int32)
+
+
+def draw_step(allowed: jax.Array, share: float, turn: Any) -> tuple[jax.Array, jax.Array]:
+    """Whole steps, at equal distances from a random start on: all that is allowed, or nothing.
+
+    Args:
+        allowed: bool[n]: what may be drawn.
+        share: of the steps.
+        turn: i32[]: the step.
+
+    Returns:
+        As :func:`draw`: bool[n]; f32[n], ``share`` where it is allowed.
+    """
+    start = jax.random.uniform(jax.random.key(0))
+    # In numbers below 1, so that no step is lost to rounding in a long run.
+    here = jnp.mod(jnp.mod(turn, 1 << 12) * share + (turn >> 12) * ((share * (1 << 12)) % 1), 1)
+    drawn = jnp.mod(here + start, 1) + share >= 1
+    return allowed & drawn, jnp.where(allowed, share, 0.0)
 
 
 def draw(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxvlm.cache.policy import NEVER, Policy, draw
+from jaxvlm.cache.policy import NEVER, Policy, draw, draw_step
 from jaxvlm.cache.state import CacheState, page_keys
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
@@ -103,7 +103,10 @@ class Recompute:
             drift_now = jnp.where(drift > 0, drift, state.typical)
             need = (pull * drift_now * lag).reshape(-1) if policy.by_need else None
             allowed = good if batch.is_stored is None else good & ~batch.is_stored
-            drawn, chance = draw(allowed.reshape(-1), need, policy.share, state.turn)
+            if policy.at_once:
+                drawn, chance = draw_step(allowed.reshape(-1), policy.share, state.turn)
+            else:
+                drawn, chance = draw(allowed.reshape(-1), need, policy.share, state.turn)
             drawn, chance = drawn.reshape(size.shape), chance.reshape(size.shape)
             stale, weight = stale | drawn, jnp.where(drawn, 1 / chance, 1)
         seen = Seen(first, size, stale, known, lag, drift, weight)

@@ -320,14 +320,20 @@ def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
 def test_kept_tokens_change_no_bit(folder, odd, tmp_path):
     """A frozen tower's tokens of pictures of many sizes, read instead of encoded."""
     seen = {}
-    for policy in ("off", "strict"):
+    for name in ("off", "strict", "first", "second"):
         config = settings(odd, folder, "Qwen2_5_VL")
         config.steps, config.optim.frozen = 10, ("vision/*",)
-        config.cache.policy, config.cache.chunk = policy, 2
-        jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:2]).fit()
-        lines = (tmp_path / policy / "metrics.jsonl").read_text().splitlines()
+        config.cache.policy, config.cache.chunk = "off" if name == "off" else "strict", 2
+        if name in ("first", "second"):  # the second reads from disk what the first made
+            config.cache.store = str(tmp_path / "store")
+        jaxvlm.Run(config, tmp_path / name, devices=jax.devices()[:2]).fit()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = [m for m in map(json.loads, lines) if "train/loss" in m]
-        seen[policy] = [m["train/loss"] for m in rows]
+        seen[name] = [m["train/loss"] for m in rows]
         found = [m["train/cache/found"] for m in rows]
-        assert set(found) == {0} if policy == "off" else found[0] == 0 and found[-1] == 1
+        assert found[0] == (name == "second") and found[-1] == (name != "off")
+        if name == "second":
+            assert {m["train/cache/stored"] for m in rows} == {1.0}
     assert seen["off"] == seen["strict"] and len(seen["off"]) == 10
+    assert seen["first"] == seen["second"]
+    np.testing.assert_allclose(seen["first"], seen["off"], rtol=1e-5)
