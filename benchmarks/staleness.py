@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 import sys
@@ -27,26 +28,33 @@ sys.path.append(str(ROOT / "configs"))
 import quickstart  # recipes are files, not a package
 
 PICTURES = 2000
+MAIN_EPOCHS = 20.0
 FAR = 10_000  # updates: more than a run has
 MAIN: dict[str, dict[str, Any]] = {
     "full": {},
     "frozen": {"frozen": True},
     "random 11 %": {"policy": "lazy", "bound": FAR, "refresh": 0.11},
-    "steps 16 %": {"policy": "lazy", "bound": FAR, "refresh": 0.16, "at_once": True},
+    "steps 16 %": {"policy": "lazy", "bound": FAR, "refresh": 0.16, "at_once": 1},
+    "epochs 20 %": {"policy": "lazy", "bound": FAR, "refresh": 0.2, "at_once": 160},
     "adaptive 11 %": {"policy": "adaptive", "bound": FAR, "refresh": 0.11, "tolerance": 1e9},
     "adaptive 1": {"policy": "adaptive", "bound": FAR, "tolerance": 1.0},
     "adaptive 2": {"policy": "adaptive", "bound": FAR, "tolerance": 2.0},
     "lazy": {"policy": "lazy", "bound": 1500},
 }
-RATES = (5e-4, 1e-3, 2e-3)
+RATES = (5e-4, 2e-3, 1e-3)
+CURVE_EPOCHS = 8.0  # of 160 updates
 CURVE: dict[str, dict[str, Any]] = {
-    **{f"lazy {b}": {"policy": "lazy", "bound": b} for b in (300, 600, 1200, 2400)},
-    **{f"hybrid {b}": {"policy": "hybrid", "bound": b, "ahead": b // 2} for b in (600, 1200)},
+    "full": {},
+    **{f"lazy {b}": {"policy": "lazy", "bound": b} for b in (80, 160, 320)},
+    "hybrid 320": {"policy": "hybrid", "bound": 320, "ahead": 80},
     **{
         f"adaptive {t:g}": {"policy": "adaptive", "bound": FAR, "tolerance": t}
-        for t in (0.2, 0.5, 1.0)
+        for t in (0.25, 0.5, 1.0)
     },
-    "full": {},
+    **{
+        f"steps {p:g}": {"policy": "lazy", "bound": FAR, "refresh": p, "at_once": 1}
+        for p in (0.1, 0.3)
+    },
 }
 
 
@@ -121,23 +129,23 @@ def main() -> None:
     parser.add_argument("--part", choices=("main", "curve"), default="main")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--epochs", type=float, default=20.0)
+    parser.add_argument("--epochs", type=float, default=0.0)
     parser.add_argument("--starts", type=pathlib.Path, help="folder of the starts; else made anew")
     parser.add_argument("--name", default="", help="of the result, where it is not the part's")
     args = parser.parse_args()
     before, name = environment(), args.name or f"staleness_{args.part}_cpu"
     folder = args.starts or pathlib.Path(tempfile.mkdtemp())
     rows = kept(name)
-    arms, rates = (MAIN, (1e-3,)) if args.part == "main" else (CURVE, RATES)
-    for seed in args.seeds:
-        for arm in args.only or arms:
-            for rate in rates:
-                at = {"arm": arm, "seed": seed, "learning_rate": rate, "epochs": args.epochs}
-                if any(all(row[k] == v for k, v in at.items()) for row in rows):
-                    continue
-                rows.append({"arm": arm, **one_run(arms[arm], seed, rate, args.epochs, folder)})
-                print(rows[-1], flush=True)
-                write(f"{name}.json", {"environment": before, "rows": rows})
+    is_main = args.part == "main"
+    arms, rates = (MAIN, (1e-3,)) if is_main else (CURVE, RATES)
+    epochs = args.epochs or (MAIN_EPOCHS if is_main else CURVE_EPOCHS)
+    for seed, rate, arm in itertools.product(args.seeds, rates, args.only or arms):
+        at = {"arm": arm, "seed": seed, "learning_rate": rate, "epochs": epochs}
+        if any(all(row[k] == v for k, v in at.items()) for row in rows):
+            continue
+        rows.append({"arm": arm, **one_run(arms[arm], seed, rate, epochs, folder)})
+        print(rows[-1], flush=True)
+        write(f"{name}.json", {"environment": before, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"{where}.trust={cache.trust!r}; known: {', '.join(tokens.TRUST)}")
     if cache.codec not in CODECS:
         raise ConfigError(f"{where}.codec={cache.codec!r}; known: {', '.join(CODECS)}")
-    numbers = ("bound", "ahead", "tolerance", "refresh", "alarm", "memory_mb", "pictures", "chunk")
-    for name in numbers:
+    numbers = ("bound", "ahead", "tolerance", "refresh", "at_once", "alarm", "memory_mb")
+    for name in (*numbers, "pictures", "chunk"):
         if getattr(cache, name) < 0:
             raise ConfigError(f"{where}.{name}={getattr(cache, name)} is below 0")
     if cache.refresh > 1:

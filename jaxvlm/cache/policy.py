@@ -25,8 +25,8 @@ class Policy(NamedTuple):
     """Of the pictures whose tokens could be read, how many are drawn to be encoded."""
     by_need: bool = False
     """Drawn by how much it would change the loss, not evenly."""
-    at_once: bool = False
-    """All pictures of some steps are drawn, and none of the others."""
+    at_once: int = 0
+    """All pictures of so many steps in a row are drawn, and none of others; 0: some of each step."""
 
     @property
     def measures(self) -> bool:

@@ -104,7 +104,8 @@ class Recompute:
             need = (pull * drift_now * lag).reshape(-1) if policy.by_need else None
             allowed = good if batch.is_stored is None else good & ~batch.is_stored
             if policy.at_once:
-                drawn, chance = draw_step(allowed.reshape(-1), policy.share, state.turn)
+                turn = state.turn // policy.at_once
+                drawn, chance = draw_step(allowed.reshape(-1), policy.share, turn)
             else:
                 drawn, chance = draw(allowed.reshape(-1), need, policy.share, state.turn)
             drawn, chance = drawn.reshape(size.shape), chance.reshape(size.shape)

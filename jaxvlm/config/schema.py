@@ -255,7 +255,8 @@ class CacheConfig:
     tolerance: float = 0.1  # adaptive: change of a picture's tokens at which they are due
     refresh: float = 0.0  # share of the pictures found that is drawn and encoded all the same;
     # adaptive: by how much it matters; their gradients are divided by the probability
-    at_once: bool = False  # draw all pictures of some steps, and none of the others
+    at_once: int = 0  # draw all pictures of so many steps in a row, and none of the others;
+    # 0: some of each step
     alarm: float = 0.0  # a warning where tokens that are made anew have changed by more than this;
     # 0: by 0.001 where the tower is frozen, else never
     store: str = ""  # folder where a frozen tower's tokens are kept from run to run; "": nowhere

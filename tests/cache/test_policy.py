@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_recompute import PER_ROW, PICTURES, Made, picture, showing
 
 from jaxvlm.build.parts import tower_part
-from jaxvlm.cache.policy import NEVER, Policy, draw
+from jaxvlm.cache.policy import NEVER, Policy, draw, draw_step
 from jaxvlm.types import Batch
 
 DRAWS = 2000
@@ -188,3 +188,17 @@ def test_no_policy_reads_past_its_bound(policies, which, moves):
                 np.testing.assert_array_equal(
                     getattr(before, name), np.asarray(getattr(state.cache, name)), name
                 )
+
+
+@pytest.mark.parametrize("share", [0.16, 0.25, 1.0])
+def test_whole_steps_at_equal_distances(share):
+    """A long run too; distances differ by one at most."""
+    allowed = jnp.ones(3, bool).at[1].set(False)
+    turns = jnp.concatenate([jnp.arange(5000), 1_000_000 + jnp.arange(5000)])
+    drawn, chance = jax.vmap(lambda turn: draw_step(allowed, share, turn))(turns)
+    drawn = np.asarray(drawn)
+    assert np.array_equal(drawn[:, 0], drawn[:, 2]) and not drawn[:, 1].any()
+    np.testing.assert_allclose(chance[0], [share, 0, share])
+    for part in (drawn[:5000, 0], drawn[5000:, 0]):
+        assert part.mean() == pytest.approx(share, abs=5e-4)
+        assert np.ptp(np.diff(np.flatnonzero(part))) <= 1
