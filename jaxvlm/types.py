@@ -295,11 +295,11 @@ class Cache(NamedTuple):
         params, frozen, batch, lambda grads: grads
     )
     """(state, trainable, frozen, batch) -> what the step runs."""
-    write: Callable[[Any, Read, Params, Params, Params, Any], tuple[Any, Mapping[str, Any]]] = (
-        lambda state, read, grads, old, new, ok: (state, {})
+    write: Callable[[Any, Read, Params, Any], tuple[Any, Mapping[str, Any]]] = (
+        lambda state, read, grads, ok: (state, {})
     )
-    """(state, what was read, gradients of ``Read.params``, trainable parameters before and behind
-    the step, bool[] whether it is good) -> the state behind it, and scalars of the step."""
+    """(state, what was read, gradients of ``Read.params``, bool[] whether the step is good) -> the
+    state behind it, and scalars of the step."""
     saved: bool = False
     """Whether a run that goes on from a checkpoint without the state would differ in its bits."""
 

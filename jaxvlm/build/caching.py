@@ -161,7 +161,7 @@ def make_cache(
         policy,
         lambda version: jnp.float32(rate(version)),
     )
-    cached = _Cached(pictures, tokens.is_on(config))
+    cached = _Cached(pictures, learns, tokens.is_on(config))
     dtype, width = DTYPES[model.config.dtype], _width(model.config)
     return Cache(
         lambda: init(pages, width, dtype),
@@ -176,6 +176,8 @@ class _Cached(NamedTuple):
     """A step's visual tokens."""
 
     pictures: Recompute
+    learns: bool
+    """Whether the tower does."""
     gives: bool
     """Whether the step gives its tokens to the host."""
 
@@ -206,7 +208,7 @@ class _Cached(NamedTuple):
         return Read(params, others, without, back, known, _metrics(seen, batch))
 
     def write(
-        self, state: Any, read: Read, grads: Params, old: Params, new: Params, ok: jax.Array
+        self, state: Any, read: Read, grads: Params, ok: jax.Array
     ) -> tuple[Any, dict[str, Any]]:
         """What was encoded is kept; see ``Cache.write``."""
         noted = {}
@@ -217,11 +219,9 @@ class _Cached(NamedTuple):
             noted["cache/drift"] = change
             if self.gives:
                 noted[TOKENS] = made
-        # An optimizer moves what has no gradient, and leaves what it may not see; so bits decide.
-        own = _split(new)[0]
-        moved = [jnp.any(x != old[path]) for path, x in own.items()]
-        version = state.version + jnp.any(jnp.stack(moved)) if moved else state.version
-        return state._replace(version=version), noted
+        # With each update, though it may leave the tower where it is: else one that stands still
+        # made nothing old, and as nothing old was encoded it would stand still for ever.
+        return state._replace(version=state.version + (ok & self.learns)), noted
 
 
 def _split(params: Params) -> tuple[Params, Params]:

@@ -26,7 +26,7 @@ class Policy(NamedTuple):
     by_need: bool = False
     """Drawn by how much it would change the loss, not evenly."""
     at_once: int = 0
-    """All pictures of so many steps in a row are drawn, and none of others; 0: some of each step."""
+    """Steps in a row of which all pictures are drawn, and none of others; 0: some of each step."""
 
     @property
     def measures(self) -> bool:

@@ -77,8 +77,7 @@ def make_step(
         grads = place.update(grads)
         verdict = judge(total(sums, scale), squares(grads))
         changed = update(verdict, state.params, state.opt_state, grads, tx, place)
-        moved = (state.params, changed[0])
-        kept, noted = cache.write(state.cache, read, given, *moved, verdict.ok)
+        kept, noted = cache.write(state.cache, read, given, verdict.ok)
         new = finish(state, verdict, *changed, comm)._replace(cache=kept)
         return new, {**report(new, verdict, sums, scale, batch), **read.metrics, **noted}
 
