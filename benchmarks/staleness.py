@@ -108,7 +108,7 @@ def one_run(
         result = jaxvlm.Run(config, pathlib.Path(workdir)).fit()
         rows = [row for row in read_metrics(workdir) if "train/step_ms" in row]
     found = [row.get("train/cache/found", 0.0) for row in rows]
-    drift = [row.get("train/cache/drift", 0.0) for row in rows]
+    drift = [row.get("train/cache/drift_most", 0.0) for row in rows]
     return {
         "seed": seed,
         "learning_rate": rate,

@@ -299,7 +299,9 @@ class Cache(NamedTuple):
         lambda state, read, grads, ok: (state, {})
     )
     """(state, what was read, gradients of ``Read.params``, bool[] whether the step is good) -> the
-    state behind it, and scalars of the step."""
+    state behind it, and scalars of the step; where it ``gives``, one array beside them."""
+    gives: bool = False
+    """Whether a step gives the tokens that it made, rows as the batch's."""
     saved: bool = False
     """Whether a run that goes on from a checkpoint without the state would differ in its bits."""
 

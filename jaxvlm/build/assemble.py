@@ -76,7 +76,8 @@ def assemble(
     step = jax.jit(
         make_step(runner, loss, tx, place, cache),
         donate_argnums=0,
-        out_shardings=(shardings, replicated(model.mesh)),
+        # Metrics are scalars; tokens that a cache gives lie as it says.
+        out_shardings=(shardings, None if cache.gives else replicated(model.mesh)),
     )
     return step, abstract, lambda params: init(*split(model, params, frozen))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import pathlib
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from jax.sharding import Mesh
 from jaxvlm.build import tokens
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import tower_part
+from jaxvlm.build.record import local_folder
 from jaxvlm.cache.codec import CODECS
 from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute, Seen
@@ -53,6 +56,11 @@ def slots_of(config: TrainConfig, dataset: Dataset) -> Slots | None:
     size = 0 if vision.packed else _tokens(config.model)
     given = None
     if tokens.is_on(config.cache):
+        if dataset.settings.patching and dataset.position_rows != 3:
+            raise ConfigError(
+                "config.cache.store and memory_mb take pictures of any size where their tokens "
+                "have three rows of positions (Qwen-VL), which say a picture's shape; not here"
+            )
         given = Given(_width(config.model), np.dtype(DTYPES[config.model.dtype]))
     return dataset.keep_tokens(size, config.cache.pictures, off, given)
 
@@ -73,8 +81,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"{where}.codec={cache.codec!r}; known: {', '.join(CODECS)}")
     numbers = ("bound", "ahead", "tolerance", "refresh", "at_once", "alarm", "memory_mb")
     for name in (*numbers, "pictures", "chunk"):
-        if getattr(cache, name) < 0:
-            raise ConfigError(f"{where}.{name}={getattr(cache, name)} is below 0")
+        if not 0 <= getattr(cache, name) < math.inf:
+            raise ConfigError(f"{where}.{name}={getattr(cache, name)} is below 0, or no number")
     if cache.refresh > 1:
         raise ConfigError(f"{where}.refresh={cache.refresh} is a share: 1 at most")
     if cache.policy == "hybrid" and cache.ahead >= cache.bound:
@@ -84,6 +92,22 @@ def check(config: TrainConfig) -> None:
         )
     if not is_on(cache):
         return
+    if cache.policy == "hybrid" and cache.refresh:
+        raise ConfigError(
+            f"{where}.refresh={cache.refresh} with policy='hybrid': what is made anew ahead was "
+            "not drawn, so gradients would not be right in the mean; take 'lazy' or 'adaptive'"
+        )
+    if cache.policy == "adaptive" and cache.bound < 2:
+        raise ConfigError(
+            f"{where}.bound={cache.bound} with policy='adaptive' leaves it nothing to choose; set "
+            "the most updates that tokens may be behind, an epoch's or more"
+        )
+    if cache.policy == "adaptive" and not (cache.tolerance or cache.refresh):
+        raise ConfigError(f"{where}.tolerance=0 with policy='adaptive': nothing is ever due")
+    local_folder(f"{where}.store", cache.store)
+    there = pathlib.Path(cache.store or ".").expanduser()
+    if any(path.exists() and not path.is_dir() for path in (there, *there.parents)):
+        raise ConfigError(f"{where}.store={cache.store}: a file, where a folder is wanted")
     said = f"{where}.policy={cache.policy!r}" if cache.policy != "off" else f"{where}.chunk"
     if config.tower.devices:
         raise ConfigError(
@@ -126,6 +150,7 @@ def make_cache(
     pages: int,
     windows: tuple[int, ...],
     rate: Callable[[jax.Array], jax.Array] = jnp.ones_like,
+    seed: int = 0,
 ) -> Cache:
     """The cache of a model on its mesh.
 
@@ -136,6 +161,7 @@ def make_cache(
         pages: C, over all devices.
         windows: tokens that the tower makes of a picture, at most; see ``Recompute``.
         rate: updates so far -> the learning rate of the next.
+        seed: of draws.
 
     Raises:
         ConfigError: what does not go with a tower that learns.
@@ -152,7 +178,17 @@ def make_cache(
             f"config.cache.{name} with a tower that learns: its tokens are other ones after each "
             "update; leave it out, or freeze the tower: --config.optim.frozen=\"('vision/*',)\""
         )
-    tower, policy = tower_part(model, model.mesh, model.strategies["vision"]), policy_of(config)
+    if learns and config.policy == "strict" and config.refresh:
+        raise ConfigError(
+            f"config.cache.refresh={config.refresh} with policy='strict' and a tower that learns: "
+            "all are encoded each time as it is; leave it at 0"
+        )
+    if config.codec == "int4" and _width(model.config) % 2:
+        raise ConfigError(f"config.cache.codec='int4' with {_width(model.config)} channels: odd")
+    tower, policy = (
+        tower_part(model, model.mesh, model.strategies["vision"]),
+        policy_of(config, seed),
+    )
     pictures = Recompute(
         lambda params, batch: tower.module(params)(batch),
         model.mesh,
@@ -169,6 +205,7 @@ def make_cache(
         cached.read,
         cached.write,
         saved=learns and policy.bound > 0,
+        gives=cached.gives,
     )
 
 
@@ -216,9 +253,11 @@ class _Cached(NamedTuple):
             batch, seen, made = read.seen
             gradient = grads.get(FEATURES)
             state, change = self.pictures.write(state, batch, seen, made, gradient, ok)
-            noted["cache/drift"] = change
+            noted["cache/drift_most"] = change
             if self.gives:
-                noted[TOKENS] = made
+                noted[TOKENS] = jax.lax.with_sharding_constraint(
+                    made, batch_sharding(self.pictures.mesh)
+                )
         # With each update, though it may leave the tower where it is: else one that stands still
         # made nothing old, and as nothing old was encoded it would stand still for ever.
         return state._replace(version=state.version + (ok & self.learns)), noted
@@ -230,7 +269,7 @@ def _split(params: Params) -> tuple[Params, Params]:
     return own, {path: x for path, x in params.items() if path not in own}
 
 
-def policy_of(config: CacheConfig) -> Policy:
+def policy_of(config: CacheConfig, seed: int = 0) -> Policy:
     """What the settings say of when tokens are stale."""
     late = config.policy in ("lazy", "hybrid", "adaptive")
     return Policy(
@@ -238,6 +277,7 @@ def policy_of(config: CacheConfig) -> Policy:
         ahead=config.ahead if config.policy == "hybrid" else NEVER,
         tolerance=config.tolerance if config.policy == "adaptive" else 0.0,
         share=config.refresh,
+        seed=seed,
         by_need=config.policy == "adaptive" and config.refresh > 0 and not config.at_once,
         at_once=config.at_once,
     )

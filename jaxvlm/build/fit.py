@@ -17,7 +17,7 @@ from jaxvlm.build.caching import with_chunk
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
-from jaxvlm.build.tokens import Keeper, open_keeper
+from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
@@ -33,8 +33,10 @@ from jaxvlm.types import Batch, TrainState
 if TYPE_CHECKING:
     from jaxvlm.build.run import Run
 
-_FROZEN_ALARM = 1e-3
-"""Relative change of a frozen tower's tokens that no rounding makes."""
+_NOT_ITS_OWN = (
+    "a frozen tower's should be the same: look at the store with `jaxvlm cache verify`, or leave "
+    "it out; config.cache.trust='all' takes no tokens of other machines and versions"
+)
 _ADVICE = [
     "raise config.microbatches (exact, a little slower)",
     "config.model.decoder.remat=dots, then full (about a third slower)",
@@ -70,7 +72,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             progress.log(line)
         made.step.say = progress.log
         chunk = with_chunk(config, run.mesh).chunk
-        keeper = open_keeper(run, made.params(state), chunk, progress.log)
+        keeper = open_keeper(run, lambda: made.params(state), chunk, progress.log)
         if keeper:
             stack.callback(keeper.close)
         source = run.dataset.train(run.rows, start)
@@ -88,7 +90,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             checkpointer=checkpointer,
             kept=made.kept,
             keep=_behind(keeper, batches),
-            alarm=config.cache.alarm or (0.0 if made.learns else _FROZEN_ALARM),
+            alarm=config.cache.alarm or (0.0 if made.learns else alarm_of(config.cache.codec)),
+            alarm_advice="lower config.cache.bound" if made.learns else _NOT_ITS_OWN,
             evaluate_now=_evaluation(scorer, config, made.params),
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, source_of_peak, progress.log),

@@ -50,6 +50,7 @@ class RunHooks:
     what was kept of them."""
     alarm: float
     """``config.cache.alarm``, 0 never."""
+    alarm_advice: str
     steps: int
     """Of the whole run; the last evaluation has the blind control beside it."""
     peak_flops: float
@@ -75,9 +76,9 @@ class RunHooks:
         tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         # The tower does nothing for a picture whose tokens are kept, backwards neither.
         spared = metrics.get("cache/found", 0.0) * self.flops_per_step.vision
-        if "cache/drift" in metrics:
-            metrics["cache/drift"] = max(metrics["cache/drift"], self.changed)
-            self._alarm(step, metrics["cache/drift"])
+        if "cache/drift_most" in metrics:
+            metrics["cache/drift_most"] = max(metrics["cache/drift_most"], self.changed)
+            self._alarm(step, metrics["cache/drift_most"])
         values = metrics | {
             "learning_rate": self.learning_rate(step - 1 - int(metrics["skipped_updates"])),
             "tokens_per_s": tokens / seconds,
@@ -102,7 +103,7 @@ class RunHooks:
             self.progress.log(
                 f"step {step}: visual tokens that were kept differ by {drift:.2g} of their norm "
                 f"from what the tower makes now, more than config.cache.alarm={self.alarm:g}; "
-                "lower config.cache.bound, or look at the store with `jaxvlm cache verify`"
+                f"{self.alarm_advice}"
             )
 
     def evaluate(self, step: int, state: TrainState) -> bool:

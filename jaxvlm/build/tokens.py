@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import os
 import pathlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxvlm
 from jaxvlm.build.model import Model
+from jaxvlm.cache.codec import error_bound
 from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
-from jaxvlm.config import CacheConfig, ModelConfig
-from jaxvlm.io.digest import digests
+from jaxvlm.config import CacheConfig, ConfigError, ModelConfig
+from jaxvlm.io.digest import bit_words, flat_index, mix
 from jaxvlm.models.vlm import DTYPES
+from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.train.apart import is_tower
 from jaxvlm.types import Batch, Params
 
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
     from jaxvlm.build.run import Run
 
 TRUST = ("all", "weights")
+_SEEDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+_FLUSH_SECONDS = 20.0
 _WAITING = 4
 """Steps whose tokens may wait for the host; of more none are taken, a run does not wait."""
 
@@ -41,12 +50,12 @@ class Keeper:
     """
 
     def __init__(self, tiers: Tiers, rows: np.ndarray, say: Callable[[str], None]):
-        self.tiers, self.rows, self._say = tiers, rows, say
-        self.failed = False
-        self.missed = 0
-        """Steps whose tokens were not taken."""
+        self.tiers, self._say = tiers, say
+        self._local = {row: i for i, row in enumerate(rows.tolist())}
+        self._failed, self._flushed = False, time.monotonic()
         self._change = 0.0
-        self._taken: set[bytes] = set()
+        self._audited: set[bytes] = set()
+        self._lock = threading.Lock()
         self._queue: queue.Queue[tuple[Batch, jax.Array] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._work, name="tokens", daemon=True)
         self._thread.start()
@@ -56,63 +65,65 @@ class Keeper:
 
         Args:
             batch: this process's rows, numpy.
-            tokens: the step's ``Batch.features``, of all rows.
+            tokens: the step's ``Batch.features``, split as a batch is.
         """
-        fresh = (batch.image_start >= 0) & ~batch.is_stored
-        keys = {key.tobytes() for key in batch.image_key[fresh]}
-        if not self.failed and self.tiers.takes and keys - self._taken:
-            try:
+        fresh = batch.image_key[(batch.image_start >= 0) & ~batch.is_stored]
+        if not self._failed and any(self._wants(key.tobytes()) for key in fresh):
+            with contextlib.suppress(queue.Full):  # then the next pass has another chance
                 self._queue.put_nowait((batch, tokens))
-            except queue.Full:
-                self.missed += 1
 
     def change(self) -> float:
         """The largest relative distance, since the last call, of tokens that were made although
         they were kept from what was kept.
         """
-        found, self._change = self._change, 0.0
+        with self._lock:
+            found, self._change = self._change, 0.0
         return found
 
     def close(self) -> None:
         """Wait until all that was taken is kept."""
-        if not self.failed:
-            self._queue.put(None)
-            self._thread.join()
+        self._queue.put(None)
+        self._thread.join()
         self.tiers.close()
+
+    def _wants(self, key: bytes) -> bool:
+        known = self.tiers.has(key)
+        return key not in self._audited if known else self.tiers.takes
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
-                self._keep(*item)
+                if not self._failed:  # else what waits is let go, so that nobody waits for room
+                    self._keep(*item)
+                    self._flush()
             except Exception as error:  # the run does not need it
-                self.failed = True
+                self._failed = True
                 self._say(f"visual tokens are no longer kept: {type(error).__name__}: {error}")
-                return
 
     def _keep(self, batch: Batch, tokens: jax.Array) -> None:
-        for shard in tokens.addressable_shards:
-            if shard.replica_id:
-                continue
-            first = shard.index[0].start or 0
-            data: np.ndarray | None = None
-            for at in range(shard.data.shape[0]):
-                row = int(np.searchsorted(self.rows, first + at))
-                for place in np.flatnonzero(batch.image_start[row] >= 0).tolist():
-                    key = batch.image_key[row, place].tobytes()
-                    if batch.is_stored[row, place] or key in self._taken:
-                        continue
-                    data = np.asarray(shard.data) if data is None else data
-                    self._one(key, _of_picture(data[at], batch, row, place))
+        for row, data in owned_rows(tokens).items():
+            at = self._local[row]
+            for place in np.flatnonzero((batch.image_start[at] >= 0) & ~batch.is_stored[at]):
+                key = batch.image_key[at, place].tobytes()
+                if self._wants(key):
+                    self._one(key, _of_picture(data, batch, at, int(place)))
+
+    def _flush(self) -> None:
+        """Now and then: a run that is killed, or another beside it, should lose little."""
+        if self.tiers.store and time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.tiers.store.flush()
+            self._flushed = time.monotonic()
 
     def _one(self, key: bytes, tokens: np.ndarray) -> None:
-        self._taken.add(key)
         known = self.tiers.get(key)
         if known is None:
             self.tiers.put(key, tokens)
             return
+        self._audited.add(key)
         new, old = tokens.astype(np.float32), known.astype(np.float32)
         apart = float(np.linalg.norm(new - old)) / max(float(np.linalg.norm(old)), 1e-30)
-        self._change = max(self._change, apart)
+        with self._lock:
+            self._change = max(self._change, apart)
 
 
 def _of_picture(tokens: np.ndarray, batch: Batch, row: int, place: int) -> np.ndarray:
@@ -129,21 +140,30 @@ def is_on(config: CacheConfig) -> bool:
     return bool(config.store) or config.memory_mb > 0
 
 
-def open_keeper(run: Run, params: Params, chunk: int, say: Callable[[str], None]) -> Keeper | None:
+def open_keeper(
+    run: Run, params: Callable[[], Params], chunk: int, say: Callable[[str], None]
+) -> Keeper | None:
     """The keeper of a run, or ``None`` where it wants none.
 
     Args:
         run: its settings; its data is told where to look.
-        params: all of the model's.
+        params: gives all of the model's.
         chunk: as the tower takes pictures.
         say: takes lines for people.
     """
     config = run.config.cache
     if not is_on(config):
         return None
+    name = "store" if config.store else "memory_mb"
+    if sum_over_processes(np.asarray([len(run.rows)], np.float64))[0] > run.config.data.batch_size:
+        raise ConfigError(
+            f"config.cache.{name}: processes that share rows (config.mesh.tensor, context or stage "
+            "over several) may find other tokens each; leave it out, or keep these axes inside of "
+            "a process"
+        )
     store = None
     if config.store:
-        facts = identity(run, params, chunk)
+        facts = identity(run, params(), chunk)
         folder = pathlib.Path(config.store).expanduser()
         store = Store(folder, facts, config.codec, say)
         counts = store.counts()
@@ -158,6 +178,11 @@ def open_keeper(run: Run, params: Params, chunk: int, say: Callable[[str], None]
     return Keeper(tiers, run.rows, say)
 
 
+def alarm_of(codec: str) -> float:
+    """Relative change of a frozen tower's tokens that neither rounding nor the codec makes."""
+    return max(1e-3, 10 * float(error_bound(codec, 1.0)))
+
+
 def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
     """What tokens depend on beside the picture: equal only where they would be equal."""
     config, model, slots = run.config, run.model, run.slots
@@ -165,15 +190,22 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "weights": weights_digest(params),
         "tower": dataclasses.asdict(config.model.vision),
+        "adapters": dataclasses.asdict(config.model.lora),
         "pictures": run.dataset.settings.prepare.fingerprint,
+        "libraries": {name: version(name) for name in ("pillow", "transformers")},
         "code": code_digest(),
     }
     if config.cache.trust == "all":
         device = jax.devices()[0]
         facts |= {
-            "platform": f"{device.platform} {device.device_kind}",
+            "platform": f"{device.device_kind} {device.client.platform_version}",
             "jax": f"{jax.__version__} {jax.lib.__version__}",
+            "flags": [
+                os.environ.get("XLA_FLAGS", ""),
+                str(jax.config.values["jax_default_matmul_precision"]),
+            ],
             "dtype": config.model.dtype,
+            "attention": config.model.attention,
             "layout": _layout(model),
             "chunk": [*slots.windows, chunk],
         }
@@ -181,23 +213,37 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
 
 
 def weights_digest(params: Params) -> str:
-    """Of a tower's parameters, on whatever mesh; another one where any bit is another."""
+    """Of a tower's parameters, on whatever mesh."""
     paths = sorted(path for path in params if is_tower(path))
-    sums = digests([params[path] for path in paths])
-    facts = [(p, str(params[p].dtype), params[p].shape, s) for p, s in zip(paths, sums)]
-    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    sums = _mixed(tuple(params[path] for path in paths))
+    facts = [(p, str(params[p].dtype), params[p].shape) for p in paths]
+    return hashlib.blake2b(repr((facts, np.asarray(sums).tolist())).encode()).hexdigest()[:32]
+
+
+@jax.jit
+def _mixed(leaves: tuple[jax.Array, ...]) -> jax.Array:
+    """u32[leaves, 4]: sums of words that are mixed with their places, so that changes in several
+    do not cancel as they may in a sum of products; in any order, so on any mesh.
+    """
+    lanes = []
+    for leaf in leaves:
+        words = bit_words(leaf)
+        place = flat_index(words.shape)
+        lane = [
+            jnp.sum(mix(words ^ mix(place + jnp.uint32(seed))), dtype=jnp.uint32) for seed in _SEEDS
+        ]
+        lanes.append(jnp.stack(lane))
+    return jnp.stack(lanes)
 
 
 def code_digest() -> str:
-    """Of the files that a tower is made of."""
+    """Of the files that make pixels of pictures, and tokens of them."""
     root, digest = pathlib.Path(jaxvlm.__file__).parent, hashlib.blake2b(digest_size=16)
-    for path in _sources(root, ("nn", "models", "cache")):
-        digest.update(path.name.encode() + path.read_bytes())
+    for folder in ("data", "models", "nn", "parallel"):
+        for path in sorted((root / folder).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()
-
-
-def _sources(root: pathlib.Path, folders: Sequence[str]) -> list[pathlib.Path]:
-    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
 
 
 def _layout(model: Model[ModelConfig]) -> dict[str, Any]:

@@ -140,7 +140,9 @@ def build_training(
     elif caching.is_on(config.cache):
         assert slots is not None
         asks = caching.with_chunk(config, model.mesh)
-        cache = caching.make_cache(asks, model, trainable, slots.count, slots.windows, schedule)
+        cache = caching.make_cache(
+            asks, model, trainable, slots.count, slots.windows, schedule, config.seed
+        )
         made = together(model, *asked, cache)
         say(caching.line(asks, slots, made.abstract))
     else:

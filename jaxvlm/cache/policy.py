@@ -23,6 +23,8 @@ class Policy(NamedTuple):
     """They are due when they have probably changed by this, relative to their norm; 0: never."""
     share: float = 0.0
     """Of the pictures whose tokens could be read, how many are drawn to be encoded."""
+    seed: int = 0
+    """Of the draws."""
     by_need: bool = False
     """Drawn by how much it would change the loss, not evenly."""
     at_once: int = 0
@@ -48,18 +50,21 @@ class Policy(NamedTuple):
         return version + jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(updates, 1)))).astype(jnp.int32)
 
 
-def draw_step(allowed: jax.Array, share: float, turn: Any) -> tuple[jax.Array, jax.Array]:
-    """Whole steps, at equal distances from a random start on: all that is allowed, or nothing.
+def draw_step(
+    allowed: jax.Array, share: float, turn: Any, seed: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Whole steps, at equal distances from a start that the seed draws: all, or nothing.
 
     Args:
         allowed: bool[n]: what may be drawn.
         share: of the steps.
         turn: i32[]: the step.
+        seed: of the run.
 
     Returns:
         As :func:`draw`: bool[n]; f32[n], ``share`` where it is allowed.
     """
-    start = jax.random.uniform(jax.random.key(0))
+    start = jax.random.uniform(jax.random.key(seed))
     # In numbers below 1, so that no step is lost to rounding in a long run.
     here = jnp.mod(jnp.mod(turn, 1 << 12) * share + (turn >> 12) * ((share * (1 << 12)) % 1), 1)
     drawn = jnp.mod(here + start, 1) + share >= 1
@@ -67,33 +72,30 @@ def draw_step(allowed: jax.Array, share: float, turn: Any) -> tuple[jax.Array, j
 
 
 def draw(
-    allowed: jax.Array, need: jax.Array | None, share: float, turn: Any
+    allowed: jax.Array, need: jax.Array | None, share: float, turn: Any, seed: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Systematic sampling: one random start, then equal steps along the added up probabilities.
+    """Systematic sampling: one random start, then steps of 1 along the added up probabilities.
 
     Args:
         allowed: bool[n]: what may be drawn.
         need: f32[n], not negative: probabilities are half even, half proportional to it where that
             is below 1; ``None``: even.
-        share: of ``allowed`` that is drawn, rounded to a whole number k.
+        share: of ``allowed`` that is drawn.
         turn: i32[]: draws of different turns are independent.
+        seed: of the run.
 
     Returns:
-        bool[n], exactly k of them set; f32[n], the probability with which each was; at least half
-        of k / sum(allowed) where it is allowed, else 0.
+        bool[n]: ``share * sum(allowed)`` of them are set, or where that is no whole number one of
+        its neighbours, so that it is the mean; f32[n], the probability with which each was, at
+        least half of ``share`` where it is allowed, else 0.
 
     Source: Madow, On the theory of systematic sampling II (1949).
     """
-    count = jnp.sum(allowed).astype(jnp.float32)
-    k = jnp.round(share * count)
-    chance = jnp.where(allowed, k / jnp.maximum(count, 1), 0)
+    chance = jnp.where(allowed, share, 0.0)
     if need is not None:
-        chance = _EVEN * chance + (1 - _EVEN) * _proportional(allowed, need, k)
-    total = jnp.cumsum(chance)
-    total *= k / jnp.maximum(total[-1], 1e-9)
-    total = jnp.where(total > k - 1e-3, k, total)  # rounding must not lose the last
-    start = jax.random.uniform(jax.random.fold_in(jax.random.key(0), turn))
-    steps = jnp.floor(total + start)
+        chance = _EVEN * chance + (1 - _EVEN) * _proportional(allowed, need, jnp.sum(chance))
+    start = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), turn))
+    steps = jnp.floor(jnp.cumsum(chance) + start)
     return steps > jnp.concatenate([jnp.zeros(1), steps[:-1]]), chance
 
 

@@ -23,6 +23,7 @@ from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.types import PAGE, Batch
 
+_SLOWEST = 1e-12  # of learning rates
 _ROWS, _CHUNKS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES), PartitionSpec()
 
 
@@ -92,7 +93,8 @@ class Recompute:
         good = (size > 0) & known & (lag <= policy.bound)
         if policy.tolerance:
             # What was never measured moves like the others; while none was, it is due at once.
-            guess = jnp.where(state.typical > 0, state.typical, jnp.inf) * self.rate(state.version)
+            guess = jnp.where(state.typical > 0, state.typical, jnp.inf)
+            guess *= jnp.maximum(self.rate(state.version), _SLOWEST)
             guess = policy.next_due(state.version - lag, jnp.broadcast_to(guess, lag.shape))
             good &= state.version < jnp.where(drift > 0, due, guess)
         if batch.is_stored is not None:
@@ -105,9 +107,11 @@ class Recompute:
             allowed = good if batch.is_stored is None else good & ~batch.is_stored
             if policy.at_once:
                 turn = state.turn // policy.at_once
-                drawn, chance = draw_step(allowed.reshape(-1), policy.share, turn)
+                drawn, chance = draw_step(allowed.reshape(-1), policy.share, turn, policy.seed)
             else:
-                drawn, chance = draw(allowed.reshape(-1), need, policy.share, state.turn)
+                drawn, chance = draw(
+                    allowed.reshape(-1), need, policy.share, state.turn, policy.seed
+                )
             drawn, chance = drawn.reshape(size.shape), chance.reshape(size.shape)
             stale, weight = stale | drawn, jnp.where(drawn, 1 / chance, 1)
         seen = Seen(first, size, stale, known, lag, drift, weight)
@@ -203,7 +207,7 @@ class Recompute:
             ok: whether the step is good; where not, nothing is written.
 
         Returns:
-            The state; f32[], the mean relative change of tokens that were kept and made anew.
+            The state; f32[], the largest relative change of tokens that were kept and made anew.
         """
         rows, pages = features.reshape(len(features), -1, features.shape[-1]), batch.image_pages
         tokens, change = self._change(state, seen, pages, rows)
@@ -215,17 +219,16 @@ class Recompute:
         if gradient is not None and self.policy.by_need:
             pull = self._norms(seen, gradient.reshape(rows.shape))
         state = self._put(state, batch, seen, tokens, (due, drift, pull), ok)
-        return state._replace(turn=state.turn + 1), jnp.sum(
-            jnp.where(again, change, 0)
-        ) / jnp.maximum(jnp.sum(again), 1)
+        return state._replace(turn=state.turn + 1), jnp.max(jnp.where(again, change, 0))
 
     def _measure(
         self, state: CacheState, seen: Seen, change: jax.Array, again: jax.Array
     ) -> tuple[CacheState, jax.Array, jax.Array]:
         """The state with a new ``typical``; [B, I] due and drift of what was made anew."""
         moved = again & (seen.lag > 0) & jnp.isfinite(change)
-        rate = jnp.maximum(self.rate(state.version), 1e-12)
-        measured = change / jnp.maximum(seen.lag, 1) / rate
+        rate = jnp.maximum(self.rate(state.version), _SLOWEST)
+        # Above 0, which says that nothing was measured.
+        measured = jnp.maximum(change / jnp.maximum(seen.lag, 1) / rate, 1e-20)
         drift = jnp.where((seen.drift > 0) & moved, (seen.drift + measured) / 2, measured)
         drift = jnp.where(moved, drift, seen.drift)
         mean = jnp.sum(jnp.where(moved, drift, 0)) / jnp.maximum(jnp.sum(moved), 1)

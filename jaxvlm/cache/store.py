@@ -139,7 +139,7 @@ class Store:
         if len(key) != 16:
             raise ValueError(f"a key is 16 bytes, not {len(key)}")
         codecs.check(tokens, self.codec)
-        if self._has(key):
+        if self.has(key):
             return
         if not codecs.is_finite(tokens):
             self._not_kept("refused", "tokens that are not finite are not kept")
@@ -150,7 +150,7 @@ class Store:
                 raise ValueError(f"{self.folder}: the store is closed")
             full = self._waiting_bytes + tokens.nbytes > _WAITING * self._room
             keep = not self.read_only and not (full and self._waiting)
-            if keep and not self._has(key):
+            if keep and not self.has(key):
                 self._add(key, tokens)
         if not keep:
             self._not_kept("dropped", "tokens are made faster than the disk takes them")
@@ -206,7 +206,8 @@ class Store:
         self._count["bytes"] += segment.size
         self._count["raw_bytes"] += segment.raw_bytes
 
-    def _has(self, key: bytes) -> bool:
+    def has(self, key: bytes) -> bool:
+        """Whether a row is there, or waits for the disk; it is not read."""
         with self._changed:
             return self._index.get(key) is not None or key in self._waiting
 

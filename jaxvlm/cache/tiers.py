@@ -24,6 +24,7 @@ class Tiers:
         self.store, self.dtype = store, np.dtype(dtype)
         self._room, self._bytes = memory_mb * 2**20, 0
         self._kept: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
+        self._new: set[bytes] = set()
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> np.ndarray | None:
@@ -32,17 +33,30 @@ class Tiers:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        found = self.store.get(key) if self.store else None
+        found = self.store.get(key) if self.store and key not in self._new else None
         if found is not None:
             found = self._keep(key, found.astype(self.dtype, copy=False))
         return found
 
+    def has(self, key: bytes) -> bool:
+        """Whether a row is kept, on disk or in memory."""
+        with self._lock:
+            if key in self._kept:
+                return True
+        return self.store is not None and self.store.has(key)
+
     def put(self, key: bytes, tokens: np.ndarray) -> None:
-        """Keep a row in both, as long as there is room; [T, D]."""
+        """Keep a row in both, as long as there is room; [T, D].
+
+        Behind a codec that changes numbers it is for the next run: in this one they would change
+        as soon as a thread happens to be done.
+        """
+        if self.store and self.store.codec != "exact":
+            self._new.add(key)
+            self.store.put(key, tokens)
+            return
         if self.store:
             self.store.put(key, tokens)
-            if self.store.codec != "exact":  # what is read must not depend on where it lies
-                return
         self._keep(key, np.array(tokens, self.dtype))
 
     @property

@@ -95,7 +95,12 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("ahead", "policy='hybrid'", lambda c: c.policy == "hybrid"),
         ("tolerance", "policy='adaptive'", lambda c: c.policy == "adaptive"),
         ("at_once", "refresh", lambda c: c.refresh),
-        ("refresh alarm store memory_mb", "a policy", lambda c: c.policy != "off"),
+        (
+            "alarm",
+            "refresh, or a tower whose tokens grow too old",
+            lambda c: c.refresh or c.policy in ("lazy", "hybrid", "adaptive"),
+        ),
+        ("refresh store memory_mb", "a policy", lambda c: c.policy != "off"),
         ("codec trust", "a store", lambda c: c.store),
         ("pictures", "a policy or a chunk", lambda c: c.policy != "off" or c.chunk),
     ),

@@ -303,8 +303,13 @@ class Dataset:
             has_parents=bool((pieces.record < 0).any()),
             mask=self._mask(),
             taps=self._taps,
-            position_rows=max((len(s.positions) for s in self.corpus.spans[:1]), default=1),
+            position_rows=self.position_rows,
         )
+
+    @property
+    def position_rows(self) -> int:
+        """R: rotary positions of a token."""
+        return max((len(span.positions) for span in self.corpus.spans[:1]), default=1)
 
     def _mask(self) -> str:
         mask = self.settings.visual_mask

@@ -60,26 +60,35 @@ def digest_one(x: jax.Array) -> jax.Array:
     Returns:
         u32[].
     """
-    words = _words(x)
-    index = jnp.zeros(words.shape, jnp.uint32)
-    for dim in range(words.ndim):
-        stride = math.prod(words.shape[dim + 1 :]) % 2**32
-        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride)
-    # Murmur's finaliser: neighbours get unrelated weights, so swapped blocks change the sum.
-    index ^= index >> 16
-    index *= jnp.uint32(0x85EBCA6B)
-    index ^= index >> 13
-    index *= jnp.uint32(0xC2B2AE35)
-    index ^= index >> 16
-    return jnp.sum(words * (index | 1), dtype=jnp.uint32)
+    words = bit_words(x)
+    # Neighbours get unrelated weights, so swapped blocks change the sum.
+    return jnp.sum(words * (mix(flat_index(words.shape)) | 1), dtype=jnp.uint32)
 
 
-def _words(x: jax.Array) -> jax.Array:
+def flat_index(shape: Sequence[int]) -> jax.Array:
+    """u32[shape]: each element's place, modulo 2**32."""
+    index = jnp.zeros(shape, jnp.uint32)
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :]) % 2**32
+        index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+    return index
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """u32: Murmur's finaliser; one to one."""
+    x ^= x >> 16
+    x *= jnp.uint32(0x85EBCA6B)
+    x ^= x >> 13
+    x *= jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def bit_words(x: jax.Array) -> jax.Array:
     """The bit pattern of ``x`` as u32, one element a word (two for eight-byte elements)."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _words(jnp.stack([x.real, x.imag], axis=-1))
+        return bit_words(jnp.stack([x.real, x.imag], axis=-1))
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
     bits = jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize])
     return bits.astype(jnp.uint32)

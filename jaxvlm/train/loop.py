@@ -159,6 +159,7 @@ class _Window:
     def __init__(self, leaves: list[str], max_bad_steps: int, hooks: Hooks):
         self.leaves, self.max_bad_steps, self.hooks = leaves, max_bad_steps, hooks
         self.sums: dict[str, float] = {}
+        self.most: dict[str, float] = {}
         self.count = 0
 
     def read(self, pending: tuple[int, dict[str, Any]] | None) -> None:
@@ -174,13 +175,16 @@ class _Window:
             return
         self.count += 1
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+            if name.endswith("_most"):
+                self.most[name] = max(self.most.get(name, value), value)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """Means since the last call, over the steps that were not skipped."""
+        """Means since the last call, of steps that were not skipped; of ``_most``, the most."""
         count = max(self.count, 1)
-        out = {name: value / count for name, value in self.sums.items()}
-        self.sums, self.count = {}, 0
+        out = {name: value / count for name, value in self.sums.items()} | self.most
+        self.sums, self.most, self.count = {}, {}, 0
         return out | {"skipped_updates": self.skipped}
 
     def _bad(self, step: int, in_a_row: int, bad_leaf: int, loss: float) -> None:

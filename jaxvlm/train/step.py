@@ -61,7 +61,8 @@ def make_step(
         cache: where visual tokens come from.
 
     Returns:
-        The step. Its metrics are scalars: the loss and, where it has several, its terms as
+        The step. Its metrics are scalars, but for tokens that a cache gives: the loss and, where it
+        has several, its terms as
         ``loss/<term>``, scaled as they add up; ``grad_norm``, ``skipped``, ``bad_in_a_row``,
         ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
         finite, or -1), ``tokens`` and ``pictures`` in the batch, each of the loss's metrics as a

@@ -28,9 +28,10 @@ def test_draws(need):
         need, jnp.asarray(rng.exponential(size=40) ** 3, jnp.float32)
     )
     drawn, chance = jax.vmap(lambda turn: draw(allowed, given, 0.2, turn))(jnp.arange(20_000))
-    k = round(0.2 * int(allowed.sum()))
+    k = 0.2 * int(allowed.sum())
     chance = np.asarray(chance[0])
-    assert set(np.asarray(drawn).sum(1).tolist()) == {k}
+    counts, often = np.unique(np.asarray(drawn).sum(1), return_counts=True)
+    assert often[counts == round(k)] > 0.999 * len(drawn)  # 6: but for rounding
     assert not np.asarray(drawn)[:, ~np.asarray(allowed)].any()
     assert chance.sum() == pytest.approx(k, rel=1e-5)
     least = 1.0 if need is None else 0.5
@@ -40,6 +41,30 @@ def test_draws(need):
     if need == "skewed":
         order = np.argsort(np.where(np.asarray(allowed), np.asarray(given), -1))
         assert np.all(np.diff(chance[order]) >= -1e-6) and chance.max() > 2 * chance[allowed].min()
+
+
+@pytest.mark.parametrize("count, share", [(8, 0.05), (16, 0.02), (8192, 1 / 8192), (2, 0.25)])
+def test_small_shares(count, share):
+    """Less than one a step is one in some steps; and none, the last neither, is never drawn."""
+    turns = 20_000 if count < 100 else 2000
+    drawn, chance = jax.lax.map(
+        lambda turn: draw(jnp.ones(count, bool), None, share, turn, 3), jnp.arange(turns)
+    )
+    mean = np.asarray(drawn).sum(1).mean()
+    assert mean == pytest.approx(count * share, abs=5 * np.sqrt(count * share / turns))
+    np.testing.assert_allclose(chance[0], share, rtol=1e-5)
+    if count < 100:
+        each = np.asarray(drawn).mean(0)
+        np.testing.assert_allclose(each, share, atol=5 * np.sqrt(share / turns))
+
+
+def test_seeds_draw_otherwise():
+    allowed = jnp.ones(32, bool)
+    seen = {np.asarray(draw(allowed, None, 0.25, 5, seed)[0]).tobytes() for seed in range(8)}
+    assert len(seen) > 2
+    turns = jnp.arange(40)
+    run = jax.vmap(lambda turn, seed: draw_step(allowed, 0.1, turn, seed)[0][0], (0, None))
+    assert len({np.asarray(run(turns, seed)).tobytes() for seed in range(8)}) > 2
 
 
 def test_nothing_to_draw_from():
@@ -161,7 +186,7 @@ def test_tokens_are_due_by_their_drift():
 def policies():
     return [
         Made("data8", "adaptive", (), bound=3, tolerance=0.2, refresh=0.25, chunk=2),
-        Made("data2_fsdp2_tensor2", "hybrid", (), bound=3, ahead=1, refresh=0.5, chunk=2),
+        Made("data2_fsdp2_tensor2", "hybrid", (), bound=3, ahead=1, chunk=2),
     ]
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from zoo import QWEN3, on_stages
 
 from jaxvlm.build.assemble import assemble
-from jaxvlm.build.caching import make_cache
+from jaxvlm.build.caching import TOKENS, make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.parts import tower_part
 from jaxvlm.cache.state import page_keys
@@ -32,7 +32,7 @@ from jaxvlm.config import CacheConfig, MeshConfig, OptimConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.sharding import to_global
+from jaxvlm.parallel.sharding import batch_sharding, to_global
 from jaxvlm.plan import collectives
 from jaxvlm.types import PAGE, Batch
 
@@ -336,10 +336,20 @@ def test_a_picture_that_is_twice_in_a_row_is_kept_once():
     assert [int(x["cache/encoded"]) for x in seen] == [2 * ROWS, 0]
 
 
-def test_all_found_runs_no_encoder_and_sends_no_features():
+@pytest.mark.parametrize("store", ["", "somewhere"])
+def test_all_found_runs_no_encoder_and_sends_no_features(store):
     """From the compiled programs: the tower is behind a condition, and no feature is sent."""
-    made, fed = Made("data8"), Made("data8", policy="")
-    batch = made.place(turns(1)[0])
+    made, fed = Made("data8", store=store), Made("data8", policy="")
+    local = turns(1)[0]
+    if store:  # tokens come with the batch, and the step gives what it made
+        shape = (ROWS, 2, PATCHES, TINY.vision.width)
+        local = local._replace(
+            stored=np.zeros(shape, np.float32), is_stored=np.zeros((ROWS, 2), bool)
+        )
+        _, metrics = made.step(made.init(made.model.init(0)), made.place(local))
+        assert metrics[TOKENS].sharding.is_equivalent_to(batch_sharding(made.mesh), 4)
+        assert all(x.ndim == 0 for name, x in metrics.items() if name != TOKENS)
+    batch = made.place(local)
     cached = made.step.lower(made.abstract, batch).compile().as_text()
     of_tower = [x for x in cached.splitlines() if re.search(r'op_name="[^"]*/vision/', x)]
     assert any(" dot(" in x or "fusion(" in x for x in of_tower)

@@ -146,7 +146,7 @@ def test_tokens_are_audited(first, data, tmp_path, capsys, monkeypatch):
     """A store whose tokens are wrong though nothing says so: the alarm does."""
     _, store = first
     good = run(data, tmp_path / "good", store, refresh=0.5)
-    assert max(metric(good, "train/cache/drift")) <= 1e-6
+    assert max(metric(good, "train/cache/drift_most")) <= 1e-6
     assert "differ by" not in said(capsys)
     config = made(data, "strict", chunk=2, store=str(store), refresh=0.5)
     bad = jaxvlm.Run(config, tmp_path / "bad", **ONE)
@@ -158,15 +158,17 @@ def test_tokens_are_audited(first, data, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Store, "get", wrong)
     bad.fit()
-    assert max(metric(bad, "train/cache/drift")) == pytest.approx(0.01, rel=0.05)
+    assert max(metric(bad, "train/cache/drift_most")) == pytest.approx(0.01, rel=0.05)
     assert "differ by 0.0099" in said(capsys)
 
 
-def test_a_store_that_can_not_be_written(data, tmp_path, capsys, first):
+def test_a_store_that_can_not_be_written(data, tmp_path, capsys, first, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
     done, _ = first
-    blocked = tmp_path / "store"
-    blocked.write_text("a file")
-    again = run(data, tmp_path / "run", blocked)
+    monkeypatch.setattr("jaxvlm.cache.files.write_whole", refuse)
+    again = run(data, tmp_path / "run", tmp_path / "store")
     assert losses(again.workdir) == losses(done.workdir)
     assert "the run goes on" in said(capsys)
 
@@ -178,9 +180,12 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
     assert losses(twice.workdir) != losses(done.workdir)
     for step, value in losses(done.workdir).items():
         assert abs(losses(twice.workdir)[step] - value) <= 0.02 * abs(value)
-    assert metric(twice, "train/cache/stored")[-1] == 1 and once is not twice
+    # What a run made is for the next: this one must not depend on when a thread was done.
+    assert set(metric(once, "train/cache/stored")) == {0.0}
+    assert losses(once.workdir) == losses(done.workdir)
+    assert set(metric(twice, "train/cache/stored")) == {1.0}
     (found,) = upkeep.stat(tmp_path / "store")
-    assert found is not None
+    assert found.rows == 40 and found.codec == "int8"
 
 
 @pytest.mark.parametrize(
@@ -191,6 +196,13 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
         ({"store": "x", "codec": "int5"}, "known: exact, int8"),
         ({"store": "x", "trust": "me"}, "known: all, weights"),
         ({"store": "x", "learns": True}, "freeze the tower"),
+        ({"store": __file__}, "a file, where a folder is wanted"),
+        ({"refresh": float("nan")}, "or no number"),
+        ({"store": "gs://x/y"}, "object stores are not read"),
+        ({"policy": "hybrid", "bound": 4, "refresh": 0.1, "learns": True}, "right in the mean"),
+        ({"policy": "adaptive", "learns": True}, "nothing to choose"),
+        ({"refresh": 0.1, "learns": True}, "leave it at 0"),
+        ({"alarm": 0.1}, "is not read without refresh"),
         ({"memory_mb": 1, "learns": True}, "config.cache.memory_mb with a tower that learns"),
     ],
 )

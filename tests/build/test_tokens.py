@@ -1,0 +1,124 @@
+"""Tokens behind a step: whose rows they are, what a tower's identity is, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxvlm.build.tokens import Keeper, weights_digest
+from jaxvlm.cache.tiers import Tiers
+from jaxvlm.types import Batch
+
+
+def batch_of(rows, stored=False):
+    """Rows of one picture each, whose key is its number in the global batch, from 1."""
+    key = np.zeros((len(rows), 1, 4), np.uint32)
+    key[:, 0, 0] = np.asarray(rows) + 1
+    shape = (len(rows), 1)
+    return Batch(
+        None, None, None, None, image_start=np.zeros(shape, np.int32), image_key=key,
+        is_stored=np.full(shape, stored),
+    )  # fmt: skip
+
+
+def key_of(row):
+    return np.asarray([row + 1, 0, 0, 0], np.uint32).tobytes()
+
+
+def tokens_of(rows):
+    return jax.numpy.asarray(np.asarray(rows, np.float32)[:, None, None, None] + np.ones((1, 3, 2)))
+
+
+def test_rows_keep_their_own_tokens(monkeypatch):
+    """Of a process whose rows do not follow each other."""
+    rows = np.asarray([0, 1, 4, 5])
+    here = {row: np.asarray(tokens_of([row]))[0] for row in rows.tolist()}
+    monkeypatch.setattr("jaxvlm.build.tokens.owned_rows", lambda tokens: here)
+    tiers = Tiers(None, 8, np.float32)
+    keeper = Keeper(tiers, rows, pytest.fail)
+    keeper.take(batch_of(rows), tokens_of(range(8)))
+    keeper.close()
+    for row in rows.tolist():
+        np.testing.assert_array_equal(tiers.get(key_of(row)), row + np.ones((3, 2)))
+    assert not tiers.has(key_of(2))
+
+
+def test_rows_of_others_are_refused(monkeypatch):
+    """Of a row that is not this process's nothing is kept, and that is said."""
+    said = []
+    here = {row: np.asarray(tokens_of([row]))[0] for row in range(4)}
+    monkeypatch.setattr("jaxvlm.build.tokens.owned_rows", lambda tokens: here)
+    tiers = Tiers(None, 8, np.float32)
+    keeper = Keeper(tiers, np.asarray([0, 1]), said.append)
+    keeper.take(batch_of([0, 1]), tokens_of(range(4)))
+    keeper.close()
+    assert not tiers.has(key_of(2)) and len(said) == 1 and "no longer kept" in said[0]
+
+
+def test_it_ends_though_keeping_fails(monkeypatch):
+    """With its queue full and a thread that failed, nobody waits."""
+    tiers, said, begun = Tiers(None, 8, np.float32), [], threading.Event()
+
+    def fail(*_):
+        begun.wait(5)
+        raise OSError("no")
+
+    monkeypatch.setattr(tiers, "put", fail)
+    keeper = Keeper(tiers, np.arange(2), said.append)
+    for _ in range(8):
+        keeper.take(batch_of([0, 1]), tokens_of([0, 1]))
+    begun.set()
+    ended = threading.Thread(target=keeper.close)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive() and said == ["visual tokens are no longer kept: OSError: no"]
+
+
+def test_the_latest_used_are_in_memory():
+    """What was pushed out is kept again when it is made again."""
+    tiers = Tiers(None, 1, np.float32)
+    big = np.ones((100, 1000), np.float32)  # two of them fit
+    for row in (0, 1, 2):
+        tiers.put(key_of(row), big)
+    assert [tiers.has(key_of(row)) for row in range(3)] == [False, True, True]
+    tiers.put(key_of(0), big)
+    assert [tiers.has(key_of(row)) for row in range(3)] == [True, False, True]
+
+
+def test_what_was_kept_is_compared_once():
+    tiers = Tiers(None, 8, np.float32)
+    tiers.put(key_of(0), np.full((3, 2), 1.1, np.float32))
+    keeper = Keeper(tiers, np.arange(1), pytest.fail)
+    keeper.take(batch_of([0]), tokens_of([0]))
+    keeper.close()
+    assert keeper.change() == pytest.approx(0.1 / 1.1, rel=1e-3)
+    assert keeper.change() == 0
+
+
+@pytest.mark.parametrize("what", ["ulp", "signs", "swap", "moved", "dtype"])
+def test_another_tower_has_another_digest(what):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(4, 6)).astype(np.float32)
+    others = {"vision/a": w, "vision/b": rng.normal(size=3).astype(np.float32), "decoder/c": w}
+    other = w.copy()
+    if what == "ulp":
+        other[1, 2] = np.nextafter(other[1, 2], np.float32(9))
+    if what == "signs":
+        other[0, :2] *= -1
+    if what == "swap":
+        other[[0, 1]] = other[[1, 0]]
+    if what == "moved":
+        other = w.reshape(6, 4)
+    if what == "dtype":
+        other = w.view(np.int32)
+
+    def put(x):
+        return {path: jax.numpy.asarray(v) for path, v in x.items()}
+
+    first = weights_digest(put(others))
+    assert first == weights_digest(put(others | {"decoder/c": w + 1}))
+    assert first != weights_digest(put(others | {"vision/a": other}))
+    assert weights_digest(put(others | {"vision/a": -w})) != first
