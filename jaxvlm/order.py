@@ -9,7 +9,7 @@ together.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -100,7 +100,7 @@ def inverse(order: Order, height: int, width: int) -> Int32[np.ndarray, " cells"
     return places
 
 
-def convert(tokens: Array, source: Order, target: Order, height: int, width: int) -> Array:
+def convert(tokens: Array, source: Order, target: Order, height: int, width: int) -> Any:
     """The tokens of a grid in another order: one gather, none where it is the same.
 
     Args:
@@ -121,7 +121,7 @@ def convert(tokens: Array, source: Order, target: Order, height: int, width: int
     return tokens if source == target else tokens[..., index, :]
 
 
-def pool(tokens: Array, height: int, width: int, levels: int) -> Array:
+def pool(tokens: Array, height: int, width: int, levels: int) -> Any:
     """Means of aligned 2^levels x 2^levels blocks of tokens in Morton order; a reshape.
 
     The codes of such a block's cells are 4^levels numbers in a row, so its cells follow each other

@@ -18,7 +18,7 @@ from jaxvlm.config import CacheConfig, ConfigError, ModelConfig, TrainConfig, re
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.slots import Slots
 from jaxvlm.models.vit import num_patches
-from jaxvlm.models.vlm import DTYPES
+from jaxvlm.models.vlm import DTYPES, tower_width
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
@@ -167,7 +167,7 @@ def make_cache(
             state = pictures.write(state, batch, seen, made, ok)
         return state._replace(version=state.version + (ok & learns))
 
-    dtype, width = DTYPES[model.config.dtype], _width(model.config)
+    dtype, width = DTYPES[model.config.dtype], tower_width(model.config)
     return Cache(
         lambda: init(pages, width, dtype),
         shardings(model.mesh),
@@ -189,7 +189,3 @@ def _metrics(seen: Seen) -> dict[str, Any]:
 def _tokens(config: ModelConfig) -> int:
     """What the tower makes of a picture of one size, or of a tile."""
     return num_patches(config.vision) + config.vision.keep_class_token
-
-
-def _width(config: ModelConfig) -> int:
-    return config.vision.width * max(1, len(config.vision.feature_layers))
