@@ -94,7 +94,7 @@ def chance(_self: Relevance, x: jax.Array, *_: Any) -> jax.Array:
     return 1e-6 * jnp.sin(1e5 * jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
 
 
-def settings(folder: pathlib.Path, contestant: str) -> Any:
+def settings(folder: pathlib.Path, contestant: str, seed: int = 0) -> Any:
     """The recipe, with as many tokens a picture for each contestant."""
     config = runpy.run_path(str(ROOT / "configs" / "relevance.py"))["get_config"](str(folder))
     connector, relevance = config.model.connector, config.model.connector.relevance
@@ -103,7 +103,7 @@ def settings(folder: pathlib.Path, contestant: str) -> Any:
         relevance.budget, relevance.levels = 0, 2
     if contestant == "without the question":
         relevance.query = False
-    config.tensorboard = False
+    config.tensorboard, config.seed = False, seed
     return config
 
 
@@ -118,6 +118,7 @@ def train(config: Any, contestant: str) -> dict[str, Any]:
     steps = [row["train/step_ms"] for row in map(json.loads, lines) if "train/step_ms" in row]
     found = {
         "contestant": contestant,
+        "seed": config.seed,
         "tokens_a_picture": len(run.pictures.span(0, 0).ids),
         "steps": done["step"],
         "exact_match": round(done["exact_match"], 4),
@@ -138,15 +139,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default="")
     parser.add_argument("--contestants", nargs="*", default=list(CONTESTANTS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
     args = parser.parse_args()
     before, rows = environment(), []
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(args.data or scratch)
         write_data(folder, "train", 4000, 0)
         write_data(folder, "eval", 400, 1)
-        for contestant in [] if args.data else args.contestants:
-            rows.append(train(settings(folder, contestant), contestant))
-            print(rows[-1], flush=True)
+        for seed in [] if args.data else args.seeds:
+            for contestant in args.contestants:
+                rows.append(train(settings(folder, contestant, seed), contestant))
+                print(rows[-1], flush=True)
     if rows:
         write("relevance_cpu.json", {"environment": before, "rows": rows})
 

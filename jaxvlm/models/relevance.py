@@ -23,7 +23,7 @@ from flax import nnx
 from jaxvlm.config import ConfigError, RelevanceConfig, refuse_unread
 from jaxvlm.models.texture import CHANNELS
 from jaxvlm.nn.norm import LayerNorm, unit
-from jaxvlm.nn.param import Init, affine, contract, fan_in, param, zeros
+from jaxvlm.nn.param import Init, affine, contract, fan_in, normal, param, zeros
 from jaxvlm.order import MORTON, ROW_MAJOR, convert, pool
 from jaxvlm.types import Batch
 
@@ -31,9 +31,9 @@ _FREQUENCIES = 6
 """Of a piece's place: waves of 2 to 1/16 pictures."""
 _EPS = 1e-5
 _SHARP = 2.0
-"""Factor of the standardised scores: where all three agree that a patch is two deviations from the
-mean, its gate is 1.96 or 0.04. Not learned: it would be one number with a gradient of all patches'
-scores that mostly cancel, and no two meshes would agree on it."""
+"""Factor of each score where all have the same share: a patch that is one deviation above the mean
+has a gate of 1.76, one that is below, of 0.24. Not learned: the gradient of one such number adds up
+all patches' scores, which mostly cancel, and is rounding."""
 
 
 class Pieces(NamedTuple):
@@ -66,7 +66,7 @@ class Relevance(nnx.Module):
         self.w_salient = param(init, (R,), ("norm",), fan_in(R))
         asks, words = config.query, ("embed", "norm")
         self.w_key = param(init, (vision_width, R), words, draw, 1) if asks else None
-        self.w_query = param(init, (width, R), words, fan_in(width), 1) if asks else None
+        self.w_query = param(init, (width, R), words, normal(0.1 / width**0.5), 1) if asks else None
         self.balance = param(init, (2 + config.query,), ("norm",), zeros)
         self.w_place = param(init, (places, width), ("patch", "embed"), fan_in(places), 1)
 
@@ -96,31 +96,37 @@ class Relevance(nnx.Module):
     def score(self, x: jax.Array, texture: jax.Array, query: jax.Array | None) -> jax.Array:
         """f32[B, P]: how relevant each patch is; arguments as of the call, in Morton order.
 
-        Three scores, each standardised over the picture, in shares that are learned.
-        *Information* is the logarithm of what a mean over the patch's cell would lose of it, in
-        some learned directions. *Saliency* is an MLP of its texture. *Match* is the scaled product
-        with the question.
+        Three scores, in shares that are learned. *Information* is the logarithm of what a mean
+        over the patch's cell would lose of it, in some learned directions, and *saliency* an MLP of
+        its texture; both are standardised over the picture. *Match* is the scaled product with the
+        question, the picture's mean taken off. It begins small, so that before anything is learned
+        all questions choose alike.
         """
         x = self.norm(x).astype(jnp.float32)
         side, levels = round(x.shape[1] ** 0.5), self.config.levels
         seen = contract(x, self.w_surprise[...])
         lost = seen - jnp.repeat(pool(seen, side, side, levels), 4**levels, axis=1)
-        scores = [0.5 * jnp.log(jnp.mean(jnp.square(lost), axis=-1) + _EPS)]
+        scores = [_standard(jnp.log1p(jnp.mean(jnp.square(lost), axis=-1) / _EPS))]
         hidden = jax.nn.gelu(affine(texture.astype(jnp.float32), self.w_texture, self.b_texture))
-        scores.append(hidden @ self.w_salient[...])
+        scores.append(_standard(hidden @ self.w_salient[...]))
         if self.w_key is not None and self.w_query is not None:
             if query is None:
                 raise ValueError("relevance.query=True takes the question")
             asked = contract(unit(query.astype(jnp.float32)), self.w_query[...])
             match = jnp.einsum("bpr,br->bp", contract(x, self.w_key[...]), asked)
-            scores.append(match * (query.shape[-1] / self.config.width) ** 0.5)
+            scores.append(_centred(match * (query.shape[-1] / self.config.width) ** 0.5))
         share = jax.nn.softmax(self.balance[...])
-        return _SHARP * sum(part * _standard(one) for part, one in zip(share, scores))
+        return _SHARP * len(scores) * sum(part * one for part, one in zip(share, scores))
+
+
+def _centred(score: jax.Array) -> jax.Array:
+    """Mean 0 over a picture."""
+    return score - jnp.mean(score, axis=1, keepdims=True)
 
 
 def _standard(score: jax.Array) -> jax.Array:
     """Mean 0 and variance 1 over a picture; a score that is everywhere the same becomes 0."""
-    score = score - jnp.mean(score, axis=1, keepdims=True)
+    score = _centred(score)
     return score * jax.lax.rsqrt(jnp.mean(jnp.square(score), axis=1, keepdims=True) + _EPS)
 
 
