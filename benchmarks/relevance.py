@@ -4,15 +4,16 @@
     python -m benchmarks.relevance --data=FOLDER   # writes the recipe's data, and no more
 
 Made pictures of 64 pixels a side: coloured squares of 8 pixels among each other on grey noise, and
-four of them marked in black, each in its way. A question names a mark, the answer is the colour of
-its square; one in six is right by chance. The recipe is ``configs/relevance.py`` for all: the tower
-is random and frozen, its tokens are kept, 16 tokens stand for 256 patches. Figures are of records
-that were not trained on.
+one of them marked in black, or four, each in its way. A question names a mark, the answer is the
+colour of its square; one in six is right by chance. The recipe is ``configs/relevance.py`` for all:
+the tower is random and frozen, its tokens are kept, 16 tokens stand for 256 patches. Figures are of
+records that were not trained on.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -45,6 +46,11 @@ MARKS = {
     "barred": _X // 2 % 2 == 0,
     "crossed": np.isin(_X - _Y, (0, 1)) | np.isin(_X + _Y, (SQUARE - 1, SQUARE)),
     "framed": (_Y % (SQUARE - 1) == 0) | (_X % (SQUARE - 1) == 0),
+}
+TASKS = {
+    # marks, pictures, steps, seeds
+    "one mark": (("crossed",), 3000, 800, (0, 1)),
+    "four marks": (tuple(MARKS), 3000, 1500, (0,)),
 }
 CONTESTANTS = ("learned", "without the question", "random", "uniform mean", "uniform concat")
 
@@ -138,20 +144,29 @@ def main() -> None:
     """Make the data, train all, write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default="")
-    parser.add_argument("--contestants", nargs="*", default=list(CONTESTANTS))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     args = parser.parse_args()
+    if args.data:
+        make_data(pathlib.Path(args.data), "one mark")
+        return
     before, rows = environment(), []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = pathlib.Path(args.data or scratch)
-        write_data(folder, "train", 4000, 0)
-        write_data(folder, "eval", 400, 1)
-        for seed in [] if args.data else args.seeds:
-            for contestant in args.contestants:
-                rows.append(train(settings(folder, contestant, seed), contestant))
+    for task in args.tasks:
+        _, _, steps, seeds = TASKS[task]
+        with tempfile.TemporaryDirectory() as folder:
+            make_data(pathlib.Path(folder), task)
+            for seed, contestant in itertools.product(seeds, CONTESTANTS):
+                config = settings(pathlib.Path(folder), contestant, seed)
+                config.steps = steps
+                rows.append({"task": task, **train(config, contestant)})
                 print(rows[-1], flush=True)
-    if rows:
-        write("relevance_cpu.json", {"environment": before, "rows": rows})
+                write("relevance_cpu.json", {"environment": before, "rows": rows})
+
+
+def make_data(folder: pathlib.Path, task: str) -> None:
+    """Both files of a task; 400 pictures are never trained on."""
+    marks, pictures, *_ = TASKS[task]
+    write_data(folder, "train", pictures, 0, marks)
+    write_data(folder, "eval", 400, 1, marks)
 
 
 if __name__ == "__main__":

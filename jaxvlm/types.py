@@ -72,7 +72,7 @@ class Batch(NamedTuple):
     """i32[B, I, n]: pages of the visual-token cache for the picture's tokens; -1 is none."""
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
-    given instead of them."""
+    given instead of them; with their texture behind it where relevance reads that."""
     role: Any = None
     """i32[B]: 0 none, 1 query, 2 positive, 3 negative."""
     group: Any = None

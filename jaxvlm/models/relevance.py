@@ -30,10 +30,6 @@ from jaxvlm.types import Batch
 _FREQUENCIES = 6
 """Of a piece's place: waves of 2 to 1/16 pictures."""
 _EPS = 1e-5
-_SHARP = 2.0
-"""Factor of each score where all have the same share: a patch that is one deviation above the mean
-has a gate of 1.76, one that is below, of 0.24. Not learned: the gradient of one such number adds up
-all patches' scores, which mostly cancel, and is rounding."""
 
 
 class Pieces(NamedTuple):
@@ -116,7 +112,9 @@ class Relevance(nnx.Module):
             match = jnp.einsum("bpr,br->bp", contract(x, self.w_key[...]), asked)
             scores.append(_centred(match * (query.shape[-1] / self.config.width) ** 0.5))
         share = jax.nn.softmax(self.balance[...])
-        return _SHARP * len(scores) * sum(part * one for part, one in zip(share, scores))
+        # Each counts once where all have the same share. No factor for their sum is learned: one
+        # number's gradient would add up all patches' scores, which mostly cancel, to rounding.
+        return len(scores) * sum(part * one for part, one in zip(share, scores))
 
 
 def _centred(score: jax.Array) -> jax.Array:
