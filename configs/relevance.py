@@ -32,7 +32,7 @@ def get_config(folder: str):
     config.optim.learning_rate = 2e-3
     config.optim.b2 = 0.99
     config.optim.warmup_steps = 50
-    config.steps = 800
+    config.steps = 400
     config.log_every = 100
     config.checkpoint.every = 0
     return config

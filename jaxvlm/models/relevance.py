@@ -23,7 +23,7 @@ from flax import nnx
 from jaxvlm.config import ConfigError, RelevanceConfig, refuse_unread
 from jaxvlm.models.texture import CHANNELS
 from jaxvlm.nn.norm import LayerNorm, unit
-from jaxvlm.nn.param import Init, affine, contract, fan_in, normal, param, zeros
+from jaxvlm.nn.param import Init, affine, contract, fan_in, param, zeros
 from jaxvlm.order import MORTON, ROW_MAJOR, convert, pool
 from jaxvlm.types import Batch
 
@@ -62,8 +62,8 @@ class Relevance(nnx.Module):
         self.w_salient = param(init, (R,), ("norm",), fan_in(R))
         asks, words = config.query, ("embed", "norm")
         self.w_key = param(init, (vision_width, R), words, draw, 1) if asks else None
-        self.w_query = param(init, (width, R), words, normal(0.1 / width**0.5), 1) if asks else None
-        self.balance = param(init, (2 + config.query,), ("norm",), zeros)
+        self.w_query = param(init, (width, R), words, fan_in(width), 1) if asks else None
+        self.balance = param(init, (2 + config.query,), ("norm",), _balance)
         self.w_place = param(init, (places, width), ("patch", "embed"), fan_in(places), 1)
 
     def __call__(
@@ -92,11 +92,10 @@ class Relevance(nnx.Module):
     def score(self, x: jax.Array, texture: jax.Array, query: jax.Array | None) -> jax.Array:
         """f32[B, P]: how relevant each patch is; arguments as of the call, in Morton order.
 
-        Three scores, in shares that are learned. *Information* is the logarithm of what a mean
-        over the patch's cell would lose of it, in some learned directions, and *saliency* an MLP of
-        its texture; both are standardised over the picture. *Match* is the scaled product with the
-        question, the picture's mean taken off. It begins small, so that before anything is learned
-        all questions choose alike.
+        Three scores, each standardised over the picture, in shares that are learned.
+        *Information* is the logarithm of what a mean over the patch's cell would lose of it, in
+        some learned directions. *Saliency* is an MLP of its texture. *Match* is the product with
+        the question.
         """
         x = self.norm(x).astype(jnp.float32)
         side, levels = round(x.shape[1] ** 0.5), self.config.levels
@@ -110,21 +109,23 @@ class Relevance(nnx.Module):
                 raise ValueError("relevance.query=True takes the question")
             asked = contract(unit(query.astype(jnp.float32)), self.w_query[...])
             match = jnp.einsum("bpr,br->bp", contract(x, self.w_key[...]), asked)
-            scores.append(_centred(match * (query.shape[-1] / self.config.width) ** 0.5))
+            scores.append(_standard(match * (query.shape[-1] / self.config.width) ** 0.5))
         share = jax.nn.softmax(self.balance[...])
-        # Each counts once where all have the same share. No factor for their sum is learned: one
-        # number's gradient would add up all patches' scores, which mostly cancel, to rounding.
-        return len(scores) * sum(part * one for part, one in zip(share, scores))
+        # No factor of the sum is learned: one number's gradient would add up all patches' scores,
+        # which mostly cancel, to rounding.
+        return 2 * sum(part * one for part, one in zip(share, scores))
 
 
-def _centred(score: jax.Array) -> jax.Array:
-    """Mean 0 over a picture."""
-    return score - jnp.mean(score, axis=1, keepdims=True)
+def _balance(_key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Two scores alike, and little of the third, the question's: before it is learned it is noise
+    that differs from question to question, by which the decoder does not learn to read a picture.
+    """
+    return jnp.asarray([0.0, 0.0, -3.0], jnp.float32)[: shape[0]]
 
 
 def _standard(score: jax.Array) -> jax.Array:
     """Mean 0 and variance 1 over a picture; a score that is everywhere the same becomes 0."""
-    score = _centred(score)
+    score = score - jnp.mean(score, axis=1, keepdims=True)
     return score * jax.lax.rsqrt(jnp.mean(jnp.square(score), axis=1, keepdims=True) + _EPS)
 
 
