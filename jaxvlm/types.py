@@ -76,7 +76,7 @@ class Batch(NamedTuple):
     """bool[B, I]: which; of these there are no pixels."""
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
-    given instead of them."""
+    given instead of them; with their texture behind it where relevance reads that."""
     role: Any = None
     """i32[B]: 0 none, 1 query, 2 positive, 3 negative."""
     group: Any = None

@@ -25,7 +25,7 @@ from jaxvlm.config import CacheConfig, ConfigError, ModelConfig, TrainConfig, re
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.slots import Given, Slots
 from jaxvlm.models.vit import num_patches
-from jaxvlm.models.vlm import DTYPES
+from jaxvlm.models.vlm import DTYPES, tower_width
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
@@ -61,7 +61,7 @@ def slots_of(config: TrainConfig, dataset: Dataset) -> Slots | None:
                 "config.cache.store and memory_mb take pictures of any size where their tokens "
                 "have three rows of positions (Qwen-VL), which say a picture's shape; not here"
             )
-        given = Given(_width(config.model), np.dtype(DTYPES[config.model.dtype]))
+        given = Given(tower_width(config.model), np.dtype(DTYPES[config.model.dtype]))
     return dataset.keep_tokens(size, config.cache.pictures, off, given)
 
 
@@ -183,8 +183,10 @@ def make_cache(
             f"config.cache.refresh={config.refresh} with policy='strict' and a tower that learns: "
             "all are encoded each time as it is; leave it at 0"
         )
-    if config.codec == "int4" and _width(model.config) % 2:
-        raise ConfigError(f"config.cache.codec='int4' with {_width(model.config)} channels: odd")
+    if config.codec == "int4" and tower_width(model.config) % 2:
+        raise ConfigError(
+            f"config.cache.codec='int4' with {tower_width(model.config)} channels: odd"
+        )
     tower, policy = (
         tower_part(model, model.mesh, model.strategies["vision"]),
         policy_of(config, seed),
@@ -198,7 +200,7 @@ def make_cache(
         lambda version: jnp.float32(rate(version)),
     )
     cached = _Cached(pictures, learns, tokens.is_on(config))
-    dtype, width = DTYPES[model.config.dtype], _width(model.config)
+    dtype, width = DTYPES[model.config.dtype], tower_width(model.config)
     return Cache(
         lambda: init(pages, width, dtype),
         shardings(model.mesh),
@@ -301,7 +303,3 @@ def _metrics(seen: Seen, batch: Batch) -> dict[str, Any]:
 def _tokens(config: ModelConfig) -> int:
     """What the tower makes of a picture of one size, or of a tile."""
     return num_patches(config.vision) + config.vision.keep_class_token
-
-
-def _width(config: ModelConfig) -> int:
-    return config.vision.width * max(1, len(config.vision.feature_layers))

@@ -67,6 +67,30 @@ def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
     return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, vocab_size=size))
 
 
+def check_questions(config: TrainConfig) -> None:
+    """Refuse tokens chosen by a question where no one question has its pictures, or none at all.
+
+    Raises:
+        ConfigError: which setting, and what would do.
+    """
+    asks, data = config.model.connector.relevance, config.data
+    where = f"config.model.connector.relevance.budget={asks.budget}"
+    if not asks.budget:
+        return
+    if config.model.checkpoint:
+        raise ConfigError(
+            f"{where} with config.model.checkpoint={config.model.checkpoint}: no family's files "
+            "have such weights, so what is trained could not be read elsewhere; leave one out"
+        )
+    alone = not data.packing or config.model.decoder.visual_mask == "prompt"
+    if asks.query and data.share_pictures and not alone:
+        raise ConfigError(
+            f"{where} with config.data.share_pictures=True: questions that share a picture would "
+            "need other tokens each; set --config.data.share_pictures=False, or "
+            "--config.model.connector.relevance.query=False"
+        )
+
+
 def read_records(config: DataConfig, spec: str) -> Any:
     """What a data file or named source holds: (records, problems)."""
     return formats.read(spec, config.image_root)

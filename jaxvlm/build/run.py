@@ -87,6 +87,7 @@ class Run:
             given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
         )
         caching.check(self.config)
+        inputs.check_questions(self.config)
         self.dataset = inputs.make_dataset(
             self.config, given.data.train, self.tokenizer, self.pictures, read
         )

@@ -25,7 +25,7 @@ from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
 from jaxvlm.config import CacheConfig, ConfigError, ModelConfig
 from jaxvlm.io.digest import bit_words, flat_index, mix
-from jaxvlm.models.vlm import DTYPES
+from jaxvlm.models.vlm import DTYPES, tower_width
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.train.apart import is_tower
 from jaxvlm.types import Batch, Params
@@ -190,6 +190,7 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "weights": weights_digest(params),
         "tower": dataclasses.asdict(config.model.vision),
+        "width": tower_width(config.model),
         "adapters": dataclasses.asdict(config.model.lora),
         "pictures": run.dataset.settings.prepare.fingerprint,
         "libraries": {name: version(name) for name in ("pillow", "transformers")},

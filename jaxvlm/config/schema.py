@@ -52,6 +52,16 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RelevanceConfig:
+    """Patches as fewer tokens, more of them where the question looks (docs/relevance.md)."""
+
+    budget: int = 0  # tokens of a picture: 64, 100, 256, 400 …; 0: every patch is one
+    levels: int = 2  # pieces have 2^levels patches a side, or are halved, at most so often
+    width: int = 32  # of what patches are scored in
+    query: bool = True  # the question has a say; else pictures alone, which questions may share
+
+
+@dataclasses.dataclass(frozen=True)
 class ConnectorConfig:
     """What maps the ViT's width to the decoder's."""
 
@@ -66,6 +76,7 @@ class ConnectorConfig:
     newline: bool = False  # a learned token ends each row of a tiled picture's patches
     levels: int = 0  # DeepStack: how many of the ViT's feature_layers have a connector of their own
     activation: str = "gelu"
+    relevance: RelevanceConfig = RelevanceConfig()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from jaxvlm.config.schema import (
     CacheConfig,
     ConnectorConfig,
     DecoderConfig,
+    RelevanceConfig,
     RopeScaling,
     TextConfig,
     TowerConfig,
@@ -69,6 +70,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("pool", "a merge above 1", lambda c: c.merge > 1),
         ("norm_merged norm_eps", "a norm", lambda c: c.norm != "none"),
     ),
+    RelevanceConfig: (("levels width query", "a budget", lambda c: c.budget),),
     RopeScaling: (
         ("factor", "a kind that stretches", lambda c: c.kind != "default"),
         (

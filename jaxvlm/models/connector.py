@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.config import ConfigError, ConnectorConfig, refuse_unread
+from jaxvlm.models.relevance import Relevance
+from jaxvlm.models.texture import CHANNELS
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init, affine, fan_in, normal, param, zeros
@@ -20,6 +22,8 @@ from jaxvlm.parallel.rules import Axes, shard
 
 class Connector(nnx.Module):
     """Norm, merge of neighbours, then linear, activation, linear; or one linear map.
+
+    With ``relevance``, which patches are merged depends on the picture and the question.
 
     Args:
         init: source of parameters.
@@ -51,6 +55,8 @@ class Connector(nnx.Module):
         self.newline = (
             param(init, (width,), ("norm",), normal(width**-0.5)) if config.newline else None
         )
+        chosen = config.relevance.budget > 0
+        self.relevance = Relevance(init, config.relevance, vision_width, width) if chosen else None
         behind = config.norm != "none"
         level = dataclasses.replace(config, levels=0, newline=False, norm_merged=behind)
         self.levels: Any = (
@@ -59,21 +65,29 @@ class Connector(nnx.Module):
             else None
         )
 
-    def __call__(self, x: jax.Array, blocks: bool = False) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, blocks: bool = False, query: jax.Array | None = None
+    ) -> jax.Array:
         """Visual tokens for the decoder's first layer.
 
         Args:
             x: [B, P, D_vision], rows of a square picture or packed patches; with ``levels``,
                 their feature layers lie side by side behind the first one, which is taken here.
+                With ``relevance``, their texture lies behind all.
             blocks: the patches to merge follow each other (packed), instead of plain rows.
+            query: [B, D] that ``relevance`` goes by.
 
         Returns:
-            [B, P / merge^2, D].
+            [B, P / merge^2, D], or [B, budget, D].
         """
-        config = self.config
+        config, place, texture = self.config, None, None
+        if self.relevance is not None:
+            x, texture = x[..., :-CHANNELS], x[..., -CHANNELS:]
         x = x[..., : self.vision_width] if self.levels is not None else x
         if self.norm is not None and not config.norm_merged:
             x = self.norm(x)
+        if self.relevance is not None and texture is not None:
+            x, place = self.relevance(x, texture, query)
         x = merge_patches(x, config.merge, config.pool, blocks)
         if self.norm is not None and config.norm_merged:
             x = self.norm(x)
@@ -81,7 +95,8 @@ class Connector(nnx.Module):
         if self.w_in is not None:
             x = affine(x, self.w_in, self.b_in, split=split)
             x = ACTIVATIONS[config.activation](shard(self.axes, x, "batch", "seq", "mlp"))
-        return affine(x, self.w_out, self.b_out, split=split)
+        x = affine(x, self.w_out, self.b_out, split=split)
+        return x if place is None else x + place
 
     def deep(self, x: jax.Array, blocks: bool = False) -> jax.Array:
         """What DeepStack adds to the visual tokens in the decoder's first layers.

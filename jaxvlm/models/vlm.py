@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.models import relevance
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
+from jaxvlm.models.texture import CHANNELS, texture
 from jaxvlm.models.vit import ViT, normalised
 from jaxvlm.nn.embed import image_places, mix_tokens, place_tokens, token_places
 from jaxvlm.nn.kernels import check_backend
@@ -52,6 +54,20 @@ def check(config: ModelConfig) -> None:
         raise ConfigError(f"{where}.newline=True takes pictures of one size, and no levels")
     if vision.keep_class_token and merge > 1:
         raise ConfigError(f"{where}.merge={merge} takes patches alone, without the class token")
+    relevance.check(connector.relevance, side)
+    if connector.relevance.budget:
+        for name, other in (
+            ("config.model.vision.packed", vision.packed),
+            ("config.model.vision.keep_class_token", vision.keep_class_token),
+            (f"{where}.merge", merge > 1),
+            (f"{where}.levels", connector.levels),
+            (f"{where}.newline", connector.newline),
+        ):
+            if other:
+                raise ConfigError(
+                    f"{where}.relevance.budget={connector.relevance.budget} takes the patches of "
+                    f"pictures of one size as they are: leave {name} at its default"
+                )
 
 
 def num_visual_tokens(config: ModelConfig) -> int:
@@ -66,6 +82,8 @@ def num_visual_tokens(config: ModelConfig) -> int:
         raise ConfigError(
             "config.model.vision.packed=True: how many tokens a picture takes depends on its size"
         )
+    if connector.relevance.budget:
+        return connector.relevance.budget
     side = vision.image_size // vision.patch_size
     return (side // connector.merge) ** 2 + vision.keep_class_token
 
@@ -96,12 +114,24 @@ def _encode(
 
 
 def _tokens(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
-    """[B * I, P, D_vision] of pictures of one size, [B, P, D_vision] of packed patches."""
+    """[B * I, P, D] of pictures of one size, [B, P, D] of packed patches; see `tower_width`."""
     if batch.patches is not None:
         return _encode(vision, config, batch.patches, batch.grid)
-    if batch.pixels is not None:
-        return _encode(vision, config, batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
-    return None
+    if batch.pixels is None:
+        return None
+    pixels = batch.pixels.reshape(-1, *batch.pixels.shape[2:])
+    made = _encode(vision, config, pixels)
+    if not config.connector.relevance.budget:
+        return made
+    # Beside the tokens, so that whoever keeps or sends them needs no pixels.
+    seen = texture(pixels, config.vision.patch_size).astype(made.dtype)
+    return jnp.concatenate([made, seen], axis=-1)
+
+
+def tower_width(config: ModelConfig) -> int:
+    """D of ``Batch.features``: all feature layers, and the texture where relevance reads it."""
+    own = config.vision.width * max(1, len(config.vision.feature_layers))
+    return own + CHANNELS * (config.connector.relevance.budget > 0)
 
 
 class Tower(nnx.Module):
@@ -167,9 +197,11 @@ class VLM(nnx.Module):
         x = self.decoder.embed(batch.tokens, DTYPES[self.config.dtype])
         tokens, deep = self._tokens(batch), None
         if tokens is not None:
-            packed = self.config.vision.packed
+            packed, asks = self.config.vision.packed, self.config.connector.relevance
             with jax.named_scope("connector"):
-                visual = self.connector(tokens, packed)
+                asked = asks.budget > 0 and asks.query
+                query = relevance.question(x, batch, asks.budget) if asked else None
+                visual = self.connector(tokens, packed, query)
                 levels = self.connector.deep(tokens, packed) if self.connector.levels else None
             count = visual.shape[1]
             B, _, D = x.shape

@@ -116,7 +116,11 @@ def _connector(config: ModelConfig, patches: float | int) -> float:
     merged = width * (c.merge**2 if c.pool == "concat" else 1)
     hidden = c.hidden or D
     token = merged * hidden + hidden * D if c.kind == "mlp" else merged * D
-    return 2.0 * (1 + c.levels) * tokens * token
+    scored = 0.0
+    if c.relevance.budget:  # its scores are of every patch
+        tokens = c.relevance.budget
+        scored = 2.0 * patches * c.relevance.width * (width * (1 + c.relevance.query) + 14)
+    return 2.0 * (1 + c.levels) * tokens * token + scored
 
 
 def _stem(config: ModelConfig, patches: float | int) -> float:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxvlm.config import from_config_dict
 
-ARGS = {"finetune": ("folder",), "lora": ("folder",)}
+ARGS = {"finetune": ("folder",), "lora": ("folder",), "relevance": ("folder",)}
 RECIPES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 
 
