@@ -87,6 +87,8 @@ class Keeper:
         self.tiers.close()
 
     def _wants(self, key: bytes) -> bool:
+        if self.tiers.is_new(key):
+            return False
         known = self.tiers.has(key)
         return key not in self._audited if known else self.tiers.takes
 

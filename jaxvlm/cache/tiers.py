@@ -45,6 +45,10 @@ class Tiers:
                 return True
         return self.store is not None and self.store.has(key)
 
+    def is_new(self, key: bytes) -> bool:
+        """Whether a row was put that only the next run may read."""
+        return key in self._new
+
     def put(self, key: bytes, tokens: np.ndarray) -> None:
         """Keep a row in both, as long as there is room; [T, D].
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxvlm.build.tokens import Keeper, weights_digest
+from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
 from jaxvlm.types import Batch
 
@@ -86,6 +87,20 @@ def test_the_latest_used_are_in_memory():
     assert [tiers.has(key_of(row)) for row in range(3)] == [False, True, True]
     tiers.put(key_of(0), big)
     assert [tiers.has(key_of(row)) for row in range(3)] == [True, False, True]
+
+
+def test_what_a_codec_changes_is_for_the_next_run(tmp_path):
+    """Put once, and not read before the store is opened again."""
+    for run, found in enumerate((False, True)):
+        store = Store(tmp_path, {"of": "a tower"}, "int8")
+        tiers = Tiers(store, 8, np.float32)
+        assert (tiers.get(key_of(0)) is not None) == found
+        keeper = Keeper(tiers, np.arange(1), pytest.fail)
+        for _ in range(3):
+            keeper.take(batch_of([0]), tokens_of([0]))
+        keeper.close()
+        assert (tiers.get(key_of(0)) is not None) == found
+        assert store.counts().rows == 1 and tiers.is_new(key_of(0)) == (run == 0)
 
 
 def test_what_was_kept_is_compared_once():

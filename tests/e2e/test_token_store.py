@@ -84,6 +84,7 @@ def test_damage_and_part_of_a_store(first, data, tmp_path):
     assert set(metric(third, "train/cache/stored")) == {1.0}
 
 
+@pytest.mark.long
 def test_another_mesh_finds_them(first, data, tmp_path):
     done, store = first
     config = made(data, "strict", chunk=2, store=str(store))
@@ -94,7 +95,10 @@ def test_another_mesh_finds_them(first, data, tmp_path):
         assert abs(losses(wide.workdir)[step] - value) <= 1e-5 * abs(value)
 
 
-@pytest.mark.parametrize("what", ["weights", "resize", "chunk", "dtype"])
+@pytest.mark.parametrize(
+    "what",
+    ["weights", "resize", *(pytest.param(x, marks=pytest.mark.long) for x in ("chunk", "dtype"))],
+)
 def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
     _, store = first
     config = made(data, "strict", chunk=2, store=str(store))
@@ -131,6 +135,7 @@ def test_trust_of_weights_alone(first, data, tmp_path, capsys):
     assert "made on whatever machine" in said(capsys)
 
 
+@pytest.mark.long
 def test_memory_alone(first, data, tmp_path):
     done, _ = first
     config = made(data, "strict", chunk=2, memory_mb=64, pictures=16)
