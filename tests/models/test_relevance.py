@@ -9,11 +9,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from builders import TINY, VOCAB, assert_gradients_close, devices_of
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zoo import on_stages
 
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
@@ -59,6 +61,7 @@ MESHES = {
     "fsdp8": MeshConfig(1, 8),
     "data4_tensor2": MeshConfig(4, 1, 2),
     "data2_context2_tensor2": MeshConfig(data=2, context=2, tensor=2),
+    "data2_stage2": MeshConfig(data=2, stage=2),
 }
 FROZEN = ("vision/*",)
 
@@ -302,6 +305,20 @@ def test_any_mesh_gives_one_devices_gradients(mesh, one):
     there, of_mesh = loss_and_gradients(built(mesh), some_batch())
     assert abs(there - value) <= 1e-5 * abs(value)
     assert_gradients_close(of_mesh, grads)
+
+
+@pytest.mark.long
+def test_a_pipeline_gives_one_devices_gradients():
+    seen = []
+    for mesh, model, parts in (("one", MODEL, 1), ("data2_stage2", on_stages(MODEL), 2)):
+        made = build_model(model, make_mesh(MESHES[mesh], devices_of(MESHES[mesh])))
+        tx = make_optimizer(OptimConfig(clip_norm=0.0), lambda step: 1e-2, made.logical)
+        step, _, init = assemble(made, NextToken(), tx, parts, ())
+        state, metrics = step(init(made.init(0)), to_global(made.mesh, some_batch(), ROWS))
+        # Of one step: a tenth of the gradients.
+        seen.append((float(metrics["loss"]), jax.device_get(optax.tree.get(state.opt_state, "mu"))))
+    assert abs(seen[1][0] - seen[0][0]) <= 1e-5 * abs(seen[0][0])
+    assert_gradients_close(seen[1][1], seen[0][1])
 
 
 def run_steps(mesh, dtype, policy, pages):
