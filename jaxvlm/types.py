@@ -77,14 +77,52 @@ class Batch(NamedTuple):
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
     given instead of them; with their texture behind it where relevance reads that."""
-    role: Any = None
-    """i32[B]: 0 none, 1 query, 2 positive, 3 negative."""
-    group: Any = None
-    """i32[B]: label that says which rows are positives of each other."""
-    teacher: Any = None
-    """f32[B]: a teacher's score, for distillation."""
     example_id: Any = None
     """i32[B]: global index of the row in the run; randomness is a function of it."""
+
+
+class Pairs(NamedTuple):
+    """One global batch of queries and of documents, to train an embedding model on.
+
+    An *example* is a query, its positive and its hard negatives. Everything has a leading dim b of
+    examples, which is what a mesh splits and a microbatch takes a part of. A query and a document
+    are a text, a picture, or both: a row of a :class:`Batch`, nothing packed with it.
+    """
+
+    query: Batch
+    """Leaves [b, ...]: a row each."""
+    document: Batch
+    """Leaves [b, K, ...]: an example's positive, then its hard negatives."""
+    there: Any
+    """bool[b, K]: False where an example has fewer negatives than others; the row is padding."""
+    query_key: Any
+    """i32[b]: queries of one content have one key."""
+    document_key: Any
+    """i32[b, K]: likewise, -1 where none is there. A document that is a query's positive under
+    another example is no negative of it."""
+    group: Any = None
+    """i32[b]: labels; examples of one group are positives of each other, -1 is in none."""
+    teacher: Any = None
+    """f32[b, K]: a teacher's score of each document, or how like they are (0..1 or -1..1)."""
+    example_id: Any = None
+    """i32[b]: global index of the example in the run."""
+
+
+class Vectors(NamedTuple):
+    """What an embedding model makes of :class:`Pairs`, handed to a loss."""
+
+    query: Any
+    """f32[b, E]; of late interaction f32[b, T, E], a vector a token."""
+    document: Any
+    """f32[b, K, E], or f32[b, K, T, E]."""
+    query_seen: Any = None
+    """bool[b, T]: which tokens have a vector; ``None``: a row has one vector."""
+    document_seen: Any = None
+    """bool[b, K, T]."""
+    scale: Any = None
+    """f32[]: learned log of what cosines are multiplied by; ``None``: the loss has its own."""
+    bias: Any = None
+    """f32[]: learned, added to the logits."""
 
 
 class ChatStyle(NamedTuple):
