@@ -77,6 +77,8 @@ class Batch(NamedTuple):
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
     given instead of them; with their texture behind it where relevance reads that."""
+    text_features: Any = None
+    """[B, D]: what a text encoder made of the tokens, given instead of them."""
     example_id: Any = None
     """i32[B]: global index of the row in the run; randomness is a function of it."""
 
@@ -268,14 +270,18 @@ class Sums(NamedTuple):
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss is sums and weights, so that any split of the batch gives the same gradient."""
+    """A loss is sums and weights, so that any split of the batch gives the same gradient.
+
+    It is of a :class:`Batch` and what a model makes of it, :class:`Out`; or, where vectors are
+    trained, of :class:`Pairs` and :class:`Vectors`.
+    """
 
     @property
     def additive(self) -> bool:
         """True if the loss is a sum over examples; plain microbatching refuses one that is not."""
         ...
 
-    def weights(self, batch: Batch) -> dict[str, Any]:
+    def weights(self, batch: Any) -> dict[str, Any]:
         """Denominators W_k f32[] of the *global* batch; depends on no parameter."""
         ...
 
@@ -283,7 +289,7 @@ class Loss(Protocol):
         """The factor of each term."""
         ...
 
-    def __call__(self, out: Out, batch: Batch) -> Sums:
+    def __call__(self, out: Any, batch: Any) -> Sums:
         """Sums S_k and metrics over the examples in ``batch``."""
         ...
 
@@ -301,9 +307,9 @@ class Runner(Protocol):
         ...
 
     def loss_grad(
-        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+        self, params: Params, frozen: Params, batch: Any, loss: Loss, scale: Mapping[str, Any]
     ) -> tuple[Sums, Params]:
-        """The loss's sums over ``batch`` and the gradient of ``sum_k scale_k * S_k``."""
+        """The loss's sums over a Batch or Pairs, and the gradient of ``sum_k scale_k * S_k``."""
         ...
 
 
@@ -313,7 +319,8 @@ class Read(NamedTuple):
     params: Params
     """Trainable parameters, or what they are reached through."""
     frozen: Params
-    batch: Batch
+    batch: Any
+    """Batch or Pairs."""
     back: Callable[[Params], Params]
     """Gradients of ``params`` -> those of the parameters that were given."""
     seen: Any = ()
@@ -329,7 +336,7 @@ class Cache(NamedTuple):
     """The empty state; under ``jit``."""
     shardings: Any = ()
     """Of each of its leaves."""
-    read: Callable[[Any, Params, Params, Batch], Read] = lambda state, params, frozen, batch: Read(
+    read: Callable[[Any, Params, Params, Any], Read] = lambda state, params, frozen, batch: Read(
         params, frozen, batch, lambda grads: grads
     )
     """(state, trainable, frozen, batch) -> what the step runs."""

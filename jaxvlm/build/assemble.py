@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxvlm.build.model import Model
+from jaxvlm.build.pairs import Chunks, pair_runner
 from jaxvlm.build.parts import rest_of
 from jaxvlm.build.stages import cut, skips
 from jaxvlm.config import ConfigError, MeshConfig
@@ -48,6 +49,7 @@ def assemble(
     microbatches: int = 1,
     frozen: tuple[str, ...] = (),
     cache: Cache | None = None,
+    chunks: Chunks | None = None,
 ) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
     """A step of any model, loss and optimizer under the model's strategy.
 
@@ -58,6 +60,8 @@ def assemble(
         microbatches: parts that a batch's gradient is summed over.
         frozen: path patterns of parameters that stay as they are.
         cache: of the model's visual tokens; ``None``: the model makes them as it runs.
+        chunks: of queries and of documents, for a model of vectors that is trained on ``Pairs``;
+            ``None``: it is trained on a ``Batch``.
 
     Returns:
         The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
@@ -65,13 +69,19 @@ def assemble(
     """
     own, still = split(model, model.shapes, frozen)
     behind = cache is not None and any(is_tower(path) for path in own)
-    reduction = None if behind else _reduction(model, microbatches)
+    parts = max(microbatches, 1 + any(any(chunk) for chunk in chunks or ()))
+    reduction = None if behind else _reduction(model, parts)
     run, cache = (rest_of(model), cache) if cache else (model, NO_CACHE)
     abstract, init = state_of(model, tx, own, still, reduction, cache)
-    runner, place = runner_of(run, microbatches), placement(model)
+    place = placement(model)
     if reduction:
-        runner = OnOwnRows(runner, model.mesh, reduction.axes)
         place = place._replace(reduce=reduction)
+    if chunks is not None:
+        runner: Runner = pair_runner(run, own, chunks, reduction.axes if reduction else ())
+    elif reduction:
+        runner = OnOwnRows(runner_of(run, microbatches), model.mesh, reduction.axes)
+    else:
+        runner = runner_of(run, microbatches)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     step = jax.jit(
         make_step(runner, loss, tx, place, cache),

@@ -12,9 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxvlm.config import ConfigError, DualConfig, LoraConfig, ModelConfig, StrategyConfig
+from jaxvlm.config import (
+    ConfigError,
+    DualConfig,
+    LoraConfig,
+    ModelConfig,
+    StrategyConfig,
+    VectorConfig,
+)
 from jaxvlm.models import lora, quantized
 from jaxvlm.models.dual import DualEncoder
+from jaxvlm.models.embedder import Embedder
 from jaxvlm.models.quantized import Dims
 from jaxvlm.models.vlm import VLM
 from jaxvlm.nn.param import Init, Weight, linear_maps, logical_axes, merge, split
@@ -25,10 +33,6 @@ Config = TypeVar("Config")
 Known = TypeVar("Known", ModelConfig, DualConfig)
 _FSDP = StrategyConfig()
 _TOWERS = ("vision", "connector", "decoder", "text", "head")
-_ABSENT: dict[type, tuple[str, ...]] = {
-    ModelConfig: ("text", "head"),
-    DualConfig: ("connector", "decoder"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +169,19 @@ class Model(Generic[Config]):
         return {**whole, **run({path: whole[path] for path in maps})}
 
 
+def _towers(config: ModelConfig | DualConfig, vectors: VectorConfig | None) -> list[str]:
+    absent = ("connector", "decoder") if isinstance(config, DualConfig) else ("text",)
+    if isinstance(config, ModelConfig) and vectors is None:
+        absent = (*absent, "head")
+    return [tower for tower in _TOWERS if tower not in absent]
+
+
 def build_model(
-    config: Known, mesh: Mesh, strategy: StrategyConfig = _FSDP, tower_here: bool = True
+    config: Known,
+    mesh: Mesh,
+    strategy: StrategyConfig = _FSDP,
+    tower_here: bool = True,
+    vectors: VectorConfig | None = None,
 ) -> Model[Known]:
     """The model of ``config`` on ``mesh``; allocates nothing.
 
@@ -175,6 +190,7 @@ def build_model(
         mesh: where it will run.
         strategy: over which of its axes parameters are split.
         tower_here: whether it will run its vision tower too.
+        vectors: what a vision-language model's rows become; ``None``: logits.
 
     Raises:
         ConfigError: dims that do not fit each other or the mesh.
@@ -187,7 +203,7 @@ def build_model(
         )
     _check_stages(config, mesh, strategy, tower_here)
     axes = axes_of(config, mesh, strategy)
-    towers = [t for t in _TOWERS if t not in _ABSENT[type(config)]]
+    towers = _towers(config, vectors)
     if unknown := set(strategy.whole) - set(towers):
         raise ConfigError(
             f"config.strategy.whole names {unknown.pop()!r}; this model has {', '.join(towers)}"
@@ -198,6 +214,8 @@ def build_model(
     def make(init: Init) -> nnx.Module:
         if isinstance(config, DualConfig):
             return DualEncoder(init, axes, config)
+        if vectors is not None:
+            return Embedder(init, axes, config, vectors)
         return VLM(init, axes, config)
 
     return wrap(make, mesh, strategies, config)

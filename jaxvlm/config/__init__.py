@@ -20,6 +20,7 @@ from jaxvlm.config.schema import (
     TokenizerConfig,
     TowerConfig,
     TrainConfig,
+    VectorConfig,
     VisionConfig,
 )
 from jaxvlm.config.unread import refuse_unread
@@ -43,6 +44,7 @@ __all__ = [
     "TokenizerConfig",
     "TowerConfig",
     "TrainConfig",
+    "VectorConfig",
     "VisionConfig",
     "default_config",
     "feature_blocks",

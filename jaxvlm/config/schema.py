@@ -206,6 +206,20 @@ class DualConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class VectorConfig:
+    """How the rows of a vision-language model become vectors, where it embeds."""
+
+    pool: str = "last"  # of a row's real tokens: last | mean | first; tokens: a vector each, for
+    # late interaction
+    dim: int = 0  # of a linear map behind it; 0: there is none
+    normalize: bool = True  # vectors have length 1
+    learn_scale: bool = False  # what cosines are multiplied by is learned
+    scale: float = 3.0  # first value of its logarithm
+    learn_bias: bool = False  # logits have a learned bias (SigLIP's loss)
+    bias: float = 0.0  # first value of it
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices along each mesh axis; one of them may be -1: all that are left."""
 

@@ -15,6 +15,7 @@ from jaxvlm.config.schema import (
     RopeScaling,
     TextConfig,
     TowerConfig,
+    VectorConfig,
     VisionConfig,
 )
 
@@ -105,6 +106,10 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("refresh store memory_mb", "a policy", lambda c: c.policy != "off"),
         ("codec trust", "a store", lambda c: c.store),
         ("pictures", "a policy or a chunk", lambda c: c.policy != "off" or c.chunk),
+    ),
+    VectorConfig: (
+        ("scale", "learn_scale=True", lambda c: c.learn_scale),
+        ("bias", "learn_bias=True", lambda c: c.learn_bias),
     ),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }

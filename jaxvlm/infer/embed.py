@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jaxvlm.infer.generate import Decodes
 from jaxvlm.nn.norm import unit
+from jaxvlm.nn.pool import last_token
 from jaxvlm.types import Batch
 
 
@@ -23,16 +23,3 @@ def embed(model: Decodes, batch: Batch, dims: int = 0) -> jax.Array:
     """
     hidden = model.post(model.blocks(model.pre(batch))).hidden
     return unit(last_token(hidden, batch.segment)[:, : dims or None])
-
-
-def last_token(hidden: jax.Array, segment: jax.Array) -> jax.Array:
-    """f32[B, D]: the state of each row's last token that is no padding; zero where all are.
-
-    Args:
-        hidden: [B, T, D].
-        segment: i32[B, T]; 0 is padding.
-    """
-    real = segment > 0
-    last = segment.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
-    x = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return jnp.where(jnp.any(real, axis=1)[:, None], x, 0).astype(jnp.float32)

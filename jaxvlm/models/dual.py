@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -70,24 +72,112 @@ class DualEncoder(nnx.Module):
             ValueError: the batch has nothing that the model encodes, or several pictures a row.
         """
         vectors = []
-        if self.vision is not None and (batch.pixels is not None or batch.patches is not None):
-            if batch.pixels is not None:
-                pictures = self.encode_image(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
-            else:
-                pictures = self.encode_image(batch.patches, batch.grid)
-            if pictures.size != batch.tokens.shape[0] * self.config.embed_dim:
-                raise ValueError("a dual encoder takes one picture a row")
-            vectors.append(pictures.reshape(batch.tokens.shape[0], -1))
-        if self.text is not None and batch.tokens.shape[1]:
-            vectors.append(self.encode_text(batch.tokens, batch.segment, batch.positions[:, 0]))
+        if (pictures := self._pictures(batch)) is not None:
+            vectors.append(self._vector("vision", pictures))
+        if (texts := self._texts(batch)) is not None:
+            vectors.append(self._vector("text", texts))
         if not vectors:
             raise ValueError("the batch has nothing that this model encodes")
+        return self._out(jnp.stack(vectors, axis=1))
+
+    def embed(self, batch: Batch) -> Out:
+        """A vector a row: of its picture, of its text, or the mean of both where it has both.
+
+        Args:
+            batch: rows of one picture (``image_start`` says where there is none), one text
+                (``segment`` is 0 where there is none), or both.
+
+        Returns:
+            ``hidden`` [B, E]. Of unit length where the model's vectors are; 0 for a row of nothing.
+
+        Raises:
+            ValueError: as of a call.
+
+        Source: pictures and texts of one query added up, as in UniIR (arXiv 2311.17136).
+        """
+        found = []
+        if (pictures := self._pictures(batch)) is not None:
+            start = batch.image_start
+            seen = jnp.ones(len(pictures), bool) if start is None else jnp.any(start >= 0, axis=1)
+            found.append((self._vector("vision", pictures), seen))
+        if (texts := self._texts(batch)) is not None:
+            found.append((self._vector("text", texts), jnp.any(batch.segment > 0, axis=1)))
+        if not found:
+            raise ValueError("the batch has nothing that this model encodes")
+        total = jnp.sum(jnp.stack([x * seen[:, None] for x, seen in found]), axis=0)
+        if len(found) > 1 and self.config.normalize:
+            total = unit(total)
+        elif len(found) > 1:
+            count = jnp.sum(jnp.stack([seen for _, seen in found]), axis=0)
+            total = total / jnp.maximum(count, 1)[:, None]
+        return self._out(total)
+
+    def towers(self, batch: Batch, which: Collection[str]) -> Batch:
+        """``batch`` with what some towers make of it in the place of what they make it of.
+
+        Args:
+            batch: as of :meth:`embed`.
+            which: of ``vision`` and ``text``.
+        """
+        if "vision" in which and (pictures := self._pictures(batch)) is not None:
+            batch = batch._replace(
+                features=pictures[:, None, None], pixels=None, patches=None, grid=None
+            )
+        if "text" in which and (texts := self._texts(batch)) is not None:
+            batch = batch._replace(text_features=texts)
+        return batch
+
+    def _out(self, hidden: jax.Array) -> Out:
         scale, bias = self.head.scale, self.head.bias
         return Out(
-            hidden=jnp.stack(vectors, axis=1),
+            hidden=hidden,
             scale=None if scale is None else scale[...],
             bias=None if bias is None else bias[...],
         )
+
+    def _pictures(self, batch: Batch) -> jax.Array | None:
+        """[B, D] pooled pictures, one a row; ``None``: there are none."""
+        if batch.features is not None:
+            return batch.features[:, 0, 0]
+        if self.vision is None or (batch.pixels is None and batch.patches is None):
+            return None
+        if batch.pixels is not None:
+            pictures = self._see(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
+        else:
+            pictures = self._see(batch.patches, batch.grid)
+        if pictures.size != batch.tokens.shape[0] * self.config.vision.width:
+            raise ValueError("a dual encoder takes one picture a row")
+        return pictures.reshape(batch.tokens.shape[0], -1)
+
+    def _texts(self, batch: Batch) -> jax.Array | None:
+        """[B, D] pooled texts; ``None``: there are none."""
+        if batch.text_features is not None:
+            return batch.text_features
+        if self.text is None or not batch.tokens.shape[1]:
+            return None
+        # Attention over nothing is no number, and 0 times it is none either.
+        first = (jnp.arange(batch.tokens.shape[1]) == 0).astype(jnp.int32)
+        said = jnp.any(batch.segment > 0, axis=1, keepdims=True)
+        segment = jnp.where(said, batch.segment, first)
+        return self._read(batch.tokens, segment, batch.positions[:, 0])
+
+    def _see(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+        assert self.vision is not None
+        x = normalised(pixels, self.config.vision).astype(DTYPES[self.config.dtype])
+        with jax.named_scope("vision"):
+            return self.vision.pooled(x, grid)
+
+    def _read(
+        self,
+        tokens: jax.Array,
+        segment: jax.Array,
+        positions: jax.Array,
+        types: jax.Array | None = None,
+    ) -> jax.Array:
+        assert self.text is not None
+        with jax.named_scope("text"):
+            x = self.text(tokens, segment, positions, DTYPES[self.config.dtype], types)
+            return self.text.pooled(x, tokens, segment)
 
     def encode_image(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
         """Vectors of pictures.
@@ -105,9 +195,7 @@ class DualEncoder(nnx.Module):
         """
         if self.vision is None:
             raise ValueError("this model has no vision tower")
-        x = normalised(pixels, self.config.vision).astype(DTYPES[self.config.dtype])
-        with jax.named_scope("vision"):
-            return self._vector("vision", self.vision.pooled(x, grid))
+        return self._vector("vision", self._see(pixels, grid))
 
     def encode_text(
         self,
@@ -132,9 +220,7 @@ class DualEncoder(nnx.Module):
         """
         if self.text is None:
             raise ValueError("this model has no text encoder")
-        with jax.named_scope("text"):
-            x = self.text(tokens, segment, positions, DTYPES[self.config.dtype], types)
-            return self._vector("text", self.text.pooled(x, tokens, segment))
+        return self._vector("text", self._read(tokens, segment, positions, types))
 
     def _vector(self, tower: str, x: jax.Array) -> jax.Array:
         """Projected and brought to length 1, in float32."""

@@ -128,6 +128,14 @@ def _tokens(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
     return jnp.concatenate([made, seen], axis=-1)
 
 
+def encoded(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
+    """``Batch.features`` of a batch; ``None`` where it has no pictures."""
+    made = _tokens(vision, config, batch)
+    if made is None or batch.pixels is None:
+        return made
+    return made.reshape(*batch.pixels.shape[:2], *made.shape[1:])
+
+
 def tower_width(config: ModelConfig) -> int:
     """D of ``Batch.features``: all feature layers, and the texture where relevance reads it."""
     own = config.vision.width * max(1, len(config.vision.feature_layers))
@@ -149,10 +157,7 @@ class Tower(nnx.Module):
 
     def __call__(self, batch: Batch) -> jax.Array | None:
         """``Batch.features`` of a batch; ``None`` where it has no pictures."""
-        made = _tokens(self.vision, self.config, batch)
-        if made is None or batch.pixels is None:
-            return made
-        return made.reshape(*batch.pixels.shape[:2], *made.shape[1:])
+        return encoded(self.vision, self.config, batch)
 
 
 class VLM(nnx.Module):

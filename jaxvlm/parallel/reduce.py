@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.quantized import BLOCK, LEAST
-from jaxvlm.types import Params, Sums
+from jaxvlm.types import Params
 
 ORDER = ("fsdp", "data")
 """Batch axes, the fastest links first."""
@@ -27,12 +27,12 @@ BITS = (32, 16, 8, 4)
 
 
 def on_own_rows(
-    loss_grad: Callable[..., tuple[Sums, Params]], mesh: Mesh, axes: tuple[str, ...]
-) -> Callable[..., tuple[Sums, Params]]:
+    loss_grad: Callable[..., tuple[Any, Params]], mesh: Mesh, axes: tuple[str, ...]
+) -> Callable[..., tuple[Any, Params]]:
     """``loss_grad`` on each part of the rows apart, parameters being whole on ``axes``.
 
     Args:
-        loss_grad: (params, frozen, batch, scale) -> (sums, gradients); a sum over examples.
+        loss_grad: (params, frozen, rows, scale) -> (sums, gradients); a sum over rows.
         mesh: of both.
         axes: batch axes of the mesh.
 
@@ -40,7 +40,7 @@ def on_own_rows(
         The same, but gradients have a leading dim of parts, split over ``axes`` and not added up.
     """
 
-    def part(*args: Any) -> tuple[Sums, Params]:
+    def part(*args: Any) -> tuple[Any, Params]:
         sums, grads = loss_grad(*args)
         return jax.lax.psum(sums, axes), jax.tree.map(lambda g: g[None], grads)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
-from jaxvlm.types import Batch, Params
+from jaxvlm.types import Batch, Pairs, Params
+
+Rows = TypeVar("Rows", Batch, Pairs)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -55,7 +57,7 @@ def _near(size: int, parts: int) -> str:
     return f"{below} or {below + parts}" if below else str(parts)
 
 
-def to_global(mesh: Mesh, local: Batch, batch_size: int) -> Batch:
+def to_global(mesh: Mesh, local: Rows, batch_size: int) -> Rows:
     """This process's rows as its part of the global batch.
 
     Args:
@@ -64,7 +66,7 @@ def to_global(mesh: Mesh, local: Batch, batch_size: int) -> Batch:
         batch_size: rows of the global batch.
 
     Returns:
-        The Batch as global ``jax.Array``s.
+        The same as global ``jax.Array``s.
     """
     sharding = batch_sharding(mesh)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.types import Batch, Loss, Sums
+from jaxvlm.types import Batch, Loss, Pairs, Sums
 
 
-def scales(loss: Loss, batch: Batch) -> dict[str, jax.Array]:
+def scales(loss: Loss, batch: Batch | Pairs) -> dict[str, jax.Array]:
     """``coefficient_k / W_k`` of each term over the global batch; 0 where nothing is weighted.
 
     Args:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxvlm.train.objective import scales, total
-from jaxvlm.types import Batch, Cache, Guard, Loss, Params, Runner, Sums, TrainState
+from jaxvlm.types import Batch, Cache, Guard, Loss, Pairs, Params, Runner, Sums, TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
 class Placement(NamedTuple):
@@ -61,15 +61,15 @@ def make_step(
         cache: where visual tokens come from.
 
     Returns:
-        The step. Its metrics are scalars, but for tokens that a cache gives: the loss and, where it
-        has several, its terms as
-        ``loss/<term>``, scaled as they add up; ``grad_norm``, ``skipped``, ``bad_in_a_row``,
+        The step, of a Batch or of Pairs. Its metrics are scalars, but for tokens that a cache
+        gives: the loss and, where it has several, its terms as ``loss/<term>``, scaled as they add
+        up; ``grad_norm``, ``skipped``, ``bad_in_a_row``,
         ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
         finite, or -1), ``tokens`` and ``pictures`` in the batch, each of the loss's metrics as a
         mean, and the cache's.
     """
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batch: Batch | Pairs) -> tuple[TrainState, dict[str, Any]]:
         scale = scales(loss, batch)
         params, frozen = place.gathered(state.params), place.gathered(state.frozen)
         read = cache.read(state.cache, params, frozen, batch)
@@ -145,17 +145,18 @@ def finish(
 
 
 def report(
-    new: TrainState, verdict: Verdict, sums: Sums, scale: Mapping[str, Any], batch: Batch
+    new: TrainState, verdict: Verdict, sums: Sums, scale: Mapping[str, Any], batch: Batch | Pairs
 ) -> dict[str, Any]:
     """A step's metrics; see :func:`make_step`."""
+    rows = [batch.query, batch.document] if isinstance(batch, Pairs) else [batch]
     metrics = {
         "loss": verdict.value,
         "grad_norm": verdict.norm,
         "skipped": new.guard.skipped,
         "bad_in_a_row": new.guard.in_a_row,
         "bad_leaf": verdict.bad_leaf,
-        "tokens": jnp.sum(batch.segment > 0),
-        "pictures": jnp.sum(batch.image_start >= 0) if batch.image_start is not None else 0,
+        "tokens": sum(jnp.sum(x.segment > 0) for x in rows),
+        "pictures": sum(jnp.sum(x.image_start >= 0) for x in rows if x.image_start is not None),
     }
     terms = {f"loss/{name}": scale[name] * s for name, s in sums.terms.items()}
     metrics |= terms if len(terms) > 1 else {}

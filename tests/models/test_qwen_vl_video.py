@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.infer.embed import embed, last_token, unit
+from jaxvlm.infer.embed import embed
 from jaxvlm.models.families import qwen_video, qwen_vl
+from jaxvlm.nn.norm import unit
+from jaxvlm.nn.pool import last_token
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
