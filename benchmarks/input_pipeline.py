@@ -49,6 +49,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
 
     from jaxvlm.build import inputs
     from jaxvlm.config import DataConfig, TrainConfig
+    from jaxvlm.data import chat
     from jaxvlm.data.loader import Dataset
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
@@ -65,7 +66,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
         workers=1,
     )
     read = inputs.read_records(config, str(file))
-    tokenizer = inputs.make_tokenizer(TrainConfig(), None, read)
+    tokenizer = inputs.make_tokenizer(TrainConfig(), None, lambda: chat.texts(read[0]))
     dataset = Dataset.from_config(config, tokenizer, image_size=SIZE, num_patches=16, read=read)
     rows = np.arange(batch_size)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxvlm.build import inputs
 from jaxvlm.config import DataConfig, TrainConfig
+from jaxvlm.data import chat
 from jaxvlm.data.loader import Dataset
 from jaxvlm.models.families import clip
 from jaxvlm.types import Batch
@@ -96,7 +97,7 @@ def mix(folder: pathlib.Path, dims: str, steps: int = 4) -> tuple[dict, dict[str
     rows, length, patches = 16, 144, 16
     base = TrainConfig()
     read = inputs.read_records(DataConfig(), "easy-vqa:train")
-    tokenizer = inputs.make_tokenizer(base, None, read)
+    tokenizer = inputs.make_tokenizer(base, None, lambda: chat.texts(read[0]))
     vocab = -(-tokenizer.vocab_size // 64) * 64
     counts = {}
     for name, share in (("mix_shared", True), ("mix_packed", False)):

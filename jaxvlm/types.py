@@ -96,9 +96,11 @@ class Pairs(NamedTuple):
     document: Batch
     """Leaves [b, K, ...]: an example's positive, then its hard negatives."""
     there: Any
-    """bool[b, K]: False where an example has fewer negatives than others; the row is padding."""
+    """bool[b, K]: False where an example has fewer negatives than others; the row is padding. An
+    example whose query or positive could not be read is no example: it has none at all."""
     query_key: Any
-    """i32[b]: queries of one content have one key."""
+    """i32[b]: queries of one content (text and picture) have one key, and a document of that
+    content has it too."""
     document_key: Any
     """i32[b, K]: likewise, -1 where none is there. A document that is a query's positive under
     another example is no negative of it."""
@@ -332,8 +334,8 @@ class Read(NamedTuple):
 class Cache(NamedTuple):
     """Where a step's visual tokens come from; pure functions, as of an optax transformation."""
 
-    init: Callable[[], Any] = tuple
-    """The empty state; under ``jit``."""
+    init: Callable[..., Any] = lambda halved=0: ()
+    """The empty state; with a number, halved so often; under ``jit``."""
     shardings: Any = ()
     """Of each of its leaves."""
     read: Callable[[Any, Params, Params, Any], Read] = lambda state, params, frozen, batch: Read(

@@ -13,7 +13,7 @@ import numpy as np
 from jaxvlm.build import exporting, pretrained, record
 from jaxvlm.build.model import Model
 from jaxvlm.build.pretrained import Source
-from jaxvlm.config import ConfigError, LoraConfig, TrainConfig
+from jaxvlm.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
 from jaxvlm.io import hf
 from jaxvlm.models import lora
 from jaxvlm.models.families import peft
@@ -62,6 +62,9 @@ def with_adapter(
 def read_params(source: Source, model: Model, seed: int) -> Params:
     """A checkpoint's parameters, with the adapters of a folder or new ones.
 
+    What stands behind a vision-language model's states to make vectors of them is in no checkpoint
+    and drawn.
+
     Args:
         source: the checkpoint.
         model: its ``config.lora`` says where adapters come from.
@@ -74,9 +77,12 @@ def read_params(source: Source, model: Model, seed: int) -> Params:
     names = _names(source, model)  # refused now, not when it is exported
     source = pretrained.with_weights(source, model.config.checkpoint)
     hf.check_copies(source.weights, source.family.weights(model.config))
-    wanted = model.base()
+    wanted, new = model.base(), {}
+    if isinstance(model.config, ModelConfig) and any(p.startswith("head/") for p in wanted):
+        new = model.draw(seed, "head/")
+        wanted = {path: x for path, x in wanted.items() if path not in new}
     rest = {path: x for path, x in wanted.items() if path not in model.packed}
-    base = pretrained.read_params(source, model.config, rest)
+    base = new | pretrained.read_params(source, model.config, rest)
     for path in model.packed:  # one at a time: floats of all of them may not fit
         one = pretrained.read_params(source, model.config, {path: wanted[path]})
         base |= model.stored(one)
@@ -122,6 +128,11 @@ def export(
     """
     if merged and not model.adapted:
         raise ConfigError(f"--merged: the run in {workdir} has no adapters; leave it out")
+    if "head/project" in model.shapes:
+        raise ConfigError(
+            f"the run in {workdir} has a linear map behind its states (config.vectors.dim), and a "
+            "Hugging Face folder of this family has no place for it"
+        )
     source = exporting.exported(workdir, output, model.config, dtype)
     if merged or not model.adapted:
         return exporting.rewrite(source, output, model.merged(params), model.config, dtype)

@@ -23,19 +23,19 @@ from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.runner import Microbatched, OnOwnRows, Pipelined, PlainRunner
 from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
-from jaxvlm.types import Batch, Cache, Loss, Params, Runner, TrainState
+from jaxvlm.types import Cache, Loss, Params, Runner, TrainState
 
 
 class Assembled(NamedTuple):
     """A step, and what it is given."""
 
-    build: Callable[[TrainState, Batch], Any]
+    build: Callable[[TrainState, Any], Any]
     """Compiles ``(state, batch) -> (state, metrics)`` for a state and a batch, or their shapes."""
     abstract: TrainState
     """ShapeDtypeStructs with shardings."""
     init: Callable[[Params], TrainState]
     """All parameters -> the first state; consumes them."""
-    place: Callable[[Batch, int], Batch]
+    place: Callable[[Any, int], Any]
     """This process's rows, and how many a batch has -> the batch on its devices."""
     params: Callable[[TrainState], Params]
     """All parameters on the model's mesh."""
@@ -99,9 +99,10 @@ def together(
     microbatches: int,
     frozen: tuple[str, ...],
     cache: Cache | None = None,
+    chunks: Chunks | None = None,
 ) -> Assembled:
     """The step on one mesh; see :func:`assemble`."""
-    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache)
+    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache, chunks)
     return Assembled(
         lambda state, batch: step.lower(state, batch).compile(),
         abstract,
@@ -242,8 +243,11 @@ def _gathering(model: Model) -> Callable[[Params], Params]:
 
 
 def split(model: Model, params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
-    """``(trainable, frozen)``: with adapters, all but they are frozen."""
+    """``(trainable, frozen)``: a trunk is frozen; with adapters, all but they are."""
     trainable, frozen = split_frozen(params, patterns)
+    if model.has_trunk:
+        frozen |= {path: x for path, x in trainable.items() if is_tower(path)}
+        trainable = {path: x for path, x in trainable.items() if path not in frozen}
     if not model.adapter.rank:  # a model that has adapters may have a tower without
         return trainable, frozen
     frozen |= {path: x for path, x in trainable.items() if not is_adapter(path)}

@@ -20,12 +20,11 @@ from jaxvlm.build.record import local_folder
 from jaxvlm.cache.codec import CODECS
 from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute, Seen
-from jaxvlm.cache.state import init, shardings
+from jaxvlm.cache.state import halved, init, places, shardings
 from jaxvlm.config import CacheConfig, ConfigError, ModelConfig, TrainConfig, refuse_unread
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.slots import Given, Slots
-from jaxvlm.models.vit import num_patches
-from jaxvlm.models.vlm import DTYPES, tower_width
+from jaxvlm.models.vlm import DTYPES, tower_tokens, tower_width
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
@@ -53,7 +52,7 @@ def slots_of(config: TrainConfig, dataset: Dataset) -> Slots | None:
     if not is_on(config.cache):
         return None
     off, vision = config.cache.policy == "off", config.model.vision
-    size = 0 if vision.packed else _tokens(config.model)
+    size = 0 if vision.packed else tower_tokens(config.model)
     given = None
     if tokens.is_on(config.cache):
         if dataset.settings.patching and dataset.position_rows != 3:
@@ -80,7 +79,7 @@ def check(config: TrainConfig) -> None:
     if cache.codec not in CODECS:
         raise ConfigError(f"{where}.codec={cache.codec!r}; known: {', '.join(CODECS)}")
     numbers = ("bound", "ahead", "tolerance", "refresh", "at_once", "alarm", "memory_mb")
-    for name in (*numbers, "pictures", "chunk"):
+    for name in (*numbers, "pictures", "chunk", "halvings"):
         if not 0 <= getattr(cache, name) < math.inf:
             raise ConfigError(f"{where}.{name}={getattr(cache, name)} is below 0, or no number")
     if cache.refresh > 1:
@@ -114,6 +113,8 @@ def check(config: TrainConfig) -> None:
             f"{said} with config.tower.devices={config.tower.devices}: a tower on devices of its "
             "own has no cache; leave one of them out"
         )
+    if cache.spare_evaluations and not config.data.eval:
+        raise ConfigError(f"{where}.spare_evaluations=True is not read without config.data.eval")
     if cache.policy != "off" and (config.data.flip or config.data.shift):
         raise ConfigError(
             f"{said} with config.data.flip or config.data.shift: a picture is another one each "
@@ -199,10 +200,22 @@ def make_cache(
         policy,
         lambda version: jnp.float32(rate(version)),
     )
-    cached = _Cached(pictures, learns, tokens.is_on(config))
+    shards = batch_shards(model.mesh)
+    for name in ("halvings", "spare_evaluations"):
+        if learns and (value := getattr(config, name)):
+            raise ConfigError(
+                f"config.cache.{name}={value} with a tower that learns: what is kept of it is part "
+                "of the run; leave it out, or freeze the tower"
+            )
+    if not halved(pages, shards, config.halvings):
+        raise ConfigError(
+            f"config.cache.halvings={config.halvings}: {pages // shards} pages a data shard can't "
+            "be halved so often"
+        )
+    cached = _Cached(pictures, learns, tokens.is_on(config), pages)
     dtype, width = DTYPES[model.config.dtype], tower_width(model.config)
     return Cache(
-        lambda: init(pages, width, dtype),
+        lambda times=0: init(halved(pages, shards, times), width, dtype),
         shardings(model.mesh),
         cached.read,
         cached.write,
@@ -219,11 +232,16 @@ class _Cached(NamedTuple):
     """Whether the tower does."""
     gives: bool
     """Whether the step gives its tokens to the host."""
+    pages: int
+    """C, that batches number their pictures' pages for."""
 
     def read(self, state: Any, params: Params, frozen: Params, batch: Batch) -> Read:
         """Tokens in the place of pictures; see ``Cache.read``."""
         if batch.pixels is None and batch.patches is None:
             return Read(params, frozen, batch, lambda grads: grads)
+        shards = batch_shards(self.pictures.mesh)
+        here = places(batch.image_pages, self.pages, state.pages.shape[0], shards)
+        batch = batch._replace(image_pages=here)
         own, rest = _split(params)
         still, others = _split(frozen)
         seen = self.pictures.look(state, batch)
@@ -298,8 +316,3 @@ def _metrics(seen: Seen, batch: Batch) -> dict[str, Any]:
     if batch.is_stored is not None:
         values["cache/stored"] = jnp.sum(batch.is_stored) / all_of
     return values
-
-
-def _tokens(config: ModelConfig) -> int:
-    """What the tower makes of a picture of one size, or of a tile."""
-    return num_patches(config.vision) + config.vision.keep_class_token

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,26 +30,34 @@ class Encoder:
     """A dual encoder, or a text encoder, with its parameters.
 
     Args:
-        source: the checkpoint that it came from.
+        source: the checkpoint that it came from; ``None``: it was made from scratch, or of several.
         model: on its mesh.
         params: all parameters.
-        tokenizer: of its texts.
+        tokenizer: of its texts; ``None`` where it takes none.
         pictures: what it wants of pictures; ``None`` where it takes none.
+        run: the settings of the run that trained it, if it is a run's.
     """
 
     def __init__(
         self,
-        source: pretrained.Source,
+        source: pretrained.Source | None,
         model: Model[DualConfig],
         params: Params,
-        tokenizer: texts.TextTokenizer,
+        tokenizer: texts.TextTokenizer | None,
         pictures: processor.Processor | None,
+        run: TrainConfig | None = None,
     ):
+        self.run, self.name = run, str(source.files) if source else "this run"
         self.source, self.model, self.params = source, model, params
         self.tokenizer, self.pictures = tokenizer, pictures
         whole = replicated(model.mesh)  # each process reads all vectors
         self._texts = jax.jit(self._text_vectors, out_shardings=whole)
         self._images = jax.jit(self._image_vectors, out_shardings=whole)
+
+    @property
+    def width(self) -> int:
+        """Dims of a vector."""
+        return self.model.config.embed_dim
 
     def encode_text(self, texts: Sequence[str], batch_size: int = 64) -> np.ndarray:
         """Vectors of texts.
@@ -66,12 +74,15 @@ class Encoder:
         """
         if isinstance(texts, str):
             raise ConfigError("encode_text takes a list of texts, not one text")
-        ids = self.tokenizer.encode(list(texts))
+        if self.tokenizer is None:
+            raise ConfigError(f"{self.name}: this model encodes pictures, no texts")
+        words = self.tokenizer
+        ids = words.encode(list(texts))
         # Texts of like length share a batch, so that little of it is padding.
         order = np.argsort([len(text) for text in ids], kind="stable")
 
         def batch(where: Sequence[int], count: int) -> tuple[np.ndarray, ...]:
-            tokens, segment = self.tokenizer.rows([ids[i] for i in where], count)
+            tokens, segment = words.rows([ids[i] for i in where], count)
             places = np.arange(tokens.shape[1], dtype=np.int32)
             return tokens, segment, np.broadcast_to(places, tokens.shape)
 
@@ -93,7 +104,7 @@ class Encoder:
             DataError: a picture can't be read.
         """
         if self.pictures is None:
-            raise ConfigError(f"{self.source.files}: this model encodes texts, no pictures")
+            raise ConfigError(f"{self.name}: this model encodes texts, no pictures")
         if not isinstance(pictures, list | tuple):
             raise ConfigError("encode_image takes a list of pictures, not one picture")
         prepare = self.pictures
@@ -124,12 +135,17 @@ class Encoder:
             ConfigError: the model has one tower, and so no scale.
         """
         if "head/scale" not in self.params:
-            raise ConfigError(f"{self.source.files}: a model with one tower has no logits")
+            raise ConfigError(f"{self.name}: a model with one tower has no logits")
         scale, bias = (np.asarray(self.params.get(f"head/{n}", 0.0)) for n in ("scale", "bias"))
         return np.exp(scale) * images @ texts.T + bias
 
     def export(self, output: str | os.PathLike[str], dtype: str = "") -> dict[str, Any]:
         """Write the checkpoint again, with these parameters; see ``exporting.write``."""
+        if self.source is None:
+            raise ConfigError(
+                f"{self.name}: its model is not from one Hugging Face checkpoint, so no library "
+                "there knows it"
+            )
         weights = self.source.family.weights(self.model.config)
         layout = hf.read_layout(self.source.weights)
         out = pathlib.Path(output)
@@ -176,6 +192,33 @@ def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str =
     """
     keep_freed_memory()
     use_compile_cache(TrainConfig().compile_cache)
+    config, tokenizer, pictures = described(source)
+    dtype = dtype or config.dtype
+    config = dataclasses.replace(config, checkpoint=str(source.weights), dtype=dtype)
+    model = build_model(config, make_mesh(mesh or MeshConfig()))
+    weights = source.family.weights(config)
+    params = hf.read_params(source.weights, weights, model.abstract())
+    return Encoder(source, model, params, tokenizer, pictures)
+
+
+class Described(NamedTuple):
+    """What the files of an encoder's folder say beside its weights."""
+
+    config: DualConfig
+    tokenizer: texts.TextTokenizer
+    pictures: processor.Processor | None
+
+
+def described(source: pretrained.Source) -> Described:
+    """The model of a Hugging Face or sentence-transformers folder, its texts and its pictures.
+
+    Args:
+        source: with an ``EncoderFamily``.
+
+    Raises:
+        ConfigError: a field of one of its files that is not understood, or files that do not fit.
+        DataError: a tokenizer or processor that can't be read.
+    """
     config, files = source.family.config_from_hf(source.hf_config), source.files
     tokenizer_config = files / "tokenizer_config.json"
     named = pretrained.json_object(tokenizer_config) if tokenizer_config.is_file() else {}
@@ -197,12 +240,7 @@ def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str =
         raise DataError(
             f"{files}: the tokenizer has {size} tokens, the model {config.text.vocab_size}"
         )
-    dtype = dtype or config.dtype
-    config = dataclasses.replace(config, checkpoint=str(source.weights), dtype=dtype)
-    model = build_model(config, make_mesh(mesh or MeshConfig()))
-    weights = source.family.weights(config)
-    params = hf.read_params(source.weights, weights, model.abstract())
-    return Encoder(source, model, params, tokenizer, pictures)
+    return Described(config, tokenizer, pictures)
 
 
 def _sentences(

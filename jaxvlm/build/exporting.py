@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jaxvlm.build import pretrained
-from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig
 from jaxvlm.io import hf
+from jaxvlm.models.families import any_family
 from jaxvlm.types import Params, WeightMap
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -40,7 +41,7 @@ def rewrite(
     source: pretrained.Source,
     output: pathlib.Path,
     params: Params,
-    config: ModelConfig,
+    config: ModelConfig | DualConfig,
     dtype: str = "",
 ) -> dict[str, Any]:
     """Write a run's weights as ``source`` of :func:`exported`; see :func:`write`."""
@@ -52,7 +53,7 @@ def rewrite(
 
 
 def exported(
-    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig, dtype: str
+    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig | DualConfig, dtype: str
 ) -> pretrained.Source:
     """The checkpoint that a run's weights are written like.
 
@@ -66,7 +67,7 @@ def exported(
         ConfigError: the run has no Hugging Face family, the folder is not empty, or the dtype is
             unknown.
     """
-    source = pretrained.find(config.checkpoint, workdir)
+    source = pretrained.find(config.checkpoint, workdir, any_family)
     if source is None or not (workdir / pretrained.SAVED / pretrained.LAYOUT).is_file():
         raise ConfigError(
             f"{workdir}: its model was made from scratch, not from a Hugging Face checkpoint "

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxvlm.build import adapters, inputs, record, sheets, training
+from jaxvlm.build import adapters, inputs, pair_run, record, sheets, training, trunk
 from jaxvlm.build.caching import with_chunk
 from jaxvlm.build.hooks import RunHooks
+from jaxvlm.build.loaded import Loaded
+from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
 from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper
@@ -28,7 +30,8 @@ from jaxvlm.plan import count
 from jaxvlm.train import loop, programs
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
-from jaxvlm.types import Batch, TrainState
+from jaxvlm.train.room import Room
+from jaxvlm.types import Batch, Pairs, TrainState
 
 if TYPE_CHECKING:
     from jaxvlm.build.run import Run
@@ -82,7 +85,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             workdir, config.tensorboard, config.wandb_project, start if start else -1
         )
         stack.callback(writer.close)
-        peak, source_of_peak = peak_flops(run.meshes, config.model.dtype)
+        room = made.room(config.cache.halvings, progress.log)
+        peak, source_of_peak = peak_flops(run.meshes, config.network.dtype)
         hooks = RunHooks(
             config=config,
             writer=writer,
@@ -92,7 +96,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             keep=_behind(keeper, batches),
             alarm=config.cache.alarm or (0.0 if made.learns else alarm_of(config.cache.codec)),
             alarm_advice="lower config.cache.bound" if made.learns else _NOT_ITS_OWN,
-            evaluate_now=_evaluation(scorer, config, made.params),
+            evaluate_now=_evaluation(scorer, config, made.params, room),
+            grow=room.grow,
             learning_rate=made.learning_rate,
             flops_per_step=_introduce(run, made, batches, source_of_peak, progress.log),
             steps=run.steps,
@@ -107,14 +112,14 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             if not why:
                 state, why = loop.train(
                     state, made.step, batches, _schedule(run, workdir), hooks,
-                    start=start, leaves=made.leaves,
+                    start=start, leaves=made.leaves, room=room,
                 )  # fmt: skip
         seconds = time.perf_counter() - begin
         checkpointer.close()
         report = hooks.last_report
-        if why != "preempted" and scorer is not None:
+        if why != "preempted" and isinstance(scorer, Scorer):
             _draw_sheet(run, state, scorer, workdir / "sheet.png", writer, progress.log)
-        return state, _result(run, state, why, seconds, report)
+        return room.mended(state), _result(run, state, why, seconds, report)
 
 
 def _draw_sheet(
@@ -127,7 +132,9 @@ def _draw_sheet(
 ) -> None:
     """A picture that can't be drawn must not cost a finished run its result."""
     try:
-        if not sheets.contact_sheet(run.answering(state), scorer.dataset, path):
+        model = run.answering(state)
+        assert isinstance(model, Loaded)
+        if not sheets.contact_sheet(model, scorer.dataset, path):
             say("no contact sheet: no record of one picture and one question")
             return
         if not jax.process_index():
@@ -164,17 +171,23 @@ def _first_state(
     seed = run.config.seed
     if run.config.init_from:
         folder = pathlib.Path(run.config.init_from) / "checkpoints"
-        old = record.check_same_model(run.config.init_from, run.config.model)
-        wanted = run.model.abstract() if old.lora.rank else run.model.base()
+        old = record.check_same_model(run.config.init_from, run.config)
+        base, cut = run.model.base(), run.config.network.vision.trunk
+        wanted = run.model.abstract() if old.lora.rank else trunk.shapes(base, old.vision.trunk)
         params = restore_params(folder, wanted, "latest", on_warning=say)
         if not old.lora.rank:
+            params = params if cut == old.vision.trunk else trunk.onto(base, params, cut)
             params = run.model.with_adapters(run.model.stored(params), seed)
         say(f"weights from {run.config.init_from}")
+    elif run.dual is not None and run.dual.towers:
+        params = run.dual.read_params(run.model, seed)
+        for tower, source in run.dual.towers.items():
+            say(f"weights of {tower} from {source.weights}")
     elif run.source is not None:
         params = adapters.read_params(run.source, run.model, seed)
         say(f"weights from {run.source.weights}")
-        if run.config.model.lora.checkpoint:
-            say(adapters.origin(run.config.model.lora))
+        if run.config.network.lora.checkpoint:
+            say(adapters.origin(run.config.network.lora))
     else:
         params = run.model.init(seed)
     return made.init(params), 0, {}
@@ -189,13 +202,16 @@ def _catch_up(hooks: RunHooks, state: TrainState, start: int, extra: dict[str, A
     return "no better" if start and hooks.exhausted() else ""
 
 
-def _scorer(run: Run) -> Scorer | None:
+def _scorer(run: Run) -> Scorer | pair_run.PairScorer | None:
     """What evaluates the run, or ``None`` without evaluation data."""
     config = run.config
     if not config.data.eval:
         return None
-    dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer, run.pictures)
-    scorer = Scorer(run.model, dataset, config.data.batch_size)
+    if of_vectors(config):
+        scorer: Any = pair_run.scorer(config, run.model, run.dataset.queries.rows)
+    else:
+        dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer, run.pictures)
+        scorer = Scorer(run.model, dataset, config.data.batch_size)
     metric = config.checkpoint.metric
     if metric not in scorer.metrics:  # now, not after hours
         known = ", ".join(scorer.metrics)
@@ -204,11 +220,31 @@ def _scorer(run: Run) -> Scorer | None:
 
 
 def _evaluation(
-    scorer: Scorer | None, config: TrainConfig, params: Callable[[TrainState], Any]
+    scorer: Scorer | pair_run.PairScorer | None,
+    config: TrainConfig,
+    params: Callable[[TrainState], Any],
+    room: Room,
 ) -> Callable[[TrainState, bool], Report] | None:
     if scorer is None:
         return None
-    return lambda state, blind: scorer.report(params(state), config.eval_records, blind)
+
+    def report(state: TrainState, blind: bool) -> Report:
+        return scorer.report(params(state), config.eval_records, blind)
+
+    def evaluate(state: TrainState, blind: bool) -> Report:
+        if config.cache.spare_evaluations:
+            room.give_back(state)
+        while True:
+            try:
+                return report(state, blind)
+            except jax.errors.JaxRuntimeError as error:
+                one = jax.process_count() == 1  # others would not know that this one begins again
+                if not (one and programs.is_out_of_memory(error) and room.give_back(state)):
+                    raise
+            # Out here, where the error holds nothing of what was tried in memory.
+            room.say("an evaluation is short of memory: once more, without pages of visual tokens")
+
+    return evaluate
 
 
 def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:
@@ -256,24 +292,32 @@ def _introduce(
     """
     local, rows = batches.peek(), run.config.data.batch_size
     scale = rows / len(run.rows)
-    tokens = float((np.asarray(local.segment) > 0).sum()) * scale
     flops = made.flops_per_step(local, scale)
     size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
     trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in made.leaves)
     meshes = ", vision tower on ".join(map(mesh_text, run.meshes))
     say(f"{size:,} parameters, {trained:,} trained; mesh {meshes}")
+    what = f"{flops.total / 1e9:.2f} GFLOP a step; MFU against {peak}"
+    if isinstance(local, Pairs):
+        for line in pair_run.introduction(run, local):
+            say(line)
+        say(what)
+        _say_problems(run, say)
+        return flops
+    tokens = float((np.asarray(local.segment) > 0).sum()) * scale
     say(
         f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} pictures; "
         f"{run.steps} steps of {rows} rows x {local.tokens.shape[1]} tokens, "
-        f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; "
-        f"{flops.total / 1e9:.2f} GFLOP a step; MFU against {peak}"
+        f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; {what}"
     )
     _say_unknown(run, say)
-    if run.dataset.problems:
-        say(
-            f"{len(run.dataset.problems)} records are skipped; the first: {run.dataset.problems[0]}"
-        )
+    _say_problems(run, say)
     return flops
+
+
+def _say_problems(run: Run, say: Callable[[str], None]) -> None:
+    if found := run.dataset.problems:
+        say(f"{len(found)} records are skipped; the first: {found[0]}")
 
 
 def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
@@ -293,7 +337,7 @@ def _behind(keeper: Keeper | None, batches: _GlobalBatches) -> Callable[[jax.Arr
     def keep(tokens: jax.Array | None) -> float:
         if keeper is None:
             return 0.0
-        if tokens is not None and batches.local is not None:
+        if tokens is not None and isinstance(batches.local, Batch):
             keeper.take(batches.local, tokens)
         return keeper.change()
 
@@ -303,24 +347,24 @@ def _behind(keeper: Keeper | None, batches: _GlobalBatches) -> Callable[[jax.Arr
 class _GlobalBatches:
     """Local rows placed on the mesh as they are taken."""
 
-    def __init__(self, source: TrainBatches, place: Callable[[Batch], Batch]):
+    def __init__(self, source: TrainBatches, place: Callable[[Any], Any]):
         self.source, self.place = source, place
-        self._peeked: Batch | None = None
+        self._peeked: Batch | Pairs | None = None
         self._taken = source.state()
-        self.last: Batch | None = None
-        self.local: Batch | None = None
+        self.last: Batch | Pairs | None = None
+        self.local: Batch | Pairs | None = None
         """This process's rows of ``last``, numpy."""
 
     def __iter__(self) -> _GlobalBatches:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | Pairs:
         local = self.peek()
         self._peeked, self._taken = None, self.source.state()
         self.local, self.last = local, self.place(local)
         return self.last
 
-    def peek(self) -> Batch:
+    def peek(self) -> Batch | Pairs:
         """The next batch's local rows, not taken yet."""
         if self._peeked is None:
             self._peeked = next(self.source)[0]

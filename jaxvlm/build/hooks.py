@@ -42,6 +42,8 @@ class RunHooks:
     """What of a state is saved."""
     evaluate_now: Callable[[TrainState, bool], Report] | None
     """State, and whether to run the blind control too."""
+    grow: Callable[[TrainState], None]
+    """Lets a cache that was halved have more memory, from the next step on."""
     learning_rate: Callable[[int], float]
     flops_per_step: count.Flops
     """Model FLOPs of a mean step that encodes all its pictures, all devices."""
@@ -139,6 +141,7 @@ class RunHooks:
         extra = {"data": data, "best": self.best, "worse": self.worse}
         extra |= {"evaluated": self.evaluated}
         self.checkpointer.save(step, self.kept(state), extra, metrics)
+        self.grow(state)
 
     def should_stop(self, step: int) -> bool:
         """Whether SIGTERM came, to any process."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from jaxvlm.build import pretrained
+from jaxvlm.build import adapters, caching, pretrained
 from jaxvlm.config import ConfigError, DataConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, formats, images, tokenizer
 from jaxvlm.data.loader import Dataset
@@ -15,10 +16,53 @@ _MULTIPLE = 64
 """Vocabularies are rounded up to it, so that mesh axes divide them on every mesh alike."""
 
 
+class Prepared(NamedTuple):
+    """What a run is made of, before its model is built."""
+
+    config: TrainConfig
+    """With what checkpoint and data say filled in."""
+    source: pretrained.Source | None
+    """The checkpoint that it starts from."""
+    tokenizer: Any
+    """A ChatTokenizer; of a dual encoder a TextTokenizer, or ``None`` where it reads no texts."""
+    pictures: Any
+    """A PictureFormat; of a dual encoder a Processor, or ``None`` where it takes none."""
+    dataset: Any
+    """A Dataset, or a PairDataset."""
+    dual: Any = None
+    """The dual encoder, see :mod:`jaxvlm.build.dual`."""
+
+
+def prepare(given: TrainConfig, workdir: pathlib.Path | None) -> Prepared:
+    """What a run that trains tokens is made of.
+
+    Args:
+        given: its settings.
+        workdir: its folder; what it has kept comes first.
+
+    Raises:
+        ConfigError: settings that can't be used.
+        DataError: data that can't be used.
+    """
+    source = pretrained.find(given.model.checkpoint, workdir)
+    given = pretrained.with_source(given, source)
+    given = adapters.with_adapter(given, source, workdir)
+    read = read_records(given.data, given.data.train)
+    saved = workdir / "tokenizer" if workdir else None
+    made = make_tokenizer(given, saved, lambda: chat.texts(read[0]), source)
+    pretrained.check_tokens(source, made)
+    pictures = pretrained.pictures(given, source, made)
+    config = dataclasses.replace(given, model=with_vocab(given.model, made.vocab_size))
+    caching.check(config)
+    check_questions(config)
+    dataset = make_dataset(config, given.data.train, made, pictures, read)
+    return Prepared(config, source, made, pictures, dataset)
+
+
 def make_tokenizer(
     config: TrainConfig,
     saved: pathlib.Path | None,
-    read: Any,
+    said: Callable[[], Iterable[str]],
     source: pretrained.Source | None = None,
 ) -> tokenizer.ChatTokenizer:
     """The run's tokenizer: its own, the one it names, its checkpoint's, ``init_from``'s, or new.
@@ -26,7 +70,7 @@ def make_tokenizer(
     Args:
         config: of the run.
         saved: the run's tokenizer folder; used where it exists.
-        read: records of the training file.
+        said: the texts of the training file.
         source: the checkpoint that it starts from.
     """
     style = source.family.chat_style(source.hf_config) if source is not None else tokenizer.PLAIN
@@ -48,7 +92,7 @@ def make_tokenizer(
         return tokenizer.load(source.files, style)
     if config.init_from:  # its weights mean its tokens
         return tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
-    return tokenizer.build(chat.texts(read[0]), config.tokenizer.kind, config.tokenizer.vocab_size)
+    return tokenizer.build(said(), config.tokenizer.kind, config.tokenizer.vocab_size)
 
 
 def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import adapters, encoder, inputs, pretrained, prompts, record, sheets
+from jaxvlm.build import adapters, dual, encoder, inputs, pretrained, prompts, record, sheets
+from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
@@ -24,7 +25,9 @@ from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.embed import embed
 from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
 from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.models.embedder import TOKENS
 from jaxvlm.models.families import ENCODERS, any_family
+from jaxvlm.nn.norm import unit
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import replicated
 from jaxvlm.types import Batch, Params
@@ -67,10 +70,21 @@ class Loaded:
             out_shardings=(None, whole, whole),
         )
         self._embed = jax.jit(
-            lambda params, batch, dims: embed(model.module(params), batch, dims),
+            lambda params, batch, dims: self._vectors(model.module(params), batch, dims),
             static_argnums=2,
             out_shardings=whole,
         )
+
+    def _vectors(self, module: Any, batch: Batch, dims: int) -> jax.Array:
+        if of_vectors(self.config):
+            return unit(module.embed(batch).hidden[:, : dims or None])
+        return embed(module, batch, dims)
+
+    @property
+    def width(self) -> int:
+        """Dims of a vector."""
+        trained = self.config.vectors.dim if of_vectors(self.config) else 0
+        return trained or self.config.model.decoder.width
 
     def generate(
         self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
@@ -132,9 +146,10 @@ class Loaded:
             ConfigError: marks and pictures differ in number, or there are not so many dims.
             DataError: a picture can't be read.
         """
-        width = self.config.model.decoder.width
-        if not 0 <= dims <= width:
-            raise ConfigError(f"dims={dims}: the model's vectors have {width}")
+        if not 0 <= dims <= self.width:
+            raise ConfigError(f"dims={dims}: the model's vectors have {self.width}")
+        if of_vectors(self.config) and self.config.vectors.pool == TOKENS:
+            raise ConfigError("this model makes a vector of each token, not one of a row")
         batch = prompts.batch(
             queries,
             self.model,
@@ -160,8 +175,7 @@ class Loaded:
                 f"max_new={max_new} must be at least 1, temperature={temperature:g} and "
                 f"top_k={top_k} at least 0, and top_p={top_p:g} above 0 and at most 1"
             )
-        if not self.config.model.decoder.head:
-            raise ConfigError("this model has no output matrix: it embeds, and answers nothing")
+        self._check_answers()
         how = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
         batch = prompts.batch(
             queries, self.model, self.tokenizer, self.pictures, self.config.data.max_pixels
@@ -176,6 +190,12 @@ class Loaded:
             yield [self._text(row[:max_new]) for row in new]
             if np.asarray(done):
                 return
+
+    def _check_answers(self) -> None:
+        if of_vectors(self.config):
+            raise ConfigError("this model was trained to make vectors, and answers nothing")
+        if not self.config.model.decoder.head:
+            raise ConfigError("this model has no output matrix: it embeds, and answers nothing")
 
     def _text(self, ids: list[int]) -> str:
         ends = (*self.tokenizer.stop_ids, -1)
@@ -209,8 +229,7 @@ class Loaded:
         Raises:
             ConfigError: no data is named.
         """
-        if not self.config.model.decoder.head:
-            raise ConfigError("this model has no output matrix: it embeds, and answers nothing")
+        self._check_answers()
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
@@ -276,18 +295,21 @@ def load(
         )
     else:
         config = record.read_config(workdir)
+        if of_vectors(config) and config.encoder == "dual":
+            return _encoder(config, workdir, which, mesh, dtype)
         source = pretrained.find(config.model.checkpoint, workdir)
     keep_freed_memory()
     use_compile_cache(config.compile_cache)
     saved = None if hugging_face else workdir / "tokenizer"
-    tokenizer = inputs.make_tokenizer(config, saved, ([], []), source)
+    tokenizer = inputs.make_tokenizer(config, saved, tuple, source)
     pretrained.check_tokens(source, tokenizer)
     config = dataclasses.replace(
         config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
     )
     settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     config = dataclasses.replace(config, model=settings)
-    model = build_model(settings, make_mesh(mesh or MeshConfig()))
+    vectors = config.vectors if of_vectors(config) else None
+    model = build_model(settings, make_mesh(mesh or MeshConfig()), vectors=vectors)
     pictures = pretrained.pictures(config, source, tokenizer)
     if hugging_face and source is not None:
         params = adapters.read_params(source, model, config.seed)
@@ -295,3 +317,18 @@ def load(
         choice = (config.checkpoint.metric, config.checkpoint.mode)
         params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
     return Loaded(config, model, params, tokenizer, pictures)
+
+
+def _encoder(
+    config: TrainConfig, workdir: pathlib.Path, which: str, mesh: Any, dtype: str
+) -> encoder.Encoder:
+    """The dual encoder of a run."""
+    keep_freed_memory()
+    use_compile_cache(config.compile_cache)
+    made = dual.make(config, workdir, tuple)
+    settings = dataclasses.replace(made.config, dtype=dtype or made.config.dtype)
+    model = build_model(settings, make_mesh(mesh or MeshConfig()))
+    choice = (config.checkpoint.metric, config.checkpoint.mode)
+    params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+    config = dataclasses.replace(config, dual=settings)
+    return encoder.Encoder(made.source, model, params, made.tokenizer, made.pictures, config)

@@ -32,7 +32,7 @@ from jaxvlm.types import Batch, Logical, Out, Params
 Config = TypeVar("Config")
 Known = TypeVar("Known", ModelConfig, DualConfig)
 _FSDP = StrategyConfig()
-_TOWERS = ("vision", "connector", "decoder", "text", "head")
+_TOWERS = ("vision", "top", "connector", "decoder", "text", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,11 @@ class Model(Generic[Config]):
     """Those that are kept in eight bits."""
     absent: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     """Parameters of a tower that is elsewhere, and is not run here."""
+
+    @property
+    def has_trunk(self) -> bool:
+        """Whether ``vision`` is a trunk, frozen, and ``top`` behind it is not."""
+        return isinstance(self.config, ModelConfig) and self.config.vision.trunk > 0
 
     def strategy(self, path: str) -> StrategyConfig:
         """The strategy of a parameter's tower."""
@@ -83,12 +88,17 @@ class Model(Generic[Config]):
 
     def init(self, seed: int) -> Params:
         """Random parameters, born sharded; the same on every mesh."""
+        return self.with_adapters(self.stored(self.draw(seed)), seed)
+
+    def draw(self, seed: int, within: str = "") -> Params:
+        """Random parameters of :meth:`base`; of those alone whose paths begin with ``within``."""
+        paths = [path for path in self.base() if path.startswith(within)]
 
         def draw(key: jax.Array) -> Params:
-            return split(self.make(Init(nnx.Rngs(params=key))))[1]
+            drawn = split(self.make(Init(nnx.Rngs(params=key))))[1]
+            return {path: drawn[path] for path in paths}
 
-        base = self._jit(draw, self.base())(jax.random.key(seed))
-        return self.with_adapters(self.stored(base), seed)
+        return self._jit(draw, paths)(jax.random.key(seed))
 
     def stored(self, base: Params) -> Params:
         """Parameters of :meth:`base`, all or some, as they are kept: some in eight bits."""
@@ -170,7 +180,10 @@ class Model(Generic[Config]):
 
 
 def _towers(config: ModelConfig | DualConfig, vectors: VectorConfig | None) -> list[str]:
-    absent = ("connector", "decoder") if isinstance(config, DualConfig) else ("text",)
+    absent: tuple[str, ...] = ("text",)
+    if isinstance(config, DualConfig):
+        absent = ("connector", "decoder")
+    absent += () if config.vision.trunk else ("top",)
     if isinstance(config, ModelConfig) and vectors is None:
         absent = (*absent, "head")
     return [tower for tower in _TOWERS if tower not in absent]
@@ -280,7 +293,9 @@ def wrap(
     logical, adapter = seen["logical"], LoraConfig() if config is None else config.lora
     if missing := {path.split("/")[0] for path in shapes} - set(strategies):
         raise ConfigError(f"no strategy for the tower {sorted(missing)[0]!r}")
-    adapted = lora.find(adapter, seen["linear"], logical)
+    trunk = isinstance(config, ModelConfig) and config.vision.trunk > 0
+    free = {p: n for p, n in seen["linear"].items() if not (trunk and p.startswith("vision/"))}
+    adapted = lora.find(adapter, free, logical)
     packed = lora.packed(adapter, seen["linear"], logical)
     for more, words in (
         lora.parameters(adapter, adapted, shapes, logical),
@@ -304,4 +319,5 @@ def axes_of(
     pictures = Axes(mesh, activations=tuple({**PICTURES, **own}.items()))
     if config.vision.packed:
         pictures = dataclasses.replace(rows, activations=tuple({**PACKED, **both}.items()))
-    return {**dict.fromkeys(_TOWERS, rows), "vision": pictures, "connector": pictures}
+    of_pictures = dict.fromkeys(("vision", "top", "connector"), pictures)
+    return {**dict.fromkeys(_TOWERS, rows), **of_pictures}

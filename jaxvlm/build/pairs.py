@@ -36,7 +36,7 @@ def pair_runner(
     def learns(batch: Batch) -> bool:
         pictures = any(x is not None for x in (batch.pixels, batch.patches, batch.features))
         if not dual:
-            return any_of("decoder/", "head/project", *["vision/", "connector/"] * pictures)
+            return any_of("decoder/", "head/project", *["vision/", "top/", "connector/"] * pictures)
         seen = {"vision": pictures, "text": batch.tokens.shape[1] > 0}
         return any(any_of(f"{t}/", f"head/{t}") for t in _TOWERS if seen[t])
 

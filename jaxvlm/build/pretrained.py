@@ -8,10 +8,10 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from jaxvlm.config import ConfigError, ModelConfig, TrainConfig, VisionConfig
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig, VisionConfig
 from jaxvlm.data import images, processor
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.patches import Patching
@@ -21,12 +21,13 @@ from jaxvlm.models.families import anyres, family, parts
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Params, Span
 
+T = TypeVar("T")
 SAVED = "source"
 """Folder in a workdir: all of the checkpoint but its weights, and their layout."""
 LAYOUT = "jaxvlm_layout.json"
 """File in it: where each tensor lay."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_OURS = ("remat",)
+_OURS = ("remat", "trunk")
 """Settings of a tower that say how it is computed, not what; a recipe may set them."""
 
 
@@ -183,7 +184,7 @@ def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:
         )
 
 
-def read_params(source: Source, config: ModelConfig, abstract: Params) -> Params:
+def read_params(source: Source, config: ModelConfig | DualConfig, abstract: Params) -> Params:
     """The checkpoint's parameters, streamed to their shards; see ``jaxvlm.io.hf``."""
     return hf.read_params(source.weights, source.family.weights(config), abstract)
 
@@ -263,21 +264,38 @@ def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
 
 def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:
     """The checkpoint's model with the recipe's way to compute it."""
-    towers = {}
-    for tower in ("vision", "connector", "decoder"):
-        of_recipe, of_file = getattr(given, tower), getattr(found, tower)
-        unset = type(of_recipe)()
-        for field in dataclasses.fields(of_recipe):
-            value = getattr(of_recipe, field.name)
-            if field.name in _OURS:
-                of_file = dataclasses.replace(of_file, **{field.name: value})
-            elif value not in (getattr(unset, field.name), getattr(of_file, field.name)):
-                raise ConfigError(
-                    f"config.model.{tower}.{field.name}={value!r}, but the checkpoint says "
-                    f"{getattr(of_file, field.name)!r}; leave it out"
-                )
-        towers[tower] = of_file
+    towers = {
+        tower: merged(getattr(given, tower), getattr(found, tower), f"config.model.{tower}")
+        for tower in ("vision", "connector", "decoder")
+    }
     return dataclasses.replace(given, **towers)
+
+
+def merged(
+    given: T, found: T, where: str, ours: Collection[str] = _OURS, unset: T | None = None
+) -> T:
+    """A checkpoint's group of settings with the recipe's way to compute it.
+
+    Args:
+        given: of the recipe.
+        found: of the checkpoint.
+        where: what error messages call the group.
+        ours: fields that are the recipe's to say.
+        unset: what the group is where a recipe says nothing; ``None``: the class's defaults.
+
+    Raises:
+        ConfigError: the recipe sets another one, to another value.
+    """
+    unset = unset or type(given)()
+    for field in dataclasses.fields(given):  # type: ignore[arg-type]  # a dataclass
+        value, of_file = getattr(given, field.name), getattr(found, field.name)
+        if field.name in ours:
+            found = dataclasses.replace(found, **{field.name: value})  # type: ignore[type-var]
+        elif value not in (getattr(unset, field.name), of_file):
+            raise ConfigError(
+                f"{where}.{field.name}={value!r}, but the checkpoint says {of_file!r}; leave it out"
+            )
+    return found
 
 
 def modules(folder: pathlib.Path) -> list[dict[str, Any]]:

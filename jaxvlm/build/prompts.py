@@ -16,6 +16,7 @@ from jaxvlm.data import chat, formats, images, spans
 from jaxvlm.data.batch import Places, lay_pictures
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.formats import PLACEHOLDER, Turn
+from jaxvlm.data.prompt_rows import PromptShape, lay_prompts
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
@@ -62,35 +63,14 @@ def batch(
     B = -(-len(rows) // parts) * parts
     T = _rung(max(len(row.ids) for row in rows), _LENGTH_STEP)
     R, most = max(len(row.positions) for row in rows), max(map(len, tiles))
-    tokens = np.full((B, T), tokenizer.pad_id, np.int32)
-    segment, group = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
-    positions = np.zeros((B, R, T), np.int32)
-    start = np.full((B, most), -1, np.int32)
-    source = np.full((B, T, taps), -1, np.int32)
-    weight = np.zeros((B, T, taps), np.float32)
-    for i, row in enumerate(rows):
-        first = T - len(row.ids)
-        tokens[i, first:], segment[i, first:] = row.ids, 1
-        positions[i, :, first:], group[i, first:] = row.positions, row.tile
-        start[i, : len(row.starts)] = [first + at for at in row.starts]
-        if row.source is not None:
-            source[i, first:], weight[i, first:] = row.source, row.weight
-    mask = model.config.decoder.visual_mask
-    group = segment if mask == "prompt" else group
-    both_ways = mask == "prompt" or (mask == "prefix" and most > 0)
-    drawn = _pictures(tiles, pictures, (B, most)) if most else {}
-    made = Batch(
-        tokens,
-        np.zeros((B, T), np.float32),
-        positions,
-        segment,
-        bidirectional=group if both_ways else None,
-        image_start=start if most else None,
-        image_source=source if taps else None,
-        image_weight=weight if taps > 1 else None,
-        example_id=np.arange(B, dtype=np.int32),
-        **drawn,
+    made = lay_prompts(
+        [*rows, *[None] * (B - len(rows))],
+        PromptShape(T, most, R, taps),
+        pad_id=tokenizer.pad_id,
+        mask=model.config.decoder.visual_mask,
     )
+    drawn = _pictures(tiles, pictures, (B, most)) if most else {}
+    made = made._replace(example_id=np.arange(B, dtype=np.int32), **drawn)
     sharding = batch_sharding(model.mesh)
     return jax.tree.map(lambda x: jax.device_put(x, sharding), made)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from jaxvlm.config import ConfigError, ModelConfig, TrainConfig, from_config_dict
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig, from_config_dict
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
@@ -97,27 +97,42 @@ def changed_settings(workdir: pathlib.Path, config: TrainConfig) -> list[str]:
     return [f"changed since this run began: {line}" for line in changes(old, config)]
 
 
-def check_same_model(workdir: str, model: ModelConfig) -> ModelConfig:
+def check_same_model(workdir: str, config: TrainConfig) -> ModelConfig | DualConfig:
     """Refuse weights of a model that computes another thing with arrays of the same shapes.
 
+    Args:
+        workdir: of the run that the weights are of.
+        config: of the run that starts from them.
+
     Returns:
-        The model in ``workdir``: as ``model``, but it may be without adapters where that has some.
+        The model in ``workdir``: as that of ``config``, but it may be without adapters where that
+        has some.
 
     Raises:
         ConfigError: the settings that differ.
     """
-    old = read_config(workdir).model
-    lora = old.lora
+    found, model = read_config(workdir), config.network
+    old, lora = found.network, found.network.lora
+    if type(old) is not type(model) or found.vectors != config.vectors:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another kind of model: "
+            f"{'; '.join(changes(found, config)[:5])}"
+        )
     old = dataclasses.replace(old, lora=lora if lora.rank else model.lora)
     # A vocabulary's size is filled in later, and is checked by the arrays' shapes.
-    old = dataclasses.replace(
-        old, decoder=dataclasses.replace(old.decoder, vocab_size=model.decoder.vocab_size)
-    )
-    free = ("attention", "remat", "dtype", "checkpoint")  # how it is computed, not what
-    found = [line for line in changes(old, model, "config.model") if not _is_one_of(line, free)]
-    if found:
+    words = "decoder" if isinstance(model, ModelConfig) else "text"
+    size = getattr(model, words).vocab_size
+    tower = dataclasses.replace(getattr(old, words), vocab_size=size)
+    old = dataclasses.replace(old, **{words: tower})
+    # How it is computed, and where it is from, not what it is.
+    free: tuple[str, ...] = ("attention", "remat", "dtype", "checkpoint")
+    free += ("vision_checkpoint", "text_checkpoint")
+    free += () if lora.rank else ("trunk",)  # where a tower's stack of blocks is cut in two
+    where = "config.model" if isinstance(model, ModelConfig) else "config.dual"
+    differ = [line for line in changes(old, model, where) if not _is_one_of(line, free)]
+    if differ:
         raise ConfigError(
-            f"config.init_from={workdir} holds weights of another model: {'; '.join(found)}; "
+            f"config.init_from={workdir} holds weights of another model: {'; '.join(differ)}; "
             "use its settings"
         )
     return dataclasses.replace(old, lora=lora)

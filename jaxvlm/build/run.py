@@ -16,18 +16,19 @@ import jax
 import numpy as np
 
 from jaxvlm.build import (
-    adapters,
     apart,
     caching,
     exporting,
     inputs,
-    pretrained,
+    pair_run,
     record,
     shares,
     training,
 )
+from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
+from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
 from jaxvlm.build.record import local_folder
@@ -64,6 +65,10 @@ class Run:
         devices: Sequence[jax.Device] | None = None,
     ):
         given = config if isinstance(config, TrainConfig) else from_config_dict(config)
+        if not given.checkpoint.metric:
+            metric = pair_run.METRIC if of_vectors(given) else "exact_match"
+            checkpoint = dataclasses.replace(given.checkpoint, metric=metric)
+            given = dataclasses.replace(given, checkpoint=checkpoint)
         _check(given)
         local_folder("--workdir", workdir)
         local_folder("config.init_from", given.init_from)
@@ -75,29 +80,18 @@ class Run:
         by_cost = given.tower.devices == shares.BY_COST
         if not by_cost:  # before any file is read, so that a wrong mesh is refused at once
             given, own = self._lay_out(given, devices)
-        self.source = pretrained.find(given.model.checkpoint, self.workdir)
-        given = pretrained.with_source(given, self.source)
-        given = adapters.with_adapter(given, self.source, self.workdir)
-        read = inputs.read_records(given.data, given.data.train)
-        saved = self.workdir / "tokenizer" if self.workdir else None
-        self.tokenizer = inputs.make_tokenizer(given, saved, read, self.source)
-        pretrained.check_tokens(self.source, self.tokenizer)
-        self.pictures = pretrained.pictures(given, self.source, self.tokenizer)
-        self.config = dataclasses.replace(
-            given, model=inputs.with_vocab(given.model, self.tokenizer.vocab_size)
-        )
-        caching.check(self.config)
-        inputs.check_questions(self.config)
-        self.dataset = inputs.make_dataset(
-            self.config, given.data.train, self.tokenizer, self.pictures, read
-        )
+        prepare = pair_run.prepare if of_vectors(given) else inputs.prepare
+        made = prepare(given, self.workdir)
+        self.config, self.source, self.tokenizer, self.pictures = made[:4]
+        self.dataset, self.dual = made.dataset, made.dual
         self.steps = training.total_steps(self.config, lambda: self.dataset.steps_per_epoch)
         # Built here, so that a setting that can't be used is refused before a file is written.
         if by_cost:
             self._build_by_cost(devices)
         else:
             self._build(own)
-        self.slots = caching.slots_of(self.config, self.dataset)
+        vectors = of_vectors(self.config)
+        self.slots = None if vectors else caching.slots_of(self.config, self.dataset)
         self.training = training.build_training(
             self.config, self.model, self.steps, print, self.tower, self.slots
         )
@@ -123,7 +117,10 @@ class Run:
     def _build(self, own: list[jax.Device]) -> None:
         """The model, its vision tower on devices of its ``own`` where it has some."""
         config = self.config
-        self.model: Model = build_model(config.model, self.mesh, config.strategy, not own)
+        vectors = config.vectors if of_vectors(config) else None
+        self.model: Model = build_model(
+            config.network, self.mesh, config.strategy, not own, vectors=vectors
+        )
         self.tower = apart.tower_of(self.model, config.tower, own) if own else None
         training.check_shards(config, self.model, self.tower)
 
@@ -178,15 +175,22 @@ class Run:
         return result
 
     def evaluate(self, blind: bool = True) -> dict[str, float]:
-        """Exact match of the current weights on ``config.data.eval``."""
-        return self.loaded().evaluate(blind=blind).metrics
+        """Exact match, or how well vectors find, of the current weights on ``config.data.eval``.
+
+        Args:
+            blind: run the control too: another record's picture, or documents at random.
+        """
+        return pair_run.evaluate(self.loaded(), blind=blind).metrics
 
     def generate(self, pictures: Any, prompt: str, **options: Any) -> str:
         """The current weights' answer; see ``Loaded.generate``."""
-        return self.loaded().generate(pictures, prompt, **options)
+        made = self.loaded()
+        if isinstance(made, Encoder):
+            raise ConfigError("this model makes vectors, and answers nothing")
+        return made.generate(pictures, prompt, **options)
 
-    def loaded(self) -> Loaded:
-        """The current weights as a model that answers.
+    def loaded(self) -> Loaded | Encoder:
+        """The current weights as a model that answers, or makes vectors.
 
         Raises:
             ConfigError: nothing is trained yet.
@@ -195,9 +199,12 @@ class Run:
             raise ConfigError("this run has no weights yet: call fit() first")
         return self.answering(self.state)
 
-    def answering(self, state: TrainState) -> Loaded:
-        """The weights of ``state`` as a model that answers."""
+    def answering(self, state: TrainState) -> Loaded | Encoder:
+        """The weights of ``state`` as a model that answers, or makes vectors."""
         params = self.training.params(state)
+        if self.dual is not None:
+            made = (self.source, self.model, params, self.tokenizer, self.pictures)
+            return Encoder(*made, self.config)
         return Loaded(self.config, self.model, params, self.tokenizer, self.pictures)
 
     def dry_run(self) -> dict[str, Any]:
@@ -222,7 +229,7 @@ class Run:
         if jax.process_index():
             return
         workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / "tokenizer").is_dir():
+        if self.tokenizer is not None and not (workdir / "tokenizer").is_dir():
             # Whole or not at all: a kill in the middle must not leave half a tokenizer.
             half = workdir / "tokenizer.tmp"
             shutil.rmtree(half, ignore_errors=True)
@@ -230,6 +237,8 @@ class Run:
             half.rename(workdir / "tokenizer")
         if self.source is not None:
             exporting.keep(self.source, workdir)
+        for tower, source in (self.dual.towers if self.dual else {}).items():
+            exporting.keep(source, workdir / tower)
         kind, size = self.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in self.meshes)
         record.write_config(workdir, self.config, f"{size} x {kind}")
 

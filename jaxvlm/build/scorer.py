@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,9 +32,13 @@ class Report:
     blind: dict[str, float]
     """The same with each record given another record's picture; empty where not asked for."""
     seconds: float
+    tables: Sequence[str] = ()
+    """Lines for people, where the figures are not those of answers."""
 
     def lines(self) -> list[str]:
         """A table for people."""
+        if self.tables:
+            return [f"evaluated in {self.seconds:.1f} s", *self.tables]
         rows = [f"{int(self.metrics['answers'])} answers in {self.seconds:.1f} s"]
         for name, value in self.metrics.items():
             if name.startswith("exact_match"):

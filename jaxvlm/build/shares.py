@@ -8,12 +8,12 @@ import jax
 
 from jaxvlm.build.assemble import split
 from jaxvlm.build.model import build_model
-from jaxvlm.config import MeshConfig, ModelConfig, TrainConfig
+from jaxvlm.config import DualConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.plan import count
 from jaxvlm.train.apart import Sides, is_tower
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Pairs
 
 BY_COST = -1
 """``config.tower.devices``: as many as :func:`best_first` puts first and the run can use."""
@@ -32,12 +32,33 @@ def flops(
     """
     num_tokens = scale * float((batch.segment > 0).sum())
     num_pictures, patches = count.pictures(batch)
-    towers = ("vision", "connector", "decoder")
     owns = {path.split("/")[0] for path in trained if not is_adapter(path)}
     adapted = {path.split("/")[0] for path in trained if is_adapter(path)}
     reach = count.reach(batch)
     forward = count.forward(config, num_tokens, reach, scale * num_pictures, patches)
-    return forward, count.step(forward, {tower: tower in owns for tower in towers}, adapted)
+    return forward, count.step(forward, dict.fromkeys(owns, True), adapted)
+
+
+def step_flops(
+    config: ModelConfig | DualConfig, trained: Collection[str], batch: Batch | Pairs, scale: float
+) -> count.Flops:
+    """Model FLOPs of a step.
+
+    Args:
+        config: of the model.
+        trained: paths of the trained parameters.
+        batch: rows, or examples, that stand for all, numpy.
+        scale: rows of a step to these.
+    """
+    if isinstance(batch, Batch):
+        assert isinstance(config, ModelConfig)
+        return flops(config, trained, batch, scale)[1]
+    document = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.document)
+    if isinstance(config, DualConfig):
+        each = [count.encoders(config, x, trained) for x in (batch.query, document)]
+    else:
+        each = [flops(config, trained, x)[1]._replace(head=0.0) for x in (batch.query, document)]
+    return count.Flops(*(scale * sum(parts) for parts in zip(*each)))
 
 
 def costs(config: TrainConfig, batch: Batch) -> Sides:
@@ -55,6 +76,7 @@ def costs(config: TrainConfig, batch: Batch) -> Sides:
     if any(is_tower(path) for path in trained):
         tower += forward.vision  # the backward pass encodes again
         tower += forward.vision * (model.vision.remat == "full")
+    rest += forward.top * (model.vision.remat == "full")
     rest += forward.decoder * (model.decoder.remat == "full")
     return Sides(tower, rest)
 

@@ -193,7 +193,8 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
         "weights": weights_digest(params),
         "tower": dataclasses.asdict(config.model.vision),
         "width": tower_width(config.model),
-        "adapters": dataclasses.asdict(config.model.lora),
+        # Those of a trunk's top change nothing below it.
+        "adapters": {} if model.has_trunk else dataclasses.asdict(config.model.lora),
         "pictures": run.dataset.settings.prepare.fingerprint,
         "libraries": {name: version(name) for name in ("pillow", "transformers")},
         "code": code_digest(),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxvlm.build import caching
 from jaxvlm.build.apart import assemble_apart, wave_of
-from jaxvlm.build.assemble import split, together
-from jaxvlm.build.losses import make_loss
+from jaxvlm.build.assemble import Assembled, split, together
+from jaxvlm.build.losses import make_loss, of_vectors
 from jaxvlm.build.model import Model
-from jaxvlm.build.shares import flops
+from jaxvlm.build.pairs import Chunks
+from jaxvlm.build.shares import step_flops
 from jaxvlm.config import (
     ConfigError,
     StrategyConfig,
@@ -29,10 +31,12 @@ from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.plan import count
 from jaxvlm.train.apart import is_tower
+from jaxvlm.train.pairs import Chunk
 from jaxvlm.train.programs import Programs
+from jaxvlm.train.room import Room
 from jaxvlm.train.runner import check_own_rows, check_parts
 from jaxvlm.train.step import NO_CACHE
-from jaxvlm.types import Batch, Cache, Params, TrainState
+from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Training:
     """Trainable parameters, sorted: the order of the step's ``bad_leaf``."""
     init: Callable[[Params], TrainState]
     """All parameters -> the first state; consumes them."""
-    place: Callable[[Batch], Batch]
+    place: Callable[[Any], Any]
     """This process's rows of a batch -> the batch, on the devices that the step takes it on."""
     params: Callable[[TrainState], Params]
     """All parameters on the model's mesh."""
@@ -63,6 +67,23 @@ class Training:
         """What a checkpoint holds of a state: the cache where a run could not go on without."""
         return state if self.cache.saved else state._replace(cache=())
 
+    def room(self, halvings: int, say: Callable[[str], None]) -> Room:
+        """What gives the cache's memory back, where the run could go on without what is in it.
+
+        Args:
+            halvings: of the settings.
+            say: takes lines for people.
+        """
+        if self.cache.saved or not jax.tree.leaves(self.abstract.cache):
+            return Room()
+        lie = self.cache.shardings
+
+        def empty(times: int) -> Callable[[], Any]:
+            # Compiled now: when memory is short is no time for it.
+            return jax.jit(lambda: self.cache.init(times), out_shardings=lie).lower().compile()
+
+        return Room([empty(n) for n in range(halvings + 1)], say)
+
     def whole(self, state: TrainState) -> TrainState:
         """A state that :meth:`kept` made, with an empty cache where it has none."""
         if self.cache.saved:
@@ -70,14 +91,14 @@ class Training:
         empty = jax.jit(self.cache.init, out_shardings=self.cache.shardings)
         return state._replace(cache=empty())
 
-    def flops_per_step(self, batch: Batch, scale: float) -> count.Flops:
+    def flops_per_step(self, batch: Batch | Pairs, scale: float) -> count.Flops:
         """Model FLOPs of a step that encodes all its pictures (see ``jaxvlm.plan.count``).
 
         Args:
             batch: rows that stand for all, numpy.
             scale: rows of a step to these.
         """
-        return flops(self.model.config, self.leaves, batch, scale)[1]
+        return step_flops(self.model.config, self.leaves, batch, scale)
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: Callable[[], int]) -> int:
@@ -124,9 +145,9 @@ def build_training(
         config.optim,
         schedule,
         {p: model.logical[p] for p in trainable},
-        _used_layers(config.model.vision),
+        {} if of_vectors(config) else _used_layers(config.model.vision),
     )
-    loss = make_loss(config)
+    loss = make_loss(config, model.mesh)
     check_parts(config.microbatches, loss, config.data.batch_size)
     check_own_rows(config.strategy.reduce_bits, loss)
     if (stages := model.mesh.shape["stage"]) > 1:
@@ -135,7 +156,9 @@ def build_training(
             parts = wave_of(model, parts, config.tower.wave)
         say(_pipeline_line(how, stages, parts))
     asked = (loss, tx, config.microbatches, config.optim.frozen)
-    if tower:
+    if of_vectors(config):
+        made = together(model, *asked, chunks=_chunks(config, model, say))
+    elif tower:
         made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
     elif caching.is_on(config.cache):
         assert slots is not None
@@ -149,7 +172,7 @@ def build_training(
         made = together(model, *asked)
     return Training(
         model,
-        Programs(made.build, say),
+        Programs(made.build, say, _sizes(made, config.cache.halvings)),
         made.abstract,
         lambda step: float(schedule(jnp.asarray(step))),
         sorted(trainable),
@@ -158,6 +181,36 @@ def build_training(
         made.params,
         made.cache,
     )
+
+
+def _chunks(config: TrainConfig, model: Model, say: Callable[[str], None]) -> Chunks:
+    """Of queries and of documents; says where the last one is filled up."""
+    asked, shards = config.grad_cache, batch_shards(model.mesh)
+    for name, value in dataclasses.asdict(asked).items():
+        if value < 0:
+            raise ConfigError(f"config.grad_cache.{name}={value}: at least 0, which is all")
+    local = config.data.batch_size // shards
+    if asked.query and local % asked.query and asked.query < local:
+        say(
+            f"config.grad_cache.query={asked.query} does not divide the {local} queries of a data "
+            f"shard: the last chunk is filled up; {nearest_divisor(local, asked.query)} would fit"
+        )
+    return Chunk(asked.query, asked.tokens), Chunk(asked.document, asked.tokens)
+
+
+def _sizes(made: Assembled, halvings: int) -> list[TrainState]:
+    """The state as ShapeDtypeStructs, its cache whole, halved once, twice, and so on; or none."""
+
+    def laid(times: int) -> Any:
+        shapes = jax.eval_shape(lambda: made.cache.init(times))
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            made.cache.shardings,
+        )
+
+    sizes = range(halvings + 1) if halvings else ()
+    return [made.abstract._replace(cache=laid(n)) for n in sizes]
 
 
 def check_shards(config: TrainConfig, model: Model, tower: Model | None) -> None:
@@ -195,8 +248,9 @@ def _pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
 def _used_layers(vision: VisionConfig) -> dict[str, int]:
     """What of the tower is run on the way to visual tokens, where that is not all."""
     used, run = {}, max(feature_blocks(vision))
+    tower = "top" if vision.trunk else "vision"
     if run < vision.depth:
-        used["vision/stack/*"] = run
+        used[f"{tower}/stack/*"] = run - vision.trunk
     if vision.pool == "attention":
-        used["vision/head/*"] = 0
+        used[f"{tower}/head/*"] = 0
     return used

@@ -63,6 +63,31 @@ def shardings(mesh: Mesh) -> CacheState:
     return CacheState(*[rows] * 6, *[whole] * 3)
 
 
+def halved(count: int, shards: int, times: int) -> int:
+    """C of a cache of ``count`` pages on so many data shards that is halved some times."""
+    return (count // shards >> times) * shards
+
+
+def places(pages: jax.Array, count: int, room: int, shards: int) -> jax.Array:
+    """Where pages lie in a cache that has fewer: each shard has the first of its own.
+
+    Args:
+        pages: i32[..., n], each picture's among ``count``; -1 where it has none.
+        count: C of the cache that they are numbered for.
+        room: C of the one that is there.
+        shards: of the data.
+
+    Returns:
+        i32[..., n]; -1 of all that a picture has where one is not there.
+    """
+    if room == count:
+        return pages
+    own, kept = count // shards, room // shards
+    here = (pages < 0) | (pages % own < kept)
+    there = (pages >= 0) & jnp.all(here, axis=-1, keepdims=True)
+    return jnp.where(there, pages // own * kept + pages % own, -1)
+
+
 def page_keys(picture: jax.Array, pages: int) -> jax.Array:
     """u32[..., pages, 4]: keys of the pages of pictures with keys u32[..., 4]."""
     number = jnp.arange(pages, dtype=jnp.uint32) * _STEP

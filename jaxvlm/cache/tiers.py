@@ -34,9 +34,9 @@ class Tiers:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         found = self.store.get(key) if self.store and key not in self._new else None
-        if found is not None:
-            found = self._keep(key, found.astype(self.dtype, copy=False))
-        return found
+        if found is None or key in self._new:  # it may have been put since it was asked for
+            return None
+        return self._keep(key, found.astype(self.dtype, copy=False))
 
     def has(self, key: bytes) -> bool:
         """Whether a row is kept, on disk or in memory."""

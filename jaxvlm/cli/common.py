@@ -7,6 +7,9 @@ from typing import Any
 
 from absl import flags
 
+VECTORS = ("embed", "eval", "mine")
+"""Commands that take encoders too."""
+
 
 def define_model(values: flags.FlagValues, adapters: bool = True) -> None:
     """Declare which model, and on which mesh; ``adapters``: the command's models take some."""
@@ -54,12 +57,7 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     distributed.initialize()
     adapter = values.adapter if "adapter" in values else ""
     model = load(values.checkpoint, mesh=mesh, adapter=adapter, dtype=values.dtype)
-    if command == "embed" and not isinstance(model, Encoder):
-        raise ConfigError(
-            f"--checkpoint={values.checkpoint} is a decoder, not an encoder: `jaxvlm "
-            "generate` uses it; its vectors are made in Python, jaxvlm.load(folder).embed(queries)"
-        )
-    if command != "embed" and isinstance(model, Encoder):
+    if command not in VECTORS and isinstance(model, Encoder):
         raise ConfigError(
             f"--checkpoint={values.checkpoint} is an encoder: it makes vectors, and "
             "`jaxvlm embed` writes them"

@@ -71,12 +71,13 @@ def _of_recipe(given: Any, spec: str) -> dict[str, Any]:
     """The same, as a run of the recipe on ``spec`` would have it."""
     from jaxvlm.build import inputs, pretrained
     from jaxvlm.config import TrainConfig, from_config_dict
+    from jaxvlm.data import chat
 
     config: TrainConfig = from_config_dict(given)
     source = pretrained.find(config.model.checkpoint)
     config = pretrained.with_source(config, source)
     read = inputs.read_records(config.data, spec)
-    chat_tokenizer = inputs.make_tokenizer(config, None, read, source)
+    chat_tokenizer = inputs.make_tokenizer(config, None, lambda: chat.texts(read[0]), source)
     pictures = pretrained.pictures(config, source, chat_tokenizer)
     return {
         "config": config.data,

@@ -8,13 +8,16 @@ from absl import flags
 
 from jaxvlm.cli.common import define_model, load_model, say
 
-SUMMARY = "Write vectors of texts and pictures."
-USAGE = "--checkpoint=FOLDER [--texts=FILE] [--images=FILE] --output=FILE.npy"
+SUMMARY = "Write vectors of texts, pictures, or both together."
+USAGE = (
+    "--checkpoint=FOLDER [--texts=FILE] [--images=FILE] [--input=FILE.jsonl] "
+    "--output=FILE.npy|npz|safetensors|parquet|jsonl"
+)
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``embed``."""
-    define_model(values, adapters=False)
+    define_model(values)
     flags.DEFINE_multi_string("text", [], "A text", flag_values=values)
     flags.DEFINE_string("texts", "", "File with a text a line.", flag_values=values)
     flags.DEFINE_multi_string("image", [], "A picture file", flag_values=values)
@@ -25,14 +28,54 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         flag_values=values,
     )
     flags.DEFINE_string(
+        "input",
+        "",
+        "FILE.jsonl, .csv, .parquet or .tar: `text`, `image` (a path, relative to the file's "
+        "folder), or both; `instruction`, `id`.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
         "output",
         "",
-        "FILE.npy, f32[N, E]; or FILE.jsonl, a line each with the text or picture and its vector. "
-        "Texts come first, then pictures, in the order given.",
+        "FILE.npy, [N, E]; FILE.npz and FILE.safetensors, the same as `vectors`; FILE.parquet and "
+        "FILE.jsonl, a row each with id, text and picture as far as given, and `vector`. Texts "
+        "come first, then pictures, then the items of --input, in the order given.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer("batch_size", 64, "Items at a time, over all devices.", flag_values=values)
+    flags.DEFINE_integer(
+        "dims",
+        0,
+        "Keep the first so many dims of a vector, of unit length again (Matryoshka); 0 is all.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "quantize",
+        "",
+        "int8, a byte a dim; binary or ubinary, a bit a dim in signed or unsigned bytes; as "
+        "sentence-transformers writes them.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "ranges",
+        "",
+        "For int8: a file that embed wrote with --quantize=int8, whose ranges to use (queries take "
+        "their corpus's); or FILE.npy, f32[2, E]. If not given, the least and greatest of these "
+        "vectors.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "instruction",
+        "",
+        "What the vectors are for, of items that do not say it themselves: a decoder's system "
+        "turn, or a text encoder's prompt in front of the text.",
         flag_values=values,
     )
     flags.DEFINE_integer(
-        "batch_size", 64, "Texts or pictures at a time, over all devices.", flag_values=values
+        "part_size",
+        4096,
+        "Items between two writes to OUTPUT.parts, from which an interrupted run goes on.",
+        flag_values=values,
     )
 
 
@@ -40,30 +83,52 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Embed, and say what was written."""
     import pathlib
 
-    import numpy as np
-
+    from jaxvlm.build import embedding, items
     from jaxvlm.config import ConfigError
+    from jaxvlm.data.examples import Item
+    from jaxvlm.io import vectors
 
     if args:
         raise ConfigError(f"embed takes flags only, not {args[0]!r}")
     output = pathlib.Path(values.output)
-    if output.suffix not in (".npy", ".jsonl"):
-        raise ConfigError(f"embed needs --output=FILE.npy or FILE.jsonl, not {values.output!r}")
-    texts = [*values.text, *_lines("texts", values.texts)]
+    vectors.check(output)
+    asked = [Item(text=text) for text in [*values.text, *_lines("texts", values.texts)]]
     root = pathlib.Path(values.images).parent
     images = [*values.image, *(str(root / line) for line in _lines("images", values.images))]
-    if not texts and not images:
-        raise ConfigError("embed needs texts (--text, --texts) or pictures (--image, --images)")
+    asked += [Item(image=image) for image in images]
+    ids = [""] * len(asked)
+    if values.input:
+        found, names = items.read(values.input)
+        asked, ids = asked + found, ids + names
+    if not asked:
+        raise ConfigError(
+            "embed needs texts (--text, --texts), pictures (--image, --images) or both (--input)"
+        )
+    ranges = vectors.read_ranges(values.ranges) if values.ranges else None
     model = load_model("embed", values)
-    parts = []
-    if texts:
-        parts.append(model.encode_text(texts, values.batch_size))
-    if images:
-        parts.append(model.encode_image(images, values.batch_size))
-    vectors = np.concatenate(parts)
-    _write(output, texts, images, vectors)
-    say(f"{len(vectors)} vectors of {vectors.shape[1]} dims: {output}")
-    return {"texts": len(texts), "images": len(images), "dims": vectors.shape[1]}
+    how = embedding.Embedding(values.batch_size, values.dims, values.instruction, values.part_size)
+    size = values.dims or model.width
+    embedding.check(len(asked), size, values.quantize, ranges)
+    folder = output.with_name(output.name + ".parts")
+    parts = embedding.in_parts(model, asked, folder, how, values.checkpoint)
+    rows = [
+        {
+            n: x
+            for n, x in (("id", id), ("text", item.words and item.text), ("image", item.image))
+            if x
+        }
+        for id, item in zip(ids, asked, strict=True)
+    ]
+    count, width = embedding.write(parts, rows, output, values.quantize, ranges)
+    kind = values.quantize or "float32"
+    say(f"{count} vectors of {size} dims in {kind}: {output}")
+    return {
+        "texts": sum(not item.image for item in asked),
+        "images": sum(bool(item.image) for item in asked),
+        "dims": size,
+        "columns": width,
+        "kind": kind,
+    }
 
 
 def _lines(flag: str, name: str) -> list[str]:
@@ -83,25 +148,3 @@ def _lines(flag: str, name: str) -> list[str]:
     if blank := [i + 1 for i, line in enumerate(lines) if not line.strip()]:
         raise ConfigError(f"--{flag}={name}: line {blank[0]} is empty; vectors go by lines")
     return lines
-
-
-def _write(output: Any, texts: list[str], images: list[str], vectors: Any) -> None:
-    """Whole or not at all; process 0 writes."""
-    import json
-
-    import jax
-    import numpy as np
-
-    if jax.process_index():
-        return
-    half = output.with_name(output.name + ".tmp")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with half.open("wb") as file:
-        if output.suffix == ".npy":
-            np.save(file, vectors)
-        else:
-            items = [*({"text": t} for t in texts), *({"image": i} for i in images)]
-            for item, vector in zip(items, vectors.tolist(), strict=True):
-                line = json.dumps(item | {"vector": vector}, ensure_ascii=False)
-                file.write(line.encode() + b"\n")
-    half.rename(output)

@@ -8,33 +8,113 @@ from absl import flags
 
 from jaxvlm.cli.common import define_model, load_model, say
 
-SUMMARY = "Exact match of a trained model on a data file, and the blind control."
-USAGE = "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--sheet=FILE.png] [--mesh=fsdp=4,tensor=2]"
+SUMMARY = "Exact match of a trained model, or what an embedding model finds; and a control."
+USAGE = (
+    "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--sheet=FILE.png] [--mesh=fsdp=4,tensor=2]\n"
+    "       jaxvlm eval --checkpoint=ENCODER --data=PAIRS.jsonl [--ks=1,5,10] [--dims=64,128]"
+)
+_OF_VECTORS = ("corpus", "ks", "dims", "query_instruction", "document_instruction", "batch_size")
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
     define_model(values)
     flags.DEFINE_string(
-        "data", "", "Data file; the run's own config.data.eval if not given.", flag_values=values
+        "data",
+        "",
+        "Data file; the run's own config.data.eval if not given. Of an embedding model: examples "
+        "with `query`, `positive`, `query_image`, `positive_image` (docs/embedding_data.md).",
+        flag_values=values,
     )
     flags.DEFINE_integer("limit", 0, "Records at most; 0 is all.", flag_values=values)
     flags.DEFINE_string(
         "sheet",
         "",
-        "Write a contact sheet of pictures and answers to this PNG.",
+        "Write a contact sheet to this PNG: pictures and answers, or queries and what they found.",
         flag_values=values,
     )
+    flags.DEFINE_bool(
+        "retrieval",
+        False,
+        "Measure what the model's vectors find; an encoder does nothing else.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "corpus", "", "Retrieval: more documents, FILE.jsonl, .csv, ….", flag_values=values
+    )
+    flags.DEFINE_list("ks", ["1", "5", "10"], "Retrieval: cut-offs.", flag_values=values)
+    flags.DEFINE_list(
+        "dims", [], "Retrieval: prefixes of the vectors to measure too.", flag_values=values
+    )
+    for side in ("query", "document"):
+        flags.DEFINE_string(
+            f"{side}_instruction",
+            "",
+            f"Retrieval: what vectors of a {side} are for.",
+            flag_values=values,
+        )
+    flags.DEFINE_integer("batch_size", 64, "Retrieval: items at a time.", flag_values=values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Evaluate and print the report."""
+    from jaxvlm.build import Encoder, pair_run
     from jaxvlm.config import ConfigError
 
     if args:
         raise ConfigError(f"eval takes flags only, not {args[0]!r}")
+    if values.retrieval:
+        _pairs(values)  # before the model is loaded
     model = load_model("eval", values)
+    if pair_run.is_run(model) and not values.retrieval:
+        if given := [name for name in (*_OF_VECTORS, "sheet", "limit") if values[name].present]:
+            raise ConfigError(f"--{given[0]} is of any file's pairs: add --retrieval")
+        report = pair_run.evaluate(model, values.data)
+        for line in report.lines():
+            say(line)
+        return report.metrics
+    if values.retrieval or isinstance(model, Encoder):
+        return _retrieval(values, model)
+    if given := [name for name in _OF_VECTORS if values[name].present]:
+        raise ConfigError(f"--{given[0]} is of vectors: add --retrieval")
     report = model.evaluate(values.data, limit=values.limit, sheet=values.sheet)
     for line in report.lines():
         say(line)
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
+
+
+def _pairs(values: flags.FlagValues) -> Any:
+    from jaxvlm.build import examples
+    from jaxvlm.config import ConfigError
+
+    if not values.data:
+        raise ConfigError("eval of an embedding model needs --data=FILE with queries and positives")
+    return examples.read(values.data)[: values.limit or None]
+
+
+def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
+    from jaxvlm.build import examples, items, retrieval
+    from jaxvlm.build.embedding import Embedding
+    from jaxvlm.evals.retrieval import Retrieval
+
+    given = _pairs(values)
+    more = items.read(values.corpus)[0] if values.corpus else []
+    ks, dims = _numbers("ks", values.ks), _numbers("dims", values.dims)
+    if not values["ks"].present:  # those that a small corpus has room for
+        count = len(examples.gather(given, more).documents)
+        ks = tuple(k for k in ks if k <= max(count, 1))
+    what = Retrieval(ks, dims)
+    query = Embedding(values.batch_size, 0, values.query_instruction)
+    document = Embedding(values.batch_size, 0, values.document_instruction)
+    report = retrieval.evaluate(model, given, what, query, document, more, values.sheet)
+    for line in report.lines():
+        say(line)
+    return report.metrics
+
+
+def _numbers(flag: str, texts: list[str]) -> tuple[int, ...]:
+    from jaxvlm.config import ConfigError
+
+    if bad := [text for text in texts if not text.strip().isdecimal()]:
+        raise ConfigError(f"--{flag}={','.join(texts)}: {bad[0]!r} is no whole number")
+    return tuple(int(text) for text in texts)

@@ -38,7 +38,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export, and say what was written."""
     import pathlib
 
-    from jaxvlm.build import Loaded, adapters, load, pretrained
+    from jaxvlm.build import adapters, load, pretrained
     from jaxvlm.cli.common import say
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed
@@ -52,7 +52,6 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if pretrained.is_checkpoint(workdir):
         raise ConfigError(f"--workdir={workdir} is a Hugging Face checkpoint already")
     model = load(workdir, values.which)
-    assert isinstance(model, Loaded)  # a run's
     written = adapters.export(
         workdir, output, model.params, model.model, values.merged, values.dtype
     )

@@ -55,6 +55,12 @@ def _embed() -> Any:
     return embed
 
 
+def _mine() -> Any:
+    from jaxvlm.cli import mine
+
+    return mine
+
+
 def _export() -> Any:
     from jaxvlm.cli import export
 
@@ -78,6 +84,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "eval": _eval,
     "generate": _generate,
     "embed": _embed,
+    "mine": _mine,
     "export": _export,
     "data": _data,
     "cache": _cache,

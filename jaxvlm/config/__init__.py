@@ -1,7 +1,7 @@
 """Settings: dataclasses inside, a ConfigDict at the door."""
 
 from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
-from jaxvlm.config.derived import feature_blocks, layer_windows
+from jaxvlm.config.derived import feature_blocks, layer_windows, tower_blocks
 from jaxvlm.config.schema import (
     CacheConfig,
     CheckpointConfig,
@@ -9,10 +9,13 @@ from jaxvlm.config.schema import (
     DataConfig,
     DecoderConfig,
     DualConfig,
+    GradCacheConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    PairLossConfig,
+    PairsConfig,
     RelevanceConfig,
     RopeScaling,
     StrategyConfig,
@@ -33,10 +36,13 @@ __all__ = [
     "DataConfig",
     "DecoderConfig",
     "DualConfig",
+    "GradCacheConfig",
     "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "PairLossConfig",
+    "PairsConfig",
     "RelevanceConfig",
     "RopeScaling",
     "StrategyConfig",
@@ -52,4 +58,5 @@ __all__ = [
     "layer_windows",
     "refuse_unread",
     "to_config_dict",
+    "tower_blocks",
 ]

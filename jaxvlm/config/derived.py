@@ -15,3 +15,14 @@ def feature_blocks(config: VisionConfig) -> tuple[int, ...]:
     """Blocks that are run before each feature layer is taken, in the order of the layers."""
     layers = config.feature_layers or (config.feature_layer,)
     return tuple(config.depth + 1 + layer for layer in layers)
+
+
+def tower_blocks(config: VisionConfig) -> tuple[int, ...]:
+    """Blocks that are run before each of the streams that lie side by side in ``vision``'s output.
+
+    These are the feature layers; of a trunk its end, which is last, and the feature layers below.
+    """
+    taps = feature_blocks(config)
+    if not config.trunk:
+        return taps
+    return (*sorted({n for n in taps if n < config.trunk}), config.trunk)

@@ -18,6 +18,8 @@ class VisionConfig:
     crop_rest: bool = False  # pixels right and below that fill no patch are left out
     width: int = 64
     depth: int = 2
+    trunk: int = 0  # the first n blocks and all before them are frozen, in vision/*; those behind
+    # are in top/*; 0: all are in vision/*
     num_heads: int = 4
     mlp_dim: int = 256
     stem: str = "linear"  # linear: one matmul a patch; conv: 3x3 stride-2 convolutions
@@ -202,6 +204,8 @@ class DualConfig:
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
     attention: str = "auto"  # auto | xla | cudnn | splash | triton
     checkpoint: str = ""  # Hugging Face folder or hub id that it came from
+    vision_checkpoint: str = ""  # the vision tower is of this one's (CLIP, SigLIP)
+    text_checkpoint: str = ""  # the text tower is of this one's (CLIP, SigLIP, BERT)
     lora: LoraConfig = LoraConfig()
 
 
@@ -290,6 +294,9 @@ class CacheConfig:
     # of device by the same versions, dtype, layout and chunk; weights: on any, by any
     memory_mb: int = 0  # of host memory for a frozen tower's tokens
     pictures: int = 0  # kept at most, or tiles of pictures, over all devices; 0: all of data.train
+    halvings: int = 0  # a frozen tower's pages: how often they may be halved where a step is short
+    # of memory, whose smaller steps are compiled at the start
+    spare_evaluations: bool = False  # they are given back for each evaluation
     chunk: int = 0  # pictures that a data shard encodes at once; 0: 8, or fewer where its rows have
     # fewer; without a policy, 0: all
 
@@ -323,6 +330,22 @@ class TokenizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PairsConfig:
+    """Queries, positives and negatives of an embedding model (docs/embedding_data.md)."""
+
+    column_mapping: tuple[tuple[str, str], ...] = ()  # (column of the file, our field)
+    max_query_length: int = 0  # tokens; longer texts are cut. 0: data.max_length
+    max_document_length: int = 0  # likewise
+    query_instruction: str = ""  # of queries that have none of their own
+    document_instruction: str = ""  # of positives and negatives likewise
+    max_negatives: int = -1  # hard negatives an example, drawn anew each pass; -1: all it has
+    require_negatives: bool = False  # an example without a hard negative is a bad record
+    batch_sampler: str = "no_duplicates"  # no query or positive twice in a batch | random
+    tasks: str = "mixed"  # mixed | homogeneous: all examples of a batch are of one task
+    task_alpha: float = 1.0  # homogeneous: a task's batches are as its examples to this power
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What a run reads, and how its records become rows."""
 
@@ -349,6 +372,36 @@ class DataConfig:
     workers: int = 1  # threads that read ahead
     prefetch: int = 4  # batches ready ahead of the step
     image_cache_mb: int = 512  # decoded pictures kept in host memory
+    pairs: PairsConfig = PairsConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class PairLossConfig:
+    """What vectors are trained on: the settings of the losses of pairs (docs/embedding.md)."""
+
+    temperature: float = 0.05  # similarities are divided by it; 0: the model's learned scale
+    max_scale: float = 100.0  # the largest factor that may be learned; 0: no bound
+    similarity: str = "cosine"  # cosine | dot
+    directions: tuple[str, ...] = ("query_to_document",)  # info_nce; and document_to_query,
+    # query_to_query, document_to_document
+    partition: str = "joint"  # info_nce: all directions in one softmax; each: one a direction
+    negatives: str = "batch"  # info_nce: of the global batch | shard (a device's) | own (explicit)
+    mask: str = "none"  # info_nce: what may be a positive is left out: none | absolute | relative
+    margin: float = 0.0  # of the mask; of triplet
+    distance: str = "cosine"  # triplet: cosine | euclidean
+    teacher_temperature: float = 1.0  # distill
+    chunk: int = 0  # examples on a side of a tile of similarities; 0: chosen
+    dims: tuple[int, ...] = ()  # prefixes of the vectors that are trained too (Matryoshka)
+    dim_weights: tuple[float, ...] = ()  # a factor each; (): 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GradCacheConfig:
+    """Vectors are made, and their gradients taken back, a chunk of rows at a time; exact."""
+
+    query: int = 0  # rows of queries that a data shard runs at once; 0: all
+    document: int = 0  # of positives and negatives
+    tokens: int = 0  # places in the rows of a chunk at most, padding counted; 0: any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +410,8 @@ class CheckpointConfig:
 
     every: int = 500  # steps; 0: only at the end and on SIGTERM
     keep: int = 2  # newest kept, the best one besides
-    metric: str = "exact_match"  # of the evaluation; names the best checkpoint
+    metric: str = ""  # of the evaluation; names the best checkpoint. "": exact_match, or recall@1
+    # of vectors
     mode: str = "max"  # max | min
 
 
@@ -378,7 +432,14 @@ class TrainConfig:
     steps: int = 0  # one of steps and epochs is set
     epochs: float = 0.0
     microbatches: int = 1  # parts that a batch's gradient is summed over
-    loss: str = "next_token"  # a name in jaxvlm.build.losses.LOSSES
+    loss: str = "next_token"  # or of vectors: info_nce | sigmoid | triplet | cosine | cosent |
+    # margin_mse | distill
+    encoder: str = "vlm"  # what vectors are of: vlm (config.model, config.vectors) | dual
+    # (config.dual)
+    dual: DualConfig = DualConfig()
+    vectors: VectorConfig = VectorConfig()
+    pair_loss: PairLossConfig = PairLossConfig()
+    grad_cache: GradCacheConfig = GradCacheConfig()
     loss_chunk: int = 0  # columns of the vocabulary whose logits exist at once; 0: chosen by length
     router_loss: float = 0.0  # factor of the load-balancing loss of a mixture of experts
     init_from: str = ""  # workdir whose weights (alone) this run starts from
@@ -391,3 +452,8 @@ class TrainConfig:
     compile_cache: str = "auto"  # folder of compiled programs; auto: the user's cache; "" off
     tensorboard: bool = True
     wandb_project: str = ""  # "": off
+
+    @property
+    def network(self) -> ModelConfig | DualConfig:
+        """The model of the run."""
+        return self.dual if self.encoder == "dual" else self.model

@@ -11,6 +11,7 @@ from jaxvlm.config.schema import (
     CacheConfig,
     ConnectorConfig,
     DecoderConfig,
+    PairsConfig,
     RelevanceConfig,
     RopeScaling,
     TextConfig,
@@ -105,12 +106,17 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ),
         ("refresh store memory_mb", "a policy", lambda c: c.policy != "off"),
         ("codec trust", "a store", lambda c: c.store),
-        ("pictures", "a policy or a chunk", lambda c: c.policy != "off" or c.chunk),
+        (
+            "pictures halvings spare_evaluations",
+            "a policy or a chunk",
+            lambda c: c.policy != "off" or c.chunk,
+        ),
     ),
     VectorConfig: (
         ("scale", "learn_scale=True", lambda c: c.learn_scale),
         ("bias", "learn_bias=True", lambda c: c.learn_bias),
     ),
+    PairsConfig: (("task_alpha", "tasks='homogeneous'", lambda c: c.tasks == "homogeneous"),),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
 """Group of settings -> (names, what they need, whether the group has it)."""

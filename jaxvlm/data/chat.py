@@ -188,7 +188,7 @@ def _encode_turns(
     ids: list[np.ndarray] = []
     loss: list[np.ndarray] = []
     reasons: list[tuple[str, str]] = []
-    forbidden = _special_pattern(tokenizer)
+    forbidden = special_pattern(tokenizer)
     for begin in range(0, len(conversations), _CHUNK):
         rendered, spans = [], []
         for turns, leads in conversations[begin : begin + _CHUNK]:
@@ -204,7 +204,7 @@ def _encode_turns(
     return ids, loss, reasons
 
 
-def _special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
+def special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
     """Matches special tokens that a record's text must not hold: they would forge a turn."""
     names = sorted(tokenizer.special_tokens - {PLACEHOLDER}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")

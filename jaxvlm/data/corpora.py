@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,6 +57,6 @@ def digest(corpus: Corpus) -> str:
         parts = [span.ids, span.tile, span.positions, np.int64(span.advance)]
         parts += [] if span.sources is None else [span.sources.feature]
         out.update(known.setdefault(id(span), b"".join(part.tobytes() for part in parts)))
-    names = [(os.path.basename(p), os.path.getsize(p)) for p in (corpus.paths[i] for i in used)]
+    names = [images.name_and_size(corpus.paths[i]) for i in used]
     out.update(repr((corpus.pictures, names)).encode())
     return out.hexdigest()

@@ -26,7 +26,7 @@ _LLAVA_ROLES = {
     "system": "system",
 }
 _ROLES = ("system", "user", "assistant")
-_UNUSED = frozenset(
+UNUSED = frozenset(
     [
         "audio",
         "audios",
@@ -121,7 +121,7 @@ def read(spec: str, image_root: str = "") -> tuple[list[Record], list[Problem]]:
         names = ", ".join(SOURCES)
         raise DataError(f"{spec or '(empty name)'}: no such file; give a .json or .jsonl: {names}")
     root = pathlib.Path(image_root).expanduser() if image_root else path.parent
-    items, problems = _items(path)
+    items, problems = items_of(path)
     records: list[Record] = []
     for where, item in items:
         identifier = where
@@ -137,8 +137,18 @@ def read(spec: str, image_root: str = "") -> tuple[list[Record], list[Problem]]:
     return records, problems
 
 
-def _items(path: pathlib.Path) -> tuple[list[tuple[str, Any]], list[Problem]]:
-    """``[("file:line or index", raw item)]`` of a JSON array, object or JSON lines."""
+def items_of(path: pathlib.Path) -> tuple[list[tuple[str, Any]], list[Problem]]:
+    """``[("file:line or index", raw item)]`` of a JSON array, object or JSON lines.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The items, and a Problem for each line that is none.
+
+    Raises:
+        DataError: the file as a whole can't be read.
+    """
     data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     if not data.strip():
         raise DataError(f"{path}: the file is empty; give one with at least one record")
@@ -187,7 +197,7 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
         raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
-    _refuse_unused(item, _UNUSED, "a field that is not used here")
+    refuse_unused(item, UNUSED, "a field that is not used here")
     turns, inline = FORMATS[keys[0]](item)
     named = _listed(item)
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
@@ -207,7 +217,7 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
     return Record(identifier, tuple(turns), tuple(_locate(name, root) for name in images))
 
 
-def _refuse_unused(item: Mapping[str, Any], unused: frozenset[str], reason: str) -> None:
+def refuse_unused(item: Mapping[str, Any], unused: frozenset[str], reason: str) -> None:
     """Refuse what would change the training if it were read; null and empty say nothing."""
     found = sorted(key for key in unused & item.keys() if item[key] not in (None, "", [], {}))
     if found:
@@ -225,11 +235,8 @@ def tidy(text: str) -> str:
 
 def _check_turns(turns: list[Turn]) -> None:
     """What must hold for a conversation to be trained on."""
-    try:
-        for turn in turns:
-            turn.content.encode("utf-8")
-    except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, and no tokenizer takes it
-        raise BadItem("text that is not valid Unicode") from None
+    for turn in turns:
+        check_unicode(turn.content)
     answers = [turn for turn in turns if turn.role == "assistant"]
     if not answers:
         raise BadItem("no assistant turn")
@@ -237,6 +244,14 @@ def _check_turns(turns: list[Turn]) -> None:
         raise BadItem("every assistant turn is empty")
     if any(PLACEHOLDER in turn.content for turn in answers):
         raise BadItem("a picture in an assistant turn")
+
+
+def check_unicode(text: str) -> None:
+    """Refuse what JSON may hold and no tokenizer takes: half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadItem("text that is not valid Unicode") from None
 
 
 def _conversation(
@@ -252,7 +267,7 @@ def _conversation(
     for entry in raw:
         if not isinstance(entry, dict):
             raise BadItem("a turn is not an object")
-        _refuse_unused(entry, _UNUSED_OF_TURN, "a turn's field that is not used here")
+        refuse_unused(entry, _UNUSED_OF_TURN, "a turn's field that is not used here")
         if any(entry.get(key) not in (None, 1, True) for key in _TRAINED):
             raise BadItem("a turn that says how much it is trained on")
         turn, names = parse(entry)
@@ -273,7 +288,19 @@ def _llava_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
     return Turn(_LLAVA_ROLES[role], value), []
 
 
-def _message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
+def message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
+    """A turn of a list of messages, and the files of pictures that its content names.
+
+    Args:
+        entry: ``{"role": ..., "content": text or list of parts}``.
+
+    Returns:
+        The turn, ``<image>`` for each picture of a list; of these each one's file, "" if it takes
+        the next of the record's.
+
+    Raises:
+        BadItem: what is wrong with it.
+    """
     role = entry.get("role")
     if role is None:
         raise BadItem("a turn without 'role'")
@@ -305,7 +332,7 @@ def _inline_name(part: dict[str, Any]) -> str:
         if part.get(key):
             value = part[key]
             value = value.get("url") if isinstance(value, dict) else value
-            return _file_name(value)
+            return file_name(value)
     return ""
 
 
@@ -319,12 +346,13 @@ def _listed(item: dict[str, Any]) -> list[str]:
     raw = given[0]
     names = raw if isinstance(raw, list) else [raw]
     return [
-        _file_name(n.get("path") or n.get("url") or n.get("image") if isinstance(n, dict) else n)
+        file_name(n.get("path") or n.get("url") or n.get("image") if isinstance(n, dict) else n)
         for n in names
     ]
 
 
-def _file_name(value: Any) -> str:
+def file_name(value: Any) -> str:
+    """A picture's file as a record names it; raises BadItem."""
     if not isinstance(value, str) or not value:
         raise BadItem("a picture's name is not text")
     if value.startswith(("http://", "https://", "data:")):
@@ -338,7 +366,7 @@ def _locate(name: str, root: pathlib.Path) -> str:
 
 FORMATS: dict[str, Callable[[dict[str, Any]], tuple[list[Turn], list[str]]]] = {
     "conversations": lambda item: _conversation(item["conversations"], _llava_turn),
-    "messages": lambda item: _conversation(item["messages"], _message_turn),
+    "messages": lambda item: _conversation(item["messages"], message_turn),
 }
 """The key that marks a format -> a function of an item: its turns, and the files of pictures
 that the turns themselves name ("" takes the next of the item's ``image`` or ``images``). It raises

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import UInt8, UInt32
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
+from jaxvlm.data import tars
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.patches import Patching
 from jaxvlm.types import Span
@@ -91,7 +92,10 @@ class PictureFormat(NamedTuple):
         if self.fixed:
             return self.span(0, 0)
         with _open(path, sys.maxsize) as image:
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+            try:
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+            except Exception as error:  # of a PNG, Pillow looks for it behind the pixels too
+                raise ImageError(_reason(error)) from None
             return self.of_size(*(image.size[::-1] if turned else image.size))
 
     def of_size(self, width: int, height: int) -> Span:
@@ -144,13 +148,13 @@ def decode(data: bytes, prepare: Preparation, max_pixels: int) -> Pixels:
             image.load()
             return prepare.convert(_upright(image))
         except Exception as error:  # damaged files make Pillow's decoders raise all kinds
-            short = "truncated" in str(error) or "broken" in str(error)
-            reason = (
-                "truncated file"
-                if short
-                else f"can't be decoded: {str(error) or type(error).__name__}"
-            )
-            raise ImageError(reason) from None
+            raise ImageError(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a picture that Pillow can't decode."""
+    short = "truncated" in str(error) or "broken" in str(error)
+    return "truncated file" if short else f"can't be decoded: {str(error) or type(error).__name__}"
 
 
 def convert(image: Image.Image, prepare: Preparation) -> Pixels:
@@ -262,9 +266,15 @@ class Pictures:
         return self._digests[path]
 
 
+def name_and_size(path: str) -> tuple[str, int]:
+    """A picture file's name without its folder, and its bytes; what a data set is known by."""
+    size = tars.size(path) if tars.is_member(path) else os.path.getsize(path)
+    return os.path.basename(path), size
+
+
 def _bytes(path: str) -> bytes:
     try:
-        return pathlib.Path(path).read_bytes()
+        return tars.read(path) if tars.is_member(path) else pathlib.Path(path).read_bytes()
     except FileNotFoundError:
         raise ImageError("missing file") from None
     except (OSError, ValueError) as error:
@@ -273,6 +283,8 @@ def _bytes(path: str) -> bytes:
 
 def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     """Open a picture and read its header; raises ImageError."""
+    if isinstance(source, str) and tars.is_member(source):
+        source = io.BytesIO(_bytes(source))
     try:
         empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
         if empty:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxvlm.config import DataConfig
-from jaxvlm.data.batch import Meta
 from jaxvlm.data.errors import DataError
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Pairs
 
 
 class TrainBatches:
-    """An iterator of (Batch, Meta) that knows which step comes next."""
+    """An iterator of (batch, what stands in it) that knows which step comes next."""
 
     def __init__(self, source: Any, step: int, fingerprint: dict[str, Any]):
         """Wrap a grain iterator whose next element is ``step``'s."""
@@ -21,7 +22,7 @@ class TrainBatches:
     def __iter__(self) -> TrainBatches:
         return self
 
-    def __next__(self) -> tuple[Batch, Meta]:
+    def __next__(self) -> tuple[Any, Any]:
         batch = next(self._source)
         self.step += 1
         return batch
@@ -60,7 +61,10 @@ def resume_step(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> int
 
 
 def ahead(
-    load: Callable[[int], tuple[Batch, Meta]], start: int, stop: int, config: DataConfig
+    load: Callable[[int], tuple[Batch | Pairs | np.ndarray, Any]],
+    start: int,
+    stop: int,
+    config: DataConfig,
 ) -> Any:
     """``load`` of each number in turn, in threads that read ahead."""
     import grain  # a second to import; nothing but iterating needs it

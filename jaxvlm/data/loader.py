@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import DataConfig
+from jaxvlm.config import DataConfig, PairsConfig
 from jaxvlm.data import chat, corpora, formats, images, packing, spans
 from jaxvlm.data.batch import Layout, Meta, assemble, lay_pictures, lay_tokens
 from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
@@ -88,7 +88,8 @@ class Dataset:
             )
         self.corpus, self.pieces = corpus, pieces
         pictures = images.Pictures(settings.prepare, config.max_pixels, config.image_cache_mb)
-        self.views, self.audited = Views(corpus, pictures, settings.patching), 0.0
+        self.views = Views(corpus.paths, corpus.spans, pictures, settings.patching)
+        self.audited = 0.0
         self._most_patches = self._patches_of_a_row()
         self._taps = spans.most_taps(different)
         tiles = [packing.count_tiles(corpus, pictures) for pictures in corpus.pictures]
@@ -448,6 +449,8 @@ def _validate(config: DataConfig, settings: Settings) -> None:
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise DataError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+    if config.pairs != PairsConfig():
+        raise DataError("data.pairs is set, but these data are conversations, not pairs")
     for name in ("batch_size", "max_length", "virtual_shards"):
         if getattr(config, name) < 1:
             raise DataError(f"data.{name}={getattr(config, name)} must be at least 1")

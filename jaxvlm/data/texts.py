@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pathlib
 from collections.abc import Sequence
@@ -34,37 +35,71 @@ class TextTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text. Texts that are too long are cut, and counted in the log."""
-        found = self.backend.encode_batch([self.style.clean(text) for text in texts])
-        if cut := sum(bool(encoding.overflowing) for encoding in found):
+        ids, cut = self.encode_within(texts, self.style.max_length)
+        if cut:
             log.warning(
                 "%d of %d texts are longer than %d tokens and were cut",
                 cut,
                 len(texts),
                 self.style.max_length,
             )
-        return [encoding.ids for encoding in found]
+        return ids
+
+    def encode_within(self, texts: Sequence[str], length: int) -> tuple[list[list[int]], int]:
+        """Ids of each text.
+
+        Args:
+            texts: what to encode.
+            length: tokens at most, special ones counted; no more than the style's.
+
+        Returns:
+            The ids, and how many texts were cut.
+
+        Raises:
+            DataError: a length that special tokens fill alone.
+        """
+        if length <= (special := self.backend.num_special_tokens_to_add(False)):
+            raise DataError(f"rows of {length} tokens have no room beside {special} special ones")
+        self.backend.enable_truncation(length)
+        found = self.backend.encode_batch([self.style.clean(text) for text in texts])
+        return [e.ids for e in found], sum(bool(e.overflowing) for e in found)
 
     def length(self, ids: Sequence[Sequence[int]]) -> int:
         """Of the rows that hold these texts: one of a few."""
         longest = self.style.max_length if self.style.see_padding else max(map(len, ids))
         return min(self.style.max_length, -(-max(longest, 1) // _LENGTH_STEP) * _LENGTH_STEP)
 
-    def rows(self, ids: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
+    def rows(
+        self, ids: Sequence[Sequence[int]], count: int, length: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Texts one below the other, padded on the right.
 
         Args:
             ids: of each text.
             count: rows; those behind the texts hold a token of padding each.
+            length: T; 0: as :meth:`length` says.
 
         Returns:
             i32[count, T] tokens, and i32[count, T] segments: 1 where a token is seen.
         """
-        tokens = np.full((count, self.length(ids)), self.pad_id, np.int32)
+        tokens = np.full((count, length or self.length(ids)), self.pad_id, np.int32)
         segment = np.full(tokens.shape, int(self.style.see_padding), np.int32)
         segment[:, 0] = 1
         for row, text in enumerate(ids):
             tokens[row, : len(text)], segment[row, : len(text)] = text, 1
         return tokens, segment
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, as :func:`load` reads them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        named = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.style.max_length,
+            "pad_token": self.backend.id_to_token(self.pad_id),
+        }
+        text = json.dumps(named, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def load(folder: pathlib.Path, style: TextStyle) -> TextTokenizer:

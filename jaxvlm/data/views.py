@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxvlm.data import images
-from jaxvlm.data.chat import Corpus
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.patches import Patching
+from jaxvlm.types import Span
 
 Lookup = Callable[[bytes], np.ndarray | None]
 """16 bytes of a tile's key -> its visual tokens [P, D], where they are known."""
@@ -31,10 +31,11 @@ class View(NamedTuple):
 
 
 class Views:
-    """The pictures of a corpus.
+    """The pictures of a data set.
 
     Args:
-        corpus: with their files and spans.
+        paths: their files.
+        spans: what each is in a row; () where rows have no tokens of pictures.
         pictures: decodes them.
         patching: how pictures of any size are cut; ``None`` where they have one size.
 
@@ -42,8 +43,14 @@ class Views:
         lookup: where tokens are looked for before a picture is decoded; ``None``: nowhere.
     """
 
-    def __init__(self, corpus: Corpus, pictures: images.Pictures, patching: Patching | None):
-        self.corpus, self.patching, self._pictures = corpus, patching, pictures
+    def __init__(
+        self,
+        paths: Sequence[str],
+        spans: Sequence[Span],
+        pictures: images.Pictures,
+        patching: Patching | None,
+    ):
+        self.paths, self.spans, self.patching, self._pictures = paths, spans, patching, pictures
         self.lookup: Lookup | None = None
 
     def get(
@@ -53,7 +60,7 @@ class Views:
         """The tiles of a picture.
 
         Args:
-            picture: its number in the corpus.
+            picture: its number among ``paths``.
             drawn: its augmentation.
             other: for each picture another one, which is shown in its size: the blind control.
             look: whether tokens do as well.
@@ -74,7 +81,7 @@ class Views:
 
     def _found(self, picture: int, lookup: Lookup) -> list[View]:
         """The tokens of all of a picture's tiles, if they are known; nothing is decoded."""
-        span, patching = self.corpus.spans[picture], self.patching
+        span, patching = self.spans[picture], self.patching
         grid, out = None, []
         if patching:
             # Its tokens' positions are those of blocks of patches, where these have three rows.
@@ -84,7 +91,7 @@ class Views:
             t, h, w = (int(x.max() - x.min()) + 1 for x in where)
             grid = (t, h * patching.block, w * patching.block)
         tiles = 1 if patching else len(span.starts)
-        for key in self._keys(self._pictures.digest(self.corpus.paths[picture]), tiles):
+        for key in self._keys(self._pictures.digest(self.paths[picture]), tiles):
             found = lookup(key.tobytes())
             if found is None or (grid and len(found) != math.prod(grid)):
                 return []
@@ -93,10 +100,12 @@ class Views:
 
     def _decoded(self, picture: int, other: np.ndarray | None) -> images.Decoded:
         """A picture, or for the blind control another one in its size; raises ImageError."""
-        patching, paths = self.patching, self.corpus.paths
+        patching, paths = self.patching, self.paths
+        if not self.spans:
+            return self._pictures.get(paths[picture])
         if patching is None:
             found = self._pictures.get(paths[picture if other is None else int(other[picture])])
-            due, tiles = len(self.corpus.spans[picture].starts), found.pixels
+            due, tiles = len(self.spans[picture].starts), found.pixels
             if tiles.ndim == 3:
                 return found
             if other is None and len(tiles) != due:  # the tokens are in the row already
@@ -104,7 +113,7 @@ class Views:
             # Another picture may have fewer: they are gone through again.
             return found._replace(pixels=tiles[np.arange(due) % len(tiles)])
         own = self._pictures.get(paths[picture])
-        tokens = int((self.corpus.spans[picture].tile > 0).sum())
+        tokens = int((self.spans[picture].tile > 0).sum())
         if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):
             raise ImageError("prepared in another size than its header says")
         if other is None:

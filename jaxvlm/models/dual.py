@@ -255,6 +255,13 @@ def check(config: DualConfig) -> None:
                 f"{where}.{tower}.width={found.width} is not embed_dim={config.embed_dim}; "
                 f"put {tower!r} in {where}.project"
             )
+    if config.vision.trunk:
+        raise ConfigError(f"{where}.vision.trunk={config.vision.trunk} is of models with a decoder")
+    if config.vision.trunk:
+        raise ConfigError(
+            f"{where}.vision.trunk={config.vision.trunk} is of vision-language models; here "
+            "config.optim.frozen=('vision/*',) freezes the tower"
+        )
     if "vision" in config.towers and config.vision.pool == "none":
         raise ConfigError(f"{where}.vision.pool='none' gives no vector; class or attention does")
     if len(config.towers) < len(TOWERS):

@@ -138,8 +138,8 @@ def find(
         if not here:
             others = fnmatch.filter(logical, pattern)
             why = (
-                f"it matches {others[0]}, but experts, embeddings, convolutions, norms and biases "
-                "take no adapter"
+                f"it matches {others[0]}, but experts, embeddings, convolutions, norms, biases "
+                "and what lies in a trunk take no adapter"
                 if others
                 else "nor any other parameter"
             )

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvlm.config import ConfigError, VisionConfig, feature_blocks, refuse_unread
+from jaxvlm.config import (
+    ConfigError,
+    VisionConfig,
+    feature_blocks,
+    refuse_unread,
+    tower_blocks,
+)
 from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
 from jaxvlm.models.pool import AttentionPool
 from jaxvlm.models.stem import STEMS
@@ -23,9 +29,16 @@ from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.nn.stack import Local, Stack
 from jaxvlm.parallel.rules import Axes, shard
 
+BLOCKS = "vision/stack/"
+"""Parameters of a tower that are a layer each; those behind a trunk are in ``top/stack/``."""
+ABOVE_TRUNK = ("vision/norm/", "vision/head/")
+"""Those that lie behind the last block; with a trunk in ``top/``."""
+
 
 class ViT(nnx.Module):
     """Pictures of one fixed size, or packed patches of any, to visual tokens.
+
+    With ``config.trunk`` it is the trunk alone, and :class:`Top` makes visual tokens of its output.
 
     Args:
         init: source of parameters.
@@ -48,14 +61,9 @@ class ViT(nnx.Module):
             param(init, (tokens, D), ("position", "embed"), normal(0.02)) if learned else None
         )
         self.pre_norm = LayerNorm(init, D, config.norm_eps) if config.pre_norm else None
-        self.stack = Stack(init, axes, block_spec(config, attention), config.depth, config.remat)
-        # Like the blocks behind feature_layer, a norm that is not used is kept for export.
-        self.norm = LayerNorm(init, D, config.norm_eps) if config.post_norm else None
-        self.head = (
-            AttentionPool(init, axes, block_spec(config, attention))
-            if config.pool == "attention"
-            else None
-        )
+        spec, depth = block_spec(config, attention), config.trunk or config.depth
+        self.stack = Stack(init, axes, spec, depth, config.remat)
+        self.norm, self.head = (None, None) if config.trunk else _ends(init, axes, config, spec)
 
     def __call__(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
         """Visual tokens of normalised pictures.
@@ -68,19 +76,15 @@ class ViT(nnx.Module):
         Returns:
             [B, P, D], a row of tokens a picture or a row of packed patches. The class token is
             dropped unless it is kept, and lies first then; several feature layers lie side by
-            side in D.
+            side in D. Of a trunk: all tokens, and the streams of ``tower_blocks`` side by side.
 
         Raises:
             ValueError: a grid for fixed pictures, or none for packed patches.
         """
-        config = self.config
-        at = self._places(x, grid)
-        seen = self._blocks(self._embed(x, at), at, taps := feature_blocks(config))
-        if self.norm is not None and config.final_norm and config.depth in seen:
-            seen[config.depth] = self.norm(seen[config.depth])
-        x = jnp.concatenate([seen[n] for n in taps], axis=-1) if len(taps) > 1 else seen[taps[0]]
-        drop = self.class_token is not None and not config.keep_class_token
-        return x[:, 1:] if drop else x
+        at = _places(self.config, x, grid)
+        taps = tower_blocks(self.config)
+        seen = _through(self.stack, self.config, self._embed(x, at), at, taps)
+        return _beside(seen, taps) if self.config.trunk else _tokens(seen, self.config, self.norm)
 
     def pooled(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
         """One vector a picture, from the tower's last output.
@@ -96,8 +100,8 @@ class ViT(nnx.Module):
         Raises:
             ValueError: the tower has no ``pool``.
         """
-        depth, at = self.config.depth, self._places(x, grid)
-        x = self._blocks(self._embed(x, at), at, (depth,))[depth]
+        depth, at = self.config.depth, _places(self.config, x, grid)
+        x = _through(self.stack, self.config, self._embed(x, at), at, (depth,))[depth]
         if self.config.pool == "class" and self.norm is not None:
             return self.norm(x[:, 0])
         if self.head is None or self.norm is None:
@@ -108,11 +112,6 @@ class ViT(nnx.Module):
         # Of a picture's frames together: numbered by the picture, not by the frame.
         number = jnp.broadcast_to(jnp.arange(1, grid.shape[1] + 1), grid.shape[:2])
         return self.head(x, Mask(q_segment=number, k_segment=at.picture), grid.shape[1])
-
-    def _places(self, x: jax.Array, grid: jax.Array | None) -> Places | None:
-        if (grid is not None) != self.config.packed:
-            raise ValueError("a grid goes with packed patches, and only with them")
-        return None if grid is None else places(grid, x.shape[1], self.config.block)
 
     def _embed(self, x: jax.Array, at: Places | None) -> jax.Array:
         """[B, P, D] before the first block, the class token first if there is one."""
@@ -135,33 +134,116 @@ class ViT(nnx.Module):
             x = x + jnp.asarray(sincos2d(self.config), x.dtype)
         return x
 
-    def _blocks(
-        self, x: jax.Array, at: Places | None, taps: tuple[int, ...]
-    ) -> dict[int, jax.Array]:
-        """The stream behind the first n blocks, for each n of ``taps``."""
-        context, local = self._contexts(at)
-        seen: dict[int, jax.Array] = {}
-        # A scan over all blocks would keep every layer's output; this one is cut at the taps.
-        for first, last in itertools.pairwise([0, *sorted(set(taps))]):
-            if last > first:
-                skip = self.config.depth - last
-                x, _ = self.stack(x, context, skip_last=skip, local=local, skip_first=first)
-            seen[last] = x
-        return seen
 
-    def _contexts(self, at: Places | None) -> tuple[Context, Local | None]:
-        """What all blocks share, and what those that see a window share."""
-        config = self.config
-        if at is None:
-            return Context(Mask()), None
-        theta, head_dim = config.rope_theta, config.width // config.num_heads
-        rope = rope2d(at, head_dim, theta) if theta else None
-        context = Context(Mask(q_segment=at.segment, k_segment=at.segment), rope)
-        if not config.window:
-            return context, None
-        near = windows(at, config.window // config.patch_size)
-        pattern = tuple(i not in config.full_layers for i in range(config.depth))
-        return context, Local(Context(Mask(q_segment=near, k_segment=near), rope), pattern)
+class Top(nnx.Module):
+    """The blocks behind a tower's trunk: what it gives, to visual tokens.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules of the tower.
+        config: of the tower, with its ``trunk``.
+        attention: backend name.
+    """
+
+    def __init__(self, init: Init, axes: Axes, config: VisionConfig, attention: str):
+        self.axes, self.config = axes, config
+        spec = block_spec(config, attention)
+        self.stack = Stack(init, axes, spec, config.depth - config.trunk, config.remat)
+        self.norm, self.head = _ends(init, axes, config, spec)
+
+    def __call__(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+        """Visual tokens.
+
+        Args:
+            x: what the trunk, a :class:`ViT`, gives.
+            grid: as it was given.
+
+        Returns:
+            As a :class:`ViT` without a trunk does.
+
+        Raises:
+            ValueError: a grid for fixed pictures, or none for packed patches.
+        """
+        config, given = self.config, tower_blocks(self.config)
+        x = shard(self.axes, x, "batch", "stream", "embed")
+        seen = dict(zip(given, jnp.split(x, len(given), axis=-1)))
+        at, begin = _places(config, x, grid), config.trunk
+        taps = tuple(n for n in feature_blocks(config) if n > begin)
+        seen |= _through(self.stack, config, seen[begin], at, taps, begin)
+        return _tokens(seen, config, self.norm)
+
+
+def _ends(
+    init: Init, axes: Axes, config: VisionConfig, spec: BlockSpec
+) -> tuple[LayerNorm | None, AttentionPool | None]:
+    """What lies behind the last block. Like the blocks behind feature_layer, what is not used is
+    kept for export.
+    """
+    norm = LayerNorm(init, config.width, config.norm_eps) if config.post_norm else None
+    return norm, AttentionPool(init, axes, spec) if config.pool == "attention" else None
+
+
+def _through(
+    stack: Stack,
+    config: VisionConfig,
+    x: jax.Array,
+    at: Places | None,
+    taps: tuple[int, ...],
+    begin: int = 0,
+) -> dict[int, jax.Array]:
+    """The stream behind the tower's first n blocks, for each n of ``taps``.
+
+    Args:
+        stack: the tower's blocks, those before ``begin`` left out.
+        config: of the tower.
+        x: [B, P, D], behind the first ``begin`` blocks.
+        at: of packed patches.
+        taps: ``begin`` at least.
+        begin: how many blocks ``x`` has been through.
+    """
+    context, local = _contexts(config, at)
+    if local is not None:
+        local = local._replace(pattern=local.pattern[begin:])
+    seen: dict[int, jax.Array] = {}
+    # A scan over all blocks would keep every layer's output; this one is cut at the taps.
+    for first, last in itertools.pairwise([begin, *sorted(set(taps))]):
+        if last > first:
+            skip = begin + stack.depth - last
+            x, _ = stack(x, context, skip_last=skip, local=local, skip_first=first - begin)
+        seen[last] = x
+    return seen
+
+
+def _contexts(config: VisionConfig, at: Places | None) -> tuple[Context, Local | None]:
+    """What all blocks share, and what those that see a window share."""
+    if at is None:
+        return Context(Mask()), None
+    theta, head_dim = config.rope_theta, config.width // config.num_heads
+    rope = rope2d(at, head_dim, theta) if theta else None
+    context = Context(Mask(q_segment=at.segment, k_segment=at.segment), rope)
+    if not config.window:
+        return context, None
+    near = windows(at, config.window // config.patch_size)
+    pattern = tuple(i not in config.full_layers for i in range(config.depth))
+    return context, Local(Context(Mask(q_segment=near, k_segment=near), rope), pattern)
+
+
+def _places(config: VisionConfig, x: jax.Array, grid: jax.Array | None) -> Places | None:
+    if (grid is not None) != config.packed:
+        raise ValueError("a grid goes with packed patches, and only with them")
+    return None if grid is None else places(grid, x.shape[1], config.block)
+
+
+def _tokens(seen: dict[int, jax.Array], config: VisionConfig, norm: LayerNorm | None) -> jax.Array:
+    """Visual tokens from the streams that they are made of."""
+    if norm is not None and config.final_norm and config.depth in seen:
+        seen[config.depth] = norm(seen[config.depth])
+    x = _beside(seen, feature_blocks(config))
+    return x[:, 1:] if config.class_token and not config.keep_class_token else x
+
+
+def _beside(seen: dict[int, jax.Array], taps: tuple[int, ...]) -> jax.Array:
+    return jnp.concatenate([seen[n] for n in taps], axis=-1) if len(taps) > 1 else seen[taps[0]]
 
 
 def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
@@ -249,6 +331,12 @@ def check(config: VisionConfig) -> None:
             raise ConfigError(
                 f"{where}.{name}={layer} counts from the end: -{config.depth + 1}..-1"
             )
+    run = max(feature_blocks(config))
+    if config.trunk and not 0 < config.trunk < run:
+        raise ConfigError(
+            f"{where}.trunk={config.trunk}: the trunk has a block, and one behind it is run; "
+            f"{run} of {config.depth} are on the way to visual tokens"
+        )
     if config.stem == "conv" and not config.patch_bias:
         raise ConfigError(f"{where}.patch_bias=False has no meaning for stem='conv'")
     if config.pool == "class" and not config.class_token:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.config import ConfigError, ModelConfig, tower_blocks
 from jaxvlm.models import relevance
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
 from jaxvlm.models.texture import CHANNELS, texture
-from jaxvlm.models.vit import ViT, normalised
+from jaxvlm.models.vit import Top, ViT, normalised, num_patches
 from jaxvlm.nn.embed import image_places, mix_tokens, place_tokens, token_places
 from jaxvlm.nn.kernels import check_backend
 from jaxvlm.nn.kv import KVCache
@@ -113,7 +113,7 @@ def _encode(
         return vision(x.astype(DTYPES[config.dtype]), grid)
 
 
-def _tokens(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
+def _features(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
     """[B * I, P, D] of pictures of one size, [B, P, D] of packed patches; see `tower_width`."""
     if batch.patches is not None:
         return _encode(vision, config, batch.patches, batch.grid)
@@ -125,25 +125,48 @@ def _tokens(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
         return made
     # Beside the tokens, so that whoever keeps or sends them needs no pixels.
     seen = texture(pixels, config.vision.patch_size).astype(made.dtype)
+    class_token = made.shape[1] - seen.shape[1]  # a trunk keeps it, and it has no texture
+    seen = jnp.pad(seen, ((0, 0), (class_token, 0), (0, 0)))
     return jnp.concatenate([made, seen], axis=-1)
 
 
 def encoded(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
     """``Batch.features`` of a batch; ``None`` where it has no pictures."""
-    made = _tokens(vision, config, batch)
+    made = _features(vision, config, batch)
     if made is None or batch.pixels is None:
         return made
     return made.reshape(*batch.pixels.shape[:2], *made.shape[1:])
 
 
+def _above(
+    top: Top, config: ModelConfig, features: jax.Array, grid: jax.Array | None = None
+) -> jax.Array:
+    """What the tower would make without a trunk, of its trunk's features."""
+    own = config.vision.width * len(tower_blocks(config.vision))
+    with jax.named_scope("top"):
+        made = top(features[..., :own], grid)
+    if features.shape[-1] == own:
+        return made
+    return jnp.concatenate([made, features[:, -made.shape[1] :, own:]], axis=-1)
+
+
 def tower_width(config: ModelConfig) -> int:
-    """D of ``Batch.features``: all feature layers, and the texture where relevance reads it."""
-    own = config.vision.width * max(1, len(config.vision.feature_layers))
+    """D of ``Batch.features``: of the tower, or its trunk, all that lies side by side; and the
+    texture where relevance reads it.
+    """
+    own = config.vision.width * len(tower_blocks(config.vision))
     return own + CHANNELS * (config.connector.relevance.budget > 0)
 
 
+def tower_tokens(config: ModelConfig) -> int:
+    """P of ``Batch.features`` of a picture of one size, or of a tile."""
+    vision = config.vision
+    first = vision.class_token if vision.trunk else vision.keep_class_token
+    return num_patches(vision) + first
+
+
 class Tower(nnx.Module):
-    """The vision tower of a :class:`VLM` by itself, its parameters at the same paths.
+    """The vision tower of a :class:`VLM` by itself, or its trunk; parameters at the same paths.
 
     Args:
         init: source of parameters.
@@ -165,7 +188,7 @@ class VLM(nnx.Module):
 
     Args:
         init: source of parameters.
-        axes: mesh and rules by tower: keys ``vision``, ``connector``, ``decoder``.
+        axes: mesh and rules by tower: keys ``vision``, ``top``, ``connector``, ``decoder``.
         config: dims and variants.
     """
 
@@ -176,6 +199,8 @@ class VLM(nnx.Module):
         check(config)
         self.config, self.axes = config, axes["decoder"]
         self.vision = ViT(init, axes["vision"], config.vision, config.attention)
+        trunk = config.vision.trunk > 0
+        self.top = Top(init, axes["top"], config.vision, config.attention) if trunk else None
         taps = max(1, len(config.vision.feature_layers))
         widths = (taps * config.vision.width, config.decoder.width)
         self.connector = Connector(init, axes["connector"], config.connector, *widths)
@@ -195,7 +220,8 @@ class VLM(nnx.Module):
         Returns:
             [B, P, D_vision].
         """
-        return _encode(self.vision, self.config, pixels, grid)
+        made = _encode(self.vision, self.config, pixels, grid)
+        return made if self.top is None else _above(self.top, self.config, made, grid)
 
     def pre(self, batch: Batch) -> Stream:
         """Embeddings with the pictures' tokens at their places."""
@@ -233,11 +259,14 @@ class VLM(nnx.Module):
         return Stream(x, batch.positions, batch_mask(batch), deep=deep)
 
     def _tokens(self, batch: Batch) -> jax.Array | None:
-        if batch.features is None:
-            return _tokens(self.vision, self.config, batch)
-        if self.config.vision.packed:
-            return batch.features
-        return batch.features.reshape(-1, *batch.features.shape[2:])
+        given = batch.features
+        if given is None:
+            given = _features(self.vision, self.config, batch)
+        elif not self.config.vision.packed:
+            given = given.reshape(-1, *given.shape[2:])
+        if given is None or self.top is None:
+            return given
+        return _above(self.top, self.config, given, batch.grid)
 
     def blocks(self, stream: Stream, first: jax.Array | None = None) -> Stream:
         """Through the decoder's layers; with ``first``, through those that are here."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import ConfigError, ModelConfig, feature_blocks, layer_windows
+from jaxvlm.config import ConfigError, DualConfig, ModelConfig, feature_blocks, layer_windows
 from jaxvlm.types import Batch
 
 
@@ -24,11 +24,13 @@ class Flops(NamedTuple):
     """FLOPs of one forward pass, or of one step."""
 
     vision: float
-    """Of all pictures."""
+    """Of all pictures; where the tower has a trunk, the trunk's."""
     connector: float
     decoder: float
     head: float
     """The output matrix."""
+    top: float = 0.0
+    """The tower's blocks behind its trunk."""
 
     @property
     def total(self) -> float:
@@ -59,7 +61,10 @@ def forward(
         raise ConfigError("config.model.vision.packed=True: say how many patches a picture has")
     d = config.decoder
     patches = patches or (config.vision.image_size // config.vision.patch_size) ** 2
-    vision, connector = images * _vision(config, patches), images * _connector(config, patches)
+    depth, trunk = max(feature_blocks(config.vision)), config.vision.trunk
+    vision = images * (_blocks(config, patches, 0, trunk or depth) + _start(config, patches))
+    top = images * _blocks(config, patches, trunk, depth) if trunk else 0.0
+    connector = images * _connector(config, patches)
     heads = d.num_heads * d.head_dim
     weights = 2 * d.width * heads + 2 * d.width * d.num_kv_heads * d.head_dim
     mlp = 3 * d.width * d.mlp_dim
@@ -68,7 +73,7 @@ def forward(
     layers = 2.0 * d.depth * (weights + mlp)
     layers += sum(4 * (_within(window, length) / 2) * heads for window in layer_windows(d))
     head = tokens * 2 * d.width * d.vocab_size * d.head
-    return Flops(vision, connector, tokens * layers, head)
+    return Flops(vision, connector, tokens * layers, head, top)
 
 
 def _within(window: int, length: float | int) -> float | int:
@@ -81,31 +86,67 @@ def step(forward_flops: Flops, trained: dict[str, bool], adapted: Collection[str
 
     Args:
         forward_flops: of its forward pass.
-        trained: tower -> whether any parameter of it is; ``vision``, ``connector``, ``decoder``.
+        trained: tower -> whether any parameter of it is, which it is not where it is left out;
+            ``vision``, ``top``, ``connector``, ``decoder``.
         adapted: towers whose own parameters are frozen, but which have adapters.
     """
     before = False
-    factors = []
-    for tower in ("vision", "connector", "decoder"):
-        here = trained[tower] or tower in adapted
-        factors.append(3 if trained[tower] else 2 if here or before else 1)
+    factors = {}
+    for tower in ("vision", "top", "connector", "decoder"):
+        own = trained.get(tower, False)
+        here = own or tower in adapted
+        factors[tower] = 3 if own else 2 if here or before else 1
         before = before or here
-    factors.append(factors[-1])  # the head is the decoder's
-    return Flops(*(f * n for f, n in zip(factors, forward_flops)))
+    factors["head"] = factors["decoder"]
+    return Flops(**{part: factors[part] * n for part, n in forward_flops._asdict().items()})
 
 
-def _vision(config: ModelConfig, patches: float | int) -> float:
-    """FLOPs of the tower over one picture."""
+def encoders(config: DualConfig, batch: Batch, trained: Collection[str]) -> Flops:
+    """FLOPs of a step of a dual encoder over some rows; the text tower's are the decoder's.
+
+    A frozen tower's backward pass is none; the vectors' linear maps are left out.
+
+    Args:
+        config: dims.
+        batch: rows of a text, a picture, or both; numpy fields.
+        trained: paths of the trained parameters.
+    """
+    owns = {path.split("/")[0] for path in trained if "/lora_" not in path}
+    adapted = {path.split("/")[0] for path in trained if "/lora_" in path}
+    factor = {t: 3 if t in owns else 2 if t in adapted else 1 for t in ("vision", "text")}
+    images, patches = pictures(batch)
+    patches = patches or (config.vision.image_size // config.vision.patch_size) ** 2
+    vision = images * (_start(config, patches) + _blocks(config, patches, 0, config.vision.depth))
+    length, t = (np.asarray(batch.segment) > 0).sum(axis=-1), config.text
+    weights = 2 * (4 * t.width**2 + 2 * t.width * t.mlp_dim)
+    pairs = 4 * t.width * (length.astype(np.float64) ** 2).sum() / (2 if t.causal else 1)
+    text = t.depth * (weights * float(length.sum()) + float(pairs))
+    return Flops(
+        vision=factor["vision"] * vision,
+        top=0.0,
+        connector=0.0,
+        decoder=factor["text"] * text,
+        head=0.0,
+    )
+
+
+def _blocks(config: ModelConfig | DualConfig, patches: float | int, first: int, last: int) -> float:
+    """FLOPs of the tower's blocks ``first..last - 1`` over one picture."""
     v = config.vision
     seen = patches + v.class_token
     near = min(seen, (v.window // v.patch_size) ** 2) if v.window else seen
-    run = range(max(feature_blocks(v)))
+    run = range(first, last)
     keys = sum(seen if i in v.full_layers else near for i in run)
     weights = 4 * v.width**2 + (3 if v.gated else 2) * v.width * v.mlp_dim
+    return float(seen * (2 * len(run) * weights + 4 * keys * v.width))
+
+
+def _start(config: ModelConfig | DualConfig, patches: float | int) -> float:
+    """FLOPs of one picture before the tower's first block."""
+    v = config.vision
     table = 2.0 * patches * (v.image_size // v.patch_size) ** 2 * v.width
     resized = table if v.packed and v.position == "learned" else 0.0
-    blocks = seen * (2 * len(run) * weights + 4 * keys * v.width)
-    return float(blocks + resized + _stem(config, patches))
+    return resized + _stem(config, patches)
 
 
 def _connector(config: ModelConfig, patches: float | int) -> float:
@@ -123,7 +164,7 @@ def _connector(config: ModelConfig, patches: float | int) -> float:
     return 2.0 * (1 + c.levels) * tokens * token + scored
 
 
-def _stem(config: ModelConfig, patches: float | int) -> float:
+def _stem(config: ModelConfig | DualConfig, patches: float | int) -> float:
     """FLOPs of one picture's stem."""
     v = config.vision
     if v.stem == "linear":

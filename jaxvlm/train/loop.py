@@ -14,7 +14,10 @@ import jax
 
 from jaxvlm.train.clock import Clock
 from jaxvlm.train.programs import Programs
-from jaxvlm.types import Batch, TrainState
+from jaxvlm.train.room import Room
+from jaxvlm.types import Batch, Pairs, TrainState
+
+_NO_ROOM = Room()
 
 
 class TrainingStopped(RuntimeError):
@@ -57,11 +60,11 @@ class Hooks(Protocol):
 class Batches(Protocol):
     """An endless iterator of global batches that knows where it is."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | Pairs]:
         """Itself."""
         ...
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | Pairs:
         """The next global batch."""
         ...
 
@@ -92,6 +95,7 @@ def train(
     *,
     start: int,
     leaves: list[str],
+    room: Room = _NO_ROOM,
 ) -> tuple[TrainState, str]:
     """Take steps ``start`` to ``schedule.steps``.
 
@@ -106,9 +110,11 @@ def train(
         hooks: what that does.
         start: steps taken before.
         leaves: parameter names in the order of the step's ``bad_leaf``.
+        room: of the state's cache.
 
     Returns:
-        The last state, and why it ended: ``done``, ``preempted`` or ``no better``.
+        The last state, whose cache may have been given back to ``room``, and why it ended:
+        ``done``, ``preempted`` or ``no better``.
 
     Raises:
         TrainingStopped: too many non-finite steps in a row.
@@ -124,9 +130,10 @@ def train(
                 if pending is not None and not pending[1]["loss"].is_ready():
                     clock.hide()  # the device was still at work: nothing was lost
             with clock.paused():
-                program = programs.get(state, batch)  # compiles where the shape is new
+                state = room.mended(state)
+                programs.get(state, batch)  # compiles where the shape is new
             with clock.dispatching():
-                state, metrics = program(state, batch)
+                state, metrics = _step(programs, room, state, batch)
                 hooks.dispatched(metrics)
             with clock.computing():
                 window.read(pending)
@@ -151,6 +158,17 @@ def train(
             if why != "done":
                 break
     return state, why
+
+
+def _step(
+    programs: Programs, room: Room, state: TrainState, batch: Batch | Pairs
+) -> tuple[TrainState, dict[str, Any]]:
+    """A step; where memory is short before the state is consumed, one with less of a cache."""
+    while True:
+        try:
+            return programs.get(state, batch)(state, batch)
+        except jax.errors.JaxRuntimeError as error:
+            state = room.instead(state, error)
 
 
 class _Window:

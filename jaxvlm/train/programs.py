@@ -1,15 +1,15 @@
-"""Compiled steps, one for each shape of batch, counted and timed."""
+"""Compiled steps, one for each shape of batch and size of the cache, counted and timed."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jaxvlm.types import Batch, TrainState
+from jaxvlm.types import Batch, Pairs, TrainState
 
 
 class Programs:
@@ -18,29 +18,50 @@ class Programs:
     Args:
         build: compiles the step for the state and the batch that it is given, or for their shapes.
         say: takes a line whenever a program is compiled.
+        sizes: shapes of the states that a run may have, where their caches may differ: a shape of
+            batch is compiled for all of them at once, so that none waits when memory is short.
     """
 
-    def __init__(self, build: Callable[[TrainState, Batch], Any], say: Callable[[str], None]):
-        self.build, self.say = build, say
+    def __init__(
+        self,
+        build: Callable[[TrainState, Any], Any],
+        say: Callable[[str], None],
+        sizes: Sequence[TrainState] = (),
+    ):
+        self.build, self.say, self.sizes = build, say, sizes
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.seconds = 0.0
 
-    def get(self, state: TrainState, batch: Batch) -> Any:
+    def get(self, state: TrainState, batch: Batch | Pairs) -> Any:
         """The program for ``batch``'s shape: ``program(state, batch) -> (state, metrics)``."""
-        key = tuple(None if x is None else (x.shape, str(x.dtype)) for x in batch)
+        leaves, kind = jax.tree.flatten(batch)
+        shapes = (kind, *((x.shape, str(x.dtype)) for x in leaves))
+        key = shapes, _size(state)
         if key not in self.compiled:
             start = time.perf_counter()
-            self.compiled[key] = self.build(state, batch)
+            for other in self.sizes or (state,):
+                self.compiled[shapes, _size(other)] = self.build(other, batch)
             seconds = time.perf_counter() - start
             self.seconds += seconds
-            rows, length = batch.tokens.shape
-            pictures = 0 if batch.image_start is None else batch.image_start.shape[1]
-            patches = "" if batch.patches is None else f" of {batch.patches.shape[1]} patches"
+            sides = [batch] if isinstance(batch, Batch) else [batch.query, batch.document]
+            rows = " and ".join(map(_shape, sides))
             self.say(
-                f"compiled the step for {rows} rows x {length} tokens, {pictures} pictures"
-                f"{patches} a row: {seconds:.1f} s (program {len(self.compiled)})"
+                f"compiled the step for {rows} a row: {seconds:.1f} s (program "
+                f"{len(self.compiled)})"
             )
         return self.compiled[key]
+
+
+def _shape(batch: Batch) -> str:
+    rows, length = math.prod(batch.tokens.shape[:-1]), batch.tokens.shape[-1]
+    pictures = 0 if batch.image_start is None else batch.image_start.shape[-1]
+    patches = "" if batch.patches is None else f" of {batch.patches.shape[-2]} patches"
+    return f"{rows} rows x {length} tokens, {pictures} pictures{patches}"
+
+
+def _size(state: TrainState) -> tuple[Any, ...]:
+    """Of its cache, the one part that a run may have in several sizes."""
+    return tuple(x.shape for x in jax.tree.leaves(state.cache))
 
 
 def memory(program: Any) -> dict[str, int]:
@@ -80,7 +101,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(
-    state: Any, batch: Batch, others: dict[str, int], advice: list[str]
+    state: Any, batch: Batch | Pairs, others: dict[str, int], advice: list[str]
 ) -> str:
     """One line: the largest buffers on a device, and what to change.
 

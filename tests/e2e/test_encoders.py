@@ -203,7 +203,13 @@ def test_embed_writes_vectors(folders, pictures, tmp_path, capsys):
     ]
     assert cli([*args, f"--output={tmp_path / 'out.jsonl'}"]) == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said == {"texts": 5, "images": 3, "dims": 10}
+    assert said == {
+        "texts": 5,
+        "images": 3,
+        "dims": 10,
+        "columns": 10,
+        "kind": "float32",
+    }
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line.get("text") for line in lines] == [*TEXTS, None, None, None]
     assert [line.get("image") for line in lines[5:]] == pictures
@@ -226,7 +232,7 @@ def test_bad_input_is_one_line(folders, pictures, tmp_path, capsys):
         return capsys.readouterr().err
 
     out, clip = f"--output={tmp_path / 'x.npy'}", f"--checkpoint={folders['clip']}"
-    assert "--output=FILE.npy" in said(clip, "--text=a", "--output=x.txt")
+    assert "--output=FILE.npy, FILE.npz" in said(clip, "--text=a", "--output=x.txt")
     assert "embed needs texts" in said(clip, out)
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
     assert "line 2 is empty" in said(clip, out, f"--texts={tmp_path / 'gap.txt'}")

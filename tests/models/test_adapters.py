@@ -248,9 +248,9 @@ def test_adapters_train_beside_eight_bits():
 def test_a_run_starts_from_one_without_adapters(tmp_path):
     record.write_config(tmp_path, TrainConfig(model=TINY), "")
     new = dataclasses.replace(TINY, lora=DORA)
-    assert record.check_same_model(str(tmp_path), new) == TINY
+    assert record.check_same_model(str(tmp_path), TrainConfig(model=new)) == TINY
     record.write_config(tmp_path, TrainConfig(model=new), "")
-    assert record.check_same_model(str(tmp_path), new) == new
+    assert record.check_same_model(str(tmp_path), TrainConfig(model=new)) == new
     other = dataclasses.replace(new, lora=dataclasses.replace(DORA, rank=7))
     with pytest.raises(ConfigError, match=r"lora\.rank: 2 -> 7"):
-        record.check_same_model(str(tmp_path), other)
+        record.check_same_model(str(tmp_path), TrainConfig(model=other))

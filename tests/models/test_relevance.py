@@ -20,6 +20,8 @@ from zoo import on_stages
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
 from jaxvlm.build.model import build_model
+from jaxvlm.build.parts import rest_of, tower_part
+from jaxvlm.build.trunk import recut
 from jaxvlm.config import (
     CacheConfig,
     ConfigError,
@@ -38,7 +40,7 @@ from jaxvlm.models.relevance import (
     question,
 )
 from jaxvlm.models.texture import CHANNELS
-from jaxvlm.models.vlm import num_visual_tokens, tower_width
+from jaxvlm.models.vlm import num_visual_tokens, tower_tokens, tower_width
 from jaxvlm.nn.param import Init
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
 from jaxvlm.order import MORTON, permutation
@@ -387,3 +389,28 @@ def test_refused(changes, words):
     connector = dataclasses.replace(parts["connector"], relevance=parts["relevance"])
     with pytest.raises(ConfigError, match=words):
         built(vision=parts["vision"], connector=connector)
+
+
+@pytest.mark.long
+def test_relevance_above_a_trunk():
+    """Whose features have a texture beside them, and a class token that has none."""
+    vision = dataclasses.replace(MODEL.vision, depth=3, class_token=True)
+    mesh, batch = make_mesh(MeshConfig(1), jax.devices()[:1]), some_batch()
+    whole, cut = (
+        build_model(
+            dataclasses.replace(MODEL, vision=dataclasses.replace(vision, trunk=trunk)), mesh
+        )
+        for trunk in (0, 2)
+    )
+    params = whole.init(0)
+    below = recut(params, 2)
+    expected = jax.jit(whole.apply)(params, batch).hidden
+    found = jax.jit(cut.apply)(below, batch).hidden
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    tower = tower_part(cut, mesh, cut.strategies["vision"])
+    own = {path: x for path, x in below.items() if path.startswith("vision/")}
+    features = jax.jit(lambda p, batch: tower.module(p)(batch))(own, batch)
+    assert features.shape[-2:] == (tower_tokens(cut.config), tower_width(cut.config))
+    rest = {path: x for path, x in below.items() if path not in own}
+    fed = jax.jit(rest_of(cut).apply)(rest, batch._replace(pixels=None, features=features)).hidden
+    np.testing.assert_allclose(fed, expected, rtol=1e-4, atol=1e-5)

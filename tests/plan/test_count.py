@@ -21,11 +21,17 @@ from jaxvlm.plan import count
 from jaxvlm.types import Batch
 
 
-@pytest.mark.parametrize("stem", ["linear", "conv"])
-def test_forward_flops_match_the_compiler(stem):
+@pytest.mark.parametrize("stem, trunk", [("linear", 0), ("conv", 0), ("linear", 1)])
+def test_forward_flops_match_the_compiler(stem, trunk):
     # One layer: the compiler counts a scan's body once. Widths large beside elementwise work.
     vision = dataclasses.replace(
-        TINY.vision, stem=stem, image_size=64, width=256, mlp_dim=1024, depth=1
+        TINY.vision,
+        stem=stem,
+        image_size=64,
+        width=256,
+        mlp_dim=1024,
+        depth=1 + trunk,
+        trunk=trunk,
     )
     decoder = dataclasses.replace(
         TINY.decoder, width=256, depth=1, head_dim=32, mlp_dim=1024, vocab_size=512
@@ -94,16 +100,34 @@ def test_flops_of_a_packed_tower_match_the_compiler():
     assert both.vision + both.connector == pytest.approx(theirs, rel=0.05)
 
 
+@pytest.mark.parametrize("trunk", [1, 2])
+def test_a_trunk_and_what_is_above_are_the_whole_tower(trunk):
+    def flops(trunk):
+        vision = VisionConfig(
+            image_size=64, patch_size=8, depth=4, feature_layer=-2, packed=True, window=32, block=2,
+            patch_layout="cthw", full_layers=(1,), trunk=trunk,
+        )  # fmt: skip
+        return count.forward(ModelConfig(vision=vision), 10, 10, 3, 90)
+
+    whole, cut = flops(0), flops(trunk)
+    assert cut.vision + cut.top == pytest.approx(whole.vision) and cut.top > 0 == whole.top
+    assert cut.total == pytest.approx(whole.total)
+    step = count.step(cut, dict.fromkeys(("top", "connector", "decoder"), True))
+    assert step.vision == cut.vision and step.top == 3 * cut.top
+    only = count.step(cut, {"decoder": True})
+    assert only.top == cut.top and count.step(cut, {}, {"top"}).connector == 2 * cut.connector
+
+
 def test_step_counts_frozen_as_frozen():
     one = count.Flops(1.0, 10.0, 100.0, 1000.0)
     everything = dict.fromkeys(("vision", "connector", "decoder"), True)
-    assert count.step(one, everything) == (3.0, 30.0, 300.0, 3000.0)
-    assert count.step(one, everything | {"vision": False}) == (1.0, 30.0, 300.0, 3000.0)
+    assert count.step(one, everything) == (3.0, 30.0, 300.0, 3000.0, 0.0)
+    assert count.step(one, everything | {"vision": False}) == (1.0, 30.0, 300.0, 3000.0, 0.0)
     only = {"vision": False, "connector": True, "decoder": False}
-    assert count.step(one, only) == (1.0, 30.0, 200.0, 2000.0)
+    assert count.step(one, only) == (1.0, 30.0, 200.0, 2000.0, 0.0)
     none = dict.fromkeys(everything, False)
-    assert count.step(one, none, {"vision", "decoder"}) == (2.0, 20.0, 200.0, 2000.0)
-    assert count.step(one, none, {"decoder"}) == (1.0, 10.0, 200.0, 2000.0)
+    assert count.step(one, none, {"vision", "decoder"}) == (2.0, 20.0, 200.0, 2000.0, 0.0)
+    assert count.step(one, none, {"decoder"}) == (1.0, 10.0, 200.0, 2000.0, 0.0)
 
 
 def test_reach_counts_what_a_token_sees():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxvlm.config import ConfigError
+from jaxvlm.models.vit import ABOVE_TRUNK, BLOCKS
 from jaxvlm.types import Params
 
 
@@ -36,6 +37,12 @@ class Entry(NamedTuple):
     """(i, n): ours is the i-th of n equal parts of theirs."""
     cut: int = 0
     """The dim of theirs that those parts are cut along."""
+    first: int = 0
+    """The layer of theirs that ours begins with."""
+
+    def name(self, place: Sequence[int]) -> str:
+        """Their tensor of a place in our stack; () where there is none."""
+        return self.theirs.format(*(n + self.first * (i == 0) for i, n in enumerate(place)))
 
 
 class NameMap(NamedTuple):
@@ -55,6 +62,13 @@ class NameMap(NamedTuple):
     modules: Sequence[tuple[str, str]] = ()
     """(pattern, replacement), applied in turn, that turn ``theirs`` into the names that
     transformers' modules have in memory, where they differ; adapters bear those."""
+    partial: bool = False
+    """Whether a checkpoint may hold more, which is left out."""
+
+    def part(self, tower: str) -> NameMap:
+        """The parameters of one tower, of checkpoints that hold more."""
+        own = [entry for entry in self.entries if entry.ours.startswith(f"{tower}/")]
+        return self._replace(entries=own, copies=MappingProxyType({}), partial=True)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape."""
@@ -91,7 +105,7 @@ class NameMap(NamedTuple):
         ]
         groups = {
             "missing": sorted(needed.keys() - spelled.keys()),
-            "with no place here": sorted(spelled.keys() - needed.keys()),
+            "with no place here": sorted(spelled.keys() - needed.keys()) * (not self.partial),
             "of another shape": shapes,
         }
         lines = [f"{len(names)} {what}: {_some(names)}" for what, names in groups.items() if names]
@@ -117,7 +131,7 @@ class NameMap(NamedTuple):
         entry = self._entry(path)
         lead = len(self._counts(entry))
         kept = [range(n)[s] for n, s in zip(self._counts(entry), index[:lead], strict=True)]
-        names = [entry.theirs.format(*place) for place in itertools.product(*kept)]
+        names = [entry.name(place) for place in itertools.product(*kept)]
         targets = out.reshape(-1, *out.shape[lead:]) if lead else [out]
         dims = dict(zip(entry.dims.split(), index[lead:], strict=True))
         ranges = {a: range(*s.indices(self.sizes[a])) for a, s in dims.items()}
@@ -221,13 +235,13 @@ class NameMap(NamedTuple):
         found: dict[str, list[tuple[Entry, tuple[int, ...]]]] = {}
         for entry in sorted(self.entries, key=lambda entry: entry.part[0]):
             for place in itertools.product(*map(range, self._counts(entry))):
-                found.setdefault(entry.theirs.format(*place), []).append((entry, place))
+                found.setdefault(entry.name(place), []).append((entry, place))
         return found
 
     def names(self, entry: Entry) -> list[str]:
         """The tensors of one parameter, layer by layer."""
         places = itertools.product(*map(range, self._counts(entry)))
-        return [entry.theirs.format(*place) for place in places]
+        return [entry.name(place) for place in places]
 
     def _counts(self, entry: Entry) -> list[int]:
         """Layers, and experts, that ours stacks."""
@@ -245,6 +259,30 @@ class NameMap(NamedTuple):
         inner = math.prod(self.sizes[a] for a in word[1:])
         first = ranges[word[0]]
         return slice(first.start * inner, first.stop * inner)
+
+
+def over_trunk(tower: Sequence[Entry], trunk: int) -> tuple[Entry, ...]:
+    """A vision tower's entries where its first ``trunk`` blocks are apart (``VisionConfig.trunk``).
+
+    Args:
+        tower: its entries without a trunk.
+        trunk: blocks; 0: ``tower`` as it is.
+    """
+    kept, found = [], []
+    for entry in tower:
+        above = entry._replace(ours=entry.ours.replace("vision/", "top/", 1))
+        if entry.ours.startswith(BLOCKS):
+            found.append(above._replace(first=trunk))
+        elif entry.ours.startswith(ABOVE_TRUNK):
+            found.append(above)
+            continue
+        kept.append(entry)
+    return (*kept, *found) if trunk else tuple(tower)
+
+
+def tower_depths(depth: int, trunk: int) -> dict[str, int]:
+    """A :class:`NameMap`'s, of a vision tower of ``depth`` that :func:`over_trunk` cuts."""
+    return {"vision": trunk, "top": depth - trunk} if trunk else {"vision": depth}
 
 
 _BLOCK = 2**20  # bytes: a core's cache holds both ends of a copy

@@ -9,7 +9,7 @@ from typing import Any
 from jaxvlm.config import DecoderConfig, ModelConfig
 from jaxvlm.models.families import clip, connectors, llama, text
 from jaxvlm.models.families.fields import image_token_id
-from jaxvlm.models.families.names import Entry, NameMap
+from jaxvlm.models.families.names import Entry, NameMap, over_trunk, tower_depths
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Span
 
@@ -65,13 +65,18 @@ def weights(
         aliases: other spellings.
         language: what stands before the decoder's ``embed_tokens``, and before ``lm_head``.
     """
-    entries = (*llama.entries(config.decoder, *language), *connector, *vision)
+    trunk = config.vision.trunk
+    entries = (
+        *llama.entries(config.decoder, *language),
+        *connector,
+        *over_trunk(vision, trunk),
+    )
     sizes = {
         **llama.dims(config.decoder),
         **clip.dims(config.vision),
         **connectors.dims(config.vision, config.connector, config.decoder.width),
     }
-    depths = {"vision": config.vision.depth, **llama.depths(config.decoder)}
+    depths = tower_depths(config.vision.depth, trunk) | llama.depths(config.decoder)
     copies = llama.copies(config.decoder, *language)
     return NameMap(entries, sizes, depths, aliases, BUFFERS, copies, MODULES)
 

@@ -183,7 +183,9 @@ def weights(config: LoraConfig, base: NameMap, adapted: Mapping[str, Dims]) -> N
             parts[MAGNITUDE] = (outer, ["".join(outer)])
         for name, (ours, there) in parts.items():
             lies = " ".join(ours), " ".join(there)
-            entries.append(Entry(f"{path}/{name}", theirs + _SUFFIXES[name], *lies))
+            entries.append(
+                Entry(f"{path}/{name}", theirs + _SUFFIXES[name], *lies, first=entry.first)
+            )
     aliases = (
         (r"^base_model\.model\.", ""),
         (r"(?<=\.lora_magnitude_vector)\.weight$", ""),
@@ -198,7 +200,7 @@ def not_layers(base: NameMap) -> list[str]:
     def strange(entry: Entry) -> bool:
         linear = entry.ours.rpartition("/")[2].startswith("w")
         joined = entry.part[1] > 1 or not entry.theirs.endswith(".weight")
-        return linear and (joined or entry.ours.startswith("vision/head/"))
+        return linear and (joined or entry.ours.startswith(("vision/head/", "top/head/")))
 
     return [entry.ours for entry in base.entries if strange(entry)]
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxvlm.config import ConfigError, DecoderConfig, ModelConfig
 from jaxvlm.models.families import llama, parts, qwen_vision
 from jaxvlm.models.families.fields import METADATA, Fields, image_token_id, read
-from jaxvlm.models.families.names import NameMap
+from jaxvlm.models.families.names import NameMap, over_trunk, tower_depths
 from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _READS = {"vision_config": None, "text_config": None, "tie_word_embeddings": False}
@@ -84,15 +84,16 @@ def _beside(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def weights(config: ModelConfig) -> NameMap:
     """Every tensor, in the names and the layout of the published checkpoints."""
-    tower, levels = _tower(config), config.connector.levels
+    tower, levels, trunk = _tower(config), config.connector.levels, config.vision.trunk
     new = tower == "qwen3_vl"
     language, model = ("model.language_model.", "model.") if new else ("model.", "")
     entries = (
         *llama.entries(config.decoder, language, "", joined_experts=True),
-        *qwen_vision.entries(tower, model + "visual.", config.vision, levels),
+        *over_trunk(qwen_vision.entries(tower, model + "visual.", config.vision, levels), trunk),
     )
     sizes = llama.dims(config.decoder) | qwen_vision.dims(config.vision, config.decoder.width)
-    depths = {"vision": config.vision.depth, "connector": levels, **llama.depths(config.decoder)}
+    depths = tower_depths(config.vision.depth, trunk) | llama.depths(config.decoder)
+    depths["connector"] = levels
     copies = llama.copies(config.decoder, language, "")
     aliases, modules = ((), ()) if new else (_OLD_ALIASES, _MODULES)
     return NameMap(entries, sizes, depths, aliases, parts.BUFFERS, copies, modules)

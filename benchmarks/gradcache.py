@@ -1,0 +1,253 @@
+"""Gradient caching: memory by batch size, time beside plain training, and a peer's cached loss.
+
+    python -m benchmarks.gradcache [--part memory|time|peers ...]
+
+``memory``: a step compiled for batches of pairs from 256 to 16,384 at one chunk, and plainly where
+that is not too much; nothing is run. ``time``: steps of both, interleaved, at a batch that both
+hold; and with the picture tower frozen. ``peers``: the gradients, time and memory of
+sentence-transformers' cached loss on the same small BERT, texts and batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import resource
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.common import environment, write
+from jaxvlm.build.assemble import assemble
+from jaxvlm.build.model import build_model
+from jaxvlm.build.setup import keep_freed_memory
+from jaxvlm.config import DualConfig, MeshConfig, OptimConfig, TextConfig, VisionConfig
+from jaxvlm.losses.contrastive import InfoNCE
+from jaxvlm.optim.optimizer import make_optimizer
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.train.pairs import Chunk
+from jaxvlm.types import Batch, Pairs
+
+CLIP = DualConfig(
+    vision=VisionConfig(
+        image_size=64, patch_size=8, width=192, depth=4, num_heads=3, mlp_dim=768, pool="attention"
+    ),
+    text=TextConfig(vocab_size=4096, width=192, depth=4, num_heads=3, mlp_dim=768, max_length=32),
+    embed_dim=128,
+)
+CHUNK, TOKENS = 64, 32
+BATCHES = (256, 1024, 4096, 16384)
+PLAIN_UP_TO = 1024
+BOTH_HOLD, ROUNDS = 256, 6
+
+
+def pairs(count: int, config: DualConfig = CLIP) -> Pairs:
+    """A picture and a text an example."""
+    rng = np.random.default_rng(0)
+    side = config.vision.image_size
+    tokens = rng.integers(3, config.text.vocab_size, (count, TOKENS)).astype(np.int32)
+    places = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (count, 1, TOKENS)).copy()
+    text = Batch(tokens, np.zeros(tokens.shape, np.float32), places, np.ones_like(tokens))
+    empty = Batch(*(x if x is None else x[..., :0] for x in text))
+    picture = empty._replace(
+        pixels=rng.integers(0, 256, (count, 1, side, side, 3), np.uint8),
+        image_start=np.zeros((count, 1), np.int32),
+    )
+    number = np.arange(count, dtype=np.int32)
+    document = jax.tree.map(lambda x: x[:, None], text)
+    return Pairs(picture, document, np.ones((count, 1), bool), number, number[:, None])
+
+
+def step_of(chunk: int, frozen: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """The jitted step and its first state."""
+    model = build_model(CLIP, make_mesh(MeshConfig(1), jax.devices()[:1]))
+    own = {p: w for p, w in model.logical.items() if not any(p.startswith(f[:-1]) for f in frozen)}
+    tx = make_optimizer(OptimConfig(), lambda step: 1e-3, own)
+    cut = (Chunk(chunk), Chunk(chunk))
+    step, _, init = assemble(model, InfoNCE(temperature=0.0), tx, frozen=frozen, chunks=cut)
+    return model, (step, init(model.init(0)))
+
+
+def memory() -> list[dict[str, Any]]:
+    """Bytes of temporaries by batch, with and without."""
+    rows = []
+    for chunk in (CHUNK, 0):
+        model, (step, state) = step_of(chunk)
+        for count in BATCHES:
+            if not chunk and count > PLAIN_UP_TO:
+                continue
+            batch = to_global(model.mesh, pairs(count), count)
+            stats = step.lower(state, batch).compile().memory_analysis()
+            vectors = 2 * count * CLIP.embed_dim * 4
+            rows.append(
+                {
+                    "chunk": chunk,
+                    "batch": count,
+                    "temporaries": stats.temp_size_in_bytes,
+                    "vectors": vectors,
+                    "vectors_and_their_gradients": 2 * vectors,
+                    "beyond": stats.temp_size_in_bytes - 2 * vectors,
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def timed() -> dict[str, Any]:
+    """Seconds a step, interleaved; medians, and the ratios to plain."""
+    arms = {
+        "plain": step_of(0),
+        "cached": step_of(CHUNK),
+        "plain, tower frozen": step_of(0, ("vision/*",)),
+        "cached, tower frozen": step_of(CHUNK, ("vision/*",)),
+    }
+    batch = {name: to_global(m.mesh, pairs(BOTH_HOLD), BOTH_HOLD) for name, (m, _) in arms.items()}
+    states = {name: state for name, (_, (_, state)) in arms.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(ROUNDS + 1):
+        for name, (_, (step, _)) in arms.items():
+            begun = time.perf_counter()
+            states[name], metrics = step(states[name], batch[name])
+            jax.block_until_ready((states[name], metrics))
+            if turn:
+                seconds[name].append(time.perf_counter() - begun)
+    median = {name: statistics.median(x) for name, x in seconds.items()}
+    return {
+        "batch": BOTH_HOLD,
+        "chunk": CHUNK,
+        "seconds": median,
+        "cached_to_plain": median["cached"] / median["plain"],
+        "frozen_cached_to_plain": median["cached, tower frozen"] / median["plain, tower frozen"],
+    }
+
+
+def peers() -> dict[str, Any]:
+    """Gradients, time and memory of sentence-transformers' cached loss and of ours."""
+    import torch
+    from sentence_transformers import SentenceTransformer, losses, models
+    from transformers import BertConfig, BertModel
+
+    from jaxvlm.models.families import bert
+
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    dims = BertConfig(
+        vocab_size=4096, hidden_size=192, num_hidden_layers=4, num_attention_heads=3,
+        intermediate_size=768, max_position_embeddings=64, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    theirs = BertModel(dims).train()
+    count, rng = BOTH_HOLD, np.random.default_rng(0)
+    ids = rng.integers(3, 4096, (2, count, TOKENS)).astype(np.int64)
+
+    class Words(torch.nn.Module):
+        """A module of theirs that takes ids as they are."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = theirs
+
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            out = self.model(features["input_ids"], features["attention_mask"])
+            return features | {"token_embeddings": out.last_hidden_state}
+
+    pooling = models.Pooling(192, "mean")
+    sentence = SentenceTransformer(modules=[Words(), pooling, models.Normalize()], device="cpu")
+    loss = losses.CachedMultipleNegativesRankingLoss(sentence, scale=20.0, mini_batch_size=CHUNK)
+    features = [
+        {"input_ids": torch.as_tensor(x), "attention_mask": torch.ones(count, TOKENS).long()}
+        for x in ids
+    ]
+
+    def their_step() -> float:
+        sentence.zero_grad()
+        begun = time.perf_counter()
+        value = loss([dict(x) for x in features], torch.arange(count))
+        value.backward()
+        their_step.value = float(value)  # type: ignore[attr-defined]
+        return time.perf_counter() - begun
+
+    config = bert.config_from_hf(dims.to_dict() | {"model_type": "bert"})
+    config = dataclasses.replace(
+        config, normalize=True, text=dataclasses.replace(config.text, pool="mean")
+    )
+    model = build_model(config, make_mesh(MeshConfig(1), jax.devices()[:1]))
+    state = {k: v.detach().numpy() for k, v in theirs.state_dict().items()}
+    params = {p: jax.numpy.asarray(x) for p, x in bert.weights(config).load(state).items()}
+    places = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (count, 1, TOKENS)).copy()
+    sides = [
+        Batch(x.astype(np.int32), np.zeros(x.shape, np.float32), places, np.ones(x.shape, np.int32))
+        for x in ids
+    ]
+    number = np.arange(count, dtype=np.int32)
+    document = jax.tree.map(lambda x: x[:, None], sides[1])
+    batch = Pairs(sides[0], document, np.ones((count, 1), bool), number, number[:, None])
+    from jaxvlm.build.pairs import pair_runner
+    from jaxvlm.train.objective import scales
+
+    ours = InfoNCE(temperature=0.05)
+    runner = pair_runner(model, list(params), (Chunk(CHUNK), Chunk(CHUNK)))
+    run = jax.jit(lambda p, x: runner.loss_grad(p, {}, x, ours, scales(ours, x)))
+    batch = to_global(model.mesh, batch, count)
+    jax.block_until_ready(run(params, batch))
+
+    def our_step() -> float:
+        begun = time.perf_counter()
+        our_step.out = jax.block_until_ready(run(params, batch))  # type: ignore[attr-defined]
+        return time.perf_counter() - begun
+
+    their_step()
+    seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
+    for _ in range(ROUNDS):
+        seconds["theirs"].append(their_step())
+        seconds["ours"].append(our_step())
+    sums, grads = our_step.out  # type: ignore[attr-defined]
+    wanted = bert.weights(config).load(
+        {
+            k: np.zeros(v.shape, np.float32) if v.grad is None else v.grad.numpy()
+            for k, v in theirs.named_parameters()
+        }
+    )
+    whole = np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in wanted.values()))
+    size = sum(g.size for g in wanted.values())
+    worst = max(
+        float(np.linalg.norm(np.asarray(grads[p]) - g))
+        / max(float(np.linalg.norm(g)), 1e-2 * whole * np.sqrt(g.size / size))
+        for p, g in wanted.items()
+    )
+    median = {name: statistics.median(x) for name, x in seconds.items()}
+    temporaries = run.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    return {
+        "batch": count,
+        "chunk": CHUNK,
+        "loss": {
+            "theirs": their_step.value,  # type: ignore[attr-defined]
+            "ours": float(sums.terms["loss"]) / count,
+        },
+        "worst_gradient_leaf": worst,
+        "seconds": median,
+        "theirs_to_ours": median["theirs"] / median["ours"],
+        "our_temporaries": temporaries,
+        "peak_of_the_process": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def main() -> None:
+    """Run the parts, keep those that were not asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    known = {"memory": memory, "time": timed, "peers": peers}
+    parser.add_argument("--part", nargs="+", choices=tuple(known), default=tuple(known))
+    args = parser.parse_args()
+    keep_freed_memory()  # as `jaxvlm train` does
+    for part in args.part:
+        found = known[part]()
+        print(part, found, flush=True)
+        write(f"gradcache_{part}_cpu.json", {"environment": environment(), part: found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A dual encoder to train: from one checkpoint, of two checkpoints' towers, or from scratch."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from jaxvlm.build import pretrained
+from jaxvlm.build.encoder import described
+from jaxvlm.build.model import Model
+from jaxvlm.config import ConfigError, DualConfig, TextConfig, TrainConfig, VisionConfig
+from jaxvlm.data import images, texts, tokenizer
+from jaxvlm.data.processor import Processor
+from jaxvlm.io import hf
+from jaxvlm.models.families import any_family
+from jaxvlm.types import Params, TextStyle
+
+T = TypeVar("T", VisionConfig, TextConfig)
+_WAY = ("dtype", "attention", "lora", "checkpoint", "vision_checkpoint", "text_checkpoint")
+"""Fields of a DualConfig that say how it is computed, or where it is from."""
+_MULTIPLE = 64
+_TOWERS = ("vision", "text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dual:
+    """What a run of a dual encoder is made of."""
+
+    config: DualConfig
+    tokenizer: texts.TextTokenizer | None
+    pictures: Processor | None
+    source: pretrained.Source | None
+    """The checkpoint that all of it is from."""
+    towers: Mapping[str, pretrained.Source]
+    """Tower -> the checkpoint that it is from."""
+
+    def read_params(self, model: Model, seed: int) -> Params:
+        """The first parameters: drawn, those of towers read from their checkpoints.
+
+        Args:
+            model: on its mesh.
+            seed: of what is drawn: heads, and adapters.
+        """
+        params = model.draw(seed)
+        for tower, source in self.towers.items():
+            theirs = source.family.weights(described(source).config).part(tower)
+            own = {p: x for p, x in model.base().items() if p.startswith(f"{tower}/")}
+            params |= hf.read_params(source.weights, theirs, own)
+        return model.with_adapters(model.stored(params), seed)
+
+
+def make(
+    config: TrainConfig, workdir: pathlib.Path | None, said: Callable[[], Iterable[str]]
+) -> Dual:
+    """The dual encoder of a run.
+
+    Args:
+        config: of the run.
+        workdir: its folder; what it has kept comes first.
+        said: the texts of the training data, for a tokenizer that is made.
+
+    Raises:
+        ConfigError: settings that a checkpoint contradicts, or that don't go together.
+        DataError: a tokenizer or processor that can't be read.
+    """
+    asked = config.dual
+    if asked.checkpoint:
+        if asked.vision_checkpoint or asked.text_checkpoint:
+            raise ConfigError(
+                f"config.dual.checkpoint={asked.checkpoint} is of both towers: leave out "
+                "config.dual.vision_checkpoint and text_checkpoint"
+            )
+        source = _found(asked.checkpoint, workdir)
+        seen = described(source)
+        made = _merged(asked, seen.config)
+        return Dual(made, seen.tokenizer, seen.pictures, source, {})
+    sources, found = {}, {}
+    for tower in _TOWERS:
+        if checkpoint := getattr(asked, f"{tower}_checkpoint"):
+            if tower not in asked.towers:
+                raise ConfigError(
+                    f"config.dual.{tower}_checkpoint={checkpoint}, but "
+                    f"config.dual.towers={asked.towers}"
+                )
+            sources[tower] = _found(checkpoint, workdir and workdir / tower)
+            found[tower] = described(sources[tower])
+            if tower not in found[tower].config.towers:
+                raise ConfigError(
+                    f"config.dual.{tower}_checkpoint={checkpoint} has no {tower} tower"
+                )
+    vision, text = asked.vision, asked.text
+    if "vision" in found:
+        vision = _tower(vision, found["vision"].config.vision, "vision")
+    if "text" in found:
+        text = _tower(text, found["text"].config.text, "text")
+    words = None
+    if "text" in asked.towers:
+        if "text" in found:
+            words = found["text"].tokenizer
+        else:
+            words = _tokenizer(config, workdir, said)
+            text = dataclasses.replace(text, vocab_size=_vocab(asked.text, words))
+    pictures = None
+    if "vision" in asked.towers:
+        pictures = found["vision"].pictures if "vision" in found else _squares(config)
+    made = dataclasses.replace(asked, vision=vision, text=text)
+    return Dual(made, words, pictures, None, sources)
+
+
+def _found(checkpoint: str, workdir: pathlib.Path | None) -> pretrained.Source:
+    source = pretrained.find(checkpoint, workdir, any_family)
+    assert source is not None
+    if not hasattr(source.family, "text_style"):
+        raise ConfigError(
+            f"{checkpoint}: model_type={source.hf_config.get('model_type')!r} is no dual encoder; "
+            "a vision-language model is config.encoder='vlm' with config.model.checkpoint"
+        )
+    return source
+
+
+def _merged(asked: DualConfig, found: DualConfig) -> DualConfig:
+    """A checkpoint's model with the recipe's way to compute it."""
+    towers = {t: _tower(getattr(asked, t), getattr(found, t), t) for t in found.towers}
+    absent = {t: getattr(asked, t) for t in _TOWERS if t not in found.towers}
+    found = dataclasses.replace(found, **towers)
+    given = dataclasses.replace(asked, **towers, **absent)
+    return pretrained.merged(given, dataclasses.replace(found, **absent), "config.dual", _WAY)
+
+
+def _tower(asked: T, found: T, tower: str) -> T:
+    where, unset = f"config.dual.{tower}", getattr(DualConfig(), tower)
+    return pretrained.merged(asked, found, where, unset=unset)
+
+
+def _tokenizer(
+    config: TrainConfig, workdir: pathlib.Path | None, said: Callable[[], Iterable[str]]
+) -> texts.TextTokenizer:
+    """The run's own, the one that it names, or a new one of its texts."""
+    style = TextStyle(config.dual.text.max_length)
+    saved = workdir / "tokenizer" if workdir else None
+    if saved is not None and saved.is_dir():
+        return texts.load(saved, style)
+    asked = config.tokenizer
+    if asked.path:
+        return texts.load(pathlib.Path(asked.path).expanduser(), style)
+    made = tokenizer.build(said(), asked.kind, asked.vocab_size)
+    return texts.TextTokenizer(made.backend, style, made.pad_id)
+
+
+def _vocab(asked: TextConfig, words: texts.TextTokenizer) -> int:
+    size = words.backend.get_vocab_size()
+    if asked.vocab_size and asked.vocab_size < size:
+        raise ConfigError(
+            f"config.dual.text.vocab_size={asked.vocab_size} is less than the tokenizer's {size} "
+            "tokens; set it to 0 to take the tokenizer's"
+        )
+    return asked.vocab_size or -(-size // _MULTIPLE) * _MULTIPLE
+
+
+def _squares(config: TrainConfig) -> Processor:
+    """Pictures of a tower from scratch."""
+    vision = config.dual.vision
+    if vision.packed:
+        raise ConfigError(
+            "config.dual.vision.packed=True: towers for pictures of any size are started from a "
+            "checkpoint"
+        )
+    prepare = images.squares(vision.image_size, config.data.resize)
+    return Processor(prepare, vision.image_size, None, vision.pixel_mean, vision.pixel_std)

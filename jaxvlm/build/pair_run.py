@@ -1,0 +1,221 @@
+"""A run that trains vectors: what it is made of, and how it is evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvlm.build import adapters, caching, dual, inputs, pretrained
+from jaxvlm.build.encoder import Encoder
+from jaxvlm.build.inputs import Prepared
+from jaxvlm.build.loaded import Loaded
+from jaxvlm.build.losses import of_vectors
+from jaxvlm.build.model import Model
+from jaxvlm.build.retrieval import tables
+from jaxvlm.build.scorer import Report
+from jaxvlm.config import ConfigError, DualConfig, TrainConfig, VectorConfig
+from jaxvlm.data import pair_formats
+from jaxvlm.data.examples import Example
+from jaxvlm.data.pair_loader import PairDataset
+from jaxvlm.data.prompt_items import PromptRows
+from jaxvlm.data.text_rows import TextRows
+from jaxvlm.evals import retrieval
+from jaxvlm.parallel.mesh import batch_shards
+from jaxvlm.parallel.sharding import local_rows, replicated, to_global
+from jaxvlm.types import Batch, Pairs, Params
+
+METRIC = "recall@1"
+"""What names the best checkpoint where nothing is said."""
+
+
+def prepare(given: TrainConfig, workdir: pathlib.Path | None) -> Prepared:
+    """What a run that trains vectors is made of; see :func:`jaxvlm.build.inputs.prepare`."""
+    _check(given)
+    mapping = given.data.pairs.column_mapping
+    read = pair_formats.read(given.data.train, given.data.image_root, mapping)
+    if given.encoder == "dual":
+        made = dual.make(given, workdir, lambda: _texts(read[0]))
+        config = dataclasses.replace(given, dual=made.config)
+        prepared = Prepared(config, made.source, made.tokenizer, made.pictures, None, made)
+    else:
+        source = pretrained.find(given.model.checkpoint, workdir)
+        given = pretrained.with_source(given, source)
+        given = adapters.with_adapter(given, source, workdir)
+        saved = workdir / "tokenizer" if workdir else None
+        words = inputs.make_tokenizer(given, saved, lambda: _texts(read[0]), source)
+        pretrained.check_tokens(source, words)
+        pictures = pretrained.pictures(given, source, words)
+        config = dataclasses.replace(given, model=inputs.with_vocab(given.model, words.vocab_size))
+        prepared = Prepared(config, source, words, pictures, None)
+    rows = _rows(config, prepared.tokenizer, prepared.pictures)
+    dataset = PairDataset.from_config(given.data, rows, seed=given.seed, read=read)
+    return prepared._replace(dataset=dataset)
+
+
+def _rows(config: TrainConfig, tokenizer: Any, pictures: Any) -> Any:
+    """How a run's items become rows."""
+    if config.encoder == "dual":
+        return TextRows(tokenizer, pictures)
+    return PromptRows(tokenizer, pictures, config.model.decoder.visual_mask)
+
+
+def _texts(examples: Sequence[Example]) -> Iterator[str]:
+    for example in examples:
+        for item in (example.query, example.positive, *example.negatives):
+            yield item.instruction + item.words
+
+
+def _check(config: TrainConfig) -> None:
+    """Refuse settings of other models and other losses, which nothing would read.
+
+    Raises:
+        ConfigError: which, and what would do.
+    """
+    if config.encoder not in ("vlm", "dual"):
+        raise ConfigError(f"config.encoder={config.encoder!r}; known: vlm, dual")
+    of = {"vlm": ("dual", DualConfig()), "dual": ("vectors", VectorConfig())}
+    name, default = of[config.encoder]
+    if getattr(config, name) != default:
+        raise ConfigError(f"config.{name} is not read with config.encoder={config.encoder!r}")
+    for where, on in (
+        (f"config.eval_records={config.eval_records}", config.eval_records > 0),
+        (f"config.cache.policy={config.cache.policy!r}", caching.is_on(config.cache)),
+        (f"config.tower.devices={config.tower.devices}", config.tower.devices != 0),
+        (f"config.microbatches={config.microbatches}", config.microbatches > 1),
+        (f"config.mesh.stage={config.mesh.stage}", config.mesh.stage > 1),
+    ):
+        if on:
+            raise ConfigError(
+                f"{where} does not go with config.loss={config.loss!r}: vectors are trained on one "
+                "mesh, in chunks by config.grad_cache, and a corpus is searched whole"
+            )
+
+
+def introduction(run: Any, local: Pairs) -> list[str]:
+    """Lines that say what is about to be trained on.
+
+    Args:
+        run: a ``Run``.
+        local: its first batch, this process's examples.
+    """
+    data, config = run.dataset, run.config
+    b, K = config.data.batch_size, local.there.shape[1]
+    lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]
+    negatives = f"a positive and {K - 1} hard negatives" if K > 1 else "a positive"
+    cached = [f"{name} {n}" for name, n in dataclasses.asdict(config.grad_cache).items() if n]
+    return [
+        f"{len(data.examples):,} examples, {len(data.queries.items):,} different queries, "
+        f"{len(data.documents.items):,} documents; {run.steps} steps of {b} queries x "
+        f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
+        f"loss {config.loss}; gradient cache: {', '.join(cached) or 'none'}",
+    ]
+
+
+def is_run(model: Loaded | Encoder) -> bool:
+    """Whether a model is of a run that trained vectors."""
+    config = model.run if isinstance(model, Encoder) else model.config
+    return config is not None and of_vectors(config)
+
+
+def evaluate(model: Loaded | Encoder, spec: str = "", blind: bool = True) -> Report:
+    """Evaluate a trained model on what it was trained for.
+
+    Args:
+        model: of a run.
+        spec: the data file; the run's own ``data.eval`` if empty.
+        blind: whether to run the control.
+
+    Raises:
+        ConfigError: no data is named, or the model is no run's.
+    """
+    config = model.run if isinstance(model, Encoder) else model.config
+    if not is_run(model):
+        assert isinstance(model, Loaded)
+        return model.evaluate(spec, blind=blind)
+    assert config is not None
+    rows = _rows(config, model.tokenizer, model.pictures)
+    return scorer(config, model.model, rows, spec).report(model.params, 0, blind)
+
+
+def scorer(config: TrainConfig, model: Model, rows: Any, spec: str = "") -> PairScorer:
+    """What evaluates vectors.
+
+    Args:
+        config: of the run.
+        model: of vectors.
+        rows: how items become rows, see ``RowFormat``.
+        spec: the data file; ``config.data.eval`` if empty.
+    """
+    data = dataclasses.replace(config.data, flip=False, shift=0)
+    if not (spec := spec or data.eval):
+        raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
+    dataset = PairDataset.from_config(data, rows, seed=config.seed, spec=spec)
+    parts = batch_shards(model.mesh)
+    count = -(-data.batch_size // parts) * parts
+    return PairScorer(model, dataset, count, config.pair_loss.dims)
+
+
+class PairScorer:
+    """Encodes all queries and all documents of a data set, and measures what finds what.
+
+    Args:
+        model: of vectors.
+        dataset: of pairs.
+        batch_size: rows at a time, over all devices.
+        dims: prefixes of the vectors that are measured too.
+    """
+
+    def __init__(
+        self, model: Model, dataset: PairDataset, batch_size: int, dims: tuple[int, ...] = ()
+    ):
+        self.model, self.dataset, self.batch_size = model, dataset, batch_size
+        self.what = retrieval.Retrieval(dims=dims)
+        self.rows = local_rows(model.mesh, batch_size)
+        right = [found.tolist() for found in dataset.relevance()]
+        self.relevance = retrieval.Relevance.of(right, len(dataset.documents.items))
+        self._embed = jax.jit(self._vectors, out_shardings=replicated(model.mesh))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the figures that may say which checkpoint is best."""
+        kinds = ("hit", "recall", "ndcg", "mrr", "map")
+        return tuple(f"{kind}@{k}" for k in self.what.ks for kind in kinds)
+
+    def _vectors(self, params: Params, batch: Batch) -> jax.Array:
+        return self.model.module(params).embed(batch).hidden
+
+    def vectors(self, params: Params, side: str) -> np.ndarray:
+        """f32[items, E] of all ``query`` or ``document`` items; 0 where a picture failed.
+
+        Every process has all of them.
+        """
+        side_of = self.dataset.queries if side == "query" else self.dataset.documents
+        count, made = len(side_of.items), []
+        for _, local in self.dataset.items(side, self.rows, self.batch_size):
+            rows = to_global(self.model.mesh, local, self.batch_size)
+            made.append(np.asarray(self._embed(params, rows)))
+        return np.concatenate(made)[:count]
+
+    def report(self, params: Params, limit: int = 0, blind: bool = True) -> Report:
+        """How well queries find their documents, and documents their queries.
+
+        Args:
+            params: all parameters.
+            limit: 0; a corpus is searched whole.
+            blind: whether the random control is beside it.
+        """
+        start = time.perf_counter()
+        query, document = (self.vectors(params, side) for side in ("query", "document"))
+        what = dataclasses.replace(self.what, random=blind)
+        found = retrieval.evaluate(query, document, self.relevance, self.model.mesh, what)
+        found["documents"] = float(len(document))
+        most = max(self.what.ks)
+        shown = {n: x for n, x in found.items() if "recall@" in n or n.endswith(f"ndcg@{most}")}
+        shown |= {n: x for n, x in found.items() if "@" not in n}
+        return Report(found, {}, time.perf_counter() - start, tables(shown, self.what.dims))

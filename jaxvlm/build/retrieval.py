@@ -1,0 +1,143 @@
+"""Evaluation of an embedding model: its vectors of examples, the metrics, and a contact sheet."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from jaxvlm.build.embedding import Embedding, in_memory
+from jaxvlm.build.encoder import Encoder
+from jaxvlm.build.examples import Gathered, gather
+from jaxvlm.build.loaded import Loaded
+from jaxvlm.config import ConfigError
+from jaxvlm.data import tars
+from jaxvlm.data.examples import Example, Item
+from jaxvlm.evals import retrieval
+from jaxvlm.evals.retrieval import RANDOM, REVERSE, Relevance, Retrieval
+from jaxvlm.evals.sheet import Found, Shown, draw_found
+from jaxvlm.parallel.topk import Search, nearest
+
+_ROWS, _SHOWN, _SEED = 12, 5, 0x5E
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """An evaluation's figures."""
+
+    metrics: dict[str, float]
+    """See :func:`jaxvlm.evals.retrieval.evaluate`; and ``documents``."""
+    dims: tuple[int, ...]
+    """Prefixes that were measured."""
+    seconds: float
+
+    def lines(self) -> list[str]:
+        """For people."""
+        return [f"evaluated in {self.seconds:.1f} s", *tables(self.metrics, self.dims)]
+
+
+def tables(metrics: Mapping[str, float], dims: Sequence[int]) -> list[str]:
+    """Tables for people, one each way: a line a metric, a column a prefix.
+
+    Args:
+        metrics: of :func:`jaxvlm.evals.retrieval.evaluate`, and ``documents``.
+        dims: prefixes that were measured.
+    """
+    count, documents = (int(metrics[n]) for n in ("queries", "documents"))
+    lines = [f"{count} queries, {documents} documents; per cent"]
+    names = dict.fromkeys(n.rpartition("/")[2] for n in metrics if "@" in n)
+    for way, title in (("", "query to document"), (REVERSE, "document to query")):
+        parts = ("", *(f"dims{n}/" for n in dims), RANDOM)
+        parts = tuple(p for p in parts if f"{way}{p}{next(iter(names))}" in metrics)
+        if not parts:
+            continue
+        heads = "".join(f"{part[:-1] or 'all dims':>10}" for part in parts)
+        lines.append(f"  {title:<18}{heads}")
+        for name in names:
+            found = (metrics[way + part + name] for part in parts)
+            lines.append(f"    {name:<16}" + "".join(f"{100 * x:10.2f}" for x in found))
+    return lines
+
+
+def check(gathered: Gathered, what: Retrieval, size: int) -> None:
+    """Refuse what could not be measured, before vectors are made.
+
+    Args:
+        gathered: queries and documents.
+        what: to measure.
+        size: dims of the model's vectors.
+
+    Raises:
+        ConfigError: fewer than two documents, a cut-off beyond them, or too many dims.
+    """
+    count = len(gathered.documents)
+    if count < 2:
+        raise ConfigError(f"retrieval: a corpus of {count} has nothing to rank")
+    if max(what.ks) > count:
+        raise ConfigError(f"ks: {max(what.ks)} is more than the {count} documents there are")
+    if max(what.dims, default=0) > size:
+        raise ConfigError(f"dims={max(what.dims)}: the model's vectors have {size}")
+
+
+def evaluate(
+    model: Encoder | Loaded,
+    examples: Sequence[Example],
+    what: Retrieval,
+    query: Embedding,
+    document: Embedding,
+    more: Sequence[Item] = (),
+    sheet: str = "",
+) -> Report:
+    """How well a model's vectors find the positives of examples among all documents.
+
+    Args:
+        model: what makes vectors.
+        examples: their positives are right, and those of the same query or label; everything else
+            is not.
+        what: to measure.
+        query: how queries become vectors; its ``dims`` is 0.
+        document: how documents do.
+        more: further documents to search in.
+        sheet: write some queries and what they found to this PNG.
+
+    Raises:
+        ConfigError: as :func:`check`.
+        DataError: a picture can't be read.
+    """
+    begun = time.monotonic()
+    gathered = gather(examples, more)
+    check(gathered, what, model.width)
+    queries = in_memory(model, gathered.queries, query, "queries")
+    documents = in_memory(model, gathered.documents, document, "documents")
+    relevance = Relevance.of(gathered.right, len(documents))
+    mesh = model.model.mesh
+    metrics = retrieval.evaluate(queries, documents, relevance, mesh, what)
+    if sheet:
+        some = np.random.default_rng(_SEED).permutation(len(queries))[:_ROWS]
+        depth = min(_SHOWN, len(documents))
+        found = nearest(queries[some], documents, depth, mesh, Search(what.cosine))
+        if not jax.process_index():
+            draw_found(_rows(gathered, some, found.document, found.score), pathlib.Path(sheet))
+    metrics |= {"documents": float(len(documents))}
+    return Report(metrics, what.dims, time.monotonic() - begun)
+
+
+def _rows(
+    gathered: Gathered, some: np.ndarray, documents: np.ndarray, scores: np.ndarray
+) -> list[Found]:
+    rows = []
+    for i, found, score in zip(some.tolist(), documents.tolist(), scores.tolist()):
+        right = set(gathered.right[i])
+        shown = [_shown(gathered.documents[n]) for n in found]
+        rows.append(Found(_shown(gathered.queries[i]), shown, score, [n in right for n in found]))
+    return rows
+
+
+def _shown(item: Item) -> Shown:
+    inside = tars.is_member(item.image)
+    return Shown(item.words, io.BytesIO(tars.read(item.image)) if inside else item.image)

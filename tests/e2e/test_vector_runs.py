@@ -1,0 +1,156 @@
+"""Runs that train vectors: from scratch and from checkpoints, resumed, evaluated, used."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from runs import COLORS, write_data
+
+import jaxvlm
+from jaxvlm.build import pair_run
+from jaxvlm.cli.main import run as cli
+from jaxvlm.config import ConfigError, default_config
+from jaxvlm.data.errors import DataError
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def captions(tmp_path_factory):
+    """Pictures of one colour and what to call them; three in a batch would be too many."""
+    folder = tmp_path_factory.mktemp("captions")
+    write_data(folder)
+    lines = [
+        {
+            "id": str(i),
+            "query_image": f"{i}.png",
+            "positive": f"a {list(COLORS)[i % 3]} picture number {i}",
+            "negatives": [f"a {list(COLORS)[(i + 1) % 3]} one"],
+            "label": list(COLORS)[i % 3],
+        }
+        for i in range(40)
+    ]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def scratch(path, encoder="dual"):
+    config = default_config()
+    config.loss, config.encoder = "info_nce", encoder
+    config.data.train = config.data.eval = str(path)
+    config.data.batch_size, config.data.max_length, config.data.buckets = 8, 32, 1
+    config.optim.warmup_steps, config.optim.learning_rate = 2, 3e-3
+    config.steps, config.log_every, config.checkpoint.every = 6, 1, 3
+    config.tensorboard = False
+    if encoder == "dual":
+        config.dual.embed_dim = 16
+        vision, text = config.dual.vision, config.dual.text
+        text.width, text.depth, text.num_heads, text.mlp_dim, text.max_length = 16, 1, 2, 32, 16
+        config.pair_loss.temperature = 0.0
+    else:
+        vision, decoder = config.model.vision, config.model.decoder
+        decoder.width, decoder.depth, decoder.mlp_dim = 16, 1, 32
+        decoder.num_heads, decoder.num_kv_heads, decoder.head_dim = 2, 2, 8
+        config.pair_loss.dims = (8, 16)
+    vision.image_size, vision.patch_size = 16, 8
+    vision.width, vision.depth, vision.num_heads, vision.mlp_dim = 16, 1, 2, 32
+    return config
+
+
+def steps_of(workdir):
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+@pytest.fixture(scope="module")
+def trained(captions, tmp_path_factory):
+    """A run of a dual encoder, and what it ended with."""
+    config = scratch(captions)
+    config.grad_cache.query, config.grad_cache.document = 2, 3
+    workdir = tmp_path_factory.mktemp("run")
+    return workdir, jaxvlm.Run(config, workdir, jax.devices()[:1]).fit()
+
+
+def test_a_dual_encoder_from_scratch_is_trained_and_used(captions, trained, capsys):
+    workdir, result = trained
+    losses = steps_of(workdir)
+    assert list(losses) == list(range(1, 7)) and losses[6] < losses[1]
+    assert result["recall@10"] > result["random/recall@10"] and result["reverse/recall@1"] > 0
+    model = jaxvlm.load(workdir)
+    texts = model.encode_text(["a red picture", "a blue picture"])
+    pictures = model.encode_image([str(captions.parent / f"{i}.png") for i in range(3)])
+    assert texts.shape == (2, 16) and pictures.shape == (3, 16)
+    np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1, atol=1e-5)
+    seen = pair_run.evaluate(model).metrics
+    assert seen["recall@10"] == pytest.approx(result["recall@10"])
+    assert cli(["generate", f"--checkpoint={workdir}", "--prompt=x"]) == 2
+    assert "makes vectors" in capsys.readouterr().err
+    assert cli(["eval", f"--checkpoint={workdir}", "--dims=8"]) == 2
+    assert "--retrieval" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_another_chunk_mesh_and_a_stop_half_way_are_the_same_run(captions, trained, tmp_path):
+    config = scratch(captions)
+    config.mesh.update(MESH)
+    config.optim.schedule = "constant"
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    jaxvlm.Run(config, whole).fit()
+    config.steps = 3
+    jaxvlm.Run(config, half).fit()
+    config.steps, config.grad_cache.tokens = 6, 16
+    jaxvlm.Run(config, half).fit()
+    losses, same = steps_of(half), steps_of(whole)
+    assert list(losses) == list(range(1, 7))
+    assert losses[1] == pytest.approx(steps_of(trained[0])[1], rel=1e-5)
+    np.testing.assert_allclose(list(losses.values()), list(same.values()), rtol=1e-4)
+
+
+@pytest.mark.long
+def test_a_vision_language_model_is_trained_to_embed(captions, tmp_path):
+    config = scratch(captions, "vlm")
+    config.grad_cache.document = 3
+    result = jaxvlm.Run(config, tmp_path / "run", jax.devices()[:1]).fit()
+    assert {"recall@1", "dims8/recall@1", "reverse/recall@1"} <= result.keys()
+    model = jaxvlm.load(tmp_path / "run")
+    found = model.embed([([], "a red picture"), ([str(captions.parent / "0.png")], "")], "", 8)
+    assert found.shape == (2, 8)
+    with pytest.raises(ConfigError, match="trained to make vectors"):
+        model.generate([], "a red picture")
+    seen = pair_run.evaluate(model).metrics
+    assert seen["dims8/recall@10"] == pytest.approx(result["dims8/recall@10"])
+
+
+@pytest.mark.parametrize(
+    "setting, value, says",
+    [
+        ("encoder", "tower", "known: vlm, dual"),
+        ("microbatches", 2, "in chunks by config.grad_cache"),
+        ("eval_records", 5, "searched whole"),
+        ("loss_chunk", 5, "config.pair_loss.chunk"),
+        ("router_loss", 0.1, "router"),
+        ("vectors.dim", 8, "not read with config.encoder='dual'"),
+        ("pair_loss.teacher_temperature", 2.0, "not read by config.loss='info_nce'"),
+        ("pair_loss.dim_weights", (1.0,), "without config.pair_loss.dims"),
+        ("pair_loss.dims", (8, 99), "99 is more than the vectors' width of 16"),
+        ("pair_loss.directions", ("document_to_query",), "holds the positives"),
+        ("grad_cache.tokens", -1, "at least 0"),
+        ("cache.policy", "strict", "does not go with"),
+        ("checkpoint.metric", "exact_match", "is not evaluated; known: hit@1"),
+        ("dual.text_checkpoint", "nowhere", "no such folder"),
+        ("data.batch_size", 64, "fewer than data.batch_size=64"),
+    ],
+)
+def test_what_can_not_be_is_one_line(setting, value, says, captions, tmp_path):
+    config = scratch(captions)
+    *groups, name = setting.split(".")
+    group = config
+    for part in groups:
+        group = group[part]
+    group[name] = value
+    with pytest.raises((ConfigError, DataError), match=says):
+        jaxvlm.Run(config, tmp_path / "run", jax.devices()[:1]).fit()
