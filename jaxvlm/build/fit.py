@@ -46,6 +46,11 @@ _ADVICE = [
     "config.mesh.fsdp=N over more devices",
     "lower config.data.batch_size, config.data.max_length or config.data.max_patches",
 ]
+_ADVICE_OF_PAIRS = [
+    "config.grad_cache.query and document, fewer rows at a time (exact, a third slower at most)",
+    "config.mesh.fsdp=N over more devices",
+    "lower config.data.batch_size or the lengths of config.data.pairs",
+]
 
 
 def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
@@ -274,7 +279,10 @@ def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
             (n for name, n in memory.items() if name.endswith(("temporary", "program"))), default=0
         )
         text = programs.explain_out_of_memory(
-            made.abstract, batches.last, {"activations and work space": work}, _ADVICE
+            made.abstract,
+            batches.last,
+            {"activations and work space": work},
+            _ADVICE_OF_PAIRS if isinstance(batches.last, Pairs) else _ADVICE,
         )
         raise loop.TrainingStopped(text) from error
 

@@ -20,9 +20,11 @@ from jaxvlm.build.model import Model
 from jaxvlm.build.retrieval import tables
 from jaxvlm.build.scorer import Report
 from jaxvlm.config import ConfigError, DualConfig, TrainConfig, VectorConfig
-from jaxvlm.data import pair_formats
+from jaxvlm.data import check as checks
+from jaxvlm.data import images, pair_formats
+from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.examples import Example
-from jaxvlm.data.pair_loader import PairDataset
+from jaxvlm.data.pair_loader import PairDataset, PairMeta
 from jaxvlm.data.prompt_items import PromptRows
 from jaxvlm.data.text_rows import TextRows
 from jaxvlm.evals import retrieval
@@ -97,6 +99,45 @@ def _check(config: TrainConfig) -> None:
             )
 
 
+def check(config: TrainConfig, spec: str) -> checks.Report:
+    """What a run of a recipe would refuse of a file; every picture is decoded.
+
+    Args:
+        config: of the recipe.
+        spec: the file.
+
+    Raises:
+        DataError: the file as a whole can't be used.
+    """
+    data = dataclasses.replace(config.data, train=spec, on_bad="skip", max_skip_share=1.0)
+    dataset = prepare(dataclasses.replace(config, data=data), None).dataset
+    problems, broken = list(dataset.problems), {}
+    read: set[str] = set()
+    for side in (dataset.queries, dataset.documents):
+        for path in set(side.encoded.paths) - read:
+            read.add(path)
+            try:
+                images.load(path, side.rows.prepare, data.max_pixels)
+            except ImageError as error:
+                broken[path] = str(error)
+    good = 0
+    for example in dataset.examples:
+        items = (example.query, example.positive, *example.negatives)
+        why = [broken[item.image] for item in items if item.image in broken]
+        good += not why
+        problems += [Problem(example.id, why[0])] if why else []
+    lengths = [dataset.queries.num_tokens, dataset.documents.num_tokens]
+    return checks.Report(
+        name=spec,
+        total=dataset.total,
+        good=good,
+        pictures=len(read) - len(broken),
+        problems=checks.by_reason(problems),
+        tokens=checks.percentiles(np.concatenate(lengths)),
+        images_most=int(bool(read)),
+    )
+
+
 def introduction(run: Any, local: Pairs) -> list[str]:
     """Lines that say what is about to be trained on.
 
@@ -115,6 +156,26 @@ def introduction(run: Any, local: Pairs) -> list[str]:
         f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
         f"loss {config.loss}; gradient cache: {', '.join(cached) or 'none'}",
     ]
+
+
+def shown(dataset: PairDataset, meta: PairMeta, most: int = 3) -> list[str]:
+    """Lines that show a batch's first examples.
+
+    Args:
+        dataset: that it is of.
+        meta: what stands in it.
+        most: examples.
+    """
+    lines = []
+    for number in meta.example[:most].tolist():
+        found = dataset.examples[number]
+        sides = [("query", found.query), ("positive", found.positive)]
+        sides += [("negative", item) for item in found.negatives]
+        lines.append(f"example {found.id}" + (f", label {found.label}" if found.label else ""))
+        for name, item in sides:
+            told = f"[{item.instruction}] " if item.instruction else ""
+            lines.append(f"  {name:<9}{told}{item.text}{'  ' * bool(item.image)}{item.image}")
+    return lines
 
 
 def is_run(model: Loaded | Encoder) -> bool:

@@ -40,7 +40,7 @@ from jaxvlm.parallel.mesh import make_mesh, mesh_text
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import programs
-from jaxvlm.types import TrainState
+from jaxvlm.types import Pairs, TrainState
 
 
 class Run:
@@ -211,13 +211,20 @@ class Run:
         """Compile the step, print one batch with its loss mask and the memory; train nothing."""
         made = self.training
         local, meta = next(self.dataset.train(self.rows, 0))
-        for line in preview(local, meta, self.dataset, self.tokenizer):
+        of_pairs = isinstance(local, Pairs)
+        if of_pairs:
+            lines = [*pair_run.introduction(self, local), *pair_run.shown(self.dataset, meta)]
+        else:
+            lines = list(preview(local, meta, self.dataset, self.tokenizer))
+        for line in lines:
             print(line)
         print(f"mesh {', vision tower on '.join(map(mesh_text, self.meshes))}")
         memory = programs.memory(made.step.get(made.abstract, made.place(local)))
         for name, size in memory.items():
             print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")
-        return {"steps": self.steps, "memory": memory, "tokens": int((local.segment > 0).sum())}
+        rows = [local.query, local.document] if of_pairs else [local]
+        tokens = sum(int((x.segment > 0).sum()) for x in rows)
+        return {"steps": self.steps, "memory": memory, "tokens": tokens}
 
     @property
     def meshes(self) -> list[jax.sharding.Mesh]:

@@ -39,15 +39,28 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Check, print, and exit 1 where records would be refused."""
     from jaxvlm.config import ConfigError
-    from jaxvlm.data import check
 
     if len(args) != 2 or args[0] != "check":
         raise ConfigError("usage: jaxvlm data check FILE [--config=RECIPE]")
-    limits = _of_flags(values) if values.config is None else _of_recipe(values.config, args[1])
-    report = check.check(args[1], **limits)
+    report = _checked(values, args[1])
     for line in report.lines():
         print(line)
     return report.to_dict() | {"exit_code": 1 if report.problems else 0}
+
+
+def _checked(values: flags.FlagValues, spec: str) -> Any:
+    """The report on a file, of pairs where the recipe trains vectors."""
+    from jaxvlm.build import pair_run
+    from jaxvlm.build.losses import of_vectors
+    from jaxvlm.config import TrainConfig, from_config_dict
+    from jaxvlm.data import check
+
+    if values.config is None:
+        return check.check(spec, **_of_flags(values))
+    config: TrainConfig = from_config_dict(values.config)
+    if of_vectors(config):
+        return pair_run.check(config, spec)
+    return check.check(spec, **_of_recipe(config, spec))
 
 
 def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
@@ -67,13 +80,11 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
     }
 
 
-def _of_recipe(given: Any, spec: str) -> dict[str, Any]:
+def _of_recipe(config: Any, spec: str) -> dict[str, Any]:
     """The same, as a run of the recipe on ``spec`` would have it."""
     from jaxvlm.build import inputs, pretrained
-    from jaxvlm.config import TrainConfig, from_config_dict
     from jaxvlm.data import chat
 
-    config: TrainConfig = from_config_dict(given)
     source = pretrained.find(config.model.checkpoint)
     config = pretrained.with_source(config, source)
     read = inputs.read_records(config.data, spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,17 +101,27 @@ def check(
             problems.append(Problem(records[source].id, reason))
         else:
             good.append(i)
-    by_reason: dict[str, list[str]] = collections.defaultdict(list)
-    for problem in problems:
-        by_reason[problem.reason].append(problem.id)
-    length = corpus.length[good]
-    tokens = {f"p{p}": int(np.percentile(length, p)) for p in _PERCENTILES} if good else {}
     return Report(
         name=spec,
         total=total,
         good=len(good),
         pictures=len(corpus.paths) - len(broken),
-        problems=dict(sorted(by_reason.items(), key=lambda item: -len(item[1]))),
-        tokens=tokens,
+        problems=by_reason(problems),
+        tokens=percentiles(corpus.length[good]),
         images_most=max((len(corpus.pictures[i]) for i in good), default=0),
     )
+
+
+def by_reason(problems: Sequence[Problem]) -> dict[str, list[str]]:
+    """Reason -> the records refused for it, most frequent reason first."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for problem in problems:
+        found[problem.reason].append(problem.id)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def percentiles(lengths: np.ndarray) -> dict[str, int]:
+    """p0 ... p100 of some lengths; empty of none."""
+    if not len(lengths):
+        return {}
+    return {f"p{p}": int(np.percentile(lengths, p)) for p in _PERCENTILES}

@@ -12,7 +12,7 @@ from runs import COLORS, write_data
 import jaxvlm
 from jaxvlm.build import pair_run
 from jaxvlm.cli.main import run as cli
-from jaxvlm.config import ConfigError, default_config
+from jaxvlm.config import ConfigError, default_config, from_config_dict
 from jaxvlm.data.errors import DataError
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -91,6 +91,27 @@ def test_a_dual_encoder_from_scratch_is_trained_and_used(captions, trained, caps
     assert "makes vectors" in capsys.readouterr().err
     assert cli(["eval", f"--checkpoint={workdir}", "--dims=8"]) == 2
     assert "--retrieval" in capsys.readouterr().err
+
+
+def test_data_check_says_what_a_run_refuses(captions, tmp_path):
+    lines = captions.read_text().splitlines()[:9]
+    (captions.parent / "cut.png").write_bytes((captions.parent / "0.png").read_bytes()[:-60])
+    lines += ['{"query": "a", "id": "x"}', '{"query_image": "cut.png", "positive": "b"}']
+    path = captions.parent / "bad.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    report = pair_run.check(from_config_dict(scratch(captions)), str(path))
+    assert (report.total, report.good) == (11, 9) and report.pictures == 9
+    assert sum(map(len, report.problems.values())) == 2 and ["x"] in report.problems.values()
+
+
+def test_a_dry_run_shows_pairs(captions, capsys):
+    config = scratch(captions)
+    config.grad_cache.query, config.grad_cache.document = 2, 3
+    seen = jaxvlm.Run(config, devices=jax.devices()[:1]).dry_run()
+    said = capsys.readouterr().out
+    assert "gradient cache: query 2, document 3" in said
+    assert "positive a " in said and "negative a " in said and "label " in said
+    assert seen["tokens"] > 0 and seen["memory"]["peak"] > 0
 
 
 @pytest.mark.long
