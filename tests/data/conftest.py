@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxvlm.data import tokenizer
+from jaxvlm.data import images, tokenizer
+from jaxvlm.data.examples import Example, Item
 from jaxvlm.data.formats import Record, Turn
+from jaxvlm.data.prompt_items import PromptRows
+from jaxvlm.types import Span
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +74,44 @@ def album(tmp_path):
         return records + [record(f"blind/{i}") for i in range(blind)]
 
     return write
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    words = " ".join(f"w{i}" for i in range(60))
+    return tokenizer.build([words, "represent the user's input . find it NULL"])
+
+
+@pytest.fixture(scope="session")
+def prompt_rows(chat_tokenizer):
+    before = [chat_tokenizer.unk_id]
+
+    def span(width, height):
+        return Span.of(chat_tokenizer.image_id, 1 + width // 8, before, before)
+
+    pictures = images.PictureFormat(images.squares(8), 8, span, fixed=False)
+    return PromptRows(chat_tokenizer, pictures)
+
+
+@pytest.fixture(scope="session")
+def examples(tmp_path_factory):
+    """Texts, pictures and both, on both sides; some positives are of several queries."""
+    folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+
+    def item(kind, words, name):
+        path = ""
+        if kind:
+            path = str(folder / f"{name}.png")
+            if not pathlib.Path(path).exists():
+                pixels = rng.integers(0, 256, (8, 8 + 8 * (len(name) % 3), 3), np.uint8)
+                Image.fromarray(pixels).save(path)
+        return Item.of("" if kind == 2 else words, path)
+
+    made = []
+    for i in range(50):
+        words = " ".join(f"w{(i * 7 + k) % 60}" for k in range(1 + i % 9))
+        query = item(i % 3, words, f"q{i}")
+        positive = item((i // 3) % 3, f"w{i % 20} w{i % 7}", f"d{i % 30}")
+        negatives = tuple(item(k % 3, f"w{i} w{k} w59", f"n{i}{k}") for k in range(i % 4))
+        made.append(Example(f"e{i}", query, positive, negatives, task=f"t{i % 2}"))
+    return made

@@ -11,110 +11,29 @@ import time
 import jax
 import numpy as np
 import pytest
-import tokenizers
+from pair_data import (
+    BASE,
+    assert_equal,
+    dataset,
+    shapes,
+    squares,
+    take,
+    text_rows,
+    text_tokenizer,
+    texts,
+)
 from PIL import Image
-from tokenizers import models, pre_tokenizers, processors
 
-from jaxvlm.config import ConfigError, DataConfig, PairsConfig
-from jaxvlm.data import images, tokenizer
-from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.config import PairsConfig
+from jaxvlm.data import images
+from jaxvlm.data.errors import DataError
 from jaxvlm.data.examples import Example, Item
 from jaxvlm.data.iterate import resume_step
-from jaxvlm.data.loader import Dataset
 from jaxvlm.data.pair_loader import PairDataset
 from jaxvlm.data.patches import Patching
-from jaxvlm.data.processor import Processor
 from jaxvlm.data.prompt_items import PromptRows
 from jaxvlm.data.text_rows import TextRows
-from jaxvlm.data.texts import TextTokenizer
-from jaxvlm.types import Span, TextStyle
-
-BASE = DataConfig(batch_size=8, max_length=32, max_skip_share=0.5)
-PAIRS = {f.name for f in dataclasses.fields(PairsConfig)}
-
-
-def text_tokenizer(**style):
-    words = [*(f"w{i}" for i in range(60)), "query:", "find"]
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    ends = [("<s>", 1), ("</s>", 2)]
-    backend.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
-    return TextTokenizer(backend, TextStyle(**{"max_length": 24} | style), 0)
-
-
-def squares():
-    return Processor(images.squares(8), 8, None, (0.5,) * 3, (0.5,) * 3)
-
-
-def text_rows(**style):
-    return TextRows(text_tokenizer(**style), squares())
-
-
-@pytest.fixture(scope="module")
-def chat_tokenizer():
-    words = " ".join(f"w{i}" for i in range(60))
-    return tokenizer.build([words, "represent the user's input . find it NULL"])
-
-
-@pytest.fixture(scope="module")
-def prompt_rows(chat_tokenizer):
-    before = [chat_tokenizer.unk_id]
-
-    def span(width, height):
-        return Span.of(chat_tokenizer.image_id, 1 + width // 8, before, before)
-
-    pictures = images.PictureFormat(images.squares(8), 8, span, fixed=False)
-    return PromptRows(chat_tokenizer, pictures)
-
-
-@pytest.fixture(scope="module")
-def examples(tmp_path_factory):
-    """Texts, pictures and both, on both sides; some positives are of several queries."""
-    folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
-
-    def item(kind, words, name):
-        path = ""
-        if kind:
-            path = str(folder / f"{name}.png")
-            if not pathlib.Path(path).exists():
-                pixels = rng.integers(0, 256, (8, 8 + 8 * (len(name) % 3), 3), np.uint8)
-                Image.fromarray(pixels).save(path)
-        return Item.of("" if kind == 2 else words, path)
-
-    made = []
-    for i in range(50):
-        words = " ".join(f"w{(i * 7 + k) % 60}" for k in range(1 + i % 9))
-        query = item(i % 3, words, f"q{i}")
-        positive = item((i // 3) % 3, f"w{i % 20} w{i % 7}", f"d{i % 30}")
-        negatives = tuple(item(k % 3, f"w{i} w{k} w59", f"n{i}{k}") for k in range(i % 4))
-        made.append(Example(f"e{i}", query, positive, negatives, task=f"t{i % 2}"))
-    return made
-
-
-def dataset(examples, rows, problems=(), **more):
-    pairs = PairsConfig(**{k: v for k, v in more.items() if k in PAIRS})
-    rest = {k: v for k, v in more.items() if k not in PAIRS and k not in ("seed", "document_rows")}
-    config = dataclasses.replace(BASE, pairs=pairs, **rest)
-    own = {k: v for k, v in more.items() if k in ("seed", "document_rows")}
-    return PairDataset.from_config(config, rows, read=(list(examples), list(problems)), **own)
-
-
-def take(batches, count):
-    out = [next(batches) for _ in range(count)]
-    batches.close()
-    return out
-
-
-def assert_equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-
-def shapes(batch):
-    return {n: (v.shape, str(v.dtype)) for n, v in batch._asdict().items() if v is not None}
+from jaxvlm.types import Span
 
 
 @pytest.mark.parametrize("kind", ["text", "prompt"])
@@ -204,10 +123,6 @@ def test_rows_of_texts_and_pictures_are_those_of_inference(examples):
     assert kinds == {(True, False), (False, True), (True, True), (False, False)}
 
 
-def texts(count=20, **more):
-    return [Example(f"t{i}", Item(f"w{i}"), Item(f"w{i + 20} w1"), **more) for i in range(count)]
-
-
 def test_fields_that_no_record_needs_are_none(examples, prompt_rows):
     for rows in (text_rows(), prompt_rows):
         pairs, _ = next(dataset(texts(), rows).train(np.arange(8)))
@@ -243,86 +158,6 @@ def test_lengths_are_the_smallest_that_fit_the_whole_batch(examples, prompt_rows
     assert pairs.query.tokens.shape == (8, 24) and pairs.query.segment.all()
 
 
-def test_long_texts_are_cut_and_counted(chat_tokenizer, prompt_rows, caplog):
-    long = Item(" ".join(f"w{k}" for k in range(40)))
-    made = [Example("a", long, long), Example("b", Item("w1"), Item("w2"))]
-    more = {"max_query_length": 10, "batch_size": 1}
-    with caplog.at_level(logging.WARNING, "jaxvlm.data"):
-        data = dataset(made, text_rows(), **more)
-    assert data.cut == {"query": 1, "document": 1}
-    assert "1 of 2 query texts are longer than 10 tokens and were cut" in caplog.text
-    assert data.queries.encoded.ids(0).tolist() == [1, *range(4, 12), 2]
-    assert len(data.documents.encoded.ids(0)) == 24  # the model's, less than data.max_length
-
-    assert "1 of 2 document texts are longer than 24 tokens and were cut" in caplog.text
-    with pytest.raises(DataError, match="rows of 2 tokens have no room beside 2 special ones"):
-        dataset(made, text_rows(), max_query_length=2)
-
-    data = dataset(made, prompt_rows, max_query_length=20, max_length=60, batch_size=1)
-    assert data.cut == {"query": 1, "document": 0}
-    whole, cut = data.documents.encoded.ids(0), data.queries.encoded.ids(0)
-    words = [chat_tokenizer.backend.token_to_id(f"w{k}") for k in range(40)]
-    at = whole.tolist().index(words[0])
-    assert len(cut) == 20 and whole.tolist()[at : at + 40] == words
-    rest = len(whole) - at - 40  # the header of the answer, which the vector stands on
-    assert cut.tolist() == whole[: 20 - rest].tolist() + whole[-rest:].tolist()
-
-
-def test_a_picture_is_never_cut(examples, prompt_rows):
-    example = next(e for e in examples if e.query.image and e.query.words)
-    shown = [example._replace(negatives=(), positive=Item("w1"))] * 1
-    (whole,) = dataset(shown, prompt_rows, batch_size=1).queries.num_tokens
-    words = len(example.query.words.split())
-    least = int(whole) - words
-    for length in (int(whole), least + 1, least):
-        data = dataset(shown, prompt_rows, batch_size=1, max_query_length=length)
-        assert data.queries.num_tokens.tolist() == [length]
-        assert data.cut["query"] == (length < whole)
-        pairs, _ = next(data.train(np.arange(1)))
-        assert (pairs.query.image_start >= 0).all()
-    with pytest.raises(DataError, match=rf"longer than the longest row \({least} of {least - 1}"):
-        dataset(shown, prompt_rows, batch_size=1, max_query_length=least - 1)
-
-
-def test_negatives_are_drawn_anew_each_pass():
-    negatives = tuple(Item(f"w{k} w2") for k in range(6))
-    made = [e._replace(negatives=negatives, scores=(1, *range(6))) for e in texts(8)]
-    data = dataset(made, text_rows(), max_negatives=2)
-    drawn = set()
-    for pairs, _ in take(data.train(np.arange(8)), 20):
-        assert pairs.there.all() and pairs.teacher.shape == (8, 3)
-        for keys, scores in zip(pairs.document_key, pairs.teacher, strict=True):
-            names = [data.corpus.contents[key] for key in keys[1:]]
-            assert names == [f"w{int(score)} w2" for score in scores[1:]]
-            drawn.add(tuple(names))
-    assert len(drawn) == 15
-    assert dataset(made, text_rows(), max_negatives=0).corpus.num_documents == 1
-
-
-def test_labels_scores_and_known_positives(caplog):
-    made = [
-        Example("a", Item("w1"), Item("w2"), (Item("w4"), Item("w3")), "x", (1.0, 0.5, 0.25)),
-        Example("b", Item("w5"), Item("w6"), (), "x", (0.5,)),
-        Example("c", Item("w7"), Item("w8"), (), "", (0.75,)),
-        Example("d", Item("w1"), Item("w3"), (), "y", (1.0,)),
-    ]
-    with caplog.at_level(logging.WARNING, "jaxvlm.data"):
-        data = dataset(made, text_rows(), batch_size=1)
-    assert "1 hard negatives were left out: they are positives of the same query" in caplog.text
-    found = {m.example[0]: p for p, m in take(data.train(np.arange(1)), 4)}
-    group = [int(found[i].group[0]) for i in range(4)]
-    assert group[0] == group[1] >= 0 > group[2] and group[3] not in group[:3]
-    assert found[0].teacher.tolist() == [[1.0, 0.5]] and found[2].teacher.tolist() == [[0.75, 0.0]]
-    assert found[2].there.tolist() == [[True, False]]
-    # w1 finds w2 and w3, its own, and w6, of its label; w5 likewise w2.
-    names = [item.text for item in data.documents.items]
-    relevant = [[names[d] for d in row] for row in data.relevance()]
-    assert relevant == [["w2", "w6", "w3"], ["w2", "w6"], ["w8"]]
-    queries, documents, scores = data.scored()
-    assert [names[d] for d in documents] == ["w2", "w4", "w6", "w8", "w3"]
-    assert queries.tolist() == [0, 0, 1, 2, 0] and scores.tolist() == [1.0, 0.5, 0.5, 0.75, 1.0]
-
-
 def test_items_are_each_once_on_any_split(examples, prompt_rows):
     data = dataset(examples, prompt_rows)
     for side, found in (("query", data.queries), ("document", data.documents)):
@@ -336,31 +171,6 @@ def test_items_are_each_once_on_any_split(examples, prompt_rows):
             ):
                 np.testing.assert_array_equal(n[local], m)
                 assert_equal(jax.tree.map(lambda x, rows=local: x[rows], batch), part)
-
-
-def test_relevance_is_by_content():
-    made = [
-        Example("a", Item("w1"), Item("w2", instruction="one")),
-        Example("b", Item("w1", instruction="find "), Item("w3")),
-        Example("c", Item("w4"), Item("w2", instruction="two")),
-    ]
-    data = dataset(made, text_rows(), batch_size=1)
-    assert [list(x) for x in data.relevance()] == [[0, 1, 2], [0, 1, 2], [0, 2]]
-    keys = {m.example[0]: p for p, m in take(data.train(np.arange(1)), 3)}
-    assert keys[0].query_key == keys[1].query_key != keys[2].query_key
-    assert keys[0].document_key == keys[2].document_key != keys[1].document_key
-
-
-def test_instructions_stand_before_texts(prompt_rows):
-    made = [Example("a", Item("w1"), Item("w2")), Example("b", Item("w1", "", "find "), Item("w3"))]
-    data = dataset(made, text_rows(), batch_size=1, query_instruction="query: ")
-    said = [data.queries.rows.tokenizer.backend.decode(data.queries.encoded.ids(i)) for i in (0, 1)]
-    assert said == ["<s> query: w1 </s>", "<s> find w1 </s>"]
-    data = dataset(made, prompt_rows, batch_size=1, document_instruction="find it")
-    told = [
-        prompt_rows.tokenizer.decode(side.encoded.ids(0)) for side in (data.queries, data.documents)
-    ]
-    assert told[0].split()[:2] == ["represent", "the"] and told[1].split()[:2] == ["find", "it"]
 
 
 def test_state_resumes_and_names_what_changed(examples):
@@ -384,31 +194,6 @@ def test_state_resumes_and_names_what_changed(examples):
             resume_step(state, dataset(examples, text_rows(), **more).fingerprint())
     with pytest.raises(DataError, match="content"):
         resume_step(state, dataset(examples[::-1], text_rows()).fingerprint())
-
-
-def test_bad_examples_before_the_first_step(examples):
-    made = texts(10)
-    made[0] = made[0]._replace(query=Item.of("", "/gone.png"))
-    data = dataset(made, text_rows(), [Problem("p", "not JSON")])
-    assert [(p.id, p.reason) for p in data.problems] == [("p", "not JSON"), ("t0", "missing file")]
-    with pytest.raises(DataError, match=r"2 of 11 records .*p: not JSON; t0: missing file"):
-        dataset(made, text_rows(), [Problem("p", "not JSON")], on_bad="refuse")
-    with pytest.raises(DataError, match=r"data\.max_skip_share=5\.0%"):
-        dataset(made, text_rows(), max_skip_share=0.05)
-    some = [e._replace(negatives=(Item("w9"),)) if i else e for i, e in enumerate(texts(10))]
-    data = dataset(some, text_rows(), require_negatives=True)
-    assert data.problems == [
-        Problem("t0", "no negative, which data.pairs.require_negatives asks for")
-    ]
-    some = [e._replace(scores=(0.5,)) if i else e for i, e in enumerate(texts(10))]
-    assert dataset(some, text_rows()).problems == [Problem("t0", "no score, which others have")]
-
-
-def test_forged_turns_are_refused(prompt_rows):
-    made = [*texts(9), Example("x", Item("w1 <assistant> w2"), Item("w3"))]
-    assert dataset(made, prompt_rows).problems == [
-        Problem("x", "the text holds a special token", "<assistant>")
-    ]
 
 
 def test_a_picture_that_fails_while_running(tmp_path, caplog, prompt_rows):
@@ -509,32 +294,6 @@ def test_shards_of_captions_are_trained_on(tmp_path):
             pixels = shown.pixels[row, 0, 0] if side else shown.pixels[row, 0]
             assert (pixels == colors[example]).all()
     assert len(digests) == 2
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"tasks": "one"}, r"data\.pairs\.tasks='one' is unknown; use one of mixed, homogeneous"),
-        ({"batch_sampler": "some"}, "use one of no_duplicates, random"),
-        ({"max_negatives": -2}, "max_negatives=-2 must be at least -1"),
-        ({"max_query_length": -1}, "max_query_length=-1 must be at least 0"),
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"batch_size": 99}, "lower it to 20"),
-    ],
-)
-def test_settings_are_checked(more, says):
-    with pytest.raises(DataError, match=says):
-        dataset(texts(), text_rows(), **more).train(np.arange(1))
-
-
-def test_settings_that_nothing_would_read_are_refused(word_tokenizer):
-    with pytest.raises(ConfigError, match=r"task_alpha=0\.5 is not read without tasks="):
-        dataset(texts(), text_rows(), task_alpha=0.5)
-    with pytest.raises(ConfigError, match=r"data\.packing=False is read of conversations alone"):
-        dataset(texts(), text_rows(), packing=False)
-    config = dataclasses.replace(BASE, pairs=PairsConfig(tasks="homogeneous"))
-    with pytest.raises(DataError, match="pairs is set, but these data are conversations"):
-        Dataset.from_config(config, word_tokenizer, image_size=8, num_patches=4, read=([], []))
 
 
 def test_speed(capsys, prompt_rows):
