@@ -19,6 +19,7 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from typing import IO
 
 from PIL import Image
 
@@ -65,10 +66,10 @@ def _square(path: pathlib.Path) -> bytes:
     return data.getvalue()
 
 
-def _file(tar: tarfile.TarFile, name: str) -> io.BufferedReader:
+def _file(tar: tarfile.TarFile, name: str) -> IO[bytes]:
     found = tar.extractfile(name)
     assert found is not None, name
-    return found  # type: ignore[return-value]  # a member that is a file
+    return found
 
 
 def write(kind: str, folder: pathlib.Path) -> dict[str, int]:

@@ -56,6 +56,13 @@ def recipe(data: pathlib.Path):
     return module.get_config(str(data))
 
 
+def refused(run, *args: str) -> str:
+    """The one line with which ``run`` -> (exit code, what it said) refuses ``args``."""
+    code, line = run(*args)
+    assert code == 2 and line.count("\n") == 1, line
+    return line
+
+
 def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "jaxvlm", *args]
 

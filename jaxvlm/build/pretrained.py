@@ -286,16 +286,18 @@ def merged(
     Raises:
         ConfigError: the recipe sets another one, to another value.
     """
-    unset = unset or type(given)()
-    for field in dataclasses.fields(given):  # type: ignore[arg-type]  # a dataclass
+    group: Any = given
+    unset, own = unset or type(given)(), {}
+    for field in dataclasses.fields(group):
         value, of_file = getattr(given, field.name), getattr(found, field.name)
         if field.name in ours:
-            found = dataclasses.replace(found, **{field.name: value})  # type: ignore[type-var]
+            own[field.name] = value
         elif value not in (getattr(unset, field.name), of_file):
             raise ConfigError(
                 f"{where}.{field.name}={value!r}, but the checkpoint says {of_file!r}; leave it out"
             )
-    return found
+    group = found
+    return dataclasses.replace(group, **own)
 
 
 def modules(folder: pathlib.Path) -> list[dict[str, Any]]:

@@ -41,6 +41,17 @@ def define_model(values: flags.FlagValues, adapters: bool = True) -> None:
     )
 
 
+def define_instructions(values: flags.FlagValues, note: str = "") -> None:
+    """Declare what vectors are for, a flag a side; ``note`` stands before their help."""
+    for side in ("query", "document"):
+        flags.DEFINE_string(
+            f"{side}_instruction",
+            "",
+            f"{note}What vectors of a {side} are for, where an item does not say it.",
+            flag_values=values,
+        )
+
+
 def load_model(command: str, values: flags.FlagValues) -> Any:
     """The model that the flags of :func:`define_model` name.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_model, load_model, say
+from jaxvlm.cli.common import define_instructions, define_model, load_model, say
 
 SUMMARY = "Exact match of a trained model, or what an embedding model finds; and a control."
 USAGE = (
@@ -46,13 +46,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_list(
         "dims", [], "Retrieval: prefixes of the vectors to measure too.", flag_values=values
     )
-    for side in ("query", "document"):
-        flags.DEFINE_string(
-            f"{side}_instruction",
-            "",
-            f"Retrieval: what vectors of a {side} are for.",
-            flag_values=values,
-        )
+    define_instructions(values, "Retrieval: ")
     flags.DEFINE_integer("batch_size", 64, "Retrieval: items at a time.", flag_values=values)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_model, load_model, say
+from jaxvlm.cli.common import define_instructions, define_model, load_model, say
 
 SUMMARY = "Find hard negatives: what a model takes for right and is not."
 USAGE = "--checkpoint=FOLDER --data=FILE.jsonl [--corpus=FILE.jsonl] --output=FILE.jsonl"
@@ -75,13 +75,7 @@ def _define_files(values: flags.FlagValues) -> None:
         "Also write `scores`, cosines of the positive and each negative.",
         flag_values=values,
     )
-    for side in ("query", "document"):
-        flags.DEFINE_string(
-            f"{side}_instruction",
-            "",
-            f"What vectors of a {side} are for, where an item does not say it.",
-            flag_values=values,
-        )
+    define_instructions(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import pathlib
 import socket
@@ -11,7 +12,7 @@ import sys
 import types
 
 import pytest
-from runs import command, environment
+from runs import command, environment, refused
 
 import jaxvlm
 from jaxvlm.cli.main import run as cli
@@ -180,10 +181,7 @@ def test_two_processes_write_what_one_does(files, tmp_path):
 def test_bad_input_is_one_line(files, run, tmp_path):
     out = f"--output={tmp_path / 'x.jsonl'}"
 
-    def said(*args):
-        code, line = run(*args)
-        assert code == 2 and line.count("\n") == 1, line
-        return line
+    said = functools.partial(refused, run)
 
     assert "mine needs --data" in said("--output=x.npy")
     assert "num_negatives=13, but the corpus has 12 documents" in said(out, "--num_negatives=13")

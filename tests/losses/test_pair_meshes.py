@@ -56,8 +56,8 @@ def agree(loss, kind, vectors, pairs):
     value, grads, sums = gradients(loss(mesh), vectors, pairs, mesh)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     assert_gradients_close(grads, expected)
-    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
-    jax.tree.map(same, sums, wanted_sums)
+    for a, b in zip(jax.tree.leaves(sums), jax.tree.leaves(wanted_sums), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("loss", "kind"), CASES)
