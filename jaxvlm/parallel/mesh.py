@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -56,7 +57,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=auto)
 
 
-def num_hosts(devices: Sequence[jax.Device]) -> int:
+def num_hosts(devices: Sequence[Any]) -> int:
     """Groups of devices with fast links among them: slices of a TPU, else processes."""
     if devices[0].platform == "tpu":
         return len({getattr(device, "slice_index", 0) for device in devices})
@@ -71,6 +72,12 @@ def mesh_text(mesh: jax.sharding.Mesh) -> str:
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
     """How many parts batch rows are split into."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def shards_here(mesh: jax.sharding.Mesh) -> int:
+    """Likewise, by the compiler: without the axes of a ``shard_map`` around."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis not in manual)
 
 
 def _nearest(sizes: Sequence[int], num_devices: int) -> str:

@@ -23,14 +23,14 @@ _TWO_LEVELS = ("hybrid_shard", "hpz")
 
 
 def resolve(
-    strategy: StrategyConfig, mesh: MeshConfig, devices: Sequence[jax.Device]
+    strategy: StrategyConfig, mesh: MeshConfig, devices: Sequence[Any]
 ) -> tuple[MeshConfig, StrategyConfig]:
     """The mesh and the split that settings ask for.
 
     Args:
         strategy: a preset's name, or fields of one's own.
         mesh: the preset's axis takes all devices that the mesh does not give to others.
-        devices: of the run.
+        devices: of the run, or what stands for them (``plan.absent``).
 
     Returns:
         Both with the preset filled in; resolving them again changes nothing.
@@ -82,7 +82,7 @@ def resolve(
     return mesh, strategy
 
 
-def _check_offload(strategy: StrategyConfig, devices: Sequence[jax.Device], where: str) -> None:
+def _check_offload(strategy: StrategyConfig, devices: Sequence[Any], where: str) -> None:
     if unknown := set(strategy.offload) - {"optimizer"}:
         raise ConfigError(
             f"{where}.offload names {unknown.pop()!r}; known: 'optimizer'. Activations are "
@@ -164,7 +164,7 @@ def _check(strategy: StrategyConfig, where: str) -> None:
             )
 
 
-def _single(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
+def _single(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
     one = MeshConfig(data=1)
     if mesh not in (_NOT_SET, one):
         raise ConfigError(f"config.strategy.name='single' takes one device, not {mesh}")
@@ -173,7 +173,7 @@ def _single(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
     return one
 
 
-def _data(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
+def _data(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
     if mesh.fsdp != 1:
         raise ConfigError(
             f"config.mesh.fsdp={mesh.fsdp}: config.strategy.name='ddp' splits nothing over fsdp; "
@@ -182,7 +182,7 @@ def _data(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
     return mesh
 
 
-def _fsdp(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
+def _fsdp(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
     """All devices that the mesh gives to no axis on ``fsdp``."""
     if mesh.data == -1 and mesh.fsdp == 1:
         mesh = dataclasses.replace(mesh, data=1)
@@ -190,7 +190,7 @@ def _fsdp(mesh: MeshConfig, _devices: Sequence[jax.Device]) -> MeshConfig:
     return dataclasses.replace(mesh, fsdp=-1) if free else mesh
 
 
-def _hybrid(mesh: MeshConfig, devices: Sequence[jax.Device]) -> MeshConfig:
+def _hybrid(mesh: MeshConfig, devices: Sequence[Any]) -> MeshConfig:
     """``data`` over hosts or slices unless the mesh says how many, ``fsdp`` inside each."""
     if mesh.data == -1 and mesh.fsdp == 1:
         mesh = dataclasses.replace(mesh, data=num_hosts(devices))
@@ -210,7 +210,7 @@ PRESETS: dict[str, StrategyConfig] = {
 }
 """Name -> what is split over which mesh axes. Sources: ZeRO, arXiv 1910.02054; FSDP, arXiv
 2304.11277; hpZ of ZeRO++, arXiv 2306.10209."""
-_MESHES: dict[str, Callable[[MeshConfig, Sequence[jax.Device]], MeshConfig]] = {
+_MESHES: dict[str, Callable[[MeshConfig, Sequence[Any]], MeshConfig]] = {
     "single": _single,
     "ddp": _data,
     **dict.fromkeys(_TWO_LEVELS, _hybrid),

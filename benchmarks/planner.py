@@ -1,0 +1,223 @@
+"""The planner's memory beside the compilers': the same train steps, predicted and compiled.
+
+    pip install -e '.[aot]'
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.planner [--targets h200:8 ...]
+
+Published vision-language models at their real sizes on eight devices: strategies, remat, rows a
+device, what is trained and the target are drawn from a fixed seed. ``open`` points are those that
+the planner's rules were found on; the prediction for a ``held`` one is written down before
+it is compiled. A compilation takes up to minutes: rows that are in the result are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import os
+import random
+import time
+from typing import Any, NamedTuple
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import optax
+
+from benchmarks.batches import abstract_batch
+from benchmarks.common import environment, kept, write
+from jaxvlm.build import published
+from jaxvlm.build.assemble import assemble
+from jaxvlm.build.model import build_model
+from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.models.families import any_family
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.plan import absent, memory, topology
+from jaxvlm.train import programs
+
+NAME = "planner_memory"
+MODELS = (
+    "llava-1.5-7b", "qwen2.5-vl-3b", "qwen3-vl-2b", "gemma-3-4b", "smolvlm-2.2b", "paligemma2-3b",
+)  # fmt: skip
+TARGETS = ("h200:8", "cpu:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4")
+PLATFORMS = {"h200": "gpu", "cpu": "cpu", "v5p": "tpu", "v6e": "tpu", "v5e": "tpu"}
+MESHES = {
+    "ddp": MeshConfig(data=8),
+    "zero1": MeshConfig(data=1, fsdp=8),
+    "zero2": MeshConfig(data=1, fsdp=8),
+    "fsdp": MeshConfig(data=1, fsdp=8),
+    "hybrid_shard": MeshConfig(data=2, fsdp=4),
+    "fsdp x tensor": MeshConfig(data=1, fsdp=4, tensor=2),
+}
+
+
+class Point(NamedTuple):
+    """A train step."""
+
+    target: str
+    model: str
+    strategy: str
+    remat: str
+    rows: int
+    """A batch shard's."""
+    length: int
+    trained: str
+    """all | decoder (the tower is frozen) | adapters."""
+
+
+def points(target: str, kind: str, count: int = 16) -> list[Point]:
+    """Those of a target, open or held: each model, strategy and remat about as often."""
+    rng = random.Random(target if kind == "open" else f"{target} {kind}")
+
+    def dealt(choices: tuple[Any, ...]) -> list[Any]:
+        found = [choices[i % len(choices)] for i in range(count)]
+        rng.shuffle(found)
+        return found
+
+    small = target in ("v5e:2x4", "v6e:2x4")
+    strategies = ("fsdp", "hybrid_shard", "fsdp x tensor", "zero2", "zero1", "ddp")
+    drawn = zip(
+        dealt(MODELS),
+        dealt(strategies[:3] if small else strategies),
+        dealt(("full", "dots", "full", "none")),
+        dealt((1, 2) if small else (1, 2, 4, 8)),
+        dealt((1024, 2048)),
+        dealt(("all", "decoder", "all", "adapters")),
+        strict=True,
+    )
+    return [Point(target, *x) for x in drawn]
+
+
+def model_config(point: Point) -> ModelConfig:
+    """The published model as it is trained there."""
+    found = published.published(point.model)
+    config = any_family(found, point.model).config_from_hf(found)
+    assert isinstance(config, ModelConfig)
+    lora = LoraConfig(rank=16) if point.trained == "adapters" else LoraConfig()
+    return dataclasses.replace(
+        config,
+        vision=dataclasses.replace(config.vision, remat=point.remat),
+        decoder=dataclasses.replace(config.decoder, remat=point.remat),
+        dtype="float32" if point.target.startswith("cpu") else "bfloat16",
+        attention="xla" if point.target.startswith("h200") else "auto",
+        lora=lora,
+    )
+
+
+def pictures(config: ModelConfig, length: int) -> tuple[int, int]:
+    """(pictures, patches) of a row: about half of its tokens are theirs."""
+    if config.vision.packed:
+        return 2, length // 2 * config.connector.merge**2
+    return max(1, length // 2 // num_visual_tokens(config)), 0
+
+
+def frozen(point: Point) -> tuple[str, ...]:
+    """Path patterns."""
+    return ("vision/*",) if point.trained == "decoder" else ()
+
+
+def compiled(point: Point) -> dict[str, Any]:
+    """Bytes on a device by the compiler of the target, or why there is no program."""
+    on_cpu = point.target.startswith("cpu")
+    devices = jax.devices()[:8] if on_cpu else topology.devices(point.target)
+    config = model_config(point)
+    preset = "fsdp" if point.strategy == "fsdp x tensor" else point.strategy
+    mesh, split = resolve(StrategyConfig(preset), MESHES[point.strategy], devices)
+    here = make_mesh(mesh, devices)
+    model = build_model(config, here, split)
+    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), frozen=frozen(point))
+    count, patches = pictures(config, point.length)
+    shards = mesh.data * mesh.fsdp
+    batch = abstract_batch(config, here, point.rows * shards, point.length, count, patches)
+    cpu = time.process_time()
+    try:
+        program = step.lower(abstract, batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"why": str(error).strip()[:2000]}
+    memory = programs.memory(program)
+    spent = round(time.process_time() - cpu, 1)
+    return {"compiled": memory, "compile_cpu_seconds": spent}
+
+
+def predicted(point: Point) -> dict[str, Any]:
+    """Bytes on a device by the planner."""
+    config, platform = model_config(point), PLATFORMS[point.target.split(":")[0]]
+    preset = "fsdp" if point.strategy == "fsdp x tensor" else point.strategy
+    sizes = MESHES[point.strategy]
+    mesh, split = resolve(StrategyConfig(preset), sizes, absent.devices(platform, 8))
+    count, patches = pictures(config, point.length)
+    rows = point.rows * mesh.data * mesh.fsdp
+    setup = memory.Setup(
+        config, mesh, split, platform, rows, point.length, count, patches, frozen(point)
+    )
+    start = time.perf_counter()
+    found = memory.estimate(setup)
+    return {
+        "states": sum(found.states.values()),
+        "temporary": round(sum(found.work.values())),
+        "parts": {name: round(size) for name, size in found.work.items()},
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Errors by target and kind of point: of the whole peak, and of temporaries alone."""
+    found = []
+    for target, kind in sorted({(row["point"][0], row["kind"]) for row in rows}):
+        done = [r for r in rows if "compiled" in r and "predicted" in r]
+        own = [r for r in done if (r["point"][0], r["kind"]) == (target, kind)]
+        if not own:
+            continue
+        ours = [r["predicted"] for r in own]
+        theirs = [r["compiled"] for r in own]
+        pairs = list(zip(ours, theirs, strict=True))
+        peak = [abs((p["states"] + p["temporary"]) / c["peak"] - 1) for p, c in pairs]
+        work = [abs(p["temporary"] / c["temporary"] - 1) for p, c in pairs]
+        found.append(
+            {
+                "target": target,
+                "points": f"{len(own)} {kind}",
+                "mean_error": round(sum(peak) / len(peak), 4),
+                "worst_error": round(max(peak), 4),
+                "mean_error_of_temporaries": round(sum(work) / len(work), 4),
+                "temporaries_above_half": sum(2 * c["temporary"] > c["peak"] for _, c in pairs),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    """Predict, compile what is not there yet, compare."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", nargs="*", default=TARGETS)
+    parser.add_argument("--kinds", nargs="*", default=["open", "held"], choices=("open", "held"))
+    parser.add_argument("--count", type=int, default=16, help="points of a target and kind")
+    args = parser.parse_args()
+    rows = kept(NAME)
+    here = environment()
+
+    def save() -> None:
+        write(f"{NAME}.json", {"environment": here, "summary": compared(rows), "rows": rows})
+
+    for target, kind in itertools.product(args.targets, args.kinds):
+        for point in points(target, kind)[: args.count]:
+            row = next((r for r in rows if r["point"] == list(point) and r["kind"] == kind), None)
+            if row is None:
+                rows.append(row := {"point": list(point), "kind": kind})
+            if kind == "open" or "predicted" not in row:  # a held one's stays as it was said
+                row["predicted"] = predicted(point)
+            if "compiled" not in row and "why" not in row:
+                save()
+                row |= compiled(point)
+                save()
+            print({k: v for k, v in row.items() if k != "kind"}, flush=True)
+    save()
+    for line in compared(rows):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""How the dims of a program's values are split over devices, carried on from its inputs' dims.
+
+What a partitioner does, as far as sizes need it: a matmul's free dims stay split, a contracted one
+is added up; elementwise work, transposes, reshapes and reductions take the split along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Dims = tuple[int, ...]
+"""By how many devices each dim is split; () is a value that is whole."""
+
+
+def through(
+    name: str, params: Mapping[str, Any], ins: Sequence[Any], splits: Sequence[Dims], out: Any
+) -> Dims:
+    """How the result of an operation is split.
+
+    Args:
+        name: of the primitive.
+        params: of its equation.
+        ins: abstract values of its operands.
+        splits: how they are split.
+        out: abstract value of the result.
+    """
+    if not any(splits) or not getattr(out, "shape", ()):
+        return ()
+    if name == "dot_general":
+        return _matmul(params["dimension_numbers"], ins, splits)
+    first, shape = splits[0], out.shape
+    if name == "transpose":
+        return tuple(first[i] for i in params["permutation"]) if first else ()
+    if name == "reshape":
+        return reshaped(ins[0].shape, first, shape) if first else ()
+    if name in ("squeeze", "reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin"):
+        axes = params.get("axes", params.get("dimensions", ()))
+        gone = {a % len(first) for a in axes} if first else set()
+        return _real(n for i, n in enumerate(first) if i not in gone)
+    if name == "expand_dims":
+        return reshaped(ins[0].shape, first, shape) if first else ()
+    if name == "broadcast_in_dim":
+        at = dict(zip(params["broadcast_dimensions"], first))
+        return _real(at.get(i, 1) if shape[i] > 1 else 1 for i in range(len(shape)))
+    best = [1] * len(shape)
+    for x, split in zip(ins, splits):
+        if split and len(x.shape) == len(shape):
+            for i, (size, n) in enumerate(zip(x.shape, split)):
+                # A slice, a pad or a concatenation of a dim leaves it split where it can be.
+                if n > best[i] and (size == shape[i] or shape[i] % n == 0):
+                    best[i] = n
+    return _real(best)
+
+
+def reshaped(old: Sequence[int], split: Dims, new: Sequence[int]) -> Dims:
+    """Dims that are joined are split by the product; of one that is cut, the first part that can
+    be is.
+    """
+    found = [1] * len(new)
+    i = j = 0
+    while i < len(old) or j < len(new):
+        rows, columns, a, b = [], [], 1, 1
+        while True:  # the next group of dims with one product on both sides
+            if a <= b and i < len(old):
+                a, i = a * old[i], i + 1
+                rows.append(i - 1)
+            elif j < len(new):
+                b, j = b * new[j], j + 1
+                columns.append(j - 1)
+            elif i < len(old):
+                a, i = a * old[i], i + 1
+                rows.append(i - 1)
+            if (a == b and rows and columns) or (i == len(old) and j == len(new)):
+                break
+        left = math.prod(split[r] for r in rows)
+        for c in columns:
+            share = math.gcd(left, new[c])
+            found[c], left = share, left // share
+    return _real(found)
+
+
+def _matmul(numbers: Any, ins: Sequence[Any], splits: Sequence[Dims]) -> Dims:
+    (left, right), (left_batch, right_batch) = numbers
+    a, b = (s or (1,) * len(x.shape) for x, s in zip(ins, splits))
+    both = [max(a[i], b[j]) for i, j in zip(left_batch, right_batch)]
+    own = [n for i, n in enumerate(a) if i not in left and i not in left_batch]
+    other = [n for i, n in enumerate(b) if i not in right and i not in right_batch]
+    return _real([*both, *own, *other])
+
+
+def _real(dims: Any) -> Dims:
+    made = tuple(dims)
+    return made if any(n > 1 for n in made) else ()

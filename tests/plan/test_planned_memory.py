@@ -1,0 +1,120 @@
+"""Planned memory against the states that are made, and against XLA's compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+from builders import TINY
+
+from benchmarks.batches import abstract_batch
+from jaxvlm.build.assemble import assemble
+from jaxvlm.build.model import build_model
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.plan import absent, memory
+from jaxvlm.train import programs
+
+PRESETS = {
+    "ddp": MeshConfig(data=8),
+    "zero1": MeshConfig(data=1, fsdp=8),
+    "zero2": MeshConfig(data=1, fsdp=8),
+    "fsdp": MeshConfig(data=1, fsdp=8),
+    "fsdp_no_reshard": MeshConfig(data=1, fsdp=8),
+    "hybrid_shard": MeshConfig(data=2, fsdp=4),
+    "hpz": MeshConfig(data=2, fsdp=4),
+}
+ROWS, LENGTH = 16, 64
+
+
+def _setup(config, preset, sizes, **more):
+    mesh, strategy = resolve(StrategyConfig(preset), sizes, absent.devices("cpu", 8))
+    return memory.Setup(config, mesh, strategy, "cpu", ROWS, LENGTH, 1, **more)
+
+
+def _step(setup):
+    """The real step, its state and batch, on eight devices."""
+    mesh = make_mesh(setup.mesh, jax.devices())
+    model = build_model(setup.config, mesh, setup.strategy)
+    step, state, _ = assemble(
+        model, NextToken(), optax.adamw(1e-3), setup.microbatches, setup.frozen
+    )
+    return step, state, abstract_batch(setup.config, mesh, ROWS, LENGTH, 1)
+
+
+@pytest.mark.parametrize("trained", ["all", "frozen", "adapters"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_lies_there_between_steps_is_exact(preset, trained):
+    lora = LoraConfig(rank=4) if trained == "adapters" else LoraConfig()
+    config = dataclasses.replace(TINY, lora=lora)
+    frozen = ("vision/*",) if trained == "frozen" else ()
+    setup = _setup(config, preset, PRESETS[preset], frozen=frozen)
+    _, state, batch = _step(setup)
+    found = memory.states(setup, memory.model_of(setup))
+    real = {
+        "parameters": state.params,
+        "frozen": state.frozen,
+        "moments": state.opt_state,
+        "batch": batch,
+    }
+    theirs = {n: sum(map(programs.bytes_of, jax.tree.leaves(x))) for n, x in real.items()}
+    theirs["moments"] -= 4 * sum(not x.shape for x in jax.tree.leaves(state.opt_state))  # counts
+    assert found == theirs
+
+
+def test_tensor_parallel_states_are_exact():
+    setup = _setup(TINY, "fsdp", MeshConfig(data=1, fsdp=4, tensor=2))
+    _, state, _ = _step(setup)
+    theirs = sum(map(programs.bytes_of, state.params.values()))
+    assert memory.states(setup, memory.model_of(setup))["parameters"] == theirs
+
+
+WIDE = dataclasses.replace(
+    TINY,
+    vision=dataclasses.replace(TINY.vision, width=128, depth=4, mlp_dim=512),
+    decoder=dataclasses.replace(
+        TINY.decoder, width=256, depth=6, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768,
+        vocab_size=2048,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("preset", "sizes", "remat"),
+    [
+        ("ddp", MeshConfig(data=8), "none"),
+        ("fsdp", MeshConfig(data=1, fsdp=8), "full"),
+        ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), "dots"),
+    ],
+)
+def test_the_whole_is_near_what_the_compiler_says(preset, sizes, remat):
+    config = dataclasses.replace(
+        WIDE,
+        vision=dataclasses.replace(WIDE.vision, remat=remat),
+        decoder=dataclasses.replace(WIDE.decoder, remat=remat),
+    )
+    mesh, strategy = resolve(StrategyConfig(preset), sizes, absent.devices("cpu", 8))
+    setup = memory.Setup(config, mesh, strategy, "cpu", 64, 512, 1)
+    real = make_mesh(mesh, jax.devices())
+    model = build_model(config, real, strategy)
+    step, state, _ = assemble(model, NextToken(), optax.adamw(1e-3))
+    compiled = step.lower(state, abstract_batch(config, real, 64, 512, 1)).compile()
+    assert memory.estimate(setup).peak == pytest.approx(programs.memory(compiled)["peak"], rel=0.15)
+
+
+def test_rows_that_the_mesh_does_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="12 rows"):
+        memory.estimate(_setup(TINY, "ddp", PRESETS["ddp"])._replace(rows=12))
+
+
+def test_microbatches_need_less():
+    setup = _setup(TINY, "fsdp", PRESETS["fsdp"])._replace(rows=64, length=256)
+    whole, parts = (memory.estimate(setup._replace(microbatches=n)) for n in (1, 4))
+    saved = [sum(v for k, v in x.work.items() if k.endswith("saved")) for x in (whole, parts)]
+    assert saved[1] < saved[0] / 3
+    assert whole.states == parts.states

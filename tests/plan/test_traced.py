@@ -1,0 +1,98 @@
+"""What a trace says of shares and of memory, against XLA's partitioner and its buffers."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxvlm.plan import live, spread
+from jaxvlm.plan.traced import Body, Share
+from jaxvlm.train import programs
+
+MESH = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+CASES = {
+    "heads joined": (lambda x: x.reshape(6, 4 * 8), (6, 4, 8), 1),
+    "heads in groups": (lambda x: x.reshape(6, 2, 2, 8), (6, 4, 8), 1),
+    "one group": (lambda x: x.reshape(6, 1, 4, 8), (6, 4, 8), 1),
+    "cut into heads": (lambda x: x.reshape(6, 4, 8), (6, 32), 1),
+    "rows joined": (lambda x: x.reshape(12, 4, 8), (2, 6, 4, 8), 2),
+    "transposed": (lambda x: x.transpose(2, 0, 1) * 2, (6, 4, 8), 1),
+    "summed": (lambda x: jnp.sum(x, axis=2), (6, 4, 8), 1),
+    "a free dim": (lambda x: jnp.einsum("abc,cd->abd", x, jnp.ones((8, 3))), (6, 4, 8), 1),
+    "a contracted dim": (lambda x: jnp.einsum("abc,bcd->ad", x, jnp.ones((4, 8, 3))), (6, 4, 8), 1),
+    "scanned": (
+        lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), jnp.zeros((4, 8)), x)[1],
+        (6, 4, 8),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dims_are_split_as_xla_splits_them(case):
+    fn, shape, dim = CASES[case]
+    split = tuple(2 if i == dim else 1 for i in range(len(shape)))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    body = Body(jax.make_jaxpr(fn)(x).jaxpr, [Share(0, split)], ())
+    (found,) = (body.share(v).dims for v in body.outs)
+    spec = P(*("tensor" if n > 1 else None for n in split))
+    compiled = jax.jit(fn, in_shardings=NamedSharding(MESH, spec)).lower(x).compile()
+    (out,) = (v.aval.shape for v in body.outs)
+    theirs = compiled.output_shardings.shard_shape(out)
+    assert theirs == tuple(n // s for n, s in zip(out, found or (1,) * len(out)))
+
+
+def test_a_reshape_of_nothing_in_common_is_whole():
+    assert spread.reshaped((3, 4), (1, 4), (4, 3)) in ((4, 1), (2, 1))  # 12 over 4 devices
+    assert spread.reshaped((6, 4), (1, 1), (24,)) == ()
+
+
+L, B, D = 6, 2048, 256
+
+
+def _layers(w, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+
+def _found(parts=1.0):
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((L, D, D), (B, D))]
+    traced = jax.make_jaxpr(jax.grad(_layers))(*shapes)
+    return live.peak(traced, [Share(parts), Share()], [Share(parts)]), shapes
+
+
+def test_what_a_stack_of_layers_keeps():
+    found, shapes = _found()
+    compiled = jax.jit(jax.grad(_layers)).lower(*shapes).compile()
+    memory = programs.memory(compiled)
+    kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(_layers, *a)[1], *shapes))
+    assert found.parts["saved"] == sum(4 * x.size for x in kept if x.shape == (L, B, D))
+    assert found.parts["gradients"] == L * D * D * 4
+    theirs = memory["temporary"] + memory["outputs"]
+    assert found.bytes == pytest.approx(theirs, rel=0.1)
+
+
+def test_a_share_of_parameters_and_gradients_is_counted():
+    whole, split = _found()[0], _found(4.0)[0]
+    assert split.parts["gradients"] == whole.parts["gradients"] / 4
+    assert split.parts["saved"] == whole.parts["saved"]
+    assert split.parts["weights"] == D * D * 4  # gathered for a layer's matmul
+
+
+def test_of_two_branches_the_larger_counts():
+    def fn(x, big):
+        return jax.lax.cond(big, lambda x: jnp.sum((x @ x.T) @ x), lambda x: jnp.sum(x), x)
+
+    x = jax.ShapeDtypeStruct((256, 16), jnp.float32)
+    traced = jax.make_jaxpr(fn)(x, jax.ShapeDtypeStruct((), bool))
+    assert live.peak(traced, [Share()] * 2, [Share()]).bytes >= 256 * 256 * 4
+
+
+def test_the_parts_add_up():
+    found, _ = _found()
+    assert math.isclose(sum(found.parts.values()), found.bytes)
