@@ -6,9 +6,10 @@ One device. ``off`` is the step without a cache, ``warm`` the one that finds eve
 pages, ``disk`` the one whose pictures come from the store's files with each batch (read, checked,
 unpacked and placed, nothing of it ahead of the step), ``fed`` the same step given the features (so
 it neither looks nor writes), ``tower`` the encoder alone. With f the tower's share of ``off``,
-1 / (1 - f) is what a cache could save at most. Runs are interleaved; seconds are CPU seconds of the
-process, which other work distorts least. ``decode`` is reading the store's files alone, beside
-``tower``.
+1 / (1 - f) is what a cache could save at most. ``locked tower`` trains a text tower on pairs behind
+a frozen picture tower (LiT); its ``warm`` is a step whose pictures' vectors come from host memory,
+with the batch. Runs are interleaved; seconds are CPU seconds of the process, which other work
+distorts least. ``decode`` is reading the store's files alone, beside ``tower``.
 """
 
 from __future__ import annotations
@@ -27,24 +28,30 @@ import optax
 
 from benchmarks.batches import pictures_and_text
 from benchmarks.common import environment, timed, write
+from benchmarks.gradcache import pairs
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
 from jaxvlm.build.model import build_model
+from jaxvlm.build.pair_cache import make_pair_cache
 from jaxvlm.build.parts import tower_part
 from jaxvlm.cache.store import Store
 from jaxvlm.config import (
     CacheConfig,
     ConnectorConfig,
     DecoderConfig,
+    DualConfig,
     MeshConfig,
     ModelConfig,
+    TextConfig,
     VisionConfig,
 )
+from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import split_frozen
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.types import Batch
+from jaxvlm.train.pairs import Chunk
+from jaxvlm.types import Batch, Pairs
 
 ROWS, LENGTH, FROZEN = 2, 256, ("vision/*",)
 DECODER = DecoderConfig(
@@ -57,6 +64,18 @@ MODELS = {
     "big tower": ((512, 10, 8), 5, 2),
     "many frames, pooled": ((512, 10, 8), 20, 7),
 }
+
+
+LOCKED, EXAMPLES = "locked tower", 16
+LIT = DualConfig(
+    vision=VisionConfig(
+        image_size=224, patch_size=16, width=384, depth=6, num_heads=6, mlp_dim=1536,
+        pool="attention",
+    ),
+    text=TextConfig(vocab_size=4096, width=256, depth=4, num_heads=4, mlp_dim=1024, max_length=32),
+    project=("text",),
+    embed_dim=384,
+)  # fmt: skip
 
 
 class Contest:
@@ -135,15 +154,76 @@ class Contest:
         return batch._replace(stored=tokens, is_stored=here, pixels=np.zeros_like(batch.pixels))
 
 
+class Locked:
+    """The contestants of a text tower that learns behind a frozen picture tower."""
+
+    def __init__(self) -> None:
+        mesh = make_mesh(MeshConfig(1), jax.devices()[:1])
+        self.model = build_model(LIT, mesh)
+        self.local = batch = pairs(EXAMPLES, LIT)
+        own, still = split_frozen(self.model.init(0), FROZEN)
+        tower = tower_part(self.model, mesh, self.model.strategies["vision"])
+        encode = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
+        pixels = jax.device_put(batch.query.pixels)
+        tower_run = encode.lower(still, pixels).compile()
+        self.features = np.asarray(tower_run(still, pixels))
+        self.store = Store(tempfile.mkdtemp(), {"benchmark": LOCKED})
+        self.keys = [i.to_bytes(16, "little") for i in range(EXAMPLES)]
+        for one, tokens in zip(self.keys, self.features[:, 0]):
+            self.store.put(one, tokens)
+        self.store.flush()
+        cache = make_pair_cache(
+            CacheConfig("strict", chunk=8, memory_mb=1), self.model, list(own), (1,)
+        )
+        alone = batch.query._replace(pixels=None, features=self.features)
+        self.steps, self.states, self.batches = {}, {}, {}
+        for kind, given, kept in (
+            ("off", batch, None),
+            ("warm", self.given(self.features), cache),
+            ("disk", self.from_disk(), cache),
+            ("fed", batch._replace(query=alone), None),
+        ):
+            run, abstract, init = assemble(
+                self.model, InfoNCE(temperature=0.0), optax.adamw(1e-4), frozen=FROZEN, cache=kept,
+                chunks=(Chunk(), Chunk()),
+            )  # fmt: skip
+            self.batches[kind] = to_global(mesh, given, EXAMPLES)
+            self.steps[kind] = run.lower(abstract, self.batches[kind]).compile()
+            self.states[kind] = init(self.model.init(0))
+        self.work = {kind: (lambda kind=kind: self.step(kind)) for kind in self.steps}
+        self.work["decode"] = lambda: [self.store.get(one) for one in self.keys]
+        self.work["tower"] = lambda: jax.block_until_ready(tower_run(still, pixels))
+
+    def step(self, kind: str) -> dict[str, Any]:
+        """One step."""
+        if kind == "disk":
+            self.batches[kind] = to_global(self.model.mesh, self.from_disk(), EXAMPLES)
+        self.states[kind], metrics = self.steps[kind](self.states[kind], self.batches[kind])
+        return jax.block_until_ready(metrics)
+
+    def given(self, tokens: np.ndarray) -> Pairs:
+        """The batch with its pictures' vectors."""
+        query, here = self.local.query, np.ones(tokens.shape[:2], bool)
+        blank = np.zeros_like(query.pixels)
+        query = query._replace(pixels=blank, stored=tokens, is_stored=here)
+        return self.local._replace(query=query)
+
+    def from_disk(self) -> Pairs:
+        """Likewise, read from the store's files."""
+        tokens = np.stack([self.store.get(one) for one in self.keys])
+        return self.given(tokens.reshape(self.features.shape))
+
+
 def main() -> None:
     """Run all, print a line each, write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=[*MODELS, LOCKED])
+    parser.add_argument("--output", default="cache_cpu.json", help="in benchmarks/results/")
     args = parser.parse_args()
     before, rows = environment(), []
     for name in args.models:
-        contest, seconds = Contest(name), {}
+        contest, seconds = Locked() if name == LOCKED else Contest(name), {}
         for turn in range(args.rounds + 1):
             for kind in contest.work if turn % 2 else reversed(contest.work):
                 spent = timed(contest.work[kind])[1]
@@ -170,7 +250,7 @@ def main() -> None:
         }
         print(row, flush=True)
         rows.append(row)
-    write("cache_cpu.json", {"environment": before, "rows": rows})
+    write(args.output, {"environment": before, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -4,14 +4,20 @@
 
 ``memory``: a step compiled for batches of pairs from 256 to 16,384 at one chunk, and plainly where
 that is not too much; nothing is run. ``time``: steps of both, interleaved, at a batch that both
-hold; and with the picture tower frozen. ``peers``: the gradients, time and memory of
-sentence-transformers' cached loss on the same small BERT, texts and batch.
+hold; with the picture tower frozen; and with what it makes of the pictures found. ``peers``: the
+gradients, time and memory of sentence-transformers' cached loss on the same small BERT, texts and
+batch.
+
+    python -m benchmarks.gradcache --plot
+
+draws docs/gradcache_memory.svg from the result that is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import resource
 import statistics
 import time
@@ -20,11 +26,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.common import environment, write
+from benchmarks.common import RESULTS, ROOT, environment, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
+from jaxvlm.build.pair_cache import make_pair_cache
 from jaxvlm.build.setup import keep_freed_memory
-from jaxvlm.config import DualConfig, MeshConfig, OptimConfig, TextConfig, VisionConfig
+from jaxvlm.config import (
+    CacheConfig,
+    DualConfig,
+    MeshConfig,
+    OptimConfig,
+    TextConfig,
+    VisionConfig,
+)
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
@@ -62,13 +76,30 @@ def pairs(count: int, config: DualConfig = CLIP) -> Pairs:
     return Pairs(picture, document, np.ones((count, 1), bool), number, number[:, None])
 
 
-def step_of(chunk: int, frozen: tuple[str, ...] = ()) -> tuple[Any, Any]:
-    """The jitted step and its first state."""
+def found(batch: Pairs, config: DualConfig = CLIP) -> Pairs:
+    """The batch with what a tower makes of its pictures, noise here, in their pixels' place."""
+    query = batch.query
+    shape = (*query.pixels.shape[:2], 1, config.vision.width)
+    tokens = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    query = query._replace(
+        pixels=np.zeros_like(query.pixels), stored=tokens, is_stored=np.ones(shape[:2], bool)
+    )
+    return batch._replace(query=query)
+
+
+def step_of(
+    chunk: int, frozen: tuple[str, ...] = (), given: bool = False
+) -> tuple[Any, tuple[Any, Any]]:
+    """The jitted step and its first state; of batches whose pictures are :func:`found` or not."""
     model = build_model(CLIP, make_mesh(MeshConfig(1), jax.devices()[:1]))
     own = {p: w for p, w in model.logical.items() if not any(p.startswith(f[:-1]) for f in frozen)}
     tx = make_optimizer(OptimConfig(), lambda step: 1e-3, own)
     cut = (Chunk(chunk), Chunk(chunk))
-    step, _, init = assemble(model, InfoNCE(temperature=0.0), tx, frozen=frozen, chunks=cut)
+    asked = CacheConfig("strict", memory_mb=1, chunk=8)
+    trained = [path for path in model.shapes if not path.startswith("vision/")]
+    cache = make_pair_cache(asked, model, trained, (1,)) if given else None
+    loss = InfoNCE(temperature=0.0)
+    step, _, init = assemble(model, loss, tx, frozen=frozen, cache=cache, chunks=cut)
     return model, (step, init(model.init(0)))
 
 
@@ -104,8 +135,14 @@ def timed() -> dict[str, Any]:
         "cached": step_of(CHUNK),
         "plain, tower frozen": step_of(0, ("vision/*",)),
         "cached, tower frozen": step_of(CHUNK, ("vision/*",)),
+        "plain, tokens found": step_of(0, ("vision/*",), True),
+        "cached, tokens found": step_of(CHUNK, ("vision/*",), True),
     }
-    batch = {name: to_global(m.mesh, pairs(BOTH_HOLD), BOTH_HOLD) for name, (m, _) in arms.items()}
+    whole = pairs(BOTH_HOLD)
+    batch = {
+        name: to_global(m.mesh, found(whole) if "found" in name else whole, BOTH_HOLD)
+        for name, (m, _) in arms.items()
+    }
     states = {name: state for name, (_, (_, state)) in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(ROUNDS + 1):
@@ -122,6 +159,10 @@ def timed() -> dict[str, Any]:
         "seconds": median,
         "cached_to_plain": median["cached"] / median["plain"],
         "frozen_cached_to_plain": median["cached, tower frozen"] / median["plain, tower frozen"],
+        "found_cached_to_frozen_plain": median["cached, tokens found"]
+        / median["plain, tower frozen"],
+        "found_cached_to_found_plain": median["cached, tokens found"]
+        / median["plain, tokens found"],
     }
 
 
@@ -238,12 +279,39 @@ def peers() -> dict[str, Any]:
     }
 
 
+def plot(rows: list[dict[str, Any]]) -> None:
+    """docs/gradcache_memory.svg: temporaries by batch, cached and plain."""
+    import matplotlib  # not among what measuring needs
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "gradcache"  # the same file each time
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
+    arms = ((CHUNK, f"in chunks of {CHUNK}", "o-"), (0, "plain", "s-"))
+    for chunk, label, style in arms:
+        mine = sorted((r["batch"], r["temporaries"]) for r in rows if r["chunk"] == chunk)
+        panel.plot(*zip(*((n, size / 2**30) for n, size in mine)), style, label=label)
+    vectors = sorted({(r["batch"], r["vectors_and_their_gradients"]) for r in rows})
+    panel.plot(*zip(*((n, size / 2**30) for n, size in vectors)), "--", label="vectors, gradients")
+    panel.set(xscale="log", yscale="log", xlabel="pairs a step", ylabel="temporaries, GiB")
+    panel.set_xticks(BATCHES, [f"{n:,}" for n in BATCHES])
+    panel.minorticks_off()
+    panel.legend()
+    figure.savefig(ROOT / "docs" / "gradcache_memory.svg", metadata={"Date": None})
+
+
 def main() -> None:
     """Run the parts, keep those that were not asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     known = {"memory": memory, "time": timed, "peers": peers}
     parser.add_argument("--part", nargs="+", choices=tuple(known), default=tuple(known))
+    parser.add_argument("--plot", action="store_true", help="draw what is measured already")
     args = parser.parse_args()
+    if args.plot:
+        text = (RESULTS / "gradcache_memory_cpu.json").read_text(encoding="utf-8")
+        plot(json.loads(text)["memory"])
+        return
     keep_freed_memory()  # as `jaxvlm train` does
     for part in args.part:
         found = known[part]()

@@ -25,6 +25,8 @@ import numpy as np
 Array = jax.Array | np.ndarray
 PAGE = 64
 """Tokens of a page of the visual-token cache."""
+KEYS = "threefry2x32"
+"""How random keys and what is drawn of them are made, whatever JAX's own default is."""
 Params = dict[str, Any]
 """Flat parameters: ``"decoder/blocks/attn/wq" -> array``. The path is the parameter's only name."""
 
@@ -81,6 +83,9 @@ class Batch(NamedTuple):
     """[B, D]: what a text encoder made of the tokens, given instead of them."""
     example_id: Any = None
     """i32[B]: global index of the row in the run; randomness is a function of it."""
+    noise: Any = None
+    """u32[B, 2]: a key of the row in this step, made inside of the step where something is dropped
+    out; ``None``: nothing is."""
 
 
 class Pairs(NamedTuple):

@@ -94,11 +94,9 @@ def read_params(source: Source, model: Model, seed: int) -> Params:
 
 
 def origin(lora: LoraConfig) -> str:
-    """Where a run's adapters come from, and what of that is not taken over."""
+    """Where a run's adapters come from, and what of their input is dropped in training."""
     folder = pathlib.Path(lora.checkpoint).expanduser()
-    found = pretrained.json_object(folder / peft.CONFIG, "give a PEFT adapter's folder")
-    rate = found.get("lora_dropout")
-    return f"adapters from {folder}" + (f"; lora_dropout={rate} is not applied" if rate else "")
+    return f"adapters from {folder}" + f", with dropout {lora.dropout:g}" * (lora.dropout > 0)
 
 
 def export(
@@ -186,4 +184,5 @@ def _merged(given: LoraConfig, found: LoraConfig) -> LoraConfig:
                 f"config.model.lora.{field}={value!r}, but {given.checkpoint} says {of_file!r}; "
                 "leave it out"
             )
+    found = dataclasses.replace(found, dropout=given.dropout or found.dropout)
     return dataclasses.replace(found, checkpoint=given.checkpoint, base=given.base, init=given.init)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,15 +10,18 @@ from typing import Any
 import jax
 import optax
 
-from jaxvlm.build.assemble import Assembled, assemble, placement, runner_of, split, state_of
+from jaxvlm.build.assemble import Assembled, assemble, placement, split, state_of
 from jaxvlm.build.model import Model
+from jaxvlm.build.noise import learning
 from jaxvlm.build.parts import rest_of, tower_part
+from jaxvlm.build.runners import runner_of
 from jaxvlm.config import ConfigError, ModelConfig, TowerConfig, refuse_unread
 from jaxvlm.parallel import schedule
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, constrain, replicated, to_global
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import apart
+from jaxvlm.train import noise as noises
 from jaxvlm.train.apart import Sides, is_tower
 from jaxvlm.types import Batch, Loss, Params, TrainState
 
@@ -90,6 +94,7 @@ def assemble_apart(
     microbatches: int = 1,
     frozen: tuple[str, ...] = (),
     wave: int = 0,
+    seed: int = 0,
 ) -> Assembled:
     """A step on two meshes; see :mod:`jaxvlm.train.apart`.
 
@@ -102,6 +107,7 @@ def assemble_apart(
         microbatches: parts that a batch's gradient is summed over.
         frozen: path patterns of parameters that stay as they are.
         wave: microbatches that enter a pipeline at once; 0: see ``schedule.wave``.
+        seed: of what is dropped.
 
     Raises:
         ConfigError: a strategy that does not go with a tower that learns elsewhere.
@@ -111,9 +117,10 @@ def assemble_apart(
             "config.strategy.whole names 'vision', and config.tower.devices takes it elsewhere: "
             "config.tower.strategy says what is split there ('ddp': nothing)"
         )
-    rest = rest_of(model)
-    sides = Sides(tower, rest)
     own, still = split(model, model.shapes, frozen)
+    model, drops = learning(model, own)
+    tower, rest = dataclasses.replace(tower, noisy=model.noisy), rest_of(model)
+    sides = Sides(tower, rest)
     made = [state_of(m, tx, *split(m, m.shapes, _literal(still, m))) for m in sides]
     states = Sides(*(state for state, _ in made))
     abstract = apart.join(states.rest, states.tower)
@@ -141,6 +148,8 @@ def assemble_apart(
         _check_trained(model)
         group = wave_of(model, microbatches, wave)
         step: apart.Step = _trained(sides, tx, states, loss, microbatches, group)
+        if drops:
+            step = _with_noise(step, seed)
     else:
         if wave:
             raise ConfigError(f"config.tower.wave={wave} is not read: this tower does not learn")
@@ -148,9 +157,15 @@ def assemble_apart(
             raise ConfigError(
                 "config.tower.strategy.offload: a tower that is frozen has no moments"
             )
-        run = assemble(rest, loss, tx, microbatches, _literal(still, rest))[0]
+        run = assemble(rest, loss, tx, microbatches, _literal(still, rest), seed=seed)[0]
         step = _frozen(sides, run, microbatches)
     return Assembled(step.compiled, abstract, init, place, params)
+
+
+def _with_noise(step: apart.Step, seed: int) -> apart.Step:
+    """The step with a program that gives rows the keys of their dropout."""
+    run = jax.jit(noises.seeded(seed), out_shardings=step.rows.rest)
+    return dataclasses.replace(step, programs={**step.programs, "noise": run})
 
 
 def _literal(still: Mapping[str, Any], side: Model) -> tuple[str, ...]:
@@ -207,7 +222,7 @@ def _ways(sides: Sides) -> tuple[Sides, Sides, Sides]:
 
 
 def _encoder(tower: Model[ModelConfig]) -> Callable[[Params, Batch], Any]:
-    return lambda params, taken: tower.module(params)(taken)
+    return lambda params, taken: tower.module(params, taken.noise)(taken)
 
 
 def _frozen(sides: Sides, step: Any, parts: int) -> apart.Frozen:

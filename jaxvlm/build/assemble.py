@@ -10,9 +10,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxvlm.build.model import Model
+from jaxvlm.build.noise import check_kept, learning
 from jaxvlm.build.pairs import Chunks, pair_runner
 from jaxvlm.build.parts import rest_of
-from jaxvlm.build.stages import cut, skips
+from jaxvlm.build.runners import runner_of
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import split_frozen
@@ -20,8 +21,9 @@ from jaxvlm.parallel.quantized import gather_in_bytes
 from jaxvlm.parallel.reduce import ORDER, Reduction
 from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
 from jaxvlm.parallel.strategies import reduced_axes
+from jaxvlm.train import noise as noises
 from jaxvlm.train.apart import is_tower
-from jaxvlm.train.runner import Microbatched, OnOwnRows, Pipelined, PlainRunner
+from jaxvlm.train.runner import OnOwnRows
 from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
 from jaxvlm.types import Cache, Loss, Params, Runner, TrainState
 
@@ -50,6 +52,7 @@ def assemble(
     frozen: tuple[str, ...] = (),
     cache: Cache | None = None,
     chunks: Chunks | None = None,
+    seed: int = 0,
 ) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
     """A step of any model, loss and optimizer under the model's strategy.
 
@@ -62,12 +65,16 @@ def assemble(
         cache: of the model's visual tokens; ``None``: the model makes them as it runs.
         chunks: of queries and of documents, for a model of vectors that is trained on ``Pairs``;
             ``None``: it is trained on a ``Batch``.
+        seed: of what is dropped.
 
     Returns:
         The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
         shardings; and what makes the first state of all parameters, consuming them.
     """
     own, still = split(model, model.shapes, frozen)
+    model, drops = learning(model, own)
+    if cache is not None:
+        check_kept(model)
     behind = cache is not None and any(is_tower(path) for path in own)
     parts = max(microbatches, 1 + any(any(chunk) for chunk in chunks or ()))
     reduction = None if behind else _reduction(model, parts)
@@ -84,7 +91,7 @@ def assemble(
         runner = runner_of(run, microbatches)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     step = jax.jit(
-        make_step(runner, loss, tx, place, cache),
+        make_step(runner, loss, tx, place, cache, noises.seeded(seed) if drops else noises.none),
         donate_argnums=0,
         # Metrics are scalars; tokens that a cache gives lie as it says.
         out_shardings=(shardings, None if cache.gives else replicated(model.mesh)),
@@ -100,9 +107,10 @@ def together(
     frozen: tuple[str, ...],
     cache: Cache | None = None,
     chunks: Chunks | None = None,
+    seed: int = 0,
 ) -> Assembled:
     """The step on one mesh; see :func:`assemble`."""
-    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache, chunks)
+    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache, chunks, seed)
     return Assembled(
         lambda state, batch: step.lower(state, batch).compile(),
         abstract,
@@ -168,18 +176,6 @@ def placement(model: Model) -> Placement:
     moments = model.layout("optimizer")
     place = Placement(_gathering(model), constrain(moments))
     return place._replace(moments=to_device) if _between(model) != moments else place
-
-
-def runner_of(model: Model, parts: int) -> Runner:
-    """What takes the gradient of ``parts`` microbatches."""
-    plain = PlainRunner(model.apply)
-    of_decoder = model.strategies.get("decoder")
-    if model.mesh.shape["stage"] > 1 and of_decoder:
-        how = (of_decoder.schedule, of_decoder.chunks, parts, skips(model.mesh))
-        return Pipelined(plain, cut(model), model.mesh, *how)
-    if parts > 1:
-        return Microbatched(plain, parts, constrain(model.layout("gradients")))
-    return plain
 
 
 def _reduction(model: Model, parts: int) -> Reduction | None:

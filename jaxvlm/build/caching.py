@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,17 +14,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvlm.build import tokens
-from jaxvlm.build.model import Model
-from jaxvlm.build.parts import tower_part
+from jaxvlm.build.losses import of_vectors
+from jaxvlm.build.model import Known, Model
+from jaxvlm.build.parts import features_of, tower_part
 from jaxvlm.build.record import local_folder
 from jaxvlm.cache.codec import CODECS
 from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute, Seen
 from jaxvlm.cache.state import halved, init, places, shardings
-from jaxvlm.config import CacheConfig, ConfigError, ModelConfig, TrainConfig, refuse_unread
+from jaxvlm.config import CacheConfig, ConfigError, DualConfig, TrainConfig, refuse_unread
 from jaxvlm.data.loader import Dataset
-from jaxvlm.data.slots import Given, Slots
-from jaxvlm.models.vlm import DTYPES, tower_tokens, tower_width
+from jaxvlm.data.pair_loader import PairDataset
+from jaxvlm.data.slots import Given, Slots, Unpaged
+from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
@@ -33,7 +35,8 @@ from jaxvlm.train.runner import FEATURES
 from jaxvlm.types import PAGE, Batch, Cache, Params, Read, TrainState
 
 TOKENS = "cache/tokens"
-"""Among a step's metrics: what it made of its pictures, an array that stays on the devices."""
+"""Among a step's metrics: what it made of its pictures, an array that stays on the devices; of
+pairs one of queries and one of documents."""
 _OF_PICTURES = ("pixels", "patches", "image_key", "image_pages", "stored", "is_stored")
 POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive")
 
@@ -43,25 +46,26 @@ def is_on(config: CacheConfig) -> bool:
     return config.policy != "off" or config.chunk > 0
 
 
-def slots_of(config: TrainConfig, dataset: Dataset) -> Slots | None:
+def slots_of(config: TrainConfig, dataset: Dataset | PairDataset) -> Slots | Unpaged | None:
     """Where the pictures' tokens are kept; ``None`` where no step looks for them.
 
     Without a policy the step in chunks is the same program over as many pages, of which none is
-    used: what a cache is compared with. (XLA's bits on CPU change with the size of any array.)
+    used (of pairs, with as much room for tokens, of which none are given): what a cache is compared
+    with. (XLA's bits on CPU change with the size of any array.)
     """
     if not is_on(config.cache):
         return None
-    off, vision = config.cache.policy == "off", config.model.vision
-    size = 0 if vision.packed else tower_tokens(config.model)
-    given = None
-    if tokens.is_on(config.cache):
-        if dataset.settings.patching and dataset.position_rows != 3:
-            raise ConfigError(
-                "config.cache.store and memory_mb take pictures of any size where their tokens "
-                "have three rows of positions (Qwen-VL), which say a picture's shape; not here"
-            )
-        given = Given(tower_width(config.model), np.dtype(DTYPES[config.model.dtype]))
-    return dataset.keep_tokens(size, config.cache.pictures, off, given)
+    size, width = features_of(config.network)
+    given = Given(width, np.dtype(DTYPES[config.network.dtype]))
+    if tokens.is_on(config.cache) and not size and dataset.position_rows != 3:
+        raise ConfigError(
+            "config.cache.store and memory_mb take pictures of any size where their tokens "
+            "have three rows of positions (Qwen-VL), which say a picture's shape; not here"
+        )
+    if isinstance(dataset, PairDataset):
+        return dataset.keep_tokens(size, given)
+    off, outside = config.cache.policy == "off", tokens.is_on(config.cache)
+    return dataset.keep_tokens(size, config.cache.pictures, off, given if outside else None)
 
 
 def check(config: TrainConfig) -> None:
@@ -126,12 +130,18 @@ def check(config: TrainConfig) -> None:
 def with_chunk(config: TrainConfig, mesh: Mesh) -> CacheConfig:
     """``config.cache``; where it leaves ``chunk`` open, 8 or what a shard's rows have room for."""
     rows = config.data.batch_size // batch_shards(mesh)
-    room = rows * (1 if config.model.vision.packed else config.data.max_images)
+    alone = of_vectors(config) or config.network.vision.packed
+    room = rows * (1 if alone else config.data.max_images)
     return dataclasses.replace(config.cache, chunk=config.cache.chunk or max(1, min(8, room)))
 
 
-def line(config: CacheConfig, slots: Slots, state: TrainState) -> str:
+def line(config: CacheConfig, slots: Slots | Unpaged, state: TrainState) -> str:
     """What is kept, for people."""
+    if isinstance(slots, Unpaged):
+        on = {"on disk": bool(config.store), "in host memory": config.memory_mb > 0}
+        where = " and ".join(place for place, used in on.items() if used)
+        kept = f"kept {where}" if where else "none are kept"
+        return f"visual tokens: {kept}; {config.chunk} pictures are encoded at once"
     size = sum(bytes_of(x) for x in jax.tree.leaves(state.cache))
     if config.policy == "off":
         return (
@@ -146,7 +156,7 @@ def line(config: CacheConfig, slots: Slots, state: TrainState) -> str:
 
 def make_cache(
     config: CacheConfig,
-    model: Model[ModelConfig],
+    model: Model[Known],
     trained: Collection[str],
     pages: int,
     windows: tuple[int, ...],
@@ -168,52 +178,17 @@ def make_cache(
         ConfigError: what does not go with a tower that learns.
     """
     learns = any(is_tower(path) for path in trained)
-    if learns and (bits := model.strategies["vision"].reduce_bits) != 32:
-        raise ConfigError(
-            f"config.strategy.reduce_bits={bits} with config.cache and a tower that learns: its "
-            "gradients are added up by the compiler; leave it at 32"
-        )
-    if learns and tokens.is_on(config):
-        name = "store" if config.store else "memory_mb"
-        raise ConfigError(
-            f"config.cache.{name} with a tower that learns: its tokens are other ones after each "
-            "update; leave it out, or freeze the tower: --config.optim.frozen=\"('vision/*',)\""
-        )
-    if learns and config.policy == "strict" and config.refresh:
-        raise ConfigError(
-            f"config.cache.refresh={config.refresh} with policy='strict' and a tower that learns: "
-            "all are encoded each time as it is; leave it at 0"
-        )
-    if config.codec == "int4" and tower_width(model.config) % 2:
-        raise ConfigError(
-            f"config.cache.codec='int4' with {tower_width(model.config)} channels: odd"
-        )
-    tower, policy = (
-        tower_part(model, model.mesh, model.strategies["vision"]),
-        policy_of(config, seed),
-    )
-    pictures = Recompute(
-        lambda params, batch: tower.module(params)(batch),
-        model.mesh,
-        windows,
-        config.chunk,
-        policy,
-        lambda version: jnp.float32(rate(version)),
-    )
-    shards = batch_shards(model.mesh)
-    for name in ("halvings", "spare_evaluations"):
-        if learns and (value := getattr(config, name)):
-            raise ConfigError(
-                f"config.cache.{name}={value} with a tower that learns: what is kept of it is part "
-                "of the run; leave it out, or freeze the tower"
-            )
+    if learns:
+        _check_learning(config, model)
+    policy, shards = policy_of(config, seed), batch_shards(model.mesh)
     if not halved(pages, shards, config.halvings):
         raise ConfigError(
             f"config.cache.halvings={config.halvings}: {pages // shards} pages a data shard can't "
             "be halved so often"
         )
-    cached = _Cached(pictures, learns, tokens.is_on(config), pages)
-    dtype, width = DTYPES[model.config.dtype], tower_width(model.config)
+    pictures = recompute_of(config, model, windows, policy, rate)
+    cached = Cached(pictures, learns, tokens.is_on(config), pages)
+    dtype, (_, width) = DTYPES[model.config.dtype], features_of(model.config)
     return Cache(
         lambda times=0: init(halved(pages, shards, times), width, dtype),
         shardings(model.mesh),
@@ -224,7 +199,59 @@ def make_cache(
     )
 
 
-class _Cached(NamedTuple):
+def recompute_of(
+    config: CacheConfig,
+    model: Model[Known],
+    windows: tuple[int, ...],
+    policy: Policy,
+    rate: Callable[[jax.Array], jax.Array] = jnp.ones_like,
+) -> Recompute:
+    """What encodes pictures, and chooses which; arguments as of :func:`make_cache`.
+
+    Raises:
+        ConfigError: a codec that does not fit the tower.
+    """
+    if config.codec == "int4" and (width := features_of(model.config)[1]) % 2:
+        raise ConfigError(f"config.cache.codec='int4' with {width} channels: odd")
+    tower = tower_part(model, model.mesh, model.strategies["vision"])
+    return Recompute(
+        lambda params, batch: tower.module(params)(batch),
+        model.mesh,
+        windows,
+        config.chunk,
+        policy,
+        lambda version: jnp.float32(rate(version)),
+        isinstance(model.config, DualConfig),
+    )
+
+
+def _check_learning(config: CacheConfig, model: Model[Known]) -> None:
+    """Refuse what does not go with a tower that learns."""
+    if (bits := model.strategies["vision"].reduce_bits) != 32:
+        raise ConfigError(
+            f"config.strategy.reduce_bits={bits} with config.cache and a tower that learns: its "
+            "gradients are added up by the compiler; leave it at 32"
+        )
+    if tokens.is_on(config):
+        name = "store" if config.store else "memory_mb"
+        raise ConfigError(
+            f"config.cache.{name} with a tower that learns: its tokens are other ones after each "
+            "update; leave it out, or freeze the tower: --config.optim.frozen=\"('vision/*',)\""
+        )
+    if config.policy == "strict" and config.refresh:
+        raise ConfigError(
+            f"config.cache.refresh={config.refresh} with policy='strict' and a tower that learns: "
+            "all are encoded each time as it is; leave it at 0"
+        )
+    for name in ("halvings", "spare_evaluations"):
+        if value := getattr(config, name):
+            raise ConfigError(
+                f"config.cache.{name}={value} with a tower that learns: what is kept of it is part "
+                "of the run; leave it out, or freeze the tower"
+            )
+
+
+class Cached(NamedTuple):
     """A step's visual tokens."""
 
     pictures: Recompute
@@ -233,21 +260,23 @@ class _Cached(NamedTuple):
     gives: bool
     """Whether the step gives its tokens to the host."""
     pages: int
-    """C, that batches number their pictures' pages for."""
+    """C, that batches number their pictures' pages for; 0: there are none."""
 
     def read(self, state: Any, params: Params, frozen: Params, batch: Batch) -> Read:
         """Tokens in the place of pictures; see ``Cache.read``."""
         if batch.pixels is None and batch.patches is None:
             return Read(params, frozen, batch, lambda grads: grads)
-        shards = batch_shards(self.pictures.mesh)
-        here = places(batch.image_pages, self.pages, state.pages.shape[0], shards)
-        batch = batch._replace(image_pages=here)
-        own, rest = _split(params)
-        still, others = _split(frozen)
-        seen = self.pictures.look(state, batch)
+        kept = state if self.pages else None
+        if kept is not None:
+            shards = batch_shards(self.pictures.mesh)
+            here = places(batch.image_pages, self.pages, kept.pages.shape[0], shards)
+            batch = batch._replace(image_pages=here)
+        own, rest = split_tower(params)
+        still, others = split_tower(frozen)
+        seen = self.pictures.look(kept, batch)
 
         def features(own: Params) -> jax.Array:
-            made = self.pictures.features({**own, **still}, state, batch, seen)
+            made = self.pictures.features({**own, **still}, kept, batch, seen)
             return jax.lax.with_sharding_constraint(made, batch_sharding(self.pictures.mesh))
 
         made, pull = jax.vjp(features, own)
@@ -255,14 +284,14 @@ class _Cached(NamedTuple):
         known = (batch, seen, made)
         if not own:
             without = without._replace(features=made)
-            return Read(rest, others, without, lambda grads: grads, known, _metrics(seen, batch))
+            return Read(rest, others, without, lambda grads: grads, known, metrics_of([known]))
 
         def back(grads: Params) -> Params:
             others = {path: g for path, g in grads.items() if path != FEATURES}
             return {**others, **pull(self.pictures.weighed(seen, grads[FEATURES]))[0]}
 
         params = {**rest, FEATURES: made}
-        return Read(params, others, without, back, known, _metrics(seen, batch))
+        return Read(params, others, without, back, known, metrics_of([known]))
 
     def write(
         self, state: Any, read: Read, grads: Params, ok: jax.Array
@@ -283,7 +312,7 @@ class _Cached(NamedTuple):
         return state._replace(version=state.version + (ok & self.learns)), noted
 
 
-def _split(params: Params) -> tuple[Params, Params]:
+def split_tower(params: Params) -> tuple[Params, Params]:
     """The tower's, and the others."""
     own = {path: x for path, x in params.items() if is_tower(path)}
     return own, {path: x for path, x in params.items() if path not in own}
@@ -303,16 +332,30 @@ def policy_of(config: CacheConfig, seed: int = 0) -> Policy:
     )
 
 
-def _metrics(seen: Seen, batch: Batch) -> dict[str, Any]:
-    found = jnp.sum(seen.found)
-    lag = jnp.where(seen.found, seen.lag, 0)
-    all_of = jnp.maximum(jnp.sum(seen.here), 1)
+def metrics_of(known: Sequence[tuple[Batch, Seen, Any]]) -> dict[str, Any]:
+    """What a step did with its pictures.
+
+    Args:
+        known: batches, and what was seen in each.
+    """
+    rows = min(len(batch.image_start) for batch, _, _ in known)
+
+    def every(of: Callable[[Batch, Seen], Any]) -> jax.Array:
+        # Side by side, so that devices send one number of all.
+        each = [of(batch, seen).reshape(rows, -1) for batch, seen, _ in known]
+        return jnp.concatenate(each, axis=1)
+
+    def lag(batch: Batch, seen: Seen) -> jax.Array:
+        return jnp.where(seen.found, seen.lag, 0)
+
+    found = jnp.sum(every(lambda batch, seen: seen.found))
+    all_of = jnp.maximum(jnp.sum(every(lambda batch, seen: seen.here)), 1)
     values = {
         "cache/found": found / all_of,
-        "cache/encoded": jnp.sum(seen.stale),
-        "cache/lag": jnp.sum(lag) / jnp.maximum(found, 1),
-        "cache/lag_most": jnp.max(lag),
+        "cache/encoded": jnp.sum(every(lambda batch, seen: seen.stale)),
+        "cache/lag": jnp.sum(every(lag)) / jnp.maximum(found, 1),
+        "cache/lag_most": jnp.max(every(lag)),
     }
-    if batch.is_stored is not None:
-        values["cache/stored"] = jnp.sum(batch.is_stored) / all_of
+    if known[0][0].is_stored is not None:
+        values["cache/stored"] = jnp.sum(every(lambda batch, seen: batch.is_stored)) / all_of
     return values

@@ -247,15 +247,10 @@ def _sentences(
     source: pretrained.Source, modules: list[dict[str, Any]], config: DualConfig, style: Any
 ) -> tuple[DualConfig, Any]:
     """Config and style with what a sentence-transformers folder says besides."""
-    if source.family is not bert:
-        raise ConfigError(f"{source.files}: modules.json is read for model_type='bert' alone")
-
-    def optional(name: str) -> dict[str, Any]:
-        path = source.files / name
-        return pretrained.json_object(path) if path.is_file() else {}
-
-    pooling = [m.get("path", "") for m in modules if str(m.get("type")).endswith("Pooling")]
-    said = optional(f"{pooling[0]}/config.json") if pooling else {}
-    config = sentences.with_modules(config, modules, said)
-    first, whole = (f"{n}.json" for n in ("sentence_bert_config", "config_sentence_transformers"))
-    return config, sentences.with_settings(style, optional(first), optional(whole))
+    if source.family is not bert:  # texts and pictures as transformers has them
+        sentences.check_whole(modules)
+        return config, style
+    config = sentences.with_modules(config, modules, pretrained.pooling(source.files, modules))
+    names = ("sentence_bert_config.json", "config_sentence_transformers.json")
+    first, whole = (pretrained.optional(source.files / name) for name in names)
+    return config, sentences.with_settings(style, first, whole)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,13 +43,14 @@ def rewrite(
     params: Params,
     config: ModelConfig | DualConfig,
     dtype: str = "",
+    more: Callable[[pathlib.Path], None] | None = None,
 ) -> dict[str, Any]:
     """Write a run's weights as ``source`` of :func:`exported`; see :func:`write`."""
     stored = pretrained.json_object(source.files / pretrained.LAYOUT)
     layout = {
         name: hf.Stored(file, kind, tuple(shape)) for name, (file, kind, shape) in stored.items()
     }
-    return write(source.files, output, params, source.family.weights(config), layout, dtype)
+    return write(source.files, output, params, source.family.weights(config), layout, dtype, more)
 
 
 def exported(
@@ -84,6 +85,7 @@ def write(
     weights: WeightMap,
     layout: hf.Layout,
     dtype: str = "",
+    more: Callable[[pathlib.Path], None] | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint; every process calls it.
 
@@ -94,6 +96,7 @@ def write(
         weights: which tensors hold which parameters.
         layout: of the source; what is no float in it is left out.
         dtype: ``float32``, ``bfloat16`` or ``float16``; "" is each tensor's own.
+        more: writes what else belongs in the folder, which it is given; every process calls it.
 
     Returns:
         How many ``tensors`` and ``bytes`` were written.
@@ -113,6 +116,8 @@ def write(
             if dtype:
                 _state_dtype(half / "config.json", dtype)
         hf.write_params(half, params, weights, layout)
+        if more is not None:
+            more(half)
     sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
     return {"tensors": len(layout), "bytes": int(sum(sizes))}
 

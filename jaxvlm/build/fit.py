@@ -29,6 +29,7 @@ from jaxvlm.parallel.mesh import mesh_text
 from jaxvlm.plan import count
 from jaxvlm.train import loop, programs
 from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.pairs import rows_of
 from jaxvlm.train.progress import Progress
 from jaxvlm.train.room import Room
 from jaxvlm.types import Batch, Pairs, TrainState
@@ -122,7 +123,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         seconds = time.perf_counter() - begin
         checkpointer.close()
         report = hooks.last_report
-        if why != "preempted" and isinstance(scorer, Scorer):
+        if why != "preempted" and scorer is not None:
             _draw_sheet(run, state, scorer, workdir / "sheet.png", writer, progress.log)
         return room.mended(state), _result(run, state, why, seconds, report)
 
@@ -130,17 +131,22 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
 def _draw_sheet(
     run: Run,
     state: TrainState,
-    scorer: Scorer,
+    scorer: Scorer | pair_run.PairScorer,
     path: pathlib.Path,
     writer: MetricWriter,
     say: Callable[[str], None],
 ) -> None:
     """A picture that can't be drawn must not cost a finished run its result."""
     try:
-        model = run.answering(state)
-        assert isinstance(model, Loaded)
-        if not sheets.contact_sheet(model, scorer.dataset, path):
-            say("no contact sheet: no record of one picture and one question")
+        if isinstance(scorer, pair_run.PairScorer):
+            drawn, why = scorer.sheet(path), "nothing was evaluated"
+        else:
+            model = run.answering(state)
+            assert isinstance(model, Loaded)
+            drawn = sheets.contact_sheet(model, scorer.dataset, path)
+            why = "no record of one picture and one question"
+        if not drawn:
+            say(f"no contact sheet: {why}")
             return
         if not jax.process_index():
             writer.images(run.steps, "eval/sheet", sheets.pixels(path))
@@ -339,14 +345,18 @@ def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
         )
 
 
-def _behind(keeper: Keeper | None, batches: _GlobalBatches) -> Callable[[jax.Array | None], float]:
+def _behind(keeper: Keeper | None, batches: _GlobalBatches) -> Callable[[Any], float]:
     """Takes the tokens of the batch that was taken last; see ``RunHooks.keep``."""
 
-    def keep(tokens: jax.Array | None) -> float:
+    def keep(tokens: Any) -> float:
         if keeper is None:
             return 0.0
-        if tokens is not None and isinstance(batches.local, Batch):
-            keeper.take(batches.local, tokens)
+        local, given = [batches.local], [tokens]
+        if isinstance(batches.local, Pairs) and tokens:
+            local, given = [batches.local.query, rows_of(batches.local.document)], tokens
+        for rows, made in zip(local, given):
+            if made is not None and isinstance(rows, Batch):
+                keeper.take(rows, made)
         return keeper.change()
 
     return keep

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jaxvlm.build.caching import TOKENS
 from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
@@ -47,9 +45,9 @@ class RunHooks:
     learning_rate: Callable[[int], float]
     flops_per_step: count.Flops
     """Model FLOPs of a mean step that encodes all its pictures, all devices."""
-    keep: Callable[[jax.Array | None], float]
-    """Takes the visual tokens of the step that was sent last; gives how far such are, at most, from
-    what was kept of them."""
+    keep: Callable[[Any], float]
+    """Takes the visual tokens of the step that was sent last, if it gave some; gives how far such
+    are, at most, from what was kept of them."""
     alarm: float
     """``config.cache.alarm``, 0 never."""
     alarm_advice: str

@@ -130,8 +130,8 @@ def _encoded(
             raise ConfigError(
                 f"{items[i].image}: {model.name} takes an instruction with texts alone"
             )
-    told = [(items[i].instruction or instruction).strip() for i in words]
-    texts = [f"{said} {items[i].text}" if said else items[i].text for said, i in zip(told, words)]
+    # As a run reads them, and as sentence-transformers' prompts: no space comes between.
+    texts = [(items[i].instruction or instruction) + items[i].text for i in words]
     if words:
         out[words] = cut(model.encode_text(texts, batch_size), _dims(model, out))
     if pictures:

@@ -26,7 +26,7 @@ from jaxvlm.infer.embed import embed
 from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
 from jaxvlm.io.checkpoint import restore_params
 from jaxvlm.models.embedder import TOKENS
-from jaxvlm.models.families import ENCODERS, any_family
+from jaxvlm.models.families import ENCODERS, any_family, sentences
 from jaxvlm.nn.norm import unit
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import replicated
@@ -288,6 +288,9 @@ def load(
                 )
             return encoder.load(source, mesh, dtype)
         config = adapters.with_adapter(pretrained.with_source(config, source), source, None)
+        if source is not None and (modules := pretrained.modules(source.files)):
+            pooling = pretrained.pooling(source.files, modules)
+            sentences.check_last(modules, pooling, config.model.decoder.width)
     elif adapter:
         raise ConfigError(
             f"adapter={adapter}: {folder} is a run, which has its own weights; export it first "

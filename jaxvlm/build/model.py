@@ -53,6 +53,8 @@ class Model(Generic[Config]):
     """The linear maps that have an adapter."""
     packed: dict[str, Dims]
     """Those that are kept in eight bits."""
+    noisy: frozenset[str] = frozenset()
+    """Of the adapted ones, those whose adapters drop some of their input in training."""
     absent: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
     """Parameters of a tower that is elsewhere, and is not run here."""
 
@@ -133,19 +135,32 @@ class Model(Generic[Config]):
         where = {path: self.shardings[path] for path in paths}
         return jax.jit(draw, out_shardings=where, compiler_options=options)
 
-    def module(self, params: Params) -> Any:
-        """The module with ``params`` in it: a ``VLM``, or a ``DualEncoder``."""
-        return merge(self.graph, self._attached(params))
+    def module(
+        self, params: Params, noise: jax.Array | None = None, first: jax.Array | None = None
+    ) -> Any:
+        """The module with ``params`` in it: a ``VLM``, or a ``DualEncoder``.
 
-    def _attached(self, params: Params) -> Params:
+        Args:
+            params: all of them.
+            noise: u32[B, 2] of a batch that is trained on; ``None``: adapters drop nothing.
+            first: of a pipeline's stage, the number of its first layer.
+        """
+        return merge(self.graph, self._attached(params, noise, first))
+
+    def _attached(
+        self, params: Params, noise: jax.Array | None = None, first: jax.Array | None = None
+    ) -> Params:
         params = {**self.absent, **params}
         if not self.adapter.rank:
             return params
-        return lora.attach(quantized.attach(params), lora.scale(self.adapter))
+        noisy = {path: dims for path, dims in self.adapted.items() if path in self.noisy}
+        keys = {} if noise is None else lora.noise_of(noisy, params, noise, first)
+        rate = self.adapter.dropout
+        return lora.attach(quantized.attach(params), lora.scale(self.adapter), rate, keys)
 
     def apply(self, params: Params, batch: Batch) -> Out:
         """The forward pass as a function of parameters."""
-        return self.module(params)(batch)
+        return self.module(params, batch.noise)(batch)
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes with their shardings."""
@@ -242,7 +257,10 @@ def _check_stages(
         return
     where = f"config.mesh.stage={stages}"
     if isinstance(config, DualConfig):
-        raise ConfigError(f"{where} cuts a decoder's layers, and this model has none")
+        raise ConfigError(
+            f"{where} cuts a decoder's layers, and this model has none; its devices can lie on "
+            "config.mesh.data or fsdp"
+        )
     for tower in ("vision", "decoder") if tower_here else ("decoder",):
         if (remat := getattr(config, tower).remat) in ("none", "offload"):
             raise ConfigError(
@@ -303,8 +321,9 @@ def wrap(
     ):
         shapes, logical = {**shapes, **more}, {**logical, **words}
     model = Model(
-        config, mesh, seen["graph"], shapes, logical, make, strategies, adapter, adapted, packed
-    )
+        config, mesh, seen["graph"], shapes, logical, make, strategies, adapter, adapted, packed,
+        frozenset(adapted if adapter.dropout else ()),
+    )  # fmt: skip
     _ = model.shardings  # dims that the mesh does not divide are refused here
     return model
 

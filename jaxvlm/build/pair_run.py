@@ -11,14 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvlm.build import adapters, caching, dual, inputs, pretrained
+from jaxvlm.build import adapters, dual, inputs, pair_cache, pretrained
 from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.inputs import Prepared
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model
-from jaxvlm.build.retrieval import tables
+from jaxvlm.build.pairs import Chunks, chunks_of, group_of, pair_runner
+from jaxvlm.build.retrieval import found_sheet, tables
 from jaxvlm.build.scorer import Report
+from jaxvlm.build.training import pipeline_line
 from jaxvlm.config import ConfigError, DualConfig, TrainConfig, VectorConfig
 from jaxvlm.data import check as checks
 from jaxvlm.data import images, pair_formats
@@ -30,10 +32,12 @@ from jaxvlm.data.text_rows import TextRows
 from jaxvlm.evals import retrieval
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import local_rows, replicated, to_global
+from jaxvlm.train.pairs import Chunk
 from jaxvlm.types import Batch, Pairs, Params
 
 METRIC = "recall@1"
 """What names the best checkpoint where nothing is said."""
+WHOLE: Chunks = (Chunk(), Chunk())
 
 
 def prepare(given: TrainConfig, workdir: pathlib.Path | None) -> Prepared:
@@ -85,18 +89,20 @@ def _check(config: TrainConfig) -> None:
     name, default = of[config.encoder]
     if getattr(config, name) != default:
         raise ConfigError(f"config.{name} is not read with config.encoder={config.encoder!r}")
-    for where, on in (
-        (f"config.eval_records={config.eval_records}", config.eval_records > 0),
-        (f"config.cache.policy={config.cache.policy!r}", caching.is_on(config.cache)),
-        (f"config.tower.devices={config.tower.devices}", config.tower.devices != 0),
-        (f"config.microbatches={config.microbatches}", config.microbatches > 1),
-        (f"config.mesh.stage={config.mesh.stage}", config.mesh.stage > 1),
+    on_one, whole = "vectors are trained on one mesh", "a corpus is searched whole"
+    for where, on, why in (
+        (f"eval_records={config.eval_records}", config.eval_records > 0, whole),
+        (f"tower.devices={config.tower.devices}", config.tower.devices != 0, on_one),
+        (
+            f"microbatches={config.microbatches}",
+            config.microbatches > 1,
+            "the parts of a batch, on a pipeline too, are the chunks of config.grad_cache: set "
+            "its query and document, rows of a data shard",
+        ),
     ):
         if on:
-            raise ConfigError(
-                f"{where} does not go with config.loss={config.loss!r}: vectors are trained on one "
-                "mesh, in chunks by config.grad_cache, and a corpus is searched whole"
-            )
+            raise ConfigError(f"config.{where} does not go with config.loss={config.loss!r}: {why}")
+    pair_cache.check(config)
 
 
 def check(config: TrainConfig, spec: str) -> checks.Report:
@@ -149,13 +155,29 @@ def introduction(run: Any, local: Pairs) -> list[str]:
     b, K = config.data.batch_size, local.there.shape[1]
     lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]
     negatives = f"a positive and {K - 1} hard negatives" if K > 1 else "a positive"
-    cached = [f"{name} {n}" for name, n in dataclasses.asdict(config.grad_cache).items() if n]
+    queries, documents = (
+        _cut(run.model, name, rows, length, chunk)
+        for name, rows, length, chunk in zip(
+            ("queries", "documents"), (b, b * K), lengths, chunks_of(config.grad_cache)
+        )
+    )
     return [
         f"{len(data.examples):,} examples, {len(data.queries.items):,} different queries, "
         f"{len(data.documents.items):,} documents; {run.steps} steps of {b} queries x "
         f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
-        f"loss {config.loss}; gradient cache: {', '.join(cached) or 'none'}",
+        f"loss {config.loss}; {queries}; {documents}",
     ]
+
+
+def _cut(model: Model, name: str, rows: int, length: int, chunk: Chunk) -> str:
+    """How a side is run."""
+    stages, local = model.mesh.shape["stage"], rows // batch_shards(model.mesh)
+    parts = chunk.parts(length, local, group_of(model))
+    filled = f" and {-local % parts} of padding" if local % parts else ""
+    line = f"a data shard's {local} {name}{filled} in {parts} chunk{'s' * (parts > 1)}"
+    if stages > 1:
+        line += f", {pipeline_line(model.strategies['decoder'], stages, parts)}"
+    return line
 
 
 def shown(dataset: PairDataset, meta: PairMeta, most: int = 3) -> list[str]:
@@ -184,7 +206,9 @@ def is_run(model: Loaded | Encoder) -> bool:
     return config is not None and of_vectors(config)
 
 
-def evaluate(model: Loaded | Encoder, spec: str = "", blind: bool = True) -> Report:
+def evaluate(
+    model: Loaded | Encoder, spec: str = "", blind: bool = True, sheet: str = ""
+) -> Report:
     """Evaluate a trained model on what it was trained for.
 
     Args:
@@ -198,10 +222,14 @@ def evaluate(model: Loaded | Encoder, spec: str = "", blind: bool = True) -> Rep
     config = model.run if isinstance(model, Encoder) else model.config
     if not is_run(model):
         assert isinstance(model, Loaded)
-        return model.evaluate(spec, blind=blind)
+        return model.evaluate(spec, blind=blind, sheet=sheet)
     assert config is not None
     rows = _rows(config, model.tokenizer, model.pictures)
-    return scorer(config, model.model, rows, spec).report(model.params, 0, blind)
+    made = scorer(config, model.model, rows, spec)
+    report = made.report(model.params, 0, blind)
+    if sheet:
+        made.sheet(pathlib.Path(sheet))
+    return report
 
 
 def scorer(config: TrainConfig, model: Model, rows: Any, spec: str = "") -> PairScorer:
@@ -219,7 +247,8 @@ def scorer(config: TrainConfig, model: Model, rows: Any, spec: str = "") -> Pair
     dataset = PairDataset.from_config(data, rows, seed=config.seed, spec=spec)
     parts = batch_shards(model.mesh)
     count = -(-data.batch_size // parts) * parts
-    return PairScorer(model, dataset, count, config.pair_loss.dims)
+    chunks = chunks_of(config.grad_cache)
+    return PairScorer(model, dataset, count, config.pair_loss.dims, chunks)
 
 
 class PairScorer:
@@ -230,26 +259,36 @@ class PairScorer:
         dataset: of pairs.
         batch_size: rows at a time, over all devices.
         dims: prefixes of the vectors that are measured too.
+        chunks: rows that are run at once.
     """
 
     def __init__(
-        self, model: Model, dataset: PairDataset, batch_size: int, dims: tuple[int, ...] = ()
+        self,
+        model: Model,
+        dataset: PairDataset,
+        batch_size: int,
+        dims: tuple[int, ...] = (),
+        chunks: Chunks = WHOLE,
     ):
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
         self.what = retrieval.Retrieval(dims=dims)
         self.rows = local_rows(model.mesh, batch_size)
-        right = [found.tolist() for found in dataset.relevance()]
-        self.relevance = retrieval.Relevance.of(right, len(dataset.documents.items))
-        self._embed = jax.jit(self._vectors, out_shardings=replicated(model.mesh))
+        self.right = [found.tolist() for found in dataset.relevance()]
+        self.relevance = retrieval.Relevance.of(self.right, len(dataset.documents.items))
+        self._last: tuple[np.ndarray, np.ndarray] | None = None
+        runner = pair_runner(model, model.shapes, chunks)
+
+        def embed(params: Params, batch: Batch, side: str) -> jax.Array:
+            return runner.made(params, getattr(runner, side), batch).hidden
+
+        everywhere = replicated(model.mesh)
+        self._embed = jax.jit(embed, static_argnames="side", out_shardings=everywhere)
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the figures that may say which checkpoint is best."""
         kinds = ("hit", "recall", "ndcg", "mrr", "map")
         return tuple(f"{kind}@{k}" for k in self.what.ks for kind in kinds)
-
-    def _vectors(self, params: Params, batch: Batch) -> jax.Array:
-        return self.model.module(params).embed(batch).hidden
 
     def vectors(self, params: Params, side: str) -> np.ndarray:
         """f32[items, E] of all ``query`` or ``document`` items; 0 where a picture failed.
@@ -260,7 +299,7 @@ class PairScorer:
         count, made = len(side_of.items), []
         for _, local in self.dataset.items(side, self.rows, self.batch_size):
             rows = to_global(self.model.mesh, local, self.batch_size)
-            made.append(np.asarray(self._embed(params, rows)))
+            made.append(np.asarray(self._embed(params, rows, side=side)))
         return np.concatenate(made)[:count]
 
     def report(self, params: Params, limit: int = 0, blind: bool = True) -> Report:
@@ -272,7 +311,8 @@ class PairScorer:
             blind: whether the random control is beside it.
         """
         start = time.perf_counter()
-        query, document = (self.vectors(params, side) for side in ("query", "document"))
+        self._last = self.vectors(params, "query"), self.vectors(params, "document")
+        query, document = self._last
         what = dataclasses.replace(self.what, random=blind)
         found = retrieval.evaluate(query, document, self.relevance, self.model.mesh, what)
         found["documents"] = float(len(document))
@@ -280,3 +320,19 @@ class PairScorer:
         shown = {n: x for n, x in found.items() if "recall@" in n or n.endswith(f"ndcg@{most}")}
         shown |= {n: x for n, x in found.items() if "@" not in n}
         return Report(found, {}, time.perf_counter() - start, tables(shown, self.what.dims))
+
+    def sheet(self, path: pathlib.Path) -> bool:
+        """Draw some queries and what they found in the last report.
+
+        Args:
+            path: PNG to write.
+
+        Returns:
+            False if there was no report; nothing is written then.
+        """
+        if self._last is None:
+            return False
+        sides = (self.dataset.queries.items, self.dataset.documents.items)
+        asked, known = zip(sides, self._last, strict=True)
+        found_sheet(asked, known, self.right, path)
+        return True

@@ -9,16 +9,24 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxvlm.build.model import Model, axes_of, wrap
-from jaxvlm.config import LoraConfig, ModelConfig, StrategyConfig
-from jaxvlm.models.vlm import Tower
+from jaxvlm.build.model import Known, Model, axes_of, wrap
+from jaxvlm.config import DualConfig, LoraConfig, ModelConfig, StrategyConfig
+from jaxvlm.models.dual import PictureTower
+from jaxvlm.models.vlm import Tower, tower_tokens, tower_width
 from jaxvlm.nn.param import Init
 from jaxvlm.train.apart import is_tower
 
 
-def tower_part(
-    model: Model[ModelConfig], mesh: Mesh, strategy: StrategyConfig
-) -> Model[ModelConfig]:
+def features_of(config: ModelConfig | DualConfig) -> tuple[int, int]:
+    """(P, D) of a picture in ``Batch.features``; P is 0 where a picture of any size has one of each
+    of its patches, and 1 of a dual encoder, whose tower gives a vector.
+    """
+    if isinstance(config, DualConfig):
+        return 1, config.vision.width
+    return 0 if config.vision.packed else tower_tokens(config), tower_width(config)
+
+
+def tower_part(model: Model[Known], mesh: Mesh, strategy: StrategyConfig) -> Model[Known]:
     """The tower on ``mesh``: ``module(params)(batch)`` is ``Batch.features``; allocates nothing.
 
     Raises:
@@ -27,6 +35,8 @@ def tower_part(
     axes = axes_of(model.config, mesh, strategy)["vision"]
 
     def make(init: Init) -> nnx.Module:
+        if isinstance(model.config, DualConfig):
+            return PictureTower(init, axes, model.config)
         return Tower(init, axes, model.config)
 
     # Adapters are the whole model's: it has found them, and _part takes the tower's over.
@@ -36,16 +46,14 @@ def tower_part(
     return _part(model, is_tower, **there)
 
 
-def rest_of(model: Model[ModelConfig]) -> Model[ModelConfig]:
+def rest_of(model: Model[Known]) -> Model[Known]:
     """The model without its tower: it takes batches with features."""
     absent = {path: x for path, x in model.shapes.items() if is_tower(path)}
     there = {name: s for name, s in model.strategies.items() if name != "vision"}
     return _part(model, lambda path: not is_tower(path), strategies=there, absent=absent)
 
 
-def _part(
-    model: Model[ModelConfig], mine: Callable[[str], bool], **more: Any
-) -> Model[ModelConfig]:
+def _part(model: Model[Known], mine: Callable[[str], bool], **more: Any) -> Model[Known]:
     def pick(of: Mapping[str, Any]) -> dict[str, Any]:
         return {path: x for path, x in of.items() if mine(path)}
 

@@ -27,8 +27,8 @@ SAVED = "source"
 LAYOUT = "jaxvlm_layout.json"
 """File in it: where each tensor lay."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_OURS = ("remat", "trunk")
-"""Settings of a tower that say how it is computed, not what; a recipe may set them."""
+_OURS = ("remat", "trunk", "dropout", "attention_dropout")
+"""Settings of a tower that say how it is computed or trained, not what it is; a recipe's to say."""
 
 
 class Source(NamedTuple):
@@ -317,3 +317,14 @@ def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
     if any(p.is_absolute() or ".." in p.parts for p in paths):
         raise ConfigError(f"{path} names a place outside of its folder")
     return found
+
+
+def pooling(folder: pathlib.Path, listed: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the pooling module of :func:`modules` says; {} where there is none."""
+    paths = [m.get("path", "") for m in listed if str(m.get("type")).endswith("Pooling")]
+    return optional(folder / paths[0] / "config.json") if paths else {}
+
+
+def optional(path: pathlib.Path) -> dict[str, Any]:
+    """As :func:`json_object`; {} where there is no file."""
+    return json_object(path) if path.is_file() else {}

@@ -126,7 +126,7 @@ def check_same_model(workdir: str, config: TrainConfig) -> ModelConfig | DualCon
     old = dataclasses.replace(old, **{words: tower})
     # How it is computed, and where it is from, not what it is.
     free: tuple[str, ...] = ("attention", "remat", "dtype", "checkpoint")
-    free += ("vision_checkpoint", "text_checkpoint")
+    free += ("vision_checkpoint", "text_checkpoint", "dropout", "attention_dropout")
     free += () if lora.rank else ("trunk",)  # where a tower's stack of blocks is cut in two
     where = "config.model" if isinstance(model, ModelConfig) else "config.dual"
     differ = [line for line in changes(old, model, where) if not _is_one_of(line, free)]

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jaxvlm.data.examples import Example, Item
 from jaxvlm.evals import retrieval
 from jaxvlm.evals.retrieval import RANDOM, REVERSE, Relevance, Retrieval
 from jaxvlm.evals.sheet import Found, Shown, draw_found
-from jaxvlm.parallel.topk import Search, nearest
+from jaxvlm.evals.zero_shot import unit
 
 _ROWS, _SHOWN, _SEED = 12, 5, 0x5E
 
@@ -118,24 +118,47 @@ def evaluate(
     mesh = model.model.mesh
     metrics = retrieval.evaluate(queries, documents, relevance, mesh, what)
     if sheet:
-        some = np.random.default_rng(_SEED).permutation(len(queries))[:_ROWS]
-        depth = min(_SHOWN, len(documents))
-        found = nearest(queries[some], documents, depth, mesh, Search(what.cosine))
-        if not jax.process_index():
-            draw_found(_rows(gathered, some, found.document, found.score), pathlib.Path(sheet))
+        asked, known = (gathered.queries, queries), (gathered.documents, documents)
+        found_sheet(asked, known, gathered.right, pathlib.Path(sheet), what.cosine)
     metrics |= {"documents": float(len(documents))}
     return Report(metrics, what.dims, time.monotonic() - begun)
 
 
-def _rows(
-    gathered: Gathered, some: np.ndarray, documents: np.ndarray, scores: np.ndarray
-) -> list[Found]:
+def found_sheet(
+    queries: tuple[Sequence[Item], np.ndarray],
+    documents: tuple[Sequence[Item], np.ndarray],
+    right: Sequence[Collection[int]],
+    path: pathlib.Path,
+    cosine: bool = True,
+) -> None:
+    """Draw some queries, the documents that are best for each, and where the first right one is.
+
+    Args:
+        queries: items, and their vectors f32[Q, E].
+        documents: likewise, f32[N, E].
+        right: of each query, the documents that are right.
+        path: PNG; process 0 writes it.
+        cosine: compare by it, or by products as they are.
+    """
+    if jax.process_index():
+        return
+    some = np.random.default_rng(_SEED).permutation(len(queries[0]))[:_ROWS].tolist()
+    asked, known = (unit(x) if cosine else x for x in (queries[1][some], documents[1]))
+    scores = asked @ known.T
     rows = []
-    for i, found, score in zip(some.tolist(), documents.tolist(), scores.tolist()):
-        right = set(gathered.right[i])
-        shown = [_shown(gathered.documents[n]) for n in found]
-        rows.append(Found(_shown(gathered.queries[i]), shown, score, [n in right for n in found]))
-    return rows
+    for i, score in zip(some, scores):
+        order = np.argsort(-score, kind="stable")
+        ours = np.isin(order, list(right[i]))
+        rows.append(
+            Found(
+                _shown(queries[0][i]),
+                [_shown(documents[0][n]) for n in order[:_SHOWN]],
+                score[order[:_SHOWN]].tolist(),
+                ours[:_SHOWN].tolist(),
+                1 + int(ours.argmax()) if ours.any() else 0,
+            )
+        )
+    draw_found(rows, path)
 
 
 def _shown(item: Item) -> Shown:

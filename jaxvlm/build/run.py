@@ -90,8 +90,7 @@ class Run:
             self._build_by_cost(devices)
         else:
             self._build(own)
-        vectors = of_vectors(self.config)
-        self.slots = None if vectors else caching.slots_of(self.config, self.dataset)
+        self.slots = caching.slots_of(self.config, self.dataset)
         self.training = training.build_training(
             self.config, self.model, self.steps, print, self.tower, self.slots
         )

@@ -13,6 +13,7 @@ from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.plan import count
 from jaxvlm.train.apart import Sides, is_tower
+from jaxvlm.train.pairs import rows_of
 from jaxvlm.types import Batch, Pairs
 
 BY_COST = -1
@@ -53,7 +54,7 @@ def step_flops(
     if isinstance(batch, Batch):
         assert isinstance(config, ModelConfig)
         return flops(config, trained, batch, scale)[1]
-    document = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.document)
+    document = rows_of(batch.document)
     if isinstance(config, DualConfig):
         each = [count.encoders(config, x, trained) for x in (batch.query, document)]
     else:

@@ -17,7 +17,7 @@ from jaxvlm.types import Batch, Out, Params
 _BLOCKS, _TABLE = "decoder/stack/blocks/", "decoder/embed/table"
 
 
-def cut(model: Model[ModelConfig]) -> Cut:
+def cut(model: Model[ModelConfig], vectors: bool = False) -> Cut:
     """The decoder's layers, what comes before them, and what comes behind.
 
     Flow: ``x`` [B, T, D], the residual stream; ``deep`` [K, B, T, D] where the model has
@@ -26,6 +26,7 @@ def cut(model: Model[ModelConfig]) -> Cut:
 
     Args:
         model: on a mesh whose ``stage`` divides its decoder's layers.
+        vectors: whether rows become vectors, by what stands behind the decoder.
     """
     decoder, tied = model.config.decoder, model.config.decoder.tied_embeddings
     stages = model.mesh.shape[AXIS] * model.strategies["decoder"].chunks
@@ -36,13 +37,14 @@ def cut(model: Model[ModelConfig]) -> Cut:
             return "blocks"
         if path.startswith(_TABLE):
             return "both" if tied else "pre"
-        return "post" if path.startswith("decoder/") else "pre"
+        return "post" if path.startswith(("decoder/", "head/")) else "pre"
 
-    def module(params: Params):
-        return model.module({**model.shapes, **params})  # the other pieces' are only shapes
+    def module(params: Params, batch: Batch, first: jax.Array | None = None):
+        # The other pieces' are only shapes.
+        return model.module({**model.shapes, **params}, batch.noise, first)
 
     def pre(params: Params, batch: Batch) -> Flow:
-        stream = module(params).pre(batch)
+        stream = module(params, batch).pre(batch)
         flow = {"x": stream.x}
         if stream.deep is not None:
             flow["deep"] = stream.deep
@@ -52,8 +54,10 @@ def cut(model: Model[ModelConfig]) -> Cut:
         return flow
 
     def blocks(params: Params, flow: Flow, batch: Batch, first: jax.Array) -> Flow:
-        stream = Stream(flow["x"], batch.positions, batch_mask(batch), deep=flow.get("deep"))
-        stream = module(params).blocks(stream, first)
+        stream = Stream(
+            flow["x"], batch.positions, batch_mask(batch), deep=flow.get("deep"), noise=batch.noise
+        )
+        stream = module(params, batch, first).blocks(stream, first)
         out = {"x": stream.x}
         if go_on and "deep" in flow:
             out["deep"] = flow["deep"]
@@ -67,7 +71,9 @@ def cut(model: Model[ModelConfig]) -> Cut:
         if decoder.num_experts:
             routed = Routed(flow["load"], flow["probability"])
         stream = Stream(flow["x"], batch.positions, batch_mask(batch), routed=routed)
-        return module(params).post(stream)
+        made = module(params, batch)
+        out = made.post(stream)
+        return made.pooled(out, batch) if vectors else out
 
     return Cut(pre, blocks, post, where)
 

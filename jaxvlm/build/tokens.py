@@ -20,12 +20,13 @@ import numpy as np
 
 import jaxvlm
 from jaxvlm.build.model import Model
+from jaxvlm.build.parts import features_of
 from jaxvlm.cache.codec import error_bound
 from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
-from jaxvlm.config import CacheConfig, ConfigError, ModelConfig
+from jaxvlm.config import CacheConfig, ConfigError, DualConfig
 from jaxvlm.io.digest import bit_words, flat_index, mix
-from jaxvlm.models.vlm import DTYPES, tower_width
+from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.train.apart import is_tower
 from jaxvlm.types import Batch, Params
@@ -64,7 +65,7 @@ class Keeper:
         """Keep what a step made; returns at once.
 
         Args:
-            batch: this process's rows, numpy.
+            batch: this process's rows, numpy; as many to each row of the global batch.
             tokens: the step's ``Batch.features``, split as a batch is.
         """
         fresh = batch.image_key[(batch.image_start >= 0) & ~batch.is_stored]
@@ -103,8 +104,9 @@ class Keeper:
                 self._say(f"visual tokens are no longer kept: {type(error).__name__}: {error}")
 
     def _keep(self, batch: Batch, tokens: jax.Array) -> None:
+        per_row = len(batch.image_key) // len(self._local)  # documents of an example
         for row, data in owned_rows(tokens).items():
-            at = self._local[row]
+            at = self._local[row // per_row] * per_row + row % per_row
             for place in np.flatnonzero((batch.image_start[at] >= 0) & ~batch.is_stored[at]):
                 key = batch.image_key[at, place].tobytes()
                 if self._wants(key):
@@ -130,7 +132,7 @@ class Keeper:
 
 def _of_picture(tokens: np.ndarray, batch: Batch, row: int, place: int) -> np.ndarray:
     """[P, D]: a picture's part of a row's tokens."""
-    if batch.grid is None:
+    if tokens.ndim == 3:
         return tokens[place]
     sizes = batch.grid[row].prod(axis=1)
     first = int(sizes[:place].sum())
@@ -174,9 +176,8 @@ def open_keeper(
             f"visual tokens on disk: {store.folder}: {counts.rows:,} pictures of this tower"
             f"{trusted}, {counts.bytes / 2**20:.1f} MiB"
         )
-    tiers = Tiers(store, config.memory_mb, DTYPES[run.config.model.dtype])
-    run.dataset.views.lookup = tiers.get
-    run.dataset.audited = config.refresh
+    tiers = Tiers(store, config.memory_mb, DTYPES[run.config.network.dtype])
+    run.dataset.look_up(tiers.get, config.refresh)
     return Keeper(tiers, run.rows, say)
 
 
@@ -188,14 +189,16 @@ def alarm_of(codec: str) -> float:
 def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
     """What tokens depend on beside the picture: equal only where they would be equal."""
     config, model, slots = run.config, run.model, run.slots
+    network = config.network
     assert slots is not None
     facts: dict[str, Any] = {
         "weights": weights_digest(params),
-        "tower": dataclasses.asdict(config.model.vision),
-        "width": tower_width(config.model),
+        "tower": dataclasses.asdict(network.vision),
+        "width": features_of(network)[1],
+        "pooled": isinstance(network, DualConfig),
         # Those of a trunk's top change nothing below it.
-        "adapters": {} if model.has_trunk else dataclasses.asdict(config.model.lora),
-        "pictures": run.dataset.settings.prepare.fingerprint,
+        "adapters": {} if model.has_trunk else dataclasses.asdict(network.lora),
+        "pictures": run.dataset.preparation.fingerprint,
         "libraries": {name: version(name) for name in ("pillow", "transformers")},
         "code": code_digest(),
     }
@@ -208,8 +211,8 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
                 os.environ.get("XLA_FLAGS", ""),
                 str(jax.config.values["jax_default_matmul_precision"]),
             ],
-            "dtype": config.model.dtype,
-            "attention": config.model.attention,
+            "dtype": network.dtype,
+            "attention": network.attention,
             "layout": _layout(model),
             "chunk": [*slots.windows, chunk],
         }
@@ -250,7 +253,7 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-def _layout(model: Model[ModelConfig]) -> dict[str, Any]:
+def _layout(model: Model) -> dict[str, Any]:
     """How the tower lies on the mesh. The number of data shards alone changes nothing in it."""
     mesh = {axis: size for axis, size in model.mesh.shape.items() if axis != "data"}
     return {"mesh": mesh, "strategy": dataclasses.asdict(model.strategies["vision"])}

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.build import caching
+from jaxvlm.build import caching, pair_cache
 from jaxvlm.build.apart import assemble_apart, wave_of
 from jaxvlm.build.assemble import Assembled, split, together
 from jaxvlm.build.losses import make_loss, of_vectors
 from jaxvlm.build.model import Model
-from jaxvlm.build.pairs import Chunks
+from jaxvlm.build.noise import check_read
+from jaxvlm.build.pairs import chunks_of
 from jaxvlm.build.shares import step_flops
 from jaxvlm.config import (
     ConfigError,
@@ -24,14 +25,13 @@ from jaxvlm.config import (
     VisionConfig,
     feature_blocks,
 )
-from jaxvlm.data.slots import Slots
+from jaxvlm.data.slots import Slots, Unpaged
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.plan import count
 from jaxvlm.train.apart import is_tower
-from jaxvlm.train.pairs import Chunk
 from jaxvlm.train.programs import Programs
 from jaxvlm.train.room import Room
 from jaxvlm.train.runner import check_own_rows, check_parts
@@ -121,7 +121,7 @@ def build_training(
     steps: int,
     say: Callable[[str], None],
     tower: Model | None = None,
-    slots: Slots | None = None,
+    slots: Slots | Unpaged | None = None,
 ) -> Training:
     """The optimizer, the step and the shardings of its state; allocates nothing.
 
@@ -131,12 +131,13 @@ def build_training(
         steps: of the whole run.
         say: takes lines for people.
         tower: the model's vision tower, where it is on a mesh of its own.
-        slots: pages of the visual-token cache, where tokens are kept.
+        slots: where visual tokens are kept, if they are.
 
     Raises:
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
             fit ``steps``.
     """
+    check_read(config)
     trainable, _ = split(model, model.shapes, config.optim.frozen)
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
@@ -150,26 +151,27 @@ def build_training(
     loss = make_loss(config, model.mesh)
     check_parts(config.microbatches, loss, config.data.batch_size)
     check_own_rows(config.strategy.reduce_bits, loss)
-    if (stages := model.mesh.shape["stage"]) > 1:
+    if (stages := model.mesh.shape["stage"]) > 1 and not of_vectors(config):
         how, parts = model.strategies["decoder"], config.microbatches
         if tower and any(is_tower(path) for path in trainable):
             parts = wave_of(model, parts, config.tower.wave)
-        say(_pipeline_line(how, stages, parts))
+        say(f"{pipeline_line(how, stages, parts)} (config.microbatches raises it)")
     asked = (loss, tx, config.microbatches, config.optim.frozen)
-    if of_vectors(config):
-        made = together(model, *asked, chunks=_chunks(config, model, say))
-    elif tower:
-        made = assemble_apart(model, tower, *asked, wave=config.tower.wave)
-    elif caching.is_on(config.cache):
-        assert slots is not None
-        asks = caching.with_chunk(config, model.mesh)
+    asks, cache = caching.with_chunk(config, model.mesh), None
+    if isinstance(slots, Unpaged):
+        cache = pair_cache.make_pair_cache(asks, model, trainable, slots.windows)
+    elif slots:
         cache = caching.make_cache(
             asks, model, trainable, slots.count, slots.windows, schedule, config.seed
         )
-        made = together(model, *asked, cache)
-        say(caching.line(asks, slots, made.abstract))
+    if of_vectors(config):
+        made = together(model, *asked, cache, chunks_of(config.grad_cache), config.seed)
+    elif tower:
+        made = assemble_apart(model, tower, *asked, wave=config.tower.wave, seed=config.seed)
     else:
-        made = together(model, *asked)
+        made = together(model, *asked, cache, seed=config.seed)
+    if slots:
+        say(caching.line(asks, slots, made.abstract))
     return Training(
         model,
         Programs(made.build, say, _sizes(made, config.cache.halvings)),
@@ -181,21 +183,6 @@ def build_training(
         made.params,
         made.cache,
     )
-
-
-def _chunks(config: TrainConfig, model: Model, say: Callable[[str], None]) -> Chunks:
-    """Of queries and of documents; says where the last one is filled up."""
-    asked, shards = config.grad_cache, batch_shards(model.mesh)
-    for name, value in dataclasses.asdict(asked).items():
-        if value < 0:
-            raise ConfigError(f"config.grad_cache.{name}={value}: at least 0, which is all")
-    local = config.data.batch_size // shards
-    if asked.query and local % asked.query and asked.query < local:
-        say(
-            f"config.grad_cache.query={asked.query} does not divide the {local} queries of a data "
-            f"shard: the last chunk is filled up; {nearest_divisor(local, asked.query)} would fit"
-        )
-    return Chunk(asked.query, asked.tokens), Chunk(asked.document, asked.tokens)
 
 
 def _sizes(made: Assembled, halvings: int) -> list[TrainState]:
@@ -236,12 +223,12 @@ def _fitting(rows: int, parts: int, shards: int) -> str:
     return f"config.data.batch_size={-(-rows // (parts * shards)) * parts * shards} would do"
 
 
-def _pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
+def pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
+    """How well a schedule uses its stages, for people."""
     table = timetable(strategy.schedule, stages, parts, strategy.chunks)
     return (
         f"pipeline {strategy.schedule}: {stages} stages, {parts} microbatches at once, "
-        f"{table.kept} units in flight; stages are busy {table.busy:.0%} of the time "
-        "(config.microbatches raises it)"
+        f"{table.kept} units in flight; stages are busy {table.busy:.0%} of the time"
     )
 
 

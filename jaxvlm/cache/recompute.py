@@ -62,7 +62,7 @@ class Recompute:
 
     Args:
         encode: parameters and a batch of one picture a row -> its features, [n, 1, P, D] of
-            pictures of one size, [n, W, D] of packed patches.
+            pictures of one size, [n, W, D] of packed patches, [n, 1, 1, D] where it is ``pooled``.
         mesh: of the run.
         windows: tokens that the tower makes of a picture, at most; ascending. One number, P, where
             pictures have one size.
@@ -70,6 +70,8 @@ class Recompute:
             the same tokens. One number for all batches of a run: bits depend on it.
         policy: when tokens are stale.
         rate: the tower's version -> the learning rate of its next update.
+        pooled: whether the tower makes one vector of a picture, of which a row has one at most; its
+            window is 1, however many patches it has.
     """
 
     encode: Callable[[Any, Batch], jax.Array]
@@ -78,17 +80,27 @@ class Recompute:
     chunk: int
     policy: Policy
     rate: Callable[[jax.Array], jax.Array] = jnp.ones_like
+    pooled: bool = False
 
-    def look(self, state: CacheState, batch: Batch) -> Seen:
-        """Which pictures have to be encoded: all that have no pages, or others' or old ones."""
+    def look(self, state: CacheState | None, batch: Batch) -> Seen:
+        """Which pictures have to be encoded: all that have no pages, or others' or old ones.
+
+        Args:
+            state: of the cache; ``None``: there are no pages, all is encoded that is not stored.
+            batch: with its pictures.
+        """
         policy = self.policy
-        if batch.grid is None:
+        if not self._is_cut(batch):
             number = jnp.arange(batch.image_start.shape[1], dtype=jnp.int32)
             size = jnp.where(batch.image_start >= 0, self.windows[-1], 0).astype(jnp.int32)
             first = jnp.broadcast_to(number * self.windows[-1], size.shape)
         else:
             size = jnp.prod(batch.grid, axis=-1)
             first = jnp.cumsum(size, axis=-1) - size
+        if state is None:
+            none, real = jnp.zeros_like(size), jnp.ones(size.shape, jnp.float32)
+            stale = (size > 0) & ~batch.is_stored
+            return Seen(first, size, stale, none > 0, none, 0 * real, real)
         known, lag, due, drift, pull = self._kept(state, batch, size)
         good = (size > 0) & known & (lag <= policy.bound)
         if policy.tolerance:
@@ -116,6 +128,10 @@ class Recompute:
             stale, weight = stale | drawn, jnp.where(drawn, 1 / chance, 1)
         seen = Seen(first, size, stale, known, lag, drift, weight)
         return self._refresh_ahead(seen) if policy.ahead < policy.bound else seen
+
+    def _is_cut(self, batch: Batch) -> bool:
+        """Whether pictures have as many tokens as patches, which lie packed in rows."""
+        return batch.grid is not None and not self.pooled
 
     def _kept(self, state: CacheState, batch: Batch, size: jax.Array) -> tuple[jax.Array, ...]:
         """[B, I] each: known, lag; due, drift and pull, zeros where it is not known."""
@@ -149,12 +165,14 @@ class Recompute:
 
         return seen._replace(stale=self._local(local, (_ROWS,), _ROWS)(seen))
 
-    def features(self, params: Any, state: CacheState, batch: Batch, seen: Seen) -> jax.Array:
+    def features(
+        self, params: Any, state: CacheState | None, batch: Batch, seen: Seen
+    ) -> jax.Array:
         """The pictures' tokens: stale ones encoded, with gradient, the others read, without.
 
         Args:
             params: of the tower.
-            state: of the cache.
+            state: as :meth:`look` took it.
             batch: with its pictures.
             seen: of :meth:`look`.
 
@@ -170,7 +188,7 @@ class Recompute:
             place = jnp.where(asked, done + rank * high, place)
             done += order.size // batch_shards(self.mesh) * high
         made = self._merge(fresh, place, seen, state, batch)
-        if batch.grid is None:
+        if not self._is_cut(batch):
             made = made.reshape(*seen.size.shape, self.windows[-1], -1)
         # The rest of the step is to be compiled as if it had been given them.
         return jax.lax.optimization_barrier(made)
@@ -324,7 +342,8 @@ class Recompute:
         them, i32[B, I]; and how many the busiest shard has.
         """
         shards, places = batch_shards(self.mesh), seen.size.size
-        room = places * self.windows[-1] if batch.grid is None else batch.patches[..., 0].size
+        cut = self._is_cut(batch)
+        room = batch.patches[..., 0].size if cut else places * self.windows[-1]
         room //= shards
         size = self.chunk * (self.windows[-1] // high)
         chunks = -(-min(places // shards, room // (low + 1)) // size)
@@ -348,6 +367,8 @@ class Recompute:
         def take(order: jax.Array, seen: Seen, given: Any) -> Any:
             if len(given) == 1:
                 return [given[0].reshape(-1, 1, *given[0].shape[2:])[order]]
+            if self.pooled:
+                return [x[order] for x in given]
             return [_windows(given[0], seen, window, order), given[1].reshape(-1, 1, 3)[order]]
 
         def some(order: jax.Array) -> jax.Array:
@@ -378,17 +399,25 @@ class Recompute:
         fresh: list[jax.Array],
         place: jax.Array,
         seen: Seen,
-        state: CacheState,
+        state: CacheState | None,
         batch: Batch,
     ) -> jax.Array:
         """[B, Q, D]: the tower's tokens of each row; a stale picture's from its place in fresh."""
-        width = state.pages.shape[-1]
-        if batch.grid is None:
+        width = fresh[0].shape[-1]
+        if not self._is_cut(batch):
             length = seen.size.shape[1] * self.windows[-1]
         else:
             length = batch.patches.shape[1]
 
-        def local(fresh: Any, start: Any, seen: Seen, pages: Any, at: Any, given: Any) -> Any:
+        def kept(which: Any, token: Any, pages: Any = None, at: Any = None) -> jax.Array:
+            if pages is None:
+                return jnp.zeros((*which.shape, width), fresh[0].dtype)
+            page = jnp.take_along_axis(at, which[..., None], axis=1)
+            page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
+            index = self._mine(page, pages) * PAGE + token % PAGE
+            return jax.lax.stop_gradient(pages).reshape(-1, width)[index]
+
+        def local(fresh: Any, start: Any, seen: Seen, pages: Any, given: Any) -> Any:
             inside = _inside(seen, length)
             which, here = jnp.argmax(inside, axis=-1), jnp.any(inside, axis=-1)
 
@@ -397,10 +426,7 @@ class Recompute:
 
             token = jnp.where(here, jnp.arange(length) - of_picture(seen.first), 0)
             stale = here & of_picture(seen.stale)
-            page = jnp.take_along_axis(at, which[..., None], axis=1)
-            page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
-            index = self._mine(page, pages) * PAGE + token % PAGE
-            old = jax.lax.stop_gradient(pages).reshape(-1, width)[index]
+            old = kept(which, token, *pages)
             if given:
                 stored, is_stored = given
                 stored = stored.reshape(old.shape).astype(old.dtype)
@@ -416,9 +442,10 @@ class Recompute:
 
             return jax.lax.cond(jnp.any(stale), some, lambda fresh, old: old, fresh, old)
 
+        pages = () if state is None else (state.pages, batch.image_pages)
         given = () if batch.stored is None else (batch.stored, batch.is_stored)
-        run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
-        return run(fresh, place, seen, state.pages, batch.image_pages, given)
+        run = self._local(local, (_CHUNKS, _ROWS, _ROWS, _ROWS, _ROWS), _ROWS)
+        return run(fresh, place, seen, pages, given)
 
     def _mine(self, pages: jax.Array, of: jax.Array) -> jax.Array:
         """Numbers of pages as this shard, which has those ``of``, counts them; -1 becomes 0."""

@@ -68,7 +68,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "instruction",
         "",
         "What the vectors are for, of items that do not say it themselves: a decoder's system "
-        "turn, or a text encoder's prompt in front of the text.",
+        "turn, or a text encoder's prompt in front of the text: end it with a space.",
         flag_values=values,
     )
     flags.DEFINE_integer(

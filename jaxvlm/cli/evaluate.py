@@ -11,7 +11,8 @@ from jaxvlm.cli.common import define_instructions, define_model, load_model, say
 SUMMARY = "Exact match of a trained model, or what an embedding model finds; and a control."
 USAGE = (
     "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--sheet=FILE.png] [--mesh=fsdp=4,tensor=2]\n"
-    "       jaxvlm eval --checkpoint=ENCODER --data=PAIRS.jsonl [--ks=1,5,10] [--dims=64,128]"
+    "       jaxvlm eval --checkpoint=ENCODER --data=PAIRS.jsonl [--ks=1,5,10] [--dims=64,128]\n"
+    "       jaxvlm eval --checkpoint=ENCODER --data=PICTURES.jsonl --classes=cat,dog|NAMES.txt"
 )
 _OF_VECTORS = ("corpus", "ks", "dims", "query_instruction", "document_instruction", "batch_size")
 
@@ -46,7 +47,20 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_list(
         "dims", [], "Retrieval: prefixes of the vectors to measure too.", flag_values=values
     )
-    define_instructions(values, "Retrieval: ")
+    flags.DEFINE_string(
+        "classes",
+        "",
+        "Zero-shot classification: names of classes, A,B,C, a file of one a line, or `labels`: "
+        "those of the data, whose records have `image` and `label`.",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_string(
+        "template",
+        ["a photo of a {}."],
+        "Zero-shot: a prompt, {} being the class; given several times, a class is their mean.",
+        flag_values=values,
+    )
+    define_instructions(values, "Vectors: ")
     flags.DEFINE_integer("batch_size", 64, "Retrieval: items at a time.", flag_values=values)
 
 
@@ -57,13 +71,17 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args:
         raise ConfigError(f"eval takes flags only, not {args[0]!r}")
+    if values.classes:
+        return _classes(values)
+    if values["template"].present:
+        raise ConfigError("--template is of zero-shot classification: give --classes")
     if values.retrieval:
         _pairs(values)  # before the model is loaded
     model = load_model("eval", values)
     if pair_run.is_run(model) and not values.retrieval:
-        if given := [name for name in (*_OF_VECTORS, "sheet", "limit") if values[name].present]:
+        if given := [name for name in (*_OF_VECTORS, "limit") if values[name].present]:
             raise ConfigError(f"--{given[0]} is of any file's pairs: add --retrieval")
-        report = pair_run.evaluate(model, values.data)
+        report = pair_run.evaluate(model, values.data, sheet=values.sheet)
         for line in report.lines():
             say(line)
         return report.metrics
@@ -75,6 +93,31 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     for line in report.lines():
         say(line)
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
+
+
+def _classes(values: flags.FlagValues) -> dict[str, Any]:
+    from jaxvlm.build import classify
+    from jaxvlm.build.embedding import Embedding
+    from jaxvlm.config import ConfigError
+
+    for name in ("corpus", "retrieval", "sheet", "dims"):
+        if values[name].present:
+            raise ConfigError(f"--{name} does not go with --classes")
+    if not values.data:
+        raise ConfigError("--classes needs --data=FILE of pictures: records of image and label")
+    items, labels = classify.read(values.data)
+    items, labels = items[: values.limit or None], labels[: values.limit or None]
+    names = classify.classes_of(values.classes, labels)
+    ks = _numbers("ks", values.ks) if values["ks"].present else (1, 5)
+    model = load_model("eval", values)
+    how = (
+        Embedding(values.batch_size, 0, x)
+        for x in (values.query_instruction, values.document_instruction)
+    )
+    report = classify.evaluate(model, (items, labels), names, values.template, ks, *how)
+    for line in report.lines():
+        say(line)
+    return report.metrics
 
 
 def _pairs(values: flags.FlagValues) -> Any:

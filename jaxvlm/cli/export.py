@@ -6,8 +6,14 @@ from typing import Any
 
 from absl import flags
 
-SUMMARY = "Write a run's weights as a Hugging Face checkpoint, or its adapters as a PEFT folder."
-USAGE = "--workdir=DIR --output=FOLDER [--which=best|latest] [--merged] [--dtype=bfloat16]"
+SUMMARY = (
+    "Write a run's weights as a Hugging Face checkpoint, its adapters as a PEFT folder, or its "
+    "vectors' model as a sentence-transformers folder."
+)
+USAGE = (
+    "--workdir=DIR --output=FOLDER [--format=sentence_transformers] [--which=best|latest] "
+    "[--merged] [--dtype=bfloat16]"
+)
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -15,6 +21,21 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_string("workdir", "", "The run's folder.", flag_values=values)
     flags.DEFINE_string(
         "output", "", "A new folder for the checkpoint or the adapter.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "format",
+        "huggingface",
+        ["huggingface", "sentence_transformers"],
+        "What the folder is. sentence_transformers: of a run that trains vectors; "
+        "SentenceTransformer(FOLDER) makes the same ones. Adapters are added to the weights.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "truncate_dim",
+        0,
+        "Of a sentence-transformers folder: dims of its vectors, a prefix that the run trained "
+        "(Matryoshka); 0: all.",
+        flag_values=values,
     )
     flags.DEFINE_enum(
         "which", "best", ["best", "latest"], "Which of the run's checkpoints.", flag_values=values
@@ -38,7 +59,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export, and say what was written."""
     import pathlib
 
-    from jaxvlm.build import adapters, load, pretrained
+    from jaxvlm.build import adapters, load, pretrained, sentence_folder
     from jaxvlm.cli.common import say
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed
@@ -52,8 +73,13 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if pretrained.is_checkpoint(workdir):
         raise ConfigError(f"--workdir={workdir} is a Hugging Face checkpoint already")
     model = load(workdir, values.which)
-    written = adapters.export(
-        workdir, output, model.params, model.model, values.merged, values.dtype
-    )
+    if values.format == "sentence_transformers":
+        written = sentence_folder.export(model, workdir, output, values.dtype, values.truncate_dim)
+    elif values.truncate_dim:
+        raise ConfigError(f"--truncate_dim={values.truncate_dim} needs {sentence_folder.FLAG}")
+    else:
+        written = adapters.export(
+            workdir, output, model.params, model.model, values.merged, values.dtype
+        )
     say(f"{written['tensors']} tensors, {written['bytes'] / 2**20:.1f} MiB: {output}")
     return written

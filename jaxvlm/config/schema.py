@@ -50,6 +50,7 @@ class VisionConfig:
     full_layers: tuple[int, ...] = ()  # blocks, from 0, that see the whole picture all the same
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of pixels in 0..1, red green blue
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    dropout: float = 0.0  # of what a block's halves add, in training
     remat: str = "none"  # none | dots | full | offload
 
 
@@ -133,6 +134,7 @@ class DecoderConfig:
     head: bool = True  # False: no output matrix, hidden states alone (a model that embeds)
     visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways |
     # prompt: all before the first answer does
+    dropout: float = 0.0  # of what a block's halves add, in training
     remat: str = "none"  # none | dots | full | offload
 
 
@@ -148,6 +150,7 @@ class LoraConfig:
     # "-vision/*" takes away from those before it
     base: str = "float32"  # how linear maps are kept beside adapters: float32 | int8
     init: str = "uniform"  # of A, B is zero: uniform (PEFT's default) | gaussian
+    dropout: float = 0.0  # of an adapter's input, in training; 0: what checkpoint's folder says
     checkpoint: str = ""  # PEFT adapter folder to start from; it says rank to targets
 
 
@@ -183,6 +186,8 @@ class TextConfig:
     # eos_id) | pooler (class, linear, tanh); end: the row's last place, padding or not
     eos_id: int = -1  # read where pool is eos
     pooler: bool = False  # BERT's linear layer behind the first token is there, used or not
+    dropout: float = 0.0  # of embeddings and of what a block's halves add, in training
+    attention_dropout: float = 0.0  # of the shares with which a token attends, in training
     remat: str = "none"  # none | dots | full | offload
 
 
@@ -399,7 +404,8 @@ class PairLossConfig:
 class GradCacheConfig:
     """Vectors are made, and their gradients taken back, a chunk of rows at a time; exact."""
 
-    query: int = 0  # rows of queries that a data shard runs at once; 0: all
+    query: int = 0  # rows of queries that a data shard runs at once, at most; 0: all. On a pipeline
+    # (config.mesh.stage) these are a microbatch
     document: int = 0  # of positives and negatives
     tokens: int = 0  # places in the rows of a chunk at most, padding counted; 0: any
 
@@ -431,7 +437,7 @@ class TrainConfig:
     seed: int = 0
     steps: int = 0  # one of steps and epochs is set
     epochs: float = 0.0
-    microbatches: int = 1  # parts that a batch's gradient is summed over
+    microbatches: int = 1  # parts that a batch's gradient is summed over; of pairs, see grad_cache
     loss: str = "next_token"  # or of vectors: info_nce | sigmoid | triplet | cosine | cosent |
     # margin_mse | distill
     encoder: str = "vlm"  # what vectors are of: vlm (config.model, config.vectors) | dual

@@ -217,7 +217,7 @@ def lay_tokens(
         if tile is None:
             continue
         here[row, slot] = True
-        if grid is None:
+        if laid.ndim == 4 or grid is None:
             laid[row, slot] = tile
         else:
             first = int(grid[row, :slot].prod(axis=1).sum())

@@ -21,10 +21,10 @@ from jaxvlm.data.patches import Patching
 from jaxvlm.data.slots import Given, Slots
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
-from jaxvlm.data.views import View, Views
+from jaxvlm.data.views import Lookup, View, Views
 from jaxvlm.types import Batch
 
-_AUDIT, _AUGMENT, _BLIND, _SUBSET = 0xAD, 0xA6, 0xB1, 0x5B  # tags of random streams
+_AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
 _log = logging.getLogger("jaxvlm.data")
 
 
@@ -52,7 +52,6 @@ class Dataset:
         problems: records that are skipped, known before the first step.
         corpus: ids and loss masks.
         views: its pictures.
-        audited: share of the pictures whose tokens are not looked up, so that they are made again.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Dataset:
         self.corpus, self.pieces = corpus, pieces
         pictures = images.Pictures(settings.prepare, config.max_pixels, config.image_cache_mb)
         self.views = Views(corpus.paths, corpus.spans, pictures, settings.patching)
-        self.audited = 0.0
         self._most_patches = self._patches_of_a_row()
         self._taps = spans.most_taps(different)
         tiles = [packing.count_tiles(corpus, pictures) for pictures in corpus.pictures]
@@ -168,6 +166,15 @@ class Dataset:
         room = patching.room if patching and not tokens else None
         self._slots = Slots(self.order, self.pieces, size, limit, room, unused, given)
         return self._slots
+
+    def look_up(self, lookup: Lookup, audited: float) -> None:
+        """From now on, pictures whose tokens are known come as these; see :class:`Views`."""
+        self.views.lookup, self.views.audited = lookup, audited
+
+    @property
+    def preparation(self) -> images.Preparation:
+        """How a picture becomes pixels."""
+        return self.settings.prepare
 
     @property
     def skipped(self) -> list[Problem]:
@@ -386,14 +393,9 @@ class Dataset:
         out = []
         for picture in pictures:
             drawn = images.draw(rng, config.flip, config.shift) if rng else ()
-            look = train and rng is None and not self._audits(picture, pass_)
+            look = train and rng is None and not self.views.audits(picture, pass_)
             out += self.views.get(picture, drawn, other, look)
         return out
-
-    def _audits(self, picture: int, pass_: int) -> bool:
-        """Whether a picture is shown as pixels although its tokens may be known."""
-        chance = np.random.default_rng([_AUDIT, pass_, picture]).random() if self.audited else 1.0
-        return bool(chance < self.audited)
 
     def _skip(self, corpus: chat.Corpus, pieces: packing.Pieces, piece: int, reason: str) -> None:
         """Count a piece whose picture failed, once, and stop the run where it is too much."""

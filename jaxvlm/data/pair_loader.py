@@ -20,6 +20,8 @@ from jaxvlm.data.iterate import TrainBatches, ahead
 from jaxvlm.data.pair_corpus import PairCorpus, make_corpus
 from jaxvlm.data.sampler import Sampler
 from jaxvlm.data.sides import Draw, Side
+from jaxvlm.data.slots import Given, Unpaged, windows_of
+from jaxvlm.data.views import Lookup
 from jaxvlm.types import Batch, Pairs
 
 _OF_CONVERSATIONS = (
@@ -145,6 +147,45 @@ class PairDataset:
         return self.queries.shapes, self.documents.shapes
 
     @property
+    def position_rows(self) -> int:
+        """R: rotary positions of a token, where there are pictures."""
+        return max(side.position_rows for side in (self.queries, self.documents))
+
+    @property
+    def preparation(self) -> images.Preparation:
+        """How a picture becomes pixels."""
+        found = self.queries.rows.prepare
+        assert found is not None  # this is asked where there are pictures
+        return found
+
+    def keep_tokens(self, tokens: int, given: Given) -> Unpaged:
+        """From now on, batches for training have room for their pictures' visual tokens.
+
+        Args:
+            tokens: that the tower makes of a tile; 0: one of each patch of a picture of any size.
+            given: what they are like; :meth:`look_up` says where they come from.
+
+        Raises:
+            DataError: there is no picture.
+        """
+        sides = [side for side in (self.queries, self.documents) if side.images]
+        if not sides:
+            raise DataError(
+                f"{self.name}: no picture, so config.cache has nothing to keep; leave it out"
+            )
+        for side in sides:
+            side.give_tokens(given, tokens)
+        room = None if tokens or sides[0].patching is None else sides[0].patching.room
+        largest = tokens or max(int(side.patches.max()) for side in sides)
+        return Unpaged(windows_of(largest, room))
+
+    def look_up(self, lookup: Lookup, audited: float) -> None:
+        """From now on, pictures whose tokens are known come as these; see ``Views``."""
+        for side in (self.queries, self.documents):
+            if side.views:
+                side.views.lookup, side.views.audited = lookup, audited
+
+    @property
     def skipped(self) -> list[Problem]:
         """Examples left out at run time, so far and on this process: their picture failed."""
         with self._lock:
@@ -258,9 +299,10 @@ class PairDataset:
     ) -> tuple[Pairs, PairMeta]:
         """Decode pictures and lay out rows."""
         corpus, (b, K) = self.corpus, document.shape
-        queries, bad = self.queries.load(query.tolist(), shapes[0], self._drawn(example, pass_))
-        flat = document.reshape(-1).tolist()
-        documents, worse = self.documents.load(flat, shapes[1], self._drawn(example, pass_, K))
+        drawn = self._drawn(example, pass_)
+        queries, bad = self.queries.load(query.tolist(), shapes[0], drawn, pass_)
+        drawn, flat = self._drawn(example, pass_, K), document.reshape(-1).tolist()
+        documents, worse = self.documents.load(flat, shapes[1], drawn, pass_)
         there = document >= 0
         for row, reason in bad.items():
             there[row] = False

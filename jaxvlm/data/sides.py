@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxvlm.data import images, packing, spans
-from jaxvlm.data.batch import Places, lay_pictures
+from jaxvlm.data.batch import Places, lay_pictures, lay_tokens
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.examples import Item
 from jaxvlm.data.item_rows import Encoded, RowFormat
 from jaxvlm.data.prompt_rows import PromptShape
+from jaxvlm.data.slots import Given
 from jaxvlm.data.views import View, Views
 from jaxvlm.types import Batch
 
@@ -66,6 +67,7 @@ class Side:
         known = np.asarray([*of_picture, 0], np.int64)
         self.patches = known[encoded.picture] if encoded.spans else np.zeros(len(items), np.int64)
         self.shapes = self._all_shapes(buckets)
+        self._given: tuple[Given, int] | None = None
 
     def _all_shapes(self, buckets: int) -> tuple[tuple[int, int], ...]:
         least, most = self.rows.lengths
@@ -87,6 +89,20 @@ class Side:
         return self._shape.images
 
     @property
+    def position_rows(self) -> int:
+        """R: rotary positions of a token."""
+        return self._shape.position_rows
+
+    def give_tokens(self, given: Given, tokens: int) -> None:
+        """From now on, rows for training have room for pictures' visual tokens.
+
+        Args:
+            given: what they are like.
+            tokens: of a picture, or a tile; 0: one of each patch of a picture of any size.
+        """
+        self._given = given, tokens
+
+    @property
     def num_tokens(self) -> np.ndarray:
         """i32[items]: of each item's row."""
         return self.encoded.length
@@ -99,7 +115,11 @@ class Side:
         return next(s for s in self.shapes if s[0] >= tokens and s[1] >= patches)
 
     def load(
-        self, which: Sequence[int], shape: tuple[int, int], drawn: Draw | None = None
+        self,
+        which: Sequence[int],
+        shape: tuple[int, int],
+        drawn: Draw | None = None,
+        pass_: int | None = None,
     ) -> tuple[Batch, Mapping[int, str]]:
         """Rows of items.
 
@@ -107,6 +127,8 @@ class Side:
             which: items, row by row; -1 is a row of padding.
             shape: one of ``shapes`` that fits them.
             drawn: how each row's picture is augmented; ``None``: not at all.
+            pass_: the pass over the data in which a picture's visual tokens, where they are known,
+                do as well as its pixels; ``None``: they don't.
 
         Returns:
             The batch, and of rows whose picture failed the reason; they are padding.
@@ -117,14 +139,18 @@ class Side:
             if item < 0 or self.views is None or self.encoded.picture[item] < 0:
                 continue
             try:
-                found = self.views.get(int(self.encoded.picture[item]), drawn(row) if drawn else ())
+                picture = int(self.encoded.picture[item])
+                look = pass_ is not None and not drawn and not self.views.audits(picture, pass_)
+                found = self.views.get(picture, drawn(row) if drawn else (), look=look)
                 self._check(found)
                 views[row] = found
             except ImageError as error:
                 failed[row] = str(error)
         kept = [-1 if row in failed else int(item) for row, item in enumerate(which)]
         batch = self.rows.lay(self.encoded, kept, self._shape._replace(tokens=shape[0]))
-        return self._with_pictures(batch, views, (len(kept), self._shape.images), shape[1]), failed
+        given = None if pass_ is None else self._given
+        seats = (len(kept), self._shape.images)
+        return self._with_pictures(batch, views, seats, shape[1], given), failed
 
     def _check(self, views: Sequence[View]) -> None:
         """Refuse a picture for which there is no room; its header did not tell."""
@@ -137,7 +163,12 @@ class Side:
             raise ImageError(f"cut in more than {self._shape.images} tiles")
 
     def _with_pictures(
-        self, batch: Batch, views: Mapping[int, list[View]], seats: tuple[int, int], patches: int
+        self,
+        batch: Batch,
+        views: Mapping[int, list[View]],
+        seats: tuple[int, int],
+        patches: int,
+        given: tuple[Given, int] | None,
     ) -> Batch:
         if not seats[1]:
             return batch
@@ -149,6 +180,13 @@ class Side:
         key = np.zeros((*seats, 4), np.uint32)
         if flat:
             key[row, slot] = [view.key for view in flat]
-        pixels = [view.pixels for view in flat]
-        laid = lay_pictures(pixels, places, seats, self.size, self.patching, patches)
+        # A picture that is a vector has no patches that anything reads.
+        grids = [view.grid or (0, 0, 0) for view in flat]
+        how = (self.size, self.patching, patches, grids)
+        laid = lay_pictures([view.pixels for view in flat], places, seats, *how)
+        if given:
+            kind, tokens = given
+            shape = (seats[0], *((seats[1], tokens) if tokens else (patches,)), kind.width)
+            found = [view.tokens for view in flat]
+            laid |= lay_tokens(found, places, shape, seats[1], kind.dtype, laid.get("grid"))
         return batch._replace(image_key=key, **laid)

@@ -25,6 +25,23 @@ class Given(NamedTuple):
     dtype: Any
 
 
+class Unpaged(NamedTuple):
+    """Pictures whose tokens come with the batch, or are made, and have no pages."""
+
+    windows: tuple[int, ...]
+    """As of :class:`Slots`."""
+
+
+def windows_of(largest: int, room: Callable[[int], int] | None) -> tuple[int, ...]:
+    """The largest picture's tokens; of pictures of any size about a quarter, a half and all.
+
+    Args:
+        largest: its tokens.
+        room: see :class:`Slots`.
+    """
+    return tuple(sorted({room(largest >> i) for i in range(3)})) if room else (largest,)
+
+
 class Slots:
     """Pages of each picture.
 
@@ -41,7 +58,7 @@ class Slots:
         tiles: tiles that have pages.
         count: C, pages in all, those that no picture has counted too.
         per_tile: pages of the largest tile.
-        windows: its tokens; of pictures of any size about a quarter, a half and all of them.
+        windows: see :func:`windows_of`.
 
     Raises:
         DataError: not a tile for each virtual shard.
@@ -82,9 +99,7 @@ class Slots:
             self._room = max(self._room, pages)
         self._room = self._room or 1  # arrays of no rows can't be split
         self.per_tile = _pages(largest)
-        self.windows: tuple[int, ...] = (largest,)
-        if room:
-            self.windows = tuple(sorted({room(largest >> i) for i in range(3)}))
+        self.windows = windows_of(largest, room)
         self.count = order.num_shards * self._room
 
     def pages(self, shard: int, picture: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxvlm.data.errors import ImageError
 from jaxvlm.data.patches import Patching
 from jaxvlm.types import Span
 
+_AUDIT = 0xAD  # tag of a random stream
 Lookup = Callable[[bytes], np.ndarray | None]
 """16 bytes of a tile's key -> its visual tokens [P, D], where they are known."""
 
@@ -41,6 +42,7 @@ class Views:
 
     Attributes:
         lookup: where tokens are looked for before a picture is decoded; ``None``: nowhere.
+        audited: share of the pictures whose tokens are not looked up, so that they are made again.
     """
 
     def __init__(
@@ -52,6 +54,12 @@ class Views:
     ):
         self.paths, self.spans, self.patching, self._pictures = paths, spans, patching, pictures
         self.lookup: Lookup | None = None
+        self.audited = 0.0
+
+    def audits(self, picture: int, pass_: int) -> bool:
+        """Whether a picture is shown as pixels, in a pass, although its tokens may be known."""
+        chance = np.random.default_rng([_AUDIT, pass_, picture]).random() if self.audited else 1.0
+        return bool(chance < self.audited)
 
     def get(
         self, picture: int, drawn: tuple[int, ...] = (), other: np.ndarray | None = None,
@@ -81,16 +89,18 @@ class Views:
 
     def _found(self, picture: int, lookup: Lookup) -> list[View]:
         """The tokens of all of a picture's tiles, if they are known; nothing is decoded."""
-        span, patching = self.spans[picture], self.patching
-        grid, out = None, []
-        if patching:
+        patching, grid, tiles = self.patching, None, 1
+        if self.spans and patching:
             # Its tokens' positions are those of blocks of patches, where these have three rows.
+            span = self.spans[picture]
             where = span.positions[:, span.tile > 0]
             if len(where) != 3:
                 return []
             t, h, w = (int(x.max() - x.min()) + 1 for x in where)
             grid = (t, h * patching.block, w * patching.block)
-        tiles = 1 if patching else len(span.starts)
+        elif self.spans:
+            tiles = len(self.spans[picture].starts)
+        out = []
         for key in self._keys(self._pictures.digest(self.paths[picture]), tiles):
             found = lookup(key.tobytes())
             if found is None or (grid and len(found) != math.prod(grid)):

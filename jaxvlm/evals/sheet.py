@@ -79,6 +79,8 @@ class Found(NamedTuple):
     scores: Sequence[float]
     right: Sequence[bool]
     """Which of the documents are right."""
+    rank: int = 0
+    """Of the first right one among all, from 1; 0: there is none."""
 
 
 def draw_found(rows: Sequence[Found], path: pathlib.Path) -> None:
@@ -94,7 +96,8 @@ def draw_found(rows: Sequence[Found], path: pathlib.Path) -> None:
     pen = ImageDraw.Draw(sheet)
     for y, row in enumerate(rows):
         places = [(_MARGIN + x * _WIDTH, _MARGIN + y * height) for x in range(columns)]
-        _draw_shown(sheet, pen, places[0], row.query, "query", _INK)
+        head = f"query; first right: {row.rank}" if row.rank else "query; none is right"
+        _draw_shown(sheet, pen, places[0], row.query, head, _INK)
         found = zip(places[1:], row.documents, row.scores, row.right)
         for rank, (place, document, score, right) in enumerate(found, 1):
             head = f"{rank}.  {score:.3f}  {'right' if right else 'wrong'}"

@@ -16,6 +16,8 @@ from jaxvlm.types import Array
 
 TEMPLATES = ("a photo of a {}.",)
 """CLIP's prompt where no other is known to be better."""
+CONTROLS = ("majority/", "chance/")
+"""Before names of figures: of a guess of the labels' most frequent classes, and of any class."""
 
 
 def class_vectors(
@@ -41,8 +43,8 @@ def class_vectors(
     if not names or not templates:
         raise ConfigError("zero-shot classification needs names of classes and a template")
     prompts = [template.replace("{}", name) for name in names for template in templates]
-    vectors = _unit(np.asarray(encode(prompts), np.float32))
-    return _unit(vectors.reshape(len(names), len(templates), -1).mean(axis=1))
+    vectors = unit(np.asarray(encode(prompts), np.float32))
+    return unit(vectors.reshape(len(names), len(templates), -1).mean(axis=1))
 
 
 def evaluate(
@@ -64,7 +66,7 @@ def evaluate(
         dims: compare the first so many of a vector; 0 is all.
 
     Returns:
-        ``top1``, ``top5`` in 0..1, ``chance/top1``, … of a guess, and ``pictures``.
+        ``top1``, ``top5`` in 0..1, the same of :data:`CONTROLS`, and ``pictures``.
 
     Raises:
         ConfigError: labels that are no class's, or not one a picture.
@@ -79,9 +81,12 @@ def evaluate(
     found = nearest(pictures, classes, min(max(ks), count), mesh, Search(dims=dims)).document
     right = found == wanted[:, None]
     shares = {f"top{k}": float(np.mean(right[:, :k].any(axis=1))) for k in ks}
+    most = np.sort(np.bincount(wanted, minlength=count))[::-1] / len(wanted)
+    majority = {f"majority/top{k}": float(most[:k].sum()) for k in ks}
     chance = {f"chance/top{k}": min(k / count, 1.0) for k in ks}
-    return shares | chance | {"pictures": float(len(wanted))}
+    return shares | majority | chance | {"pictures": float(len(wanted))}
 
 
-def _unit(x: np.ndarray) -> np.ndarray:
+def unit(x: np.ndarray) -> np.ndarray:
+    """Vectors of length 1, along the last dim; 0 stays 0."""
     return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

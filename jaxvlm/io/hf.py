@@ -181,7 +181,7 @@ def write_params(
     ours = {theirs: name for name, theirs in spelled.items()}
 
     def make(name: str) -> np.ndarray:
-        return weights.write(ours[name], lambda path, place: _host(params[path], place))
+        return weights.write(ours[name], lambda path, place: host(params[path], place))
 
     write_tensors(folder, {name: stored for name, stored in layout.items() if name in ours}, make)
 
@@ -249,7 +249,8 @@ def sharded(shapes: Mapping[str, tuple[int, ...]], dtype: str, most: int) -> Lay
     }
 
 
-def _host(x: jax.Array, place: tuple[int, ...]) -> np.ndarray:
+def host(x: jax.Array, place: tuple[int, ...] = ()) -> np.ndarray:
+    """An array, or the part of it at ``place``, on this host; every process calls it."""
     part = x[place] if place else x
     if isinstance(part, jax.Array) and not part.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(part, tiled=True))

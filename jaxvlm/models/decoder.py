@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows, refuse_unread
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask
@@ -50,6 +51,7 @@ class Decoder(nnx.Module):
         length: jax.Array | None = None,
         deep: jax.Array | None = None,
         first: jax.Array | None = None,
+        noise: jax.Array | None = None,
     ) -> tuple[jax.Array, Side]:
         """Hidden states after the last block, before the final norm.
 
@@ -62,20 +64,22 @@ class Decoder(nnx.Module):
             deep: [K, B, T, D] added behind the first K blocks (DeepStack), or ``None``.
             first: i32[] of which block the parameters are here, and of those behind it (a
                 pipeline's stage); ``None``: all are.
+            noise: u32[B, 2] of the rows; ``None``: nothing is dropped.
 
         Returns:
             [B, T, D]; ``kv`` with the new tokens, and how experts were chosen.
         """
         c = self.config
+        noise = fold(noise, "decoder") if c.dropout else None
         sections = (c.rope_sections, c.rope_interleaved)
         turn = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling, *sections)
         if not any(layer_windows(c)):
-            return self.stack(x, Context(mask, turn, length), kv, deep=deep, first=first)
+            return self.stack(x, Context(mask, turn, length, noise), kv, deep=deep, first=first)
         local_turn = rope(positions, c.head_dim, c.local_rope_theta) if c.local_rope_theta else turn
         # A window ends a picture's group (Gemma 3), but not a prompt's (PaliGemma 2).
         mask = mask._replace(far_groups=int(c.visual_mask == "prompt"))
-        local = Context(mask._replace(window=c.window), local_turn, length)
-        everywhere = Context(mask._replace(window=0), turn, length)
+        local = Context(mask._replace(window=c.window), local_turn, length, noise)
+        everywhere = Context(mask._replace(window=0), turn, length, noise)
         both = Local(local, c.window_pattern)
         return self.stack(x, everywhere, kv, local=both, deep=deep, first=first)
 
@@ -111,6 +115,7 @@ def _spec(config: DecoderConfig, attention: str) -> BlockSpec:
         post_norms=config.post_norms,
         query_scale=config.query_scale,
         attention_cap=config.attention_cap,
+        dropout=config.dropout,
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         normalize_experts=config.normalize_experts,
@@ -147,6 +152,7 @@ def check(config: DecoderConfig) -> None:
     if config.tied_embeddings and not config.head:
         raise ConfigError(f"{where}.head=False has no meaning with tied_embeddings=True")
     refuse_unread(config, where)
+    check_rate(config.dropout, f"{where}.dropout")
     _check_names(config, where)
     _check_positions(config, where)
 

@@ -43,6 +43,52 @@ class Head(nnx.Module):
         self.bias = param(init, (), (), constant(config.bias)) if config.has_bias else None
 
 
+def _see(
+    vision: ViT,
+    config: DualConfig,
+    pixels: jax.Array,
+    grid: jax.Array | None = None,
+    noise: jax.Array | None = None,
+) -> jax.Array:
+    x = normalised(pixels, config.vision).astype(DTYPES[config.dtype])
+    with jax.named_scope("vision"):
+        return vision.pooled(x, grid, noise)
+
+
+def _pooled(vision: ViT, config: DualConfig, batch: Batch) -> jax.Array | None:
+    """[B, D] of rows of a picture each; ``None``: they have none."""
+    if batch.pixels is not None:
+        rows, made = len(batch.pixels), batch.pixels.reshape(-1, *batch.pixels.shape[2:])
+        made = _see(vision, config, made, noise=batch.noise)
+    elif batch.patches is not None:
+        rows = len(batch.patches)
+        made = _see(vision, config, batch.patches, batch.grid, batch.noise)
+    else:
+        return None
+    if made.size != rows * config.vision.width:
+        raise ValueError("a dual encoder takes one picture a row")
+    return made.reshape(rows, -1)
+
+
+class PictureTower(nnx.Module):
+    """The vision tower of a :class:`DualEncoder` by itself; parameters at the same paths.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules of the tower.
+        config: of the whole model.
+    """
+
+    def __init__(self, init: Init, axes: Axes, config: DualConfig):
+        self.config = config
+        self.vision = ViT(init, axes, config.vision, config.attention)
+
+    def __call__(self, batch: Batch) -> jax.Array | None:
+        """``Batch.features``, [B, 1, 1, D] of rows of a picture each; ``None``: they have none."""
+        made = _pooled(self.vision, self.config, batch)
+        return None if made is None else made[:, None, None]
+
+
 class DualEncoder(nnx.Module):
     """CLIP (arXiv 2103.00020) and SigLIP (arXiv 2303.15343): cosines of pictures and texts.
 
@@ -139,15 +185,7 @@ class DualEncoder(nnx.Module):
         """[B, D] pooled pictures, one a row; ``None``: there are none."""
         if batch.features is not None:
             return batch.features[:, 0, 0]
-        if self.vision is None or (batch.pixels is None and batch.patches is None):
-            return None
-        if batch.pixels is not None:
-            pictures = self._see(batch.pixels.reshape(-1, *batch.pixels.shape[2:]))
-        else:
-            pictures = self._see(batch.patches, batch.grid)
-        if pictures.size != batch.tokens.shape[0] * self.config.vision.width:
-            raise ValueError("a dual encoder takes one picture a row")
-        return pictures.reshape(batch.tokens.shape[0], -1)
+        return None if self.vision is None else _pooled(self.vision, self.config, batch)
 
     def _texts(self, batch: Batch) -> jax.Array | None:
         """[B, D] pooled texts; ``None``: there are none."""
@@ -159,13 +197,7 @@ class DualEncoder(nnx.Module):
         first = (jnp.arange(batch.tokens.shape[1]) == 0).astype(jnp.int32)
         said = jnp.any(batch.segment > 0, axis=1, keepdims=True)
         segment = jnp.where(said, batch.segment, first)
-        return self._read(batch.tokens, segment, batch.positions[:, 0])
-
-    def _see(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
-        assert self.vision is not None
-        x = normalised(pixels, self.config.vision).astype(DTYPES[self.config.dtype])
-        with jax.named_scope("vision"):
-            return self.vision.pooled(x, grid)
+        return self._read(batch.tokens, segment, batch.positions[:, 0], noise=batch.noise)
 
     def _read(
         self,
@@ -173,10 +205,11 @@ class DualEncoder(nnx.Module):
         segment: jax.Array,
         positions: jax.Array,
         types: jax.Array | None = None,
+        noise: jax.Array | None = None,
     ) -> jax.Array:
         assert self.text is not None
         with jax.named_scope("text"):
-            x = self.text(tokens, segment, positions, DTYPES[self.config.dtype], types)
+            x = self.text(tokens, segment, positions, DTYPES[self.config.dtype], types, noise)
             return self.text.pooled(x, tokens, segment)
 
     def encode_image(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
@@ -195,7 +228,7 @@ class DualEncoder(nnx.Module):
         """
         if self.vision is None:
             raise ValueError("this model has no vision tower")
-        return self._vector("vision", self._see(pixels, grid))
+        return self._vector("vision", _see(self.vision, self.config, pixels, grid))
 
     def encode_text(
         self,

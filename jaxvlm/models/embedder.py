@@ -66,7 +66,11 @@ class Embedder(VLM):
             ``hidden`` f32[B, E], or f32[B, T, E] where ``vectors.pool`` is ``tokens``; zero for
             padding.
         """
-        hidden = self.post(self.blocks(self.pre(batch))).hidden
+        return self.pooled(self.post(self.blocks(self.pre(batch))), batch)
+
+    def pooled(self, out: Out, batch: Batch) -> Out:
+        """What :meth:`post` gives of rows, as :meth:`embed` does."""
+        hidden = out.hidden
         if self.vectors.pool == TOKENS:
             x = jnp.where((batch.segment > 0)[..., None], hidden, 0).astype(jnp.float32)
         else:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, LoraConfig
 from jaxvlm.models.quantized import Dims
+from jaxvlm.nn.dropout import check_rate, dropout, fold
 from jaxvlm.nn.param import Weight, contract
 from jaxvlm.types import Logical, Params
 
@@ -44,17 +45,27 @@ class Adapted(Weight):
     """[r, *out]."""
     magnitude: Any
     """[*out], or ``None``."""
+    noise: Any
+    """u32[B, 2]: keys of what is dropped of the adapter's input; ``None``: nothing is."""
     scale: float = dataclasses.field(metadata={"static": True})
+    rate: float = dataclasses.field(metadata={"static": True})
 
     def contract(self, x: jax.Array, num_in: int, split: bool) -> jax.Array:
         """``[..., in] x [in, out] -> [..., out]``."""
-        low = contract(contract(x, self.a, num_in, split), self.b, 1, split)
-        y = contract(x, self.w, num_in, split) + (self.scale * low).astype(x.dtype)
+        seen = dropout(x, self.rate, self.noise)
+        low = contract(contract(seen, self.a, num_in, split), self.b, 1, split)
+        y = contract(x, self.w, num_in, split)
+        low = (self.scale * low).astype(x.dtype)
+        y = y + low
         if self.magnitude is None:
             return y
         # A constant to the gradient, as in section 4.3 of DoRA's paper.
         length = jax.lax.stop_gradient(column_norms(self.w, self.a, self.b, self.scale))
-        return y * (self.magnitude / length).astype(y.dtype)
+        factor = (self.magnitude / length).astype(y.dtype)
+        if self.noise is None:
+            return y * factor
+        # As PEFT has it: what a magnitude other than the length adds takes the dropped input too.
+        return y + (contract(seen, self.w, num_in, split) + low) * (factor - 1)
 
     def dense(self) -> jax.Array:
         """f32[*in, *out]."""
@@ -115,7 +126,7 @@ def find(
     where = "config.model.lora"
     if not config.rank:
         unset = LoraConfig()
-        names = ("alpha", "rslora", "dora", "targets", "init")
+        names = ("alpha", "rslora", "dora", "targets", "init", "dropout")
         if lost := [n for n in names if getattr(config, n) != getattr(unset, n)]:
             raise ConfigError(f"{where}.{lost[0]} is set, but {where}.rank is 0: no adapters")
         return {}
@@ -123,6 +134,7 @@ def find(
         raise ConfigError(
             f"{where}: rank={config.rank} must be at least 0, alpha={config.alpha:g} above 0"
         )
+    check_rate(config.dropout, f"{where}.dropout")
     if config.init not in _DRAWS:
         raise ConfigError(f"{where}.init={config.init!r}; known: {', '.join(_DRAWS)}")
     if not config.targets:
@@ -247,17 +259,48 @@ def _gaussian(key: jax.Array, shape: tuple[int, ...], inner: int) -> jax.Array:
 _DRAWS: dict[str, _Draw] = {"uniform": _uniform, "gaussian": _gaussian}
 
 
-def attach(params: Params, factor: float) -> Params:
+def noise_of(
+    chosen: Mapping[str, Dims], params: Params, rows: jax.Array, first: jax.Array | None = None
+) -> dict[str, jax.Array]:
+    """Keys of what each adapter drops: u32[B, 2], or [L, B, 2] of a map with a dim of layers.
+
+    Args:
+        chosen: of :func:`find`; those that drop.
+        params: of the model and its adapters; keys are made of those that are arrays.
+        rows: u32[B, 2] keys of a batch's rows.
+        first: i32[] the number of the first of the decoder's layers that are here.
+    """
+    made: dict[str, jax.Array] = {}
+    for path, (lead, _) in sorted(chosen.items()):
+        a = params.get(f"{path}/{A}")
+        if a is None or isinstance(a, jax.ShapeDtypeStruct):
+            continue
+        own = fold(rows, path)
+        if lead:
+            layers = jnp.arange(len(a))
+            layers = layers + first if first is not None else layers
+            own = jax.vmap(fold, (None, 0))(own, layers)
+        made[path] = own
+    return made
+
+
+def attach(
+    params: Params, factor: float, rate: float = 0.0, noise: Mapping[str, jax.Array] | None = None
+) -> Params:
     """``params`` with each adapted map and its adapter as one :class:`Adapted`.
 
     Args:
         params: of the model and its adapters.
         factor: of :func:`scale`.
+        rate: of what is dropped of an adapter's input.
+        noise: of :func:`noise_of`; maps without drop nothing.
     """
+    noise = noise or {}
     made = {path: x for path, x in params.items() if not is_adapter(path)}
     for path in params:
         target, _, name = path.rpartition("/")
         if name == A:
             b, magnitude = params[f"{target}/{B}"], params.get(f"{target}/{MAGNITUDE}")
-            made[target] = Adapted(made[target], params[path], b, magnitude, factor)
+            key = noise.get(target)
+            made[target] = Adapted(made[target], params[path], b, magnitude, key, factor, rate)
     return made

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, TextConfig, refuse_unread
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.dropout import check_rate, dropout, fold
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import LayerNorm
@@ -56,6 +57,7 @@ class TextEncoder(nnx.Module):
         positions: jax.Array,
         dtype: Any = jnp.float32,
         types: jax.Array | None = None,
+        noise: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden states of every token.
 
@@ -65,6 +67,7 @@ class TextEncoder(nnx.Module):
             positions: i32[B, T], rows of the table of positions.
             dtype: of the computation.
             types: i32[B, T] token types; all are 0 if ``None``.
+            noise: u32[B, 2] of the rows; ``None``: nothing is dropped.
 
         Returns:
             [B, T, D] of ``dtype``; places of padding see the text too.
@@ -80,7 +83,11 @@ class TextEncoder(nnx.Module):
             x = x + (self.types[0] if types is None else self.types[...][types])
         x = shard(self.axes, x.astype(dtype), "batch", "stream", "embed")
         x = self.norm(x) if self.config.norm_after else x
-        x, _ = self.stack(x, Context(self._mask(segment)))
+        if not (self.config.dropout or self.config.attention_dropout):
+            noise = None
+        noise = fold(noise, "text")
+        x = dropout(x, self.config.dropout, fold(noise, "embeddings"))
+        x, _ = self.stack(x, Context(self._mask(segment), noise=noise))
         return x if self.config.norm_after else self.norm(x)
 
     def pooled(self, x: jax.Array, tokens: jax.Array, segment: jax.Array) -> jax.Array:
@@ -148,6 +155,8 @@ def _spec(config: TextConfig, attention: str) -> BlockSpec:
         out_bias=True,
         mlp_bias=True,
         attention=attention,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
     )
 
 
@@ -162,6 +171,8 @@ def check(config: TextConfig) -> None:
         if (value := getattr(config, field)) not in known:
             raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(known)}")
     refuse_unread(config, where)
+    for field in ("dropout", "attention_dropout"):
+        check_rate(getattr(config, field), f"{where}.{field}")
     for field in ("vocab_size", "depth", "max_length"):
         if getattr(config, field) < 1:
             raise ConfigError(f"{where}.{field}={getattr(config, field)}: at least 1")

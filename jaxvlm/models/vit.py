@@ -21,6 +21,7 @@ from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
 from jaxvlm.models.pool import AttentionPool
 from jaxvlm.models.stem import STEMS
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import NORMS, LayerNorm
@@ -65,13 +66,17 @@ class ViT(nnx.Module):
         self.stack = Stack(init, axes, spec, depth, config.remat)
         self.norm, self.head = (None, None) if config.trunk else _ends(init, axes, config, spec)
 
-    def __call__(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, grid: jax.Array | None = None, noise: jax.Array | None = None
+    ) -> jax.Array:
         """Visual tokens of normalised pictures.
 
         Args:
             x: [B, H, W, 3], about unit variance, in the compute dtype; or packed patches
                 [B, P, patch_dim], with their ``grid``.
             grid: i32[B, I, 3] (t, h, w) of each picture in a row; zeros where there is none.
+            noise: u32[n, 2] of the batch's n rows, which have as many pictures each; ``None``:
+                nothing is dropped. A trunk drops nothing.
 
         Returns:
             [B, P, D], a row of tokens a picture or a row of packed patches. The class token is
@@ -83,15 +88,19 @@ class ViT(nnx.Module):
         """
         at = _places(self.config, x, grid)
         taps = tower_blocks(self.config)
-        seen = _through(self.stack, self.config, self._embed(x, at), at, taps)
+        noise = None if self.config.trunk else noise
+        seen = _through(self.stack, self.config, self._embed(x, at), at, taps, noise=noise)
         return _beside(seen, taps) if self.config.trunk else _tokens(seen, self.config, self.norm)
 
-    def pooled(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+    def pooled(
+        self, x: jax.Array, grid: jax.Array | None = None, noise: jax.Array | None = None
+    ) -> jax.Array:
         """One vector a picture, from the tower's last output.
 
         Args:
             x: as for :meth:`__call__`.
             grid: as there.
+            noise: as there.
 
         Returns:
             [B, D], or [B, I, D] of the pictures in each row of packed patches; what stands
@@ -101,7 +110,8 @@ class ViT(nnx.Module):
             ValueError: the tower has no ``pool``.
         """
         depth, at = self.config.depth, _places(self.config, x, grid)
-        x = _through(self.stack, self.config, self._embed(x, at), at, (depth,))[depth]
+        x = self._embed(x, at)
+        x = _through(self.stack, self.config, x, at, (depth,), noise=noise)[depth]
         if self.config.pool == "class" and self.norm is not None:
             return self.norm(x[:, 0])
         if self.head is None or self.norm is None:
@@ -151,12 +161,15 @@ class Top(nnx.Module):
         self.stack = Stack(init, axes, spec, config.depth - config.trunk, config.remat)
         self.norm, self.head = _ends(init, axes, config, spec)
 
-    def __call__(self, x: jax.Array, grid: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, grid: jax.Array | None = None, noise: jax.Array | None = None
+    ) -> jax.Array:
         """Visual tokens.
 
         Args:
             x: what the trunk, a :class:`ViT`, gives.
             grid: as it was given.
+            noise: likewise, to a tower without a trunk.
 
         Returns:
             As a :class:`ViT` without a trunk does.
@@ -169,7 +182,7 @@ class Top(nnx.Module):
         seen = dict(zip(given, jnp.split(x, len(given), axis=-1)))
         at, begin = _places(config, x, grid), config.trunk
         taps = tuple(n for n in feature_blocks(config) if n > begin)
-        seen |= _through(self.stack, config, seen[begin], at, taps, begin)
+        seen |= _through(self.stack, config, seen[begin], at, taps, begin, noise)
         return _tokens(seen, config, self.norm)
 
 
@@ -190,6 +203,7 @@ def _through(
     at: Places | None,
     taps: tuple[int, ...],
     begin: int = 0,
+    noise: jax.Array | None = None,
 ) -> dict[int, jax.Array]:
     """The stream behind the tower's first n blocks, for each n of ``taps``.
 
@@ -200,10 +214,13 @@ def _through(
         at: of packed patches.
         taps: ``begin`` at least.
         begin: how many blocks ``x`` has been through.
+        noise: of the batch's rows; ``None``: nothing is dropped.
     """
     context, local = _contexts(config, at)
+    noise = fold(noise, "vision") if config.dropout else None
+    context = context._replace(noise=noise)
     if local is not None:
-        local = local._replace(pattern=local.pattern[begin:])
+        local = Local(local.context._replace(noise=noise), local.pattern[begin:])
     seen: dict[int, jax.Array] = {}
     # A scan over all blocks would keep every layer's output; this one is cut at the taps.
     for first, last in itertools.pairwise([begin, *sorted(set(taps))]):
@@ -263,6 +280,7 @@ def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
         mlp_bias=True,
         qk_norm_all=config.qk_norm_all,
         layer_scale=config.layer_scale,
+        dropout=config.dropout,
         attention=attention,
     )
 
@@ -312,6 +330,7 @@ def check(config: VisionConfig) -> None:
             said = f"{field}={getattr(config, field)!r}"
             raise ConfigError(f"{where}.{said}; known: {', '.join(known)}")
     refuse_unread(config, where)
+    check_rate(config.dropout, f"{where}.dropout")
     if config.image_size % config.patch_size and not (config.crop_rest and config.stem == "linear"):
         raise ConfigError(
             f"{where}.image_size={config.image_size} is not a multiple of "

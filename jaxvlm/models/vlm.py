@@ -103,24 +103,30 @@ class Stream(NamedTuple):
     """How experts were chosen, layer by layer."""
     deep: Any = None
     """[K, B, T, D]: what DeepStack adds behind the decoder's first K blocks."""
+    noise: Any = None
+    """u32[B, 2]: as ``Batch.noise``."""
 
 
 def _encode(
-    vision: ViT, config: ModelConfig, pixels: jax.Array, grid: jax.Array | None = None
+    vision: ViT,
+    config: ModelConfig,
+    pixels: jax.Array,
+    grid: jax.Array | None = None,
+    noise: jax.Array | None = None,
 ) -> jax.Array:
     x = normalised(pixels, config.vision)
     with jax.named_scope("vision"):
-        return vision(x.astype(DTYPES[config.dtype]), grid)
+        return vision(x.astype(DTYPES[config.dtype]), grid, noise)
 
 
 def _features(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
     """[B * I, P, D] of pictures of one size, [B, P, D] of packed patches; see `tower_width`."""
     if batch.patches is not None:
-        return _encode(vision, config, batch.patches, batch.grid)
+        return _encode(vision, config, batch.patches, batch.grid, batch.noise)
     if batch.pixels is None:
         return None
     pixels = batch.pixels.reshape(-1, *batch.pixels.shape[2:])
-    made = _encode(vision, config, pixels)
+    made = _encode(vision, config, pixels, noise=batch.noise)
     if not config.connector.relevance.budget:
         return made
     # Beside the tokens, so that whoever keeps or sends them needs no pixels.
@@ -139,12 +145,16 @@ def encoded(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
 
 
 def _above(
-    top: Top, config: ModelConfig, features: jax.Array, grid: jax.Array | None = None
+    top: Top,
+    config: ModelConfig,
+    features: jax.Array,
+    grid: jax.Array | None = None,
+    noise: jax.Array | None = None,
 ) -> jax.Array:
     """What the tower would make without a trunk, of its trunk's features."""
     own = config.vision.width * len(tower_blocks(config.vision))
     with jax.named_scope("top"):
-        made = top(features[..., :own], grid)
+        made = top(features[..., :own], grid, noise)
     if features.shape[-1] == own:
         return made
     return jnp.concatenate([made, features[:, -made.shape[1] :, own:]], axis=-1)
@@ -256,7 +266,7 @@ class VLM(nnx.Module):
                 levels, nothing = levels.reshape(len(levels), B, -1, D), jnp.zeros_like(x)
                 deep = jnp.stack([place_tokens(nothing, level, index) for level in levels])
         x = shard(self.axes, x, "batch", "stream", "embed")
-        return Stream(x, batch.positions, batch_mask(batch), deep=deep)
+        return Stream(x, batch.positions, batch_mask(batch), deep=deep, noise=batch.noise)
 
     def _tokens(self, batch: Batch) -> jax.Array | None:
         given = batch.features
@@ -266,7 +276,7 @@ class VLM(nnx.Module):
             given = given.reshape(-1, *given.shape[2:])
         if given is None or self.top is None:
             return given
-        return _above(self.top, self.config, given, batch.grid)
+        return _above(self.top, self.config, given, batch.grid, batch.noise)
 
     def blocks(self, stream: Stream, first: jax.Array | None = None) -> Stream:
         """Through the decoder's layers; with ``first``, through those that are here."""
@@ -279,6 +289,7 @@ class VLM(nnx.Module):
                 stream.length,
                 stream.deep,
                 first,
+                stream.noise,
             )
         return stream._replace(x=x, kv=side.kv, routed=side.routed, deep=None)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
+from jaxvlm.nn.dropout import dropout, fold
 from jaxvlm.nn.kernels import Scores, attend, check_heads
 from jaxvlm.nn.kv import KVCache, append
 from jaxvlm.nn.mask import Mask
@@ -27,6 +29,9 @@ class Context(NamedTuple):
     """Rotation of the new tokens; ``None`` without rotary positions."""
     length: Any = None
     """i32[]: tokens already in the KV cache; ``None`` without one."""
+    noise: Any = None
+    """u32[B, 2]: keys of the tower, or inside of a block of the block; ``None``: nothing is
+    dropped."""
 
 
 class Attention(nnx.Module):
@@ -86,7 +91,11 @@ class Attention(nnx.Module):
             kv = append(kv, k, v, context.length)
             k, v = kv.k, kv.v
         scores = Scores(self.spec.query_scale, self.spec.attention_cap)
-        out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores)
+        drop = None
+        if self.spec.attention_dropout and context.noise is not None:
+            rate, noise = self.spec.attention_dropout, fold(context.noise, "shares")
+            drop = functools.partial(dropout, rate=rate, noise=noise)
+        out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores, drop)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
         split = self.axes.splits_rows(x.shape[1])
         return affine(out, self.wo, self.bo, 2, split), kv  # BTNH,NHD->BTD

@@ -42,6 +42,8 @@ class Scores(NamedTuple):
 
 
 _PLAIN = Scores()
+Drop = Callable[[jax.Array], jax.Array]
+"""[B, K, T, G, S] -> the same, some of it zero."""
 
 
 def attend(
@@ -52,6 +54,7 @@ def attend(
     axes: Axes,
     backend: str = "auto",
     scores: Scores = _PLAIN,
+    drop: Drop | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention with grouped queries.
 
@@ -63,6 +66,7 @@ def attend(
         axes: mesh and rules; its platform decides what ``auto`` means.
         backend: ``auto``, or a name in :data:`BACKENDS`.
         scores: scale and soft cap.
+        drop: what becomes of the shares of keys; ``xla`` alone can do it.
 
     Returns:
         [B, T, N, H] in ``q``'s dtype; the softmax is in float32.
@@ -81,13 +85,20 @@ def attend(
                 f"config.strategy.context={axes.context!r} splits them; 'ulysses' has whole ones"
             )
         if axes.context == "ring" and q.shape[1] == k.shape[1]:
+            if drop is not None:
+                raise ConfigError(
+                    "config.dual.text.attention_dropout does not go with config.strategy.context="
+                    "'ring', where no device has all shares; 'gather' and 'ulysses' do"
+                )
             return _ring(q, k, v, mask, axes, scores)
         if axes.context == "ulysses" and q.shape[1] == k.shape[1]:
-            return _ulysses(q, k, v, mask, axes, backend, scores)
+            return _ulysses(q, k, v, mask, axes, backend, scores, drop)
         say_once(f"attention {q.shape} x {k.shape}: xla (queries of split rows)")
         k, v = (shard(axes, x, "batch", "row", "kv_heads", "head_dim") for x in (k, v))
-        return _xla(q, k, v, mask, axes, scores)  # the others take queries of whole rows
-    name = _choose(q, k, mask, axes.platform, backend, scores.cap)
+        return _xla(q, k, v, mask, axes, scores, drop)  # the others take queries of whole rows
+    name = _choose(q, k, mask, axes.platform, backend, scores.cap, drop is not None)
+    if name == "xla":
+        return _xla(q, k, v, mask, axes, scores, drop)
     return BACKENDS[name](q, k, v, mask, axes, scores)
 
 
@@ -111,14 +122,21 @@ def _allowed(of_queries: dict[str, jax.Array], of_keys: dict[str, jax.Array]) ->
 
 
 def _ulysses(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, backend: str, scores: Scores
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    backend: str,
+    scores: Scores,
+    drop: Drop | None,
 ) -> jax.Array:
     inside = dataclasses.replace(axes, activations=tuple(WHOLE_ROWS.items()))
     if k.shape[2] % _parts(axes):  # fewer than devices: each has the ones that its queries want
         k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     q = shard(inside, q, *QUERY)
     k, v = (shard(inside, x, *KEY) for x in (k, v))
-    out = attend(q, k, v, mask, inside, backend, scores)
+    out = attend(q, k, v, mask, inside, backend, scores, drop)
     return shard(axes, shard(inside, out, *QUERY), *QUERY)
 
 
@@ -152,15 +170,21 @@ def check_backend(name: str) -> None:
 
 
 def _choose(
-    q: jax.Array, k: jax.Array, mask: Mask, platform: str, backend: str, cap: float = 0.0
+    q: jax.Array,
+    k: jax.Array,
+    mask: Mask,
+    platform: str,
+    backend: str,
+    cap: float = 0.0,
+    drops: bool = False,
 ) -> str:
     check_backend(backend)
     if backend != "auto":
-        if refusal := _refusal(backend, q, k, mask, cap):
+        if refusal := _refusal(backend, q, k, mask, cap, drops):
             raise ConfigError(f"config.model.attention={backend!r}: {refusal}; use 'auto'")
         return backend
     for name in _PREFERRED.get(platform, ()):
-        refusal = _refusal(name, q, k, mask, cap)
+        refusal = _refusal(name, q, k, mask, cap, drops)
         if not refusal:
             say_once(f"attention {q.shape} x {k.shape}: {name}")
             return name
@@ -168,11 +192,15 @@ def _choose(
     return "xla"
 
 
-def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float) -> str:
+def _refusal(
+    backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float, drops: bool = False
+) -> str:
     """Why ``backend`` cannot serve, or ``""``."""
     length, head_dim = q.shape[1], q.shape[3]
     if cap and backend != "xla":
         return "it has no soft cap"
+    if drops and backend != "xla":
+        return "it has no dropout"
     if backend == "cudnn":
         if q.dtype not in (jnp.bfloat16, jnp.float16):
             return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
@@ -197,7 +225,13 @@ def _refusal(backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float) -
 
 
 def _xla(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes, scores: Scores = _PLAIN
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    _axes: Axes,
+    scores: Scores = _PLAIN,
+    drop: Drop | None = None,
 ) -> jax.Array:
     # jax.nn.dot_product_attention(implementation="xla") computes the same. On a CPU its gradient
     # takes 1.5 times as long, and so does that of einsums that leave the heads behind the tokens.
@@ -215,6 +249,7 @@ def _xla(
         # Finite, so that a row of padding with nothing to see is no NaN.
         score = jnp.where(dense[:, None, :, None], score, HIDDEN)
     weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
+    weight = weight if drop is None else drop(weight)
     out = jnp.matmul(weight.reshape(B, K, -1, S), v.transpose(0, 2, 1, 3))
     return out.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 

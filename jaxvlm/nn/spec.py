@@ -29,6 +29,8 @@ class BlockSpec:
     qk_norm_all: bool = False  # an RMSNorm over all heads of the queries, another of the keys
     layer_scale: float = 0.0  # first value of a learned factor on what is added; 0: none
     attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they don't
+    dropout: float = 0.0  # of what is added
+    attention_dropout: float = 0.0  # of the shares with which a token attends
     num_experts: int = 0  # each an MLP of mlp_dim; 0: one MLP for every token
     experts_per_token: int = 0
     normalize_experts: bool = True  # the shares of a token's experts add up to 1

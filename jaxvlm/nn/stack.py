@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxvlm.config import ConfigError
 from jaxvlm.nn.attention import Attention, Context
+from jaxvlm.nn.dropout import dropout, fold
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.moe import MoE, Routed
@@ -38,7 +39,7 @@ class Block(nnx.Module):
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
         norm = functools.partial(NORMS[spec.norm], init, spec.width, spec.norm_eps)
-        self.axes, self.norm_after = axes, spec.norm_after
+        self.axes, self.norm_after, self.dropout = axes, spec.norm_after, spec.dropout
         self.norm1 = norm()
         self.attn = Attention(init, axes, spec)
         self.post_norm1 = norm() if spec.post_norms else None
@@ -55,12 +56,15 @@ class Block(nnx.Module):
         """[B, T, D] -> [B, T, D], and what else comes of it."""
         after = self.norm_after
         y, kv = self.attn(x if after else self.norm1(x), context, kv)
-        x = x + _added(y, self.post_norm1, self.scale1)
+        x = x + self._dropped(_added(y, self.post_norm1, self.scale1), context, "attn")
         x = self.norm1(x) if after else x
         y, routed = self._mlp(x if after else self.norm2(x), context)
-        x = x + _added(y, self.post_norm2, self.scale2)
+        x = x + self._dropped(_added(y, self.post_norm2, self.scale2), context, "mlp")
         x = self.norm2(x) if after else x
         return shard(self.axes, x, "batch", "stream", "embed"), Side(kv, routed)
+
+    def _dropped(self, y: jax.Array, context: Context, half: str) -> jax.Array:
+        return dropout(y, self.dropout, fold(context.noise, half)) if self.dropout else y
 
     def _mlp(self, x: jax.Array, context: Context) -> tuple[jax.Array, Routed | None]:
         if not isinstance(self.mlp, MoE):
@@ -143,8 +147,9 @@ class Stack(nnx.Module):
         # One scan, not one for the first blocks and one for the others: each would copy its part
         # of all parameters.
         number = None
-        if deep is not None:
+        if deep is not None or context.noise is not None:
             number = here if first is None else first + here
+            number = number + run.start if run.start else number
 
         def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             layer_params, layer_kv, is_local, i = layer
@@ -152,6 +157,8 @@ class Stack(nnx.Module):
             # leaves nothing of the residual stream on the device.
             x = checkpoint_name(x, _BLOCK_INPUT)
             shared = context if local is None else _choose(is_local, local.context, context)
+            if shared.noise is not None:
+                shared = shared._replace(noise=fold(shared.noise, i))
             x, side = nnx.merge(graph, layer_params)(x, shared, layer_kv)
             return x if deep is None else x + _level(deep, i), side
 

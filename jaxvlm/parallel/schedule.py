@@ -145,6 +145,14 @@ def timetable(name: str, stages: int, parts: int, chunks: int = 1) -> Schedule:
     )  # fmt: skip
 
 
+def one_way(schedule: Schedule) -> Schedule:
+    """Its units there alone, for outputs that need no gradient: nothing is kept."""
+    ticks = 1 + int(np.flatnonzero(schedule.end >= 0)[-1])
+    there = {n: x[:ticks] for n, x in schedule._asdict().items() if isinstance(x, np.ndarray)}
+    back = {n: np.full_like(there[n], -1) for n in ("backward", "begin_back", "weights")}
+    return schedule._replace(**there | back, kept=0, kept_begin=0, kept_end=0, kept_rest=0)
+
+
 def wave(stages: int, parts: int, chunks: int = 1) -> int:
     """How many microbatches enter a pipeline at once where another mesh works before it.
 

@@ -167,6 +167,13 @@ class Step(abc.ABC):
             found[f"{name}, peak"] = peak
         return found | ({"host": self.host} if self.host else {})
 
+    def marked(self, step: Any, batch: Batch) -> Batch:
+        """The batch, with keys of its rows where something is dropped."""
+        if "noise" not in self.programs:
+            return batch
+        rows = Batch(batch.tokens, None, None, None)
+        return batch._replace(noise=self.programs["noise"](step, rows).noise)
+
     def pictures(self, batch: Batch) -> tuple[Batch | None, Batch]:
         """What of a batch the tower reads (``None``: nothing is there), and what the rest does.
 
@@ -175,12 +182,15 @@ class Step(abc.ABC):
         others = batch._replace(pixels=None, patches=None)
         if batch.pixels is None and batch.patches is None:
             return None, others
-        grid = batch.grid
-        if grid is not None:  # in parts that both sides have; see ``between``
-            grid = self.move(self.move(grid, self.between.rest), self.between.tower)
-        nothing = Batch(None, None, None, None)
-        taken = nothing._replace(pixels=batch.pixels, patches=batch.patches, grid=grid)
-        return taken, others
+
+        def there(x: Any) -> Any:  # in parts that both sides have; see ``between``
+            return (
+                x if x is None else self.move(self.move(x, self.between.rest), self.between.tower)
+            )
+
+        nothing, seen = Batch(None, None, None, None), {"grid": batch.grid, "noise": batch.noise}
+        taken = nothing._replace(pixels=batch.pixels, patches=batch.patches)
+        return taken._replace(**{name: there(x) for name, x in seen.items()}), others
 
 
 def like(tree: Any, where: Any) -> Any:
@@ -226,6 +236,7 @@ class Trained(Step):
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """As a compiled :func:`jaxvlm.train.step.make_step`."""
         run, between, whole = self.programs, self.between, self.whole
+        batch = self.marked(state.step, batch)
         tower, rest = cut(state, lambda x: self.move(x, whole.tower))
         taken, batch = self.pictures(batch)
         theirs, ours = (tower.params, tower.frozen), (rest.params, rest.frozen)

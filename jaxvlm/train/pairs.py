@@ -11,31 +11,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jaxvlm.parallel.reduce import on_own_rows
 from jaxvlm.train.objective import total
-from jaxvlm.types import Batch, Loss, Out, Pairs, Params, Runner, Sums, Vectors
+from jaxvlm.train.runner import deal, undeal
+from jaxvlm.types import Array, Batch, Loss, Out, Pairs, Params, Runner, Sums, Vectors
 
 
 class Chunk(NamedTuple):
-    """How many rows of a side a batch shard runs at once; the last chunk may have fewer."""
+    """How many rows of a side a batch shard runs at once, at most."""
 
     rows: int = 0
     """0: as many as ``tokens`` says."""
     tokens: int = 0
     """Places of a chunk's rows at most, padding counted; a row that has more is a chunk. 0: any."""
 
-    def of(self, length: int, most: int) -> int:
-        """Rows of ``length`` tokens in a chunk, where a shard has ``most`` rows."""
-        fit = self.tokens // max(1, length) if self.tokens else most
-        return max(1, min(most, self.rows or most, fit))
+    def parts(self, length: int, rows: int, group: int = 1) -> int:
+        """Chunks of a shard's ``rows`` of ``length`` tokens: as few as will do, of one size.
+
+        Args:
+            length: tokens of a row.
+            rows: of a shard.
+            group: what divides the number of chunks.
+        """
+        fit = self.tokens // max(1, length) if self.tokens else rows
+        most = max(1, min(rows, self.rows or rows, fit))
+        return -(-rows // most // group) * group
 
 
 class Side(NamedTuple):
@@ -58,41 +63,37 @@ WHOLE = Side()
 class Paired:
     """Runs both sides of :class:`Pairs` through one model; see the module's text.
 
-    A side whose rows are one chunk keeps what its backward pass needs and is not run again.
-
     Args:
-        runner: of one side's rows: ``Out.hidden`` [B, E] are their vectors, [B, T, E] those of
-            their tokens.
+        runner: number of chunks -> what runs one side's rows in so many: ``Out.hidden`` [B, E] are
+            their vectors, [B, T, E] those of their tokens.
         query: how queries are run.
         document: how documents are.
-        mesh: of the run; ``None``: one device.
-        shards: parts that it splits rows in.
-        axes: batch axes over which gradients are not added: each device keeps the sum of its own
-            rows' in a leading dim (see ``on_own_rows``). (): the compiler adds each chunk's.
-        place: pins where the sums of gradients lie that the compiler adds.
+        shards: parts that the mesh splits rows in.
+        again: whether rows that are one chunk are run again too, for their gradients; else what
+            these need is kept.
+        group: what divides the number of chunks.
     """
 
-    runner: Runner
+    runner: Callable[[int], Runner]
     query: Side = WHOLE
     document: Side = WHOLE
-    mesh: Mesh | None = None
     shards: int = 1
-    axes: tuple[str, ...] = ()
-    place: Callable[[Params], Params] = lambda grads: grads
+    again: bool = False
+    group: int = 1
 
     def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
-        """The runner's own, of one side's rows."""
-        return self.runner.fwd(params, frozen, batch)
+        """One side's rows at once."""
+        return self.runner(self.group).fwd(params, frozen, batch)
 
     def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
-        """The runner's own, of one side's rows."""
-        return self.runner.vjp(params, frozen, batch, d_out)
+        """Likewise."""
+        return self.runner(self.group).vjp(params, frozen, batch, d_out)
 
     def loss_grad(
         self, params: Params, frozen: Params, batch: Pairs, loss: Loss, scale: Mapping[str, Any]
     ) -> tuple[Sums, Params]:
         """The loss's sums over all examples, and the gradient of ``sum_k scale_k * S_k``."""
-        rows = [batch.query, jax.tree.map(_flat, batch.document)]
+        rows = [batch.query, rows_of(batch.document)]
         sides = [self.query, self.document]
         learns = [side.learns(x) for side, x in zip(sides, rows)]
         # Both have the model's scale and bias: one takes their gradient back.
@@ -111,67 +112,76 @@ class Paired:
         grads = [run(d) for (_, run), d in zip(runs, back) if run is not None]
         return sums, functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), grads)
 
-    def _rows(self, side: Side, batch: Batch, shards: int) -> int:
-        """Of a chunk, in each shard."""
-        return side.chunk.of(batch.tokens.shape[1], len(batch.tokens) // shards)
+    def made(self, params: Params, side: Side, batch: Batch) -> Out:
+        """What the model makes of a side, in chunks.
+
+        Args:
+            params: all of them.
+            side: ``query`` or ``document``.
+            batch: its rows.
+        """
+        parts = self._count(side, batch)
+        out = self.runner(parts).fwd(params, {}, self._filled(batch, parts))
+        return out._replace(hidden=self._own(out.hidden, self._local(batch)))
+
+    def _count(self, side: Side, batch: Batch) -> int:
+        """Chunks of a side."""
+        return side.chunk.parts(batch.tokens.shape[1], self._local(batch), self.group)
+
+    def _local(self, batch: Batch) -> int:
+        """Rows of a shard."""
+        return len(batch.tokens) // self.shards
 
     def _behind(self, params: Params, side: Side, batch: Batch) -> Batch:
         """Rows behind their frozen towers."""
         if side.still is None:
             return batch
-        return self._mapped(functools.partial(side.still, params), side, batch)
-
-    def _mapped(self, run: Callable[[Batch], Any], side: Side, batch: Batch) -> Any:
-        """``run`` on a chunk of rows after another; its arrays have rows in front, or no dim."""
-        local = len(batch.tokens) // self.shards
-        if (rows := self._rows(side, batch, self.shards)) == local:
+        run = functools.partial(side.still, params)
+        if (parts := self._count(side, batch)) == 1:
             return run(batch)
-        made = jax.lax.map(run, _deal(batch, rows, self.shards))
-        return jax.tree.map(lambda x: x[0] if x.ndim == 1 else _undeal(x, local, self.shards), made)
+        dealt = deal(self._filled(batch, parts), parts, self.shards)
+        made = jax.tree.map(lambda x: undeal(x, self.shards), jax.lax.map(run, dealt))
+        return self._own(made, self._local(batch))
 
     def _run(
         self, params: Params, frozen: Params, side: Side, learns: bool, batch: Batch
     ) -> tuple[Out, Callable[[Out], Params] | None]:
         """What the model makes of a side, and how gradients of that become the parameters'."""
+        parts = self._count(side, batch)
+        runner = self.runner(parts)
+        if learns and parts == 1 and not self.again:
+            out, pull = jax.vjp(lambda p: runner.fwd(p, frozen, batch), params)
+            return out, lambda d: pull(d)[0]
 
-        def run(p: Params, x: Batch) -> Out:
-            return self.runner.fwd(p, frozen, x)
+        def replayed(d: Out) -> Params:
+            d = d._replace(hidden=self._filled(d.hidden, parts))
+            return runner.vjp(params, frozen, self._filled(batch, parts), d)
 
-        whole = self._rows(side, batch, self.shards) * self.shards == len(batch.tokens)
-        if learns and whole and not self.axes:
-            out, pull = jax.vjp(lambda p: run(p, batch), params)
-            return out, lambda d: self.place(pull(d)[0])
-        out = self._mapped(functools.partial(run, params), side, batch)
-        if not learns:
-            return out, None
-        return out, lambda d: self._replayed(params, frozen, side, batch, d)
+        return self.made({**params, **frozen}, side, batch), replayed if learns else None
 
-    def _replayed(
-        self, params: Params, frozen: Params, side: Side, batch: Batch, d_out: Out
-    ) -> Params:
-        """Gradients by running each chunk again."""
-        # Numbers that all rows share come in with the first row, so that they count once.
-        first = jnp.arange(len(batch.tokens)) == 0
-        spread = jax.tree.map(lambda d: jnp.where(first, d, 0) if not d.ndim else d, d_out)
-        around = math.prod(self.mesh.shape[a] for a in self.axes) if self.mesh else 1
-        shards = self.shards // around
+    def _filled(self, rows: Any, parts: int) -> Any:
+        """Each shard's rows, and padding, which has no gradient, up to what ``parts`` divide."""
 
-        def replay(
-            params: Params, frozen: Params, rows: tuple[Batch, Out], _: Any
-        ) -> tuple[Any, Params]:
-            def add(grads: Params, chunk: tuple[Batch, Out]) -> tuple[Params, None]:
-                x, d = chunk
-                own = jax.tree.map(lambda a, like: a if like.ndim else jnp.sum(a), d, d_out)
-                more = self.runner.vjp(params, frozen, x, own)
-                return self.place(jax.tree.map(jnp.add, grads, self.place(more))), None
+        def one(x: jax.Array) -> jax.Array:
+            local = len(x) // self.shards
+            if not (missing := -local % parts):
+                return x
+            x = x.reshape(self.shards, local, *x.shape[1:])
+            x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+            return _flat(x)
 
-            dealt = _deal(rows, self._rows(side, rows[0], shards), shards)
-            zero = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
-            return (), jax.lax.scan(add, self.place(zero), dealt)[0]
+        return jax.tree.map(one, rows)
 
-        if self.axes and self.mesh is not None:
-            replay = on_own_rows(replay, self.mesh, self.axes)
-        return replay(params, frozen, (batch, spread), ())[1]
+    def _own(self, rows: Any, local: int) -> Any:
+        """The inverse of :meth:`_filled`, ``local`` rows a shard."""
+
+        def one(x: jax.Array) -> jax.Array:
+            if len(x) == self.shards * local:
+                return x
+            x = x.reshape(self.shards, len(x) // self.shards, *x.shape[1:])
+            return _flat(x[:, :local])
+
+        return jax.tree.map(one, rows)
 
 
 def _vectors(outs: list[Out], rows: list[Batch], batch: Pairs, lead: int) -> Vectors:
@@ -189,31 +199,11 @@ def _vectors(outs: list[Out], rows: list[Batch], batch: Pairs, lead: int) -> Vec
     )
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """[b, K, ...] -> [b * K, ...]."""
+def rows_of(document: Batch) -> Batch:
+    """``Pairs.document``, [b, K, ...], a row each: [b * K, ...]."""
+    return jax.tree.map(_flat, document)
+
+
+def _flat(x: Array) -> Any:
+    """[a, b, ...] -> [a * b, ...]."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def _deal(tree: Any, rows: int, shards: int) -> Any:
-    """Rows [B, ...] as chunks [n, shards * rows, ...], each with ``rows`` of every shard's own.
-
-    A shard's last chunk is filled up with zeros: rows of padding, which have no gradient.
-    """
-
-    def one(x: jax.Array) -> jax.Array:
-        x = x.reshape(shards, x.shape[0] // shards, *x.shape[1:])
-        count = -(-x.shape[1] // rows)
-        fill = [(0, 0), (0, count * rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, fill)
-        x = x.reshape(shards, count, rows, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0).reshape(count, shards * rows, *x.shape[3:])
-
-    return jax.tree.map(one, tree)
-
-
-def _undeal(x: jax.Array, local: int, shards: int) -> jax.Array:
-    """The inverse of :func:`_deal`, ``local`` rows a shard."""
-    count, rows = x.shape[0], x.shape[1] // shards
-    x = jnp.moveaxis(x.reshape(count, shards, rows, *x.shape[2:]), 0, 1)
-    x = x.reshape(shards, count * rows, *x.shape[3:])[:, :local]
-    return x.reshape(shards * local, *x.shape[2:])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxvlm.train import noise as noises
 from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch, Cache, Guard, Loss, Pairs, Params, Runner, Sums, TrainState
 
@@ -50,6 +51,7 @@ def make_step(
     tx: optax.GradientTransformation,
     place: Placement = ANYWHERE,
     cache: Cache = NO_CACHE,
+    noise: noises.Noise = noises.none,
 ) -> Step:
     """``step(state, batch) -> (state, metrics)``, pure and ready for ``jax.jit``.
 
@@ -59,6 +61,7 @@ def make_step(
         tx: the optimizer over trainable parameters.
         place: what a strategy splits over the mesh.
         cache: where visual tokens come from.
+        noise: what gives rows the keys of their dropout.
 
     Returns:
         The step, of a Batch or of Pairs. Its metrics are scalars, but for tokens that a cache
@@ -70,7 +73,7 @@ def make_step(
     """
 
     def step(state: TrainState, batch: Batch | Pairs) -> tuple[TrainState, dict[str, Any]]:
-        scale = scales(loss, batch)
+        scale, batch = scales(loss, batch), noise(state.step, batch)
         params, frozen = place.gathered(state.params), place.gathered(state.frozen)
         read = cache.read(state.cache, params, frozen, batch)
         sums, given = runner.loss_grad(read.params, read.frozen, read.batch, loss, scale)

@@ -47,6 +47,21 @@ def test_rows_keep_their_own_tokens(monkeypatch):
     assert not tiers.has(key_of(2))
 
 
+def test_documents_are_several_rows_of_an_example(monkeypatch):
+    """Of a process whose examples do not follow each other, three documents each."""
+    rows = np.asarray([0, 1, 4, 5])
+    every = [3 * row + k for row in rows.tolist() for k in range(3)]
+    here = {row: np.asarray(tokens_of([row]))[0] for row in every}
+    monkeypatch.setattr("jaxvlm.build.tokens.owned_rows", lambda tokens: here)
+    tiers = Tiers(None, 8, np.float32)
+    keeper = Keeper(tiers, rows, pytest.fail)
+    keeper.take(batch_of(every), tokens_of(range(18)))
+    keeper.close()
+    for row in every:
+        np.testing.assert_array_equal(tiers.get(key_of(row)), row + np.ones((3, 2)))
+    assert not tiers.has(key_of(6))
+
+
 def test_rows_of_others_are_refused(monkeypatch):
     """Of a row that is not this process's nothing is kept, and that is said."""
     said = []

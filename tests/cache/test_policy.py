@@ -86,7 +86,8 @@ def one_a_row(seed, which=0):
     return batch._replace(image_start=start)
 
 
-@pytest.mark.parametrize("mesh", ["one", pytest.param("data8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["one", "data8"])
 def test_gradients_by_draw_are_right_in_the_mean(mesh):
     """Of 2,000 draws, against the gradient with every picture encoded; one picture a row."""
     # A clipped gradient's mean is not the mean's.

@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 
-from jaxvlm.config import from_config_dict
+from jaxvlm.config import ConfigError, from_config_dict
 
 ARGS = {"finetune": ("folder",), "lora": ("folder",), "relevance": ("folder",)}
 RECIPES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
@@ -16,3 +16,15 @@ def test_a_recipe_is_read(path):
     config = runpy.run_path(str(path))["get_config"](*ARGS.get(path.stem, ()))
     assert from_config_dict(config).data.batch_size > 0
     assert config.is_locked
+
+
+def test_embedding_recipes_are_read_by_name():
+    get_config = runpy.run_path(str(RECIPES[0].parent / "embedding.py"))["get_config"]
+    ranks = {}
+    for name in ("clip-b32", "siglip2-so400m", "qwen3-2b", "qwen3-8b"):
+        config = from_config_dict(get_config(f"{name},here"))
+        assert config.network.checkpoint == "here" and config.data.batch_size == 8192
+        ranks[name] = config.network.lora.rank
+    assert list(ranks.values()) == [0, 0, 16, 32]
+    with pytest.raises(ConfigError, match="qwen4: known: clip-b32"):
+        get_config("qwen4")

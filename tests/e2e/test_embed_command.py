@@ -252,11 +252,11 @@ def test_a_missing_package_is_named(embed, monkeypatch):
 
 
 def test_an_encoder_reads_instructions_as_prompts(embed, model, tmp_path):
-    rows = [["a circle", ""], ["a square", "photo of"]]
+    rows = [["a circle", ""], ["a square", "photo of "]]
     with (tmp_path / "a.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["text", "instruction"], *rows])
     out = tmp_path / "x.npy"
-    given = (f"--input={tmp_path / 'a.csv'}", f"--output={out}", "--instruction=the")
+    given = (f"--input={tmp_path / 'a.csv'}", f"--output={out}", "--instruction=the ")
     assert embed(*given)[0] == 0
     expected = model.encode_text(["the a circle", "photo of a square"])
     np.testing.assert_allclose(np.load(out), expected, atol=1e-6)

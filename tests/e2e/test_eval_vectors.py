@@ -115,6 +115,24 @@ def test_bad_input_is_one_line(folder, files, tmp_path, capsys):
     assert "a corpus of 1 has nothing to rank" in said(f"--data={tmp_path / 'one.jsonl'}")
 
 
+def test_a_sheet_has_the_best_and_the_rank_of_the_first_right_one(tmp_path, monkeypatch):
+    """Of 40 documents in a circle; against a sort by hand, and one without a right document."""
+    angle = np.linspace(0, 2 * np.pi, 40, endpoint=False)
+    documents = np.stack([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+    queries = 3 * documents[[5, 20]]
+    drawn = []
+    monkeypatch.setattr(retrieval, "draw_found", lambda rows, path: drawn.extend(rows))
+    items = [Item(str(i)) for i in range(40)]
+    right = [[8], []]
+    given = ([Item("five"), Item("twenty")], queries), (items, documents)
+    retrieval.found_sheet(*given, right, tmp_path / "s.png")
+    five, twenty = sorted(drawn, key=lambda row: row.query.text)
+    assert five.rank in (6, 7) and not any(five.right)  # 5, then 4 and 6, 3 and 7, 2 and 8
+    assert {d.text for d in five.documents} == {"5", "4", "6", "3", "7"}
+    assert five.scores[0] == pytest.approx(1) and five.scores[4] == pytest.approx(np.cos(angle[2]))
+    assert twenty.rank == 0 and twenty.documents[0].text == "20"
+
+
 def test_a_sheet_marks_what_is_right(tmp_path):
     Image.new("RGB", (30, 10), (0, 0, 250)).save(tmp_path / "p.png")
     texts = [Shown("word " * 50), Shown("", str(tmp_path / "p.png")), Shown("c")]

@@ -182,6 +182,7 @@ def trained(data, folder, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     targets = ("decoder/*/w[qo]", "decoder/*/w_out", "vision/*/mlp/*", "connector/*")
     lora = {"rank": 4, "alpha": 8.0, "dora": True, "rslora": True, "targets": targets}
+    lora["dropout"] = 0.05
     config = settings(data, folder, **lora)
     config.steps = 3
     jaxvlm.Run(config, workdir).fit()
@@ -234,13 +235,13 @@ def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     run.write_down(workdir)
     params = adapters.read_params(run.source, run.model, 0)
     adapters.export(workdir, tmp_path / "out", params, run.model)
-    assert adapters.origin(run.config.model.lora).endswith("lora_dropout=0.05 is not applied")
+    assert adapters.origin(run.config.model.lora).endswith(f"{adapter}, with dropout 0.05")
     folders = (adapter, tmp_path / "out")
     given, written = (load_file(f / "adapter_model.safetensors") for f in folders)
     assert given.keys() == written.keys()
     assert all(np.array_equal(given[name], written[name]) for name in given)
     before, after = (json.loads((f / "adapter_config.json").read_text()) for f in folders)
-    for name in ("r", "lora_alpha", "use_dora", "use_rslora"):
+    for name in ("r", "lora_alpha", "use_dora", "use_rslora", "lora_dropout"):
         assert after[name] == before[name]
     config.model.lora.base = "int8"  # read one map at a time
     eight = jaxvlm.Run(config)

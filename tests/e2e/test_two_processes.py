@@ -31,6 +31,7 @@ def together(workdir, data, *args):
 @pytest.mark.long
 def test_two_processes_give_one_processs_losses(data, tmp_path):
     args = ("--config.mesh.data=4", "--config.mesh.fsdp=2", f"--config.data.eval={data}")
+    args += ("--config.model.decoder.dropout=0.1",)
     alone, both = tmp_path / "alone", tmp_path / "both"
     finish(start(alone, data, *args))
     processes = together(both, data, *args)

@@ -85,6 +85,9 @@ def test_towers_of_two_checkpoints(folders, captions, tmp_path, capsys):
     assert again.encode_text(["red"]).shape == (1, 20)
     assert cli(["export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]) == 2
     assert "from scratch" in capsys.readouterr().err
+    args = ["export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
+    assert cli([*args, "--format=sentence_transformers"]) == 2
+    assert "is not of one checkpoint" in capsys.readouterr().err
     config.dual.checkpoint = str(folders["clip"])
     with pytest.raises(ConfigError, match="is of both towers"):
         jaxvlm.Run(config, tmp_path / "other")

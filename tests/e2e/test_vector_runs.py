@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 from runs import COLORS, write_data
 
 import jaxvlm
@@ -85,7 +86,11 @@ def test_a_dual_encoder_from_scratch_is_trained_and_used(captions, trained, caps
     pictures = model.encode_image([str(captions.parent / f"{i}.png") for i in range(3)])
     assert texts.shape == (2, 16) and pictures.shape == (3, 16)
     np.testing.assert_allclose(np.linalg.norm(texts, axis=1), 1, atol=1e-5)
-    seen = pair_run.evaluate(model).metrics
+    with Image.open(workdir / "sheet.png") as sheet:
+        assert sheet.size == (6 * 190 + 8, 12 * 212 + 8)
+    again = workdir / "again.png"
+    seen = pair_run.evaluate(model, sheet=str(again)).metrics
+    assert again.is_file()
     assert seen["recall@10"] == pytest.approx(result["recall@10"])
     assert cli(["generate", f"--checkpoint={workdir}", "--prompt=x"]) == 2
     assert "makes vectors" in capsys.readouterr().err
@@ -109,7 +114,9 @@ def test_a_dry_run_shows_pairs(captions, capsys):
     config.grad_cache.query, config.grad_cache.document = 2, 3
     seen = jaxvlm.Run(config, devices=jax.devices()[:1]).dry_run()
     said = capsys.readouterr().out
-    assert "gradient cache: query 2, document 3" in said
+    assert (
+        "shard's 8 queries in 4 chunks; a data shard's 16 documents and 2 of padding in 6" in said
+    )
     assert "positive a " in said and "negative a " in said and "label " in said
     assert seen["tokens"] > 0 and seen["memory"]["peak"] > 0
 
@@ -131,13 +138,24 @@ def test_another_chunk_mesh_and_a_stop_half_way_are_the_same_run(captions, train
     np.testing.assert_allclose(list(losses.values()), list(same.values()), rtol=1e-4)
 
 
-@pytest.mark.long
-def test_a_vision_language_model_is_trained_to_embed(captions, tmp_path):
+def embedder(captions):
     config = scratch(captions, "vlm")
-    config.grad_cache.document = 3
-    result = jaxvlm.Run(config, tmp_path / "run", jax.devices()[:1]).fit()
+    config.model.decoder.depth, config.grad_cache.document = 2, 3
+    return config
+
+
+@pytest.fixture(scope="module")
+def embeds(captions, tmp_path_factory):
+    """A run of a vision-language model, and what it ended with."""
+    workdir = tmp_path_factory.mktemp("embeds")
+    return workdir, jaxvlm.Run(embedder(captions), workdir, jax.devices()[:1]).fit()
+
+
+@pytest.mark.long
+def test_a_vision_language_model_is_trained_to_embed(captions, embeds):
+    workdir, result = embeds
     assert {"recall@1", "dims8/recall@1", "reverse/recall@1"} <= result.keys()
-    model = jaxvlm.load(tmp_path / "run")
+    model = jaxvlm.load(workdir)
     found = model.embed([([], "a red picture"), ([str(captions.parent / "0.png")], "")], "", 8)
     assert found.shape == (2, 8)
     with pytest.raises(ConfigError, match="trained to make vectors"):
@@ -146,11 +164,40 @@ def test_a_vision_language_model_is_trained_to_embed(captions, tmp_path):
     assert seen["dims8/recall@10"] == pytest.approx(result["dims8/recall@10"])
 
 
+@pytest.mark.long
+def test_a_run_on_a_pipeline_is_the_same_run(captions, embeds, tmp_path, capsys):
+    config = embedder(captions)
+    config.mesh.data, config.mesh.stage, config.grad_cache.query = 1, 2, 2
+    config.model.vision.remat = config.model.decoder.remat = "dots"
+    config.eval_every = 3
+    run = jaxvlm.Run(config, tmp_path / "run", jax.devices()[:2])
+    assert run.dry_run()["memory"]["peak"] > 0
+    said = capsys.readouterr().out
+    assert "8 queries in 4 chunks, pipeline 1f1b: 2 stages, 4 microbatches at once" in said
+    assert "2 of padding in 6 chunks" in said and "stages are busy 86%" in said
+    result = run.fit()
+    losses, same = (list(steps_of(folder).values()) for folder in (tmp_path / "run", embeds[0]))
+    np.testing.assert_allclose(losses, same, rtol=1e-4)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, text) if "eval/recall@1" in row] == [3, 6]
+    for name in ("recall@10", "mrr@10", "dims8/recall@10", "reverse/recall@10"):
+        assert result[name] == pytest.approx(embeds[1][name], abs=1e-3)
+    seen = pair_run.evaluate(jaxvlm.load(tmp_path / "run")).metrics
+    assert seen["recall@10"] == pytest.approx(result["recall@10"], abs=1e-3)
+
+
+def test_a_dual_encoder_has_no_stages(captions):
+    config = scratch(captions)
+    config.mesh.stage = 2
+    with pytest.raises(ConfigError, match="none; its devices can lie on"):
+        jaxvlm.Run(config, devices=jax.devices()[:2])
+
+
 @pytest.mark.parametrize(
     "setting, value, says",
     [
         ("encoder", "tower", "known: vlm, dual"),
-        ("microbatches", 2, "in chunks by config.grad_cache"),
+        ("microbatches", 2, "are the chunks of config.grad_cache: set its query"),
         ("eval_records", 5, "searched whole"),
         ("loss_chunk", 5, "config.pair_loss.chunk"),
         ("router_loss", 0.1, "router"),
@@ -160,7 +207,7 @@ def test_a_vision_language_model_is_trained_to_embed(captions, tmp_path):
         ("pair_loss.dims", (8, 99), "99 is more than the vectors' width of 16"),
         ("pair_loss.directions", ("document_to_query",), "holds the positives"),
         ("grad_cache.tokens", -1, "at least 0"),
-        ("cache.policy", "strict", "does not go with"),
+        ("cache.policy", "strict", "not on the devices"),
         ("checkpoint.metric", "exact_match", "is not evaluated; known: hit@1"),
         ("dual.text_checkpoint", "nowhere", "no such folder"),
         ("data.batch_size", 64, "fewer than data.batch_size=64"),

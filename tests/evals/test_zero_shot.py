@@ -48,6 +48,8 @@ def test_classes_and_accuracy_are_clips(mesh):
         expected = metrics.top_k_accuracy_score(labels, logits.numpy(), k=k)
         assert report[f"top{k}"] == pytest.approx(expected) and 0.3 < expected < 1
         assert report[f"chance/top{k}"] == k / len(NAMES)
+        often = sorted(np.unique(labels, return_counts=True)[1])[-k:]
+        assert report[f"majority/top{k}"] == pytest.approx(sum(often) / 70)
     assert report["top20"] == report["chance/top20"] == 1 and report["pictures"] == 70
 
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from builders import assert_gradients_close
-from test_strategies import recorded
+from builders import assert_gradients_close, recorded
 from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.build.assemble import assemble

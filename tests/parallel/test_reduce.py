@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from builders import assert_gradients_close
+from builders import assert_gradients_close, recorded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from long_runs import assert_ends_alike, losses_of_300_steps
-from test_strategies import recorded, trained
+from test_strategies import trained
 from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.build.assemble import assemble

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.schedule import chunk_moves, rounds, timetable
+from jaxvlm.parallel.schedule import chunk_moves, one_way, rounds, timetable
 
 CASES = [
     (name, S, M, V)
@@ -124,3 +124,13 @@ def test_chunks_come_where_the_schedule_wants_them(S, V):
                     assert (to, put[to]) not in got
                     got[to, put[to]] = (s, sent[s])
         assert got == there
+
+
+@pytest.mark.parametrize(("name", "S", "M", "V"), CASES)
+def test_one_way_is_the_same_way_and_no_longer(name, S, M, V):
+    there, both = one_way(timetable(name, S, M, V)), timetable(name, S, M, V)
+    ticks = M * V + S - 1
+    for column in ("forward", "forward_chunk", "begin", "end"):
+        assert (getattr(there, column) == getattr(both, column)[:ticks]).all()
+    assert len(there.forward) == ticks == there.span and there.units == M * V
+    assert (both.end[ticks:] < 0).all() and there.kept == there.kept_begin == there.kept_end == 0

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 import shown
-from builders import worst_gradient
+from builders import recorded, worst_gradient
 from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.build.assemble import assemble
@@ -65,14 +65,6 @@ STRATEGIES = {
         {"schedule": "zero_bubble"},
     ),
 }
-
-
-def recorded():
-    """Keeps the last gradients in the optimizer's state, where moments lie."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jax.numpy.zeros_like, params),
-        lambda grads, state, params=None: (grads, grads),
-    )
 
 
 @functools.cache

@@ -182,8 +182,13 @@ def test_any_chunk_does(chunks, whole):
 @pytest.mark.long
 def test_a_chunk_may_be_so_many_tokens(whole):
     same(step_of("mixed", tokens=30), whole("mixed"))
-    assert Chunk(tokens=30).of(12, 99) == 2 and Chunk(tokens=3).of(12, 99) == 1
-    assert Chunk(4, 30).of(12, 99) == 2 and Chunk(1, 30).of(12, 99) == 1
+
+
+def test_chunks_are_of_one_size():
+    assert Chunk(5).parts(12, 16) == 4 and Chunk(5).parts(12, 16, group=3) == 6
+    assert Chunk().parts(12, 16) == Chunk(99).parts(12, 16) == 1
+    assert Chunk(tokens=30).parts(12, 99) == 50 and Chunk(tokens=3).parts(12, 99) == 99
+    assert Chunk(4, 30).parts(12, 99) == 50 and Chunk(1, 30).parts(12, 99) == 99
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """BERT (arXiv 1810.04805) in Hugging Face's words.
 
-Its dropout is for training alone, and jaxvlm has none.
+Its dropout is for training alone, where a recipe says what is dropped: config.dual.text.dropout and
+attention_dropout.
 """
 
 from __future__ import annotations

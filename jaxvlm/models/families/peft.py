@@ -23,7 +23,7 @@ _RANK = "r"
 
 _NONE: tuple[Any, ...] = (None, False, {}, [])
 _FIELDS = Fields(
-    {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False},
+    {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "lora_dropout": 0.0},
     {
         "peft_type": ("LORA",),
         "bias": ("none",),
@@ -63,7 +63,6 @@ _FIELDS = Fields(
             "inference_mode",
             "layers_pattern",
             "layers_to_transform",
-            "lora_dropout",
             "lora_ga_config",
             "megatron_config",
             "megatron_core",
@@ -115,6 +114,7 @@ def config_from_peft(
         rslora=bool(found["use_rslora"]),
         dora=bool(found["use_dora"]),
         targets=tuple(sorted(targets)),
+        dropout=float(found["lora_dropout"]),
         checkpoint=where,
     )
 
@@ -142,7 +142,7 @@ def config_to_peft(
         "lora_alpha": int(config.alpha) if whole else config.alpha,
         "use_rslora": config.rslora,
         "use_dora": config.dora,
-        "lora_dropout": 0.0,
+        "lora_dropout": config.dropout,
         "bias": "none",
         "init_lora_weights": True,
         # In full: a name's end alone may stand for a layer of the other tower too.

@@ -10,9 +10,9 @@ from jaxvlm.config import ConfigError, DualConfig
 from jaxvlm.models.families.fields import Fields, read
 from jaxvlm.types import TextStyle
 
-_POOLS = {"cls": "class", "mean": "mean", "lasttoken": "last"}
+POOLS = {"cls": "class", "mean": "mean", "lasttoken": "last"}
 """sentence-transformers' name -> ours."""
-_OLD_POOLS = {
+OLD_POOLS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -22,7 +22,7 @@ _OLD_POOLS = {
 }
 _POOLING = Fields(
     {"pooling_mode": None, "embedding_dimension": None, "word_embedding_dimension": None}
-    | dict.fromkeys(_OLD_POOLS, False),
+    | dict.fromkeys(OLD_POOLS, False),
     {"include_prompt": (True,)},
     frozenset(),
 )
@@ -41,26 +41,70 @@ def with_modules(
     Raises:
         ConfigError: a module or a way of pooling that jaxvlm does not have.
     """
-    kinds = [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
+    kinds = _kinds(modules)
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         raise ConfigError(
             f"modules.json: {', '.join(kinds)} is not supported, only Transformer, Pooling and "
             "perhaps Normalize"
         )
+    text = dataclasses.replace(config.text, pool=_pool(pooling, config.text.width))
+    return dataclasses.replace(config, text=text, normalize="Normalize" in kinds)
+
+
+def _pool(pooling: Mapping[str, Any], width: int) -> str:
+    """Our name of how a pooling module's ``config.json`` pools states of ``width`` dims."""
     where = "the pooling module's config.json: "
     said = read(pooling, _POOLING, where)
     for name in ("embedding_dimension", "word_embedding_dimension"):
-        if said[name] not in (None, config.text.width):
-            raise ConfigError(f"{where}{name}={said[name]}, but hidden_size={config.text.width}")
-    mode = said["pooling_mode"] or [_OLD_POOLS[n] for n in _OLD_POOLS if said[n]] or "mean"
+        if said[name] not in (None, width):
+            raise ConfigError(f"{where}{name}={said[name]}, but hidden_size={width}")
+    mode = said["pooling_mode"] or [OLD_POOLS[n] for n in OLD_POOLS if said[n]] or "mean"
     modes = [mode] if isinstance(mode, str) else list(mode)
-    if len(modes) != 1 or modes[0] not in _POOLS:
+    if len(modes) != 1 or modes[0] not in POOLS:
         raise ConfigError(
             f"{where}pooling by {' and '.join(modes)} is not supported, only by one of "
-            f"{', '.join(_POOLS)}"
+            f"{', '.join(POOLS)}"
         )
-    text = dataclasses.replace(config.text, pool=_POOLS[modes[0]])
-    return dataclasses.replace(config, text=text, normalize="Normalize" in kinds)
+    return POOLS[modes[0]]
+
+
+def _kinds(modules: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
+
+
+def check_whole(modules: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse modules behind a model of pictures and texts whose heads make unit vectors.
+
+    Raises:
+        ConfigError: which.
+    """
+    if (kinds := _kinds(modules))[1:] not in ([], ["Normalize"]):
+        raise ConfigError(
+            f"modules.json: {', '.join(kinds)} is not supported for this model, only "
+            "Transformer or CLIPModel and perhaps Normalize"
+        )
+
+
+def check_last(
+    modules: Sequence[Mapping[str, Any]], pooling: Mapping[str, Any], width: int
+) -> None:
+    """Refuse modules that make another vector than the unit one of a decoder's last token.
+
+    Args:
+        modules: the content of ``modules.json``.
+        pooling: of the pooling module's ``config.json``.
+        width: of the decoder.
+
+    Raises:
+        ConfigError: which.
+    """
+    kinds = _kinds(modules)
+    if kinds != ["Transformer", "Pooling", "Normalize"] or _pool(pooling, width) != "last":
+        raise ConfigError(
+            f"modules.json: {', '.join(kinds)} with this pooling is not supported for a "
+            "vision-language model, only Transformer, Pooling by lasttoken and Normalize; load the "
+            "run that it is of"
+        )
 
 
 def with_settings(
@@ -97,6 +141,6 @@ _FIRST = Fields(
 _WHOLE = Fields(
     {},
     {"default_prompt_name": (None,), "model_type": ("SentenceTransformer",)},
-    # Prompts are for those who ask for one by its name.
-    frozenset(("__version__", "prompts", "similarity_fn_name")),
+    # Prompts are for those who ask for one by its name, and vectors are whole unless asked for.
+    frozenset(("__version__", "prompts", "similarity_fn_name", "truncate_dim")),
 )

@@ -1,0 +1,209 @@
+"""Frozen towers' tokens that come with a batch of pairs: the same bits, and the tower rests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from builders import assert_gradients_close, devices_of
+from test_pairs import FSDP, KINDS, MESHES, VECTORS, Softmax, both, dual_pairs, pairs_of, pictures
+from zoo import DUAL, LLAVA, QWEN3, ROWS, text_and_pictures
+
+from jaxvlm.build.assemble import assemble, split
+from jaxvlm.build.caching import TOKENS
+from jaxvlm.build.model import build_model
+from jaxvlm.build.pair_cache import make_pair_cache
+from jaxvlm.build.parts import features_of
+from jaxvlm.config import CacheConfig, ConfigError, DualConfig, OptimConfig
+from jaxvlm.models.vlm import DTYPES
+from jaxvlm.optim.optimizer import make_optimizer
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import to_global
+from jaxvlm.plan import collectives
+from jaxvlm.train.pairs import Chunk
+
+NAFLEX = dataclasses.replace(
+    DUAL,
+    vision=dataclasses.replace(DUAL.vision, packed=True, patch_size=4, position="learned"),
+)
+TRUNK = dataclasses.replace(
+    LLAVA, vision=dataclasses.replace(LLAVA.vision, trunk=1, feature_layer=-1)
+)
+
+
+def pictures_on_both_sides():
+    rng = np.random.default_rng(3)
+    return pairs_of(pictures(rng, ROWS), both(rng, 2 * ROWS))
+
+
+def patches_on_one_side():
+    """Pictures of several sizes, of which a tower makes a vector each."""
+    rng, made = np.random.default_rng(4), dual_pairs()
+    grid = np.asarray([(1, 2, 4), (1, 4, 4), (1, 1, 2)], np.int32)[np.arange(ROWS) % 3]
+    query = made.query._replace(
+        pixels=None, patches=rng.integers(0, 256, (ROWS, 16, 48), np.uint8), grid=grid[:, None]
+    )
+    return made._replace(query=query)
+
+
+def of_fixed_size():
+    one, two, three = (text_and_pictures(LLAVA, seed, packed=False) for seed in (2, 3, 4))
+    document = jax.tree.map(lambda a, b: np.concatenate([a, b]), one, two)
+    return pairs_of(three, document)
+
+
+CASES = {
+    "dual": (DUAL, pictures_on_both_sides, ("vision/*",), (1,)),
+    "dual, any size": (NAFLEX, patches_on_one_side, ("vision/*",), (1,)),
+    "vlm": (LLAVA, of_fixed_size, ("vision/*",), (4,)),
+    "vlm, any size": (QWEN3, KINDS["vlm"][1], ("vision/*",), (4, 8, 16)),
+    "vlm, trunk": (TRUNK, of_fixed_size, (), (5,)),
+}
+
+
+class Made:
+    """A compiled step, with room for tokens or plain."""
+
+    def __init__(self, case, mesh="one", dtype="float32", chunks=(0, 0), cached=True, fed=False):
+        config, self.batch, frozen, windows = CASES[case]
+        self.config = config = dataclasses.replace(config, dtype=dtype)
+        where, vectors = MESHES[mesh], None if isinstance(config, DualConfig) else VECTORS
+        self.model = build_model(config, make_mesh(where, devices_of(where)), FSDP, vectors=vectors)
+        own, _ = split(self.model, self.model.shapes, frozen)
+        asked = CacheConfig("strict", memory_mb=1, chunk=2)
+        cache = make_pair_cache(asked, self.model, own, windows) if cached else None
+        tx = make_optimizer(OptimConfig(clip_norm=0.0), lambda step: 1e-2, self.model.logical)
+        cut = tuple(Chunk(rows) for rows in chunks)
+        step, abstract, self.init = assemble(
+            self.model, Softmax(), tx, frozen=frozen, cache=cache, chunks=cut
+        )
+        shapes = self.with_room() if cached or fed else self.batch()
+        if fed:
+            shapes = shapes._replace(query=_fed(shapes.query), document=_fed(shapes.document))
+        self.step = step.lower(abstract, self.place(shapes)).compile()
+
+    def place(self, batch):
+        return to_global(self.model.mesh, batch, ROWS)
+
+    def with_room(self, query=None, document=None, found=lambda here: here & False):
+        """The batch, with the tokens of the pictures that are ``found`` in their pixels' place."""
+        batch = self.batch()
+        sides = [
+            self._room(side, tokens, found)
+            for side, tokens in ((batch.query, query), (batch.document, document))
+        ]
+        return batch._replace(query=sides[0], document=sides[1])
+
+    def _room(self, rows, tokens, found):
+        given = rows.pixels if rows.patches is None else rows.patches
+        if given is None:
+            return rows
+        (count, width), lead = features_of(self.config), rows.image_start.shape
+        shape = (*lead, count, width) if count else (*rows.patches.shape[:-1], width)
+        here = found(rows.image_start >= 0)
+        stored = np.zeros(shape, DTYPES[self.config.dtype])
+        if tokens is not None:
+            seen = here[..., None, None] if count else self._of(rows, here)
+            stored = np.where(seen, np.asarray(tokens).reshape(shape), stored)
+            blank = here if count or rows.grid is None else self._of(rows, here)[..., 0]
+            given = np.where(
+                blank.reshape(blank.shape + (1,) * (given.ndim - blank.ndim)), 0, given
+            )
+        name = "pixels" if rows.patches is None else "patches"
+        return rows._replace(**{name: given}, stored=stored, is_stored=here)
+
+    def _of(self, rows, here):
+        """bool[..., P, 1]: which patches are of pictures that are ``here``."""
+        upto = np.cumsum(rows.grid.prod(-1), -1)
+        which = np.arange(rows.patches.shape[-2])[:, None] >= upto[..., None, :]
+        which = np.minimum(which.sum(-1), here.shape[-1] - 1)
+        return np.take_along_axis(here, which, -1)[..., None]
+
+    def run(self, batches, frozen=lambda x: x):
+        """(trained parameters, losses, metrics) of steps."""
+        state, seen = self.init(self.model.init(0)), []
+        state = state._replace(frozen=jax.tree.map(frozen, state.frozen))
+        for batch in batches:
+            state, metrics = self.step(state, self.place(batch))
+            seen.append(jax.device_get(metrics))
+        moments = jax.device_get(optax.tree.get(state.opt_state, "mu"))
+        return jax.device_get(state.params), [x["loss"].tobytes() for x in seen], seen, moments
+
+
+def _fed(rows):
+    """Rows that were given all of their features."""
+    return rows._replace(features=rows.stored, pixels=None, stored=None, is_stored=None)
+
+
+def same_bits(one, two):
+    assert one[1] == two[1]
+    for path, x in one[0].items():
+        assert x.tobytes() == two[0][path].tobytes(), path
+
+
+@functools.cache
+def compiled(*how):
+    return Made(*how)
+
+
+def long(*case):
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    "case, mesh, dtype, chunks",
+    [
+        ("dual", "one", "float32", (0, 0)),
+        long("dual", "data4", "float32", (2, 3)),
+        long("dual, any size", "one", "float32", (0, 0)),
+        long("vlm", "data4", "bfloat16", (1, 3)),
+        long("vlm, any size", "one", "float32", (0, 0)),
+        long("vlm, trunk", "one", "float32", (0, 0)),
+    ],
+)
+def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, chunks):
+    step = compiled(case, mesh, dtype, chunks)
+    off = step.run([step.with_room()] * 3)
+    tokens = off[2][0][TOKENS]
+    some = np.random.default_rng(0)
+    mixed = step.with_room(*tokens, found=lambda here: here & (some.random(here.shape) < 0.5))
+    every = step.with_room(*tokens, found=lambda here: here)
+    on = step.run([step.with_room(), mixed, every])
+    same_bits(off, on)
+    share = [float(x["cache/found"]) for x in on[2]]
+    assert share[0] == 0 < share[1] < 1 == share[2]
+    assert on[2][2]["cache/encoded"] == 0 < off[2][2]["cache/encoded"]
+    # A tower that gives no number for anything is not missed.
+    spoilt = step.run([every] * 3, lambda x: jnp.full_like(x, jnp.nan))
+    same_bits(off, spoilt)
+
+
+@pytest.mark.long
+def test_the_step_is_that_without_a_cache():
+    given, plain = compiled("dual", "data4", "float32", (2, 3)), Made("dual", cached=False)
+    off, on = plain.run([plain.batch()]), given.run([given.with_room()])
+    assert abs(off[2][0]["loss"] - on[2][0]["loss"]) <= 1e-5 * abs(off[2][0]["loss"])
+    assert_gradients_close(on[3], off[3])
+
+
+@pytest.mark.long
+def test_no_collective_carries_a_feature():
+    """Against the same step that is given all features."""
+    step = compiled("dual", "data4", "float32", (2, 3))
+    fed = Made("dual", "data4", chunks=(2, 3), cached=False, fed=True)
+
+    def wire(text):
+        return collectives.total(collectives.read(text, dict(step.model.mesh.shape)))
+
+    assert 0 <= wire(step.step.as_text()) - wire(fed.step.as_text()) <= 64
+
+
+def test_a_tower_that_learns_is_refused():
+    model = build_model(DUAL, make_mesh(MESHES["one"], jax.devices()[:1]))
+    with pytest.raises(ConfigError, match=r"config.cache.policy='strict' .* freeze the tower"):
+        make_pair_cache(CacheConfig("strict", memory_mb=1, chunk=2), model, model.shapes, (1,))
