@@ -19,7 +19,10 @@ import random
 import time
 from typing import Any, NamedTuple
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# With no GPU there is nothing to tune by, and XLA's Triton matmuls find no tiles for some widths.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_gpu_enable_triton_gemm=false"
+)
 
 import jax
 import optax
@@ -200,13 +203,13 @@ def main() -> None:
     here = environment()
 
     def save() -> None:
-        write(f"{NAME}.json", {"environment": here, "summary": compared(rows), "rows": rows})
+        write(f"{NAME}.json", {"summary": compared(rows), "rows": rows})
 
     for target, kind in itertools.product(args.targets, args.kinds):
         for point in points(target, kind)[: args.count]:
             row = next((r for r in rows if r["point"] == list(point) and r["kind"] == kind), None)
             if row is None:
-                rows.append(row := {"point": list(point), "kind": kind})
+                rows.append(row := {"point": list(point), "kind": kind, "environment": here})
             if kind == "open" or "predicted" not in row:  # a held one's stays as it was said
                 row["predicted"] = predicted(point)
             if "compiled" not in row and "why" not in row:

@@ -82,10 +82,10 @@ class Batch(NamedTuple):
     text_features: Any = None
     """[B, D]: what a text encoder made of the tokens, given instead of them."""
     example_id: Any = None
-    """i32[B]: global index of the row in the run; randomness is a function of it."""
+    """i32[B]: global index of the row in the run."""
     noise: Any = None
-    """u32[B, 2]: a key of the row in this step, made inside of the step where something is dropped
-    out; ``None``: nothing is."""
+    """u32[B, 2]: a key of the row, of the run's seed, the step and the row's place in the global
+    batch; made inside of the step where something is dropped out; ``None``: nothing is."""
 
 
 class Pairs(NamedTuple):

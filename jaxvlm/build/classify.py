@@ -23,7 +23,7 @@ from jaxvlm.evals import zero_shot
 
 IN_FILE = "labels"
 """Instead of a list: the classes are those that the file's pictures have."""
-_LISTS = (".txt", ".lst", ".csv", ".json")
+_LISTS = (".txt", ".lst")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,8 @@ def classes_of(asked: str, labels: Sequence[str]) -> list[str]:
         names = sorted(set(labels))
     elif path.is_file() or path.suffix in _LISTS:
         try:
-            names = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").splitlines()
+            names = [line for line in lines if line.strip()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"--classes={asked} can't be read: {error}") from None
     else:

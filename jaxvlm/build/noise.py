@@ -11,6 +11,7 @@ from jaxvlm.models import lora
 
 _PARTS = {"vision": ("vision/", "top/"), "decoder": ("decoder/",), "text": ("text/",)}
 _RATES = ("dropout", "attention_dropout")
+_AT_ZERO = "leave it at 0, and lora_dropout in the adapter_config.json that a run starts from too"
 
 
 def _rates(config: ModelConfig | DualConfig) -> dict[str, float]:
@@ -37,7 +38,7 @@ def learning(model: Model, own: Collection[str]) -> tuple[Model, bool]:
     noisy = frozenset(path for path in model.noisy if f"{path}/{lora.A}" in own)
     if model.noisy and not noisy:
         raise ConfigError(
-            f"{where}.lora.dropout={model.adapter.dropout:g}: no adapter learns; leave it at 0"
+            f"{where}.lora.dropout={model.adapter.dropout:g}: no adapter learns; {_AT_ZERO}"
         )
     rates = _rates(model.config) if isinstance(model.config, (ModelConfig, DualConfig)) else {}
     for name, rate in rates.items():
@@ -63,7 +64,7 @@ def check_kept(model: Model) -> None:
     if name:
         raise ConfigError(
             f"config.model.{name} in a vision tower whose tokens config.cache keeps: they would be "
-            "those of one mask; leave it at 0 there, or config.cache.policy='off' and chunk=0"
+            f"those of one mask; {_AT_ZERO}, or config.cache.policy='off' and chunk=0"
         )
 
 

@@ -30,6 +30,7 @@ from jaxvlm.data.pair_loader import PairDataset, PairMeta
 from jaxvlm.data.prompt_items import PromptRows
 from jaxvlm.data.text_rows import TextRows
 from jaxvlm.evals import retrieval
+from jaxvlm.models.families import sentences
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import local_rows, replicated, to_global
 from jaxvlm.train.pairs import Chunk
@@ -51,6 +52,8 @@ def prepare(given: TrainConfig, workdir: pathlib.Path | None) -> Prepared:
         prepared = Prepared(config, made.source, made.tokenizer, made.pictures, None, made)
     else:
         source = pretrained.find(given.model.checkpoint, workdir)
+        if source is not None:
+            sentences.check_no_map(pretrained.modules(source.files))
         given = pretrained.with_source(given, source)
         given = adapters.with_adapter(given, source, workdir)
         saved = workdir / "tokenizer" if workdir else None

@@ -17,6 +17,7 @@ from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat
+from jaxvlm.data.processor import write_bounds
 from jaxvlm.io import hf
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.models.families import sentence_files
@@ -87,6 +88,8 @@ def export(
             for module in pretrained.modules(folder):  # of the source
                 if module.get("path"):
                     shutil.rmtree(folder / module["path"], ignore_errors=True)
+            if any(run.data.picture_pixels):
+                write_bounds(folder, run.data.picture_pixels)
             for name, content in files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ from jaxvlm.build.parts import features_of
 from jaxvlm.cache.codec import error_bound
 from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
-from jaxvlm.config import CacheConfig, ConfigError, DualConfig
+from jaxvlm.config import CacheConfig, ConfigError, DualConfig, LoraConfig, VisionConfig
 from jaxvlm.io.digest import bit_words, flat_index, mix
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
@@ -186,6 +186,11 @@ def alarm_of(codec: str) -> float:
     return max(1e-3, 10 * float(error_bound(codec, 1.0)))
 
 
+def _without_dropout(part: VisionConfig | LoraConfig) -> dict[str, Any]:
+    """Its settings; what is frozen, and so kept, drops nothing."""
+    return dataclasses.asdict(dataclasses.replace(part, dropout=0.0))
+
+
 def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
     """What tokens depend on beside the picture: equal only where they would be equal."""
     config, model, slots = run.config, run.model, run.slots
@@ -193,11 +198,11 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
     assert slots is not None
     facts: dict[str, Any] = {
         "weights": weights_digest(params),
-        "tower": dataclasses.asdict(network.vision),
+        "tower": _without_dropout(network.vision),
         "width": features_of(network)[1],
         "pooled": isinstance(network, DualConfig),
         # Those of a trunk's top change nothing below it.
-        "adapters": {} if model.has_trunk else dataclasses.asdict(network.lora),
+        "adapters": {} if model.has_trunk else _without_dropout(network.lora),
         "pictures": run.dataset.preparation.fingerprint,
         "libraries": {name: version(name) for name in ("pillow", "transformers")},
         "code": code_digest(),

@@ -74,6 +74,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--workdir={workdir} is a Hugging Face checkpoint already")
     model = load(workdir, values.which)
     if values.format == "sentence_transformers":
+        if values.merged:
+            raise ConfigError(
+                f"--merged is not read with {sentence_folder.FLAG}, which adds adapters always"
+            )
         written = sentence_folder.export(model, workdir, output, values.dtype, values.truncate_dim)
     elif values.truncate_dim:
         raise ConfigError(f"--truncate_dim={values.truncate_dim} needs {sentence_folder.FLAG}")

@@ -117,6 +117,28 @@ def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Pr
     )
 
 
+def write_bounds(folder: pathlib.Path, wanted: tuple[int, int]) -> None:
+    """Let a folder's processor scale pictures as ``data.picture_pixels`` says.
+
+    Args:
+        folder: with a processor of pictures of any size.
+        wanted: least and most pixels; 0: as the file says.
+    """
+    path, whole = folder / FILE, folder / "processor_config.json"
+    for file in (path, whole):
+        if file.is_file():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            settings = content.get("image_processor", content)
+            size = settings.get("size") or {}
+            for mine, key, old in zip(
+                wanted, ("shortest_edge", "longest_edge"), ("min_pixels", "max_pixels"), strict=True
+            ):
+                says = settings.pop(old, None)  # the older name, which would win
+                size[key] = mine or says or size.get(key)
+            settings["size"] = size
+            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def _of_tiles(made: Any, grid: TileGrid | None) -> Callable[[Image.Image], Pixels]:
     """Processors that give [tiles, 3, H, W], all of one size."""
     asked = tiling.asked(made)

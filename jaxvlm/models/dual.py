@@ -289,8 +289,6 @@ def check(config: DualConfig) -> None:
                 f"put {tower!r} in {where}.project"
             )
     if config.vision.trunk:
-        raise ConfigError(f"{where}.vision.trunk={config.vision.trunk} is of models with a decoder")
-    if config.vision.trunk:
         raise ConfigError(
             f"{where}.vision.trunk={config.vision.trunk} is of vision-language models; here "
             "config.optim.frozen=('vision/*',) freezes the tower"

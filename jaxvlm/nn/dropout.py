@@ -46,10 +46,15 @@ def dropout(x: jax.Array, rate: float, noise: jax.Array | None) -> jax.Array:
         rate: in [0, 1).
         noise: u32[n, 2]; ``None``: ``x`` as it is.
 
+    Raises:
+        ValueError: rows that the keys do not divide.
+
     Source: Srivastava et al., Dropout, JMLR 15 (2014), section 10: scaled in training.
     """
     if noise is None or not rate:
         return x
+    if len(x) % len(noise):
+        raise ValueError(f"{len(x)} rows for {len(noise)} keys")
     if (parts := len(x) // len(noise)) > 1:
         own = fold(noise, "parts")
         each = jax.vmap(lambda i: fold(own, i), out_axes=1)(jnp.arange(parts))

@@ -22,13 +22,14 @@ class Device:
     id: int
     platform: str
     """cpu | gpu | tpu."""
+    device_kind: str = ""
     process_index: int = 0
     slice_index: int = 0
 
 
 def devices(platform: str, count: int, a_host: int = 0) -> list[Any]:
     """So many, ``a_host`` of them a process; 0: one process has all."""
-    return [Device(i, platform, i // (a_host or count)) for i in range(count)]
+    return [Device(i, platform, platform, i // (a_host or count)) for i in range(count)]
 
 
 def mesh(sizes: MeshConfig, platform: str) -> Mesh:

@@ -111,7 +111,7 @@ def _walk(body: Body, buffers: set[Any], last: Mapping[Any, int], early: bool) -
 
 
 def _inside(body: Body, i: int, op: Op) -> Peak:
-    """What is alive within an operation alone."""
+    """What is alive within an operation alone; branches and loops without a count whole."""
     if op.name == "scan":
         return of(body.inner[i])
     if op.name in ("cond", "while", "shard_map"):

@@ -2,13 +2,13 @@
 
 What lies there between steps is exact: shapes and sharding rules say it. What a step needs besides
 is read from the step's own trace, for one device's rows and one device's heads (see ``live``): it
-is the program that is run, so blocks, remat and losses need no formula of their own. What
-compilers make of it is a factor a part, fitted on programs that were compiled
-(``benchmarks/planner.py``).
+is the program that is run, so blocks and remat need no formula of their own. The loss is that of
+next tokens. ``benchmarks/planner.py`` puts it beside the compilers' figures.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from jaxvlm.plan.traced import Share
 from jaxvlm.train.objective import scales
 from jaxvlm.train.runner import Microbatched, PlainRunner
 from jaxvlm.types import Batch, Params
+
+_UNKNOWN_AXES = ("stage", "context", "expert")
 
 
 class Setup(NamedTuple):
@@ -66,13 +68,9 @@ class Estimate(NamedTuple):
         return sum(self.states.values()) + sum(self.work.values())
 
 
-class Factors(NamedTuple):
-    """What a compiler makes of the parts of a trace."""
+class Compiler(NamedTuple):
+    """What a platform's compiler adds to a trace."""
 
-    saved: float = 1.0
-    gradients: float = 1.0
-    weights: float = 1.0
-    work: float = 1.0
     update: float = 0.0
     """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs writes new
     moments and parameters behind the old ones."""
@@ -82,37 +80,58 @@ class Factors(NamedTuple):
     """See :func:`jaxvlm.plan.live.peak`."""
 
 
-FACTORS = {"cpu": Factors(update=2.0), "gpu": Factors(whole=1.0, early=True), "tpu": Factors()}
-"""By platform; fitted by ``benchmarks/planner.py``."""
+COMPILERS = {
+    "cpu": Compiler(update=2.0),
+    "gpu": Compiler(whole=1.0, early=True),
+    "tpu": Compiler(),
+}
+"""By platform: read from XLA's buffer assignments, JAX 0.10.2."""
 
 
-def estimate(setup: Setup, factors: Factors | None = None) -> Estimate:
+def estimate(setup: Setup) -> Estimate:
     """What a train step of AdamW needs.
 
     Args:
         setup: model, mesh, strategy and batch.
-        factors: of the compiler; those of the platform if ``None``.
 
     Raises:
-        ConfigError: dims that the mesh does not divide.
+        ConfigError: dims that the mesh does not divide, or what is not known here.
     """
-    factors = factors or FACTORS[setup.platform]
+    _check(setup)
+    compiler = COMPILERS[setup.platform]
     model = model_of(setup)
     own, _ = split(model, model.shapes, setup.frozen)
     gathered, stored = (_bytes(model, model.layout(f)) for f in ("gathered", "params"))
-    found = live.peak(*_traced(setup, model, tuple(own), gathered), factors.early)
-    work = {n: size * getattr(factors, n.split()[-1]) for n, size in found.parts.items()}
+    work = dict(live.peak(*_traced(setup, model, tuple(own), gathered), compiler.early).parts)
     moments = _bytes(model, model.layout("optimizer"))
     updated = sum(moments[path] for path in own)
-    if factors.update:
-        work["update"] = factors.update * updated
+    if compiler.update:
+        work["update"] = compiler.update * updated
     # New parameters are whole beside the old ones, where they are made of shares.
-    whole = factors.whole * sum(stored[path] for path in own if stored[path] > moments[path])
+    whole = compiler.whole * sum(stored[path] for path in own if stored[path] > moments[path])
     if whole + updated > sum(work.values()):
         work = {"gradients": float(updated), "new parameters": whole}
     if moved := sum(gathered[p] for p in gathered if gathered[p] != stored[p]):
         work["gathered weights"] = float(moved)
     return Estimate(states(setup, model), work)
+
+
+def _check(setup: Setup) -> None:
+    """Refuse what would be counted wrong."""
+    config, mesh = setup.config, setup.mesh
+    unknown = {f"config.mesh.{axis}": getattr(mesh, axis) > 1 for axis in _UNKNOWN_AXES} | {
+        "config.model.decoder.num_experts": config.decoder.num_experts > 0,
+        "config.model.decoder.dropout": config.decoder.dropout > 0,
+        "config.model.vision.dropout": config.vision.dropout > 0,
+        "config.model.lora.dropout": config.lora.dropout > 0,
+        "remat='offload'": "offload" in (config.decoder.remat, config.vision.remat),
+    }
+    for name, is_set in unknown.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} can't be planned yet: jaxvlm train --dry_run compiles the step and says "
+                "what it needs"
+            )
 
 
 def model_of(setup: Setup) -> Model:
@@ -166,8 +185,11 @@ def _traced(
     setup: Setup, model: Model, own: tuple[str, ...], gathered: dict[str, int]
 ) -> tuple[Any, list[Share], list[Share]]:
     """The gradient of one device's rows, and what of its inputs and outputs a device holds."""
-    shape = (setup.config, setup.platform, _local_rows(setup), *setup[5:8])
-    jaxpr, sizes, sums = _trace(*shape, setup.frozen, setup.microbatches)
+    config = setup.config
+    if setup.platform == "gpu":  # cuDNN's attention can't be traced without cuDNN
+        config = dataclasses.replace(config, attention="xla")
+    shape = (_local_rows(setup), setup.length, setup.pictures, setup.patches)
+    jaxpr, sizes, sums = _trace(config, setup.platform, *shape, setup.frozen, setup.microbatches)
     layout = model.layout("gathered")
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
     summed = _bytes(model, model.layout("gradients" if setup.microbatches > 1 else "optimizer"))

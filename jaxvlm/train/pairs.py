@@ -101,7 +101,9 @@ class Paired:
         learns[lead] = True
         fixed = {**jax.lax.stop_gradient(params), **frozen}
         rows = [self._behind(fixed, side, x) for side, x in zip(sides, rows)]
-        runs = [self._run(params, frozen, *of) for of in zip(sides, learns, rows)]
+        runs: list[tuple[Out, Callable[[Out], Params] | None]] = []
+        for side, learn, x in zip(sides, learns, rows):
+            runs.append(self._run(params, frozen, side, learn, self._after(x, runs and runs[0][0])))
 
         def objective(outs: list[Out]) -> tuple[jax.Array, Sums]:
             sums = loss(_vectors(outs, rows, batch, lead), batch)
@@ -109,7 +111,10 @@ class Paired:
 
         outs = [out for out, _ in runs]
         (_, sums), back = jax.value_and_grad(objective, has_aux=True)(outs)
-        grads = [run(d) for (_, run), d in zip(runs, back) if run is not None]
+        grads: list[Params] = []
+        for (_, run), d in zip(runs, back):
+            if run is not None:
+                grads.append(run(self._after(d, grads and grads[0])))
         return sums, functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), grads)
 
     def made(self, params: Params, side: Side, batch: Batch) -> Out:
@@ -123,6 +128,15 @@ class Paired:
         parts = self._count(side, batch)
         out = self.runner(parts).fwd(params, {}, self._filled(batch, parts))
         return out._replace(hidden=self._own(out.hidden, self._local(batch)))
+
+    def _after(self, x: Any, before: Any) -> Any:
+        """``x``, there when ``before`` is: sides that are run again go one behind the other.
+
+        Nothing else keeps exchanges between the stages of one side from meeting the other's.
+        """
+        if not self.again or not before:
+            return x
+        return jax.lax.optimization_barrier((x, before))[0]
 
     def _count(self, side: Side, batch: Batch) -> int:
         """Chunks of a side."""

@@ -282,3 +282,16 @@ def test_room_and_packing():
     assert max(sizes) <= 100
     assert np.mean(sizes) > 80, "first fit fills rows"
     assert len(packing.pack(np.arange(count), pieces, limits._replace(max_patches=0))) == 1
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["size", "pixels"])
+def test_a_folder_takes_over_a_recipes_bounds(older, tmp_path):
+    settings = dict(QWEN)
+    if older:  # the name that released checkpoints have
+        del settings["size"]
+        settings |= dict(zip(("min_pixels", "max_pixels"), BOUNDS))
+    write_processor(tmp_path, settings)
+    recipe = processor.load(tmp_path, (0, 512))
+    processor.write_bounds(tmp_path, (0, 512))
+    folder = processor.load(tmp_path)
+    assert folder.bounds == recipe.bounds == (BOUNDS[0], 512)

@@ -93,6 +93,8 @@ def test_no_key_or_no_rate_is_no_dropout():
     x = jnp.ones((ROWS, 4))
     assert dropout(x, RATE, None) is x and dropout(x, 0.0, keys()) is x
     assert fold(None, "attn") is None
+    with pytest.raises(ValueError, match="5 rows for"):
+        dropout(jnp.ones((5, 4)), RATE, keys()[:2])
     for rate in (-0.1, 1.0, float("nan")):
         with pytest.raises(ConfigError, match=r"here=.*: a share, from 0 \(none\) to below 1"):
             check_rate(rate, "here")

@@ -112,6 +112,41 @@ def test_rows_that_the_mesh_does_not_divide_are_refused():
         memory.estimate(_setup(TINY, "ddp", PRESETS["ddp"])._replace(rows=12))
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_hardware_that_is_not_there_is_planned(platform):
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    mesh, strategy = resolve(StrategyConfig("fsdp"), MeshConfig(data=1, fsdp=512), _pod(platform))
+    with pytest.raises(ConfigError, match="not divisible by the 512 devices"):
+        memory.estimate(memory.Setup(config, mesh, strategy, platform, 512, LENGTH, 1))
+    mesh, strategy = resolve(
+        StrategyConfig("hybrid_shard"), MeshConfig(data=64, fsdp=8), _pod(platform)
+    )
+    found = memory.estimate(memory.Setup(config, mesh, strategy, platform, 512, LENGTH, 1))
+    assert found.peak > sum(found.states.values()) > 0
+
+
+def _pod(platform):
+    return absent.devices(platform, 512, a_host=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mesh": MeshConfig(data=1, stage=8)}, "config.mesh.stage"),
+        ({"decoder": {"dropout": 0.1}}, "config.model.decoder.dropout"),
+        ({"decoder": {"remat": "offload"}}, "remat='offload'"),
+        ({"decoder": {"num_experts": 4, "experts_per_token": 2}}, "decoder.num_experts"),
+    ],
+)
+def test_what_would_be_counted_wrong_is_refused(change, named):
+    decoder = dataclasses.replace(TINY.decoder, **change.get("decoder", {}))
+    config = dataclasses.replace(TINY, decoder=decoder)
+    setup = _setup(config, "ddp", PRESETS["ddp"])
+    setup = setup._replace(mesh=change.get("mesh", setup.mesh))
+    with pytest.raises(ConfigError, match=f"{named}.*can't be planned yet: .*--dry_run"):
+        memory.estimate(setup)
+
+
 def test_microbatches_need_less():
     setup = _setup(TINY, "fsdp", PRESETS["fsdp"])._replace(rows=64, length=256)
     whole, parts = (memory.estimate(setup._replace(microbatches=n)) for n in (1, 4))

@@ -115,7 +115,8 @@ def whole():
 ADAPTED = dataclasses.replace(VLM, lora=LORA)
 CASES = {
     "fsdp8, full remat": (MeshConfig(1, 8), StrategyConfig(), 1, "full"),
-    "data2_context2_tensor2": (MeshConfig(2, context=2, tensor=2), StrategyConfig(), 2, "none"),
+    # One: XLA's partitioner aborts over microbatches on data x context x tensor (jaxlib 0.10.2).
+    "data2_context2_tensor2": (MeshConfig(2, context=2, tensor=2), StrategyConfig(), 1, "none"),
     "stage2": (MeshConfig(1, stage=2), StrategyConfig(schedule="zero_bubble"), 2, "dots"),
 }
 """Mesh, strategy, microbatches, remat."""
@@ -138,10 +139,12 @@ MIXED = dataclasses.replace(
     vision=dataclasses.replace(SEEN, pool="attention"),
     lora=dataclasses.replace(LORA, targets=("*/stack/*/w[qo]",)),
 )
+STAGED = towers_of(ADAPTED, vision={"remat": "dots"}, decoder={"remat": "dots"})
 PAIR_CASES = {
     "text, uneven": (TEXT, "one", (3, 5), DDP),
     "dual, uneven": (MIXED, "data4", (3, 5), DDP),
     "vlm, uneven": (VLM, "data2_fsdp2_tensor2", (1, 3), StrategyConfig()),
+    "vlm, stages": (STAGED, "stage2", (1, 3), DDP),
 }
 
 
@@ -173,12 +176,21 @@ def test_a_chunk_that_is_run_again_drops_the_same(case, whole):
     made, loss = mixed_pairs, Softmax()
     if config is TEXT:
         made, loss = text_pairs, Plain()
-    elif config is VLM:
+    elif isinstance(config, ModelConfig):
         made = vlm_pairs
     asked = {"batch": made(), "rows": PAIRS, "loss": loss}
     expected = whole(str(config), config, chunks=(Chunk(), Chunk()), **asked)
     cut = tuple(Chunk(rows) for rows in chunks)
-    same(stepped(config, PAIR_MESHES[mesh], strategy, chunks=cut, **asked), expected)
+    same(
+        stepped(
+            config,
+            {**PAIR_MESHES, "stage2": MeshConfig(1, stage=2)}[mesh],
+            strategy,
+            chunks=cut,
+            **asked,
+        ),
+        expected,
+    )
 
 
 def test_at_zero_the_program_is_as_if_there_were_no_dropout():

@@ -19,7 +19,7 @@ from jaxvlm.build.caching import TOKENS
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
 from jaxvlm.build.parts import features_of
-from jaxvlm.config import CacheConfig, ConfigError, DualConfig, OptimConfig
+from jaxvlm.config import CacheConfig, ConfigError, DualConfig, MeshConfig, OptimConfig
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
@@ -57,11 +57,17 @@ def of_fixed_size():
     return pairs_of(three, document)
 
 
+STAGED = dataclasses.replace(
+    LLAVA,
+    vision=dataclasses.replace(LLAVA.vision, remat="dots"),
+    decoder=dataclasses.replace(LLAVA.decoder, remat="dots"),
+)
 CASES = {
     "dual": (DUAL, pictures_on_both_sides, ("vision/*",), (1,)),
     "dual, any size": (NAFLEX, patches_on_one_side, ("vision/*",), (1,)),
     "vlm": (LLAVA, of_fixed_size, ("vision/*",), (4,)),
     "vlm, any size": (QWEN3, KINDS["vlm"][1], ("vision/*",), (4, 8, 16)),
+    "vlm, stages": (STAGED, of_fixed_size, ("vision/*",), (4,)),
     "vlm, trunk": (TRUNK, of_fixed_size, (), (5,)),
 }
 
@@ -72,7 +78,8 @@ class Made:
     def __init__(self, case, mesh="one", dtype="float32", chunks=(0, 0), cached=True, fed=False):
         config, self.batch, frozen, windows = CASES[case]
         self.config = config = dataclasses.replace(config, dtype=dtype)
-        where, vectors = MESHES[mesh], None if isinstance(config, DualConfig) else VECTORS
+        where = {**MESHES, "stage2": MeshConfig(1, stage=2)}[mesh]
+        vectors = None if isinstance(config, DualConfig) else VECTORS
         self.model = build_model(config, make_mesh(where, devices_of(where)), FSDP, vectors=vectors)
         own, _ = split(self.model, self.model.shapes, frozen)
         asked = CacheConfig("strict", memory_mb=1, chunk=2)
@@ -164,6 +171,7 @@ def long(*case):
         long("vlm", "data4", "bfloat16", (1, 3)),
         long("vlm, any size", "one", "float32", (0, 0)),
         long("vlm, trunk", "one", "float32", (0, 0)),
+        long("vlm, stages", "stage2", "float32", (1, 3)),
     ],
 )
 def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, chunks):

@@ -107,6 +107,19 @@ def check_last(
         )
 
 
+def check_no_map(modules: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to train on with vectors whose linear map would be left behind.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if "Dense" in _kinds(modules):
+        raise ConfigError(
+            "modules.json: the folder's Dense module is not read, and a new one would stand in its "
+            "place; go on from the run that it is of: config.init_from=WORKDIR"
+        )
+
+
 def with_settings(
     style: TextStyle, first: Mapping[str, Any], whole: Mapping[str, Any]
 ) -> TextStyle:
