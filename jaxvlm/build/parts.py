@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from jaxvlm.build.model import Known, Model, axes_of, wrap
 from jaxvlm.config import DualConfig, LoraConfig, ModelConfig, StrategyConfig
-from jaxvlm.models.dual import PictureTower
-from jaxvlm.models.vlm import Tower, tower_tokens, tower_width
+from jaxvlm.models import dual, vlm
+from jaxvlm.models.vit import Tower
 from jaxvlm.nn.param import Init
 from jaxvlm.train.apart import is_tower
 
@@ -23,7 +23,7 @@ def features_of(config: ModelConfig | DualConfig) -> tuple[int, int]:
     """
     if isinstance(config, DualConfig):
         return 1, config.vision.width
-    return 0 if config.vision.packed else tower_tokens(config), tower_width(config)
+    return 0 if config.vision.packed else vlm.tower_tokens(config), vlm.tower_width(config)
 
 
 def tower_part(model: Model[Known], mesh: Mesh, strategy: StrategyConfig) -> Model[Known]:
@@ -35,9 +35,8 @@ def tower_part(model: Model[Known], mesh: Mesh, strategy: StrategyConfig) -> Mod
     axes = axes_of(model.config, mesh, strategy)["vision"]
 
     def make(init: Init) -> nnx.Module:
-        if isinstance(model.config, DualConfig):
-            return PictureTower(init, axes, model.config)
-        return Tower(init, axes, model.config)
+        encode = dual.encoded if isinstance(model.config, DualConfig) else vlm.encoded
+        return Tower(init, axes, model.config, encode)
 
     # Adapters are the whole model's: it has found them, and _part takes the tower's over.
     config = dataclasses.replace(model.config, lora=LoraConfig())

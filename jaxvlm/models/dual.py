@@ -70,23 +70,10 @@ def _pooled(vision: ViT, config: DualConfig, batch: Batch) -> jax.Array | None:
     return made.reshape(rows, -1)
 
 
-class PictureTower(nnx.Module):
-    """The vision tower of a :class:`DualEncoder` by itself; parameters at the same paths.
-
-    Args:
-        init: source of parameters.
-        axes: mesh and rules of the tower.
-        config: of the whole model.
-    """
-
-    def __init__(self, init: Init, axes: Axes, config: DualConfig):
-        self.config = config
-        self.vision = ViT(init, axes, config.vision, config.attention)
-
-    def __call__(self, batch: Batch) -> jax.Array | None:
-        """``Batch.features``, [B, 1, 1, D] of rows of a picture each; ``None``: they have none."""
-        made = _pooled(self.vision, self.config, batch)
-        return None if made is None else made[:, None, None]
+def encoded(vision: ViT, config: DualConfig, batch: Batch) -> jax.Array | None:
+    """``Batch.features``, [B, 1, 1, D] of rows of a picture each; ``None``: they have none."""
+    made = _pooled(vision, config, batch)
+    return None if made is None else made[:, None, None]
 
 
 class DualEncoder(nnx.Module):

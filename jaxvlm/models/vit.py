@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,25 @@ class Top(nnx.Module):
         taps = tuple(n for n in feature_blocks(config) if n > begin)
         seen |= _through(self.stack, config, seen[begin], at, taps, begin, noise)
         return _tokens(seen, config, self.norm)
+
+
+class Tower(nnx.Module):
+    """The vision tower of a model by itself, or its trunk; parameters at the same paths.
+
+    Args:
+        init: source of parameters.
+        axes: mesh and rules of the tower.
+        config: of the whole model.
+        encode: (tower, config, batch) -> ``Batch.features``, or ``None`` without pictures.
+    """
+
+    def __init__(self, init: Init, axes: Axes, config: Any, encode: Callable[..., Any]):
+        self.config, self.encode = config, encode
+        self.vision = ViT(init, axes, config.vision, config.attention)
+
+    def __call__(self, batch: Any) -> jax.Array | None:
+        """``Batch.features`` of a batch."""
+        return self.encode(self.vision, self.config, batch)
 
 
 def _ends(

@@ -175,24 +175,6 @@ def tower_tokens(config: ModelConfig) -> int:
     return num_patches(vision) + first
 
 
-class Tower(nnx.Module):
-    """The vision tower of a :class:`VLM` by itself, or its trunk; parameters at the same paths.
-
-    Args:
-        init: source of parameters.
-        axes: mesh and rules of the tower.
-        config: of the whole model.
-    """
-
-    def __init__(self, init: Init, axes: Axes, config: ModelConfig):
-        self.config = config
-        self.vision = ViT(init, axes, config.vision, config.attention)
-
-    def __call__(self, batch: Batch) -> jax.Array | None:
-        """``Batch.features`` of a batch; ``None`` where it has no pictures."""
-        return encoded(self.vision, self.config, batch)
-
-
 class VLM(nnx.Module):
     """``post(blocks(pre(batch)))``: cut where a pipeline may cut it.
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from test_cache import assert_same_run, made, metric
-from test_vector_runs import captions, scratch  # noqa: F401  # captions is a fixture
+from test_vector_runs import scratch
 
 import jaxvlm
 from jaxvlm.build import pair_run
@@ -35,7 +35,7 @@ def run(folder, *how, **cache):
 
 
 @pytest.fixture(scope="module")
-def first(captions, tmp_path_factory):  # noqa: F811
+def first(captions, tmp_path_factory):
     """A run that fills a store."""
     folder = tmp_path_factory.mktemp("first")
     return run(folder / "run", captions, store=str(folder / "store")), folder / "store"
@@ -44,7 +44,7 @@ def first(captions, tmp_path_factory):  # noqa: F811
 @pytest.mark.long
 def test_a_second_run_decodes_and_encodes_nothing(
     first,
-    captions,  # noqa: F811
+    captions,
     tmp_path,
     monkeypatch,
     capsys,
@@ -69,7 +69,7 @@ def test_a_second_run_decodes_and_encodes_nothing(
 
 
 @pytest.mark.long
-def test_memory_alone(first, captions, tmp_path):  # noqa: F811
+def test_memory_alone(first, captions, tmp_path):
     """And evaluations see pixels, as a model does that has no cache."""
     done, _ = first
     config = locked(captions, memory_mb=8)
@@ -83,7 +83,7 @@ def test_memory_alone(first, captions, tmp_path):  # noqa: F811
 
 
 @pytest.mark.long
-def test_a_conversations_run_finds_what_a_pair_run_made(captions, data, tmp_path):  # noqa: F811
+def test_a_conversations_run_finds_what_a_pair_run_made(captions, data, tmp_path):
     """Of the same tower and pictures: tokens are one thing, whatever a run makes of them."""
     store = str(tmp_path / "store")
     pairs = run(tmp_path / "pairs", captions, "vlm", store=store)
@@ -97,7 +97,7 @@ def test_a_conversations_run_finds_what_a_pair_run_made(captions, data, tmp_path
 
 
 @pytest.mark.long
-def test_stored_tokens_are_audited(first, captions, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_stored_tokens_are_audited(first, captions, tmp_path, monkeypatch, capsys):
     """A store whose tokens are wrong though nothing says so: the alarm does."""
     _, store = first
     get = Store.get
@@ -125,7 +125,7 @@ def test_stored_tokens_are_audited(first, captions, tmp_path, monkeypatch, capsy
         ({"without": True}, "no picture, so config.cache has nothing to keep"),
     ],
 )
-def test_refused(captions, tmp_path, settings, words):  # noqa: F811
+def test_refused(captions, tmp_path, settings, words):
     settings = {"memory_mb": 8, **settings}
     flags = {name: settings.pop(name, False) for name in ("learns", "flip", "texts", "without")}
     config = locked(captions, **settings)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from runs import COLORS, write_data
 
 import jaxvlm
 from jaxvlm.build import pair_run
@@ -17,26 +16,6 @@ from jaxvlm.config import ConfigError, default_config, from_config_dict
 from jaxvlm.data.errors import DataError
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
-
-
-@pytest.fixture(scope="module")
-def captions(tmp_path_factory):
-    """Pictures of one colour and what to call them; three in a batch would be too many."""
-    folder = tmp_path_factory.mktemp("captions")
-    write_data(folder)
-    lines = [
-        {
-            "id": str(i),
-            "query_image": f"{i}.png",
-            "positive": f"a {list(COLORS)[i % 3]} picture number {i}",
-            "negatives": [f"a {list(COLORS)[(i + 1) % 3]} one"],
-            "label": list(COLORS)[i % 3],
-        }
-        for i in range(40)
-    ]
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def scratch(path, encoder="dual"):

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from builders import worst_gradient
 
+from jaxvlm.build.model import build_model
+from jaxvlm.config import MeshConfig
+from jaxvlm.models.families import bert
+from jaxvlm.models.lora import Adapted
+from jaxvlm.nn.dropout import dropout, fold
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.train.noise import seeded
+from jaxvlm.types import Batch
+
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
 peft = pytest.importorskip("peft", reason="the oracle")
 
-from towers import shaken  # noqa: E402  # after the oracle
-
-from jaxvlm.build.model import build_model  # noqa: E402
-from jaxvlm.config import MeshConfig  # noqa: E402
-from jaxvlm.models.families import bert  # noqa: E402
-from jaxvlm.models.lora import Adapted  # noqa: E402
-from jaxvlm.nn.dropout import dropout, fold  # noqa: E402
-from jaxvlm.parallel.mesh import make_mesh  # noqa: E402
-from jaxvlm.train.noise import seeded  # noqa: E402
-from jaxvlm.types import Batch  # noqa: E402
+from towers import shaken  # noqa: E402  # it imports the oracle
 
 B, T, D, HEADS, LAYERS = 3, 7, 24, 3, 2
 HIDDEN, SHARES = 0.2, 0.4
