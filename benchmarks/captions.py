@@ -4,8 +4,11 @@
 
 ``emoji``: the 64-pixel pictures of npm's ``emoji-datasource-google`` (Noto; Apache-2.0, data MIT)
 with their English names; without the variants that differ in skin alone. ``stamps``: those of
-Debian's ``tuxpaint-stamps-default`` (GPL-2) with their English sentences. One in six is held out:
-FOLDER/train.jsonl and FOLDER/test.jsonl have ``query_image``, ``positive`` and ``id``.
+Debian's ``tuxpaint-stamps-default`` (GPL-2) with their English sentences. About one in six is held
+out: FOLDER/train.jsonl and FOLDER/test.jsonl have ``query_image``, ``positive`` and ``id``.
+
+What is alike is on one side (``groups``): names that differ in whom they show alone (``man
+running``, ``woman running``), and pictures that are nearly the same.
 """
 
 from __future__ import annotations
@@ -15,21 +18,33 @@ import hashlib
 import io
 import json
 import pathlib
+import re
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Iterator, Sequence
+from typing import IO, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 PACKAGES = {"emoji": "emoji-datasource-google@16.0.0", "stamps": "tuxpaint-stamps-default"}
 HELD_OUT = 6
-Captioned = Iterator[tuple[str, str, bytes]]
-"""(id, caption, PNG)."""
+ALIKE = 0.97
+"""Correlation of two pictures at 16 x 16 pixels from which on they are nearly the same."""
+_WHO = {"man", "men", "woman", "women", "boy", "girl", "person", "people", "adult", "child"}
+_WHO |= {"facing", "right", "a", "an", "the"}
 
 
-def emoji(there: pathlib.Path) -> Captioned:
+class Captioned(NamedTuple):
+    """A picture and its caption."""
+
+    id: str
+    caption: str
+    png: bytes
+
+
+def emoji(there: pathlib.Path) -> Iterator[Captioned]:
     """Of an npm package, fetched by npm."""
     subprocess.run(["npm", "pack", "--silent", PACKAGES["emoji"]], cwd=there, check=True)
     (path,) = there.glob("*.tgz")
@@ -39,10 +54,10 @@ def emoji(there: pathlib.Path) -> Captioned:
             if entry["has_img_google"]:
                 name = (entry["name"] or entry["short_name"].replace("_", " ")).lower()
                 data = _file(tar, f"package/img/google/64/{entry['image']}").read()
-                yield entry["unified"].lower(), name, data
+                yield Captioned(entry["unified"].lower(), name, data)
 
 
-def stamps(there: pathlib.Path) -> Captioned:
+def stamps(there: pathlib.Path) -> Iterator[Captioned]:
     """Of a Debian package, fetched by apt."""
     subprocess.run(["apt-get", "download", "-qq", PACKAGES["stamps"]], cwd=there, check=True)
     (path,) = there.glob("*.deb")
@@ -52,7 +67,8 @@ def stamps(there: pathlib.Path) -> Captioned:
         text = png.with_suffix(".txt")
         caption = text.read_text(encoding="utf-8", errors="replace") if text.exists() else ""
         if first := caption.split("\n")[0].strip():
-            yield str(png.relative_to(out).with_suffix("")).replace("/", "-"), first, _square(png)
+            name = str(png.relative_to(out).with_suffix("")).replace("/", "-")
+            yield Captioned(name, first, _square(png))
 
 
 def _square(path: pathlib.Path) -> bytes:
@@ -72,27 +88,74 @@ def _file(tar: tarfile.TarFile, name: str) -> IO[bytes]:
     return found
 
 
+def key(caption: str) -> str:
+    """What a caption is about, without whom it shows: ``man running`` as ``woman running``."""
+
+    def words(text: str) -> str:
+        return " ".join(w for w in re.findall(r"\w+", text.lower()) if w not in _WHO)
+
+    return words(caption.split(":")[0]) or words(caption) or "person"
+
+
+def groups(found: Sequence[Captioned]) -> list[int]:
+    """Numbers that are equal where two are alike, directly or through others.
+
+    Args:
+        found: captions of one :func:`key`, or pictures that correlate by ``ALIKE``, are alike.
+    """
+    seen = np.stack([_small(item.png) for item in found])
+    parent, first = list(range(len(found))), {}
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    for i, item in enumerate(found):
+        parent[root(i)] = root(first.setdefault(key(item.caption), i))
+    for i, j in np.argwhere(np.triu(seen @ seen.T > ALIKE, 1)).tolist():
+        parent[root(i)] = root(j)
+    return [root(i) for i in range(len(found))]
+
+
+def _small(png: bytes) -> np.ndarray:
+    """f32[768]: 16 x 16 pixels on white, of mean 0 and length 1."""
+    picture = Image.open(io.BytesIO(png)).convert("RGBA")
+    canvas = Image.new("RGBA", picture.size, "white")
+    canvas.alpha_composite(picture)
+    small = canvas.convert("RGB").resize((16, 16), Image.Resampling.BOX)
+    pixels = np.asarray(small, np.float32).ravel()
+    pixels -= pixels.mean()
+    return pixels / max(float(np.linalg.norm(pixels)), 1e-6)
+
+
+def split(found: Sequence[Captioned]) -> list[str]:
+    """``train`` or ``test`` of each; a group's is by its least caption, whatever else there is."""
+    of = groups(found)
+    least: dict[int, str] = {}
+    for group, item in zip(of, found):
+        least[group] = min(least.get(group, item.caption), item.caption)
+    digests = {g: hashlib.sha256(name.encode()).hexdigest() for g, name in least.items()}
+    return ["train" if int(digests[g], 16) % HELD_OUT else "test" for g in of]
+
+
 def write(kind: str, folder: pathlib.Path) -> dict[str, int]:
     """Fetch and write; returns how many of each part."""
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    lines: dict[str, list[str]] = {"train": [], "test": []}
+    kept: dict[str, Captioned] = {}
     with tempfile.TemporaryDirectory() as there:
-        seen: set[str] = set()
-        for identifier, caption, data in {"emoji": emoji, "stamps": stamps}[kind](
-            pathlib.Path(there)
-        ):
-            name = f"pictures/{identifier}.png"
-            (folder / name).write_bytes(data)
-            if caption in seen:
-                continue  # whose picture it is could not be told
-            seen.add(caption)
-            digest = int(hashlib.sha256(caption.encode()).hexdigest(), 16)
-            record = {"id": identifier, "query_image": name, "positive": caption}
-            part = "test" if digest % HELD_OUT == 0 else "train"
-            lines[part].append(json.dumps(record, ensure_ascii=False))
-    for part, found in lines.items():
-        (folder / f"{part}.jsonl").write_text("\n".join(found) + "\n", encoding="utf-8")
-    return {part: len(found) for part, found in lines.items()}
+        for item in {"emoji": emoji, "stamps": stamps}[kind](pathlib.Path(there)):
+            kept.setdefault(item.caption, item)  # whose another picture is could not be told
+    lines: dict[str, list[str]] = {"train": [], "test": []}
+    found = list({item.png: item for item in reversed(kept.values())}.values())[::-1]
+    for item, part in zip(found, split(found)):
+        name = f"pictures/{item.id}.png"
+        (folder / name).write_bytes(item.png)
+        record = {"id": item.id, "query_image": name, "positive": item.caption}
+        lines[part].append(json.dumps(record, ensure_ascii=False))
+    for part, of_part in lines.items():
+        (folder / f"{part}.jsonl").write_text("\n".join(of_part) + "\n", encoding="utf-8")
+    return {part: len(of_part) for part, of_part in lines.items()}
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -84,6 +87,30 @@ def write(name: str, result: dict[str, Any], folder: pathlib.Path = RESULTS) -> 
     path = folder / name
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
+
+
+def worst_leaf(
+    grads: Mapping[str, Any], expected: Mapping[str, Any], bar: float = 1e-5
+) -> tuple[float, str]:
+    """The largest error of a gradient leaf by docs/design.md's measure, and which leaf's.
+
+    Args:
+        grads: path -> array.
+        expected: likewise.
+        bar: an expected leaf below it is taken for the zero that it stands for (a key bias).
+    """
+
+    def norm(x: Any) -> float:
+        return float(np.linalg.norm(np.asarray(x, np.float64)))
+
+    whole = math.sqrt(sum(norm(g) ** 2 for g in expected.values()))
+    count, worst = sum(g.size for g in expected.values()), (0.0, "")
+    for path, g in expected.items():
+        against = max(norm(g), 1e-2 * whole * math.sqrt(g.size / count))
+        true = np.asarray(g) if norm(g) > bar * against else np.zeros_like(g)
+        off = norm(np.asarray(grads[path]) - true) / against
+        worst = max(worst, (off if math.isfinite(off) else math.inf, path))
+    return worst
 
 
 def kept(name: str) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.common import RESULTS, ROOT, environment, write
+from benchmarks.common import RESULTS, ROOT, environment, worst_leaf, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
@@ -255,13 +255,7 @@ def peers() -> dict[str, Any]:
             for k, v in theirs.named_parameters()
         }
     )
-    whole = np.sqrt(sum(float(np.sum(np.square(g, dtype=np.float64))) for g in wanted.values()))
-    size = sum(g.size for g in wanted.values())
-    worst = max(
-        float(np.linalg.norm(np.asarray(grads[p]) - g))
-        / max(float(np.linalg.norm(g)), 1e-2 * whole * np.sqrt(g.size / size))
-        for p, g in wanted.items()
-    )
+    worst, _ = worst_leaf(grads, wanted)
     median = {name: statistics.median(x) for name, x in seconds.items()}
     temporaries = run.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
     return {

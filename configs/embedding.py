@@ -4,7 +4,7 @@
     jaxvlm train --config=configs/embedding.py:qwen3-2b,FOLDER …   # weights that lie in a folder
 
 Which: clip-b32, siglip2-so400m (whole towers), qwen3-2b, qwen3-8b (LoRA). All four are compiled
-for 8 H200, the first two for 16 v5p too; docs/embedding.md has their memory
+for 8 H200 and for 16 v5p; docs/embedding.md has their memory
 (``python -m benchmarks.embedding_pods``).
 """
 

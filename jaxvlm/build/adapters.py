@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -16,7 +17,7 @@ from jaxvlm.build.pretrained import Source
 from jaxvlm.config import ConfigError, LoraConfig, ModelConfig, TrainConfig
 from jaxvlm.io import hf
 from jaxvlm.models import lora
-from jaxvlm.models.families import peft
+from jaxvlm.models.families import peft, sentences
 from jaxvlm.types import Params
 
 
@@ -106,6 +107,7 @@ def export(
     model: Model,
     merged: bool = False,
     dtype: str = "",
+    picture_pixels: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """Write a run's weights: its adapters as a PEFT folder, or the whole checkpoint.
 
@@ -117,6 +119,8 @@ def export(
         merged: add the adapters to the weights, and write the checkpoint.
         dtype: ``float32``, ``bfloat16`` or ``float16``; "" is float32 for adapters, and each
             tensor's own for a checkpoint.
+        picture_pixels: bounds that the run had pictures scaled to (``data.picture_pixels``), for
+            the checkpoint's processor.
 
     Returns:
         How many ``tensors`` and ``bytes`` were written.
@@ -132,8 +136,11 @@ def export(
             "Hugging Face folder of this family has no place for it"
         )
     source = exporting.exported(workdir, output, model.config, dtype)
+    sentences.check_written(pretrained.modules(source.files))
     if merged or not model.adapted:
-        return exporting.rewrite(source, output, model.merged(params), model.config, dtype)
+        whole = model.merged(params)
+        more = functools.partial(exporting.tell_bounds, picture_pixels=picture_pixels)
+        return exporting.rewrite(source, output, whole, model.config, dtype, more)
     base, names = source.family.weights(model.config), _names(source, model)
     kind, shapes = exporting.DTYPES[dtype or "float32"], names.tensors()
     layout = {

@@ -121,7 +121,7 @@ def evaluate(
     pictures: tuple[Sequence[Item], Sequence[str]],
     names: Sequence[str],
     templates: Sequence[str] = zero_shot.TEMPLATES,
-    ks: tuple[int, ...] = (1, 5),
+    ks: tuple[int, ...] = (),
     picture: Embedding | None = None,
     prompt: Embedding | None = None,
 ) -> Report:
@@ -132,17 +132,22 @@ def evaluate(
         pictures: of :func:`read`.
         names: of the classes, see :func:`classes_of`.
         templates: prompts with ``{}`` for a name; a class is their mean.
-        ks: cut-offs; those of as many as there are classes are left out.
+        ks: cut-offs, of fewer than there are classes; (): 1, and 5 where there are more.
         picture: how pictures become vectors.
         prompt: how prompts do.
 
     Raises:
-        ConfigError: a template without ``{}``, cut-offs below 1, or a model without pictures.
+        ConfigError: a template without ``{}``, a cut-off that is none, or a model without pictures.
         DataError: a picture can't be read.
     """
     begun = time.monotonic()
     items, labels = pictures
-    ks = tuple(k for k in ks if k < len(names)) or (1,)
+    if ks and max(ks) >= len(names):
+        raise ConfigError(
+            f"ks: any class is among the first {max(ks)} of {len(names)}; give cut-offs below "
+            f"{len(names)}"
+        )
+    ks = ks or tuple(k for k in (1, 5) if k < len(names))
     number = {name: i for i, name in enumerate(names)}
 
     def encode(texts: list[str]) -> np.ndarray:

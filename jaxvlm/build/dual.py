@@ -7,14 +7,16 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from jaxvlm.build import pretrained
+from jaxvlm.build import merge, pretrained, record
 from jaxvlm.build.encoder import described
+from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model
 from jaxvlm.config import ConfigError, DualConfig, TextConfig, TrainConfig, VisionConfig
 from jaxvlm.data import images, texts, tokenizer
 from jaxvlm.data.processor import Processor
 from jaxvlm.io import hf
-from jaxvlm.models.families import any_family
+from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.models.families import any_family, sentences
 from jaxvlm.types import Params, TextStyle
 
 T = TypeVar("T", VisionConfig, TextConfig)
@@ -35,6 +37,8 @@ class Dual:
     """The checkpoint that all of it is from."""
     towers: Mapping[str, pretrained.Source]
     """Tower -> the checkpoint that it is from."""
+    of_run: pathlib.Path | None = None
+    """The workdir of the run that the vision tower is from."""
 
     def read_params(self, model: Model, seed: int) -> Params:
         """The first parameters: drawn, those of towers read from their checkpoints.
@@ -48,6 +52,9 @@ class Dual:
             theirs = source.family.weights(described(source).config).part(tower)
             own = {p: x for p, x in model.base().items() if p.startswith(f"{tower}/")}
             params |= hf.read_params(source.weights, theirs, own)
+        if self.of_run:
+            own = {p: x for p, x in model.base().items() if p.startswith("vision/")}
+            params |= restore_params(self.of_run / "checkpoints", own)
         return model.with_adapters(model.stored(params), seed)
 
 
@@ -76,7 +83,7 @@ def make(
         seen = described(source)
         made = _merged(asked, seen.config)
         return Dual(made, seen.tokenizer, seen.pictures, source, {})
-    sources, found = {}, {}
+    sources, found, of_run = {}, {}, None
     for tower in _TOWERS:
         if checkpoint := getattr(asked, f"{tower}_checkpoint"):
             if tower not in asked.towers:
@@ -84,7 +91,12 @@ def make(
                     f"config.dual.{tower}_checkpoint={checkpoint}, but "
                     f"config.dual.towers={asked.towers}"
                 )
+            if _is_workdir(checkpoint, tower, workdir):
+                of_run = pathlib.Path(checkpoint).expanduser()
+                asked = _of_run(asked, tower, of_run, workdir, config.data.resize)
+                continue
             sources[tower] = _found(checkpoint, workdir and workdir / tower)
+            sentences.check_no_map(pretrained.modules(sources[tower].files))
             found[tower] = described(sources[tower])
             if tower not in found[tower].config.towers:
                 raise ConfigError(
@@ -104,9 +116,55 @@ def make(
             text = dataclasses.replace(text, vocab_size=_vocab(asked.text, words))
     pictures = None
     if "vision" in asked.towers:
-        pictures = found["vision"].pictures if "vision" in found else _squares(config)
+        made_here = None if "vision" in found else _squares(vision, config.data.resize)
+        pictures = made_here or found["vision"].pictures
     made = dataclasses.replace(asked, vision=vision, text=text)
-    return Dual(made, words, pictures, None, sources)
+    return Dual(made, words, pictures, None, sources, of_run)
+
+
+def _is_workdir(checkpoint: str, tower: str, workdir: pathlib.Path | None) -> bool:
+    """Whether a tower is of a run, not of a Hugging Face checkpoint.
+
+    Args:
+        checkpoint: of the tower.
+        tower: its name.
+        workdir: of the run that takes it, which once begun needs the other no more.
+    """
+    if workdir is not None and record.is_begun(workdir):
+        if (workdir / tower / pretrained.SAVED).is_dir():
+            return False
+        if not getattr(record.read_config(workdir).dual, f"{tower}_checkpoint"):
+            raise ConfigError(
+                f"config.dual.{tower}_checkpoint={checkpoint}, but the run in {workdir} began "
+                "without one; start in another workdir"
+            )
+        return True
+    folder = pathlib.Path(checkpoint).expanduser()
+    return record.is_begun(folder) and not pretrained.is_checkpoint(folder)
+
+
+def _of_run(
+    asked: DualConfig, tower: str, folder: pathlib.Path, workdir: pathlib.Path | None, resize: str
+) -> DualConfig:
+    """``asked`` with the vision tower of a run that made it from scratch."""
+    where = f"config.dual.{tower}_checkpoint={folder}"
+    if tower != "vision":
+        raise ConfigError(f"{where} is a run; its weights are taken by config.init_from")
+    begun = workdir is not None and record.is_begun(workdir)
+    run = record.read_config(workdir if begun and workdir is not None else folder)
+    found = run.dual
+    if run.encoder != "dual" or not of_vectors(run) or "vision" not in found.towers:
+        raise ConfigError(f"{where}: that run trained no dual encoder with a vision tower")
+    named = found.checkpoint or (not begun and (folder / tower / pretrained.SAVED).is_dir())
+    if named or (found.lora.rank and not begun):
+        raise ConfigError(
+            f"{where}: the run's vision tower is a checkpoint's own, or has adapters; only one "
+            "that was made from scratch is taken from a run. Export the run, and name that folder"
+        )
+    theirs, ours = ("squash" if r == "auto" else r for r in (run.data.resize, resize))
+    if theirs != ours and not begun:
+        raise ConfigError(f"{where}: config.data.resize must be {theirs!r}, as its")
+    return dataclasses.replace(asked, vision=_tower(asked.vision, found.vision, tower))
 
 
 def _found(checkpoint: str, workdir: pathlib.Path | None) -> pretrained.Source:
@@ -126,12 +184,12 @@ def _merged(asked: DualConfig, found: DualConfig) -> DualConfig:
     absent = {t: getattr(asked, t) for t in _TOWERS if t not in found.towers}
     found = dataclasses.replace(found, **towers)
     given = dataclasses.replace(asked, **towers, **absent)
-    return pretrained.merged(given, dataclasses.replace(found, **absent), "config.dual", _WAY)
+    return merge.merged(given, dataclasses.replace(found, **absent), "config.dual", _WAY)
 
 
 def _tower(asked: T, found: T, tower: str) -> T:
     where, unset = f"config.dual.{tower}", getattr(DualConfig(), tower)
-    return pretrained.merged(asked, found, where, unset=unset)
+    return merge.merged(asked, found, where, unset=unset)
 
 
 def _tokenizer(
@@ -159,13 +217,12 @@ def _vocab(asked: TextConfig, words: texts.TextTokenizer) -> int:
     return asked.vocab_size or -(-size // _MULTIPLE) * _MULTIPLE
 
 
-def _squares(config: TrainConfig) -> Processor:
+def _squares(vision: VisionConfig, resize: str) -> Processor:
     """Pictures of a tower from scratch."""
-    vision = config.dual.vision
     if vision.packed:
         raise ConfigError(
             "config.dual.vision.packed=True: towers for pictures of any size are started from a "
             "checkpoint"
         )
-    prepare = images.squares(vision.image_size, config.data.resize)
+    prepare = images.squares(vision.image_size, resize)
     return Processor(prepare, vision.image_size, None, vision.pixel_mean, vision.pixel_std)

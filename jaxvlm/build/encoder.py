@@ -146,6 +146,7 @@ class Encoder:
                 f"{self.name}: its model is not from one Hugging Face checkpoint, so no library "
                 "there knows it"
             )
+        sentences.check_written(pretrained.modules(self.source.files))
         weights = self.source.family.weights(self.model.config)
         layout = hf.read_layout(self.source.weights)
         out = pathlib.Path(output)
@@ -196,8 +197,7 @@ def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str =
     dtype = dtype or config.dtype
     config = dataclasses.replace(config, checkpoint=str(source.weights), dtype=dtype)
     model = build_model(config, make_mesh(mesh or MeshConfig()))
-    weights = source.family.weights(config)
-    params = hf.read_params(source.weights, weights, model.abstract())
+    params = pretrained.read_params(source, config, model.abstract())
     return Encoder(source, model, params, tokenizer, pictures)
 
 
@@ -250,7 +250,10 @@ def _sentences(
     if source.family is not bert:  # texts and pictures as transformers has them
         sentences.check_whole(modules)
         return config, style
-    config = sentences.with_modules(config, modules, pretrained.pooling(source.files, modules))
+    said = (
+        pretrained.module_config(source.files, modules, x) for x in ("Pooling", sentences.DENSE)
+    )
+    config = sentences.with_modules(config, modules, *said)
     names = ("sentence_bert_config.json", "config_sentence_transformers.json")
     first, whole = (pretrained.optional(source.files / name) for name in names)
     return config, sentences.with_settings(style, first, whole)

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxvlm.build import pretrained
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig
+from jaxvlm.data.processor import write_bounds
 from jaxvlm.io import hf
 from jaxvlm.models.families import any_family
 from jaxvlm.types import Params, WeightMap
@@ -31,7 +32,7 @@ def keep(source: pretrained.Source, workdir: pathlib.Path) -> None:
         return
     half = workdir / f"{pretrained.SAVED}.tmp"  # whole or not at all
     shutil.rmtree(half, ignore_errors=True)
-    _copy_files(source.files, half)
+    copy_files(source.files, half)
     layout = {name: list(stored) for name, stored in hf.read_layout(source.weights).items()}
     (half / pretrained.LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
     half.rename(workdir / pretrained.SAVED)
@@ -71,10 +72,10 @@ def exported(
     source = pretrained.find(config.checkpoint, workdir, any_family)
     if source is None or not (workdir / pretrained.SAVED / pretrained.LAYOUT).is_file():
         raise ConfigError(
-            f"{workdir}: its model was made from scratch, not from a Hugging Face checkpoint "
-            "(config.model.checkpoint), so no library there knows it"
+            f"{workdir}: its model is not of one Hugging Face checkpoint, so transformers has no "
+            "place for it; towers of two checkpoints leave by --format=sentence_transformers"
         )
-    _check_output(output, dtype)
+    check_output(output, dtype)
     return source
 
 
@@ -104,7 +105,7 @@ def write(
     Raises:
         ConfigError: the folder is not empty, or there is no such dtype.
     """
-    _check_output(output, dtype)
+    check_output(output, dtype)
     layout = {
         name: stored._replace(dtype=DTYPES.get(dtype, stored.dtype))
         for name, stored in layout.items()
@@ -112,7 +113,7 @@ def write(
     }
     with new_folder(output) as half:
         if not jax.process_index():
-            _copy_files(files, half)
+            copy_files(files, half)
             if dtype:
                 _state_dtype(half / "config.json", dtype)
         hf.write_params(half, params, weights, layout)
@@ -122,7 +123,14 @@ def write(
     return {"tensors": len(layout), "bytes": int(sum(sizes))}
 
 
-def _check_output(output: pathlib.Path, dtype: str) -> None:
+def tell_bounds(folder: pathlib.Path, picture_pixels: tuple[int, int]) -> None:
+    """Let the processor in ``folder`` scale pictures as a run had them scaled; process 0 does."""
+    if any(picture_pixels) and not jax.process_index():
+        write_bounds(folder, picture_pixels)
+
+
+def check_output(output: pathlib.Path, dtype: str) -> None:
+    """Refuse a folder that holds something, and a dtype that is not known."""
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output={output} is not empty; give a new folder")
     if dtype not in DTYPES and dtype:
@@ -143,12 +151,12 @@ def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
         half.rename(output)
 
 
-def _copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
+def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copy all of a checkpoint's folder but its weights, and sentence-transformers' modules."""
     target.mkdir(parents=True, exist_ok=True)
     for module in pretrained.modules(source):
         if module.get("path") and (source / module["path"]).is_dir():
-            _copy_files(source / module["path"], target / module["path"])
+            copy_files(source / module["path"], target / module["path"])
     for folder in _FOLDERS:
         if (source / folder).is_dir():
             shutil.copytree(source / folder, target / folder)

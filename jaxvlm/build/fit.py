@@ -190,8 +190,10 @@ def _first_state(
             params = params if cut == old.vision.trunk else trunk.onto(base, params, cut)
             params = run.model.with_adapters(run.model.stored(params), seed)
         say(f"weights from {run.config.init_from}")
-    elif run.dual is not None and run.dual.towers:
+    elif run.dual is not None and (run.dual.towers or run.dual.of_run):
         params = run.dual.read_params(run.model, seed)
+        if run.dual.of_run:
+            say(f"weights of vision from {run.dual.of_run}")
         for tower, source in run.dual.towers.items():
             say(f"weights of {tower} from {source.weights}")
     elif run.source is not None:

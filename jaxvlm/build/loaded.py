@@ -289,7 +289,7 @@ def load(
             return encoder.load(source, mesh, dtype)
         config = adapters.with_adapter(pretrained.with_source(config, source), source, None)
         if source is not None and (modules := pretrained.modules(source.files)):
-            pooling = pretrained.pooling(source.files, modules)
+            pooling = pretrained.module_config(source.files, modules)
             sentences.check_last(modules, pooling, config.model.decoder.width)
     elif adapter:
         raise ConfigError(

@@ -12,6 +12,7 @@ from jaxvlm.config import ConfigError, PairLossConfig, TrainConfig
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.matryoshka import Matryoshka
 from jaxvlm.losses.next_token import NextToken
+from jaxvlm.losses.quantized import Quantized
 from jaxvlm.losses.ranking import CoSENT, CosineRegression, Distill, MarginMSE, Triplet
 from jaxvlm.losses.sigmoid import Sigmoid
 from jaxvlm.types import Loss
@@ -32,7 +33,7 @@ PAIR_LOSSES: dict[str, tuple[Made, tuple[str, ...]]] = {
 }
 """Of vectors: name -> what makes it, and the fields of ``config.pair_loss`` that it reads."""
 _ON_A_MESH = ("info_nce", "sigmoid")
-_OF_ALL = ("dims", "dim_weights")
+_OF_ALL = ("dims", "dim_weights", "precisions")
 LOSSES: dict[str, Callable[[TrainConfig], Loss]] = {
     "next_token": lambda config: NextToken(config.loss_chunk, config.router_loss),
 }
@@ -87,6 +88,11 @@ def _of_pairs(config: TrainConfig, mesh: Mesh | None) -> Loss:
         )
     asked = config.pair_loss
     given: dict[str, Any] = {field: getattr(asked, field) for field in fields}
+    if asked.precisions and config.encoder == "vlm" and config.vectors.pool == "tokens":
+        raise ConfigError(
+            f"config.pair_loss.precisions={asked.precisions} are of one vector an item, not of a "
+            "vector a token (config.vectors.pool='tokens')"
+        )
     if config.loss == "triplet" and not asked.margin:
         raise ConfigError("config.loss='triplet' needs config.pair_loss.margin above 0")
     if config.loss == "cosent" and asked.temperature <= 0:
@@ -95,6 +101,7 @@ def _of_pairs(config: TrainConfig, mesh: Mesh | None) -> Loss:
         given["mesh"] = mesh
     try:
         loss = make(**given)
+        loss = Quantized(loss, asked.precisions) if asked.precisions else loss
         return Matryoshka(loss, asked.dims, asked.dim_weights) if asked.dims else loss
     except ConfigError as error:
         raise ConfigError(f"config.pair_loss.{error}") from None

@@ -18,7 +18,7 @@ from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model
 from jaxvlm.build.pairs import Chunks, chunks_of, group_of, pair_runner
-from jaxvlm.build.retrieval import found_sheet, tables
+from jaxvlm.build.retrieval import few_bits, found_sheet, measured, tables
 from jaxvlm.build.scorer import Report
 from jaxvlm.build.training import pipeline_line
 from jaxvlm.config import ConfigError, DualConfig, TrainConfig, VectorConfig
@@ -251,7 +251,8 @@ def scorer(config: TrainConfig, model: Model, rows: Any, spec: str = "") -> Pair
     parts = batch_shards(model.mesh)
     count = -(-data.batch_size // parts) * parts
     chunks = chunks_of(config.grad_cache)
-    return PairScorer(model, dataset, count, config.pair_loss.dims, chunks)
+    asked = config.pair_loss
+    return PairScorer(model, dataset, count, asked.dims, chunks, asked.precisions)
 
 
 class PairScorer:
@@ -263,6 +264,7 @@ class PairScorer:
         batch_size: rows at a time, over all devices.
         dims: prefixes of the vectors that are measured too.
         chunks: rows that are run at once.
+        precisions: of the vectors that are measured too.
     """
 
     def __init__(
@@ -272,7 +274,9 @@ class PairScorer:
         batch_size: int,
         dims: tuple[int, ...] = (),
         chunks: Chunks = WHOLE,
+        precisions: Sequence[str] = (),
     ):
+        self.precisions = few_bits(precisions)
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
         self.what = retrieval.Retrieval(dims=dims)
         self.rows = local_rows(model.mesh, batch_size)
@@ -317,12 +321,13 @@ class PairScorer:
         self._last = self.vectors(params, "query"), self.vectors(params, "document")
         query, document = self._last
         what = dataclasses.replace(self.what, random=blind)
-        found = retrieval.evaluate(query, document, self.relevance, self.model.mesh, what)
-        found["documents"] = float(len(document))
+        mesh = self.model.mesh
+        found = measured(query, document, self.relevance, mesh, what, self.precisions)
         most = max(self.what.ks)
         shown = {n: x for n, x in found.items() if "recall@" in n or n.endswith(f"ndcg@{most}")}
         shown |= {n: x for n, x in found.items() if "@" not in n}
-        return Report(found, {}, time.perf_counter() - start, tables(shown, self.what.dims))
+        lines = tables(shown, self.what.dims, self.precisions)
+        return Report(found, {}, time.perf_counter() - start, lines)
 
     def sheet(self, path: pathlib.Path) -> bool:
         """Draw some queries and what they found in the last report.

@@ -8,27 +8,25 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from jaxvlm.build.merge import json_object, merged_model
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig, VisionConfig
 from jaxvlm.data import images, processor
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.patches import Patching
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.io import hf
-from jaxvlm.models.families import anyres, family, parts
+from jaxvlm.models.families import anyres, family, parts, sentences
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Params, Span
 
-T = TypeVar("T")
 SAVED = "source"
 """Folder in a workdir: all of the checkpoint but its weights, and their layout."""
 LAYOUT = "jaxvlm_layout.json"
 """File in it: where each tensor lay."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_OURS = ("remat", "trunk", "dropout", "attention_dropout")
-"""Settings of a tower that say how it is computed or trained, not what it is; a recipe's to say."""
 
 
 class Source(NamedTuple):
@@ -120,7 +118,7 @@ def with_source(config: TrainConfig, source: Source | None) -> TrainConfig:
         )
     mean, std = wanted.mean, wanted.std
     vision = dataclasses.replace(found.vision, pixel_mean=mean, pixel_std=std)
-    model = _merged(config.model, dataclasses.replace(found, vision=vision))
+    model = merged_model(config.model, dataclasses.replace(found, vision=vision))
     return dataclasses.replace(config, model=model)
 
 
@@ -186,7 +184,12 @@ def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:
 
 def read_params(source: Source, config: ModelConfig | DualConfig, abstract: Params) -> Params:
     """The checkpoint's parameters, streamed to their shards; see ``jaxvlm.io.hf``."""
-    return hf.read_params(source.weights, source.family.weights(config), abstract)
+    found: Params = {}
+    if isinstance(config, DualConfig) and (place := _place(modules(source.files), sentences.DENSE)):
+        own = {path: x for path, x in abstract.items() if path.startswith("head/")}
+        found = hf.read_params(source.weights / place, sentences.linear_map(config), own)
+        abstract = {path: x for path, x in abstract.items() if path not in own}
+    return found | hf.read_params(source.weights, source.family.weights(config), abstract)
 
 
 def _fetched(checkpoint: str) -> pathlib.Path:
@@ -195,7 +198,7 @@ def _fetched(checkpoint: str) -> pathlib.Path:
     if folder.is_dir():
         return folder
     if not _HUB_ID.fullmatch(checkpoint):
-        raise ConfigError(f"config.model.checkpoint={checkpoint}: no such folder")
+        raise ConfigError(f"checkpoint {checkpoint}: no such folder")
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
@@ -204,26 +207,9 @@ def _fetched(checkpoint: str) -> pathlib.Path:
     except Exception as error:  # the hub's client raises all kinds
         short = str(error).strip().splitlines()[:1]
         raise ConfigError(
-            f"config.model.checkpoint={checkpoint} is no folder here, and the hub does not give "
+            f"checkpoint {checkpoint} is no folder here, and the hub does not give "
             f"it: {type(error).__name__}: {''.join(short)}"
         ) from None
-
-
-def json_object(path: pathlib.Path, advice: str = "give a checkpoint's folder") -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: it is missing (the message says ``advice``), or holds none.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; {advice}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no object")
-    return found
 
 
 def _patching(vision: VisionConfig) -> Patching | None:
@@ -262,44 +248,6 @@ def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
     return {name: stored.shape for name, stored in hf.read_layout(source.weights).items()}
 
 
-def _merged(given: ModelConfig, found: ModelConfig) -> ModelConfig:
-    """The checkpoint's model with the recipe's way to compute it."""
-    towers = {
-        tower: merged(getattr(given, tower), getattr(found, tower), f"config.model.{tower}")
-        for tower in ("vision", "connector", "decoder")
-    }
-    return dataclasses.replace(given, **towers)
-
-
-def merged(
-    given: T, found: T, where: str, ours: Collection[str] = _OURS, unset: T | None = None
-) -> T:
-    """A checkpoint's group of settings with the recipe's way to compute it.
-
-    Args:
-        given: of the recipe.
-        found: of the checkpoint.
-        where: what error messages call the group.
-        ours: fields that are the recipe's to say.
-        unset: what the group is where a recipe says nothing; ``None``: the class's defaults.
-
-    Raises:
-        ConfigError: the recipe sets another one, to another value.
-    """
-    group: Any = given
-    unset, own = unset or type(given)(), {}
-    for field in dataclasses.fields(group):
-        value, of_file = getattr(given, field.name), getattr(found, field.name)
-        if field.name in ours:
-            own[field.name] = value
-        elif value not in (getattr(unset, field.name), of_file):
-            raise ConfigError(
-                f"{where}.{field.name}={value!r}, but the checkpoint says {of_file!r}; leave it out"
-            )
-    group = found
-    return dataclasses.replace(group, **own)
-
-
 def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
     """What ``modules.json`` of a sentence-transformers folder lists; [] where there is none.
 
@@ -319,10 +267,18 @@ def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
     return found
 
 
-def pooling(folder: pathlib.Path, listed: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the pooling module of :func:`modules` says; {} where there is none."""
-    paths = [m.get("path", "") for m in listed if str(m.get("type")).endswith("Pooling")]
-    return optional(folder / paths[0] / "config.json") if paths else {}
+def module_config(
+    folder: pathlib.Path, listed: list[dict[str, Any]], kind: str = "Pooling"
+) -> dict[str, Any]:
+    """What a module of :func:`modules` says; {} where there is none."""
+    place = _place(listed, kind)
+    return optional(folder / place / "config.json") if place else {}
+
+
+def _place(listed: list[dict[str, Any]], kind: str) -> str:
+    """The folder of the first module of a kind; "" where there is none."""
+    paths = [m.get("path", "") for m in listed if str(m.get("type")).endswith(f".{kind}")]
+    return paths[0] if paths else ""
 
 
 def optional(path: pathlib.Path) -> dict[str, Any]:

@@ -69,6 +69,11 @@ def write_config(workdir: pathlib.Path, config: TrainConfig, devices: str) -> No
     os.replace(half, workdir / _FILE)
 
 
+def is_begun(workdir: str | pathlib.Path) -> bool:
+    """Whether a folder holds a run, or some other thing with such a file."""
+    return (pathlib.Path(workdir) / _FILE).is_file()
+
+
 def read_config(workdir: str | pathlib.Path) -> TrainConfig:
     """The settings of the run in ``workdir``.
 
@@ -80,6 +85,8 @@ def read_config(workdir: str | pathlib.Path) -> TrainConfig:
         advice = ""
         if path.with_name("adapter_config.json").is_file():
             advice = "; it is a PEFT adapter: --checkpoint is its base, --adapter this folder"
+        if path.with_name("router_config.json").is_file():
+            advice = "; it is a Router of sentence-transformers: name the run that it is of"
         raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

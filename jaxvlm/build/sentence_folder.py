@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxvlm.build import exporting, pretrained
+from jaxvlm.build import exporting, pretrained, router_folder
 from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat
-from jaxvlm.data.processor import write_bounds
 from jaxvlm.io import hf
 from jaxvlm.models.embedder import TOKENS
-from jaxvlm.models.families import sentence_files
+from jaxvlm.models.families import sentence_files, sentences
 from jaxvlm.models.families.sentence_files import Vectors
 from jaxvlm.types import Params
 
 FLAG = "--format=sentence_transformers"
+TEXT = ("text",)
 
 
 class _Folder(NamedTuple):
@@ -74,6 +74,8 @@ def export(
     if truncate_dim and truncate_dim not in dims:
         trained = f"prefixes of {', '.join(map(str, dims))}" if dims else "no prefixes"
         raise ConfigError(f"--truncate_dim={truncate_dim}: the run trained {trained}; leave it out")
+    if isinstance(model, Encoder) and model.source is None and model.model.config.towers != TEXT:
+        return _two(model, run, workdir, output, dtype, truncate_dim)
     made = _encoder(model, run, workdir) if isinstance(model, Encoder) else _chat(model, workdir)
     vectors = made.vectors._replace(truncate_dim=truncate_dim)
     source = exporting.exported(made.kept, output, made.config, dtype)
@@ -84,20 +86,56 @@ def export(
     params = model.model.merged(model.params) if model.model.adapted else model.params
 
     def more(folder: pathlib.Path) -> None:
+        exporting.tell_bounds(folder, run.data.picture_pixels)
         if not jax.process_index():
             for module in pretrained.modules(folder):  # of the source
                 if module.get("path"):
                     shutil.rmtree(folder / module["path"], ignore_errors=True)
-            if any(run.data.picture_pixels):
-                write_bounds(folder, run.data.picture_pixels)
             for name, content in files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         for name in files:
-            if (where := pathlib.PurePath(name).parent).name.endswith(sentence_files.DENSE):
+            if (where := pathlib.PurePath(name).parent).name.endswith(sentences.DENSE):
                 _write_map(folder / where, params, made.maps)
 
     return exporting.rewrite(source, output, params, made.config, dtype, more)
+
+
+def _two(
+    model: Encoder,
+    run: TrainConfig,
+    workdir: pathlib.Path,
+    output: pathlib.Path,
+    dtype: str,
+    truncate_dim: int,
+) -> dict[str, Any]:
+    """Towers of two checkpoints."""
+    config, words = model.model.config, model.tokenizer
+    found = router_folder.sources(model, workdir, FLAG)
+    assert words is not None
+    vectors = {
+        tower: _vectors(model, run, tower)._replace(truncate_dim=truncate_dim) for tower in found
+    }
+    lower = words.style.clean is str.lower
+    first = sentence_files.inputs("bert", config, words.style.max_length, lower=lower)
+    return router_folder.write(model, found, output, vectors, first, dtype, _write_map)
+
+
+def _vectors(model: Encoder, run: TrainConfig, tower: str) -> Vectors:
+    """How a tower's states become vectors; "": both towers' own heads do it."""
+    config, pairs = model.model.config, run.data.pairs
+    mapped = tower in config.project
+    width = getattr(config, tower or "text").width
+    return Vectors(
+        pool=config.text.pool if tower == "text" else "",
+        width=width,
+        dense=(config.embed_dim, config.project_bias) if mapped else None,
+        normalize=config.normalize,
+        prompts={"query": pairs.query_instruction, "document": pairs.document_instruction},
+        default=None,
+        similarity=run.pair_loss.similarity,
+        truncate_dim=0,
+    )
 
 
 def _write_map(folder: pathlib.Path, params: Params, maps: tuple[str, str]) -> None:
@@ -114,33 +152,18 @@ def _write_map(folder: pathlib.Path, params: Params, maps: tuple[str, str]) -> N
 
 def _encoder(model: Encoder, run: TrainConfig, workdir: pathlib.Path) -> _Folder:
     config = model.model.config
-    if model.source is None and config.towers == ("text",) and config.text_checkpoint:
+    if model.source is None and config.text_checkpoint:
         kept = workdir / "text"
         config = dataclasses.replace(config, checkpoint=config.text_checkpoint)
     elif model.source is None:
         raise ConfigError(
-            f"{FLAG}: the run in {workdir} is not of one checkpoint (config.dual.checkpoint), nor "
-            "of a text tower alone (config.dual.text_checkpoint): sentence-transformers has no "
-            "model for it"
+            f"{FLAG}: the text tower of the run in {workdir} is not of a checkpoint "
+            "(config.dual.text_checkpoint): sentence-transformers has no model for it"
         )
     else:
         kept = workdir
     assert model.tokenizer is not None
-    text = config.towers == ("text",)
-    prompts = {
-        "query": run.data.pairs.query_instruction,
-        "document": run.data.pairs.document_instruction,
-    }
-    vectors = Vectors(
-        pool=config.text.pool if text else "",
-        width=config.text.width,
-        dense=(config.embed_dim, config.project_bias) if text and config.project else None,
-        normalize=config.normalize,
-        prompts=prompts,
-        default=None,
-        similarity=run.pair_loss.similarity,
-        truncate_dim=0,
-    )
+    vectors = _vectors(model, run, "text" if config.towers == TEXT else "")
     patches = model.pictures.most_patches if model.pictures else 0
     maps = ("head/text", "head/text_bias")
     style = model.tokenizer.style

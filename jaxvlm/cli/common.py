@@ -47,7 +47,8 @@ def define_instructions(values: flags.FlagValues, note: str = "") -> None:
         flags.DEFINE_string(
             f"{side}_instruction",
             "",
-            f"{note}What vectors of a {side} are for, where an item does not say it.",
+            f"{note}What vectors of a {side} are for, where an item does not say it: the system's "
+            "turn of a decoder; before an encoder's text as it stands, so end it with a space.",
             flag_values=values,
         )
 

@@ -14,7 +14,10 @@ USAGE = (
     "       jaxvlm eval --checkpoint=ENCODER --data=PAIRS.jsonl [--ks=1,5,10] [--dims=64,128]\n"
     "       jaxvlm eval --checkpoint=ENCODER --data=PICTURES.jsonl --classes=cat,dog|NAMES.txt"
 )
-_OF_VECTORS = ("corpus", "ks", "dims", "query_instruction", "document_instruction", "batch_size")
+_OF_VECTORS = (
+    *("corpus", "ks", "dims", "precisions", "query_instruction", "document_instruction"),
+    "batch_size",
+)
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -46,6 +49,12 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_list("ks", ["1", "5", "10"], "Retrieval: cut-offs.", flag_values=values)
     flags.DEFINE_list(
         "dims", [], "Retrieval: prefixes of the vectors to measure too.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "precisions",
+        [],
+        "Retrieval: int8, binary: what vectors find that are kept so, too.",
+        flag_values=values,
     )
     flags.DEFINE_string(
         "classes",
@@ -100,7 +109,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.build.embedding import Embedding
     from jaxvlm.config import ConfigError
 
-    for name in ("corpus", "retrieval", "sheet", "dims"):
+    for name in ("corpus", "retrieval", "sheet", "dims", "precisions"):
         if values[name].present:
             raise ConfigError(f"--{name} does not go with --classes")
     if not values.data:
@@ -108,7 +117,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     items, labels = classify.read(values.data)
     items, labels = items[: values.limit or None], labels[: values.limit or None]
     names = classify.classes_of(values.classes, labels)
-    ks = _numbers("ks", values.ks) if values["ks"].present else (1, 5)
+    ks = _numbers("ks", values.ks) if values["ks"].present else ()
     model = load_model("eval", values)
     how = (
         Embedding(values.batch_size, 0, x)
@@ -143,7 +152,8 @@ def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     what = Retrieval(ks, dims)
     query = Embedding(values.batch_size, 0, values.query_instruction)
     document = Embedding(values.batch_size, 0, values.document_instruction)
-    report = retrieval.evaluate(model, given, what, query, document, more, values.sheet)
+    few = tuple(values.precisions)
+    report = retrieval.evaluate(model, given, what, query, document, more, values.sheet, few)
     for line in report.lines():
         say(line)
     return report.metrics

@@ -59,7 +59,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export, and say what was written."""
     import pathlib
 
-    from jaxvlm.build import adapters, load, pretrained, sentence_folder
+    from jaxvlm.build import Encoder, adapters, load, pretrained, sentence_folder
     from jaxvlm.cli.common import say
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed
@@ -82,8 +82,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     elif values.truncate_dim:
         raise ConfigError(f"--truncate_dim={values.truncate_dim} needs {sentence_folder.FLAG}")
     else:
-        written = adapters.export(
-            workdir, output, model.params, model.model, values.merged, values.dtype
-        )
+        run_config = model.run if isinstance(model, Encoder) else model.config
+        bounds = run_config.data.picture_pixels if run_config else (0, 0)
+        how = (values.merged, values.dtype, bounds)
+        written = adapters.export(workdir, output, model.params, model.model, *how)
     say(f"{written['tensors']} tensors, {written['bytes'] / 2**20:.1f} MiB: {output}")
     return written

@@ -51,7 +51,7 @@ class VisionConfig:
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of pixels in 0..1, red green blue
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     dropout: float = 0.0  # of what a block's halves add, in training
-    remat: str = "none"  # none | dots | full | offload
+    remat: str = "none"  # none | dots | full | offload | auto (the planner's choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class DecoderConfig:
     visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways |
     # prompt: all before the first answer does
     dropout: float = 0.0  # of what a block's halves add, in training
-    remat: str = "none"  # none | dots | full | offload
+    remat: str = "none"  # none | dots | full | offload | auto (the planner's choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,8 @@ class DualConfig:
     dtype: str = "float32"  # compute: float32 | bfloat16; parameters are float32
     attention: str = "auto"  # auto | xla | cudnn | splash | triton
     checkpoint: str = ""  # Hugging Face folder or hub id that it came from
-    vision_checkpoint: str = ""  # the vision tower is of this one's (CLIP, SigLIP)
+    vision_checkpoint: str = ""  # the vision tower is of this one's (CLIP, SigLIP), or of a
+    # workdir's, whose run made it from scratch
     text_checkpoint: str = ""  # the text tower is of this one's (CLIP, SigLIP, BERT)
     lora: LoraConfig = LoraConfig()
 
@@ -248,7 +249,8 @@ class StrategyConfig:
     ``params``, and these among those of ``optimizer``.
     """
 
-    name: str = ""  # preset (docs/strategies.md) that says the mesh's axis and all fields below
+    name: str = ""  # preset (docs/strategies.md) that says the mesh's axis and all fields below;
+    # auto: the planner's choice, of the mesh too (docs/planning.md)
     params: tuple[str, ...] = ("fsdp",)  # parameters, between steps
     gathered: tuple[str, ...] = ("fsdp",)  # parameters, from a step's begin on: what is left is
     # gathered layer by layer, in the forward pass and again in the backward pass
@@ -341,7 +343,8 @@ class PairsConfig:
     column_mapping: tuple[tuple[str, str], ...] = ()  # (column of the file, our field)
     max_query_length: int = 0  # tokens; longer texts are cut. 0: data.max_length
     max_document_length: int = 0  # likewise
-    query_instruction: str = ""  # of queries that have none of their own
+    query_instruction: str = ""  # of queries that have none of their own; before a text encoder's
+    # text it stands as it is, so end it with a space
     document_instruction: str = ""  # of positives and negatives likewise
     max_negatives: int = -1  # hard negatives an example, drawn anew each pass; -1: all it has
     require_negatives: bool = False  # an example without a hard negative is a bad record
@@ -398,6 +401,8 @@ class PairLossConfig:
     chunk: int = 0  # examples on a side of a tile of similarities; 0: chosen
     dims: tuple[int, ...] = ()  # prefixes of the vectors that are trained too (Matryoshka)
     dim_weights: tuple[float, ...] = ()  # a factor each; (): 1
+    precisions: tuple[str, ...] = ()  # that vectors are trained to be kept in, and measured:
+    # float32 | int8 | binary; (): float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,7 +442,8 @@ class TrainConfig:
     seed: int = 0
     steps: int = 0  # one of steps and epochs is set
     epochs: float = 0.0
-    microbatches: int = 1  # parts that a batch's gradient is summed over; of pairs, see grad_cache
+    microbatches: int = 1  # parts that a batch's gradient is summed over; of pairs, see grad_cache;
+    # 0: the planner's choice
     loss: str = "next_token"  # or of vectors: info_nce | sigmoid | triplet | cosine | cosent |
     # margin_mse | distill
     encoder: str = "vlm"  # what vectors are of: vlm (config.model, config.vectors) | dual

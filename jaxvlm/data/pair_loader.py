@@ -154,8 +154,10 @@ class PairDataset:
     @property
     def preparation(self) -> images.Preparation:
         """How a picture becomes pixels."""
-        found = self.queries.rows.prepare
-        assert found is not None  # this is asked where there are pictures
+        found, other = self.queries.rows.prepare, self.documents.rows.prepare
+        # This is asked where there are pictures; and what is kept of one is found on both sides.
+        assert found is not None and other is not None
+        assert found.fingerprint == other.fingerprint, "both sides prepare pictures alike"
         return found
 
     def keep_tokens(self, tokens: int, given: Given) -> Unpaged:

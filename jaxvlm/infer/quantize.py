@@ -62,7 +62,37 @@ def quantize(x: np.ndarray, kind: str, ranges: np.ndarray | None = None) -> np.n
     if ranges is None or ranges.shape != (2, x.shape[1]):
         has = "none" if ranges is None else list(ranges.shape)
         raise ConfigError(f"int8: ranges of [2, {x.shape[1]}] are needed, not {has}")
+    low, step = _steps(ranges)
+    return (np.clip(np.floor((x - low) / step), 0, 255) - 128).astype(np.int8)
+
+
+def kept(x: np.ndarray, kind: str, ranges: np.ndarray | None = None) -> np.ndarray:
+    """Vectors as they are read back when :func:`quantize` has written them.
+
+    Args:
+        x: f32[N, E].
+        kind: ``int8``: a number is the middle of its step. ``binary``: its sign, a vector has
+            length 1.
+        ranges: as of :func:`quantize`.
+
+    Returns:
+        f32[N, E].
+
+    Raises:
+        ConfigError: as :func:`quantize`.
+    """
+    codes = quantize(x, kind, ranges)
+    if kind == "int8" and ranges is not None:
+        low, step = _steps(ranges)
+        code = np.minimum(codes.astype(np.float32) + 128, 254)  # 255 is the greatest value alone
+        return np.minimum(low + (code + 0.5) * step, ranges[1]).astype(np.float32)
+    packed = codes.view(np.uint8) ^ np.uint8(0 if kind == "ubinary" else 0x80)
+    bits = np.unpackbits(packed, axis=-1)
+    return (2.0 * bits[:, : x.shape[1]] - 1).astype(np.float32) / np.float32(x.shape[1] ** 0.5)
+
+
+def _steps(ranges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each dim begins, and how long a step of it is."""
     low, high = ranges.astype(np.float32)
     step = (high - low) / 255
-    step = np.where(step == 0, 1, step)
-    return (np.clip(np.floor((x - low) / step), 0, 255) - 128).astype(np.int8)
+    return low, np.where(step == 0, 1, step)

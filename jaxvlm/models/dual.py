@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.config import ConfigError, DualConfig, TextConfig, VisionConfig
+from jaxvlm.models import text_encoder, vit
 from jaxvlm.models.text_encoder import TextEncoder
 from jaxvlm.models.vit import ViT, normalised
 from jaxvlm.models.vlm import DTYPES
@@ -256,7 +257,7 @@ def check(config: DualConfig) -> None:
     Raises:
         ConfigError: which field, and what would do.
     """
-    where = "config.model"
+    where = "config.dual"
     if config.dtype not in DTYPES:
         raise ConfigError(f"{where}.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
     check_backend(config.attention)
@@ -280,6 +281,10 @@ def check(config: DualConfig) -> None:
             f"{where}.vision.trunk={config.vision.trunk} is of vision-language models; here "
             "config.optim.frozen=('vision/*',) freezes the tower"
         )
+    if "vision" in config.towers:
+        vit.check(config.vision, f"{where}.vision")
+    if "text" in config.towers:
+        text_encoder.check(config.text, f"{where}.text")
     if "vision" in config.towers and config.vision.pool == "none":
         raise ConfigError(f"{where}.vision.pool='none' gives no vector; class or attention does")
     if len(config.towers) < len(TOWERS):

@@ -76,7 +76,7 @@ class TextEncoder(nnx.Module):
             ValueError: token types without a table of them.
         """
         if types is not None and self.types is None:
-            raise ValueError("config.model.text.num_types=0: this encoder has no token types")
+            raise ValueError("config.dual.text.num_types=0: this encoder has no token types")
         # Sums of tables' rows are rounded once, however many tables there are.
         x = self.table[...][tokens] + self.position[...][positions]
         if self.types is not None:
@@ -160,13 +160,16 @@ def _spec(config: TextConfig, attention: str) -> BlockSpec:
     )
 
 
-def check(config: TextConfig) -> None:
+def check(config: TextConfig, where: str = "config.dual.text") -> None:
     """Refuse dims that do not fit each other, and words that mean nothing.
+
+    Args:
+        config: of the tower.
+        where: what error messages call it.
 
     Raises:
         ConfigError: which field, and what would do.
     """
-    where = "config.model.text"
     for field, known in (("pool", ("mean", *PLACES)), ("activation", tuple(ACTIVATIONS))):
         if (value := getattr(config, field)) not in known:
             raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(known)}")

@@ -338,13 +338,16 @@ def num_patches(config: VisionConfig) -> int:
     return (config.image_size // config.patch_size) ** 2
 
 
-def check(config: VisionConfig) -> None:
+def check(config: VisionConfig, where: str = "config.model.vision") -> None:
     """Refuse dims that do not fit each other.
+
+    Args:
+        config: of the tower.
+        where: what error messages call it.
 
     Raises:
         ConfigError: which field, and what would do.
     """
-    where = "config.model.vision"
     for field, known in _KNOWN.items():
         if getattr(config, field) not in known:
             said = f"{field}={getattr(config, field)!r}"

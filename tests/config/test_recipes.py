@@ -18,6 +18,16 @@ def test_a_recipe_is_read(path):
     assert config.is_locked
 
 
+def test_captions_take_towers_that_are_trained():
+    get_config = runpy.run_path(str(RECIPES[0].parent / "captions.py"))["get_config"]
+    config = from_config_dict(get_config("here,text=bert,vision=runs/first"))
+    assert config.data.train == "here/train.jsonl" and config.optim.frozen == ("vision/*",)
+    assert (config.dual.text_checkpoint, config.dual.vision_checkpoint) == ("bert", "runs/first")
+    assert from_config_dict(get_config("here,locked=bert")).optim.frozen == ("text/*",)
+    with pytest.raises(ConfigError, match="'tower': known: text=FOLDER"):
+        get_config("here,tower=x")
+
+
 def test_embedding_recipes_are_read_by_name():
     get_config = runpy.run_path(str(RECIPES[0].parent / "embedding.py"))["get_config"]
     ranks = {}

@@ -252,6 +252,7 @@ from jaxvlm.cli.main import run
 folder, workdir, data, recipe, picture = sys.argv[1:]
 common = [f"--config={recipe}", f"--config.data.train={data}"]
 common += [f"--config.model.checkpoint={folder}", "--config.data.max_images=3"]
+common += ["--config.data.picture_pixels=(0, 768)"]
 assert run(["data", "check", data, *common]) == 0
 mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
 assert run(["train", *common, *mesh, f"--workdir={workdir}", "--config.steps=2"]) == 0
@@ -280,9 +281,13 @@ def test_trained_and_exported_without_torch(folder, odd, two, tmp_path):
     said = without_torch(WITHOUT_TORCH, *args)
     assert "patches a row" in said, "the step was compiled once, for packed patches"
     assert "program 2" not in said
+    told = json.loads((workdir / "out" / "preprocessor_config.json").read_text())
+    assert told["size"]["longest_edge"] == 768  # as the run had them, and so for transformers
     logits, _ = torch_logits(workdir / "out", two, PROMPT, new=1)
     untrained, _ = torch_logits(source, two, PROMPT, new=1)
-    assert np.linalg.norm(logits - untrained) > 1e-2 * np.linalg.norm(logits)
+    assert len(logits) < len(untrained)  # of smaller pictures
+    new, old = (torch_model(x).state_dict() for x in (workdir / "out", source))
+    assert any((new[name] - old[name]).abs().max() > 1e-3 for name in new)
     ours = our_logits(jaxvlm.load(workdir, "latest"), two, PROMPT)
     error = np.linalg.norm(ours - logits) / np.linalg.norm(logits)
     print(f"trained: logits {error:.1e}")

@@ -53,6 +53,7 @@ def test_figures_are_sentence_transformers(folder, files, tmp_path, capsys):
     given = [f"--data={files / 'pairs.jsonl'}", f"--corpus={files / 'corpus.jsonl'}", "--ks=1,3"]
     sheet = tmp_path / "deep" / "sheet.png"
     args = ["eval", f"--checkpoint={folder}", *given, "--dims=6", f"--sheet={sheet}", "--json"]
+    args += ["--precisions=int8,binary"]
     assert cli(args) == 0
     said = capsys.readouterr().out
     report = json.loads(said.splitlines()[-1])
@@ -90,6 +91,13 @@ def test_figures_are_sentence_transformers(folder, files, tmp_path, capsys):
     assert report["queries"] == 6 and report["documents"] == len(texts)
     assert report["random/hit@1"] < 0.7 and "reverse/dims6/ndcg@3" in report
     assert "document to query" in said and "random" in said
+    vectors = [model.encode_text(some) for some in (list(right), texts)]
+    vectors = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in vectors]
+    signs = [np.where(x > 0, 1, -1) for x in vectors]
+    first = (signs[0] @ signs[1].T).argmax(axis=1)
+    hits = [str(n) in right[query] for n, query in zip(first, right)]
+    assert report["binary/hit@1"] == pytest.approx(np.mean(hits))
+    assert "reverse/int8/ndcg@3" in report and "dims6/int8/hit@1" not in report
     with Image.open(sheet) as drawn:
         assert drawn.size == (6 * 190 + 8, 6 * 212 + 8)
 
@@ -109,6 +117,7 @@ def test_bad_input_is_one_line(folder, files, tmp_path, capsys):
     assert "ks: 13 is more than the 12 documents" in said(pairs, "--ks=1,13")
     assert "dims=25: the model's vectors have 24" in said(pairs, "--dims=25")
     assert "'a' is no whole number" in said(pairs, "--ks=a")
+    assert "precisions: 'int4'; known: float32, int8" in said(pairs, "--precisions=int4")
     assert "ks=(0,)" in said(pairs, "--ks=0")
     assert "x.txt: no such file" in said("--data=x.txt")
     (tmp_path / "one.jsonl").write_text('{"query": "a", "positive": "big"}\n')

@@ -125,11 +125,19 @@ def test_a_text_tower_with_a_linear_map(root, tmp_path, capsys):
     model = trained(config, tmp_path / "run")
     folder = exported(tmp_path / "run")
     alike(model.encode_text(ODD), theirs.SentenceTransformer(str(folder)).encode(ODD))
-    assert {p.name for p in folder.iterdir() if p.is_dir()} == {
-        "1_Pooling",
-        "2_Dense",
-        "3_Normalize",
-    }
+    parts = {"1_Pooling", "2_Dense", "3_Normalize"}
+    assert {p.name for p in folder.iterdir() if p.is_dir()} == parts
+    read = jaxvlm.load(folder)
+    np.testing.assert_allclose(read.encode_text(ODD), model.encode_text(ODD), atol=1e-6)
+    with pytest.raises(ConfigError, match="no place for the Dense module"):
+        read.export(tmp_path / "plain")
+    # It is trained on, and leaves again.
+    config.dual.checkpoint, config.dual.text_checkpoint = str(folder), ""
+    config.optim.learning_rate = 1e-3
+    on = trained(config, tmp_path / "on")
+    assert 1e-5 < np.abs(on.encode_text(ODD) - read.encode_text(ODD)).max() < 0.5
+    out = exported(tmp_path / "on")
+    alike(on.encode_text(ODD), theirs.SentenceTransformer(str(out)).encode(ODD))
 
 
 @pytest.mark.long

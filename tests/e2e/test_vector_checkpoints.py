@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 from runs import write_data
 from test_encoders import write
 
@@ -68,7 +70,12 @@ def test_a_checkpoint_is_trained_and_written_back(folders, captions, tmp_path, c
 
 def test_towers_of_two_checkpoints(folders, captions, tmp_path, capsys):
     config = recipe(captions)
-    config.dual.vision_checkpoint = str(folders["siglip"])
+    siglip = tmp_path / "siglip"  # as saved by a processor of pictures and texts
+    shutil.copytree(folders["siglip"], siglip)
+    said = json.loads((siglip / "preprocessor_config.json").read_text())
+    said["processor_class"] = "SiglipProcessor"
+    (siglip / "preprocessor_config.json").write_text(json.dumps(said))
+    config.dual.vision_checkpoint = str(siglip)
     config.dual.text_checkpoint = str(folders["bert"])
     config.dual.embed_dim, config.optim.frozen = 20, ("text/*",)
     made = jaxvlm.Run(config, tmp_path / "run")
@@ -84,10 +91,22 @@ def test_towers_of_two_checkpoints(folders, captions, tmp_path, capsys):
     again = jaxvlm.load(tmp_path / "run")
     assert again.encode_text(["red"]).shape == (1, 20)
     assert cli(["export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]) == 2
-    assert "from scratch" in capsys.readouterr().err
+    assert "not of one Hugging Face checkpoint" in capsys.readouterr().err
     args = ["export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}"]
-    assert cli([*args, "--format=sentence_transformers"]) == 2
-    assert "is not of one checkpoint" in capsys.readouterr().err
+    assert cli([*args, "--format=sentence_transformers"]) == 0
+    theirs = pytest.importorskip("sentence_transformers", reason="the oracle")
+    loaded = theirs.SentenceTransformer(str(tmp_path / "out"))
+    seen = [Image.open(captions.parent / f"{i}.png") for i in range(3)]
+    for ours, other in (
+        (again.encode_text(list(WORDS)), loaded.encode(list(WORDS))),
+        (again.encode_image(seen), loaded.encode(seen)),
+    ):
+        assert ours.shape[1] == 20
+        np.testing.assert_allclose(ours, other, atol=1e-5)
+    args[2] = f"--output={tmp_path / 'half'}"
+    assert cli([*args, "--format=sentence_transformers", "--dtype=bfloat16"]) == 0
+    half = theirs.SentenceTransformer(str(tmp_path / "half"))
+    np.testing.assert_allclose(again.encode_image(seen), half.encode(seen), atol=3e-2)
     config.dual.checkpoint = str(folders["clip"])
     with pytest.raises(ConfigError, match="is of both towers"):
         jaxvlm.Run(config, tmp_path / "other")

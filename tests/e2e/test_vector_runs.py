@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -51,6 +52,7 @@ def trained(captions, tmp_path_factory):
     """A run of a dual encoder, and what it ended with."""
     config = scratch(captions)
     config.grad_cache.query, config.grad_cache.document = 2, 3
+    config.pair_loss.precisions = ("float32", "binary")
     workdir = tmp_path_factory.mktemp("run")
     return workdir, jaxvlm.Run(config, workdir, jax.devices()[:1]).fit()
 
@@ -60,6 +62,7 @@ def test_a_dual_encoder_from_scratch_is_trained_and_used(captions, trained, caps
     losses = steps_of(workdir)
     assert list(losses) == list(range(1, 7)) and losses[6] < losses[1]
     assert result["recall@10"] > result["random/recall@10"] and result["reverse/recall@1"] > 0
+    assert result["binary/recall@10"] > result["random/recall@10"] < result["reverse/binary/hit@10"]
     model = jaxvlm.load(workdir)
     texts = model.encode_text(["a red picture", "a blue picture"])
     pictures = model.encode_image([str(captions.parent / f"{i}.png") for i in range(3)])
@@ -75,6 +78,35 @@ def test_a_dual_encoder_from_scratch_is_trained_and_used(captions, trained, caps
     assert "makes vectors" in capsys.readouterr().err
     assert cli(["eval", f"--checkpoint={workdir}", "--dims=8"]) == 2
     assert "--retrieval" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_run_takes_another_runs_picture_tower(captions, trained, tmp_path):
+    """As it is; and needs that run no more when it has begun."""
+    config, first = scratch(captions), tmp_path / "first"
+    shutil.copytree(trained[0], first)
+    config.dual.vision_checkpoint, config.optim.frozen = str(first), ("vision/*",)
+    defaults = default_config().dual.vision
+    for name in ("image_size", "patch_size", "width", "depth", "num_heads", "mlp_dim"):
+        config.dual.vision[name] = defaults[name]  # the run says
+    config.steps, config.seed, config.optim.warmup_steps = 2, 3, 0
+    made = jaxvlm.Run(config, tmp_path / "second", jax.devices()[:1])
+    assert made.config.dual.vision.width == 16
+    made.fit()
+    source = jaxvlm.load(first, which="latest").params
+    for path, x in made.state.frozen.items():
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(source[path]))
+    assert made.state.frozen
+    shutil.rmtree(first)
+    model, seen = jaxvlm.load(tmp_path / "second"), [str(captions.parent / "0.png")]
+    np.testing.assert_allclose(model.encode_image(seen), made.loaded().encode_image(seen))
+    config.dual.text_checkpoint, config.dual.vision_checkpoint = str(trained[0]), ""
+    with pytest.raises(ConfigError, match=r"is a run; .* by config\.init_from"):
+        jaxvlm.Run(config, tmp_path / "third", jax.devices()[:1])
+    config.dual.vision_checkpoint, config.dual.text_checkpoint = str(trained[0]), ""
+    config.dual.vision.width = 32
+    with pytest.raises(ConfigError, match="width=32, but the checkpoint says 16"):
+        jaxvlm.Run(config, tmp_path / "third", jax.devices()[:1])
 
 
 def test_data_check_says_what_a_run_refuses(captions, tmp_path):
@@ -104,6 +136,7 @@ def test_a_dry_run_shows_pairs(captions, capsys):
 def test_another_chunk_mesh_and_a_stop_half_way_are_the_same_run(captions, trained, tmp_path):
     config = scratch(captions)
     config.mesh.update(MESH)
+    config.pair_loss.precisions = ("float32", "binary")
     config.optim.schedule = "constant"
     whole, half = tmp_path / "whole", tmp_path / "half"
     jaxvlm.Run(config, whole).fit()
@@ -185,6 +218,8 @@ def test_a_dual_encoder_has_no_stages(captions):
         ("pair_loss.dim_weights", (1.0,), "without config.pair_loss.dims"),
         ("pair_loss.dims", (8, 99), "99 is more than the vectors' width of 16"),
         ("pair_loss.directions", ("document_to_query",), "holds the positives"),
+        ("pair_loss.precisions", ("int4",), "config.pair_loss.precisions='int4'; known: float32"),
+        ("dual.vision.trunk", 1, "config.dual.vision.trunk=1 is of vision-language models"),
         ("grad_cache.tokens", -1, "at least 0"),
         ("cache.policy", "strict", "not on the devices"),
         ("checkpoint.metric", "exact_match", "is not evaluated; known: hit@1"),

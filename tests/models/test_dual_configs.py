@@ -145,15 +145,16 @@ DENSE = {"type": "sentence_transformers.models.Dense"}
     ],
 )
 def test_sentence_transformers_pooling_is_read(pooling, pool):
-    found = sentences.with_modules(read(BERT), [*MODULES, NORMALIZE], pooling)
+    found = sentences.with_modules(read(BERT), [*MODULES, NORMALIZE], pooling, {})
     assert found.text.pool == pool and found.normalize
-    assert not sentences.with_modules(read(BERT), MODULES, pooling).normalize
+    assert not sentences.with_modules(read(BERT), MODULES, pooling, {}).normalize
 
 
 @pytest.mark.parametrize(
     ("modules", "pooling", "message"),
     [
-        ([*MODULES, DENSE], {}, "Transformer, Pooling, Dense is not supported"),
+        ([*MODULES, NORMALIZE, DENSE], {}, "Pooling, Normalize, Dense is not supported"),
+        ([*MODULES, DENSE], {}, "in_features=3, out_features=2; it stands behind 768 dims"),
         (MODULES[:1], {}, "modules.json: Transformer is not"),
         (MODULES, {"pooling_mode": "max"}, "pooling by max is not supported"),
         (
@@ -168,7 +169,24 @@ def test_sentence_transformers_pooling_is_read(pooling, pool):
 )
 def test_what_sentence_transformers_does_besides_is_refused(modules, pooling, message):
     with pytest.raises(ConfigError, match=message):
-        sentences.with_modules(read(BERT), modules, pooling)
+        sentences.with_modules(read(BERT), modules, pooling, LINEAR)
+
+
+LINEAR = {"in_features": 3, "out_features": 2}
+
+
+@pytest.mark.parametrize(
+    ("dense", "message"),
+    [
+        ({}, "activation.Tanh is not supported, only torch.nn.modules.linear.Identity"),
+        ({"use_residual": True}, "use_residual=True"),
+        ({"activation_function": "torch.nn.modules.linear.Identity", "rank": 3}, "rank=3"),
+    ],
+)
+def test_a_linear_map_of_another_kind_is_refused(dense, message):
+    dense = {"in_features": 768, "out_features": 2} | dense
+    with pytest.raises(ConfigError, match=message):
+        sentences.with_modules(read(BERT), [*MODULES, DENSE], {}, dense)
 
 
 TEXT = TextConfig(vocab_size=9)
@@ -181,7 +199,7 @@ TEXT = TextConfig(vocab_size=9)
         ({"towers": ("text",)}, "project names 'vision', which is not in towers"),
         (
             {"towers": ("text",), "project": (), "vision": VisionConfig(depth=9)},
-            "vision is set, but config.model.towers",
+            "vision is set, but config.dual.towers",
         ),
         (
             {"towers": ("text",), "project": ("text",), "has_bias": True},
@@ -190,6 +208,9 @@ TEXT = TextConfig(vocab_size=9)
         ({"project": ("vision",), "embed_dim": 32}, "text.width=64 is not embed_dim=32"),
         ({"vision": VisionConfig()}, "vision.pool='none' gives no vector"),
         ({"bias": 1.0}, "bias=1.0 without has_bias"),
+        ({"vision": VisionConfig(pool="attention", trunk=1)}, "of vision-language models; here"),
+        ({"vision": VisionConfig(pool="attention", depth=0)}, "config.dual.vision.depth=0"),
+        ({"text": TextConfig()}, "config.dual.text.vocab_size=0: at least 1"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"attention": "magic"}, "attention='magic'"),
     ],

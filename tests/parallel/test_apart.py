@@ -29,7 +29,7 @@ from jaxvlm.train.apart import OF_TOWER
 
 ROWS, STEPS = 12, 3
 TWO, ALL, FSDP = TowerConfig(2), MeshConfig(), StrategyConfig()
-NO_LORA = LoraConfig()
+NO_LORA, TOWERS = LoraConfig(), ("vision", "decoder")
 
 
 def rows_of(batch):
@@ -40,6 +40,9 @@ def run(kind, tower=None, mesh=ALL, split=FSDP, frozen=(), parts=1, lora=NO_LORA
     """Losses, norms and parameters of three steps; the last program and state."""
     _, loss, batch = KINDS[kind]
     config = dataclasses.replace(KINDS[kind].config, lora=lora)
+    if lora.dropout:  # and of both towers' streams
+        drops = {n: dataclasses.replace(getattr(config, n), dropout=0.1) for n in TOWERS}
+        config = dataclasses.replace(config, **drops)
     own, devices = devices_of(tower, jax.devices()) if tower else ([], jax.devices()[:1])
     mesh, split = resolve(split, mesh, devices)
     config = on_stages(config) if mesh.stage > 1 else config
@@ -244,10 +247,15 @@ def test_pictures_in_few_rows_or_none():
 @pytest.mark.long
 @pytest.mark.parametrize("targets", ["vision/stack/*", "decoder/stack/*", "all-linear"])
 def test_adapters_here_and_there(targets):
-    """Where one side has none, all of it is frozen all the same."""
+    """Where one side has none, all of it is frozen all the same; where both learn, both drop."""
     lora = LoraConfig(rank=2, targets=(targets,), base="int8")
+    if targets == "all-linear":
+        lora = dataclasses.replace(lora, base="float32", dropout=0.2)
     *ours, _, _, state = run("llava", TWO, lora=lora)
     assert_equal(ours, one_device("llava", lora=lora), least=0.0)
+    if lora.dropout:  # new adapters change nothing: what is dropped does
+        plain = one_device("llava")[0][0]["loss"]
+        assert abs(ours[0][0]["loss"] / plain - 1) > 1e-4
     trained = {path.split("/")[0] for path in state.params}
     assert trained >= {"all-linear": {"vision", "connector", "decoder"}}.get(
         targets, {targets.split("/")[0]}

@@ -252,7 +252,7 @@ def test_what_is_frozen_drops_nothing():
         (towers_of(TEXT, text={"attention_dropout": 2.0}), "text.attention_dropout=2: a share"),
         (dataclasses.replace(VLM, lora=LoraConfig(dropout=0.1)), "lora.dropout is set, but"),
         (dataclasses.replace(VLM, lora=LoraConfig(2, dropout=1.5)), "lora.dropout=1.5: a share"),
-        (towers_of(TEXT, vision={"dropout": 0.1}), "vision is set, but config.model.towers="),
+        (towers_of(TEXT, vision={"dropout": 0.1}), "vision is set, but config.dual.towers="),
     ],
 )
 def test_what_is_no_share_is_refused(config, says):

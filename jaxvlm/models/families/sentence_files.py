@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DualConfig
-from jaxvlm.models.families.sentences import OLD_POOLS, POOLS
+from jaxvlm.models.families.sentences import DENSE, OLD_POOLS, POOLS
 
-DENSE = "Dense"
-"""Ends of the folder of a linear map."""
 _TEXT = ("bert",)
 _BOTH = ("clip", "siglip", "siglip2")
 _CHATS = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -90,6 +88,56 @@ def files(kind: str, vectors: Vectors, first: Mapping[str, Any]) -> dict[str, di
 
 
 _TYPE = "sentence_transformers.models."
+SEEN: Mapping[str, Any] = {
+    "transformer_task": "feature-extraction",
+    "modality_config": {"image": {"method": "forward", "method_output_name": "pooler_output"}},
+    "module_output_name": "sentence_embedding",
+}
+"""What a vision tower alone takes, in the words of ``sentence_bert_config.json``."""
+_ROUTES = {"text": "text", "vision": "image"}
+
+
+def names(found: Mapping[str, Any]) -> list[str]:
+    """``0_Transformer``, ``1_Pooling``, …: the modules of :func:`files`."""
+    return [f"{m['idx']}_{m['type'].removeprefix(_TYPE)}" for m in found["modules.json"]]
+
+
+def place(tower: str, kind: str) -> str:
+    """The folder of a tower's first module."""
+    return f"{tower}_0_{kind}"
+
+
+def routed(towers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict | list]:
+    """Path in the folder -> content, of towers that are chosen by what an item is.
+
+    Args:
+        towers: :func:`files` of ``text`` and ``vision``; prompts are those of ``text``.
+    """
+    out: dict[str, dict | list] = {}
+    structure: dict[str, list[str]] = {}
+    for tower, found in towers.items():
+        first, *others = (f"{tower}_{name}" for name in names(found))
+        structure[_ROUTES[tower]] = [first, *others]
+        out[f"{first}/sentence_bert_config.json"] = found["sentence_bert_config.json"]
+        for name in others:
+            out[f"{name}/config.json"] = found.get(
+                f"{name.removeprefix(f'{tower}_')}/config.json", {}
+            )
+    kinds = {name: _TYPE + name.rsplit("_", 1)[-1] for row in structure.values() for name in row}
+    mappings = {f"(None, {route!r})": route for route in structure}
+    out["router_config.json"] = {
+        "types": kinds,
+        "structure": structure,
+        "parameters": {
+            "default_route": "text",
+            "allow_empty_key": True,
+            "route_mappings": mappings,
+        },
+    }
+    out["modules.json"] = [{"idx": 0, "name": "0", "path": "", "type": _TYPE + "Router"}]
+    whole = "config_sentence_transformers.json"
+    out[whole] = towers["text"][whole]
+    return out
 
 
 def inputs(

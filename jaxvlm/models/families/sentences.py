@@ -8,8 +8,11 @@ from typing import Any
 
 from jaxvlm.config import ConfigError, DualConfig
 from jaxvlm.models.families.fields import Fields, read
+from jaxvlm.models.families.names import Entry, NameMap
 from jaxvlm.types import TextStyle
 
+DENSE = "Dense"
+"""The module of a linear map."""
 POOLS = {"cls": "class", "mean": "mean", "lasttoken": "last"}
 """sentence-transformers' name -> ours."""
 OLD_POOLS = {
@@ -27,9 +30,27 @@ _POOLING = Fields(
     frozenset(),
 )
 
+_DENSE = Fields(
+    {
+        "in_features": None,
+        "out_features": None,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    },
+    {
+        "module_input_name": ("sentence_embedding",),
+        "module_output_name": ("sentence_embedding",),
+        "use_residual": (False,),
+    },
+    frozenset(),
+)
+
 
 def with_modules(
-    config: DualConfig, modules: Sequence[Mapping[str, Any]], pooling: Mapping[str, Any]
+    config: DualConfig,
+    modules: Sequence[Mapping[str, Any]],
+    pooling: Mapping[str, Any],
+    dense: Mapping[str, Any],
 ) -> DualConfig:
     """``config`` with what a sentence-transformers folder puts behind the encoder.
 
@@ -37,18 +58,51 @@ def with_modules(
         config: of the encoder.
         modules: the content of ``modules.json``.
         pooling: the content of the pooling module's ``config.json``.
+        dense: of the linear map's, where there is one.
 
     Raises:
         ConfigError: a module or a way of pooling that jaxvlm does not have.
     """
     kinds = _kinds(modules)
-    if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
+    behind = ("", "Normalize", DENSE, f"{DENSE} Normalize")
+    if kinds[:2] != ["Transformer", "Pooling"] or " ".join(kinds[2:]) not in behind:
         raise ConfigError(
-            f"modules.json: {', '.join(kinds)} is not supported, only Transformer, Pooling and "
-            "perhaps Normalize"
+            f"modules.json: {', '.join(kinds)} is not supported, only Transformer, Pooling, and "
+            "perhaps Dense and Normalize"
         )
     text = dataclasses.replace(config.text, pool=_pool(pooling, config.text.width))
-    return dataclasses.replace(config, text=text, normalize="Normalize" in kinds)
+    config = dataclasses.replace(config, text=text, normalize="Normalize" in kinds)
+    return _with_map(config, dense) if DENSE in kinds else config
+
+
+def _with_map(config: DualConfig, dense: Mapping[str, Any]) -> DualConfig:
+    """``config`` with the linear map of a Dense module."""
+    where, width = "the Dense module's config.json: ", config.text.width
+    said = read(dense, _DENSE, where)
+    if said["in_features"] != width or not said["out_features"]:
+        raise ConfigError(
+            f"{where}in_features={said['in_features']}, out_features={said['out_features']}; it "
+            f"stands behind {width} dims"
+        )
+    if str(said["activation_function"]).rsplit(".", 1)[-1] != "Identity":
+        raise ConfigError(
+            f"{where}activation_function={said['activation_function']} is not supported, only "
+            "torch.nn.modules.linear.Identity"
+        )
+    out, bias = said["out_features"], bool(said["bias"])
+    return dataclasses.replace(config, embed_dim=out, project=("text",), project_bias=bias)
+
+
+def linear_map(config: DualConfig) -> NameMap:
+    """The tensors of a Dense module.
+
+    Args:
+        config: of :func:`with_modules`.
+    """
+    entries = [Entry("head/text", "linear.weight", "D E", "E D")]
+    if config.project_bias:
+        entries.append(Entry("head/text_bias", "linear.bias", "E", "E"))
+    return NameMap(entries, {"D": config.text.width, "E": config.embed_dim}, {})
 
 
 def _pool(pooling: Mapping[str, Any], width: int) -> str:
@@ -113,10 +167,24 @@ def check_no_map(modules: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: there is one.
     """
-    if "Dense" in _kinds(modules):
+    if DENSE in _kinds(modules):
         raise ConfigError(
             "modules.json: the folder's Dense module is not read, and a new one would stand in its "
-            "place; go on from the run that it is of: config.init_from=WORKDIR"
+            "place; go on from the run that it is of: config.init_from=WORKDIR; of a text encoder "
+            "as it is, it is read with config.dual.checkpoint"
+        )
+
+
+def check_written(modules: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to write a plain checkpoint of what has a linear map behind it.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if DENSE in _kinds(modules):
+        raise ConfigError(
+            "modules.json: a Hugging Face folder has no place for the Dense module behind this "
+            "model; a run leaves with it by --format=sentence_transformers"
         )
 
 
