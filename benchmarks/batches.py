@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import numpy as np
 
 from jaxvlm.config import ModelConfig
-from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.plan.verify import abstract_batch
 from jaxvlm.types import Batch
+
+__all__ = ["abstract_batch", "pictures_and_text"]
 
 
 def pictures_and_text(model: ModelConfig, rows: int, length: int, pictures: int) -> Batch:
@@ -27,32 +26,3 @@ def pictures_and_text(model: ModelConfig, rows: int, length: int, pictures: int)
         pixels=rng.integers(0, 256, (rows, pictures, side, side, 3), np.uint8),
         image_start=np.tile(start, (rows, 1)),
     )
-
-
-def abstract_batch(
-    model: ModelConfig,
-    mesh: jax.sharding.Mesh,
-    rows: int,
-    length: int,
-    pictures: int,
-    patches: int = 0,
-) -> Batch:
-    """Shapes of a batch on ``mesh``; ``patches`` of a row, where pictures come packed."""
-
-    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
-
-    batch = Batch(
-        tokens=of(np.int32, length),
-        loss_weight=of(np.float32, length),
-        positions=of(np.int32, max(1, len(model.decoder.rope_sections)), length),
-        segment=of(np.int32, length),
-        image_start=of(np.int32, pictures),
-    )
-    vision = model.vision
-    if vision.packed:
-        width = 3 * vision.frames * vision.patch_size**2
-        packed = of(np.uint8, patches, width)
-        return batch._replace(patches=packed, grid=of(np.int32, pictures, 3))
-    side = vision.image_size
-    return batch._replace(pixels=of(np.uint8, pictures, side, side, 3))

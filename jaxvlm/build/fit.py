@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxvlm.build import adapters, inputs, pair_run, record, sheets, training, trunk
+from jaxvlm.build import adapters, foresight, inputs, pair_run, record, sheets, training, trunk
 from jaxvlm.build.caching import with_chunk
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.loaded import Loaded
@@ -92,6 +92,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         )
         stack.callback(writer.close)
         room = made.room(config.cache.halvings, progress.log)
+        foreseen = foresight.foresee(run, batches.peek())
+        progress.log(foreseen if isinstance(foreseen, str) else foreseen.line())
         peak, source_of_peak = peak_flops(run.meshes, config.network.dtype)
         hooks = RunHooks(
             config=config,
@@ -113,7 +115,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         )
         begin = time.perf_counter()
         # Tightly around the loop: a failure here is told to peers before anything waits for them.
-        with distributed.guard_peers(), _memory_explained(made, batches):
+        with distributed.guard_peers(), _memory_explained(run, batches, foreseen):
             why = _catch_up(hooks, state, start, extra)
             if not why:
                 state, why = loop.train(
@@ -125,7 +127,10 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         report = hooks.last_report
         if why != "preempted" and scorer is not None:
             _draw_sheet(run, state, scorer, workdir / "sheet.png", writer, progress.log)
-        return room.mended(state), _result(run, state, why, seconds, report)
+        plan = foresight.beside(foreseen, _compiled_peak(made), hooks.step_ms)
+        if plan and why != "preempted":
+            progress.log(foresight.beside_line(plan))
+        return room.mended(state), _result(run, state, why, seconds, report) | {"plan": plan}
 
 
 def _draw_sheet(
@@ -273,9 +278,15 @@ def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:
     )
 
 
+def _compiled_peak(made: training.Training) -> int:
+    """Bytes of a device that the largest of the run's programs needs; 0: not known."""
+    return max((programs.memory(x).get("peak", 0) for x in made.step.compiled.values()), default=0)
+
+
 @contextlib.contextmanager
-def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
+def _memory_explained(run: Run, batches: _GlobalBatches, foreseen: foresight.Foreseen | str) -> Any:
     """An out-of-memory error says what filled the memory and what to change."""
+    made = run.training
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -292,6 +303,8 @@ def _memory_explained(made: training.Training, batches: _GlobalBatches) -> Any:
             {"activations and work space": work},
             _ADVICE_OF_PAIRS if isinstance(batches.last, Pairs) else _ADVICE,
         )
+        if better := foresight.instead(run, foreseen):
+            text = f"{text}. {better}"
         raise loop.TrainingStopped(text) from error
 
 

@@ -62,6 +62,8 @@ class RunHooks:
     worse: int = 0
     changed: float = 0.0
     """As ``keep`` gives it, since the last line."""
+    step_ms: list[float] = dataclasses.field(default_factory=list)
+    """Of each line's steps, the mean."""
     evaluated: int = -1
     """Step of the last evaluation."""
 
@@ -72,6 +74,7 @@ class RunHooks:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Rates, MFU and the clock's split beside the step's own metrics."""
         seconds = metrics["step_ms"] / 1e3
+        self.step_ms.append(metrics["step_ms"])
         # Nothing is counted where every step since the last line was skipped.
         tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         # The tower does nothing for a picture whose tokens are kept, backwards neither.

@@ -223,21 +223,8 @@ def build_model(
     Raises:
         ConfigError: dims that do not fit each other or the mesh.
     """
-    experts = isinstance(config, ModelConfig) and config.decoder.num_experts
-    if mesh.shape["expert"] > 1 and not experts:
-        raise ConfigError(
-            f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; its devices "
-            "can lie on config.mesh.data or fsdp"
-        )
-    _check_stages(config, mesh, strategy, tower_here)
+    strategies = _strategies(config, mesh, strategy, tower_here, _towers(config, vectors))
     axes = axes_of(config, mesh, strategy)
-    towers = _towers(config, vectors)
-    if unknown := set(strategy.whole) - set(towers):
-        raise ConfigError(
-            f"config.strategy.whole names {unknown.pop()!r}; this model has {', '.join(towers)}"
-        )
-    whole = dataclasses.replace(strategy, params=(), gathered=())
-    strategies = {t: whole if t in strategy.whole else strategy for t in towers}
 
     def make(init: Init) -> nnx.Module:
         if isinstance(config, DualConfig):
@@ -247,6 +234,46 @@ def build_model(
         return VLM(init, axes, config)
 
     return wrap(make, mesh, strategies, config)
+
+
+def _strategies(
+    config: ModelConfig | DualConfig,
+    mesh: Mesh,
+    strategy: StrategyConfig,
+    tower_here: bool,
+    towers: Iterable[str],
+) -> dict[str, StrategyConfig]:
+    """Of each tower; what the model cannot be on this mesh is refused."""
+    experts = isinstance(config, ModelConfig) and config.decoder.num_experts
+    if mesh.shape["expert"] > 1 and not experts:
+        raise ConfigError(
+            f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; its devices "
+            "can lie on config.mesh.data or fsdp"
+        )
+    _check_stages(config, mesh, strategy, tower_here)
+    if unknown := set(strategy.whole) - set(towers):
+        raise ConfigError(
+            f"config.strategy.whole names {unknown.pop()!r}; this model has {', '.join(towers)}"
+        )
+    whole = dataclasses.replace(strategy, params=(), gathered=())
+    return {t: whole if t in strategy.whole else strategy for t in towers}
+
+
+def on(model: Model[Known], mesh: Mesh, strategy: StrategyConfig) -> Model[Known]:
+    """The shapes and layouts of a model on another mesh, its modules not made again: to plan with.
+
+    Args:
+        model: on any mesh; its ``graph`` and ``make`` stay those of that one.
+        mesh: where its parameters would lie.
+        strategy: over which of its axes they would be split.
+
+    Raises:
+        ConfigError: what :func:`build_model` refuses.
+    """
+    strategies = _strategies(model.config, mesh, strategy, True, list(model.strategies))
+    moved = dataclasses.replace(model, mesh=mesh, strategies=strategies)
+    _ = moved.shardings  # dims that the mesh does not divide are refused here
+    return moved
 
 
 def _check_stages(

@@ -19,6 +19,7 @@ from jaxvlm.build import (
     apart,
     caching,
     exporting,
+    foresight,
     inputs,
     pair_run,
     record,
@@ -76,6 +77,7 @@ class Run:
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
+        given = foresight.settled(given, devices, _say, _check_rows, self.workdir)
         own: list[jax.Device] = []
         by_cost = given.tower.devices == shares.BY_COST
         if not by_cost:  # before any file is read, so that a wrong mesh is refused at once
@@ -247,6 +249,11 @@ class Run:
             exporting.keep(source, workdir / tower)
         kind, size = self.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in self.meshes)
         record.write_config(workdir, self.config, f"{size} x {kind}")
+
+
+def _say(line: str) -> None:
+    if not jax.process_index():
+        print(line, flush=True)
 
 
 def _listed(refused: dict[int, str]) -> str:

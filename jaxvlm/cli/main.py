@@ -67,6 +67,12 @@ def _export() -> Any:
     return export
 
 
+def _plan() -> Any:
+    from jaxvlm.cli import plan
+
+    return plan
+
+
 def _data() -> Any:
     from jaxvlm.cli import data
 
@@ -86,6 +92,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "embed": _embed,
     "mine": _mine,
     "export": _export,
+    "plan": _plan,
     "data": _data,
     "cache": _cache,
 }
@@ -125,11 +132,11 @@ def run(argv: list[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "Print one JSON object as the last line.", flag_values=values)
     flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
-    command.define(values, rest)
-    if any(arg in ("--help", "-h", "-help") for arg in rest):
-        print(_help(name, command, values))
-        return 0
     try:
+        command.define(values, rest)  # of plan, reads the recipe already
+        if any(arg in ("--help", "-h", "-help") for arg in rest):
+            print(_help(name, command, values))
+            return 0
         args = values(["jaxvlm", *rest])[1:]
         if "config" in values and values["config"].value is not None:
             _ = values["config"].value.items  # a recipe that failed to load says so here

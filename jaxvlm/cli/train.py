@@ -76,14 +76,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.print_config:
         print("\n".join(_lines(config)))
         return to_config_dict(config).to_dict()
-    from jaxvlm.build import Run
+    from jaxvlm.build import Run, foresight
     from jaxvlm.parallel import distributed
 
     if not values.workdir and not values.dry_run:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
     distributed.initialize()
     made = Run(config, values.workdir)
-    _check_overrides(flag.override_values, made.config)
+    _check_overrides(flag.override_values, made.config, foresight.autos(config))
     if values.dry_run:
         return made.dry_run()
     return made.fit()
@@ -93,7 +93,7 @@ _SETTLED = {"model": "the checkpoint", "strategy": "config.strategy.name"}
 """Group of settings -> what may settle them otherwise."""
 
 
-def _check_overrides(overrides: dict[str, Any], config: Any) -> None:
+def _check_overrides(overrides: dict[str, Any], config: Any, autos: list[str]) -> None:
     """Refuse what was asked of the model on the command line where a checkpoint says otherwise.
 
     A recipe's value that is the default can't be told from one that is not given, but these can.
@@ -103,6 +103,8 @@ def _check_overrides(overrides: dict[str, Any], config: Any) -> None:
     for path, asked in overrides.items():
         group = path.split(".")[0]
         if group not in _SETTLED or path.endswith(".vocab_size"):  # 0: the tokenizer's
+            continue
+        if path in autos:  # the planner's choice
             continue
         used = config
         for name in path.split("[")[0].split("."):

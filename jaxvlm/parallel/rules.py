@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -90,10 +92,28 @@ def split_over(axes: tuple[str, ...], cut: bool = False) -> tuple[tuple[str, Pla
     return tuple({**PARAMETERS, **own}.items())
 
 
-@functools.cache
+_QUIET = contextvars.ContextVar("quiet", default=False)
+
+
 def say_once(line: str) -> None:
     """Log what holds for the whole run, however often it is traced."""
+    if not _QUIET.get():
+        _say(line)
+
+
+@functools.cache
+def _say(line: str) -> None:
     _LOG.info("%s", line)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within it nothing is said: of a trace that is not run."""
+    before = _QUIET.set(True)
+    try:
+        yield
+    finally:
+        _QUIET.reset(before)
 
 
 @dataclasses.dataclass(frozen=True)

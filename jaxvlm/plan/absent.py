@@ -6,6 +6,7 @@ Those that a compiler knows are in ``topology``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ def devices(platform: str, count: int, a_host: int = 0) -> list[Any]:
     return [Device(i, platform, platform, i // (a_host or count)) for i in range(count)]
 
 
+@functools.lru_cache(maxsize=256)
 def mesh(sizes: MeshConfig, platform: str) -> Mesh:
     """A mesh of a resolved config's shape."""
     shape = tuple(getattr(sizes, axis) for axis in AXES)

@@ -51,6 +51,7 @@ _ROWS = (
     # NVIDIA A100 datasheet: 312 bf16, 156 TF32; 1555 GB/s (40 GB), 1935 (80 GB PCIe), 2039 (SXM)
     _Row(r"A100.*80GB PCIe", "A100 80GB PCIe", 312, 156, 80, 1935),
     _Row(r"A100.*80GB", "A100 80GB SXM", 312, 156, 80, 2039),
+    _Row(r"A100-PCIE", "A100 40GB PCIe", 312, 156, 40, 1555),
     _Row(r"A100", "A100 40GB", 312, 156, 40, 1555),
     # NVIDIA H100 datasheet, sparse figures halved. PCIe: 756 bf16, 378 TF32, 2.0 TB/s
     _Row(r"H100 PCIe", "H100 PCIe", 756, 378, 80, 2000),
@@ -98,23 +99,42 @@ def lookup(device_kind: str, dtype: str) -> Chip | None:
 
 
 _LINKS = {
-    # cloud.google.com/tpu/docs: inter-chip interconnect of a chip, both directions together:
-    # v5e 1,600 Gbit/s, v5p 4,800, v6e 3,584; half of it goes out.
-    "TPU v5e": 100,
-    "TPU v5p": 300,
-    "TPU v6e": 224,
-    # NVIDIA H200 datasheet: NVLink 900 GB/s, both directions together
+    # cloud.google.com/tpu/docs/v5e, v5p, v6e, tpu7x: bidirectional inter-chip interconnect of a
+    # chip, GB/s: 400, 1200, 800, 1200; half of it goes out. Older pages have the outgoing half as
+    # 1,600, 4,800, 3,200 Gbit/s. A chip of the last has two devices.
+    "TPU v5e": 200,
+    "TPU v5p": 600,
+    "TPU v6e": 400,
+    "TPU7x (half a chip)": 300,
+    # arXiv 2304.01433, table 4: six links of 50 GB/s each way
+    "TPU v4": 300,
+    # NVIDIA A100 datasheet: NVLink 600 GB/s, both directions together, as below
+    "A100 40GB": 300,
+    "A100 80GB SXM": 300,
+    # NVIDIA H100 and H200 datasheets: 900 GB/s
+    "H100 SXM": 450,
     "H200 SXM": 450,
+    # NVIDIA HGX B200 and GB200 NVL72 datasheets: 1.8 TB/s
+    "B200": 900,
+    "GB200": 900,
+    # PCIe x16 each way, generation 4 or 5. Bridges join such cards by twos, which is not counted.
+    "A100 40GB PCIe": 31.5,
+    "A100 80GB PCIe": 31.5,
+    "H100 PCIe": 63,
+    "H100 NVL": 63,
+    "H200 NVL": 63,
+    "RTX 6000 Ada": 31.5,
+    "RTX PRO 6000": 63,
+    # GeForce drivers let no card read another's memory: all is sent by way of the host's, where it
+    # is written and read again. Half of PCIe 4 is taken for that; no figure was found.
+    "RTX 4090": 15.75,
 }
 
 
 def links(name: str) -> float:
-    """Bytes/s that leave a chip over its fast links: in a slice, or in a host.
+    """Bytes/s that leave a device over its fast links: in a slice, or in a host; 0: not known.
 
     Args:
         name: of a :class:`Chip`.
-
-    Raises:
-        KeyError: it is not known.
     """
-    return _LINKS[name] * 1e9
+    return _LINKS.get(name, 0.0) * 1e9

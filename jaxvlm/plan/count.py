@@ -11,7 +11,7 @@ is MFU's numerator, not HFU's. Padding tokens are not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -114,13 +114,34 @@ def encoders(config: DualConfig, batch: Batch, trained: Collection[str]) -> Flop
     owns = {path.split("/")[0] for path in trained if "/lora_" not in path}
     adapted = {path.split("/")[0] for path in trained if "/lora_" in path}
     factor = {t: 3 if t in owns else 2 if t in adapted else 1 for t in ("vision", "text")}
-    images, patches = pictures(batch)
+    length = (np.asarray(batch.segment) > 0).sum(axis=-1)
+    squares = float((length.astype(np.float64) ** 2).sum())
+    return towers(config, factor, *pictures(batch), float(length.sum()), squares)
+
+
+def towers(
+    config: DualConfig,
+    factor: Mapping[str, int],
+    images: float | int,
+    patches: float | int,
+    tokens: float | int,
+    squares: float | int,
+) -> Flops:
+    """FLOPs of a step of a dual encoder.
+
+    Args:
+        config: dims.
+        factor: tower -> how many forward passes its step costs.
+        images: pictures in all rows.
+        patches: of a picture; 0: of the one size that all have.
+        tokens: of all texts.
+        squares: the sum of their lengths' squares.
+    """
     patches = patches or (config.vision.image_size // config.vision.patch_size) ** 2
     vision = images * (_start(config, patches) + _blocks(config, patches, 0, config.vision.depth))
-    length, t = (np.asarray(batch.segment) > 0).sum(axis=-1), config.text
+    t = config.text
     weights = 2 * (4 * t.width**2 + 2 * t.width * t.mlp_dim)
-    pairs = 4 * t.width * (length.astype(np.float64) ** 2).sum() / (2 if t.causal else 1)
-    text = t.depth * (weights * float(length.sum()) + float(pairs))
+    text = t.depth * (weights * tokens + 4 * t.width * squares / (2 if t.causal else 1))
     return Flops(
         vision=factor["vision"] * vision,
         top=0.0,

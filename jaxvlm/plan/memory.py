@@ -11,23 +11,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxvlm.build.assemble import split
-from jaxvlm.build.model import Model, build_model
+from jaxvlm.build.model import Model, build_model, on
 from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.parallel.rules import quiet
 from jaxvlm.plan import absent, live
-from jaxvlm.plan.traced import Share
+from jaxvlm.plan.program import Body
+from jaxvlm.plan.traced import NONE, Held, Share
 from jaxvlm.train.objective import scales
 from jaxvlm.train.runner import Microbatched, PlainRunner
 from jaxvlm.types import Batch, Params
 
-_UNKNOWN_AXES = ("stage", "context", "expert")
+_UNKNOWN_AXES = ("stage", "context")
+_UNITS = (10007, 2003, 401, 101)
+"""Rows that a step is traced for: a prime, so that dims that are rows are known by it. The first
+whose tokens' copies for experts can be numbered in 32 bits, and that divides no parameter's dim."""
 
 
 class Setup(NamedTuple):
@@ -72,17 +78,19 @@ class Compiler(NamedTuple):
     """What a platform's compiler adds to a trace."""
 
     update: float = 0.0
-    """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs writes new
-    moments and parameters behind the old ones."""
+    """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs, which does
+    first what is ready first, scales both moments at the step's begin."""
     whole: float = 0.0
     """Of parameters that are gathered again behind the update (ZeRO-1 and 2)."""
     early: bool = False
     """See :func:`jaxvlm.plan.live.peak`."""
+    by_expert: bool = False
+    """Likewise."""
 
 
 COMPILERS = {
-    "cpu": Compiler(update=2.0),
-    "gpu": Compiler(whole=1.0, early=True),
+    "cpu": Compiler(update=2.0, early=True, by_expert=True),
+    "gpu": Compiler(whole=1.0, early=True, by_expert=True),
     "tpu": Compiler(),
 }
 """By platform: read from XLA's buffer assignments, JAX 0.10.2."""
@@ -99,11 +107,10 @@ def estimate(setup: Setup) -> Estimate:
     """
     _check(setup)
     compiler = COMPILERS[setup.platform]
-    model = model_of(setup)
-    own, _ = split(model, model.shapes, setup.frozen)
-    gathered, stored = (_bytes(model, model.layout(f)) for f in ("gathered", "params"))
-    work = dict(live.peak(*_traced(setup, model, tuple(own), gathered), compiler.early).parts)
-    moments = _bytes(model, model.layout("optimizer"))
+    lies = _layouts(setup.config, setup.mesh, setup.strategy, setup.platform)
+    own = tuple(sorted(split(lies.model, lies.model.shapes, setup.frozen)[0]))
+    work = dict(_peak(*_shares(setup, lies, own), compiler.early, compiler.by_expert).parts)
+    gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
     updated = sum(moments[path] for path in own)
     if compiler.update:
         work["update"] = compiler.update * updated
@@ -113,17 +120,17 @@ def estimate(setup: Setup) -> Estimate:
         work = {"gradients": float(updated), "new parameters": whole}
     if moved := sum(gathered[p] for p in gathered if gathered[p] != stored[p]):
         work["gathered weights"] = float(moved)
-    return Estimate(states(setup, model), work)
+    return Estimate(_states(setup, lies.model, own, stored, moments), work)
 
 
 def _check(setup: Setup) -> None:
     """Refuse what would be counted wrong."""
     config, mesh = setup.config, setup.mesh
     unknown = {f"config.mesh.{axis}": getattr(mesh, axis) > 1 for axis in _UNKNOWN_AXES} | {
-        "config.model.decoder.num_experts": config.decoder.num_experts > 0,
         "config.model.decoder.dropout": config.decoder.dropout > 0,
         "config.model.vision.dropout": config.vision.dropout > 0,
         "config.model.lora.dropout": config.lora.dropout > 0,
+        "config.model.connector.newline": config.connector.newline,
         "remat='offload'": "offload" in (config.decoder.remat, config.vision.remat),
     }
     for name, is_set in unknown.items():
@@ -135,12 +142,12 @@ def _check(setup: Setup) -> None:
 
 
 def model_of(setup: Setup) -> Model:
-    """The model on its mesh of absent devices.
+    """The model on its mesh of absent devices: for its shapes and layouts, it can't be run.
 
     Raises:
         ConfigError: dims that the mesh does not divide.
     """
-    return build_model(setup.config, absent.mesh(setup.mesh, setup.platform), setup.strategy)
+    return _layouts(setup.config, setup.mesh, setup.strategy, setup.platform).model
 
 
 def states(setup: Setup, model: Model) -> dict[str, int]:
@@ -151,19 +158,61 @@ def states(setup: Setup, model: Model) -> dict[str, int]:
         model: its model.
     """
     own, _ = split(model, model.shapes, setup.frozen)
-    stored, moments = (_bytes(model, model.layout(f)) for f in ("params", "optimizer"))
+    stored, moments = (_bytes(model, field) for field in ("params", "optimizer"))
+    return _states(setup, model, tuple(own), stored, moments)
+
+
+def _states(
+    setup: Setup,
+    model: Model,
+    own: tuple[str, ...],
+    stored: Mapping[str, int],
+    moments: Mapping[str, int],
+) -> dict[str, int]:
+    trained = frozenset(own)
     here = {path: 2 * moments[path] for path in own}
     batch = sum(_size(x) for x in jax.tree.leaves(_batch(setup, _local_rows(setup))))
     return {
         "parameters": sum(stored[path] for path in own),
-        "frozen": sum(size for path, size in stored.items() if path not in own),
+        "frozen": sum(size for path, size in stored.items() if path not in trained),
         "moments": sum(n for p, n in here.items() if "optimizer" not in model.strategy(p).offload),
         "batch": batch,
     }
 
 
-def _bytes(model: Model, layout: dict[str, Any]) -> dict[str, int]:
+class _Layouts(NamedTuple):
+    """Where a model's parameters lie."""
+
+    model: Model
+    bytes: dict[str, dict[str, int]]
+    """By field of StrategyConfig: of each parameter on a device."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _layouts(
+    config: ModelConfig, mesh: MeshConfig, strategy: StrategyConfig, platform: str
+) -> _Layouts:
+    plain = dataclasses.replace(  # remat and attention change no parameter
+        config,
+        vision=dataclasses.replace(config.vision, remat="none"),
+        decoder=dataclasses.replace(config.decoder, remat="none"),
+        attention="xla",
+    )
+    alone = dataclasses.replace(_alone(plain), config=config)
+    model = on(alone, absent.mesh(mesh, platform), strategy)
+    fields = ("params", "gathered", "gradients", "optimizer")
+    return _Layouts(model, {field: _bytes(model, field) for field in fields})
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(config: ModelConfig) -> Model:
+    """A model on one device."""
+    return build_model(config, absent.mesh(MeshConfig(data=1), "cpu"))
+
+
+def _bytes(model: Model, field: str) -> dict[str, int]:
     """Of each parameter on a device."""
+    layout = model.layout(field)
     return {
         path: math.prod(layout[path].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
         for path, x in model.shapes.items()
@@ -181,52 +230,75 @@ def _local_rows(setup: Setup) -> int:
     return setup.rows // shards
 
 
-def _traced(
-    setup: Setup, model: Model, own: tuple[str, ...], gathered: dict[str, int]
-) -> tuple[Any, list[Share], list[Share]]:
-    """The gradient of one device's rows, and what of its inputs and outputs a device holds."""
-    config = setup.config
-    if setup.platform == "gpu":  # cuDNN's attention can't be traced without cuDNN
-        config = dataclasses.replace(config, attention="xla")
-    shape = (_local_rows(setup), setup.length, setup.pictures, setup.patches)
-    jaxpr, sizes, sums = _trace(config, setup.platform, *shape, setup.frozen, setup.microbatches)
-    layout = model.layout("gathered")
+def _shares(
+    setup: Setup, lies: _Layouts, own: tuple[str, ...]
+) -> tuple[Body, tuple[Share, ...], tuple[Share, ...], float]:
+    """The gradient of a batch, what of its inputs and outputs a device holds, and its rows."""
+    step = _trace(
+        _plain(setup), setup.platform, setup.length, setup.pictures, setup.patches, setup.frozen,
+        setup.microbatches, setup.mesh.expert,
+    )  # fmt: skip
+    model, layout = lies.model, lies.model.layout("gathered")
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
-    summed = _bytes(model, model.layout("gradients" if setup.microbatches > 1 else "optimizer"))
+    summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
     def share(path: str, held: dict[str, int]) -> Share:
-        x = model.shapes[path]
+        x, words = model.shapes[path], model.logical[path]
         spec = (*layout[path].spec, *(None for _ in x.shape))[: len(x.shape)]
-        dims = tuple(_over(place, setup.mesh) for place in spec)
-        parts = sizes[path] / held[path] / math.prod(dims)
+        dims = tuple(_over(place, word, setup.mesh) for place, word in zip(spec, words))
+        parts = _size(x) / held[path] / math.prod(dims)
         return Share(max(1.0, parts), dims if math.prod(dims) > 1 else ())
 
-    still = [path for path in sizes if path not in own]
-    ins = [share(path, gathered) for path in (*sorted(own), *sorted(still))]
-    ins += [Share()] * (len(jaxpr.in_avals) - len(ins))
-    return jaxpr, ins, [Share()] * sums + [share(path, summed) for path in sorted(own)]
+    still = sorted(model.shapes.keys() - set(own))
+    ins = [share(path, lies.bytes["gathered"]) for path in (*own, *still)]
+    ins += [NONE] * (len(step.body.ins) - len(ins))
+    outs = [NONE] * step.sums + [share(path, summed) for path in own]
+    rows = _local_rows(setup)
+    if rows % setup.microbatches:
+        raise ConfigError(f"{rows} rows a device are not divisible by {setup.microbatches} parts")
+    # Where experts are split, the trace has the rows of all devices that share them.
+    return step.body, tuple(ins), tuple(outs), rows / setup.microbatches / setup.mesh.expert
 
 
-def _over(place: Any, mesh: MeshConfig) -> int:
+@functools.lru_cache(maxsize=4096)
+def _peak(
+    body: Body,
+    ins: tuple[Share, ...],
+    outs: tuple[Share, ...],
+    rows: float,
+    early: bool,
+    by_expert: bool,
+) -> live.Peak:
+    return live.peak(Held(body, ins, outs, rows), early, by_expert)
+
+
+def _over(place: Any, word: str, mesh: MeshConfig) -> int:
     """Devices that split a dim in matmuls too."""
     names = (place,) if isinstance(place, str) else place or ()
-    return math.prod(getattr(mesh, name) for name in names if name not in BATCH_AXES)
+    return math.prod(getattr(mesh, n) for n in names if n not in BATCH_AXES or word == "experts")
+
+
+class _Step(NamedTuple):
+    """A step's gradient, traced."""
+
+    body: Body
+    sums: int
+    """How many of its outputs are no gradients."""
 
 
 @functools.lru_cache(maxsize=64)
 def _trace(
     config: ModelConfig,
     platform: str,
-    rows: int,
     length: int,
     pictures: int,
     patches: int,
     frozen: tuple[str, ...],
     microbatches: int,
-) -> tuple[Any, dict[str, int], int]:
-    """(the gradient's jaxpr, bytes of each parameter, how many outputs are no gradients)."""
-    alone = absent.mesh(MeshConfig(data=1), platform)
-    model = build_model(config, alone)
+    expert: int,
+) -> _Step:
+    mesh = MeshConfig(data=1, expert=expert)
+    model = build_model(config, absent.mesh(mesh, platform))
     loss, plain = NextToken(), PlainRunner(model.apply)
     runner = Microbatched(plain, microbatches) if microbatches > 1 else plain
     own, still = split(model, model.shapes, frozen)
@@ -234,11 +306,32 @@ def _trace(
     def grads(params: Params, frozen: Params, batch: Batch) -> Any:
         return runner.loss_grad(params, frozen, batch, loss, scales(loss, batch))
 
-    setup = Setup(
-        config, MeshConfig(data=1), StrategyConfig(), platform, rows, length, pictures, patches
+    unit = _unit(model, length, config.decoder.experts_per_token * expert)
+    rows = unit * microbatches * expert
+    setup = Setup(config, mesh, StrategyConfig(), platform, rows, length, pictures, patches)
+    with quiet():
+        jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _batch(setup, rows))
+    body = Body(jaxpr.jaxpr, unit)
+    body = {"gpu": body.late, "cpu": body.broad}.get(platform, lambda: body)()
+    return _Step(body, len(jax.tree.leaves(out[0])))
+
+
+def _unit(model: Model, length: int, copies: int) -> int:
+    dims = {n for x in model.shapes.values() for n in x.shape} | {length}
+    for unit in _UNITS:
+        if unit * length * max(1, copies) < 2**31 and all(n % unit for n in dims):
+            return unit
+    raise ConfigError(
+        f"{length} tokens a row, {copies} copies each for experts, can't be planned yet: a trace "
+        "can't number them"
     )
-    jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _batch(setup, rows))
-    return jaxpr, {p: _size(x) for p, x in model.shapes.items()}, len(jax.tree.leaves(out[0]))
+
+
+def _plain(setup: Setup) -> ModelConfig:
+    """The model as it is traced: cuDNN's attention can't be without cuDNN."""
+    if setup.platform != "gpu":
+        return setup.config
+    return dataclasses.replace(setup.config, attention="xla")
 
 
 def _batch(setup: Setup, rows: int) -> Batch:

@@ -30,6 +30,8 @@ def through(
         return ()
     if name == "dot_general":
         return _matmul(params["dimension_numbers"], ins, splits)
+    if name == "ragged_dot_general":
+        return _grouped(params["ragged_dot_dimension_numbers"], ins, splits)
     first, shape = splits[0], out.shape
     if name == "transpose":
         return tuple(first[i] for i in params["permutation"]) if first else ()
@@ -52,6 +54,13 @@ def through(
                 if n > best[i] and (size == shape[i] or shape[i] % n == 0):
                     best[i] = n
     return _real(best)
+
+
+def placed(spec: Any, mesh: Any, out: Any) -> Dims:
+    """How a map over devices says that a result of it is split."""
+    names = [(n,) if isinstance(n, str) else n or () for n in spec]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in names]
+    return _real([*sizes, *[1] * (len(out.shape) - len(sizes))])
 
 
 def reshaped(old: Sequence[int], split: Dims, new: Sequence[int]) -> Dims:
@@ -88,6 +97,16 @@ def _matmul(numbers: Any, ins: Sequence[Any], splits: Sequence[Dims]) -> Dims:
     own = [n for i, n in enumerate(a) if i not in left and i not in left_batch]
     other = [n for i, n in enumerate(b) if i not in right and i not in right_batch]
     return _real([*both, *own, *other])
+
+
+def _grouped(numbers: Any, ins: Sequence[Any], splits: Sequence[Dims]) -> Dims:
+    """Rows in groups: the second operand has a matrix a group, or the result has."""
+    (left, right), _ = numbers.dot_dimension_numbers
+    a, b = (s or (1,) * len(x.shape) for x, s in zip(ins[:2], splits))
+    groups = numbers.rhs_group_dimensions
+    own = [n for i, n in enumerate(a) if i not in left]
+    other = [n for i, n in enumerate(b) if i not in right and i not in groups]
+    return _real([*own, *other] if groups else [1, *own, *other])
 
 
 def _real(dims: Any) -> Dims:

@@ -36,6 +36,9 @@ class Tight:
             raise OUT_OF_MEMORY
         return self.program(state, batch)
 
+    def memory_analysis(self):
+        return self.program.memory_analysis()
+
 
 @pytest.mark.long
 def test_a_step_that_is_short_of_memory(data, tmp_path, monkeypatch, capsys):

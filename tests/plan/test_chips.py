@@ -13,6 +13,7 @@ KINDS = {
     "TPU v6 lite": ("TPU v6e", 918),
     "TPU7x": ("TPU7x (half a chip)", 1153.5),
     "NVIDIA A100-SXM4-40GB": ("A100 40GB", 312),
+    "NVIDIA A100-PCIE-40GB": ("A100 40GB PCIe", 312),
     "NVIDIA A100-SXM4-80GB": ("A100 80GB SXM", 312),
     "NVIDIA A100 80GB PCIe": ("A100 80GB PCIe", 312),
     "NVIDIA H100 80GB HBM3": ("H100 SXM", 989.5),

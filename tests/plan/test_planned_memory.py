@@ -81,28 +81,29 @@ WIDE = dataclasses.replace(
         vocab_size=2048,
     ),
 )  # fmt: skip
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "mlp_dim": 256}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("preset", "sizes", "remat"),
+    ("preset", "sizes", "remat", "more", "parts"),
     [
-        ("ddp", MeshConfig(data=8), "none"),
-        ("fsdp", MeshConfig(data=1, fsdp=8), "full"),
-        ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), "dots"),
+        ("ddp", MeshConfig(data=8), "none", {}, 1),
+        ("fsdp", MeshConfig(data=1, fsdp=8), "full", {"width": 512, "mlp_dim": 1536}, 4),
+        ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), "full", EXPERTS, 1),
     ],
 )
-def test_the_whole_is_near_what_the_compiler_says(preset, sizes, remat):
+def test_the_whole_is_near_what_the_compiler_says(preset, sizes, remat, more, parts):
     config = dataclasses.replace(
         WIDE,
         vision=dataclasses.replace(WIDE.vision, remat=remat),
-        decoder=dataclasses.replace(WIDE.decoder, remat=remat),
+        decoder=dataclasses.replace(WIDE.decoder, remat=remat, **more),
     )
     mesh, strategy = resolve(StrategyConfig(preset), sizes, absent.devices("cpu", 8))
-    setup = memory.Setup(config, mesh, strategy, "cpu", 64, 512, 1)
+    setup = memory.Setup(config, mesh, strategy, "cpu", 64, 512, 1, microbatches=parts)
     real = make_mesh(mesh, jax.devices())
     model = build_model(config, real, strategy)
-    step, state, _ = assemble(model, NextToken(), optax.adamw(1e-3))
+    step, state, _ = assemble(model, NextToken(), optax.adamw(1e-3), parts)
     compiled = step.lower(state, abstract_batch(config, real, 64, 512, 1)).compile()
     assert memory.estimate(setup).peak == pytest.approx(programs.memory(compiled)["peak"], rel=0.15)
 
@@ -135,7 +136,6 @@ def _pod(platform):
         ({"mesh": MeshConfig(data=1, stage=8)}, "config.mesh.stage"),
         ({"decoder": {"dropout": 0.1}}, "config.model.decoder.dropout"),
         ({"decoder": {"remat": "offload"}}, "remat='offload'"),
-        ({"decoder": {"num_experts": 4, "experts_per_token": 2}}, "decoder.num_experts"),
     ],
 )
 def test_what_would_be_counted_wrong_is_refused(change, named):
@@ -145,6 +145,19 @@ def test_what_would_be_counted_wrong_is_refused(change, named):
     setup = setup._replace(mesh=change.get("mesh", setup.mesh))
     with pytest.raises(ConfigError, match=f"{named}.*can't be planned yet: .*--dry_run"):
         memory.estimate(setup)
+
+
+def test_experts_are_planned_on_any_mesh_from_one_trace():
+    config = dataclasses.replace(TINY, decoder=dataclasses.replace(TINY.decoder, **EXPERTS))
+    sizes = {"whole": MeshConfig(data=1, fsdp=8), "split": MeshConfig(data=1, fsdp=4, expert=2)}
+    whole, split = (_setup(config, "fsdp", size)._replace(length=512) for size in sizes.values())
+    one, two = memory.estimate(whole), memory.estimate(split)
+    # A device keeps its own experts, whole where they work: the others' tokens come to it.
+    assert two.states["parameters"] < 1.5 * one.states["parameters"]
+    before = memory._trace.cache_info().misses
+    more = memory.estimate(whole._replace(rows=8 * ROWS))
+    assert memory._trace.cache_info().misses == before
+    assert 7 < more.work["work"] / one.work["work"] < 8.5
 
 
 def test_microbatches_need_less():

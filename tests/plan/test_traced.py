@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxvlm.plan import live, spread
-from jaxvlm.plan.traced import Body, Share
+from jaxvlm.plan.program import Body
+from jaxvlm.plan.traced import NONE, Held, Share
 from jaxvlm.train import programs
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("tensor",))
@@ -39,8 +40,9 @@ def test_dims_are_split_as_xla_splits_them(case):
     fn, shape, dim = CASES[case]
     split = tuple(2 if i == dim else 1 for i in range(len(shape)))
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    body = Body(jax.make_jaxpr(fn)(x).jaxpr, [Share(0, split)], ())
-    (found,) = (body.share(v).dims for v in body.outs)
+    body = Body(jax.make_jaxpr(fn)(x).jaxpr)
+    held = Held(body, [Share(0, split)], ())
+    (found,) = (held.share(v).dims for v in body.outs)
     spec = P(*("tensor" if n > 1 else None for n in split))
     compiled = jax.jit(fn, in_shardings=NamedSharding(MESH, spec)).lower(x).compile()
     (out,) = (v.aval.shape for v in body.outs)
@@ -63,7 +65,8 @@ def _layers(w, x):
 def _found(parts=1.0):
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((L, D, D), (B, D))]
     traced = jax.make_jaxpr(jax.grad(_layers))(*shapes)
-    return live.peak(traced, [Share(parts), Share()], [Share(parts)]), shapes
+    held = Held(Body(traced.jaxpr), [Share(parts), NONE], [Share(parts)])
+    return live.peak(held), shapes
 
 
 def test_what_a_stack_of_layers_keeps():
@@ -90,7 +93,17 @@ def test_of_two_branches_the_larger_counts():
 
     x = jax.ShapeDtypeStruct((256, 16), jnp.float32)
     traced = jax.make_jaxpr(fn)(x, jax.ShapeDtypeStruct((), bool))
-    assert live.peak(traced, [Share()] * 2, [Share()]).bytes >= 256 * 256 * 4
+    held = Held(Body(traced.jaxpr), [NONE] * 2, [NONE])
+    assert live.peak(held).bytes >= 256 * 256 * 4
+
+
+def test_one_trace_serves_any_number_of_rows():
+    def found(rows, unit, times=1.0):
+        shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((L, D, D), (rows, D))]
+        body = Body(jax.make_jaxpr(jax.grad(_layers))(*shapes).jaxpr, unit)
+        return live.peak(Held(body, [Share(2.0), NONE], [Share(2.0)], times))
+
+    assert found(10007, 10007, float(B)) == found(B, 0)
 
 
 def test_the_parts_add_up():

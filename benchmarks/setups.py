@@ -1,0 +1,121 @@
+"""Published training set-ups as questions to the planner, and what their authors did as its ways.
+
+``published_setups.json`` has a row a set-up: the model (by name, or the ``config.json`` fields of a
+decoder alone), chips, batch, what is trained, and ``theirs``: the authors' strategy in our terms.
+``source`` says where each figure stands, ``unknown`` what no source says, ``assumed`` what is taken
+in its place. ``chip`` is what of the chip is not as in our table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from jaxvlm.config import (
+    ConfigError,
+    ConnectorConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+    VisionConfig,
+)
+from jaxvlm.models.families.text import decoder_from_hf
+from jaxvlm.parallel.strategies import PRESETS
+from jaxvlm.plan import machine, question
+from jaxvlm.plan.machine import Machine
+from jaxvlm.plan.question import Asked, Question
+from jaxvlm.plan.ways import Way
+
+FILE = pathlib.Path(__file__).with_name("published_setups.json")
+# A decoder alone is a model whose tower sees no picture: six million frozen parameters that any
+# mesh divides.
+_NO_TOWER = VisionConfig(width=1024, num_heads=16, mlp_dim=1024, depth=1)
+_NO_CONNECTOR = ConnectorConfig(kind="linear")
+
+
+def load() -> list[dict[str, Any]]:
+    """The rows."""
+    return list(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def machine_of(row: dict[str, Any]) -> Machine:
+    """What the authors trained on."""
+    found = machine.parse(row["devices"])
+    if given := row.get("chip"):
+        chip = found.chip._replace(
+            hbm_bytes=given["hbm_gib"] * 2**30, hbm_bandwidth=given["hbm_gb_per_s"] * 1e9
+        )
+        found = found._replace(chip=chip)
+    return found
+
+
+def question_of(row: dict[str, Any]) -> Question:
+    """The authors' model, batch and chips, with nothing said of how.
+
+    Raises:
+        ConfigError: what the planner can't plan.
+    """
+    batch, there = row["batch"], machine_of(row)
+    if "text" in row:
+        asked = _of_text(row, there)
+    else:
+        wanted = Asked(
+            batch=batch["rows"],
+            length=batch["length"],
+            pictures=batch.get("pictures", 0),
+            patches=batch.get("patches", 0),
+            objective=row.get("loss", ""),
+        )
+        asked = question.ask(row["model"], None, there, wanted)
+    lora = row.get("lora", {})
+    model = dataclasses.replace(asked.config.model, lora=LoraConfig(**lora))
+    frozen = (*asked.config.optim.frozen, *row["frozen"])
+    config = dataclasses.replace(
+        asked.config, model=model, optim=dataclasses.replace(asked.config.optim, frozen=frozen)
+    )
+    return asked._replace(name=row["id"], config=config)
+
+
+def _of_text(row: dict[str, Any], there: Machine) -> Question:
+    batch = row["batch"]
+    model = ModelConfig(
+        vision=_NO_TOWER,
+        connector=_NO_CONNECTOR,
+        decoder=decoder_from_hf(row["text"], "text."),
+        dtype="bfloat16",
+    )
+    config = TrainConfig(model=model)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, max_length=batch["length"], batch_size=batch["rows"]),
+        optim=dataclasses.replace(config.optim, frozen=("vision/*", "connector/*")),
+    )
+    return Question(row["id"], config, there, 0, 0)
+
+
+def theirs(row: dict[str, Any]) -> Way:
+    """What the authors did, with the remat of ours that is nearest to theirs."""
+    said = row["theirs"]
+    mesh = MeshConfig(**{"data": 1, **said["mesh"]})
+    strategy = dataclasses.replace(PRESETS[said["preset"]], name=said["preset"])
+    if mesh.context > 1:
+        strategy = dataclasses.replace(strategy, context="ring")
+    if said.get("sequence"):
+        strategy = dataclasses.replace(strategy, sequence=True)
+    return Way(said["preset"], mesh, strategy, said["remat"], said["microbatches"])
+
+
+def parts(way: Way, asked: Question) -> None:
+    """Hold a way's microbatches and stages against the batch and the layers.
+
+    Raises:
+        ConfigError: they do not divide.
+    """
+    rows, depth = asked.rows, asked.config.model.decoder.depth
+    if rows % (way.shards * way.microbatches):
+        raise ConfigError(f"{rows} rows by {way.shards} shards x {way.microbatches} microbatches")
+    if depth % way.mesh.stage:
+        raise ConfigError(f"{depth} layers by {way.mesh.stage} stages")

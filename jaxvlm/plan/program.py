@@ -1,0 +1,325 @@
+"""A traced program as a list of operations, and what its order alone says: who reads what when.
+
+Nothing here depends on the mesh, so that one trace serves every way to split it; ``traced`` says
+what of each value a device holds. A program may be traced for a number of rows that is a prime of
+no other meaning (the ``unit``): its multiples among the dims are then the rows' own, and ``traced``
+puts any other number in its place.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+
+from jaxvlm.parallel import compat
+
+
+def words(text: str) -> frozenset[str]:
+    """Those of a text."""
+    return frozenset(text.split())
+
+
+VIEWS = words(
+    "reshape squeeze expand_dims transpose copy copy_p sharding_constraint "
+    "optimization_barrier stop_gradient name reshard bitcast_convert_type pvary"
+)
+"""Operations that give their operand under another shape."""
+OPAQUE = words(
+    "dot_general conv_general_dilated scan while cond gather scatter scatter-add sort top_k "
+    "cumsum cumlogsumexp cummax custom_call pallas_call shard_map ragged_dot "
+    "ragged_dot_general dynamic_update_slice all_gather psum reduce_scatter all_to_all "
+    "ppermute"
+)
+"""Operations that read and write whole buffers."""
+_BODIES = ("scan", "cond", "while", "shard_map")
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_TOWERS = ("vision", "top", "connector", "decoder", "text")
+_REDUCE = ("reduce_", "argmax", "argmin")
+_CHEAP = words(
+    "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp"
+)
+"""Operations that are done again for each reader, rather than once for all."""
+
+
+class Value:
+    """A value of the program, calls resolved.
+
+    Attributes:
+        aval: as it was traced.
+        rows: how many of its dims are rows'.
+        size: bytes, of one row.
+    """
+
+    __slots__ = ("aval", "rows", "size")
+
+    def __init__(self, aval: Any, unit: int):
+        self.aval, self.rows, self.size = aval, 0, 0.0
+        dtype = getattr(aval, "dtype", None)
+        if dtype is None or str(dtype) == "float0":
+            return
+        dims = list(aval.shape)
+        if unit:
+            self.rows = sum(n % unit == 0 for n in dims if n)
+            dims = [n // unit if n % unit == 0 else n for n in dims]
+        self.size = float(math.prod(dims) * itemsize(dtype))
+
+
+class Op(NamedTuple):
+    """An operation."""
+
+    name: str
+    ins: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    params: Mapping[str, Any]
+    tower: str
+    """Whose it is; "" where none's."""
+    values: tuple[Value, ...]
+    """Of ``ins``, those that are no literals."""
+
+
+class Body:
+    """A program, or the body of a loop or branch.
+
+    Args:
+        jaxpr: not closed.
+        unit: see this module's head; 0: rows are as they were traced.
+
+    Attributes:
+        ops: in order, calls resolved.
+        ins: the inputs.
+        outs: the outputs; a literal is one too.
+        inner: the bodies of its loops, branches and maps over devices, by their place in ``ops``.
+    """
+
+    def __init__(self, jaxpr: Any, unit: int = 0):
+        self.unit = unit
+        self.ops: list[Op] = []
+        self.inner: dict[int, list[Body]] = {}
+        self._known: dict[Any, list[Value]] = {}
+        env = {v: Value(v.aval, unit) for v in (*jaxpr.invars, *jaxpr.constvars)}
+        self.ins = [env[v] for v in jaxpr.invars]
+        self._flatten(jaxpr, env, "")
+        self.outs = [v if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+
+    def _flatten(self, jaxpr: Any, env: dict[Any, Any], tower: str) -> None:
+        """Operations of ``jaxpr`` and of all that it calls."""
+
+        def read(v: Any) -> Any:
+            return v if isinstance(v, core.Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            name, own = eqn.primitive.name, _tower(str(eqn.source_info.name_stack)) or tower
+            called = None
+            if name not in OPAQUE:
+                called = next((eqn.params[k] for k in _CALLS if k in eqn.params), None)
+            ins = tuple(read(v) for v in eqn.invars)
+            if called is None:
+                env.update(zip(eqn.outvars, self._op(name, ins, eqn, own)))
+                continue
+            called = getattr(called, "jaxpr", called)
+            inside = dict(zip(called.invars, ins))
+            inside |= {v: Value(v.aval, self.unit) for v in called.constvars}
+            self._flatten(called, inside, own)
+            for out, v in zip(eqn.outvars, called.outvars):
+                env[out] = v if isinstance(v, core.Literal) else inside[v]
+
+    def _op(self, name: str, ins: tuple[Any, ...], eqn: Any, tower: str) -> list[Value]:
+        """The results of an operation; those that are there already are not made again."""
+        outs = [Value(v.aval, self.unit) for v in eqn.outvars]
+        if key := _key(name, ins, eqn.params):
+            if key in self._known:
+                return self._known[key]
+            self._known[key] = outs
+        if name in _BODIES:
+            found = self.inner[len(self.ops)] = [Body(b, self.unit) for b in _bodies(eqn.params)]
+        if name == "scan":  # of equal results of a loop, one is kept
+            first: dict[Any, Value] = {}
+            carries = compat.scan_inputs(dict(eqn.params))[1]
+            for n, v in enumerate(found[0].outs):
+                if n >= carries and isinstance(v, Value):
+                    outs[n] = first.setdefault(v, outs[n])
+        values = tuple(v for v in ins if isinstance(v, Value))
+        self.ops.append(Op(name, ins, tuple(outs), eqn.params, tower, values))
+        return outs
+
+    def late(self, carries: int = 0) -> Body:
+        """The same program; in its loops, an operation is put off until the next turn needs it.
+
+        A schedule that is made from the end, as XLA's for GPUs, is so: of attention's backward
+        pass, the values' gradient is made last, and probabilities are kept until then. What no
+        next turn needs (a weight's gradient) is made as soon as it can be.
+
+        Args:
+            carries: results that the next turn starts from; 0 leaves the order as it is.
+        """
+        return self._placed(lambda body, own: body._put_off(own) if own else None, carries)
+
+    def broad(self) -> Body:
+        """The same program, breadth first: what is ready first is done first, as XLA's for CPUs.
+
+        What makes no buffer goes with what reads it.
+        """
+        return self._placed(lambda body, own: body._breadth_first(), 0)
+
+    def _placed(self, how: Callable[[Body, int], list[int] | None], carries: int) -> Body:
+        """The same program in another order, and so are the bodies in it."""
+        places = how(self, carries) or list(range(len(self.ops)))
+        made = copy.copy(self)
+        made.__dict__.pop("order", None)
+        made.ops = [self.ops[i] for i in places]
+        made.inner = {}
+        for n, i in enumerate(places):
+            if i in self.inner:
+                op = self.ops[i]
+                own = compat.scan_inputs(dict(op.params))[1] if op.name == "scan" else 0
+                made.inner[n] = [b._placed(how, own) for b in self.inner[i]]
+        return made
+
+    def _breadth_first(self) -> list[int]:
+        of = {v: i for i, op in enumerate(self.ops) for v in op.outs}
+        readers: dict[int, list[int]] = {}
+        missing = {}
+        for i, op in enumerate(self.ops):
+            given = {of[v] for v in op.values if v in of}
+            missing[i] = len(given)
+            for n in given:
+                readers.setdefault(n, []).append(i)
+        buffers = self.order.made
+        found, queue = [], collections.deque(i for i, n in missing.items() if not n)
+        while queue:
+            found.append(i := queue.popleft())
+            for n in readers.get(i, ()):
+                missing[n] -= 1
+                if not missing[n]:
+                    (queue.append if buffers[n] else queue.appendleft)(n)
+        return found
+
+    def _put_off(self, carries: int) -> list[int]:
+        """Operations in the order in which the first ``carries`` results need them."""
+        of = {v: i for i, op in enumerate(self.ops) for v in op.outs}
+        given = [[of[v] for v in op.values if v in of] for op in self.ops]
+        ready = [of[v] for v in self.outs[:carries] if v in of]
+        readers = collections.Counter(ready)
+        seen, found = set(ready), list(ready)
+        for i in found:  # all that the next turn needs, and by how many operations
+            readers.update(given[i])
+            found += [n for n in dict.fromkeys(given[i]) if n not in seen]
+            seen.update(given[i])
+        last, ready = [], [i for i in dict.fromkeys(ready) if _done(readers, i)]
+        while ready:
+            last.append(i := ready.pop())
+            ready += [n for n in reversed(given[i]) if _done(readers, n)]
+        place = {i: n for n, i in enumerate(reversed(last))}
+        for i in range(len(self.ops)):
+            place.setdefault(i, max((place[n] for n in given[i]), default=0))
+        return sorted(place, key=lambda i: (place[i], i not in seen, i))
+
+    @functools.cached_property
+    def order(self) -> Order:
+        """Which values are buffers, and when each was read last."""
+        fused = _fused(self)
+        roots: dict[Any, frozenset[Any]] = {v: frozenset() for v in self.ins}
+
+        def under(v: Any) -> frozenset[Any]:
+            return roots.get(v, frozenset()) if isinstance(v, Value) else frozenset()
+
+        last: dict[Any, int] = {}
+        for i, op in enumerate(self.ops):
+            read = frozenset().union(*map(under, op.values))
+            for v in op.outs:
+                roots[v] = read if op.name in VIEWS or v in fused else frozenset([v])
+            if op.name not in VIEWS and not all(v in fused for v in op.outs):
+                last.update(dict.fromkeys(read, i))
+        for v in self.outs:
+            last.update(dict.fromkeys(under(v), len(self.ops)))
+        dies: dict[int, list[Value]] = {}
+        for v, i in last.items():
+            dies.setdefault(i, []).append(v)
+        buffers = [tuple(v for v in op.outs if roots[v] == frozenset([v])) for op in self.ops]
+        return Order(buffers, last, dies)
+
+
+class Order(NamedTuple):
+    """When buffers live."""
+
+    made: list[tuple[Value, ...]]
+    """By each operation."""
+    last: dict[Value, int]
+    """The last operation that reads each; one behind all is the program's end."""
+    dies: dict[int, list[Value]]
+    """The same the other way round."""
+
+
+def _fused(body: Body) -> set[Value]:
+    """Values that are made where they are read."""
+    readers: dict[Value, list[str]] = {}
+    kept = {v for v in body.outs if isinstance(v, Value)}
+    for op in reversed(body.ops):
+        seen = [op.name]
+        if op.name in VIEWS:  # who reads a view reads what it is of
+            seen = readers.get(op.outs[0], [])
+            kept.update(op.values if op.outs[0] in kept else ())
+        for v in op.values:
+            readers.setdefault(v, []).extend(seen)
+    made: set[Value] = set()
+    for op in body.ops:
+        if op.name in OPAQUE or op.name in VIEWS or op.name.startswith(_REDUCE):
+            continue
+        for v in op.outs:
+            names = readers.get(v, [])
+            again = len(names) < 2 or op.name in _CHEAP
+            if v not in kept and again and not OPAQUE.intersection(names):
+                made.add(v)
+    return made
+
+
+def _key(name: str, ins: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+    """What equal operations have in common: compilers do them once. None: it is done anyway."""
+    if name in (*_BODIES, "optimization_barrier"):
+        return None
+    given = tuple(v if isinstance(v, Value) else (str(v.val), str(v.aval)) for v in ins)
+    found = (name, given, *((k, v) for k, v in params.items() if k not in ("name", "sharding")))
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def _done(readers: collections.Counter[int], i: int) -> bool:
+    """Whether, with this one, all that read an operation's results have been gone through."""
+    readers[i] -= 1
+    return not readers[i]
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element."""
+    try:
+        return int(np.dtype(dtype).itemsize)
+    except TypeError:  # a PRNG key
+        return 8
+
+
+@functools.lru_cache(maxsize=4096)
+def _tower(scope: str) -> str:
+    """Whose an operation is, by the names around it."""
+    parts = scope.split("/")
+    return next((t for t in _TOWERS if f"({t})" in scope or t in parts), "")
+
+
+def _bodies(params: Mapping[str, Any]) -> list[Any]:
+    """The jaxprs among an equation's parameters."""
+    found = []
+    for value in params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns"):
+                found.append(x)
+    return found

@@ -1,0 +1,186 @@
+"""A plan's document (``document``) as text for people."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxvlm.plan.units import gib, seconds
+
+__all__ = ["gib", "headline", "number", "parts", "seconds", "text", "tree", "verified"]
+
+_BOUNDS = ("compute", "hbm", "exposed", "bubble")
+_SHOWN = 12
+_ORDER = {"memory": 0, "slower": 1, "batch": 2, "dims": 3}
+
+
+def text(plan: dict[str, Any], width: int = 110) -> str:
+    """All of it.
+
+    Args:
+        plan: see :mod:`jaxvlm.plan.document`.
+        width: columns.
+    """
+    out = Console(file=io.StringIO(), width=width, highlight=False)
+    out.print(headline(plan), soft_wrap=True, markup=False)
+    for note in plan["notes"]:
+        out.print(f"  assumed: {note}", markup=False)
+    if plan["plans"]:
+        out.print(_memory(plan))
+        out.print(_time(plan))
+        out.print("jaxvlm train takes the first as", markup=False)
+        out.print(f"  {shlex.join(plan['plans'][0]['overrides'])}", soft_wrap=True, markup=False)
+    elif plan["nearest"]:
+        near = plan["nearest"]
+        need = gib(near["memory"]["peak"])
+        out.print(
+            f"nothing fits: {near['text']} needs least, {need} of {gib(plan['machine']['usable'])}",
+            markup=False,
+        )
+    else:
+        out.print("nothing can be run on this machine:", markup=False)
+    if plan["lost"]:
+        out.print(_lost(plan))
+    if plan["tree"]:
+        out.print(tree(plan), markup=False)
+    for row in plan["verified"]:
+        for line in verified(row):
+            out.print(line, markup=False, soft_wrap=True)
+    return out.file.getvalue().rstrip()  # type: ignore[attr-defined]  # it is the StringIO above
+
+
+def headline(plan: dict[str, Any]) -> str:
+    """What was asked."""
+    machine, batch = plan["machine"], plan["batch"]
+    shape = f" {machine['topology']}" if machine["topology"] else ""
+    usable = f", {gib(machine['usable'])} usable each" if machine["usable"] else ""
+    trained = [f"LoRA of rank {plan['lora_rank']}"] if plan["lora_rank"] else []
+    trained += [f"frozen: {', '.join(plan['frozen'])}"] if plan["frozen"] else []
+    pictures = f", {batch['pictures']} pictures a row" if batch["pictures"] else ""
+    return (
+        f"{plan['model']} on {machine['devices']} x {machine['name']}{shape}{usable}; "
+        f"{batch['rows']} rows x {batch['length']} tokens{pictures}; {plan['loss']}, "
+        f"{', '.join(trained) or 'all trained'}; "
+        f"{plan['compared']} ways compared"
+    )
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure, or ``-`` where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
+def about(memory: dict[str, Any]) -> str:
+    """What stands before a way's memory."""
+    return "" if memory["from"] == "trace" else "about "
+
+
+def parts(plan: dict[str, Any]) -> dict[str, float]:
+    """A way's memory in few parts: what lies there between steps, and what a step needs."""
+    memory = plan["memory"]
+    found = {name: float(size) for name, size in memory["states"].items()}
+    saved = gradients = work = 0.0
+    for name, size in memory["work"].items():
+        if "saved" in name:
+            saved += size
+        elif "gradients" in name:
+            gradients += size
+        else:
+            work += size
+    return found | {"gradients": gradients, "saved": saved, "work": work}
+
+
+def _memory(plan: dict[str, Any]) -> Table:
+    large = max(one["memory"]["peak"] for one in plan["plans"]) >= 2**30
+    unit, name = (2**30, "GiB") if large else (2**20, "MiB")
+    title = f"memory of a device, {name}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    columns = list(parts(plan["plans"][0]))
+    for other in plan["plans"][1:]:
+        columns += [name for name in parts(other) if name not in columns]
+    for name in (*columns, "peak"):
+        table.add_column(name, justify="right")
+    for i, one in enumerate(plan["plans"], 1):
+        own = parts(one)
+        peak = f"{about(one['memory'])}{one['memory']['peak'] / unit:,.1f}"
+        cells = [f"{own.get(name, 0) / unit:,.1f}" for name in columns]
+        table.add_row(f"{i} {one['text']}", *cells, peak)
+    return table
+
+
+def _time(plan: dict[str, Any]) -> Table:
+    table = Table(title="time of a step", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    heads = ("compute", "memory", "waiting", "bubble", "step", "tokens/s", "pictures/s", "MFU")
+    priced = plan["plans"][0]["epoch"] is not None
+    for name in (*heads, "bound", *(("epoch, h", "cost") if priced else ())):
+        table.add_column(name, justify="right")
+    for i, one in enumerate(plan["plans"], 1):
+        time = one["time"]
+        cells = [seconds(time[name]) for name in (*_BOUNDS, "total")]
+        cells += [number(one["tokens_per_s"], ",.0f"), number(one["pictures_per_s"], ",.1f")]
+        cells += [number(one["mfu"], ".1%"), time["bound"] or "-"]
+        if priced:
+            cells += [number(one["epoch"]["hours"], ",.2f"), number(one["epoch"]["cost"], ",.2f")]
+        table.add_row(f"{i} {one['family']}", *cells)
+    return table
+
+
+def _lost(plan: dict[str, Any]) -> Table:
+    table = Table(title="why not the others", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("", overflow="fold")
+    lost = sorted(plan["lost"], key=lambda x: (x["family"].count("+"), _ORDER.get(x["why"], 9)))
+    for one in lost[:_SHOWN]:
+        table.add_row(one["family"], one["text"])
+    if len(lost) > _SHOWN:
+        table.add_row("...", f"and {len(lost) - _SHOWN} more (--json has all)")
+    return table
+
+
+def tree(plan: dict[str, Any]) -> str:
+    """The decision tree, a line a branch."""
+    usable, lines = plan["machine"]["usable"], ["decision tree"]
+    for i, branch in enumerate(plan["tree"]):
+        lines.append(f"{'  ' * i}{branch['asks']}")
+        if "peak" not in branch:
+            lines.append(f"{'  ' * i}└ {branch['name']}: {branch['text']}")
+            continue
+        limit = f" of {gib(usable)}" if usable else ""
+        lines.append(
+            f"{'  ' * i}└ {branch['name']}: {answer(branch)}: {needs(branch, limit)} "
+            f"({branch['text']})"
+        )
+    return "\n".join(lines)
+
+
+def answer(branch: dict[str, Any]) -> str:
+    """Whether a branch of the tree fits."""
+    return {True: "yes", False: "no", None: "not known"}[branch["fits"]]
+
+
+def needs(branch: dict[str, Any], limit: str = "") -> str:
+    """A branch's memory and, where it may fit, its time."""
+    text = about(branch) + gib(branch["peak"]) + limit
+    if branch["fits"] is not False and branch["seconds"]:
+        text += f", {seconds(branch['seconds'])}, MFU {number(branch['mfu'], '.0%')}"
+    return text
+
+
+def verified(row: dict[str, Any]) -> list[str]:
+    """What the compiler says of a way, beside what was said of it."""
+    if "why" in row:
+        return [f"verify: {row['text']}: {row['why']}"]
+    said, real = row["predicted"], row["compiled"]["peak"]
+    lines = [
+        f"verify: {row['text']}: the compiler's peak is {gib(real)}, planned {gib(said)} "
+        f"({said / real - 1:+.1%}); compiled in {row['seconds']:.0f} s of CPU"
+    ]
+    for name, size in row["collectives"].items():
+        lines.append(f"  sends {name}: {gib(size)} a device")
+    return lines

@@ -1,0 +1,224 @@
+"""A device's memory in microseconds, to tell which ways to train are worth a trace.
+
+Between steps it is what :func:`jaxvlm.plan.memory.states` says: parameters of one kind (the same
+words on their dims) are counted together. What a step needs besides is a formula of each block's
+dims, which the traces of those ways that were looked at closely correct.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxvlm.build.assemble import split
+from jaxvlm.build.model import Model
+from jaxvlm.config import MeshConfig, ModelConfig, StrategyConfig, feature_blocks
+from jaxvlm.models.vlm import DTYPES
+from jaxvlm.parallel.mesh import BATCH_AXES
+
+_TENSOR = ("heads", "kv_heads", "mlp", "vocab")
+_STORED = ("params", "gathered", "optimizer", "offload", "whole")
+"""Fields of a strategy that say where states lie."""
+HELD = {"cpu": 2.0, "gpu": 0.0, "tpu": 0.0}
+"""Of the optimizer's share of gradients, beside all else; see ``memory.COMPILERS``."""
+
+
+class Kind(NamedTuple):
+    """Parameters that every mesh splits alike."""
+
+    tower: str
+    trained: bool
+    layered: bool
+    """Of the decoder's stack, which stages cut."""
+    words: tuple[tuple[str, int], ...]
+    """Words of their dims that a mesh may split, and the dims' sizes."""
+
+
+class Step(NamedTuple):
+    """What of a way to train memory depends on."""
+
+    mesh: MeshConfig
+    strategy: StrategyConfig
+    remat: str
+    microbatches: int
+    rows: int
+    """Of a batch, over all devices."""
+    vision: str = ""
+    """Remat of the vision tower, where it is another."""
+
+
+class Rough:
+    """Bytes of a device for a model and what is trained of it.
+
+    Args:
+        model: on one device.
+        frozen: path patterns.
+        length: tokens of a row.
+        patches: of a row, of all its pictures.
+        platform: cpu | gpu | tpu.
+    """
+
+    def __init__(
+        self,
+        model: Model[ModelConfig],
+        frozen: tuple[str, ...],
+        length: int,
+        patches: int,
+        platform: str,
+    ):
+        own, _ = split(model, model.shapes, frozen)
+        self.config, self.length, self.patches = model.config, length, patches
+        self.platform = platform
+        self.number = np.dtype(DTYPES[model.config.dtype]).itemsize
+        self._states: dict[tuple[Any, ...], dict[str, float]] = {}
+        self.trained = {path.split("/")[0] for path in own}
+        self.kinds: dict[Kind, int] = collections.defaultdict(int)
+        for path, x in model.shapes.items():
+            words = tuple(
+                (word, size)
+                for word, size in zip(model.logical[path], x.shape)
+                if word in ("embed", "experts", "layers", *_TENSOR)
+            )
+            size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+            layered = path.startswith("decoder/")
+            self.kinds[Kind(path.split("/")[0], path in own, layered, words)] += size
+        depth = max(1, self.config.decoder.depth)
+        self.layer = sum(
+            n for k, n in self.kinds.items() if k.layered and any(w == "layers" for w, _ in k.words)
+        ) / depth  # fmt: skip
+
+    def states(self, mesh: MeshConfig, strategy: StrategyConfig) -> dict[str, float]:
+        """Parameters, frozen ones and moments between steps; gradients; what is gathered."""
+        key = mesh, *(getattr(strategy, name) for name in _STORED)
+        if key not in self._states:
+            self._states[key] = self._counted(mesh, strategy)
+        return self._states[key]
+
+    def _counted(self, mesh: MeshConfig, strategy: StrategyConfig) -> dict[str, float]:
+        found: dict[str, float] = collections.defaultdict(float)
+        for kind, size in self.kinds.items():
+            split = kind.tower not in strategy.whole
+            stored = size / _parts(kind, mesh, strategy.params if split else ())
+            held = size / _parts(kind, mesh, strategy.optimizer)
+            gathered = size / _parts(kind, mesh, strategy.gathered if split else ())
+            found["parameters" if kind.trained else "frozen"] += stored
+            if kind.trained:
+                found["gradients"] += held
+                found["moments"] += 0.0 if "optimizer" in strategy.offload else 2 * held
+                found["whole"] += stored if stored > held else 0.0
+            found["gathered"] += gathered if gathered != stored else 0.0
+        return found
+
+    def work(self, step: Step) -> float:
+        """What a step needs besides, about, its parameters' copies aside."""
+        mesh, decoder, vision = step.mesh, self.config.decoder, self.config.vision
+        rows = step.rows / math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+        rows /= step.microbatches
+        tokens = rows * self.length / mesh.context
+        in_flight = 1 if mesh.stage == 1 else min(mesh.stage, step.microbatches)
+        heads = decoder.num_heads * decoder.head_dim / mesh.tensor
+        more = 2 * decoder.num_kv_heads * decoder.head_dim / mesh.tensor
+        active = max(1, decoder.experts_per_token)
+        mlp = active * decoder.mlp_dim / mesh.tensor
+        seen = self.length if self.platform != "tpu" else 0
+        scores = 3 * seen * decoder.num_heads / mesh.tensor
+        saved = self._saved(step.remat, decoder.width, heads, more, 2 * mlp, scores)
+        total = tokens * saved * decoder.depth / mesh.stage * in_flight
+        if self.patches:
+            patches = rows * self.patches / mesh.stage
+            w = vision.width
+            near = (vision.window // vision.patch_size) ** 2 if vision.window else 0
+            keys = near or min(self.patches, 4096 if vision.packed else self._picture())
+            learns = bool(self.trained & {"vision", "top"})
+            v_scores = 3 * keys * vision.num_heads / mesh.tensor if seen else 0
+            mlp = vision.mlp_dim * (1 + vision.gated) / mesh.tensor
+            remat = step.vision or step.remat
+            kept = self._saved(remat, w, w / mesh.tensor, 2 * w / mesh.tensor, mlp, v_scores)
+            total += patches * kept * (max(feature_blocks(vision)) - vision.trunk) * learns
+            total += patches * self._saved("none", w, w, 2 * w, mlp, v_scores)
+        block = self._saved("none", decoder.width, heads, more, 2 * mlp, scores)
+        logits = 12 * min(decoder.vocab_size, 65_536) / mesh.tensor * decoder.head
+        return total + tokens * max(block, logits)
+
+    def total(self, step: Step, factor: float = 1.0, more: float = 0.0) -> float:
+        """All of it: states, gradients, weights that are gathered, and the work.
+
+        Args:
+            step: of a way.
+            factor: of the work, by what traces said.
+            more: bytes of it besides.
+        """
+        found = self.states(step.mesh, step.strategy)
+        between = found["parameters"] + found["frozen"] + found["moments"]
+        weights = 1.5 * self.layer / step.mesh.tensor / step.mesh.expert
+        work = factor * self.work(step) + more + found["gradients"] * (1 + HELD[self.platform])
+        behind = found["gradients"] + found["whole"] if self.platform == "gpu" else 0.0
+        return between + max(work + weights, behind) + found["gathered"]
+
+    def _saved(
+        self,
+        remat: str,
+        width: float | int,
+        q: float | int,
+        kv: float | int,
+        mlp: float | int,
+        scores: float | int,
+    ) -> float:
+        """Bytes a token of what a block keeps on the device for its backward pass."""
+        numbers = {
+            "offload": 0.0,
+            "full": float(width),
+            "dots": 3.0 * width + 2 * q + kv + mlp,
+            "none": 8.0 * width + 4 * q + 3 * kv + 3 * mlp + scores,
+        }
+        return self.number * numbers[remat]
+
+    def _picture(self) -> int:
+        """Patches of a picture."""
+        vision = self.config.vision
+        return (vision.image_size // vision.patch_size) ** 2
+
+
+def _parts(kind: Kind, mesh: MeshConfig, over: tuple[str, ...]) -> float:
+    """Devices that a parameter is split over; see ``parallel.rules.PARAMETERS``."""
+    parts = 1.0
+    for word, size in kind.words:
+        if word == "embed":
+            parts *= math.prod(getattr(mesh, axis) for axis in over)
+        elif word == "experts":
+            parts *= mesh.expert
+        elif word == "layers":
+            parts *= mesh.stage if kind.layered else 1
+        elif word == "vocab":
+            own = mesh.tensor * mesh.stage
+            parts *= own if size % own == 0 else mesh.tensor
+        elif word == "kv_heads":
+            parts *= mesh.tensor if size % mesh.tensor == 0 else 1
+        else:
+            parts *= mesh.tensor
+    return parts
+
+
+def refused(model: Any, mesh: MeshConfig, over: tuple[str, ...]) -> str:
+    """Why a mesh does not fit a model's dims; "" where it does.
+
+    Args:
+        model: on one device.
+        mesh: resolved.
+        over: batch axes that its wide dims are split over.
+    """
+    wide = math.prod(getattr(mesh, axis) for axis in over)
+    axes = {"embed": wide, "experts": mesh.expert, "heads": mesh.tensor, "mlp": mesh.tensor}
+    axes["vocab"] = mesh.tensor
+    for path, x in model.shapes.items():
+        for word, size in zip(model.logical[path], x.shape):
+            parts = axes.get(word, 1)
+            if size % parts:
+                near = math.gcd(size, parts)
+                return f"{path.split('/')[0]}'s {word}={size} by {parts}; {near} would do"
+    if mesh.stage > 1 and model.config.decoder.depth % mesh.stage:
+        return f"{model.config.decoder.depth} layers by {mesh.stage} stages"
+    return ""
