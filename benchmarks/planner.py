@@ -18,6 +18,7 @@ import itertools
 import os
 import random
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # With no GPU there is nothing to tune by, and XLA's Triton matmuls find no tiles for some widths.
@@ -26,21 +27,13 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
-import optax
 
-from benchmarks.batches import abstract_batch
 from benchmarks.common import environment, kept, write
 from jaxvlm.build import published
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
-from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.families import any_family
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import absent, memory, topology
-from jaxvlm.train import programs
+from jaxvlm.plan import absent, memory, topology, verify
 
 NAME = "planner_memory"
 MODELS = (
@@ -100,8 +93,7 @@ def points(target: str, kind: str, count: int = 16) -> list[Point]:
 
 def model_config(point: Point) -> ModelConfig:
     """The published model as it is trained there."""
-    found = published.published(point.model)
-    config = any_family(found, point.model).config_from_hf(found)
+    config = published.config_of(point.model)
     assert isinstance(config, ModelConfig)
     lora = LoraConfig(rank=16) if point.trained == "adapters" else LoraConfig()
     return dataclasses.replace(
@@ -126,40 +118,31 @@ def frozen(point: Point) -> tuple[str, ...]:
     return ("vision/*",) if point.trained == "decoder" else ()
 
 
+def setup_of(point: Point, devices: Sequence[Any]) -> memory.Setup:
+    """What is planned, and compiled."""
+    config, platform = model_config(point), PLATFORMS[point.target.split(":")[0]]
+    preset = "fsdp" if " x " in point.strategy else point.strategy
+    mesh, strategy = resolve(StrategyConfig(preset), MESHES[point.strategy], devices)
+    count, patches = pictures(config, point.length)
+    rows = point.rows * mesh.data * mesh.fsdp
+    return memory.Setup(
+        config, mesh, strategy, platform, rows, point.length, count, patches, frozen(point)
+    )
+
+
 def compiled(point: Point) -> dict[str, Any]:
     """Bytes on a device by the compiler of the target, or why there is no program."""
     on_cpu = point.target.startswith("cpu")
     devices = jax.devices()[:8] if on_cpu else topology.devices(point.target)
-    config = model_config(point)
-    preset = "fsdp" if " x " in point.strategy else point.strategy
-    mesh, split = resolve(StrategyConfig(preset), MESHES[point.strategy], devices)
-    here = make_mesh(mesh, devices)
-    model = build_model(config, here, split)
-    step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), frozen=frozen(point))
-    count, patches = pictures(config, point.length)
-    shards = mesh.data * mesh.fsdp
-    batch = abstract_batch(config, here, point.rows * shards, point.length, count, patches)
-    cpu = time.process_time()
-    try:
-        program = step.lower(abstract, batch).compile()
-    except jax.errors.JaxRuntimeError as error:
-        return {"why": str(error).strip()[:2000]}
-    memory = programs.memory(program)
-    spent = round(time.process_time() - cpu, 1)
-    return {"compiled": memory, "compile_cpu_seconds": spent}
+    found = verify.compiled(setup_of(point, devices), devices)
+    if "why" in found:
+        return found
+    return {"compiled": found["memory"], "compile_cpu_seconds": found["seconds"]}
 
 
 def predicted(point: Point) -> dict[str, Any]:
     """Bytes on a device by the planner."""
-    config, platform = model_config(point), PLATFORMS[point.target.split(":")[0]]
-    preset = "fsdp" if " x " in point.strategy else point.strategy
-    sizes = MESHES[point.strategy]
-    mesh, split = resolve(StrategyConfig(preset), sizes, absent.devices(platform, 8))
-    count, patches = pictures(config, point.length)
-    rows = point.rows * mesh.data * mesh.fsdp
-    setup = memory.Setup(
-        config, mesh, split, platform, rows, point.length, count, patches, frozen(point)
-    )
+    setup = setup_of(point, absent.devices(PLATFORMS[point.target.split(":")[0]], 8))
     start = time.perf_counter()
     found = memory.estimate(setup)
     return {

@@ -22,7 +22,6 @@ from jaxvlm.config import (
     StrategyConfig,
     VisionConfig,
 )
-from jaxvlm.models.families import any_family
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import absent, count, machine, memory, time
 
@@ -39,12 +38,6 @@ NANO = ModelConfig(
 )  # fmt: skip
 TEXT = 256
 """Tokens of text beside a picture's."""
-
-
-def config_of(name: str) -> ModelConfig:
-    """A published model's."""
-    found = published.published(name)
-    return any_family(found, name).config_from_hf(found)
 
 
 def held(config: ModelConfig, preset: str, devices: int, frozen: tuple[str, ...] = ()) -> float:
@@ -80,7 +73,10 @@ def frozen_tower() -> dict[str, Any]:
     """What a frozen tower spares of parameters, gradients and moments."""
     rows = {}
     names = ("smolvlm-256m", "paligemma2-3b", "qwen3-vl-2b", "llava-1.5-7b", "qwen3-vl-8b")
-    for name, config in {"nanoVLM-222M": NANO, **{n: config_of(n) for n in names}}.items():
+    for name, config in {
+        "nanoVLM-222M": NANO,
+        **{n: published.config_of(n) for n in names},
+    }.items():
         total, tower = parameters(config)
         whole, part = (held(config, "single", 1, f) for f in ((), ("vision/*",)))
         rows[name] = {
@@ -93,7 +89,7 @@ def frozen_tower() -> dict[str, Any]:
 
 def zero2() -> dict[str, Any]:
     """What ZeRO-2 spares on 8 devices, in two conventions of mixed precision."""
-    config = config_of("llava-1.5-7b")
+    config = published.config_of("llava-1.5-7b")
     alone, split = held(config, "single", 1), held(config, "zero2", 8)
     return {
         "bf16 weights and gradients, 12 bytes of moments and master weights": round(
@@ -111,7 +107,7 @@ def towers() -> dict[str, Any]:
     """The tower's forward FLOPs as a share of the decoder's: one picture and some text."""
     rows = {}
     for name in published.names():
-        config = config_of(name)
+        config = published.config_of(name)
         if not isinstance(config, ModelConfig):
             continue  # CLIP and SigLIP have no decoder
         patches = (
@@ -128,7 +124,7 @@ def towers() -> dict[str, Any]:
 
 def tokens() -> dict[str, Any]:
     """2,304 patches of a picture of 768 x 768 given to the decoder one by one, by 4 and by 9."""
-    config, rows = config_of("qwen3-vl-8b"), {}
+    config, rows = published.config_of("qwen3-vl-8b"), {}
     for visual in (2304, 576, 256):
         length = TEXT + visual
         found = count.forward(config, length, length, 1, 2304)
@@ -143,7 +139,7 @@ def tokens() -> dict[str, Any]:
 
 def hybrid_shard() -> dict[str, Any]:
     """A step of hybrid shard against fully sharded, over nodes of 8 H200, by the roofline."""
-    model, rows = config_of("qwen3-vl-8b"), {}
+    model, rows = published.config_of("qwen3-vl-8b"), {}
     full = dataclasses.replace(
         model, dtype="bfloat16", decoder=dataclasses.replace(model.decoder, remat="full")
     )
@@ -168,7 +164,7 @@ def hybrid_shard() -> dict[str, Any]:
 
 def guides() -> dict[str, Any]:
     """GB a device of 8 billion parameters on 8 devices with AdamW, activations left out."""
-    config = config_of("internvl3-8b")
+    config = published.config_of("internvl3-8b")
     return {
         preset: round(held(config, preset, 8) / 1e9, 1)
         for preset in ("ddp", "zero1", "zero2", "fsdp")

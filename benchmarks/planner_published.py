@@ -28,20 +28,15 @@ from jaxvlm.config import (
     StrategyConfig,
     VisionConfig,
 )
-from jaxvlm.models.families import any_family
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import absent, machine, memory
+from jaxvlm.plan import absent, machine, memory, search
 from jaxvlm.plan.time import step_time
-
-SPARE = 0.08
-"""Of a device's memory, for the driver, the communication library and fragmentation."""
 
 
 def model_of(said: dict[str, Any], remat: str, dtype: str) -> ModelConfig:
     """A row's model."""
     if "published" in said:
-        found = published.published(said["published"])
-        config = any_family(found, said["published"]).config_from_hf(found)
+        config = published.config_of(said["published"])
         assert isinstance(config, ModelConfig)
     else:
         config = ModelConfig(
@@ -117,7 +112,7 @@ def peak_row(row: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
         peak = memory.estimate(setup).peak
     except ConfigError as error:
         return {"planned": None, "measured": row["measured"], "error": None, "why": str(error)}
-    capacity = (1 - SPARE) * there.chip.hbm_bytes
+    capacity = (1 - search.MARGIN) * there.chip.hbm_bytes
     if row["kind"] == "fits" or row["measured"].get("oom"):
         fits = row["measured"].get("fits", False)
         return {"planned": bool(peak < capacity), "measured": fits,

@@ -18,20 +18,17 @@ import statistics
 import time
 from typing import Any
 
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX counts the cores
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+import jax
+import numpy as np
+import optax
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-from benchmarks.batches import pictures_and_text  # noqa: E402
-from benchmarks.common import environment, kept, write  # noqa: E402
-from jaxvlm.build.assemble import assemble  # noqa: E402
-from jaxvlm.build.model import build_model  # noqa: E402
-from jaxvlm.build.setup import keep_freed_memory  # noqa: E402
-from jaxvlm.build.training import build_training  # noqa: E402
-from jaxvlm.config import (  # noqa: E402
+from benchmarks.batches import pictures_and_text
+from benchmarks.common import environment, kept, write
+from jaxvlm.build.assemble import assemble
+from jaxvlm.build.model import build_model
+from jaxvlm.build.setup import keep_freed_memory
+from jaxvlm.build.training import build_training
+from jaxvlm.config import (
     ConnectorConfig,
     DecoderConfig,
     DualConfig,
@@ -41,12 +38,12 @@ from jaxvlm.config import (  # noqa: E402
     TrainConfig,
     VisionConfig,
 )
-from jaxvlm.losses.next_token import NextToken  # noqa: E402
-from jaxvlm.parallel.mesh import make_mesh  # noqa: E402
-from jaxvlm.parallel.strategies import PRESETS  # noqa: E402
-from jaxvlm.plan import calibrate, machine, memory  # noqa: E402
-from jaxvlm.plan import time as step_times  # noqa: E402
-from jaxvlm.types import Batch, Pairs  # noqa: E402
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import PRESETS
+from jaxvlm.plan import calibrate, machine, memory
+from jaxvlm.plan import time as step_times
+from jaxvlm.types import Batch, Pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,12 +219,21 @@ def merged(found: list[calibrate.Rates]) -> calibrate.Rates:
     return calibrate.Rates(*(best(*values) for values in zip(*found)))
 
 
+def one_core() -> None:
+    """Before JAX makes its first array, and counts the cores with it."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    )
+
+
 def main() -> None:
     """Measure all in turn, print a line each, write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=list(CASES))
     args = parser.parse_args()
+    one_core()
     keep_freed_memory()
     here = environment()
     steps = {name: Step(CASES[name]) for name in args.models}

@@ -34,7 +34,6 @@ from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.families import any_family
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
@@ -49,8 +48,7 @@ LORA = LoraConfig(rank=16, base="int8")
 
 def model_config(name: str, target: str) -> ModelConfig:
     """A published model as it is trained."""
-    found = published.published(name)
-    config = any_family(found, name).config_from_hf(found)
+    config = published.config_of(name)
     assert isinstance(config, ModelConfig)
     return dataclasses.replace(
         config,

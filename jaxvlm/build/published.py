@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxvlm.build.model import build_model
-from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.config import ConfigError, DualConfig, MeshConfig, ModelConfig
 from jaxvlm.io import hf
 from jaxvlm.models.families import any_family
 from jaxvlm.parallel.mesh import make_mesh
@@ -38,6 +38,16 @@ def published(name: str) -> dict[str, Any]:
     if name not in _table():
         raise ConfigError(f"no published model {name!r}; known: {', '.join(names())}")
     return _table()[name]
+
+
+def config_of(name: str) -> ModelConfig | DualConfig:
+    """The dims of a published model.
+
+    Raises:
+        ConfigError: a name that is not known.
+    """
+    found = published(name)
+    return any_family(found, name).config_from_hf(found)
 
 
 def num_parameters(hf_config: Mapping[str, Any]) -> int:

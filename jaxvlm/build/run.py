@@ -18,8 +18,8 @@ import numpy as np
 from jaxvlm.build import (
     apart,
     caching,
+    choice,
     exporting,
-    foresight,
     inputs,
     pair_run,
     record,
@@ -77,7 +77,7 @@ class Run:
         keep_freed_memory()
         use_compile_cache(given.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
-        given = foresight.settled(given, devices, _say, _check_rows, self.workdir)
+        given = choice.settled(given, devices, _say, _check_rows, self.workdir)
         own: list[jax.Device] = []
         by_cost = given.tower.devices == shares.BY_COST
         if not by_cost:  # before any file is read, so that a wrong mesh is refused at once

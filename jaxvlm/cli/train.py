@@ -76,14 +76,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.print_config:
         print("\n".join(_lines(config)))
         return to_config_dict(config).to_dict()
-    from jaxvlm.build import Run, foresight
+    from jaxvlm.build import Run, choice
     from jaxvlm.parallel import distributed
 
     if not values.workdir and not values.dry_run:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
     distributed.initialize()
     made = Run(config, values.workdir)
-    _check_overrides(flag.override_values, made.config, foresight.autos(config))
+    _check_overrides(flag.override_values, made.config, choice.autos(config))
     if values.dry_run:
         return made.dry_run()
     return made.fit()

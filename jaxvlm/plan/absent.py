@@ -1,4 +1,4 @@
-"""Devices that are not there, for shapes and shardings alone: no compiler is asked.
+"""Devices and batches that are not there, for shapes and shardings alone: no compiler is asked.
 
 Those that a compiler knows are in ``topology``.
 """
@@ -9,11 +9,13 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxvlm.config import MeshConfig
+from jaxvlm.config import MeshConfig, ModelConfig
 from jaxvlm.parallel.mesh import AXES
+from jaxvlm.types import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +41,43 @@ def mesh(sizes: MeshConfig, platform: str) -> Mesh:
     shape = tuple(getattr(sizes, axis) for axis in AXES)
     grid = np.array(devices(platform, int(np.prod(shape))), dtype=object).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch(
+    model: ModelConfig,
+    rows: int,
+    length: int,
+    pictures: int,
+    patches: int = 0,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Batch:
+    """Shapes of a batch.
+
+    Args:
+        model: dims.
+        rows: of the batch.
+        length: tokens of a row.
+        pictures: of a row.
+        patches: of a row, where pictures come packed.
+        sharding: of each field.
+    """
+
+    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+
+    made = Batch(
+        tokens=of(np.int32, length),
+        loss_weight=of(np.float32, length),
+        positions=of(np.int32, max(1, len(model.decoder.rope_sections)), length),
+        segment=of(np.int32, length),
+    )
+    if not pictures:
+        return made
+    made = made._replace(image_start=of(np.int32, pictures))
+    vision = model.vision
+    if vision.packed:
+        width = 3 * vision.frames * vision.patch_size**2
+        packed = of(np.uint8, patches, width)
+        return made._replace(patches=packed, grid=of(np.int32, pictures, 3))
+    side = vision.image_size
+    return made._replace(pixels=of(np.uint8, pictures, side, side, 3))

@@ -55,7 +55,8 @@ def text(found: dict[str, Any], width: int = 110) -> str:
         found: by :func:`compared`.
         width: columns.
     """
-    out = Console(file=io.StringIO(), width=width, highlight=False)
+    written = io.StringIO()
+    out = Console(file=written, width=width, highlight=False)
     table = Table(box=None, pad_edge=False)
     for name in ("", "first", "second", "second / first"):
         table.add_column(name, justify="left" if not name else "right", overflow="fold")
@@ -72,4 +73,4 @@ def text(found: dict[str, Any], width: int = 110) -> str:
         ratio = found["ratios"].get(name)
         table.add_row(name.replace("_", " "), *cells, f"{ratio:.2f}" if ratio else "")
     out.print(table)
-    return out.file.getvalue().rstrip()  # type: ignore[attr-defined]  # it is the StringIO above
+    return written.getvalue().rstrip()

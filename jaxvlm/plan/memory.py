@@ -105,7 +105,7 @@ def estimate(setup: Setup) -> Estimate:
     Raises:
         ConfigError: dims that the mesh does not divide, or what is not known here.
     """
-    _check(setup)
+    check(setup)
     compiler = COMPILERS[setup.platform]
     lies = _layouts(setup.config, setup.mesh, setup.strategy, setup.platform)
     own = tuple(sorted(split(lies.model, lies.model.shapes, setup.frozen)[0]))
@@ -123,7 +123,7 @@ def estimate(setup: Setup) -> Estimate:
     return Estimate(_states(setup, lies.model, own, stored, moments), work)
 
 
-def _check(setup: Setup) -> None:
+def check(setup: Setup) -> None:
     """Refuse what would be counted wrong."""
     config, mesh = setup.config, setup.mesh
     unknown = {f"config.mesh.{axis}": getattr(mesh, axis) > 1 for axis in _UNKNOWN_AXES} | {
@@ -171,7 +171,7 @@ def _states(
 ) -> dict[str, int]:
     trained = frozenset(own)
     here = {path: 2 * moments[path] for path in own}
-    batch = sum(_size(x) for x in jax.tree.leaves(_batch(setup, _local_rows(setup))))
+    batch = sum(_size(x) for x in jax.tree.leaves(_shapes(setup, _local_rows(setup))))
     return {
         "parameters": sum(stored[path] for path in own),
         "frozen": sum(size for path, size in stored.items() if path not in trained),
@@ -310,7 +310,7 @@ def _trace(
     rows = unit * microbatches * expert
     setup = Setup(config, mesh, StrategyConfig(), platform, rows, length, pictures, patches)
     with quiet():
-        jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _batch(setup, rows))
+        jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _shapes(setup, rows))
     body = Body(jaxpr.jaxpr, unit)
     body = {"gpu": body.late, "cpu": body.broad}.get(platform, lambda: body)()
     return _Step(body, len(jax.tree.leaves(out[0])))
@@ -334,25 +334,6 @@ def _plain(setup: Setup) -> ModelConfig:
     return dataclasses.replace(setup.config, attention="xla")
 
 
-def _batch(setup: Setup, rows: int) -> Batch:
-    """Shapes of so many rows."""
-    vision = setup.config.vision
-
-    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype)
-
-    batch = Batch(
-        tokens=of(np.int32, setup.length),
-        loss_weight=of(np.float32, setup.length),
-        positions=of(np.int32, max(1, len(setup.config.decoder.rope_sections)), setup.length),
-        segment=of(np.int32, setup.length),
-    )
-    if not setup.pictures:
-        return batch
-    batch = batch._replace(image_start=of(np.int32, setup.pictures))
-    if vision.packed:
-        width = 3 * vision.frames * vision.patch_size**2
-        packed = of(np.uint8, setup.patches, width)
-        return batch._replace(patches=packed, grid=of(np.int32, setup.pictures, 3))
-    side = vision.image_size
-    return batch._replace(pixels=of(np.uint8, setup.pictures, side, side, 3))
+def _shapes(setup: Setup, rows: int) -> Batch:
+    """Of so many rows."""
+    return absent.batch(setup.config, rows, setup.length, setup.pictures, setup.patches)

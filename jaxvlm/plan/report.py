@@ -25,7 +25,8 @@ def text(plan: dict[str, Any], width: int = 110) -> str:
         plan: see :mod:`jaxvlm.plan.document`.
         width: columns.
     """
-    out = Console(file=io.StringIO(), width=width, highlight=False)
+    written = io.StringIO()
+    out = Console(file=written, width=width, highlight=False)
     out.print(headline(plan), soft_wrap=True, markup=False)
     for note in plan["notes"]:
         out.print(f"  assumed: {note}", markup=False)
@@ -50,7 +51,7 @@ def text(plan: dict[str, Any], width: int = 110) -> str:
     for row in plan["verified"]:
         for line in verified(row):
             out.print(line, markup=False, soft_wrap=True)
-    return out.file.getvalue().rstrip()  # type: ignore[attr-defined]  # it is the StringIO above
+    return written.getvalue().rstrip()
 
 
 def headline(plan: dict[str, Any]) -> str:

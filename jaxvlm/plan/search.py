@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -18,14 +17,13 @@ import numpy as np
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.models.vlm import DTYPES
-from jaxvlm.parallel.strategies import PRESETS, resolve
-from jaxvlm.plan import absent, count, memory
+from jaxvlm.parallel.strategies import PRESETS
+from jaxvlm.plan import count, memory
 from jaxvlm.plan.question import Question
 from jaxvlm.plan.rough import Rough, Step, refused
 from jaxvlm.plan.time import StepTime, step_time
 from jaxvlm.plan.units import gib
-from jaxvlm.plan.ways import Way, meshes, setup_of, ways
-from jaxvlm.plan.ways import _can_keep as can_keep
+from jaxvlm.plan.ways import Way, can_keep, meshes, setup_of, ways
 
 MARGIN = 0.08
 """Of a device's memory that is left free: fragments, the driver's and the compiler's own."""
@@ -207,7 +205,7 @@ def _untraceable(setup: memory.Setup) -> str:
     if _too_many(setup):
         return "a trace with this many tokens' experts overflows indices"
     try:
-        memory._check(setup)
+        memory.check(setup)
     except ConfigError as error:
         return str(error).split(":")[0]
     return ""
@@ -449,14 +447,3 @@ def _slower(s: Seen, time: StepTime, first: Plan) -> str:
         return f"this machine's rates are not known, and it needs {gib(s.rough)}"
     slower = time.total / first.time.total
     return f"{slower:.2f} x the step time of the first, most of it {time.bound}"
-
-
-def check(question: Question, way: Way) -> None:
-    """Hold a way against what a run would check; for benchmarks.
-
-    Raises:
-        ConfigError: the run would refuse it.
-    """
-    machine = question.machine
-    devices = absent.devices(machine.platform, machine.devices, machine.a_host)
-    resolve(dataclasses.replace(way.strategy, name=way.preset), way.mesh, devices)

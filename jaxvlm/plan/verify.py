@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxvlm.build.assemble import assemble, split
 from jaxvlm.build.losses import make_loss
@@ -19,7 +18,7 @@ from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.plan import collectives, topology
+from jaxvlm.plan import absent, collectives, topology
 from jaxvlm.plan.machine import Machine
 from jaxvlm.plan.memory import Setup
 from jaxvlm.plan.search import Found
@@ -149,23 +148,4 @@ def abstract_batch(
         pictures: of a row.
         patches: of a row, where pictures come packed.
     """
-
-    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
-
-    batch = Batch(
-        tokens=of(np.int32, length),
-        loss_weight=of(np.float32, length),
-        positions=of(np.int32, max(1, len(model.decoder.rope_sections)), length),
-        segment=of(np.int32, length),
-    )
-    if not pictures:
-        return batch
-    batch = batch._replace(image_start=of(np.int32, pictures))
-    vision = model.vision
-    if vision.packed:
-        width = 3 * vision.frames * vision.patch_size**2
-        packed = of(np.uint8, patches, width)
-        return batch._replace(patches=packed, grid=of(np.int32, pictures, 3))
-    side = vision.image_size
-    return batch._replace(pixels=of(np.uint8, pictures, side, side, 3))
+    return absent.batch(model, rows, length, pictures, patches, batch_sharding(mesh))

@@ -87,7 +87,7 @@ def of_mesh(question: Question, mesh: MeshConfig, strategy: StrategyConfig) -> I
 
 def ways(question: Question) -> Iterator[Way]:
     """All that make sense on the machine, those that the dims refuse too."""
-    kept = ["off", "strict"] if _can_keep(question) else ["off"]
+    kept = ["off", "strict"] if can_keep(question) else ["off"]
     for preset, mesh in meshes(question):
         strategy = dataclasses.replace(PRESETS[preset], name=preset)
         if mesh.context > 1:
@@ -159,7 +159,7 @@ def _parts(question: Question, mesh: MeshConfig, rows: int) -> list[int]:
     return [m for m in wanted if rows % m == 0]
 
 
-def _can_keep(question: Question) -> bool:
+def can_keep(question: Question) -> bool:
     """Whether visual tokens never change: the tower is frozen, and has no adapters."""
     config = question.config
     return bool(

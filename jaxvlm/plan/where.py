@@ -129,7 +129,8 @@ def text(model: str, rows: list[dict[str, Any]], top: int, width: int = 110) -> 
         top: how many, and the smallest of each kind besides.
         width: columns.
     """
-    out = Console(file=io.StringIO(), width=width, highlight=False)
+    written = io.StringIO()
+    out = Console(file=written, width=width, highlight=False)
     if not rows:
         return f"{model}: fits on none of these machines within the budget"
     table = Table(
@@ -151,4 +152,4 @@ def text(model: str, rows: list[dict[str, Any]], top: int, width: int = 110) -> 
             f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.0%}", report.gib(row["peak"]), row["way"],
         )  # fmt: skip
     out.print(table)
-    return out.file.getvalue().rstrip()  # type: ignore[attr-defined]  # it is the StringIO above
+    return written.getvalue().rstrip()

@@ -9,12 +9,13 @@ import jax
 import pytest
 from runs import recipe, write_data
 
-from jaxvlm.build import foresight, record
+from jaxvlm.build import choice, foresight, record
 from jaxvlm.build.run import Run
 from jaxvlm.cli import train
 from jaxvlm.config import ConfigError, from_config_dict
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import calibrate, machine, memory, search
+from jaxvlm.plan.here import machine_of
 from jaxvlm.train import programs
 
 
@@ -46,19 +47,19 @@ def _auto(config, *names):
 def test_what_is_left_to_the_planner_is_settled_and_said(config, rates):
     lines: list[str] = []
     asked = _auto(config, "strategy.name", "model.decoder.remat", "model.vision.remat")
-    made = foresight.settled(asked, jax.devices(), lines.append)
-    assert not foresight.autos(made) and made.microbatches == 1
+    made = choice.settled(asked, jax.devices(), lines.append)
+    assert not choice.autos(made) and made.microbatches == 1
     mesh, strategy = resolve(made.strategy, made.mesh, jax.devices())
     assert mesh == made.mesh and strategy.name in lines[0]
     assert lines[0].startswith("planner (strategy.name, model.vision.remat, model.decoder.remat): ")
-    assert foresight.settled(made, jax.devices(), lines.append) is made and len(lines) == 1
+    assert choice.settled(made, jax.devices(), lines.append) is made and len(lines) == 1
 
 
 def test_what_the_recipe_says_stays(config, rates):
     asked = _auto(config, "model.vision.remat", "microbatches")
     decoder = dataclasses.replace(asked.model.decoder, remat="dots")
     asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, decoder=decoder))
-    made = foresight.settled(asked, jax.devices()[:2], lambda line: None)
+    made = choice.settled(asked, jax.devices()[:2], lambda line: None)
     assert made.model.decoder.remat == "dots" and made.model.vision.remat != "auto"
     assert made.microbatches in (1, 2, 4) and made.mesh == asked.mesh
 
@@ -69,12 +70,12 @@ def test_what_no_list_of_the_planner_has_may_be_set(config, rates, remat):
     asked = dataclasses.replace(_auto(config, "model.vision.remat"), data=data, microbatches=3)
     decoder = dataclasses.replace(asked.model.decoder, remat=remat)
     asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, decoder=decoder))
-    made = foresight.settled(asked, jax.devices(), lambda line: None)
+    made = choice.settled(asked, jax.devices(), lambda line: None)
     assert made.microbatches == 3 and made.model.decoder.remat == remat
     assert made.model.vision.remat in ("none", "dots", "full")
     odd = dataclasses.replace(asked, microbatches=5)
     with pytest.raises(ConfigError, match="no way: 24 rows, microbatches=5 and 8 devices do not"):
-        foresight.settled(odd, jax.devices(), lambda line: None)
+        choice.settled(odd, jax.devices(), lambda line: None)
 
 
 def test_a_run_refuses_what_it_would_not_take(config, rates):
@@ -82,24 +83,24 @@ def test_a_run_refuses_what_it_would_not_take(config, rates):
         raise ConfigError(f"never {made.strategy.name}")
 
     with pytest.raises(ConfigError, match="'auto': the planner has no way: never "):
-        foresight.settled(_auto(config, "strategy.name"), jax.devices(), print, none)
+        choice.settled(_auto(config, "strategy.name"), jax.devices(), print, none)
 
 
 def test_rates_that_are_not_known_choose_nothing(config, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="jaxvlm plan --calibrate once, or set it"):
-        foresight.settled(_auto(config, "microbatches"), jax.devices(), print)
+        choice.settled(_auto(config, "microbatches"), jax.devices(), print)
 
 
 def test_a_mistake_of_the_planner_is_one_line(config, rates, monkeypatch):
     def broken(*_):
         raise OverflowError("too large\nby far")
 
-    for module, name in ((foresight.search, "search"), (foresight, "machine_of")):
+    for module, name in ((choice.search, "search"), (choice, "machine_of")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, broken)
             with pytest.raises(ConfigError, match=r"=0: .*\(OverflowError: too large\); set"):
-                foresight.settled(_auto(config, "microbatches"), jax.devices(), print)
+                choice.settled(_auto(config, "microbatches"), jax.devices(), print)
 
 
 def test_a_resumed_run_keeps_what_was_chosen(config, rates, tmp_path):
@@ -111,13 +112,13 @@ def test_a_resumed_run_keeps_what_was_chosen(config, rates, tmp_path):
     began = dataclasses.replace(asked, mesh=mesh, strategy=strategy, model=model)
     record.write_config(tmp_path, began, f"8 x {jax.devices()[0].device_kind}")
     lines: list[str] = []
-    made = foresight.settled(asked, jax.devices(), lines.append, workdir=tmp_path)
+    made = choice.settled(asked, jax.devices(), lines.append, workdir=tmp_path)
     assert made == began and "as this run began" in lines[0]
 
     changed = dataclasses.replace(asked, data=dataclasses.replace(asked.data, batch_size=16))
     for new, devices in ((changed, jax.devices()), (asked, jax.devices()[:4])):
         lines.clear()
-        foresight.settled(new, devices, lines.append, workdir=tmp_path)
+        choice.settled(new, devices, lines.append, workdir=tmp_path)
         assert "as this run began" not in lines[0]
 
 
@@ -142,17 +143,17 @@ def _chips(kind, groups, size, **more):
 
 
 def test_slices_and_hosts_are_the_devices_own():
-    pods = foresight.machine_of(_chips("TPU v5 lite", 2, 16, platform="tpu"), "bfloat16")
+    pods = machine_of(_chips("TPU v5 lite", 2, 16, platform="tpu"), "bfloat16")
     assert (pods.slices, pods.devices, pods.topology) == (2, 32, "4x4")
     h100 = "NVIDIA H100 80GB HBM3"
-    halves = foresight.machine_of(_chips(h100, 2, 4), "bfloat16")
+    halves = machine_of(_chips(h100, 2, 4), "bfloat16")
     assert (halves.devices, halves.a_host, halves.hosts, halves.slices) == (8, 4, 2, 2)
     assert not halves.missing and halves.island == 4
-    whole = foresight.machine_of(_chips(h100, 2, 8), "bfloat16")
+    whole = machine_of(_chips(h100, 2, 8), "bfloat16")
     assert whole == machine.parse("h100:16")
     a_process_each = [_Chip(h100, host=i, piece=0) for i in range(8)]
-    assert foresight.machine_of(a_process_each, "bfloat16") == machine.parse("h100:8")
-    cards = foresight.machine_of(_chips("NVIDIA GeForce RTX 4090", 2, 4), "bfloat16")
+    assert machine_of(a_process_each, "bfloat16") == machine.parse("h100:8")
+    cards = machine_of(_chips("NVIDIA GeForce RTX 4090", 2, 4), "bfloat16")
     assert cards.missing == ("RTX 4090: network",)
 
 
@@ -167,7 +168,7 @@ def test_slices_and_hosts_are_the_devices_own():
 )
 def test_devices_that_are_joined_otherwise_are_refused(devices, says):
     with pytest.raises(ConfigError, match=says):
-        foresight.machine_of(devices, "bfloat16")
+        machine_of(devices, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_what_the_planner_does_not_know_is_refused(config, change, says):
             value = dataclasses.replace(getattr(asked, name), **value)
         asked = dataclasses.replace(asked, **{name: value})
     with pytest.raises(ConfigError, match=f"config.strategy.name='auto'.*{says}"):
-        foresight.settled(asked, jax.devices(), lambda line: None)
+        choice.settled(asked, jax.devices(), lambda line: None)
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,10 @@ def test_tokens_are_kept_only_where_it_is_known_how_many(asked):
     optim = dataclasses.replace(asked.config.optim, frozen=("vision/*",))
     frozen = asked._replace(config=dataclasses.replace(asked.config, optim=optim))
     known = search.Memory(frozen)
-    ddp = lambda way: way.preset == "ddp"  # noqa: E731
+
+    def ddp(way):
+        return way.preset == "ddp"
+
     assert {way.cache for way in search.possible(known, {}, ddp)} == {"off"}
     counted = known.of(frozen._replace(samples=1000))
     assert {way.cache for way in search.possible(counted, {}, ddp)} == {"off", "strict"}

@@ -27,7 +27,6 @@ from jaxvlm.config import (
     TextConfig,
     VisionConfig,
 )
-from jaxvlm.models.families import any_family
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import absent, calibrate, count, machine, memory, parts, wires
@@ -101,8 +100,7 @@ def test_weights_of_published_models():
     counts = {r["model"]: r["parameters"] for r in rows if "adapters" not in r["trained"]}
     assert len(counts) == 3
     for name, size in counts.items():
-        found = published.published(name)
-        config = any_family(found, name).config_from_hf(found)
+        config = published.config_of(name)
         assert sum(w.total for w in parts.weights(config).values()) == pytest.approx(size, rel=2e-3)
 
 
@@ -164,8 +162,7 @@ def test_hardware_flops_are_the_models_and_what_is_done_besides():
 def test_model_flops_are_those_of_the_count():
     rows = json.loads((RESULTS / "pods_aot.json").read_text())["rows"]
     row = next(r for r in rows if r["model"] == "qwen3-vl-8b" and r["target"] == "h200:8")
-    found = published.published(row["model"])
-    config = any_family(found, row["model"]).config_from_hf(found)
+    config = published.config_of(row["model"])
     for frozen in (("vision/*",), ()):
         setup, _ = planned(
             config=config, length=4096, pictures=4, patches=4096, frozen=frozen, rows=8
@@ -323,8 +320,7 @@ def test_published_models_send_on_gpus_what_compilers_send():
     rows = [r for r in rows if "adapters" not in r["trained"]]
     assert len(rows) == 10  # dense and with experts, 8 to 256 devices
     for row in rows:
-        found = published.published(row["model"])
-        config = any_family(found, row["model"]).config_from_hf(found)
+        config = published.config_of(row["model"])
         towers = {
             t: dataclasses.replace(getattr(config, t), remat="full") for t in ("vision", "decoder")
         }
