@@ -98,16 +98,18 @@ def test_pictures_alone_may_be_shared(data, tmp_path):
 
 @pytest.mark.long
 def test_it_learns_where_to_look(tmp_path):
-    """One mark, few steps: far better than as many tokens of a uniform pooling, or by chance."""
+    """One mark, few steps: far better than as many tokens of a uniform pooling.
+
+    ``benchmarks/relevance.py`` has the other contestants, and a random choice among them.
+    """
     write_data(tmp_path, "train", 3000, 0, ["crossed"])
     write_data(tmp_path, "eval", 200, 1, ["crossed"])
     found = {}
-    for contestant in ("learned", "random", "uniform mean"):
+    for contestant in ("learned", "uniform mean"):
         config = settings(tmp_path, contestant)
         config.steps = 400
         found[contestant] = train(config, contestant)["exact_match"]
-    others = max(score for name, score in found.items() if name != "learned")
-    assert found["learned"] > others + 0.2, found
+    assert found["learned"] > found["uniform mean"] + 0.2, found
 
 
 def test_a_recipes_settings_are_the_benchmarks(tmp_path):
