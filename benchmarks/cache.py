@@ -67,7 +67,7 @@ MODELS = {
     "small tower": ((128, 4, 2), 2, 2),
     "tower and decoder alike": ((384, 6, 6), 8, 2),
     "big tower": ((512, 10, 8), 10, 2),
-    "many frames, pooled": ((512, 10, 8), 56, 7),
+    "many frames, pooled": ((512, 10, 8), 28, 7),
 }
 
 

@@ -228,7 +228,8 @@ class Recompute:
             The state; f32[], the largest relative change of tokens that were kept and made anew.
         """
         rows, pages = features.reshape(len(features), -1, features.shape[-1]), batch.image_pages
-        tokens, change = self._change(state, seen, pages, rows)
+        kept, change = self._rewrite(state, seen, pages, rows, ok)
+        state = state._replace(pages=kept)
         again = seen.stale & seen.known
         due, drift = jnp.zeros_like(seen.size), seen.drift
         if self.policy.measures:
@@ -236,7 +237,7 @@ class Recompute:
         pull = jnp.zeros(seen.size.shape, jnp.float32)
         if gradient is not None and self.policy.by_need:
             pull = self._norms(seen, gradient.reshape(rows.shape))
-        state = self._put(state, batch, seen, tokens, (due, drift, pull), ok)
+        state = self._note(state, batch, seen, (due, drift, pull), ok)
         return state._replace(turn=state.turn + 1), jnp.max(jnp.where(again, change, 0))
 
     def _measure(
@@ -255,30 +256,35 @@ class Recompute:
         typical = jnp.where(jnp.any(moved), settled, state.typical)
         return state._replace(typical=typical), due, drift
 
-    def _change(
-        self, state: CacheState, seen: Seen, pages: jax.Array, rows: jax.Array
+    def _rewrite(
+        self, state: CacheState, seen: Seen, pages: jax.Array, rows: jax.Array, ok: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """What was encoded, [B, I, n, PAGE, D], zeros where nothing was in the shard; f32[B, I],
-        how far it is from what was kept.
+        """The pages with what was encoded in theirs; f32[B, I], how far it is from what was there.
+
+        A shard that encoded nothing touches no page: to copy all tokens would cost what looking
+        for them may.
         """
 
-        def local(old: Any, at: Any, seen: Seen, rows: Any) -> Any:
-            shape = (*at.shape, *old.shape[1:])
-
-            def made(rows: jax.Array, old: jax.Array) -> Any:
-                tokens = _windows(rows, seen, shape[2] * PAGE).reshape(shape)
+        def local(old: Any, at: Any, seen: Seen, rows: Any, ok: Any) -> Any:
+            def made(carry: Any) -> Any:
+                asked, old, _ = carry
+                tokens = _windows(rows, seen, at.shape[2] * PAGE).reshape(*at.shape, *old.shape[1:])
                 here = _used(at, seen.size)[..., None, None]
                 before = jnp.where(here, old[self._mine(at, old)], 0).astype(jnp.float32)
                 apart = jnp.sum((tokens - before) ** 2, axis=(2, 3, 4))
-                return tokens, jnp.sqrt(apart / jnp.maximum(jnp.sum(before**2, (2, 3, 4)), 1e-30))
+                norm = jnp.maximum(jnp.sum(before**2, (2, 3, 4)), 1e-30)
+                where = self._places(at, seen.size, seen.stale & ok, old)
+                new = tokens.reshape(-1, *old.shape[1:]).astype(old.dtype)
+                return jnp.zeros_like(asked), _put(old, where, new), jnp.sqrt(apart / norm)
 
-            def none(rows: jax.Array, old: jax.Array) -> Any:
-                empty = jnp.zeros(shape, rows.dtype), jnp.zeros(shape[:2], jnp.float32)
-                return jax.lax.pcast(empty, BATCH_AXES, to="varying")
+            # One turn or none: a loop's pages are written in place, a conditional's are copied.
+            none = jax.lax.pcast(jnp.zeros(at.shape[:2], jnp.float32), BATCH_AXES, to="varying")
+            start = jnp.any(seen.stale), old, none
+            _, pages, change = jax.lax.while_loop(lambda carry: carry[0], made, start)
+            return pages, change
 
-            return jax.lax.cond(jnp.any(seen.stale), made, none, rows, old)
-
-        return self._local(local, (_ROWS,) * 4, (_ROWS, _ROWS))(state.pages, pages, seen, rows)
+        run = self._local(local, (*(_ROWS,) * 4, _ALL), (_ROWS, _ROWS))
+        return run(state.pages, pages, seen, rows, ok)
 
     def _norms(self, seen: Seen, rows: jax.Array) -> jax.Array:
         """f32[B, I]: of each picture's part of rows [B, Q, D]."""
@@ -291,49 +297,51 @@ class Recompute:
 
         return self._local(local, (_ROWS, _ROWS), _ROWS)(seen, rows)
 
-    def _put(
-        self, state: CacheState, batch: Batch, seen: Seen, tokens: Any, noted: Any, ok: jax.Array
+    def _note(
+        self, state: CacheState, batch: Batch, seen: Seen, noted: Any, ok: jax.Array
     ) -> CacheState:
-        """``tokens`` in their pages, with what is ``noted`` of each: due, drift, pull."""
+        """Whose tokens lie in the pages written, how old, and what is ``noted`` of each: due,
+        drift, pull.
+        """
 
-        def local(old: CacheState, ok: Any, at: Any, keys: Any, seen: Seen, new: Any) -> Any:
-            tokens, (due, drift, pull) = new
-            count, room = at.shape[-1], old.pages.shape[0]
-            used = _used(at, seen.size).reshape(-1, count)
-            keys = page_keys(keys, count).reshape(-1, 4)
-            at = at.reshape(-1, count)
-            beyond = room + jnp.arange(at.size).reshape(at.shape)
+        def local(old: Any, version: Any, ok: Any, at: Any, keys: Any, seen: Seen, new: Any) -> Any:
+            (key, made_at, *others), count = old, at.shape[-1]
+            made = self._places(at, seen.size, seen.stale & ok, key)
+            shown = made
+            if self.policy.by_need:
+                shown = self._places(at, seen.size, (seen.stale | seen.known) & ok, key)
+            key = _put(key, made, page_keys(keys, count).reshape(-1, 4))
+            each = [jnp.repeat(x.reshape(-1), count) for x in new]
+            places = (made, made, shown)
+            return [
+                key,
+                _put(made_at, made, version),
+                *(_put(x, where, y) for x, where, y in zip(others, places, each)),
+            ]
 
-            def places(chosen: jax.Array) -> jax.Array:
-                """Of the first of those that have the same pages: a set's places must differ."""
-                chosen = chosen.reshape(-1) & ok & (at[:, 0] >= 0)
-                before = np.tri(len(at), k=-1, dtype=bool)
-                same = (at[:, None, 0] == at[None, :, 0]) & chosen[None] & before
-                chosen &= ~jnp.any(same, axis=1)
-                mine = self._mine(at, old.pages)
-                return jnp.where(chosen[:, None] & used, mine, beyond).reshape(-1)
+        old = [state.key, state.row_version, state.due, state.drift, state.pull]
+        specs = ([_ROWS] * 5, _ALL, _ALL, _ROWS, _ROWS, _ROWS, _ROWS)
+        key, version, due, drift, pull = self._local(local, specs, [_ROWS] * 5)(
+            old, state.version, ok, batch.image_pages, batch.image_key, seen, noted
+        )
+        return state._replace(key=key, row_version=version, due=due, drift=drift, pull=pull)
 
-            def put(where: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-                return old.at[where].set(new, mode="drop", unique_indices=True)
+    def _places(
+        self, at: jax.Array, size: jax.Array, chosen: jax.Array, of: jax.Array
+    ) -> jax.Array:
+        """i32[B * I * n]: where the pages of ``chosen`` pictures [B, I] lie in this shard's ``of``,
+        and places beyond it for others.
 
-            def each(x: jax.Array) -> jax.Array:
-                return jnp.repeat(x.reshape(-1), count)
-
-            made = places(seen.stale)
-            shown = places(seen.stale | seen.known) if self.policy.by_need else made
-            tokens = tokens.reshape(-1, *tokens.shape[3:]).astype(old.pages.dtype)
-            return old._replace(
-                pages=put(made, old.pages, tokens),
-                key=put(made, old.key, keys),
-                row_version=put(made, old.row_version, old.version),
-                due=put(made, old.due, each(due)),
-                drift=put(made, old.drift, each(drift)),
-                pull=put(shown, old.pull, each(pull)),
-            )
-
-        lie = CacheState(*[_ROWS] * 6, *[_ALL] * 3)
-        run = self._local(local, (lie, _ALL, _ROWS, _ROWS, _ROWS, _ROWS), lie)
-        return run(state, ok, batch.image_pages, batch.image_key, seen, (tokens, noted))
+        Of the first alone of those that have the same pages: a set's places must differ.
+        """
+        count = at.shape[-1]
+        used, at = _used(at, size).reshape(-1, count), at.reshape(-1, count)
+        beyond = len(of) + jnp.arange(at.size).reshape(at.shape)
+        chosen = chosen.reshape(-1) & (at[:, 0] >= 0)
+        before = np.tri(len(at), k=-1, dtype=bool)
+        same = (at[:, None, 0] == at[None, :, 0]) & chosen[None] & before
+        chosen &= ~jnp.any(same, axis=1)
+        return jnp.where(chosen[:, None] & used, self._mine(at, of), beyond).reshape(-1)
 
     def _order(
         self, batch: Batch, seen: Seen, asked: jax.Array, low: int, high: int
@@ -426,21 +434,23 @@ class Recompute:
 
             token = jnp.where(here, jnp.arange(length) - of_picture(seen.first), 0)
             stale = here & of_picture(seen.stale)
-            old = kept(which, token, *pages)
-            if given:
-                stored, is_stored = given
-                stored = stored.reshape(old.shape).astype(old.dtype)
-                old = jnp.where(of_picture(is_stored)[..., None], stored, old)
-            old = jnp.where((here & ~stale)[..., None], old, 0)
 
-            def some(fresh: Any, old: Any) -> Any:
-                fresh = jnp.concatenate([x.reshape(-1, width) for x in fresh])
-                beyond = len(fresh) + jnp.arange(which.size).reshape(which.shape)
+            def read(fresh: Any) -> Any:
+                old = kept(which, token, *pages)
+                if given:
+                    stored, is_stored = given
+                    stored = stored.reshape(old.shape).astype(old.dtype)
+                    old = jnp.where(of_picture(is_stored)[..., None], stored, old)
+                return jnp.where((here & ~stale)[..., None], old, 0)
+
+            def some(fresh: Any) -> Any:
+                rows = jnp.concatenate([x.reshape(-1, width) for x in fresh])
+                beyond = len(rows) + jnp.arange(which.size).reshape(which.shape)
                 index = jnp.where(stale, of_picture(start) + token, beyond)
-                made = fresh.at[index].get(mode="fill", fill_value=0, unique_indices=True)
-                return jnp.where(stale[..., None], made, old)
+                made = rows.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+                return jnp.where(stale[..., None], made, read(fresh))
 
-            return jax.lax.cond(jnp.any(stale), some, lambda fresh, old: old, fresh, old)
+            return jax.lax.cond(jnp.any(stale), some, read, fresh)  # one copy where all are read
 
         pages = () if state is None else (state.pages, batch.image_pages)
         given = () if batch.stored is None else (batch.stored, batch.is_stored)
@@ -453,6 +463,11 @@ class Recompute:
 
     def _local(self, run: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
         return jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=out)
+
+
+def _put(old: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
+    """``old`` with ``new`` at its places, which differ; those beyond it are left out."""
+    return old.at[where].set(new, mode="drop", unique_indices=True)
 
 
 def _used(pages: jax.Array, size: jax.Array) -> jax.Array:

@@ -118,8 +118,7 @@ def test_vectors_and_gradients_go_through_stages():
 @pytest.mark.parametrize(
     "kind, loss, mesh, chunks, strategy",
     [
-        ("full", "info_nce", MeshConfig(2, stage=2), (3, 5), DDP),
-        ("full", "info_nce", STAGE2, (0, 0), {"schedule": "gpipe"}),
+        ("full", "info_nce", MeshConfig(2, stage=2), (3, 5), {**DDP, "schedule": "gpipe"}),
         (
             "locked",
             "matryoshka",
