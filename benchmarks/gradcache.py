@@ -1,12 +1,12 @@
-"""Gradient caching: memory by batch size, time beside plain training, and a peer's cached loss.
+"""Gradient caching: memory by batch size, time beside plain training, and peers' ways to it.
 
     python -m benchmarks.gradcache [--part memory|time|peers ...]
 
 ``memory``: a step compiled for batches of pairs from 256 to 16,384 at one chunk, and plainly where
 that is not too much; nothing is run. ``time``: steps of both, interleaved, at a batch that both
 hold; with the picture tower frozen; and with what it makes of the pictures found. ``peers``: the
-gradients, time and memory of sentence-transformers' cached loss on the same small BERT, texts and
-batch.
+gradients, time and memory of sentence-transformers' cached loss and of open_clip's feature
+accumulation, each beside ours (benchmarks/gradcache_peers.py).
 
     python -m benchmarks.gradcache --plot
 
@@ -16,9 +16,7 @@ draws docs/gradcache_memory.svg from the result that is there.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import resource
 import statistics
 import time
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.common import RESULTS, ROOT, environment, worst_leaf, write
+from benchmarks.common import RESULTS, ROOT, environment, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
@@ -57,6 +55,7 @@ CHUNK, TOKENS = 64, 32
 BATCHES = (256, 1024, 4096, 16384)
 PLAIN_UP_TO = 1024
 BOTH_HOLD, ROUNDS = 256, 6
+PARTS = ("memory", "time", "peers")
 
 
 def pairs(count: int, config: DualConfig = CLIP) -> Pairs:
@@ -128,7 +127,7 @@ def memory() -> list[dict[str, Any]]:
     return rows
 
 
-def timed() -> dict[str, Any]:
+def timed(rounds: int) -> dict[str, Any]:
     """Seconds a step, interleaved; medians, and the ratios to plain."""
     arms = {
         "plain": step_of(0),
@@ -145,7 +144,7 @@ def timed() -> dict[str, Any]:
     }
     states = {name: state for name, (_, (_, state)) in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name, (_, (step, _)) in arms.items():
             begun = time.perf_counter()
             states[name], metrics = step(states[name], batch[name])
@@ -166,111 +165,11 @@ def timed() -> dict[str, Any]:
     }
 
 
-def peers() -> dict[str, Any]:
-    """Gradients, time and memory of sentence-transformers' cached loss and of ours."""
-    import torch
-    from sentence_transformers import SentenceTransformer, losses, models
-    from transformers import BertConfig, BertModel
+def peers(rounds: int) -> dict[str, Any]:
+    """Gradients, time and memory of others' and of ours."""
+    from benchmarks import gradcache_peers  # which needs torch
 
-    from jaxvlm.models.families import bert
-
-    torch.manual_seed(0)
-    torch.set_num_threads(2)
-    dims = BertConfig(
-        vocab_size=4096, hidden_size=192, num_hidden_layers=4, num_attention_heads=3,
-        intermediate_size=768, max_position_embeddings=64, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    theirs = BertModel(dims).train()
-    count, rng = BOTH_HOLD, np.random.default_rng(0)
-    ids = rng.integers(3, 4096, (2, count, TOKENS)).astype(np.int64)
-
-    class Words(torch.nn.Module):
-        """A module of theirs that takes ids as they are."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = theirs
-
-        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
-            out = self.model(features["input_ids"], features["attention_mask"])
-            return features | {"token_embeddings": out.last_hidden_state}
-
-    pooling = models.Pooling(192, "mean")
-    sentence = SentenceTransformer(modules=[Words(), pooling, models.Normalize()], device="cpu")
-    loss = losses.CachedMultipleNegativesRankingLoss(sentence, scale=20.0, mini_batch_size=CHUNK)
-    features = [
-        {"input_ids": torch.as_tensor(x), "attention_mask": torch.ones(count, TOKENS).long()}
-        for x in ids
-    ]
-
-    def their_step() -> tuple[float, float]:
-        """Seconds, and the loss."""
-        sentence.zero_grad()
-        begun = time.perf_counter()
-        value = loss([dict(x) for x in features], torch.arange(count))
-        value.backward()
-        return time.perf_counter() - begun, value.item()
-
-    config = bert.config_from_hf(dims.to_dict() | {"model_type": "bert"})
-    config = dataclasses.replace(
-        config, normalize=True, text=dataclasses.replace(config.text, pool="mean")
-    )
-    model = build_model(config, make_mesh(MeshConfig(1), jax.devices()[:1]))
-    state = {k: v.detach().numpy() for k, v in theirs.state_dict().items()}
-    params = {p: jax.numpy.asarray(x) for p, x in bert.weights(config).load(state).items()}
-    places = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (count, 1, TOKENS)).copy()
-    sides = [
-        Batch(x.astype(np.int32), np.zeros(x.shape, np.float32), places, np.ones(x.shape, np.int32))
-        for x in ids
-    ]
-    number = np.arange(count, dtype=np.int32)
-    document = jax.tree.map(lambda x: x[:, None], sides[1])
-    batch = Pairs(sides[0], document, np.ones((count, 1), bool), number, number[:, None])
-    from jaxvlm.build.pairs import pair_runner
-    from jaxvlm.train.objective import scales
-
-    ours = InfoNCE(temperature=0.05)
-    runner = pair_runner(model, list(params), (Chunk(CHUNK), Chunk(CHUNK)))
-    run = jax.jit(lambda p, x: runner.loss_grad(p, {}, x, ours, scales(ours, x)))
-    batch = to_global(model.mesh, batch, count)
-    jax.block_until_ready(run(params, batch))
-
-    def our_step() -> tuple[float, Any]:
-        """Seconds, and the sums with their gradients."""
-        begun = time.perf_counter()
-        made = jax.block_until_ready(run(params, batch))
-        return time.perf_counter() - begun, made
-
-    their_step()
-    seconds: dict[str, list[float]] = {"theirs": [], "ours": []}
-    for _ in range(ROUNDS):
-        took, their_loss = their_step()
-        seconds["theirs"].append(took)
-        took, (sums, grads) = our_step()
-        seconds["ours"].append(took)
-    wanted = bert.weights(config).load(
-        {
-            k: np.zeros(v.shape, np.float32) if v.grad is None else v.grad.numpy()
-            for k, v in theirs.named_parameters()
-        }
-    )
-    worst, _ = worst_leaf(grads, wanted)
-    median = {name: statistics.median(x) for name, x in seconds.items()}
-    temporaries = run.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
-    return {
-        "batch": count,
-        "chunk": CHUNK,
-        "loss": {
-            "theirs": their_loss,
-            "ours": float(sums.terms["loss"]) / count,
-        },
-        "worst_gradient_leaf": worst,
-        "seconds": median,
-        "theirs_to_ours": median["theirs"] / median["ours"],
-        "our_temporaries": temporaries,
-        "peak_of_the_process": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    }
+    return gradcache_peers.measure(rounds)
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
@@ -298,8 +197,8 @@ def plot(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Run the parts, keep those that were not asked for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    known = {"memory": memory, "time": timed, "peers": peers}
-    parser.add_argument("--part", nargs="+", choices=tuple(known), default=tuple(known))
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="steps that are timed")
     parser.add_argument("--plot", action="store_true", help="draw what is measured already")
     args = parser.parse_args()
     if args.plot:
@@ -307,10 +206,11 @@ def main() -> None:
         plot(json.loads(text)["memory"])
         return
     keep_freed_memory()  # as `jaxvlm train` does
+    known = {"memory": lambda rounds: memory(), "time": timed, "peers": peers}
     for part in args.part:
-        found = known[part]()
+        before, found = environment(), known[part](args.rounds)
         print(part, found, flush=True)
-        write(f"gradcache_{part}_cpu.json", {"environment": environment(), part: found})
+        write(f"gradcache_{part}_cpu.json", {"environment": before, part: found})
 
 
 if __name__ == "__main__":

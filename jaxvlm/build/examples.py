@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxvlm.build.items import refuse
 from jaxvlm.data import pair_formats
-from jaxvlm.data.examples import Example, Item
+from jaxvlm.data.examples import Example, Item, relevant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Gathered:
     queries: list[Item]
     documents: list[Item]
     right: list[list[int]]
-    """Of each query, the documents that are right."""
+    """Of each query, the documents that are right: see :func:`jaxvlm.data.examples.relevant`."""
     same: list[list[int]]
     """Of each query, documents that are the query itself."""
     places: list[tuple[int, int, tuple[int, ...]]]
@@ -40,10 +40,8 @@ def read(name: str) -> list[Example]:
 
 
 def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:
-    """Queries and documents of examples, each once, and which belong together.
-
-    Items of the same text and picture are the same document, whatever their vectors are for. Right
-    for a query are its positives under every example, and those of all examples with its label.
+    """Queries and documents of examples, each once, and which belong together: see
+    :func:`jaxvlm.data.examples.relevant`.
 
     Args:
         examples: what to gather from.
@@ -61,19 +59,9 @@ def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:
     of_content: dict[tuple[str, str], list[int]] = {}
     for item, i in documents.items():
         of_content.setdefault(item.content, []).append(i)
-    wanted: dict[Any, set[int]] = {}  # by the query's content, and by label
-    for e in examples:
-        if e.scores and e.scores[0] <= 0:
-            continue  # it says that the two do not belong together
-        alike = of_content[e.positive.content]
-        wanted.setdefault(e.query.content, set()).update(alike)
-        if e.label:
-            wanted.setdefault(e.label, set()).update(alike)
-    right: list[set[int]] = [set() for _ in queries]
-    for e, (query, _, _) in zip(examples, places, strict=True):
-        right[query] |= wanted.get(e.query.content, set()) | wanted.get(e.label, set())
     same = [of_content.get(item.content, []) for item in queries]
-    return Gathered(list(queries), list(documents), [sorted(x) for x in right], same, places)
+    right = relevant(examples, queries, documents)
+    return Gathered(list(queries), list(documents), right, same, places)
 
 
 def record(example: Example, root: pathlib.Path, scores: Sequence[float] = ()) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxvlm.build import adapters, caching, pretrained
 from jaxvlm.config import ConfigError, DataConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, formats, images, tokenizer
 from jaxvlm.data.loader import Dataset
+from jaxvlm.models.families import sentences
 
 _MULTIPLE = 64
 """Vocabularies are rounded up to it, so that mesh axes divide them on every mesh alike."""
@@ -45,6 +46,8 @@ def prepare(given: TrainConfig, workdir: pathlib.Path | None) -> Prepared:
         DataError: data that can't be used.
     """
     source = pretrained.find(given.model.checkpoint, workdir)
+    if source is not None:
+        sentences.check_tokens(pretrained.modules(source.files))
     given = pretrained.with_source(given, source)
     given = adapters.with_adapter(given, source, workdir)
     read = read_records(given.data, given.data.train)

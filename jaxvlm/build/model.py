@@ -340,8 +340,9 @@ def wrap(
         raise ConfigError(f"no strategy for the tower {sorted(missing)[0]!r}")
     trunk = isinstance(config, ModelConfig) and config.vision.trunk > 0
     free = {p: n for p, n in seen["linear"].items() if not (trunk and p.startswith("vision/"))}
-    adapted = lora.find(adapter, free, logical)
-    packed = lora.packed(adapter, seen["linear"], logical)
+    where = "config.dual.lora" if isinstance(config, DualConfig) else "config.model.lora"
+    adapted = lora.find(adapter, free, logical, where)
+    packed = lora.packed(adapter, seen["linear"], logical, where)
     for more, words in (
         lora.parameters(adapter, adapted, shapes, logical),
         quantized.parameters(packed, shapes, logical),

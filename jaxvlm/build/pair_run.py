@@ -280,7 +280,7 @@ class PairScorer:
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
         self.what = retrieval.Retrieval(dims=dims)
         self.rows = local_rows(model.mesh, batch_size)
-        self.right = [found.tolist() for found in dataset.relevance()]
+        self.right = dataset.relevance()
         self.relevance = retrieval.Relevance.of(self.right, len(dataset.documents.items))
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         runner = pair_runner(model, model.shapes, chunks)

@@ -185,7 +185,8 @@ def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:
 def read_params(source: Source, config: ModelConfig | DualConfig, abstract: Params) -> Params:
     """The checkpoint's parameters, streamed to their shards; see ``jaxvlm.io.hf``."""
     found: Params = {}
-    if isinstance(config, DualConfig) and (place := _place(modules(source.files), sentences.DENSE)):
+    place = sentences.place(modules(source.files), sentences.DENSE)
+    if isinstance(config, DualConfig) and place:
         own = {path: x for path, x in abstract.items() if path.startswith("head/")}
         found = hf.read_params(source.weights / place, sentences.linear_map(config), own)
         abstract = {path: x for path, x in abstract.items() if path not in own}
@@ -271,14 +272,8 @@ def module_config(
     folder: pathlib.Path, listed: list[dict[str, Any]], kind: str = "Pooling"
 ) -> dict[str, Any]:
     """What a module of :func:`modules` says; {} where there is none."""
-    place = _place(listed, kind)
+    place = sentences.place(listed, kind)
     return optional(folder / place / "config.json") if place else {}
-
-
-def _place(listed: list[dict[str, Any]], kind: str) -> str:
-    """The folder of the first module of a kind; "" where there is none."""
-    paths = [m.get("path", "") for m in listed if str(m.get("type")).endswith(f".{kind}")]
-    return paths[0] if paths else ""
 
 
 def optional(path: pathlib.Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def write(
             kind = str(source.hf_config["model_type"])
             files = sentence_files.files(_VISION.get(kind, kind), vectors[tower], inputs[tower])
             routes[tower] = files
-            there = half / sentence_files.place(tower, "Transformer")
+            there = half / f"{tower}_{sentence_files.names(files)[0]}"
             if not jax.process_index():
                 _copy(source, there, tower)
             layout = _layout(source, tower, dtype)
@@ -96,8 +96,7 @@ def write(
             sizes = (np.prod(s.shape) * hf.DTYPES[s.dtype].itemsize for s in layout.values())
             size += int(sum(sizes))
             if vectors[tower].dense:
-                name = next(n for n in sentence_files.names(files) if n.endswith("Dense"))
-                folder = half / f"{tower}_{name}"
+                folder = half / f"{tower}_{sentence_files.linear_map(files)}"
                 if not jax.process_index():
                     folder.mkdir(exist_ok=True)
                 write_map(folder, params, (f"head/{tower}", f"head/{tower}_bias"))

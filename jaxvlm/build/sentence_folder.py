@@ -19,7 +19,7 @@ from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat
 from jaxvlm.io import hf
 from jaxvlm.models.embedder import TOKENS
-from jaxvlm.models.families import sentence_files, sentences
+from jaxvlm.models.families import sentence_files
 from jaxvlm.models.families.sentence_files import Vectors
 from jaxvlm.types import Params
 
@@ -94,9 +94,8 @@ def export(
             for name, content in files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for name in files:
-            if (where := pathlib.PurePath(name).parent).name.endswith(sentences.DENSE):
-                _write_map(folder / where, params, made.maps)
+        if vectors.dense:
+            _write_map(folder / sentence_files.linear_map(files), params, made.maps)
 
     return exporting.rewrite(source, output, params, made.config, dtype, more)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from absl import flags
@@ -16,7 +17,7 @@ USAGE = (
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``plan``."""
-    recipe = next((a.partition("=")[2] for a in argv if a.startswith(("--model=", "-model="))), "")
+    recipe = _model_of(argv)
     is_recipe = recipe.partition(":")[0].endswith(".py")
     config_flags.DEFINE_config_file(
         "config",
@@ -68,6 +69,18 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         flag_values=values,
     )
     flags.DEFINE_bool("compare", False, "Set two saved plans side by side.", flag_values=values)
+
+
+def _model_of(argv: list[str]) -> str:
+    """What --model says, before flags are read: a recipe brings flags of its own."""
+    found = ""
+    for arg, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        if arg == "--":
+            break
+        name, is_given, value = arg.partition("=")
+        if name in ("--model", "-model"):
+            found = value if is_given else after
+    return found
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

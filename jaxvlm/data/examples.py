@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxvlm.data.formats import PLACEHOLDER, BadItem, check_unicode, tidy
@@ -65,3 +66,41 @@ class Example(NamedTuple):
     """A teacher's, of the positive and each negative, or how like query and positive are; () is
     none."""
     task: str = ""
+
+
+def relevant(
+    examples: Iterable[Example], queries: Iterable[Item], documents: Iterable[Item]
+) -> list[list[int]]:
+    """Of each query, the documents that are right for it, ascending.
+
+    They are its positives under any example, and those of all examples with a label that it has;
+    but for examples that say, by a score of 0 or less, that the two do not belong together. Items
+    of one content, a text and a picture, are one query or one document, whatever their vectors are
+    for.
+
+    Args:
+        examples: who belongs to whom.
+        queries: those of the examples, and perhaps others.
+        documents: likewise.
+    """
+    found: dict[tuple[str, str], set[tuple[str, str]]] = {}  # by a query's content
+    of_label: dict[str, set[tuple[str, str]]] = {}
+    labels: dict[tuple[str, str], set[str]] = {}
+    for example in examples:
+        query, positive = example.query.content, example.positive.content
+        if example.label:
+            labels.setdefault(query, set()).add(example.label)
+        if example.scores and example.scores[0] <= 0:
+            continue
+        found.setdefault(query, set()).add(positive)
+        if example.label:
+            of_label.setdefault(example.label, set()).add(positive)
+    places: dict[tuple[str, str], list[int]] = {}
+    for i, item in enumerate(documents):
+        places.setdefault(item.content, []).append(i)
+    out = []
+    for item in queries:
+        ours = set(found.get(item.content, ()))
+        ours.update(*(of_label.get(label, ()) for label in labels.get(item.content, ())))
+        out.append(sorted(i for content in ours for i in places.get(content, ())))
+    return out

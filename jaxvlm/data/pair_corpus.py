@@ -14,7 +14,7 @@ import numpy as np
 from jaxvlm.config import DataConfig
 from jaxvlm.data import images, item_rows
 from jaxvlm.data.errors import DataError, Problem, enforce
-from jaxvlm.data.examples import Example, Item
+from jaxvlm.data.examples import Example, Item, relevant
 from jaxvlm.data.item_rows import Bad, Encoded, RowFormat
 from jaxvlm.data.sides import Side
 
@@ -88,34 +88,15 @@ class PairCorpus(NamedTuple):
         place = int(np.argmax(self.document == item))
         return int(np.searchsorted(self.first, place, "right")) - 1
 
-    def relevance(self) -> list[np.ndarray]:
+    def relevance(self) -> list[list[int]]:
         """See :meth:`jaxvlm.data.pair_loader.PairDataset.relevance`."""
-        found = _positives(self.query_content, self.positive_content, self._is_positive)
-        labels = [] if self.label is None else self.label.tolist()
-        of_label: dict[int, set[int]] = collections.defaultdict(set)
-        for label, content in zip(labels, self.positive_content.tolist(), strict=False):
-            of_label[label].add(content)
-        for label, content in zip(labels, self.query_content.tolist(), strict=False):
-            found[content] |= of_label[label] if label >= 0 else set()
-        documents: dict[int, list[int]] = collections.defaultdict(list)
-        for document, content in enumerate(self.content["document"].tolist()):
-            documents[content].append(document)
-        return [
-            np.asarray(sorted(d for c in found[content] for d in documents[c]), np.int32)
-            for content in self.content["query"].tolist()
-        ]
+        return relevant(self.examples, self.queries.items, self.documents.items)
 
     def scored(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """See :meth:`jaxvlm.data.pair_loader.PairDataset.scored`."""
         count = np.diff(self.first) if self.has_scores else np.zeros(len(self.query), np.int64)
         total = int(count.sum())
         return np.repeat(self.query, count), self.document[:total], self.score[:total]
-
-    @property
-    def _is_positive(self) -> np.ndarray:
-        return (
-            self.score[self.first[:-1]] > 0 if self.has_scores else np.ones(len(self.query), bool)
-        )
 
 
 def make_corpus(
@@ -218,14 +199,6 @@ def _why_not(
     if scored and not example.scores:
         return "no score, which others have", ""
     return None
-
-
-def _positives(query: np.ndarray, positive: np.ndarray, which: np.ndarray) -> dict[int, set[int]]:
-    """Content of a query -> contents of all its positives."""
-    found: dict[int, set[int]] = collections.defaultdict(set)
-    for q, p in zip(query[which].tolist(), positive[which].tolist(), strict=True):
-        found[q].add(p)
-    return found
 
 
 def _numbered(

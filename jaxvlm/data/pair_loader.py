@@ -249,12 +249,8 @@ class PairDataset:
 
         return iter(ahead(load, 0, steps, self.config))
 
-    def relevance(self) -> list[np.ndarray]:
-        """Of each query, the numbers of the documents that it should find, ascending.
-
-        They are its positives under any example, those of examples with the same label, and
-        documents of the same content as one of these.
-        """
+    def relevance(self) -> list[list[int]]:
+        """The documents that each query should find, see :func:`jaxvlm.data.examples.relevant`."""
         return self.corpus.relevance()
 
     def scored(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

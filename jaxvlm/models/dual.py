@@ -260,7 +260,7 @@ def check(config: DualConfig) -> None:
     where = "config.dual"
     if config.dtype not in DTYPES:
         raise ConfigError(f"{where}.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
-    check_backend(config.attention)
+    check_backend(config.attention, where)
     if not config.towers or not set(config.towers) <= set(TOWERS):
         raise ConfigError(f"{where}.towers={config.towers}; known: {', '.join(TOWERS)}")
     if extra := set(config.project) - set(config.towers):

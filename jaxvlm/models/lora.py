@@ -26,6 +26,7 @@ from jaxvlm.types import Logical, Params
 PARTS = A, B, MAGNITUDE = "lora_a", "lora_b", "magnitude"
 ALL = "all-linear"
 """The pattern of all linear maps."""
+_WHERE = "config.model.lora"
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +112,10 @@ def is_adapter(path: str) -> bool:
 
 
 def find(
-    config: LoraConfig, linear: Mapping[str, int], logical: Mapping[str, Logical]
+    config: LoraConfig,
+    linear: Mapping[str, int],
+    logical: Mapping[str, Logical],
+    where: str = _WHERE,
 ) -> dict[str, Dims]:
     """The linear maps that get an adapter, by path; none at rank 0.
 
@@ -119,11 +123,11 @@ def find(
         config: its patterns, in turn; one after ``-`` takes away from those before it.
         linear: path -> how many of its dims, the layers' left out, are the input's.
         logical: path -> words, of all parameters.
+        where: what error messages call ``config``.
 
     Raises:
         ConfigError: a pattern that no linear map matches, or numbers out of range.
     """
-    where = "config.model.lora"
     if not config.rank:
         unset = LoraConfig()
         names = ("alpha", "rslora", "dora", "targets", "init", "dropout")
@@ -166,20 +170,23 @@ def find(
 
 
 def packed(
-    config: LoraConfig, linear: Mapping[str, int], logical: Mapping[str, Logical]
+    config: LoraConfig,
+    linear: Mapping[str, int],
+    logical: Mapping[str, Logical],
+    where: str = _WHERE,
 ) -> dict[str, Dims]:
     """The linear maps that are kept in eight bits: all of them, or none; arguments as :func:`find`.
 
     Raises:
         ConfigError: an unknown ``base``, or eight bits without adapters.
     """
-    where = f"config.model.lora.base={config.base!r}"
+    said = f"{where}.base={config.base!r}"
     if config.base not in ("float32", "int8"):
-        raise ConfigError(f"{where}; known: float32, int8")
+        raise ConfigError(f"{said}; known: float32, int8")
     if config.base == "float32":
         return {}
     if not config.rank:
-        raise ConfigError(f"{where} is for adapters: bytes are not trained; set model.lora.rank")
+        raise ConfigError(f"{said} is for adapters: bytes are not trained; set {where}.rank")
     return _dims(linear, logical)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, VisionConfig
+from jaxvlm.config import VisionConfig
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.param import Init, contract, fan_in, normal, param, zeros
 
@@ -50,12 +50,7 @@ class ConvStem(nnx.Module):
     """
 
     def __init__(self, init: Init, config: VisionConfig):
-        steps = int(math.log2(config.patch_size))
-        if config.patch_size != 2**steps or not steps:
-            raise ConfigError(
-                f"config.model.vision.stem='conv' halves the picture at each step: patch_size="
-                f"{config.patch_size} must be a power of two, at least 2"
-            )
+        steps = config.patch_size.bit_length() - 1  # it is a power of two
         channels = [3, *conv_channels(config.width, steps)]
         self.activation = config.activation
         axes = ("patch", "patch", "patch", "embed")

@@ -381,6 +381,11 @@ def check(config: VisionConfig, where: str = "config.model.vision") -> None:
         )
     if config.stem == "conv" and not config.patch_bias:
         raise ConfigError(f"{where}.patch_bias=False has no meaning for stem='conv'")
+    if config.stem == "conv" and (config.patch_size < 2 or config.patch_size.bit_count() > 1):
+        raise ConfigError(
+            f"{where}.patch_size={config.patch_size}: stem='conv' halves the picture at each step, "
+            "so it must be a power of two, at least 2"
+        )
     if config.pool == "class" and not config.class_token:
         raise ConfigError(f"{where}.pool='class' without class_token")
     if config.pool != "none" and not config.post_norm:

@@ -81,7 +81,7 @@ def attend(
     if axes.splits_rows(q.shape[1]):
         if axes.context != "ulysses" and backend not in ("auto", "xla"):
             raise ConfigError(
-                f"config.model.attention={backend!r} takes whole rows, and "
+                f"attention={backend!r} of config.model or config.dual takes whole rows, and "
                 f"config.strategy.context={axes.context!r} splits them; 'ulysses' has whole ones"
             )
         if axes.context == "ring" and q.shape[1] == k.shape[1]:
@@ -158,15 +158,19 @@ def check_heads(axes: Axes, num_heads: int) -> None:
         )
 
 
-def check_backend(name: str) -> None:
+def check_backend(name: str, where: str = "config.model") -> None:
     """Refuse a backend that does not exist.
+
+    Args:
+        name: of it.
+        where: what error messages call the model.
 
     Raises:
         ConfigError: with the names that do.
     """
     if name not in ("auto", *BACKENDS):
         known = ", ".join(("auto", *BACKENDS))
-        raise ConfigError(f"config.model.attention={name!r}; known: {known}")
+        raise ConfigError(f"{where}.attention={name!r}; known: {known}")
 
 
 def _choose(
@@ -181,7 +185,9 @@ def _choose(
     check_backend(backend)
     if backend != "auto":
         if refusal := _refusal(backend, q, k, mask, cap, drops):
-            raise ConfigError(f"config.model.attention={backend!r}: {refusal}; use 'auto'")
+            raise ConfigError(
+                f"config.model (or config.dual).attention={backend!r}: {refusal}; use 'auto'"
+            )
         return backend
     for name in _PREFERRED.get(platform, ()):
         refusal = _refusal(name, q, k, mask, cap, drops)

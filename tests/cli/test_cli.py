@@ -97,6 +97,15 @@ def test_print_config_prints_what_would_be_used(capsys, tmp_path):
     assert json.loads(last)["data"]["train"] == "x.jsonl"
 
 
+def test_a_space_does_as_well_as_an_equals_sign(capsys):
+    args = ["--config", f"{RECIPE}:x.jsonl", "--config.seed", "7", "--config.loss", "focal"]
+    assert run(["train", *args, "--config.optim.frozen", "('vision/*',)", "--print_config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = ("data.train='x.jsonl'", "seed=7", "loss='focal'", "optim.frozen=('vision/*',)")
+    assert {f"config.{line}" for line in said} <= set(lines)
+    assert "no such recipe" in fails(capsys, "train", "--config", "nope.py:x", "--workdir", "w")
+
+
 def test_dry_run_shows_the_loss_mask_and_writes_nothing(capsys, tmp_path):
     data = write_data(tmp_path, pictures=8)
     before = sorted(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from pair_data import (
     texts,
 )
 
+from jaxvlm.build.examples import gather
 from jaxvlm.config import ConfigError, PairsConfig
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.examples import Example, Item
@@ -110,6 +111,38 @@ def test_relevance_is_by_content():
     keys = {m.example[0]: p for p, m in take(data.train(np.arange(1)), 3)}
     assert keys[0].query_key == keys[1].query_key != keys[2].query_key
     assert keys[0].document_key == keys[2].document_key != keys[1].document_key
+
+
+def test_what_is_right_is_as_defined():
+    rng, told = np.random.default_rng(0), ("", "find ")
+
+    def item(most):
+        return Item(f"w{rng.integers(most)}", instruction=told[rng.integers(2)])
+
+    made = [
+        Example(str(i), item(9), item(12), (item(12),), ("", "", "x", "y")[k], (float(score),))
+        for i, (k, score) in enumerate(zip(rng.integers(4, size=30), rng.integers(-1, 3, 30)))
+    ]
+    made = [e._replace(scores=(*e.scores, 0.5)) for e in made]
+
+    def right(query, document):
+        labels = {e.label for e in made if e.query.content == query.content} - {""}
+        return any(
+            e.positive.content == document.content and e.scores[0] > 0
+            for e in made
+            if e.query.content == query.content or e.label in labels
+        )
+
+    data = dataset(made, text_rows(), batch_size=1)
+    documents = data.documents.items
+    expected = [
+        [n for n, d in enumerate(documents) if right(query, d)] for query in data.queries.items
+    ]
+    assert data.relevance() == expected
+    assert 0 < sum(map(len, expected)) < len(expected) * len(documents)
+    found = gather(data.examples)  # which evaluates files
+    assert found.queries == data.queries.items and found.documents == documents
+    assert found.right == expected
 
 
 def test_instructions_stand_before_texts(prompt_rows):

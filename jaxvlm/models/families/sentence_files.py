@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DualConfig
-from jaxvlm.models.families.sentences import DENSE, OLD_POOLS, POOLS
+from jaxvlm.models.families.sentences import DENSE, OLD_POOLS, POOLS, kinds_of, place
 
 _TEXT = ("bert",)
 _BOTH = ("clip", "siglip", "siglip2")
@@ -99,12 +99,12 @@ _ROUTES = {"text": "text", "vision": "image"}
 
 def names(found: Mapping[str, Any]) -> list[str]:
     """``0_Transformer``, ``1_Pooling``, …: the modules of :func:`files`."""
-    return [f"{m['idx']}_{m['type'].removeprefix(_TYPE)}" for m in found["modules.json"]]
+    return [f"{i}_{kind}" for i, kind in enumerate(kinds_of(found["modules.json"]))]
 
 
-def place(tower: str, kind: str) -> str:
-    """The folder of a tower's first module."""
-    return f"{tower}_0_{kind}"
+def linear_map(found: Mapping[str, Any]) -> str:
+    """The folder of the linear map among the modules of :func:`files`; "" where there is none."""
+    return place(found["modules.json"], DENSE)
 
 
 def routed(towers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict | list]:
@@ -115,18 +115,19 @@ def routed(towers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict | list]:
     """
     out: dict[str, dict | list] = {}
     structure: dict[str, list[str]] = {}
+    types: dict[str, str] = {}
     for tower, found in towers.items():
         first, *others = (f"{tower}_{name}" for name in names(found))
         structure[_ROUTES[tower]] = [first, *others]
+        types |= zip((first, *others), (m["type"] for m in found["modules.json"]), strict=True)
         out[f"{first}/sentence_bert_config.json"] = found["sentence_bert_config.json"]
         for name in others:
             out[f"{name}/config.json"] = found.get(
                 f"{name.removeprefix(f'{tower}_')}/config.json", {}
             )
-    kinds = {name: _TYPE + name.rsplit("_", 1)[-1] for row in structure.values() for name in row}
     mappings = {f"(None, {route!r})": route for route in structure}
     out["router_config.json"] = {
-        "types": kinds,
+        "types": types,
         "structure": structure,
         "parameters": {
             "default_route": "text",

@@ -46,6 +46,18 @@ _DENSE = Fields(
 )
 
 
+def kinds_of(modules: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each module of ``modules.json`` is: ``Transformer``, ``Pooling``, …"""
+    return [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
+
+
+def place(modules: Sequence[Mapping[str, Any]], kind: str) -> str:
+    """The folder of the first module of a kind; "" where there is none."""
+    paths = (module.get("path", "") for module in modules)
+    found = (path for path, k in zip(paths, kinds_of(modules), strict=True) if k == kind)
+    return next(found, "")
+
+
 def with_modules(
     config: DualConfig,
     modules: Sequence[Mapping[str, Any]],
@@ -63,7 +75,7 @@ def with_modules(
     Raises:
         ConfigError: a module or a way of pooling that jaxvlm does not have.
     """
-    kinds = _kinds(modules)
+    kinds = kinds_of(modules)
     behind = ("", "Normalize", DENSE, f"{DENSE} Normalize")
     if kinds[:2] != ["Transformer", "Pooling"] or " ".join(kinds[2:]) not in behind:
         raise ConfigError(
@@ -122,17 +134,13 @@ def _pool(pooling: Mapping[str, Any], width: int) -> str:
     return POOLS[modes[0]]
 
 
-def _kinds(modules: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [str(module.get("type", "")).rsplit(".", 1)[-1] for module in modules]
-
-
 def check_whole(modules: Sequence[Mapping[str, Any]]) -> None:
     """Refuse modules behind a model of pictures and texts whose heads make unit vectors.
 
     Raises:
         ConfigError: which.
     """
-    if (kinds := _kinds(modules))[1:] not in ([], ["Normalize"]):
+    if (kinds := kinds_of(modules))[1:] not in ([], ["Normalize"]):
         raise ConfigError(
             f"modules.json: {', '.join(kinds)} is not supported for this model, only "
             "Transformer or CLIPModel and perhaps Normalize"
@@ -152,7 +160,7 @@ def check_last(
     Raises:
         ConfigError: which.
     """
-    kinds = _kinds(modules)
+    kinds = kinds_of(modules)
     if kinds != ["Transformer", "Pooling", "Normalize"] or _pool(pooling, width) != "last":
         raise ConfigError(
             f"modules.json: {', '.join(kinds)} with this pooling is not supported for a "
@@ -167,11 +175,25 @@ def check_no_map(modules: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: there is one.
     """
-    if DENSE in _kinds(modules):
+    if DENSE in kinds_of(modules):
         raise ConfigError(
             "modules.json: the folder's Dense module is not read, and a new one would stand in its "
             "place; go on from the run that it is of: config.init_from=WORKDIR; of a text encoder "
             "as it is, it is read with config.dual.checkpoint"
+        )
+
+
+def check_tokens(modules: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse to train tokens with a model whose linear map nothing would train or write again.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if DENSE in kinds_of(modules):
+        raise ConfigError(
+            "modules.json: the folder's Dense module makes vectors, and a loss of tokens neither "
+            "reads nor trains it; start from the checkpoint that was trained to make them, or "
+            "leave modules.json out of a copy of the folder"
         )
 
 
@@ -181,7 +203,7 @@ def check_written(modules: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: it does.
     """
-    if DENSE in _kinds(modules):
+    if DENSE in kinds_of(modules):
         raise ConfigError(
             "modules.json: a Hugging Face folder has no place for the Dense module behind this "
             "model; a run leaves with it by --format=sentence_transformers"
