@@ -4,8 +4,13 @@
 
 The quickstart's model and data, no augmentation (a picture must be the same each time). ``main``:
 every picture encoded each time it is shown (full), never after a random start (frozen), a share of
-the shows by each policy, the same learning rate for all; ``curve``: one seed, bounds x learning
-rates. A row is kept as soon as it is there; the benchmark goes on from what is there.
+the shows by each policy, the same learning rate for all; ``curve``: bounds x learning rates, with
+half of the pictures. A row is kept as soon as it is there; the benchmark goes on from what is
+there.
+
+    python -m benchmarks.staleness --plot
+
+draws docs/staleness_curve.svg from the rows of the curve that are there.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import json
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import jaxvlm
@@ -45,11 +51,12 @@ MAIN: dict[str, dict[str, Any]] = {
     "lazy": {"policy": "lazy", "bound": 1500},
 }
 RATES = (5e-4, 2e-3, 1e-3)
-CURVE_EPOCHS = 8.0  # of 160 updates
+CURVE_PICTURES, CURVE_EPOCHS = 2000, 12.0  # of 160 updates
+BOUNDS = (80, 160, 320, 640)
 CURVE: dict[str, dict[str, Any]] = {
     "full": {},
-    **{f"lazy {b}": {"policy": "lazy", "bound": b} for b in (80, 160, 320)},
-    "hybrid 320": {"policy": "hybrid", "bound": 320, "ahead": 80},
+    **{f"lazy {b}": {"policy": "lazy", "bound": b} for b in BOUNDS},
+    **{f"hybrid {b}": {"policy": "hybrid", "bound": b, "ahead": b // 2} for b in BOUNDS[1:]},
     **{
         f"adaptive {t:g}": {"policy": "adaptive", "bound": FAR, "tolerance": t}
         for t in (0.25, 0.5, 1.0)
@@ -76,10 +83,12 @@ def some_pictures(folder: pathlib.Path, count: int) -> str:
     return str(path)
 
 
-def recipe(folder: pathlib.Path, seed: int, epochs: float, rate: float) -> Any:
+def recipe(
+    folder: pathlib.Path, seed: int, epochs: float, rate: float, pictures: int = PICTURES
+) -> Any:
     """The quickstart's, without augmentation."""
     config = quickstart.get_config()
-    config.data.train = some_pictures(folder, PICTURES)
+    config.data.train = some_pictures(folder, pictures)
     config.data.flip, config.data.shift = False, 0
     config.seed, config.epochs, config.optim.learning_rate = seed, epochs, rate
     config.checkpoint.every, config.tensorboard = 0, False
@@ -98,10 +107,10 @@ def start(folder: pathlib.Path, seed: int) -> str:
 
 
 def one_run(
-    arm: dict[str, Any], seed: int, rate: float, epochs: float, folder: pathlib.Path
+    arm: dict[str, Any], seed: int, rate: float, epochs: float, folder: pathlib.Path, pictures: int
 ) -> dict[str, Any]:
     """Train and evaluate; accuracy in percent, and the share of shows that were encoded."""
-    config = recipe(folder, seed, epochs, rate)
+    config = recipe(folder, seed, epochs, rate, pictures)
     if START_EPOCHS:
         config.init_from = start(folder, seed)
     if arm.get("frozen"):
@@ -118,6 +127,7 @@ def one_run(
         "seed": seed,
         "learning_rate": rate,
         "epochs": epochs,
+        "pictures": pictures,
         "settings": dict(arm),
         "exact_match": round(100 * result["exact_match"], 2),
         "blind": round(100 * result["blind/exact_match"], 2),
@@ -126,6 +136,57 @@ def one_run(
         "encoded_by_time": [round(1 - x, 2) for x in found[:: max(1, len(found) // 20)]],
         "drift_by_time": [round(x, 2) for x in drift[:: max(1, len(drift) // 20)]],
     }
+
+
+def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Accuracy by bound or tolerance, a panel a policy; and of all by the share encoded."""
+    import matplotlib  # not among what measuring needs
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "staleness"  # the same file each time
+    from matplotlib import pyplot
+
+    rates = sorted({row["learning_rate"] for row in rows})
+    color = {rate: f"C{i}" for i, rate in enumerate(rates)}
+    panels = {"lazy": "bound", "hybrid": "bound", "adaptive": "tolerance"}
+    figure, axes = pyplot.subplots(1, 4, figsize=(11, 3), sharey=True, layout="constrained")
+    for rate, panel in itertools.product(rates, axes):
+        whole = [x["exact_match"] for x in rows if _of(x) == "full" and x["learning_rate"] == rate]
+        if whole:
+            panel.axhline(sum(whole) / len(whole), color=color[rate], linestyle=":", linewidth=1)
+    for panel, (policy, name) in zip(axes, panels.items()):
+        for rate in rates:
+            mine = [x for x in rows if _of(x) == policy and x["learning_rate"] == rate]
+            at = sorted({x["settings"][name] for x in mine})
+            means = [_mean(x["exact_match"] for x in mine if x["settings"][name] == b) for b in at]
+            panel.plot(at, means, "o-", color=color[rate], label=f"learning rate {rate:g}")
+        unit = "updates" if name == "bound" else "of the norm"
+        panel.set(title=policy, xlabel=f"{name}, {unit}", xscale="log")
+        ticks = sorted({x["settings"][name] for x in rows if _of(x) == policy})
+        panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
+        panel.minorticks_off()
+    for policy, mark in (("lazy", "o"), ("hybrid", "s"), ("adaptive", "^"), ("steps", "x")):
+        mine = [x for x in rows if _of(x) == policy]
+        shares, reached = ([x[name] for x in mine] for name in ("encoded_share", "exact_match"))
+        colors = [color[x["learning_rate"]] for x in mine]
+        axes[3].scatter([100 * x for x in shares], reached, c=colors, marker=mark, s=18)
+        axes[3].scatter([], [], c="gray", marker=mark, s=18, label=policy)
+    axes[3].set(title="all", xlabel="shows encoded, %")
+    axes[3].legend(fontsize="small")
+    axes[0].set_ylabel("exact match, %")
+    axes[0].legend(fontsize="small", title="dotted: all encoded", title_fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _of(row: dict[str, Any]) -> str:
+    """A row's kind: its arm without the number."""
+    return row["arm"].split()[0]
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def main() -> None:
@@ -137,18 +198,23 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=0.0)
     parser.add_argument("--starts", type=pathlib.Path, help="folder of the starts; else made anew")
     parser.add_argument("--name", default="", help="of the result, where it is not the part's")
+    parser.add_argument("--plot", action="store_true", help="draw the curve's rows that are there")
     args = parser.parse_args()
+    if args.plot:
+        plot(kept(args.name or "staleness_curve_cpu"), ROOT / "docs" / "staleness_curve.svg")
+        return
     before, name = environment(), args.name or f"staleness_{args.part}_cpu"
     folder = args.starts or pathlib.Path(tempfile.mkdtemp())
     rows = kept(name)
     is_main = args.part == "main"
     arms, rates = (MAIN, (1e-3,)) if is_main else (CURVE, RATES)
     epochs = args.epochs or (MAIN_EPOCHS if is_main else CURVE_EPOCHS)
+    pictures = PICTURES if is_main else CURVE_PICTURES
     for seed, rate, arm in itertools.product(args.seeds, rates, args.only or arms):
         at = {"arm": arm, "seed": seed, "learning_rate": rate, "epochs": epochs}
         if any(all(row[k] == v for k, v in at.items()) for row in rows):
             continue
-        rows.append({"arm": arm, **one_run(arms[arm], seed, rate, epochs, folder)})
+        rows.append({"arm": arm, **one_run(arms[arm], seed, rate, epochs, folder, pictures)})
         print(rows[-1], flush=True)
         write(f"{name}.json", {"environment": before, "rows": rows})
 

@@ -72,6 +72,8 @@ class Batch(NamedTuple):
     """u32[B, I, 4]: hash of picture bytes and preprocessing; the visual-token cache's key."""
     image_pages: Any = None
     """i32[B, I, n]: pages of the visual-token cache for the picture's tokens; -1 is none."""
+    in_pages: Any = None
+    """bool[B, I]: whose pages are known to hold its tokens, so that it came without pixels."""
     stored: Any = None
     """As ``features``: of some of the pictures, as they were made before; zeros of the others."""
     is_stored: Any = None

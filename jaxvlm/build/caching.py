@@ -25,7 +25,7 @@ from jaxvlm.cache.state import halved, init, places, shardings
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, TrainConfig, refuse_unread
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.pair_loader import PairDataset
-from jaxvlm.data.slots import Given, Slots, Unpaged
+from jaxvlm.data.slots import Given, Slots, Unpaged, Written
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
@@ -37,7 +37,12 @@ from jaxvlm.types import PAGE, Batch, Cache, Params, Read, TrainState
 TOKENS = "cache/tokens"
 """Among a step's metrics: what it made of its pictures, an array that stays on the devices; of
 pairs one of queries and one of documents."""
-_OF_PICTURES = ("pixels", "patches", "image_key", "image_pages", "stored", "is_stored")
+LOST = "cache/lost"
+"""Among a step's metrics: its pictures that came without pixels, and were not in their pages."""
+_OF_PICTURES = (
+    *("pixels", "patches", "image_key", "image_pages", "in_pages"),
+    *("stored", "is_stored"),
+)
 POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive")
 
 
@@ -66,6 +71,17 @@ def slots_of(config: TrainConfig, dataset: Dataset | PairDataset) -> Slots | Unp
         return dataset.keep_tokens(size, given)
     off, outside = config.cache.policy == "off", tokens.is_on(config.cache)
     return dataset.keep_tokens(size, config.cache.pictures, off, given if outside else None)
+
+
+def written_of(config: CacheConfig, slots: Slots | Unpaged | None, learns: bool) -> Written | None:
+    """What a run goes by that leaves out the pixels of pictures whose tokens are in pages.
+
+    ``None`` where a step may want them all the same: to draw, to audit, because what is kept grows
+    old, or because a batch that was read ahead may meet fewer pages than there were.
+    """
+    kept = config.policy == "strict" and isinstance(slots, Slots)
+    wanted = learns or config.refresh > 0 or config.halvings > 0 or tokens.is_on(config)
+    return Written() if kept and not wanted else None
 
 
 def check(config: TrainConfig) -> None:
@@ -356,6 +372,8 @@ def metrics_of(known: Sequence[tuple[Batch, Seen, Any]]) -> dict[str, Any]:
         "cache/lag": jnp.sum(every(lag)) / jnp.maximum(found, 1),
         "cache/lag_most": jnp.max(every(lag)),
     }
+    if known[0][1].lost is not None:
+        values[LOST] = jnp.sum(every(lambda batch, seen: seen.lost))
     if known[0][0].is_stored is not None:
         values["cache/stored"] = jnp.sum(every(lambda batch, seen: batch.is_stored)) / all_of
     return values

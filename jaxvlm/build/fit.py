@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxvlm.build import adapters, foresight, inputs, pair_run, record, sheets, training, trunk
-from jaxvlm.build.caching import with_chunk
+from jaxvlm.build.caching import with_chunk, written_of
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
@@ -23,6 +23,7 @@ from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
+from jaxvlm.data.slots import Written
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
 from jaxvlm.parallel.mesh import mesh_text
@@ -84,6 +85,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         keeper = open_keeper(run, lambda: made.params(state), chunk, progress.log)
         if keeper:
             stack.callback(keeper.close)
+        room = made.room(config.cache.halvings, progress.log)
+        written = _written(run, made, room)
         source = run.dataset.train(run.rows, start)
         stack.callback(source.close)
         batches = _GlobalBatches(source, made.place)
@@ -91,7 +94,6 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             workdir, config.tensorboard, config.wandb_project, start if start else -1
         )
         stack.callback(writer.close)
-        room = made.room(config.cache.halvings, progress.log)
         foreseen = foresight.foresee(run, batches.peek())
         progress.log(foreseen if isinstance(foreseen, str) else foreseen.line())
         peak, source_of_peak = peak_flops(run.meshes, config.network.dtype)
@@ -101,7 +103,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             progress=progress,
             checkpointer=checkpointer,
             kept=made.kept,
-            keep=_behind(keeper, batches),
+            keep=_behind(keeper, written, batches),
+            written=written,
             alarm=config.cache.alarm or (0.0 if made.learns else alarm_of(config.cache.codec)),
             alarm_advice="lower config.cache.bound" if made.learns else _NOT_ITS_OWN,
             evaluate_now=_evaluation(scorer, config, made.params, room),
@@ -360,10 +363,24 @@ def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
         )
 
 
-def _behind(keeper: Keeper | None, batches: _GlobalBatches) -> Callable[[Any], float]:
-    """Takes the tokens of the batch that was taken last; see ``RunHooks.keep``."""
+def _written(run: Run, made: training.Training, room: Room) -> Written | None:
+    """What knows which pages are written, told to the data and to what may give them back."""
+    written = written_of(run.config.cache, run.slots, made.learns)
+    if written:
+        run.dataset.leave_out(written)
+        room.gone = written.forget
+    return written
+
+
+def _behind(
+    keeper: Keeper | None, written: Written | None, batches: _GlobalBatches
+) -> Callable[[Any], float]:
+    """Takes the batch that was taken last, and its tokens; see ``RunHooks.keep``."""
 
     def keep(tokens: Any) -> float:
+        if written is not None:
+            assert isinstance(batches.local, Batch)  # pairs have no pages
+            written.take(batches.local)
         if keeper is None:
             return 0.0
         local, given = [batches.local], [tokens]

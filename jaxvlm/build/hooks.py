@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxvlm.build.caching import TOKENS
+from jaxvlm.build.caching import LOST, TOKENS
 from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
+from jaxvlm.data.slots import Written
 from jaxvlm.io.checkpoint import Checkpointer
 from jaxvlm.parallel import distributed
 from jaxvlm.plan import count
+from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
 from jaxvlm.types import TrainState
@@ -48,6 +50,8 @@ class RunHooks:
     keep: Callable[[Any], float]
     """Takes the visual tokens of the step that was sent last, if it gave some; gives how far such
     are, at most, from what was kept of them."""
+    written: Written | None
+    """Knows which pages were written; ``keep`` tells it of a step's."""
     alarm: float
     """``config.cache.alarm``, 0 never."""
     alarm_advice: str
@@ -70,6 +74,17 @@ class RunHooks:
     def dispatched(self, metrics: dict[str, Any]) -> None:
         """Keep what a step made of its pictures."""
         self.changed = max(self.changed, self.keep(metrics.pop(TOKENS, None)))
+
+    def done(self, step: int, metrics: dict[str, float]) -> None:
+        """What the step wrote is known to be there, if it is."""
+        if lost := int(metrics.pop(LOST, 0)):
+            raise TrainingStopped(
+                f"step {step}: the visual tokens of {lost} pictures are not on the devices, where "
+                "a step before has written them; its update is skipped. Resume from the last "
+                "checkpoint, and please report it; config.cache.policy='off' does without"
+            )
+        if self.written is not None:
+            self.written.settle(metrics["bad_in_a_row"] == 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Rates, MFU and the clock's split beside the step's own metrics."""

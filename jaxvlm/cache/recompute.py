@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxvlm.cache.policy import NEVER, Policy, draw, draw_step
+from jaxvlm.cache.seen import Seen, cut_out, inside_of, pages_used
 from jaxvlm.cache.state import CacheState, page_keys
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
@@ -25,35 +26,6 @@ from jaxvlm.types import PAGE, Batch
 
 _SLOWEST = 1e-12  # of learning rates
 _ROWS, _CHUNKS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES), PartitionSpec()
-
-
-class Seen(NamedTuple):
-    """What a step knows of a batch's pictures before it encodes one. Of each, [B, I]."""
-
-    first: Any
-    """i32: the place of its first token among the tower's tokens of its row."""
-    size: Any
-    """i32: its tokens; 0 is no picture."""
-    stale: Any
-    """bool: it has to be encoded."""
-    known: Any
-    """bool: its tokens are kept, however old."""
-    lag: Any
-    """i32: updates of the tower since they were made; 0 where they are not ``known``."""
-    drift: Any
-    """f32: as in ``CacheState``."""
-    weight: Any
-    """f32: factor of the gradient at its tokens: 1 / probability of one that was drawn."""
-
-    @property
-    def here(self) -> Any:
-        """bool: there is a picture."""
-        return self.size > 0
-
-    @property
-    def found(self) -> Any:
-        """bool: its tokens are read."""
-        return self.here & ~self.stale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +99,8 @@ class Recompute:
             drawn, chance = drawn.reshape(size.shape), chance.reshape(size.shape)
             stale, weight = stale | drawn, jnp.where(drawn, 1 / chance, 1)
         seen = Seen(first, size, stale, known, lag, drift, weight)
-        return self._refresh_ahead(seen) if policy.ahead < policy.bound else seen
+        seen = self._refresh_ahead(seen) if policy.ahead < policy.bound else seen
+        return seen if batch.in_pages is None else seen._replace(lost=seen.stale & batch.in_pages)
 
     def _is_cut(self, batch: Batch) -> bool:
         """Whether pictures have as many tokens as patches, which lie packed in rows."""
@@ -137,7 +110,7 @@ class Recompute:
         """[B, I] each: known, lag; due, drift and pull, zeros where it is not known."""
 
         def local(key: Any, rows: Any, version: Any, pages: Any, wanted: Any, size: Any) -> Any:
-            at, used = self._mine(pages, key), _used(pages, size)
+            at, used = self._mine(pages, key), pages_used(pages, size)
             same = (pages >= 0) & jnp.all(key[at] == page_keys(wanted, pages.shape[-1]), axis=-1)
             known = jnp.all(same | ~used, axis=-1) & (size > 0)
             made, *others = (x[at] for x in rows)
@@ -199,7 +172,7 @@ class Recompute:
             return gradient
 
         def local(seen: Seen, rows: jax.Array) -> jax.Array:
-            weight = jnp.einsum("bqi,bi->bq", _inside(seen, rows.shape[1]), seen.weight)
+            weight = jnp.einsum("bqi,bi->bq", inside_of(seen, rows.shape[1]), seen.weight)
             return rows * weight[..., None].astype(rows.dtype)
 
         rows = gradient.reshape(len(gradient), -1, gradient.shape[-1])
@@ -268,12 +241,12 @@ class Recompute:
         def local(old: Any, at: Any, seen: Seen, rows: Any, ok: Any) -> Any:
             def made(carry: Any) -> Any:
                 asked, old, _ = carry
-                tokens = _windows(rows, seen, at.shape[2] * PAGE).reshape(*at.shape, *old.shape[1:])
-                here = _used(at, seen.size)[..., None, None]
+                tokens = cut_out(rows, seen, at.shape[2] * PAGE).reshape(*at.shape, *old.shape[1:])
+                here = pages_used(at, seen.size)[..., None, None]
                 before = jnp.where(here, old[self._mine(at, old)], 0).astype(jnp.float32)
                 apart = jnp.sum((tokens - before) ** 2, axis=(2, 3, 4))
                 norm = jnp.maximum(jnp.sum(before**2, (2, 3, 4)), 1e-30)
-                where = self._places(at, seen.size, seen.stale & ok, old)
+                where = self._places(at, seen.size, seen.encoded & ok, old)
                 new = tokens.reshape(-1, *old.shape[1:]).astype(old.dtype)
                 return jnp.zeros_like(asked), _put(old, where, new), jnp.sqrt(apart / norm)
 
@@ -306,7 +279,7 @@ class Recompute:
 
         def local(old: Any, version: Any, ok: Any, at: Any, keys: Any, seen: Seen, new: Any) -> Any:
             (key, made_at, *others), count = old, at.shape[-1]
-            made = self._places(at, seen.size, seen.stale & ok, key)
+            made = self._places(at, seen.size, seen.encoded & ok, key)
             shown = made
             if self.policy.by_need:
                 shown = self._places(at, seen.size, (seen.stale | seen.known) & ok, key)
@@ -335,7 +308,7 @@ class Recompute:
         Of the first alone of those that have the same pages: a set's places must differ.
         """
         count = at.shape[-1]
-        used, at = _used(at, size).reshape(-1, count), at.reshape(-1, count)
+        used, at = pages_used(at, size).reshape(-1, count), at.reshape(-1, count)
         beyond = len(of) + jnp.arange(at.size).reshape(at.shape)
         chosen = chosen.reshape(-1) & (at[:, 0] >= 0)
         before = np.tri(len(at), k=-1, dtype=bool)
@@ -377,7 +350,7 @@ class Recompute:
                 return [given[0].reshape(-1, 1, *given[0].shape[2:])[order]]
             if self.pooled:
                 return [x[order] for x in given]
-            return [_windows(given[0], seen, window, order), given[1].reshape(-1, 1, 3)[order]]
+            return [cut_out(given[0], seen, window, order), given[1].reshape(-1, 1, 3)[order]]
 
         def some(order: jax.Array) -> jax.Array:
             run = self._local(take, (_ROWS, _ROWS, _ROWS), [_ROWS] * len(given))
@@ -426,7 +399,7 @@ class Recompute:
             return jax.lax.stop_gradient(pages).reshape(-1, width)[index]
 
         def local(fresh: Any, start: Any, seen: Seen, pages: Any, given: Any) -> Any:
-            inside = _inside(seen, length)
+            inside = inside_of(seen, length)
             which, here = jnp.argmax(inside, axis=-1), jnp.any(inside, axis=-1)
 
             def of_picture(x: jax.Array) -> jax.Array:
@@ -448,6 +421,8 @@ class Recompute:
                 beyond = len(rows) + jnp.arange(which.size).reshape(which.shape)
                 index = jnp.where(stale, of_picture(start) + token, beyond)
                 made = rows.at[index].get(mode="fill", fill_value=0, unique_indices=True)
+                if seen.lost is not None:
+                    made = jnp.where(of_picture(seen.lost)[..., None], jnp.nan, made)
                 return jnp.where(stale[..., None], made, read(fresh))
 
             return jax.lax.cond(jnp.any(stale), some, read, fresh)  # one copy where all are read
@@ -468,32 +443,3 @@ class Recompute:
 def _put(old: jax.Array, where: jax.Array, new: jax.Array) -> jax.Array:
     """``old`` with ``new`` at its places, which differ; those beyond it are left out."""
     return old.at[where].set(new, mode="drop", unique_indices=True)
-
-
-def _used(pages: jax.Array, size: jax.Array) -> jax.Array:
-    """bool[B, I, n]: which of the places for a picture's pages its tokens need."""
-    return jnp.arange(pages.shape[-1]) * PAGE < size[..., None]
-
-
-def _inside(seen: Seen, length: int) -> jax.Array:
-    """bool[B, length, I]: which of the pictures of its row each of the tower's tokens is of."""
-    place, first = jnp.arange(length)[:, None], seen.first[:, None]
-    return (first <= place) & (place < first + seen.size[:, None])
-
-
-def _windows(rows: jax.Array, seen: Seen, length: int, order: jax.Array | None = None) -> jax.Array:
-    """[B * I, length, X]: of rows [B, Q, X], each picture's part, and zeros behind it.
-
-    Args:
-        rows: what lies as the tower's tokens do.
-        seen: where each picture is.
-        length: of a window.
-        order: i32[n]: of the pictures that are asked for; ``None``: all.
-    """
-    count = seen.size.shape[1]
-    number = jnp.arange(seen.size.size) if order is None else order
-    size, first = (x.reshape(-1)[number, None] for x in (seen.size, seen.first))
-    inside = jnp.arange(length)
-    row, last = number[:, None] // count, rows.shape[1] - 1
-    taken = rows[row, jnp.minimum(first + inside, last)]
-    return jnp.where((inside < size)[..., None], taken, 0)

@@ -15,15 +15,24 @@ from jaxvlm.types import Batch, Pairs
 class TrainBatches:
     """An iterator of (batch, what stands in it) that knows which step comes next."""
 
-    def __init__(self, source: Any, step: int, fingerprint: dict[str, Any]):
-        """Wrap a grain iterator whose next element is ``step``'s."""
+    def __init__(
+        self,
+        source: Any,
+        step: int,
+        fingerprint: dict[str, Any],
+        good: Callable[[int, Any], Any] = lambda step, made: made,
+    ):
+        """Wrap a grain iterator whose next element is ``step``'s; what is taken is the ``good`` of
+        it.
+        """
         self._source, self.step, self._fingerprint = iter(source), step, fingerprint
+        self._good = good
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        batch = next(self._source)
+        batch = self._good(self.step, next(self._source))
         self.step += 1
         return batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxvlm.data.formats import Record
 from jaxvlm.data.iterate import TrainBatches, ahead
 from jaxvlm.data.order import EMPTY, Order, Row, rows
 from jaxvlm.data.patches import Patching
-from jaxvlm.data.slots import Given, Slots
+from jaxvlm.data.slots import Given, Slots, Written
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.data.views import Lookup, View, Views
@@ -96,6 +96,7 @@ class Dataset:
         self._lock = threading.Lock()
         self._order: Order | None = None
         self._slots: Slots | None = None
+        self._written: Written | None = None
         self._digest = corpora.digest(corpus)
 
     @classmethod
@@ -171,6 +172,10 @@ class Dataset:
         """From now on, pictures whose tokens are known come as these; see :class:`Views`."""
         self.views.lookup, self.views.audited = lookup, audited
 
+    def leave_out(self, written: Written) -> None:
+        """From now on, pictures whose tokens are in their pages come without pixels."""
+        self._written = written
+
     @property
     def preparation(self) -> images.Preparation:
         """How a picture becomes pixels."""
@@ -209,20 +214,26 @@ class Dataset:
             start_step: the first step.
         """
         config, order = self.config, self.order
-        local = [int(row) for row in local_rows]
+        local, written = [int(row) for row in local_rows], self._written or Written()
 
-        def load(step: int) -> tuple[Batch, Meta]:
+        def load(step: int) -> tuple[Batch, tuple[Meta, int]]:
+            turn = written.turn  # before any page is asked for
             chosen = [order.row(step, row) for row in local]
             shape = self.row_shapes[-1]
             if not config.packing:  # all hosts must agree on it: look at the whole batch
                 every = [order.row(step, row) for row in range(config.batch_size)]
                 shape = self._fit(every)
             ids = step * config.batch_size + np.asarray(local, np.int64)
-            return self._load(self.corpus, self.pieces, chosen, shape, ids)
+            batch, meta = self._load(self.corpus, self.pieces, chosen, shape, ids)
+            return batch, (meta, turn)
 
-        return TrainBatches(
-            ahead(load, start_step, 2**31 - 1, config), start_step, self.fingerprint()
-        )
+        def good(step: int, made: tuple[Batch, tuple[Meta, int]]) -> tuple[Batch, Meta]:
+            """What was read ahead, or read again where the pages that it counts on are gone."""
+            batch, (meta, turn) = made
+            return (batch, meta) if turn == written.turn else good(step, load(step))
+
+        source = ahead(load, start_step, 2**31 - 1, config)
+        return TrainBatches(source, start_step, self.fingerprint(), good)
 
     def eval(
         self,
@@ -343,7 +354,7 @@ class Dataset:
             for piece in row.pieces.tolist():
                 pictures = pieces.pictures[piece]
                 try:
-                    seen = self._seen(pictures, piece, row.pass_, other, train)
+                    seen = self._seen(pictures, piece, row, other, train)
                 except ImageError as error:
                     if other is None:  # the blind control says nothing of the piece itself
                         self._skip(corpus, pieces, piece, str(error))
@@ -368,7 +379,9 @@ class Dataset:
                 image_pages = np.full((*seats, slots.per_tile), -1, np.int32)
                 if pages:
                     image_pages[places.row, places.slot] = pages
-                batch = batch._replace(image_pages=image_pages)
+                in_pages = np.zeros(seats, bool)
+                in_pages[places.row, places.slot] = [v.in_pages for v in views]
+                batch = batch._replace(image_pages=image_pages, in_pages=in_pages)
             if slots and slots.given:
                 size = (shape[1],) if settings.patching else (seats[1], slots.windows[-1])
                 whole = (seats[0], *size, slots.given.width)
@@ -381,7 +394,7 @@ class Dataset:
         self,
         pictures: tuple[int, ...],
         piece: int,
-        pass_: int,
+        row: Row,
         other: np.ndarray | None,
         train: bool,
     ) -> list[View]:
@@ -389,13 +402,21 @@ class Dataset:
         config = self.config
         rng = None
         if train and (config.flip or config.shift):
-            rng = np.random.default_rng([self.settings.seed, _AUGMENT, pass_, piece])
+            rng = np.random.default_rng([self.settings.seed, _AUGMENT, row.pass_, piece])
         out = []
         for picture in pictures:
             drawn = images.draw(rng, config.flip, config.shift) if rng else ()
-            look = train and rng is None and not self.views.audits(picture, pass_)
-            out += self.views.get(picture, drawn, other, look)
+            look = train and rng is None and not self.views.audits(picture, row.pass_)
+            out += self.views.get(picture, drawn, other, look, self._written_of(row, picture))
         return out
+
+    def _written_of(self, row: Row, picture: int) -> Callable[[int, bytes], bool] | None:
+        """Which tiles of a picture are in their pages; see :meth:`Views.get`."""
+        slots, written = self._slots, self._written
+        if slots is None or written is None:
+            return None
+        first = slots.pages(row.shard, picture)[:, 0].tolist()
+        return lambda tile, key: written.has(first[tile], key)
 
     def _skip(self, corpus: chat.Corpus, pieces: packing.Pieces, piece: int, reason: str) -> None:
         """Count a piece whose picture failed, once, and stop the run where it is too much."""

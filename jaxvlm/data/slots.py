@@ -7,6 +7,7 @@ picture has the same pages for good, in each virtual shard that it is in.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.order import Order
 from jaxvlm.data.packing import Pieces
-from jaxvlm.types import PAGE
+from jaxvlm.types import PAGE, Batch
 
 
 class Given(NamedTuple):
@@ -30,6 +31,47 @@ class Unpaged(NamedTuple):
 
     windows: tuple[int, ...]
     """As of :class:`Slots`."""
+
+
+class Written:
+    """Which pages are known to hold their pictures' tokens; for any thread.
+
+    A step's pages are known when the step is done and was not skipped, so what is known is never
+    too much; what is written of a frozen tower stays, until all is gone at once.
+
+    Attributes:
+        turn: rises whenever all is gone.
+    """
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self._keys: dict[int, bytes] = {}
+        self._under_way: collections.deque[tuple[int, dict[int, bytes]]] = collections.deque()
+
+    def take(self, batch: Batch) -> None:
+        """A step is sent of these rows."""
+        made: dict[int, bytes] = {}
+        if batch.image_pages is not None:
+            here = batch.image_start >= 0
+            first = batch.image_pages[here][:, 0].tolist()
+            pages = zip(first, batch.image_key[here], strict=True)
+            made = {page: key.tobytes() for page, key in pages if page >= 0}
+        self._under_way.append((self.turn, made))
+
+    def settle(self, good: bool) -> None:
+        """The step that was sent first, of those under way, is done; or was skipped."""
+        turn, made = self._under_way.popleft()
+        if good and turn == self.turn:
+            self._keys.update(made)
+
+    def forget(self) -> None:
+        """No page holds anything any more."""
+        self.turn += 1
+        self._keys = {}
+
+    def has(self, page: int, key: bytes) -> bool:
+        """Whether a tile's first page holds the tokens of the one with this key."""
+        return self._keys.get(page) == key
 
 
 def windows_of(largest: int, room: Callable[[int], int] | None) -> tuple[int, ...]:

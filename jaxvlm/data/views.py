@@ -28,7 +28,12 @@ class View(NamedTuple):
     tokens: np.ndarray | None = None
     """[P, D]; ``None``: there are pixels."""
     grid: tuple[int, int, int] | None = None
-    """(t, h, w) in patches, where there are tokens of a picture that may have any size."""
+    """(t, h, w) in patches, where there are no pixels of a picture that may have any size."""
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether there are neither pixels nor tokens: these are on the devices."""
+        return self.pixels is None and self.tokens is None
 
 
 class Views:
@@ -63,7 +68,7 @@ class Views:
 
     def get(
         self, picture: int, drawn: tuple[int, ...] = (), other: np.ndarray | None = None,
-        look: bool = False,
+        look: bool = False, written: Callable[[int, bytes], bool] | None = None,
     ) -> list[View]:  # fmt: skip
         """The tiles of a picture.
 
@@ -72,10 +77,14 @@ class Views:
             drawn: its augmentation.
             other: for each picture another one, which is shown in its size: the blind control.
             look: whether tokens do as well.
+            written: a tile's number and 16 bytes of its key -> whether nothing at all would do,
+                since its tokens are on the devices.
 
         Raises:
             ImageError: why it can't be used.
         """
+        if look and written and (found := self._left_out(picture, written)):
+            return found
         if look and self.lookup and (found := self._found(picture, self.lookup)):
             return found
         decoded = self._decoded(picture, other)
@@ -89,6 +98,22 @@ class Views:
 
     def _found(self, picture: int, lookup: Lookup) -> list[View]:
         """The tokens of all of a picture's tiles, if they are known; nothing is decoded."""
+        out = []
+        for key, grid in self._tiles(picture):
+            found = lookup(key.tobytes())
+            if found is None or (grid and len(found) != math.prod(grid)):
+                return []
+            out.append(View(key, None, found, grid))
+        return out
+
+    def _left_out(self, picture: int, written: Callable[[int, bytes], bool]) -> list[View]:
+        """A picture's tiles with nothing in them, if all are on the devices."""
+        tiles = self._tiles(picture)
+        here = (written(i, key.tobytes()) for i, (key, _) in enumerate(tiles))
+        return [View(key, None, None, grid) for key, grid in tiles] if all(here) else []
+
+    def _tiles(self, picture: int) -> list[tuple[np.ndarray, tuple[int, int, int] | None]]:
+        """Key and grid of each of a picture's tiles, nothing decoded; [] where that can't be."""
         patching, grid, tiles = self.patching, None, 1
         if self.spans and patching:
             # Its tokens' positions are those of blocks of patches, where these have three rows.
@@ -100,13 +125,8 @@ class Views:
             grid = (t, h * patching.block, w * patching.block)
         elif self.spans:
             tiles = len(self.spans[picture].starts)
-        out = []
-        for key in self._keys(self._pictures.digest(self.paths[picture]), tiles):
-            found = lookup(key.tobytes())
-            if found is None or (grid and len(found) != math.prod(grid)):
-                return []
-            out.append(View(key, None, found, grid))
-        return out
+        keys = self._keys(self._pictures.digest(self.paths[picture]), tiles)
+        return [(key, grid) for key in keys]
 
     def _decoded(self, picture: int, other: np.ndarray | None) -> images.Decoded:
         """A picture, or for the blind control another one in its size; raises ImageError."""

@@ -51,6 +51,10 @@ class Hooks(Protocol):
         """After every step: True if the machine is being taken away."""
         ...
 
+    def done(self, step: int, metrics: dict[str, float]) -> None:
+        """Each step in turn is done; takes out of ``metrics`` what is not to be logged."""
+        ...
+
     def bad_step(self, step: int, what: str) -> None:
         """A step whose update was skipped."""
         ...
@@ -186,6 +190,7 @@ class _Window:
             return
         step, metrics = pending
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        self.hooks.done(step, values)
         in_a_row, bad_leaf = int(values.pop("bad_in_a_row")), int(values.pop("bad_leaf"))
         self.skipped = values.pop("skipped")
         if in_a_row:

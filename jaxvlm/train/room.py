@@ -23,6 +23,7 @@ class Room:
 
     Attributes:
         halved: how often it is, from now on.
+        gone: called whenever its memory is given back.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Room:
         say: Callable[[str], None] = lambda line: None,
     ):
         self.empty, self.say, self.halved = empty, say, 0
+        self.gone: Callable[[], None] = lambda: None
 
     def give_back(self, state: TrainState) -> bool:
         """Free the memory of a state's cache; False where none may be, or none is left.
@@ -42,6 +44,7 @@ class Room:
             return False
         for x in arrays:
             x.delete()
+        self.gone()
         return True
 
     def mended(self, state: TrainState) -> TrainState:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from zoo import QWEN3, on_stages
 
 from jaxvlm.build.assemble import assemble, split
-from jaxvlm.build.caching import TOKENS, make_cache
+from jaxvlm.build.caching import LOST, TOKENS, make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.parts import tower_part
 from jaxvlm.cache.state import page_keys
@@ -226,6 +226,25 @@ def test_where_pages_lie_changes_no_bit():
     assert float(got[1][-1]["cache/found"]) == 0 and float(expected[1][-1]["cache/found"]) == 1
 
 
+def test_pixels_are_not_missed_where_pages_are_good_and_an_error_where_not():
+    made = Made()
+    sent = [x._replace(in_pages=np.zeros((ROWS, 2), bool)) for x in turns(4)]
+    left = [x._replace(pixels=np.zeros_like(x.pixels), in_pages=x.image_start >= 0) for x in sent]
+    expected, (*_, last) = made.run(sent)
+    state, seen = made.run(sent[:2] + left[2:])
+    assert_same_bits(expected.params, state.params)
+    assert [float(x["cache/found"]) for x in seen] == [0, 0, 1, 1]
+    assert seen[-1]["loss"].tobytes() == last["loss"].tobytes()
+    assert not any(x[LOST] for x in seen)
+    # Of what its pages do not hold nothing is made: the step is skipped, and writes none.
+    state, _ = made.run(sent[:1])
+    before = [np.asarray(x) for x in (*state.params.values(), state.cache.pages, state.cache.key)]
+    state, metrics = made.step(state, made.place(left[1]))
+    assert int(metrics[LOST]) == 6 and int(metrics["bad_in_a_row"]) == 1
+    after = [np.asarray(x) for x in (*state.params.values(), state.cache.pages, state.cache.key)]
+    assert [x.tobytes() for x in before] == [x.tobytes() for x in after]
+
+
 @pytest.mark.parametrize(
     "mesh, parts, model",
     [
@@ -368,7 +387,7 @@ def test_a_picture_that_is_twice_in_a_row_is_kept_once():
 def test_all_found_runs_no_encoder_and_sends_no_features(store):
     """From the compiled programs: the tower is behind a condition, and no feature is sent."""
     made, fed = Made("data8", store=store), Made("data8", policy="")
-    local = turns(1)[0]
+    local = turns(1)[0]._replace(in_pages=np.zeros((ROWS, 2), bool))
     if store:  # tokens come with the batch, and the step gives what it made
         shape = (ROWS, 2, PATCHES, TINY.vision.width)
         local = local._replace(

@@ -11,8 +11,11 @@ from runs import losses, recipe
 
 import jaxvlm
 from jaxvlm.config import ConfigError
+from jaxvlm.data import images
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.slots import Written
 from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.train.loop import TrainingStopped
 
 
 def made(data, policy="off", frozen=True, **cache):
@@ -65,6 +68,35 @@ def test_frozen_tower(data, tmp_path, capsys):
     # What can be made again is not saved.
     table = json.loads(next((tmp_path / "broken").glob("checkpoints/12/record/*")).read_text())
     assert "cache" not in json.dumps(table)
+
+
+@pytest.mark.long
+def test_pictures_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
+    """Eight passes: the first decodes all, none later but what was read ahead of it."""
+    decode, counts, runs = images.decode, [], []
+
+    def counted(*args):
+        counts[-1] += 1
+        return decode(*args)
+
+    monkeypatch.setattr(images, "decode", counted)
+    for policy in ("off", "strict"):
+        counts.append(0)
+        config = made(data, policy, chunk=2)
+        config.data.image_cache_mb, config.data.workers, config.data.prefetch = 0, 1, 1
+        config.steps, config.checkpoint.every = 48, 0
+        runs.append(jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:1]))
+        runs[-1].fit()
+    assert_same_run(*runs)
+    assert 40 <= counts[1] < counts[0] / 2
+
+
+@pytest.mark.long
+def test_pages_that_are_not_what_they_were_said_to_be(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Written, "has", lambda self, page, key: page >= 0)
+    run = jaxvlm.Run(made(data, "strict", chunk=2), tmp_path / "run", devices=jax.devices()[:1])
+    with pytest.raises(TrainingStopped, match=r"step 1: the visual tokens of \d+ pictures are not"):
+        run.fit()
 
 
 def test_tower_that_learns(data, tmp_path):
