@@ -8,6 +8,9 @@ device, what is trained and the target are drawn from a fixed seed. ``open`` poi
 the planner's rules were found on; the prediction for a ``held`` one is written down (``--say``)
 before it is compiled. When rules change, held points that they were found on become open ones, and
 others are drawn. A compilation takes up to minutes: rows that are in the result are kept.
+
+Of TPUs' programs the buffer assignment is read, and code is not generated: what the compiler gives
+the program's arguments and its heap of temporaries.
 """
 
 from __future__ import annotations
@@ -15,31 +18,40 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
+import pathlib
 import random
+import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 # With no GPU there is nothing to tune by, and XLA's Triton matmuls find no tiles for some widths.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_gpu_enable_triton_gemm=false"
-)
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_gpu_enable_triton_gemm=false"
+    )
 
 import jax
 
 from benchmarks.common import environment, kept, write
 from jaxvlm.build import published
-from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, StrategyConfig
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import absent, memory, topology, verify
+from jaxvlm.plan.machine import parse
 
 NAME = "planner_memory"
 MODELS = (
     "llava-1.5-7b", "qwen2.5-vl-3b", "qwen3-vl-2b", "gemma-3-4b", "smolvlm-2.2b", "paligemma2-3b",
 )  # fmt: skip
 HELD_MODELS = (*MODELS, "internvl3-8b", "qwen3-vl-4b")
+_TOO_MUCH = "said not to fit: it is not compiled"
 DRAW = 2
 """Of held points: the first ones are open now."""
 TARGETS = ("h200:8", "cpu:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4")
@@ -132,12 +144,66 @@ def setup_of(point: Point, devices: Sequence[Any]) -> memory.Setup:
 
 def compiled(point: Point) -> dict[str, Any]:
     """Bytes on a device by the compiler of the target, or why there is no program."""
+    if PLATFORMS[point.target.split(":")[0]] == "tpu":
+        return _assigned(point)
+    return _compiled(point)
+
+
+def _compiled(point: Point) -> dict[str, Any]:
     on_cpu = point.target.startswith("cpu")
     devices = jax.devices()[:8] if on_cpu else topology.devices(point.target)
     found = verify.compiled(setup_of(point, devices), devices)
     if "why" in found:
         return found
     return {"compiled": found["memory"], "compile_cpu_seconds": found["seconds"]}
+
+
+def too_much(row: dict[str, Any]) -> bool:
+    """Whether a TPU hasn't the memory: its compiler then makes a program that needs less."""
+    machine = parse(row["point"][0])
+    needs = row["predicted"]["states"] + row["predicted"]["temporary"]
+    return machine.platform == "tpu" and needs > machine.chip.hbm_bytes
+
+
+_CHILD = """
+import json, os, sys
+from benchmarks import planner
+os.environ["XLA_FLAGS"] += f" --xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
+os.environ["XLA_FLAGS"] += " --xla_dump_hlo_pass_re=NONE"
+print(json.dumps(planner._compiled(planner.Point(*json.loads(sys.argv[2])))))
+"""
+
+
+def _assigned(point: Point) -> dict[str, Any]:
+    """From XLA's buffer assignment, which a process of its own writes; it ends there."""
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        command = [sys.executable, "-c", _CHILD, folder, json.dumps(point)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            # The last of the files about buffers.
+            ready = "*jit_step*after_buffer_assignment.txt"
+            while child.poll() is None and not list(pathlib.Path(folder).glob(ready)):
+                time.sleep(1)
+            seconds = time.perf_counter() - start
+            if not list(pathlib.Path(folder).glob(ready)):
+                said = (child.communicate()[0] or "").strip().splitlines()
+                return {"why": json.loads(said[-1])["why"] if said else "the compiler ended"}
+            child.kill()
+        (found,) = pathlib.Path(folder).glob("*jit_step*-buffer-assignment.txt")
+        return read_assignment(found.read_text()) | {"seconds_to_assignment": round(seconds, 1)}
+
+
+def read_assignment(text: str) -> dict[str, Any]:
+    """Bytes of main memory by a buffer assignment's dump."""
+    sizes = {"arguments": 0, "temporary": 0}
+    for size, what in re.findall(r"^allocation \d+: size (\d+), (.*)$", text, re.MULTILINE):
+        if "color" in what or "thread-local" in what:  # another memory
+            continue
+        if what.startswith("parameter"):
+            sizes["arguments"] += int(size)
+        elif what.startswith("preallocated-temp"):
+            sizes["temporary"] += int(size)
+    return {"compiled": sizes | {"peak": sum(sizes.values())}, "from": "buffer assignment"}
 
 
 def predicted(point: Point) -> dict[str, Any]:
@@ -202,11 +268,15 @@ def main() -> None:
         if point.target not in args.targets or row["kind"] not in args.kinds:
             continue
         if row["kind"] == "open" or "predicted" not in row:  # a held one's stays as it was said
-            row["predicted"] = predicted(point)
+            try:
+                row["predicted"] = predicted(point)
+            except ConfigError as error:  # dims that the mesh does not divide
+                row["why"] = str(error)
+                continue
         if "compiled" not in row and not args.say:
             save()
             row.pop("why", None)
-            row |= compiled(point)
+            row |= {"why": _TOO_MUCH} if too_much(row) else compiled(point)
             save()
         print({k: v for k, v in row.items() if k != "kind"}, flush=True)
     save()

@@ -89,7 +89,9 @@ def _inside(held: Held, i: int, op: Op, by_expert: bool) -> Peak:
     if op.name in ("cond", "while", "shard_map"):
         # A map over devices has a device's rows in it, and all of theirs around it.
         rows = held.rows * (op.params["mesh"].size if op.name == "shard_map" else 1)
-        each = [peak(Held(b, [NONE] * len(b.ins), (), rows)) for b in held.body.inner[i]]
+        each = [
+            peak(Held(b, [NONE] * len(b.ins), (), rows, held.tiled)) for b in held.body.inner[i]
+        ]
         most = max(each, key=lambda x: x.bytes, default=_NOTHING)
         both = collections.Counter(found.parts)
         both.update(most.parts)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.rules import quiet
-from jaxvlm.plan import absent, live
+from jaxvlm.plan import absent, live, tiles
 from jaxvlm.plan.program import Body
 from jaxvlm.plan.traced import NONE, Held, Share
 from jaxvlm.train.objective import scales
@@ -86,12 +86,14 @@ class Compiler(NamedTuple):
     """See :func:`jaxvlm.plan.live.peak`."""
     by_expert: bool = False
     """Likewise."""
+    tiled: bool = False
+    """See :mod:`jaxvlm.plan.tiles`."""
 
 
 COMPILERS = {
     "cpu": Compiler(update=2.0, early=True, by_expert=True),
     "gpu": Compiler(whole=1.0, early=True, by_expert=True),
-    "tpu": Compiler(),
+    "tpu": Compiler(tiled=True),
 }
 """By platform: read from XLA's buffer assignments, JAX 0.10.2."""
 
@@ -109,7 +111,7 @@ def estimate(setup: Setup) -> Estimate:
     compiler = COMPILERS[setup.platform]
     lies = _layouts(setup.config, setup.mesh, setup.strategy, setup.platform)
     own = tuple(sorted(split(lies.model, lies.model.shapes, setup.frozen)[0]))
-    work = dict(_peak(*_shares(setup, lies, own), compiler.early, compiler.by_expert).parts)
+    work = dict(_peak(*_shares(setup, lies, own), compiler).parts)
     gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
     updated = sum(moments[path] for path in own)
     if compiler.update:
@@ -158,7 +160,7 @@ def states(setup: Setup, model: Model) -> dict[str, int]:
         model: its model.
     """
     own, _ = split(model, model.shapes, setup.frozen)
-    stored, moments = (_bytes(model, field) for field in ("params", "optimizer"))
+    stored, moments = (_bytes(model, f, setup.platform) for f in ("params", "optimizer"))
     return _states(setup, model, tuple(own), stored, moments)
 
 
@@ -171,7 +173,10 @@ def _states(
 ) -> dict[str, int]:
     trained = frozenset(own)
     here = {path: 2 * moments[path] for path in own}
-    batch = sum(_size(x) for x in jax.tree.leaves(_shapes(setup, _local_rows(setup))))
+    batch = sum(
+        _takes(x.shape, x, setup.platform)
+        for x in jax.tree.leaves(_shapes(setup, _local_rows(setup)))
+    )
     return {
         "parameters": sum(stored[path] for path in own),
         "frozen": sum(size for path, size in stored.items() if path not in trained),
@@ -201,7 +206,7 @@ def _layouts(
     alone = dataclasses.replace(_alone(plain), config=config)
     model = on(alone, absent.mesh(mesh, platform), strategy)
     fields = ("params", "gathered", "gradients", "optimizer")
-    return _Layouts(model, {field: _bytes(model, field) for field in fields})
+    return _Layouts(model, {field: _bytes(model, field, platform) for field in fields})
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,13 +215,21 @@ def _alone(config: ModelConfig) -> Model:
     return build_model(config, absent.mesh(MeshConfig(data=1), "cpu"))
 
 
-def _bytes(model: Model, field: str) -> dict[str, int]:
+def _bytes(model: Model, field: str, platform: str) -> dict[str, int]:
     """Of each parameter on a device."""
     layout = model.layout(field)
     return {
-        path: math.prod(layout[path].shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+        path: _takes(layout[path].shard_shape(x.shape), x, platform)
         for path, x in model.shapes.items()
     }
+
+
+def _takes(shape: Sequence[int], x: jax.ShapeDtypeStruct, platform: str) -> int:
+    """Bytes of an array of this shape."""
+    number = np.dtype(x.dtype).itemsize
+    if COMPILERS[platform].tiled:
+        return round(tiles.size(tuple(shape), number))
+    return math.prod(shape) * number
 
 
 def _size(x: jax.ShapeDtypeStruct) -> int:
@@ -242,12 +255,16 @@ def _shares(
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
     summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
+    padded = COMPILERS[setup.platform].tiled
+
     def share(path: str, held: dict[str, int]) -> Share:
         x, words = model.shapes[path], model.logical[path]
         spec = (*layout[path].spec, *(None for _ in x.shape))[: len(x.shape)]
         dims = tuple(_over(place, word, setup.mesh) for place, word in zip(spec, words))
         parts = _size(x) / held[path] / math.prod(dims)
-        return Share(max(1.0, parts), dims if math.prod(dims) > 1 else ())
+        # Below one: a whole parameter that is padded.
+        least = 0.0 if padded else 1.0
+        return Share(max(least, parts), dims if math.prod(dims) > 1 else ())
 
     still = sorted(model.shapes.keys() - set(own))
     ins = [share(path, lies.bytes["gathered"]) for path in (*own, *still)]
@@ -266,10 +283,10 @@ def _peak(
     ins: tuple[Share, ...],
     outs: tuple[Share, ...],
     rows: float,
-    early: bool,
-    by_expert: bool,
+    compiler: Compiler,
 ) -> live.Peak:
-    return live.peak(Held(body, ins, outs, rows), early, by_expert)
+    held = Held(body, ins, outs, rows, compiler.tiled)
+    return live.peak(held, compiler.early, compiler.by_expert)
 
 
 def _over(place: Any, word: str, mesh: MeshConfig) -> int:
@@ -312,7 +329,7 @@ def _trace(
     with quiet():
         jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _shapes(setup, rows))
     body = Body(jaxpr.jaxpr, unit)
-    body = {"gpu": body.late, "cpu": body.broad}.get(platform, lambda: body)()
+    body = {"gpu": body.late, "cpu": body.broad, "tpu": body.hoisted}.get(platform, lambda: body)()
     return _Step(body, len(jax.tree.leaves(out[0])))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ OPAQUE = words(
 _BODIES = ("scan", "cond", "while", "shard_map")
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _TOWERS = ("vision", "top", "connector", "decoder", "text")
+_CAST, _KERNEL = "convert_element_type", "pallas_call"
 _REDUCE = ("reduce_", "argmax", "argmin")
 _CHEAP = words(
     "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp"
@@ -69,6 +71,11 @@ class Value:
             self.rows = sum(n % unit == 0 for n in dims if n)
             dims = [n // unit if n % unit == 0 else n for n in dims]
         self.size = float(math.prod(dims) * itemsize(dtype))
+
+    def shape(self, unit: int, rows: float | int) -> tuple[float | int, ...]:
+        """Its dims where the unit stands for so many rows."""
+        dims = self.aval.shape
+        return tuple(n / unit * rows if unit and n and n % unit == 0 else n for n in dims)
 
 
 class Op(NamedTuple):
@@ -168,11 +175,77 @@ class Body:
         """
         return self._placed(lambda body, own: body._breadth_first(), 0)
 
+    def hoisted(self) -> Body:
+        """The same program; what a loop makes smaller of each layer's parameters (a copy in
+        bfloat16) is made of all layers' before the first loop that reads it, once for all loops, as
+        XLA for TPUs does it. A loop that keeps such copies for another keeps none, and none that
+        nobody reads (the gradient of frozen tables).
+        """
+        made = copy.copy(self)
+        made.__dict__.pop("order", None)
+        made.__dict__.pop("written", None)
+        made.ops, made.inner = [], {}
+        done: dict[Any, Value] = {}
+        same: dict[Any, Any] = {}
+        given, read = set(self.ins), {v for v in self.outs if isinstance(v, Value)}
+        for op in reversed(self.ops):
+            read.update(op.values if read.intersection(op.outs) else ())
+        for i, op in enumerate(self.ops):
+            if not read.intersection(op.outs):
+                continue
+            values = tuple(same.get(v, v) for v in op.values)
+            ins = tuple(same.get(v, v) if isinstance(v, Value) else v for v in op.ins)
+            inner = self.inner.get(i)
+            if op.name == "scan" and inner:
+                consts, carries = compat.scan_inputs(dict(op.params))
+                casts = inner[0]._casts(consts + carries, ins, given)
+                for cast, whole in casts.items():
+                    key = whole, str(cast.aval.dtype)
+                    if key not in done:
+                        aval = whole.aval.update(dtype=cast.aval.dtype)
+                        done[key] = Value(aval, self.unit)
+                        made.ops.append(Op(_CAST, (whole,), (done[key],), {}, op.tower, (whole,)))
+                    ins, values = (*ins, done[key]), (*values, done[key])
+                kept = [
+                    n < carries or (v not in casts and op.outs[n] in read)
+                    for n, v in enumerate(inner[0].outs)
+                ]
+                for n, v in enumerate(inner[0].outs):
+                    if n >= carries and v in casts:
+                        same[op.outs[n]] = done[casts[v], str(v.aval.dtype)]
+                inner = [inner[0]._given(tuple(casts), kept)]
+                op = op._replace(outs=tuple(itertools.compress(op.outs, kept)))
+            if inner:
+                made.inner[len(made.ops)] = inner
+            made.ops.append(op._replace(ins=ins, values=values))
+        made.outs = [same.get(v, v) if isinstance(v, Value) else v for v in self.outs]
+        return made
+
+    def _casts(self, first: int, ins: tuple[Any, ...], given: set[Value]) -> dict[Value, Value]:
+        """Smaller copies of what a loop has an entry a turn of, and what that is as a whole."""
+        whole = {v: w for v, w in zip(self.ins[first:], ins[first:]) if w in given}
+        found = {}
+        for op in self.ops:
+            if op.name != _CAST or not op.values or op.values[0] not in whole:
+                continue
+            if op.outs[0].size < op.values[0].size:
+                found[op.outs[0]] = whole[op.values[0]]
+        return found
+
+    def _given(self, casts: tuple[Value, ...], kept: list[bool]) -> Body:
+        """The same loop's body; these values come from outside, and not all results go there."""
+        left = [i for i, op in enumerate(self.ops) if op.outs[:1] not in [(v,) for v in casts]]
+        made = self._placed(lambda body, _: left if body is self else None, 0)
+        made.ins = [*self.ins, *casts]
+        made.outs = list(itertools.compress(self.outs, kept))
+        return made
+
     def _placed(self, how: Callable[[Body, int], list[int] | None], carries: int) -> Body:
         """The same program in another order, and so are the bodies in it."""
         places = how(self, carries) or list(range(len(self.ops)))
         made = copy.copy(self)
         made.__dict__.pop("order", None)
+        made.__dict__.pop("written", None)
         made.ops = [self.ops[i] for i in places]
         made.inner = {}
         for n, i in enumerate(places):
@@ -220,6 +293,22 @@ class Body:
         for i in range(len(self.ops)):
             place.setdefault(i, max((place[n] for n in given[i]), default=0))
         return sorted(place, key=lambda i: (place[i], i not in seen, i))
+
+    @functools.cached_property
+    def written(self) -> frozenset[Value]:
+        """What a kernel reads and makes, and what a loop keeps of it: these lie as written."""
+        found: set[Value] = set()
+        for i, op in enumerate(self.ops):
+            inner = self.inner.get(i, [])
+            if op.name == _KERNEL or (op.name == "shard_map" and any(b._kernels for b in inner)):
+                found.update(op.values, op.outs)
+            elif op.name == "scan":
+                found.update(v for v, own in zip(op.outs, inner[0].outs) if own in inner[0].written)
+        return frozenset(found)
+
+    @functools.cached_property
+    def _kernels(self) -> bool:
+        return any(op.name == _KERNEL for op in self.ops)
 
     @functools.cached_property
     def order(self) -> Order:

@@ -27,8 +27,6 @@ from jaxvlm.plan.ways import Way, can_keep, meshes, setup_of, ways
 
 MARGIN = 0.08
 """Of a device's memory that is left free: fragments, the driver's and the compiler's own."""
-_MARGINS = {"tpu": 0.3}
-"""On platforms where traces say too little (docs/planning.md has by how much)."""
 _TRACES = 6
 """Of steps, at most; none is made once a way fits. Ways that differ in mesh share one."""
 _LOOKS = 12
@@ -237,8 +235,7 @@ def kept(question: Question, way: Way) -> float:
 
 def capacity(question: Question) -> float:
     """Bytes of a device that a plan may use; 0: not known."""
-    margin = _MARGINS.get(question.machine.platform, MARGIN)
-    return question.machine.chip.hbm_bytes * (1 - margin)
+    return question.machine.chip.hbm_bytes * (1 - MARGIN)
 
 
 def time_of(question: Question, way: Way) -> StepTime:
@@ -310,12 +307,6 @@ def _notes(known: Memory, times: Iterable[StepTime]) -> list[str]:
     if platform == "gpu":
         notes.append(
             "memory is with XLA's attention, which keeps scores; with cuDNN's, long rows need less"
-        )
-    elif platform == "tpu":
-        left = _MARGINS[platform]
-        notes.append(
-            f"memory on TPUs is said too low, by 22 % in the mean of what was compiled: {left:.0%} "
-            "of a device's is left free; --verify asks the compiler"
         )
     notes += [f"some ways' work by formula, not by its trace: {why}" for why in known.unknown]
     if can_keep(question):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.parallel import compat
-from jaxvlm.plan import spread
-from jaxvlm.plan.program import OPAQUE, VIEWS, Body, Op, Value, words
+from jaxvlm.plan import spread, tiles
+from jaxvlm.plan.program import OPAQUE, VIEWS, Body, Op, Value, itemsize, words
 from jaxvlm.plan.spread import Dims
 
 _SAME = VIEWS | words(
@@ -47,16 +47,25 @@ class Held:
         ins: what of each input a device holds.
         outs: of each output, where that is wanted; () says nothing.
         rows: that the body's unit stands for.
+        tiled: values lie in tiles, as on TPUs; shares of parameters have that in them.
 
     Attributes:
         body: the program.
         rows: as given.
+        tiled: as given.
         inner: of its scans, by their place in ``body.ops``.
         gradients: values that become one of ``outs`` with parts.
     """
 
-    def __init__(self, body: Body, ins: Sequence[Share], outs: Sequence[Share], rows: float = 1.0):
-        self.body, self.rows, self._ins = body, rows, ins
+    def __init__(
+        self,
+        body: Body,
+        ins: Sequence[Share],
+        outs: Sequence[Share],
+        rows: float = 1.0,
+        tiled: bool = False,
+    ):
+        self.body, self.rows, self.tiled, self._ins = body, rows, tiled, ins
         self._parts: dict[Any, float] = {v: s.parts for v, s in zip(body.ins, ins) if s.parts}
         self._dims: dict[Any, Dims] = {v: s.dims for v, s in zip(body.ins, ins) if s.dims}
         self.inner: dict[int, Held] = {}
@@ -86,12 +95,13 @@ class Held:
 
     def bytes(self, v: Value) -> float:
         """Of a value, on a device."""
+        parts, dims = self._parts.get(v), self._dims.get(v, ())
+        if self.tiled and not parts and v.size:
+            split = (*dims, *[1] * len(v.aval.shape))
+            shape = tuple(n / d for n, d in zip(v.shape(self.body.unit, self.rows), split))
+            return tiles.size(shape, itemsize(v.aval.dtype), v in self.body.written)
         size = v.size * self.rows**v.rows
-        if parts := self._parts.get(v):
-            size /= parts
-        if dims := self._dims.get(v):
-            size /= math.prod(dims)
-        return size
+        return size / (parts or 1.0) / math.prod(dims)
 
     def _forward(self, op: Op) -> None:
         """How an operation's results are split."""
@@ -122,12 +132,12 @@ class Held:
         # An entry of what is scanned over lacks its first dim.
         ins[consts + carries :] = [Share(s.parts, s.dims[1:]) for s in ins[consts + carries :]]
         (inner,) = self.body.inner[i]
-        held = Held(inner, ins, (), self.rows)
+        held = Held(inner, ins, (), self.rows, self.tiled)
         before = ins[consts : consts + carries]
         after = [Share(x.parts, held.share(v).dims or x.dims) for v, x in zip(inner.outs, before)]
         if after != before:  # a carry that becomes split stays so
             ins[consts : consts + carries] = after
-            held = Held(inner, ins, (), self.rows)
+            held = Held(inner, ins, (), self.rows, self.tiled)
         self.inner[i] = held
         for n, (v, own) in enumerate(zip(op.outs, inner.outs)):
             share, is_stacked = held.share(own), n >= carries
@@ -163,7 +173,7 @@ class Held:
                 if isinstance(first := op.ins[consts + n], Value):
                     self._parts[first] = share.parts
                     self.gradients.add(first)
-        self.inner[i] = Held(self.inner[i].body, ins, outs, self.rows)
+        self.inner[i] = Held(self.inner[i].body, ins, outs, self.rows, self.tiled)
 
 
 def stacked(op: Op) -> tuple[Value, ...]:

@@ -74,17 +74,28 @@ def memory(program: Any) -> dict[str, int]:
     stats = program.memory_analysis()
     if stats is None:
         return {}
+    peak = (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+    if _platform(program) == "tpu":  # libtpu 0.0.42's temporaries are a third more than their heap
+        peak = stats.peak_memory_in_bytes
     return {
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,
         "host": stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
-        "peak": stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes,
+        "peak": peak,
     }
+
+
+def _platform(program: Any) -> str:
+    """Of the devices that a program is compiled for."""
+    places = jax.tree.leaves(program.input_shardings)
+    return next((str(d.platform) for place in places for d in place.device_set), "")
 
 
 def bytes_of(x: Any) -> int:

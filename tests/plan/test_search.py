@@ -138,12 +138,6 @@ def test_what_grows_with_rows_is_told_from_what_does_not():
     assert learned.corrected("other", 4.0, 52.0)[:2] == (13.0, 0.0)
 
 
-def test_more_is_left_free_where_traces_say_too_little(asked):
-    tpu = asked._replace(machine=machine.parse("v5e:8"))
-    assert search.capacity(tpu) == pytest.approx(0.7 * tpu.machine.chip.hbm_bytes)
-    assert search.capacity(asked) == pytest.approx(0.92 * asked.machine.chip.hbm_bytes)
-
-
 def test_quick_work_knows_the_dtype_the_tower_s_remat_and_whole_towers(asked):
     known = search.Memory(asked)
     way = ways.Way("fsdp", MeshConfig(data=1, fsdp=8), resolved("fsdp", fsdp=8), "none")
