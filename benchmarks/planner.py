@@ -6,8 +6,10 @@
 Published vision-language models at their real sizes on eight devices: strategies, remat, rows a
 device, what is trained and the target are drawn from a fixed seed. ``open`` points are those that
 the planner's rules were found on; the prediction for a ``held`` one is written down (``--say``)
-before it is compiled. When rules change, held points that they were found on become open ones, and
-others are drawn. A compilation takes up to minutes: rows that are in the result are kept.
+before it is compiled. ``pairs`` points are held ones of contrastive training (CLIP, SigLIP, and
+vision-language models that make vectors), whole and in chunks. When rules change, held points that
+they were found on become open ones, and others are drawn. A compilation takes up to minutes: rows
+that are in the result are kept.
 
 Of TPUs' programs the buffer assignment is read, and code is not generated: what the compiler gives
 the program's arguments and its heap of temporaries.
@@ -40,11 +42,22 @@ import jax
 
 from benchmarks.common import environment, kept, write
 from jaxvlm.build import published
-from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.config import (
+    ConfigError,
+    DualConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    StrategyConfig,
+    TrainConfig,
+)
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import absent, memory, topology, verify
+from jaxvlm.plan.absent import Rows
 from jaxvlm.plan.machine import parse
+from jaxvlm.plan.pairs import Pairing, how
+from jaxvlm.train.pairs import Chunk
 
 NAME = "planner_memory"
 MODELS = (
@@ -72,6 +85,7 @@ class Point(NamedTuple):
     target: str
     model: str
     strategy: str
+    """Of :data:`MESHES`; of pairs with `` grad_cache=N`` behind it."""
     remat: str
     rows: int
     """A batch shard's."""
@@ -103,15 +117,33 @@ def points(target: str, kind: str, count: int = 16) -> list[Point]:
     return [Point(target, *x) for x in drawn]
 
 
-def model_config(point: Point) -> ModelConfig:
+PAIRS = (
+    ("clip-vit-b-32", "ddp", "none", 64, 77, "all"),
+    ("clip-vit-b-32", "ddp grad_cache=16", "none", 128, 77, "all"),
+    ("clip-vit-b-32", "fsdp", "full", 128, 77, "all"),
+    ("clip-vit-l-14", "fsdp grad_cache=8", "none", 32, 77, "all"),
+    ("clip-vit-l-14", "hybrid_shard", "dots", 16, 77, "decoder"),
+    ("siglip2-so400m", "fsdp grad_cache=4", "full", 16, 64, "all"),
+    ("smolvlm-500m", "fsdp", "full", 4, 512, "all"),
+    ("qwen3-vl-2b", "fsdp grad_cache=2", "full", 8, 512, "adapters"),
+)
+"""Those of pairs; a vision-language model's documents have ``length`` tokens, queries 128."""
+
+
+def pair_points(target: str) -> list[Point]:
+    """Those of a target."""
+    return [Point(target, *x) for x in PAIRS]
+
+
+def model_config(point: Point) -> ModelConfig | DualConfig:
     """The published model as it is trained there."""
-    config = published.config_of(point.model)
-    assert isinstance(config, ModelConfig)
+    config: Any = published.config_of(point.model)
     lora = LoraConfig(rank=16) if point.trained == "adapters" else LoraConfig()
+    name = "text" if isinstance(config, DualConfig) else "decoder"
     return dataclasses.replace(
         config,
         vision=dataclasses.replace(config.vision, remat=point.remat),
-        decoder=dataclasses.replace(config.decoder, remat=point.remat),
+        **{name: dataclasses.replace(getattr(config, name), remat=point.remat)},
         dtype="float32" if point.target.startswith("cpu") else "bfloat16",
         attention="xla" if point.target.startswith("h200") else "auto",
         lora=lora,
@@ -133,13 +165,32 @@ def frozen(point: Point) -> tuple[str, ...]:
 def setup_of(point: Point, devices: Sequence[Any]) -> memory.Setup:
     """What is planned, and compiled."""
     config, platform = model_config(point), PLATFORMS[point.target.split(":")[0]]
-    preset = "fsdp" if " x " in point.strategy else point.strategy
-    mesh, strategy = resolve(StrategyConfig(preset), MESHES[point.strategy], devices)
-    count, patches = pictures(config, point.length)
+    name, _, chunk = point.strategy.partition(" grad_cache=")
+    preset = "fsdp" if " x " in name else name
+    mesh, strategy = resolve(StrategyConfig(preset), MESHES[name], devices)
     rows = point.rows * mesh.data * mesh.fsdp
+    if point in pair_points(point.target):
+        row, pairing = pairing_of(config, point.length, int(chunk or 0))
+        how = (frozen(point), pairing.parts(point.rows), pairing)
+        return memory.Setup(config, mesh, strategy, platform, rows, *row, *how)
+    assert isinstance(config, ModelConfig)
+    count, patches = pictures(config, point.length)
     return memory.Setup(
         config, mesh, strategy, platform, rows, point.length, count, patches, frozen(point)
     )
+
+
+def pairing_of(config: ModelConfig | DualConfig, length: int, chunk: int) -> tuple[Rows, Pairing]:
+    """The larger row of an example, and the example."""
+    dual = isinstance(config, DualConfig)
+    run = TrainConfig(loss="info_nce", encoder="dual" if dual else "vlm")
+    chunks = Chunk(chunk), Chunk(chunk)
+    if isinstance(config, DualConfig):
+        run = dataclasses.replace(run, loss="sigmoid" if config.has_bias else "info_nce")
+        pairing = Pairing(Rows(0, 1), Rows(length), how(run), chunks=chunks)
+        return Rows(length, 1), pairing
+    row = Rows(length, *pictures(config, length))
+    return row, Pairing(Rows(128), row, how(run), chunks=chunks)
 
 
 def compiled(point: Point) -> dict[str, Any]:
@@ -249,7 +300,8 @@ def main() -> None:
     """Predict, compile what is not there yet, compare."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", nargs="*", default=TARGETS)
-    parser.add_argument("--kinds", nargs="*", default=["open", "held"], choices=("open", "held"))
+    kinds = ("open", "held", "pairs")
+    parser.add_argument("--kinds", nargs="*", default=kinds[:2], choices=kinds)
     parser.add_argument("--count", type=int, default=16, help="points of a target and kind")
     parser.add_argument("--say", action="store_true", help="predict alone")
     args = parser.parse_args()
@@ -260,7 +312,8 @@ def main() -> None:
         write(f"{NAME}.json", {"summary": compared(rows), "rows": rows})
 
     for target, kind in itertools.product(args.targets, args.kinds):
-        for point in points(target, kind)[: args.count]:
+        every = pair_points(target) if kind == "pairs" else points(target, kind)
+        for point in every[: args.count]:
             if not any(r["point"] == list(point) for r in rows):
                 rows.append({"point": list(point), "kind": kind, "environment": here})
     for row in rows:

@@ -92,7 +92,6 @@ def own(way: Way, asked: Question) -> dict[str, Any]:
     named = {"family": way.family, "way": way.text()}
     try:
         setups.parts(way, asked)
-        search.check(asked, way)
         plan = Memory(asked).plan(way, search.time_of(asked, way))
     except ConfigError as error:
         return named | {"why": str(error)}

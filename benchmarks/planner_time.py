@@ -41,7 +41,7 @@ from jaxvlm.config import (
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import PRESETS
-from jaxvlm.plan import calibrate, machine, memory
+from jaxvlm.plan import absent, calibrate, machine, memory, pairs
 from jaxvlm.plan import time as step_times
 from jaxvlm.types import Batch, Pairs
 
@@ -205,6 +205,12 @@ def planned(case: Case, rates: calibrate.Rates) -> step_times.StepTime:
         case.config, MeshConfig(data=1), PRESETS["single"], "cpu", case.rows, case.length,
         case.pictures, case.patches, case.frozen,
     )  # fmt: skip
+    if isinstance(case.config, DualConfig):
+        run = TrainConfig(encoder="dual", loss="info_nce")
+        text = absent.Rows(case.length)
+        query = absent.Rows(0, 1) if case.pictures else text
+        count = case.rows if case.pictures else case.rows // 2
+        setup = setup._replace(rows=count, pairs=pairs.Pairing(query, text, pairs.how(run)))
     return step_times.step_time(setup, machine.parse("cpu:1", case.config.dtype, rates))
 
 

@@ -23,8 +23,8 @@ from jaxvlm.config import (
     VisionConfig,
 )
 from jaxvlm.models.families.text import decoder_from_hf
-from jaxvlm.parallel.strategies import PRESETS
-from jaxvlm.plan import machine, question
+from jaxvlm.parallel.strategies import PRESETS, resolve
+from jaxvlm.plan import absent, machine, question
 from jaxvlm.plan.machine import Machine
 from jaxvlm.plan.question import Asked, Question
 from jaxvlm.plan.ways import Way
@@ -71,10 +71,11 @@ def question_of(row: dict[str, Any]) -> Question:
         )
         asked = question.ask(row["model"], None, there, wanted)
     lora = row.get("lora", {})
-    model = dataclasses.replace(asked.config.model, lora=LoraConfig(**lora))
     frozen = (*asked.config.optim.frozen, *row["frozen"])
-    config = dataclasses.replace(
-        asked.config, model=model, optim=dataclasses.replace(asked.config.optim, frozen=frozen)
+    optim = dataclasses.replace(asked.config.optim, frozen=frozen)
+    config = question.with_network(
+        dataclasses.replace(asked.config, optim=optim),
+        dataclasses.replace(asked.config.network, lora=LoraConfig(**lora)),
     )
     return asked._replace(name=row["id"], config=config)
 
@@ -109,11 +110,14 @@ def theirs(row: dict[str, Any]) -> Way:
 
 
 def parts(way: Way, asked: Question) -> None:
-    """Hold a way's microbatches and stages against the batch and the layers.
+    """Hold a way against what a run would check: microbatches, stages, mesh and strategy.
 
     Raises:
-        ConfigError: they do not divide.
+        ConfigError: the run would refuse it.
     """
+    there = asked.machine
+    devices = absent.devices(there.platform, there.devices, there.a_host)
+    resolve(dataclasses.replace(way.strategy, name=way.preset), way.mesh, devices)
     rows, depth = asked.rows, asked.config.model.decoder.depth
     if rows % (way.shards * way.microbatches):
         raise ConfigError(f"{rows} rows by {way.shards} shards x {way.microbatches} microbatches")

@@ -77,7 +77,7 @@ def assemble(
         check_kept(model)
     behind = cache is not None and any(is_tower(path) for path in own)
     parts = max(microbatches, 1 + any(any(chunk) for chunk in chunks or ()))
-    reduction = None if behind else _reduction(model, parts)
+    reduction = None if behind else reduction_of(model, parts)
     run, cache = (rest_of(model), cache) if cache else (model, NO_CACHE)
     abstract, init = state_of(model, tx, own, still, reduction, cache)
     place = placement(model)
@@ -178,12 +178,16 @@ def placement(model: Model) -> Placement:
     return place._replace(moments=to_device) if _between(model) != moments else place
 
 
-def _reduction(model: Model, parts: int) -> Reduction | None:
+def reduction_of(model: Model, parts: int) -> Reduction | None:
     """How gradients are added up behind the backward pass; ``None``: the compiler adds them.
 
     It does so once a microbatch. With several it is left to do it where their sum is split, or
     parameters are: XLA's partitioner aborts over weights split by fsdp and tensor where data is
     out of its hands (jaxlib 0.10.2).
+
+    Args:
+        model: on its mesh.
+        parts: microbatches, or chunks of pairs.
 
     Raises:
         ConfigError: towers that do not agree, or few bits where each microbatch's sum is split, or

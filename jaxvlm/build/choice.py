@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxvlm.build import pretrained, record
+from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.merge import json_object
-from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig, TrainConfig
+from jaxvlm.build.pairs import CHOSEN
+from jaxvlm.config import ConfigError, GradCacheConfig, MeshConfig, StrategyConfig, TrainConfig
+from jaxvlm.models.families import any_family
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.plan import question, search, ways
 from jaxvlm.plan.here import machine_of
@@ -21,17 +25,27 @@ from jaxvlm.plan.ways import Way
 AUTO = "auto"
 
 
+_WHOLE: dict[str, tuple[str, Any]] = {
+    "strategy.name": ("strategy", StrategyConfig(AUTO)),
+    "mesh.data": ("mesh", MeshConfig(data=0)),
+    "grad_cache.query": ("grad_cache", GradCacheConfig(CHOSEN)),
+}
+"""Settings that leave their whole group to the planner."""
+
+
 def autos(config: TrainConfig) -> list[str]:
     """Settings that a recipe leaves to the planner."""
     asked = {
         "strategy.name": config.strategy.name == AUTO,
+        "mesh.data": config.mesh.data == 0,
         "model.vision.remat": config.model.vision.remat == AUTO,
         "model.decoder.remat": config.model.decoder.remat == AUTO,
-        "microbatches": config.microbatches == 0,
-        # What follows is refused: only one mesh, and training on tokens, is known yet.
-        "tower.strategy.name": config.tower.strategy.name == AUTO,
         "dual.vision.remat": config.dual.vision.remat == AUTO,
         "dual.text.remat": config.dual.text.remat == AUTO,
+        "microbatches": config.microbatches == 0,
+        "grad_cache.query": config.grad_cache.query == CHOSEN,
+        # What follows is refused: only one mesh is known yet.
+        "tower.strategy.name": config.tower.strategy.name == AUTO,
     }
     return [name for name, is_asked in asked.items() if is_asked]
 
@@ -57,7 +71,7 @@ def settled(
     """
     if not (left := autos(config)):
         return config
-    what = f"config.{left[0]}={0 if left[0] == 'microbatches' else AUTO!r}"
+    what = _said(config, left[0])
     _check_auto(config, left, what)
     if (old := _recorded(config, left, devices, workdir)) is not None:
         say(f"planner ({', '.join(left)}): as this run began")
@@ -92,30 +106,68 @@ def _check_known(there: Machine) -> None:
 
 
 def _check_auto(config: TrainConfig, left: list[str], what: str) -> None:
-    """Refuse what is not known, and settings of what is to be chosen."""
+    """Refuse what is not known, what nothing reads, and settings of what is to be chosen."""
     if why := unknown(config):
         raise ConfigError(f"{what}: {why} can't be planned yet; set it")
     for name in left:
-        if name.startswith(("tower.", "dual.")):
-            raise ConfigError(f"config.{name}={AUTO!r}: the planner does not choose it; set it")
-    if "strategy.name" not in left:
-        return
-    if config.mesh != MeshConfig():
+        if why := _unread(config, name):
+            raise ConfigError(f"{_said(config, name)}: {why}")
+    if "strategy.name" in left and config.mesh not in (MeshConfig(), MeshConfig(data=0)):
         raise ConfigError(f"{what} chooses config.mesh too; leave it out")
-    default = StrategyConfig(AUTO)
-    for field in dataclasses.fields(default):
-        if getattr(config.strategy, field.name) != getattr(default, field.name):
-            raise ConfigError(f"{what} chooses config.strategy.{field.name} too; leave it out")
+    for name in [name for name in _WHOLE if name in left]:
+        group, default = _WHOLE[name]
+        for field in dataclasses.fields(default):
+            if getattr(getattr(config, group), field.name) != getattr(default, field.name):
+                raise ConfigError(
+                    f"{_said(config, name)} chooses config.{group}.{field.name} too; leave it out"
+                )
+
+
+def _unread(config: TrainConfig, name: str) -> str:
+    """Why the planner does not choose a setting; "" where it does."""
+    group, pairs = name.split(".")[0], of_vectors(config)
+    if group == "tower":
+        return "the planner does not choose it; set it"
+    if group in ("model", "dual") and (group == "dual") != (config.encoder == "dual"):
+        return f"it is not read with config.encoder={config.encoder!r}"
+    if group == "microbatches" and pairs:
+        return f"parts of pairs are chunks of config.grad_cache; query={CHOSEN} leaves them open"
+    if group == "grad_cache" and not pairs:
+        return f"it is of losses of pairs, not of config.loss={config.loss!r}"
+    return ""
+
+
+def _get(config: TrainConfig, path: str) -> Any:
+    found: Any = config
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _put(config: Any, path: str, value: Any) -> Any:
+    """``config`` with a setting changed."""
+    name, _, rest = path.partition(".")
+    value = _put(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: value})
+
+
+def _said(config: TrainConfig, name: str) -> str:
+    return f"config.{name}={_get(config, name)!r}"
 
 
 def _local(config: TrainConfig, workdir: pathlib.Path | None) -> TrainConfig:
-    """``config`` with its checkpoint's folder where that is an id of the hub."""
-    given = config.model.checkpoint
-    if not given or pathlib.Path(given).expanduser().is_dir():
-        return config
-    source = pretrained.find(given, workdir)
-    folder = str(source.files) if source else given
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, checkpoint=folder))
+    """``config`` with its checkpoints' folders where these are ids of the hub."""
+    paths: tuple[tuple[str, str], ...] = (("model.checkpoint", ""),)
+    if config.encoder == "dual":
+        of_towers = ((f"dual.{tower}_checkpoint", tower) for tower in ("vision", "text"))
+        paths = (("dual.checkpoint", ""), *of_towers)
+    for path, kept in paths:
+        given = _get(config, path)
+        if given and not pathlib.Path(given).expanduser().is_dir():
+            where = workdir / kept if workdir and kept else workdir
+            source = pretrained.find(given, where, any_family)
+            config = _put(config, path, str(source.files) if source else given)
+    return config
 
 
 def _recorded(
@@ -133,19 +185,9 @@ def _recorded(
         return None
     if autos(made):
         return None
-    towers = {
-        name: dataclasses.replace(
-            getattr(config.model, name), remat=getattr(made.model, name).remat
-        )
-        for name in ("vision", "decoder")
-        if f"model.{name}.remat" in left
-    }
-    parts = made.microbatches if "microbatches" in left else config.microbatches
-    model = dataclasses.replace(config.model, **towers)
-    config = dataclasses.replace(config, model=model, microbatches=parts)
-    if "strategy.name" not in left:
-        return config
-    return dataclasses.replace(config, mesh=made.mesh, strategy=made.strategy)
+    chosen = [_WHOLE[name][0] if name in _WHOLE else name for name in left]
+    chosen += ["mesh"] if "strategy.name" in left else []
+    return functools.reduce(lambda c, path: _put(c, path, _get(made, path)), chosen, config)
 
 
 def _left(
@@ -160,19 +202,18 @@ def _left(
     Raises:
         ConfigError: there is none.
     """
-    every: Iterable[Way]
-    if "strategy.name" in left:
-        every = ways.ways(asked)
-    else:
-        every = ways.of_mesh(asked, *resolve(config.strategy, config.mesh, devices))
     parts, made = config.microbatches, dict[Way, None]()
     refused: dict[tuple[str, MeshConfig], str] = {}
-    for way in every:
-        if way.cache != "off":
+    for way in _every(asked, config, left, devices):
+        if way.cache != "off" or asked.rows % way.shards:
             continue
-        if parts:
+        if asked.pairs and "grad_cache.query" not in left:
+            own, chunk = ways.chunk_of(asked.pairs, config, asked.rows // way.shards)
+            way = way._replace(microbatches=own, chunk=chunk)
+        elif parts and not asked.pairs:
             way = way._replace(microbatches=parts)
-        if asked.rows // way.shards % way.microbatches or way.microbatches % way.mesh.stage:
+        cut = asked.rows // way.shards % way.microbatches or way.microbatches % way.mesh.stage
+        if cut and not asked.pairs:
             continue
         key = way.preset, way.mesh
         if key not in refused:
@@ -186,6 +227,24 @@ def _left(
         )
         raise ConfigError(f"the planner has no way: {why}")
     return list(made)
+
+
+def _every(
+    asked: Question, config: TrainConfig, left: list[str], devices: Sequence[Any]
+) -> Iterable[Way]:
+    """Ways on the recipe's mesh, on all meshes, or under all strategies."""
+    if "strategy.name" in left:
+        yield from ways.ways(asked)
+        return
+    sizes = [config.mesh]
+    if "mesh.data" in left:
+        sizes = list(dict.fromkeys(mesh for _, mesh in ways.meshes(asked)))
+    for mesh in sizes:
+        try:
+            yield from ways.of_mesh(asked, *resolve(config.strategy, mesh, devices))
+        except ConfigError:
+            if len(sizes) == 1:
+                raise  # the recipe's own
 
 
 def _refused(
@@ -202,9 +261,16 @@ def _refused(
 
 def _with_remat(config: TrainConfig, way: Way) -> Way:
     """The way with what the recipe says of towers' remat."""
-    vision, decoder = (getattr(config.model, t).remat for t in ("vision", "decoder"))
-    both = [given if given != AUTO else way.remat for given in (vision, decoder)]
+    vision, other = (_get(config, path) for path in _remats(config))
+    both = [given if given != AUTO else way.remat for given in (vision, other)]
     return way._replace(vision="" if both[0] == both[1] else both[0], remat=both[1])
+
+
+def _remats(config: TrainConfig) -> tuple[str, str]:
+    """Settings of the towers' remat."""
+    if config.encoder == "dual":
+        return "dual.vision.remat", "dual.text.remat"
+    return "model.vision.remat", "model.decoder.remat"
 
 
 def first_line(error: Exception) -> str:
@@ -214,16 +280,19 @@ def first_line(error: Exception) -> str:
 
 
 def _with(config: TrainConfig, way: Way, left: list[str]) -> TrainConfig:
-    model = dataclasses.replace(
-        config.model,
-        vision=dataclasses.replace(config.model.vision, remat=way.vision or way.remat),
-        decoder=dataclasses.replace(config.model.decoder, remat=way.remat),
-    )
-    config = dataclasses.replace(config, model=model, microbatches=way.microbatches)
+    """``config`` with the way where it leaves a choice."""
+    vision, other = _remats(config)
+    chosen = {vision: way.vision or way.remat, other: way.remat, "microbatches": way.microbatches}
+    config = functools.reduce(lambda c, n: _put(c, n, chosen[n]), chosen.keys() & left, config)
+    if "grad_cache.query" in left:
+        config = dataclasses.replace(config, grad_cache=GradCacheConfig(*way.chunk))
+    if not {"strategy.name", "mesh.data"} & set(left):
+        return config
+    config = dataclasses.replace(config, mesh=way.mesh)
     if "strategy.name" not in left:
         return config
     strategy = dataclasses.replace(config.strategy, name=way.preset, context=way.strategy.context)
-    return dataclasses.replace(config, mesh=way.mesh, strategy=strategy)
+    return dataclasses.replace(config, strategy=strategy)
 
 
 def unknown(config: TrainConfig) -> str:

@@ -81,7 +81,7 @@ def make(
             )
         source = _found(asked.checkpoint, workdir)
         seen = described(source)
-        made = _merged(asked, seen.config)
+        made = merged(asked, seen.config)
         return Dual(made, seen.tokenizer, seen.pictures, source, {})
     sources, found, of_run = {}, {}, None
     for tower in _TOWERS:
@@ -104,9 +104,9 @@ def make(
                 )
     vision, text = asked.vision, asked.text
     if "vision" in found:
-        vision = _tower(vision, found["vision"].config.vision, "vision")
+        vision = with_tower(vision, found["vision"].config.vision, "vision")
     if "text" in found:
-        text = _tower(text, found["text"].config.text, "text")
+        text = with_tower(text, found["text"].config.text, "text")
     words = None
     if "text" in asked.towers:
         if "text" in found:
@@ -164,7 +164,15 @@ def _of_run(
     theirs, ours = ("squash" if r == "auto" else r for r in (run.data.resize, resize))
     if theirs != ours and not begun:
         raise ConfigError(f"{where}: config.data.resize must be {theirs!r}, as its")
-    return dataclasses.replace(asked, vision=_tower(asked.vision, found.vision, tower))
+    return dataclasses.replace(asked, vision=with_tower(asked.vision, found.vision, tower))
+
+
+def vision_of_run(config: TrainConfig) -> VisionConfig | None:
+    """The vision tower that a recipe takes from a run's workdir; ``None``: it takes none."""
+    where = pathlib.Path(config.dual.vision_checkpoint).expanduser()
+    if not _is_workdir(str(where), "vision", None):
+        return None
+    return _of_run(config.dual, "vision", where, None, config.data.resize).vision
 
 
 def _found(checkpoint: str, workdir: pathlib.Path | None) -> pretrained.Source:
@@ -178,16 +186,17 @@ def _found(checkpoint: str, workdir: pathlib.Path | None) -> pretrained.Source:
     return source
 
 
-def _merged(asked: DualConfig, found: DualConfig) -> DualConfig:
+def merged(asked: DualConfig, found: DualConfig) -> DualConfig:
     """A checkpoint's model with the recipe's way to compute it."""
-    towers = {t: _tower(getattr(asked, t), getattr(found, t), t) for t in found.towers}
+    towers = {t: with_tower(getattr(asked, t), getattr(found, t), t) for t in found.towers}
     absent = {t: getattr(asked, t) for t in _TOWERS if t not in found.towers}
     found = dataclasses.replace(found, **towers)
     given = dataclasses.replace(asked, **towers, **absent)
     return merge.merged(given, dataclasses.replace(found, **absent), "config.dual", _WAY)
 
 
-def _tower(asked: T, found: T, tower: str) -> T:
+def with_tower(asked: T, found: T, tower: str) -> T:
+    """A checkpoint's tower with the recipe's way to compute it."""
     where, unset = f"config.dual.{tower}", getattr(DualConfig(), tower)
     return merge.merged(asked, found, where, unset=unset)
 

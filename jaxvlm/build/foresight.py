@@ -7,11 +7,15 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxvlm.build.choice import first_line, unknown
-from jaxvlm.config import ConfigError, TrainConfig
+from jaxvlm.build.pairs import chunks_of
+from jaxvlm.config import ConfigError, DecoderConfig, DualConfig, TextConfig, TrainConfig
+from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.plan import memory, search, ways
+from jaxvlm.plan.absent import Rows
 from jaxvlm.plan.here import machine_of
 from jaxvlm.plan.machine import Machine
 from jaxvlm.plan.memory import Setup
+from jaxvlm.plan.pairs import Pairing, how
 from jaxvlm.plan.question import Question
 from jaxvlm.plan.rough import Rough, Step
 from jaxvlm.plan.time import StepTime, step_time
@@ -62,21 +66,41 @@ def foresee(run: Run, local: Batch | Pairs) -> Foreseen | str:
         run: built.
         local: rows of a batch.
     """
-    if (why := unknown(run.config)) or not isinstance(local, Batch):
-        return f"not planned: {why or 'pairs'}: only training on tokens, on one mesh, is known yet"
-    config, device = run.config, run.mesh.devices.flat[0]
-    pictures = 0 if local.image_start is None else local.image_start.shape[-1]
-    lengths, patches = zip(*run.dataset.row_shapes)  # those of later rows may be larger
-    setup = Setup(
-        config.model, config.mesh, config.strategy, device.platform, config.data.batch_size,
-        max(lengths), pictures, max(patches), config.optim.frozen, config.microbatches,
-    )  # fmt: skip
+    if why := unknown(run.config):
+        return f"not planned: {why}: only training on one mesh is known yet"
     try:
-        return _counted(run, setup)
+        return _counted(run, _setup(run, local))
     except ConfigError as error:
         return f"not planned: {error}"
     except Exception as error:  # a figure that can't be told must not end the run that it is of
         return f"not planned: {first_line(error)}"
+
+
+def _setup(run: Run, local: Batch | Pairs) -> Setup:
+    """The run's step, with the largest rows that its batches may have."""
+    config, platform = run.config, run.mesh.devices.flat[0].platform
+    of_pairs, rows = isinstance(local, Pairs), config.data.batch_size
+    batches = [local.query, local.document] if isinstance(local, Pairs) else [local]
+    shapes = run.dataset.row_shapes if of_pairs else (run.dataset.row_shapes,)
+    sides = [
+        Rows(max(n for n, _ in shape), _pictures(x), max(n for _, n in shape))
+        for shape, x in zip(shapes, batches, strict=True)
+    ]
+    whole = Rows(*(max(sizes) for sizes in zip(*sides)))
+    setup = Setup(
+        config.network, config.mesh, config.strategy, platform, rows, *whole,
+        config.optim.frozen, config.microbatches,
+    )  # fmt: skip
+    if not isinstance(local, Pairs):
+        return setup
+    documents, chunks = local.there.shape[1], chunks_of(config.grad_cache)
+    pairs = Pairing(sides[0], sides[1], how(config), documents, chunks)
+    return setup._replace(pairs=pairs, microbatches=pairs.parts(rows // batch_shards(run.mesh)))
+
+
+def _pictures(batch: Batch) -> int:
+    """Of a row."""
+    return 0 if batch.image_start is None else int(batch.image_start.shape[-1])
 
 
 def _counted(run: Run, setup: Setup) -> Foreseen:
@@ -90,12 +114,18 @@ def _counted(run: Run, setup: Setup) -> Foreseen:
         return Foreseen(setup, states, dict(found.work), True, time)
     vision = setup.config.vision
     patches = setup.patches or setup.pictures * (vision.image_size // vision.patch_size) ** 2
+    remat = _behind(setup).remat
     rough = Rough(run.model, setup.frozen, setup.length, patches, setup.platform)
     states = {name: float(n) for name, n in memory.states(setup, run.model).items()}
-    step = Step(setup.mesh, setup.strategy, setup.config.decoder.remat, setup.microbatches,
-                setup.rows)  # fmt: skip
+    step = Step(setup.mesh, setup.strategy, remat, setup.microbatches, setup.rows,
+                pairs=setup.pairs)  # fmt: skip
     known = sum(n for name, n in states.items() if name != "batch")
     return Foreseen(setup, states, {"work": rough.total(step) - known}, False, time)
+
+
+def _behind(setup: Setup) -> DecoderConfig | TextConfig:
+    """The decoder, or a dual encoder's text tower."""
+    return setup.config.text if isinstance(setup.config, DualConfig) else setup.config.decoder
 
 
 def beside(foreseen: Foreseen | str, memory_peak: int, step_ms: list[float]) -> dict[str, Any]:
@@ -160,12 +190,14 @@ def cheapest(foreseen: Foreseen | str, config: TrainConfig, there: Machine) -> s
     data = dataclasses.replace(config.data, batch_size=setup.rows, max_length=setup.length)
     asked = Question(
         "this run", dataclasses.replace(config, data=data), there, setup.pictures, setup.patches,
-        given=config,
+        given=config, pairs=setup.pairs,
     )  # fmt: skip
     now = Way(
-        setup.strategy.name, setup.mesh, setup.strategy, setup.config.decoder.remat,
+        setup.strategy.name, setup.mesh, setup.strategy, _behind(setup).remat,
         setup.microbatches, "off", setup.config.vision.remat,
     )  # fmt: skip
+    if asked.pairs:
+        now = now._replace(chunk=ways.chunk_of(asked.pairs, config, setup.rows // now.shards)[1])
     parts = sorted(foreseen.work.items(), key=lambda item: -item[1])[:4]
     shown = ", ".join(f"{name} {gib(n)}" for name, n in [*foreseen.states.items(), *parts])
     text = f"planned: {gib(foreseen.peak)} of {gib(there.chip.hbm_bytes)}: {shown}"

@@ -15,6 +15,8 @@ from jaxvlm.types import Batch, Params, Runner
 
 Chunks = tuple[Chunk, Chunk]
 """Of queries and of documents."""
+CHOSEN = -1
+"""``config.grad_cache.query``: the planner's choice, of documents too."""
 _TOWERS = ("vision", "text")
 
 
@@ -26,7 +28,10 @@ def chunks_of(config: GradCacheConfig) -> Chunks:
     """
     for name, value in dataclasses.asdict(config).items():
         if value < 0:
-            raise ConfigError(f"config.grad_cache.{name}={value}: at least 0, which is all")
+            raise ConfigError(
+                f"config.grad_cache.{name}={value}: at least 0, which is all; query={CHOSEN} alone "
+                "leaves all three to the planner"
+            )
     return Chunk(config.query, config.tokens), Chunk(config.document, config.tokens)
 
 

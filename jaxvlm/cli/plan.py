@@ -33,7 +33,8 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "devices": "Machine: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (slices), cpu:8; or any, with "
         "--prices: where to run.",
         "train": "full, lora (rank 16) or connector; if not given, all, or the recipe's.",
-        "objective": "sft or contrastive; if not given, sft, or the recipe's.",
+        "objective": "sft (next tokens) or contrastive (pairs); if not given, the recipe's, or "
+        "what the model is for.",
         "prices": 'FILE.json {"h200": price of a device for an hour, ...}, with --devices=any.',
         "html": "Write a page with figures to this file; it opens offline.",
         "save": "Write the plan's JSON object to this file, for --compare.",
@@ -41,8 +42,11 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     for name, what in text.items():
         flags.DEFINE_string(name, "", what, flag_values=values)
     numbers = {
-        "batch": (0, "Rows of a step over all devices; 0: one a device, or the recipe's."),
-        "seq": (0, "Tokens of a row; 0: 2048, or the recipe's."),
+        "batch": (
+            0,
+            "Rows (pairs) of a step over all devices; 0: one a device, or the recipe's.",
+        ),
+        "seq": (0, "Tokens of a row; 0: 2048, the most of a text encoder, or the recipe's."),
         "images": (-1, "Pictures of a row; -1: half of its tokens are theirs, or the recipe's."),
         "patches": (0, "Patches of a row, where pictures come in any size; 0: likewise."),
         "samples": (

@@ -188,7 +188,7 @@ class TextConfig:
     pooler: bool = False  # BERT's linear layer behind the first token is there, used or not
     dropout: float = 0.0  # of embeddings and of what a block's halves add, in training
     attention_dropout: float = 0.0  # of the shares with which a token attends, in training
-    remat: str = "none"  # none | dots | full | offload
+    remat: str = "none"  # none | dots | full | offload | auto (the planner's choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +233,7 @@ class VectorConfig:
 class MeshConfig:
     """Devices along each mesh axis; one of them may be -1: all that are left."""
 
-    data: int = -1
+    data: int = -1  # 0: the planner's choice, of all axes (docs/planning.md)
     fsdp: int = 1
     tensor: int = 1
     context: int = 1
@@ -409,8 +409,8 @@ class PairLossConfig:
 class GradCacheConfig:
     """Vectors are made, and their gradients taken back, a chunk of rows at a time; exact."""
 
-    query: int = 0  # rows of queries that a data shard runs at once, at most; 0: all. On a pipeline
-    # (config.mesh.stage) these are a microbatch
+    query: int = 0  # rows of queries that a data shard runs at once, at most; 0: all; -1: the
+    # planner's choice, of document too. On a pipeline (config.mesh.stage) these are a microbatch
     document: int = 0  # of positives and negatives
     tokens: int = 0  # places in the rows of a chunk at most, padding counted; 0: any
 

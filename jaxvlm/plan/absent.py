@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxvlm.config import MeshConfig, ModelConfig
+from jaxvlm.config import DualConfig, MeshConfig, ModelConfig
 from jaxvlm.parallel.mesh import AXES
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,18 @@ def mesh(sizes: MeshConfig, platform: str) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+class Rows(NamedTuple):
+    """Of a batch: what each has room for."""
+
+    length: int
+    """Tokens; 0: pictures alone."""
+    pictures: int = 0
+    patches: int = 0
+    """Of its pictures, where they come packed."""
+
+
 def batch(
-    model: ModelConfig,
+    model: ModelConfig | DualConfig,
     rows: int,
     length: int,
     pictures: int,
@@ -65,10 +75,11 @@ def batch(
     def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
 
+    sections = 0 if isinstance(model, DualConfig) else len(model.decoder.rope_sections)
     made = Batch(
         tokens=of(np.int32, length),
         loss_weight=of(np.float32, length),
-        positions=of(np.int32, max(1, len(model.decoder.rope_sections)), length),
+        positions=of(np.int32, max(1, sections), length),
         segment=of(np.int32, length),
     )
     if not pictures:
@@ -81,3 +92,31 @@ def batch(
         return made._replace(patches=packed, grid=of(np.int32, pictures, 3))
     side = vision.image_size
     return made._replace(pixels=of(np.uint8, pictures, side, side, 3))
+
+
+def pairs(
+    model: ModelConfig | DualConfig,
+    query: Rows,
+    document: Rows,
+    documents: int,
+    examples: int,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Pairs:
+    """Shapes of a batch of pairs.
+
+    Args:
+        model: dims.
+        query: an example's.
+        document: likewise, each of its documents.
+        documents: of an example.
+        examples: of the batch.
+        sharding: of each field.
+    """
+
+    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((examples, *shape), dtype, sharding=sharding)
+
+    asked, found = (batch(model, examples, *rows, sharding) for rows in (query, document))
+    found = jax.tree.map(lambda x: of(x.dtype, documents, *x.shape[1:]), found)
+    number, numbers = of(np.int32), of(np.int32, documents)
+    return Pairs(asked, found, of(np.bool_, documents), number, numbers, example_id=number)

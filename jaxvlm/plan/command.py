@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ def _where(model: str, recipe: TrainConfig | None, asked: Asked, wanted: Wanted)
             "--devices=any needs --prices=FILE, a JSON object of prices of a device for an hour: "
             '{"h200": ..., "v5e": ...}'
         )
-    if wanted.budget < 0:
+    if not 0 <= wanted.budget < math.inf:
         raise ConfigError(f"--budget={wanted.budget:g}: it must be above 0")
     if recipe is None and not asked.batch:
         raise ConfigError("--devices=any needs --batch: the same rows are planned on all machines")

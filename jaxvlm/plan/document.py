@@ -45,10 +45,11 @@ def of(found: Found, tree: list[dict[str, Any]] | None = None) -> dict[str, Any]
             "length": question.length,
             "pictures": question.pictures,
             "patches": question.patches,
+            **_pairs(question),
         },
         "loss": config.loss,
         "frozen": list(config.optim.frozen),
-        "lora_rank": config.model.lora.rank,
+        "lora_rank": config.network.lora.rank,
         "samples": question.samples or None,
         "price": question.price or None,
         "plans": [of_plan(question, plan) for plan in found.best],
@@ -62,6 +63,14 @@ def of(found: Found, tree: list[dict[str, Any]] | None = None) -> dict[str, Any]
     }
 
 
+def _pairs(question: Question) -> dict[str, Any]:
+    """What an example is, where pairs are trained on."""
+    if not (found := question.pairs):
+        return {}
+    sides = {"query": found.query._asdict(), "document": found.document._asdict()}
+    return sides | {"documents": found.documents}
+
+
 def of_plan(question: Question, plan: Plan) -> dict[str, Any]:
     """One way to train; figures that are not known are ``None``."""
     way, time, known = plan.way, plan.time, bool(plan.time.total)
@@ -71,7 +80,8 @@ def of_plan(question: Question, plan: Plan) -> dict[str, Any]:
         "strategy": way.preset,
         "mesh": {axis: getattr(way.mesh, axis) for axis in AXES},
         "remat": way.remat,
-        "microbatches": way.microbatches,
+        "microbatches": 1 if question.pairs else way.microbatches,
+        "grad_cache": dict(zip(("query", "document"), way.chunk)),
         "cache": way.cache,
         "memory": {
             "states": {name: round(size) for name, size in plan.states.items()},

@@ -53,8 +53,8 @@ def of(config: ModelConfig | DualConfig, frozen: tuple[str, ...]) -> Mapping[str
     Raises:
         ConfigError: a pattern that matches nothing, as in a run.
     """
-    plain: Any = _plain(config)
-    model = build_model(plain, absent.mesh(MeshConfig(data=1), "cpu"))
+    bare: Any = plain(config)
+    model = build_model(bare, absent.mesh(MeshConfig(data=1), "cpu"))
     own, _ = split(model, model.shapes, frozen)
     every: collections.Counter[tuple[str, str]] = collections.Counter()
     taken: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -87,8 +87,8 @@ def _tower(path: str) -> str:
     return path.removeprefix("head/").split("/")[0]
 
 
-def _plain(config: ModelConfig | DualConfig) -> ModelConfig | DualConfig:
-    """Remat and attention's backend change no path, and are not to be traced apart."""
+def plain(config: ModelConfig | DualConfig) -> ModelConfig | DualConfig:
+    """Remat and attention's backend change no parameter, and are not to be traced apart."""
     towers = {
         name: dataclasses.replace(getattr(config, name), remat="none")
         for name in ("vision", "decoder", "text")

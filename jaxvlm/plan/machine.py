@@ -148,6 +148,10 @@ _SHARES = {
 }
 
 
+MOST = 2**16
+"""Devices of a plan."""
+
+
 def names() -> tuple[str, ...]:
     """Those that :func:`parse` knows."""
     return (*_KINDS, "cpu")
@@ -168,6 +172,8 @@ def parse(text: str, dtype: str = "bfloat16", rates: Rates | None = None) -> Mac
     if found is None:
         raise ConfigError(f"{text!r} is no machine; say h200:8, v5p:2x2x4, 2xv5e:16x16 or cpu:8")
     slices, kind, size = int(found[1] or 1), found[2], found[3] or "1"
+    if (count := slices * math.prod(map(int, size.split("x")))) > MOST:
+        raise ConfigError(f"{text}: {count:,} devices; at most {MOST:,} are planned for")
     kind = _ALSO.get(kind, kind)
     if kind == "cpu":
         return _cpu(text, size, slices, dtype, rates)

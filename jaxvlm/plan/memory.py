@@ -17,18 +17,26 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxvlm.build.assemble import split
+from jaxvlm.build.assemble import reduction_of, split
 from jaxvlm.build.model import Model, build_model, on
-from jaxvlm.config import ConfigError, MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.config import (
+    ConfigError,
+    DualConfig,
+    MeshConfig,
+    ModelConfig,
+    StrategyConfig,
+    VectorConfig,
+)
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.rules import quiet
-from jaxvlm.plan import absent, live, tiles
+from jaxvlm.plan import absent, learned, live, pairs, tiles
+from jaxvlm.plan.pairs import Pairing
 from jaxvlm.plan.program import Body
 from jaxvlm.plan.traced import NONE, Held, Share
 from jaxvlm.train.objective import scales
 from jaxvlm.train.runner import Microbatched, PlainRunner
-from jaxvlm.types import Batch, Params
+from jaxvlm.types import Batch, Pairs, Params
 
 _UNKNOWN_AXES = ("stage", "context")
 _UNITS = (10007, 2003, 401, 101)
@@ -39,7 +47,7 @@ whose tokens' copies for experts can be numbered in 32 bits, and that divides no
 class Setup(NamedTuple):
     """A way to train a model: what :func:`estimate` is of."""
 
-    config: ModelConfig
+    config: ModelConfig | DualConfig
     """``dtype`` and both towers' ``remat`` set."""
     mesh: MeshConfig
     """Resolved."""
@@ -48,16 +56,19 @@ class Setup(NamedTuple):
     platform: str
     """cpu | gpu | tpu."""
     rows: int
-    """Of a batch, over all devices."""
+    """Of a batch, over all devices; of pairs, examples."""
     length: int
-    """Tokens of a row."""
+    """Tokens of a row; of pairs, those of the longer side's."""
     pictures: int
-    """Of a row."""
+    """Of a row, or of an example."""
     patches: int = 0
     """Of a row, where pictures come packed."""
     frozen: tuple[str, ...] = ()
     """Path patterns."""
     microbatches: int = 1
+    """Of pairs, chunks of that side which has more of them."""
+    pairs: Pairing | None = None
+    """What an example is, and the chunks that it is run in; ``None``: rows are trained on."""
 
 
 class Estimate(NamedTuple):
@@ -109,12 +120,13 @@ def estimate(setup: Setup) -> Estimate:
     """
     check(setup)
     compiler = COMPILERS[setup.platform]
-    lies = _layouts(setup.config, setup.mesh, setup.strategy, setup.platform)
+    lies = _lies(setup)
     own = tuple(sorted(split(lies.model, lies.model.shapes, setup.frozen)[0]))
     work = dict(_peak(*_shares(setup, lies, own), compiler).parts)
     gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
     updated = sum(moments[path] for path in own)
-    if compiler.update:
+    # Chunks of pairs are gone through one behind the other, and what is ready first is done before.
+    if compiler.update and not (setup.pairs and setup.microbatches > 1):
         work["update"] = compiler.update * updated
     # New parameters are whole beside the old ones, where they are made of shares.
     whole = compiler.whole * sum(stored[path] for path in own if stored[path] > moments[path])
@@ -128,13 +140,16 @@ def estimate(setup: Setup) -> Estimate:
 def check(setup: Setup) -> None:
     """Refuse what would be counted wrong."""
     config, mesh = setup.config, setup.mesh
-    unknown = {f"config.mesh.{axis}": getattr(mesh, axis) > 1 for axis in _UNKNOWN_AXES} | {
-        "config.model.decoder.dropout": config.decoder.dropout > 0,
-        "config.model.vision.dropout": config.vision.dropout > 0,
-        "config.model.lora.dropout": config.lora.dropout > 0,
-        "config.model.connector.newline": config.connector.newline,
-        "remat='offload'": "offload" in (config.decoder.remat, config.vision.remat),
-    }
+    name = "dual" if isinstance(config, DualConfig) else "model"
+    towers = {t: getattr(config, t) for t in ("vision", "decoder", "text") if hasattr(config, t)}
+    unknown = {f"config.mesh.{axis}": getattr(mesh, axis) > 1 for axis in _UNKNOWN_AXES}
+    unknown |= {f"config.{name}.{t}.dropout": x.dropout > 0 for t, x in towers.items()}
+    unknown[f"config.{name}.lora.dropout"] = config.lora.dropout > 0
+    unknown["remat='offload'"] = any(x.remat == "offload" for x in towers.values())
+    if isinstance(config, ModelConfig):
+        unknown["config.model.connector.newline"] = config.connector.newline
+    if setup.pairs:
+        unknown["config.mesh.expert with a loss of pairs"] = mesh.expert > 1
     for name, is_set in unknown.items():
         if is_set:
             raise ConfigError(
@@ -149,7 +164,7 @@ def model_of(setup: Setup) -> Model:
     Raises:
         ConfigError: dims that the mesh does not divide.
     """
-    return _layouts(setup.config, setup.mesh, setup.strategy, setup.platform).model
+    return _lies(setup).model
 
 
 def states(setup: Setup, model: Model) -> dict[str, int]:
@@ -193,26 +208,30 @@ class _Layouts(NamedTuple):
     """By field of StrategyConfig: of each parameter on a device."""
 
 
+def _lies(setup: Setup) -> _Layouts:
+    vectors = setup.pairs.vectors if setup.pairs else None
+    return _layouts(setup.config, setup.mesh, setup.strategy, setup.platform, vectors)
+
+
 @functools.lru_cache(maxsize=1024)
 def _layouts(
-    config: ModelConfig, mesh: MeshConfig, strategy: StrategyConfig, platform: str
+    config: ModelConfig | DualConfig,
+    mesh: MeshConfig,
+    strategy: StrategyConfig,
+    platform: str,
+    vectors: VectorConfig | None,
 ) -> _Layouts:
-    plain = dataclasses.replace(  # remat and attention change no parameter
-        config,
-        vision=dataclasses.replace(config.vision, remat="none"),
-        decoder=dataclasses.replace(config.decoder, remat="none"),
-        attention="xla",
-    )
-    alone = dataclasses.replace(_alone(plain), config=config)
+    alone = dataclasses.replace(_alone(learned.plain(config), vectors), config=config)
     model = on(alone, absent.mesh(mesh, platform), strategy)
     fields = ("params", "gathered", "gradients", "optimizer")
     return _Layouts(model, {field: _bytes(model, field, platform) for field in fields})
 
 
 @functools.lru_cache(maxsize=64)
-def _alone(config: ModelConfig) -> Model:
+def _alone(config: ModelConfig | DualConfig, vectors: VectorConfig | None) -> Model:
     """A model on one device."""
-    return build_model(config, absent.mesh(MeshConfig(data=1), "cpu"))
+    model: Any = build_model(config, absent.mesh(MeshConfig(data=1), "cpu"), vectors=vectors)
+    return model
 
 
 def _bytes(model: Model, field: str, platform: str) -> dict[str, int]:
@@ -247,10 +266,7 @@ def _shares(
     setup: Setup, lies: _Layouts, own: tuple[str, ...]
 ) -> tuple[Body, tuple[Share, ...], tuple[Share, ...], float]:
     """The gradient of a batch, what of its inputs and outputs a device holds, and its rows."""
-    step = _trace(
-        _plain(setup), setup.platform, setup.length, setup.pictures, setup.patches, setup.frozen,
-        setup.microbatches, setup.mesh.expert,
-    )  # fmt: skip
+    step, rows = _step(setup, lies.model)
     model, layout = lies.model, lies.model.layout("gathered")
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
     summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
@@ -270,11 +286,7 @@ def _shares(
     ins = [share(path, lies.bytes["gathered"]) for path in (*own, *still)]
     ins += [NONE] * (len(step.body.ins) - len(ins))
     outs = [NONE] * step.sums + [share(path, summed) for path in own]
-    rows = _local_rows(setup)
-    if rows % setup.microbatches:
-        raise ConfigError(f"{rows} rows a device are not divisible by {setup.microbatches} parts")
-    # Where experts are split, the trace has the rows of all devices that share them.
-    return step.body, tuple(ins), tuple(outs), rows / setup.microbatches / setup.mesh.expert
+    return step.body, tuple(ins), tuple(outs), rows
 
 
 @functools.lru_cache(maxsize=4096)
@@ -303,6 +315,41 @@ class _Step(NamedTuple):
     """How many of its outputs are no gradients."""
 
 
+def _step(setup: Setup, model: Model) -> tuple[_Step, float]:
+    """The step's trace, and how many rows its unit stands for."""
+    rows, config = _local_rows(setup), _plain(setup)
+    if setup.pairs:
+        again = reduction_of(model, setup.microbatches) is not None
+        return _of_pairs(config, setup.platform, setup.pairs, setup.frozen, rows, again), 1.0
+    if rows % setup.microbatches:
+        raise ConfigError(f"{rows} rows a device are not divisible by {setup.microbatches} parts")
+    assert isinstance(config, ModelConfig), "a dual encoder is trained on pairs"
+    step = _trace(
+        config, setup.platform, setup.length, setup.pictures, setup.patches, setup.frozen,
+        setup.microbatches, setup.mesh.expert,
+    )  # fmt: skip
+    # Where experts are split, the trace has the rows of all devices that share them.
+    return step, rows / setup.microbatches / setup.mesh.expert
+
+
+@functools.lru_cache(maxsize=64)
+def _of_pairs(
+    config: ModelConfig | DualConfig,
+    platform: str,
+    pairing: Pairing,
+    frozen: tuple[str, ...],
+    rows: int,
+    again: bool,
+) -> _Step:
+    jaxpr, sums = pairs.traced(config, platform, pairing, frozen, rows, again)
+    return _Step(_ordered(Body(jaxpr), platform), sums)
+
+
+def _ordered(body: Body, platform: str) -> Body:
+    """As the platform's compiler goes through it."""
+    return {"gpu": body.late, "cpu": body.broad, "tpu": body.hoisted}.get(platform, lambda: body)()
+
+
 @functools.lru_cache(maxsize=64)
 def _trace(
     config: ModelConfig,
@@ -328,9 +375,7 @@ def _trace(
     setup = Setup(config, mesh, StrategyConfig(), platform, rows, length, pictures, patches)
     with quiet():
         jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _shapes(setup, rows))
-    body = Body(jaxpr.jaxpr, unit)
-    body = {"gpu": body.late, "cpu": body.broad, "tpu": body.hoisted}.get(platform, lambda: body)()
-    return _Step(body, len(jax.tree.leaves(out[0])))
+    return _Step(_ordered(Body(jaxpr.jaxpr, unit), platform), len(jax.tree.leaves(out[0])))
 
 
 def _unit(model: Model, length: int, copies: int) -> int:
@@ -344,13 +389,15 @@ def _unit(model: Model, length: int, copies: int) -> int:
     )
 
 
-def _plain(setup: Setup) -> ModelConfig:
+def _plain(setup: Setup) -> ModelConfig | DualConfig:
     """The model as it is traced: cuDNN's attention can't be without cuDNN."""
     if setup.platform != "gpu":
         return setup.config
     return dataclasses.replace(setup.config, attention="xla")
 
 
-def _shapes(setup: Setup, rows: int) -> Batch:
-    """Of so many rows."""
+def _shapes(setup: Setup, rows: int) -> Batch | Pairs:
+    """Of so many rows, or examples."""
+    if setup.pairs:
+        return pairs.shapes(setup.config, setup.pairs, rows)
     return absent.batch(setup.config, rows, setup.length, setup.pictures, setup.patches)

@@ -206,10 +206,25 @@ def _ops(setup: Setup, c: int, fused: bool) -> Iterator[Op]:
     rows = rows / setup.microbatches
     if setup.pictures and "vision" in blocks(config):
         yield from _pictures(setup, rows, c, fused)
-    if isinstance(config, DualConfig):
-        yield from _texts(setup, config, rows, c, fused)
-    else:
+    if not isinstance(config, DualConfig):
         yield from _decoder(setup, rows, c, fused)
+    elif "text" in config.towers and setup.length:
+        yield from _texts(setup, config, rows, c, fused)
+
+
+def likeness(pairs: Number, width: Number, products: Number = 1) -> list[Op]:
+    """Each query beside each document: tiles of pairs, which are made once more on the way back.
+
+    Args:
+        pairs: of a device's queries with all documents.
+        width: of a vector.
+        products: of vectors, for a pair.
+    """
+    each = pairs * products
+    return [
+        Op("loss", "forward", 8.0 * each * width, 0.0, width),
+        Op("loss", "softmax", 0.0, 16.0 * each, 4.0 * each, 2.0 * each),
+    ]
 
 
 def _pictures(setup: Setup, rows: Number, c: int, fused: bool) -> Iterator[Op]:
@@ -235,24 +250,20 @@ def _pictures(setup: Setup, rows: Number, c: int, fused: bool) -> Iterator[Op]:
 
 
 def _texts(setup: Setup, config: DualConfig, rows: Number, c: int, fused: bool) -> Iterator[Op]:
-    """The text tower, and each pair of vectors' likeness."""
+    """The text tower."""
     mesh, times = setup.mesh, setup.microbatches
-    if "text" in config.towers:
-        t, ways = config.text, passes(setup)["text"]
-        seen, tokens = [setup.length] * t.depth, rows * setup.length
-        b = blocks(config)["text"]
-        yield from _stack("text", b, times, tokens, seen, t.causal, ways, c, mesh.tensor, fused)
-        table = t.vocab_size * t.width * ways.other  # its gradient is written whole
-        moved = times * tokens * t.width * c * (5 if ways.back else 2) + 8 * table
-        yield Op("text", "move", 0.0, moved, tokens * t.width * c)
-    # Tiles of pairs are made once more on the way back.
-    pairs = rows * times * setup.rows * setup.pictures if setup.pictures else 0
-    yield Op("loss", "forward", 8 * pairs * config.embed_dim, 0.0, config.embed_dim)
-    yield Op("loss", "softmax", 0.0, 16 * pairs, 4 * pairs, 2 * pairs)
+    t, ways = config.text, passes(setup)["text"]
+    seen, tokens = [setup.length] * t.depth, rows * setup.length
+    b = blocks(config)["text"]
+    yield from _stack("text", b, times, tokens, seen, t.causal, ways, c, mesh.tensor, fused)
+    table = t.vocab_size * t.width * ways.other  # its gradient is written whole
+    moved = times * tokens * t.width * c * (5 if ways.back else 2) + 8 * table
+    yield Op("text", "move", 0.0, moved, tokens * t.width * c)
 
 
 def _decoder(setup: Setup, rows: Number, c: int, fused: bool) -> Iterator[Op]:
     """The decoder's blocks, embeddings and head."""
+    assert isinstance(setup.config, ModelConfig)
     mesh, times, d = setup.mesh, setup.microbatches, setup.config.decoder
     tokens, ways = rows * setup.length, passes(setup)["decoder"]
     # Rows in parts are attended to whole, by plain matmuls, unless heads are exchanged for them.
@@ -402,6 +413,7 @@ def _connector(
 
 def _head(setup: Setup, times: Number, tokens: Number, ways: Passes, c: int) -> Iterator[Op]:
     """Logits a chunk of columns at a time; they are made again in the backward pass."""
+    assert isinstance(setup.config, ModelConfig)
     d = setup.config.decoder
     columns = d.vocab_size / setup.mesh.tensor / setup.mesh.stage
     again = _outside(ways)._replace(remat="full")

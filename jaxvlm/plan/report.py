@@ -62,9 +62,12 @@ def headline(plan: dict[str, Any]) -> str:
     trained = [f"LoRA of rank {plan['lora_rank']}"] if plan["lora_rank"] else []
     trained += [f"frozen: {', '.join(plan['frozen'])}"] if plan["frozen"] else []
     pictures = f", {batch['pictures']} pictures a row" if batch["pictures"] else ""
+    rows = f"{batch['rows']} rows x {batch['length']} tokens{pictures}"
+    if "documents" in batch:
+        rows = f"{batch['rows']} queries, {batch['rows'] * batch['documents']} documents"
     return (
         f"{plan['model']} on {machine['devices']} x {machine['name']}{shape}{usable}; "
-        f"{batch['rows']} rows x {batch['length']} tokens{pictures}; {plan['loss']}, "
+        f"{rows}; {plan['loss']}, "
         f"{', '.join(trained) or 'all trained'}; "
         f"{plan['compared']} ways compared"
     )

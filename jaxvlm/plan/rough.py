@@ -15,9 +15,11 @@ import numpy as np
 
 from jaxvlm.build.assemble import split
 from jaxvlm.build.model import Model
-from jaxvlm.config import MeshConfig, ModelConfig, StrategyConfig, feature_blocks
+from jaxvlm.config import DualConfig, MeshConfig, ModelConfig, StrategyConfig, feature_blocks
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.plan.absent import Rows
+from jaxvlm.plan.pairs import Pairing
 
 _TENSOR = ("heads", "kv_heads", "mlp", "vocab")
 _STORED = ("params", "gathered", "optimizer", "offload", "whole")
@@ -48,6 +50,8 @@ class Step(NamedTuple):
     """Of a batch, over all devices."""
     vision: str = ""
     """Remat of the vision tower, where it is another."""
+    pairs: Pairing | None = None
+    """With its chunks, where these are trained on."""
 
 
 class Rough:
@@ -63,19 +67,21 @@ class Rough:
 
     def __init__(
         self,
-        model: Model[ModelConfig],
+        model: Model[ModelConfig] | Model[DualConfig],
         frozen: tuple[str, ...],
         length: int,
         patches: int,
         platform: str,
     ):
         own, _ = split(model, model.shapes, frozen)
-        self.config, self.length, self.patches = model.config, length, patches
+        self.config: ModelConfig | DualConfig = model.config
+        self.length, self.patches = length, patches
         self.platform = platform
         self.number = np.dtype(DTYPES[model.config.dtype]).itemsize
         self._states: dict[tuple[Any, ...], dict[str, float]] = {}
         self.trained = {path.split("/")[0] for path in own}
         self.kinds: dict[Kind, int] = collections.defaultdict(int)
+        stack, depth = _stack(self.config)
         for path, x in model.shapes.items():
             words = tuple(
                 (word, size)
@@ -83,9 +89,8 @@ class Rough:
                 if word in ("embed", "experts", "layers", *_TENSOR)
             )
             size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
-            layered = path.startswith("decoder/")
+            layered = path.startswith(f"{stack}/")
             self.kinds[Kind(path.split("/")[0], path in own, layered, words)] += size
-        depth = max(1, self.config.decoder.depth)
         self.layer = sum(
             n for k, n in self.kinds.items() if k.layered and any(w == "layers" for w, _ in k.words)
         ) / depth  # fmt: skip
@@ -114,34 +119,71 @@ class Rough:
 
     def work(self, step: Step) -> float:
         """What a step needs besides, about, its parameters' copies aside."""
-        mesh, decoder, vision = step.mesh, self.config.decoder, self.config.vision
+        mesh = step.mesh
         rows = step.rows / math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
-        rows /= step.microbatches
-        tokens = rows * self.length / mesh.context
+        if not step.pairs:
+            assert isinstance(self.config, ModelConfig), "a dual encoder is trained on pairs"
+            own = Rows(self.length, patches=self.patches)
+            return self._rows(step, self.config, rows / step.microbatches, own)
+        each, vectors = [], 0.0
+        for side in step.pairs.sides(int(rows)):
+            own = side.rows._replace(patches=self._patches(side.rows))
+            count = side.number / side.parts
+            if isinstance(self.config, DualConfig):
+                each.append(self._encoders(step, self.config, count, own))
+            else:
+                each.append(self._rows(step, self.config, count, own, logits=False))
+            vectors += 12.0 * side.number * step.pairs.width(self.config)
+        return vectors + (sum(each) if step.microbatches == 1 else max(each))
+
+    def _rows(
+        self, step: Step, config: ModelConfig, rows: float | int, row: Rows, logits: bool = True
+    ) -> float:
+        """Of rows that a vision-language model goes through at once."""
+        mesh, decoder = step.mesh, config.decoder
+        tokens = rows * row.length / mesh.context
         in_flight = 1 if mesh.stage == 1 else min(mesh.stage, step.microbatches)
         heads = decoder.num_heads * decoder.head_dim / mesh.tensor
         more = 2 * decoder.num_kv_heads * decoder.head_dim / mesh.tensor
         active = max(1, decoder.experts_per_token)
         mlp = active * decoder.mlp_dim / mesh.tensor
-        seen = self.length if self.platform != "tpu" else 0
+        seen = row.length if self.platform != "tpu" else 0
         scores = 3 * seen * decoder.num_heads / mesh.tensor
         saved = self._saved(step.remat, decoder.width, heads, more, 2 * mlp, scores)
         total = tokens * saved * decoder.depth / mesh.stage * in_flight
-        if self.patches:
-            patches = rows * self.patches / mesh.stage
-            w = vision.width
-            near = (vision.window // vision.patch_size) ** 2 if vision.window else 0
-            keys = near or min(self.patches, 4096 if vision.packed else self._picture())
-            learns = bool(self.trained & {"vision", "top"})
-            v_scores = 3 * keys * vision.num_heads / mesh.tensor if seen else 0
-            mlp = vision.mlp_dim * (1 + vision.gated) / mesh.tensor
-            remat = step.vision or step.remat
-            kept = self._saved(remat, w, w / mesh.tensor, 2 * w / mesh.tensor, mlp, v_scores)
-            total += patches * kept * (max(feature_blocks(vision)) - vision.trunk) * learns
-            total += patches * self._saved("none", w, w, 2 * w, mlp, v_scores)
+        total += self._vision(step, rows, row.patches) if row.patches else 0.0
         block = self._saved("none", decoder.width, heads, more, 2 * mlp, scores)
-        logits = 12 * min(decoder.vocab_size, 65_536) / mesh.tensor * decoder.head
-        return total + tokens * max(block, logits)
+        head = 12 * min(decoder.vocab_size, 65_536) / mesh.tensor * decoder.head * logits
+        return total + tokens * max(block, head)
+
+    def _encoders(self, step: Step, config: DualConfig, rows: float | int, row: Rows) -> float:
+        """Likewise, of a dual encoder."""
+        total = self._vision(step, rows, row.patches) if row.patches else 0.0
+        if "text" in config.towers and row.length:
+            t, tensor = config.text, step.mesh.tensor
+            scores = 3 * row.length * t.num_heads / tensor * (self.platform != "tpu")
+            dims = (t.width, t.width / tensor, 2 * t.width / tensor, t.mlp_dim / tensor, scores)
+            kept = self._saved(step.remat, *dims) * t.depth * ("text" in self.trained)
+            total += rows * row.length * (kept + self._saved("none", *dims))
+        return total
+
+    def _vision(self, step: Step, rows: float | int, patches: float | int) -> float:
+        """Of the vision tower."""
+        mesh, vision = step.mesh, self.config.vision
+        every, w = rows * patches / mesh.stage, vision.width
+        near = (vision.window // vision.patch_size) ** 2 if vision.window else 0
+        keys = near or min(patches, 4096 if vision.packed else self._picture())
+        learns = bool(self.trained & {"vision", "top"})
+        scores = 3 * keys * vision.num_heads / mesh.tensor * (self.platform != "tpu")
+        mlp = vision.mlp_dim * (1 + vision.gated) / mesh.tensor
+        remat = step.vision or step.remat
+        kept = self._saved(remat, w, w / mesh.tensor, 2 * w / mesh.tensor, mlp, scores)
+        total = every * kept * (max(feature_blocks(vision)) - vision.trunk) * learns
+        return total + every * self._saved("none", w, w, 2 * w, mlp, scores)
+
+    def _patches(self, rows: Rows) -> int:
+        """Of all pictures of a row."""
+        return rows.patches if self.config.vision.packed else rows.pictures * self._picture()
 
     def total(self, step: Step, factor: float = 1.0, more: float = 0.0) -> float:
         """All of it: states, gradients, weights that are gathered, and the work.
@@ -202,6 +244,14 @@ def _parts(kind: Kind, mesh: MeshConfig, over: tuple[str, ...]) -> float:
     return parts
 
 
+def _stack(config: ModelConfig | DualConfig) -> tuple[str, int]:
+    """The tower with the larger layers, and how many there are."""
+    if isinstance(config, ModelConfig):
+        return "decoder", max(1, config.decoder.depth)
+    wide = max(config.towers, key=lambda tower: getattr(config, tower).width)
+    return wide, max(1, getattr(config, wide).depth)
+
+
 def refused(model: Any, mesh: MeshConfig, over: tuple[str, ...]) -> str:
     """Why a mesh does not fit a model's dims; "" where it does.
 
@@ -219,6 +269,8 @@ def refused(model: Any, mesh: MeshConfig, over: tuple[str, ...]) -> str:
             if size % parts:
                 near = math.gcd(size, parts)
                 return f"{path.split('/')[0]}'s {word}={size} by {parts}; {near} would do"
+    if mesh.stage > 1 and isinstance(model.config, DualConfig):
+        return f"no decoder to cut by {mesh.stage} stages"
     if mesh.stage > 1 and model.config.decoder.depth % mesh.stage:
         return f"{model.config.decoder.depth} layers by {mesh.stage} stages"
     return ""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.config import ConfigError, DualConfig, MeshConfig
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.plan import count, memory
@@ -23,7 +23,7 @@ from jaxvlm.plan.question import Question
 from jaxvlm.plan.rough import Rough, Step, refused
 from jaxvlm.plan.time import StepTime, step_time
 from jaxvlm.plan.units import gib
-from jaxvlm.plan.ways import Way, can_keep, meshes, setup_of, ways
+from jaxvlm.plan.ways import Way, can_keep, meshes, pairs_of, setup_of, ways
 
 MARGIN = 0.08
 """Of a device's memory that is left free: fragments, the driver's and the compiler's own."""
@@ -140,7 +140,9 @@ class Memory:
             ConfigError: dims that the mesh does not divide.
         """
         setup, extra = setup_of(self.question, way), kept(self.question, way)
-        key = way.remat, way.vision, way.microbatches, way.mesh.expert
+        key: tuple[Any, ...] = way.remat, way.vision, way.microbatches, way.mesh.expert
+        if self.question.pairs:  # these are traced with a device's own rows
+            key = *key, way.chunk, self.question.rows // way.shards
         more = key in self.traces or (not self.settled and len(self.traces) < _TRACES)
         if always or (more and self.looks < _LOOKS):
             if why := _untraceable(setup):
@@ -187,11 +189,14 @@ class _Learned(NamedTuple):
 
 def _kind(way: Way) -> tuple[Any, ...]:
     """What the formula errs in alike: of experts it need not err as of others."""
-    return way.remat, way.mesh.expert > 1, way.mesh.tensor > 1
+    return way.remat, way.mesh.expert > 1, way.mesh.tensor > 1, any(way.chunk)
 
 
 def _step(question: Question, way: Way) -> Step:
-    return Step(way.mesh, way.strategy, way.remat, way.microbatches, question.rows, way.vision)
+    return Step(
+        way.mesh, way.strategy, way.remat, way.microbatches, question.rows, way.vision,
+        pairs_of(question, way),
+    )  # fmt: skip
 
 
 def _with_tokens(states: dict[str, float], kept: float) -> dict[str, float]:
@@ -211,12 +216,14 @@ def _untraceable(setup: memory.Setup) -> str:
 
 def _too_many(setup: memory.Setup) -> bool:
     """Whether the copies of tokens that a trace sends to experts can't be numbered in 32 bits."""
+    if isinstance(setup.config, DualConfig):
+        return False
     chosen = setup.config.decoder.experts_per_token * setup.length
     return 101 * setup.mesh.expert * chosen >= 2**31
 
 
 def _patches(question: Question) -> int:
-    vision = question.config.model.vision
+    vision = question.config.network.vision
     if not question.pictures:
         return 0
     each = (vision.image_size // vision.patch_size) ** 2
@@ -243,7 +250,7 @@ def time_of(question: Question, way: Way) -> StepTime:
     setup = setup_of(question, way)
     found = step_time(setup, question.machine)
     spared = found.parts.get("vision", 0.0) if way.cache != "off" else 0.0
-    if not spared:
+    if not spared or isinstance(setup.config, DualConfig):
         return found
     pictures = setup.rows * setup.pictures
     each = setup.patches / setup.pictures if setup.config.vision.packed else 0
@@ -309,6 +316,10 @@ def _notes(known: Memory, times: Iterable[StepTime]) -> list[str]:
             "memory is with XLA's attention, which keeps scores; with cuDNN's, long rows need less"
         )
     notes += [f"some ways' work by formula, not by its trace: {why}" for why in known.unknown]
+    if question.pairs:
+        notes.append(
+            "of pairs, ways over context, experts or stages are not planned, nor kept tokens"
+        )
     if can_keep(question):
         if not question.samples:
             notes.append("visual tokens are made each step; --samples=N says what keeping them is")

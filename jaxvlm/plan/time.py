@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxvlm.config import ConfigError, DualConfig, MeshConfig
+from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.plan import calibrate, count, parts, wires
 
@@ -61,29 +62,33 @@ class StepTime(NamedTuple):
     """Figures that are not known and were taken as free: the step takes longer than is said."""
 
 
-def step_time(
-    setup: Setup,
-    machine: Machine,
-    input_seconds: float | int = 0.0,
-    grad_cache: bool = False,
-) -> StepTime:
+class _Run(NamedTuple):
+    """Rows that go through a model together, and what of it they go through."""
+
+    setup: Setup
+    """Of these rows alone."""
+    towers: tuple[str, ...] = ()
+    """(): all."""
+
+    def within(self, part: str) -> bool:
+        """Whether a part is gone through."""
+        return not self.towers or part in self.towers
+
+
+def step_time(setup: Setup, machine: Machine, input_seconds: float | int = 0.0) -> StepTime:
     """How long a step takes.
 
     Args:
         setup: model, mesh, strategy and batch.
         machine: of as many devices as the mesh.
         input_seconds: that a host takes to make its part of a batch, where that is known.
-        grad_cache: ``microbatches`` are chunks of a batch of pairs, whose vectors are made once
-            more before any gradient is.
 
     Raises:
         ConfigError: a mesh of another size, or a model that can't be planned yet.
     """
     _check(setup, machine)
     width = 4 if setup.config.dtype == "float32" else 2
-    again = setup._replace(frozen=("*",)) if grad_cache else None
-    work = [*parts.ops(setup, width, _fused(setup)), *_update(setup, width)]
-    work += parts.ops(again, width, _fused(setup)) if again else []
+    work, messages = _step(setup, width)
     compute = hbm = flops = 0.0
     by_part: dict[str, float] = {}
     for op in work:
@@ -91,8 +96,6 @@ def step_time(
         compute, hbm = (compute + mine, hbm) if mine >= moved else (compute, hbm + moved)
         by_part[op.part] = by_part.get(op.part, 0.0) + max(mine, moved)
         flops += op.flops
-    messages = wires.messages(setup, width)
-    messages += wires.messages(again, width) if again else []
     links, network, exposed = _wires(messages, setup.mesh, machine, by_part)
     alone = compute + hbm + exposed
     bubble = _bubble(setup, by_part)
@@ -105,23 +108,69 @@ def step_time(
     }  # fmt: skip
     model = model_flops(setup)
     peak = machine.chip.peak_flops * machine.devices
-    images = setup.rows * setup.pictures
+    own = [run.setup for run in _sides(setup)]
+    tokens, images = (sum(x.rows * getattr(x, n) for x in own) for n in ("length", "pictures"))
     return StepTime(
         compute, hbm, links, network, bubble, input_seconds, exposed, total, model,
         flops * machine.devices,
         model / (total * peak) if peak and total else 0.0,
         flops * machine.devices / (total * peak) if peak and total else 0.0,
-        setup.rows * setup.length / total if total else 0.0,
+        tokens / total if total else 0.0,
         images / total if total else 0.0,
         max(bounds, key=lambda k: bounds[k]), by_part, machine.missing,
     )  # fmt: skip
 
 
+def _step(setup: Setup, width: int) -> tuple[list[parts.Op], list[wires.Message]]:
+    """What a device does in a step, and what it sends."""
+    work, messages = _optimizer(setup), list[wires.Message]()
+    sent: set[str] = set()
+    for run in _runs(setup):
+        ops = [*parts.ops(run.setup, width, _fused(run.setup)), *_weights(run.setup, width)]
+        work += [op for op in ops if run.within(op.part.removeprefix("update "))]
+        new = [m for m in wires.messages(run.setup, width) if run.within(m.part)]
+        messages += [m for m in new if not (m.once and m.part in sent)]
+        sent.update(run.towers)
+    if pairing := setup.pairs:
+        own, size = setup.rows // _over(setup.mesh, BATCH_AXES), pairing.width(setup.config)
+        work += parts.likeness(own * setup.rows * pairing.documents, size, pairing.products())
+        tokens = pairing.document.length if pairing.products() > 1 else 1
+        message = wires.rounds(setup, own * pairing.documents * size * tokens)
+        messages += [message] if message.axes else []
+    return [op._replace(part=op.part.split()[0]) for op in work], messages
+
+
+def _sides(setup: Setup) -> list[_Run]:
+    """All rows at once; of pairs, queries and then documents."""
+    if not setup.pairs:
+        return [_Run(setup)]
+    shards, made = _over(setup.mesh, BATCH_AXES), []
+    for side in setup.pairs.sides(setup.rows // shards):
+        rows = {"rows": side.number * shards, **side.rows._asdict(), "microbatches": side.parts}
+        made.append(_Run(setup._replace(pairs=None, **rows), side.runs(setup.config)))
+    return made
+
+
+def _runs(setup: Setup) -> list[_Run]:
+    """The same, and vectors of chunks, which are made once more before any gradient is.
+
+    What is frozen is not run again, see :class:`jaxvlm.train.pairs.Paired`.
+    """
+    made = _sides(setup)
+    for side in [side for side in made if setup.pairs and side.setup.microbatches > 1]:
+        found = parts.learned_of(side.setup)
+        inside = {tower for tower, x in found.items() if x.own or x.adapted}
+        still = {"vision", "text"} - inside
+        if towers := tuple(tower for tower in side.towers if tower not in still):
+            made.append(_Run(side.setup._replace(frozen=("*",)), towers))
+    return made
+
+
 def _check(setup: Setup, machine: Machine) -> None:
-    if isinstance(setup.config, DualConfig) and setup.mesh.stage > 1:
+    if (setup.pairs or isinstance(setup.config, DualConfig)) and setup.mesh.stage > 1:
         raise ConfigError(
-            f"config.mesh.stage={setup.mesh.stage}: the step time of a dual encoder on stages "
-            "can't be planned yet"
+            f"config.mesh.stage={setup.mesh.stage}: the step time of pairs on stages can't be "
+            "planned yet"
         )
     size = math.prod(dataclasses.astuple(setup.mesh))
     if size != machine.devices:
@@ -132,6 +181,10 @@ def _check(setup: Setup, machine: Machine) -> None:
 
 def model_flops(setup: Setup) -> float:
     """FLOPs of a step over all devices, as MFU counts them: rows full, causal halves, no remat."""
+    return sum(_model_flops(run.setup, head=not setup.pairs) for run in _sides(setup))
+
+
+def _model_flops(setup: Setup, head: bool) -> float:
     rows, images = setup.rows, setup.rows * setup.pictures
     found = parts.learned_of(setup)
     trained = {tower: x.own for tower, x in found.items()}
@@ -144,7 +197,8 @@ def model_flops(setup: Setup) -> float:
         sizes = (images, patches, tokens, float(tokens * setup.length))
         return count.towers(setup.config, factor, *sizes).total
     forward = count.forward(setup.config, rows * setup.length, setup.length, images, patches)
-    return count.step(forward, trained, adapted).total
+    made = count.step(forward, trained, adapted)
+    return made.total - (0.0 if head else made.head)
 
 
 def _op_seconds(op: parts.Op, machine: Machine) -> tuple[float, float]:
@@ -180,26 +234,52 @@ def _fused(setup: Setup) -> bool:
     return setup.platform != "cpu" if backend == "auto" else backend != "xla"
 
 
-def _update(setup: Setup, c: int) -> list[parts.Op]:
-    """Weights cast, gradients added up, and the optimizer."""
+def _weights(setup: Setup, c: int) -> list[parts.Op]:
+    """Weights cast, and gradients added up; of a tower, ``update`` and its name."""
     mesh, strategy, found = setup.mesh, setup.strategy, []
     for tower, w in parts.weights(setup.config).items():
-        ways = parts.passes(setup)[tower]
-        over = mesh.tensor * (mesh.stage if tower == "decoder" else 1)
-        size = (w.blocks + w.other + w.experts / mesh.expert) / over
-        learned = w.blocks * ways.learns + w.other * ways.other
-        learned = (learned + w.experts * ways.experts / mesh.expert) / over
-        split = 1 if tower in strategy.whole else _over(mesh, strategy.optimizer)
-        held = learned / (1 if tower in strategy.whole else _over(mesh, strategy.gradients))
+        ways, size = parts.passes(setup)[tower], _size(setup, tower)
+        held = _learned(setup, tower)
+        held /= 1 if tower in strategy.whole else _over(mesh, strategy.gradients)
         # A layer's weights are cut out of the stack, and cast, each time they are read: a device's
         # share of them, where they are split; what is gathered is written once more.
         parted = 1 if tower in strategy.whole else _over(mesh, strategy.gathered)
         read = size * (4 + c) / parted + (c * size if parted > 1 else 0.0)
         moved = setup.microbatches * (1 + ways.back) * read
-        moved += _UPDATE * learned / split
         moved += 12 * held * (setup.microbatches if setup.microbatches > 1 else 0)
-        found.append(parts.Op("update", "move", 0.0, moved, 4 * size / max(1, w.layers)))
+        found.append(_moved(tower, moved, size, w))
     return found
+
+
+def _optimizer(setup: Setup) -> list[parts.Op]:
+    """What updates parameters, tower by tower."""
+    found, every = [], parts.weights(setup.config)
+    for tower, w in every.items():
+        split = 1 if tower in setup.strategy.whole else _over(setup.mesh, setup.strategy.optimizer)
+        moved = _UPDATE * _learned(setup, tower) / split
+        found.append(_moved(tower, moved, _size(setup, tower), w))
+    return found
+
+
+def _moved(tower: str, moved: float, size: float, w: parts.Weights) -> parts.Op:
+    return parts.Op(f"update {tower}", "move", 0.0, moved, 4 * size / max(1, w.layers))
+
+
+def _size(setup: Setup, tower: str) -> float:
+    """Parameters of a tower that a device's matmuls read."""
+    w, mesh = parts.weights(setup.config)[tower], setup.mesh
+    return (w.blocks + w.other + w.experts / mesh.expert) / _cut(mesh, tower)
+
+
+def _learned(setup: Setup, tower: str) -> float:
+    """Those of them that learn."""
+    w, ways = parts.weights(setup.config)[tower], parts.passes(setup)[tower]
+    learned = (w.blocks * ways.learns + w.other * ways.other) / _cut(setup.mesh, tower)
+    return learned + w.experts * ways.experts / setup.mesh.expert / _cut(setup.mesh, tower)
+
+
+def _cut(mesh: MeshConfig, tower: str) -> int:
+    return mesh.tensor * (mesh.stage if tower == "decoder" else 1)
 
 
 def _over(mesh: object, axes: tuple[str, ...]) -> int:

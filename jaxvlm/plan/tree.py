@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxvlm.config import LoraConfig
-from jaxvlm.plan.question import Question
+from jaxvlm.plan.question import Question, with_network
 from jaxvlm.plan.search import CARE, Found, Memory, Plan, capacity, possible
 from jaxvlm.plan.ways import Way
 
@@ -24,6 +24,8 @@ class Branch(NamedTuple):
     """With adapters instead of all that is trained."""
     alone: bool = False
     """On one device, with its share of the rows."""
+    of_pairs: tuple[str, str] = ("", "")
+    """What it is called, and what it asks, where pairs are trained on."""
 
 
 def _plain(way: Way) -> bool:
@@ -40,8 +42,9 @@ BRANCHES = (
     ),
     Branch(
         "DDP, in microbatches",
-        "With a copy on every device, its share in parts (pairs: GradCache)?",
+        "With a copy on every device, its share in parts?",
         lambda w: w.preset == "ddp" and _plain(w) and w.microbatches > 1,
+        of_pairs=("DDP + GradCache", "With a copy on every device, its vectors made in chunks?"),
     ),
     Branch(
         "FSDP + LoRA",
@@ -72,8 +75,10 @@ def branches(found: Found) -> list[dict[str, Any]]:
     """
     made, asked = [], found.question
     for branch in BRANCHES:
+        if asked.pairs and all(branch.of_pairs):
+            branch = branch._replace(name=branch.of_pairs[0], asks=branch.of_pairs[1])
         question = _for(asked, branch)
-        same = question.config.model is asked.config.model
+        same = question.config.network is asked.config.network
         own = found.known if question is asked else None
         own = own or (found.known.of(question) if same else Memory(question))
         if question is asked:
@@ -86,10 +91,11 @@ def branches(found: Found) -> list[dict[str, Any]]:
 
 def _for(question: Question, branch: Branch) -> Question:
     config, machine = question.config, question.machine
-    if branch.lora and not config.model.lora.rank:
-        model = dataclasses.replace(config.model, lora=LoraConfig(rank=16, alpha=32.0))
+    if branch.lora and not config.network.lora.rank:
+        network = dataclasses.replace(config.network, lora=LoraConfig(rank=16, alpha=32.0))
         optim = dataclasses.replace(config.optim, frozen=())
-        question = question._replace(config=dataclasses.replace(config, model=model, optim=optim))
+        config = with_network(dataclasses.replace(config, optim=optim), network)
+        question = question._replace(config=config)
     if branch.alone and machine.devices > 1:
         rows = max(1, question.rows // machine.devices)
         data = dataclasses.replace(config.data, batch_size=rows)

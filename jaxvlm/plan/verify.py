@@ -18,13 +18,13 @@ from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.plan import absent, collectives, topology
+from jaxvlm.plan import absent, collectives, pairs, topology
 from jaxvlm.plan.machine import Machine
 from jaxvlm.plan.memory import Setup
 from jaxvlm.plan.search import Found
 from jaxvlm.plan.ways import setup_of
 from jaxvlm.train import programs
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Pairs
 
 _FLAGS = {
     "cpu": "--xla_force_host_platform_device_count={devices}",
@@ -85,15 +85,19 @@ def compiled(setup: Setup, devices: Sequence[Any], of: TrainConfig | None = None
     if setup.platform == "gpu":  # what memory is planned for
         config = dataclasses.replace(config, attention="xla")
     mesh = make_mesh(setup.mesh, devices)
-    model = build_model(config, mesh, setup.strategy)
-    run = of or TrainConfig()
+    pairing = setup.pairs
+    model: Any = build_model(
+        config, mesh, setup.strategy, vectors=pairing.vectors if pairing else None
+    )
+    run = of or (pairing.run if pairing else TrainConfig())
     own, _ = split(model, model.shapes, setup.frozen)
     tx = make_optimizer(
         run.optim, make_schedule(run.optim, run.steps), {path: model.logical[path] for path in own}
     )
     loss = make_loss(run, mesh)
-    step, state, _ = assemble(model, loss, tx, setup.microbatches, setup.frozen)
-    batch = abstract_batch(config, mesh, setup.rows, setup.length, setup.pictures, setup.patches)
+    parts, chunks = (1, pairing.chunks) if pairing else (setup.microbatches, None)
+    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, chunks=chunks)
+    batch = _batch(setup, mesh)
     start = time.process_time()
     try:
         program = step.lower(state, batch).compile()
@@ -104,6 +108,15 @@ def compiled(setup: Setup, devices: Sequence[Any], of: TrainConfig | None = None
         "sent": collectives.read(program.as_text(), dict(mesh.shape)),
         "seconds": round(time.process_time() - start, 1),
     }
+
+
+def _batch(setup: Setup, mesh: jax.sharding.Mesh) -> Batch | Pairs:
+    """Shapes of the step's batch on ``mesh``."""
+    if pairing := setup.pairs:
+        return pairs.shapes(setup.config, pairing, setup.rows, batch_sharding(mesh))
+    assert isinstance(setup.config, ModelConfig)
+    row = (setup.length, setup.pictures, setup.patches)
+    return abstract_batch(setup.config, mesh, setup.rows, *row)
 
 
 def verify(found: Found, devices: Sequence[Any]) -> list[dict[str, Any]]:

@@ -8,17 +8,20 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxvlm.config import MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.build.pairs import CHOSEN, chunks_of
+from jaxvlm.config import DualConfig, MeshConfig, ModelConfig, StrategyConfig, TrainConfig
 from jaxvlm.parallel.mesh import AXES
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.plan.machine import Machine
 from jaxvlm.plan.memory import Setup
+from jaxvlm.plan.pairs import Pairing
 from jaxvlm.plan.question import Question
+from jaxvlm.train.pairs import Chunk
 
 REMATS = ("none", "dots", "full")
 _LONG = 16_384
 """Tokens of a row from which on rows are cut over ``context``."""
-_MOST_PARTS = 64
+_MOST_PARTS, _MOST_CHUNKS = 64, 256
 _NAMES = {"tensor": "tensor", "context": "context", "expert": "experts", "stage": "stages"}
 
 
@@ -33,10 +36,14 @@ class Way(NamedTuple):
     remat: str
     """Of both towers, where :attr:`vision` says nothing else."""
     microbatches: int = 1
+    """Of pairs, chunks of gradient caching."""
     cache: str = "off"
     """strict: a frozen tower's tokens are kept, and it does not run."""
     vision: str = ""
     """Remat of the vision tower, where it is another."""
+    chunk: tuple[int, int] = (0, 0)
+    """Rows of queries and of documents that a shard runs at once, see ``config.grad_cache``; 0:
+    all."""
 
     @property
     def family(self) -> str:
@@ -54,35 +61,47 @@ class Way(NamedTuple):
         axes = " ".join(f"{a}={getattr(self.mesh, a)}" for a in AXES if getattr(self.mesh, a) > 1)
         remat = f"remat={self.remat}" + (f" (vision {self.vision})" if self.vision else "")
         parts = [self.preset or "strategy", axes, remat]
-        parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        if any(self.chunk):
+            parts.append(f"grad_cache={','.join(str(n) for n in dict.fromkeys(self.chunk))}")
+        elif self.microbatches > 1:
+            parts.append(f"microbatches={self.microbatches}")
         parts += [f"cache={self.cache}"] if self.cache != "off" else []
         return " ".join(part for part in parts if part)
 
 
-def with_remat(config: ModelConfig, way: Way) -> ModelConfig:
+def with_remat(config: ModelConfig | DualConfig, way: Way) -> ModelConfig | DualConfig:
     """The model with the way's ``remat``."""
-    return dataclasses.replace(
-        config,
-        vision=dataclasses.replace(config.vision, remat=way.vision or way.remat),
-        decoder=dataclasses.replace(config.decoder, remat=way.remat),
-    )
+    found: Any = config
+    name = "text" if isinstance(config, DualConfig) else "decoder"
+    towers = {
+        "vision": dataclasses.replace(config.vision, remat=way.vision or way.remat),
+        name: dataclasses.replace(getattr(found, name), remat=way.remat),
+    }
+    return dataclasses.replace(found, **towers)
 
 
 def setup_of(question: Question, way: Way) -> Setup:
     """What memory and time are asked of."""
     return Setup(
-        with_remat(question.config.model, way), way.mesh, way.strategy,
+        with_remat(question.config.network, way), way.mesh, way.strategy,
         question.machine.platform, question.rows, question.length, question.pictures,
-        question.patches, question.config.optim.frozen, way.microbatches,
+        question.patches, question.config.optim.frozen, way.microbatches, pairs_of(question, way),
     )  # fmt: skip
+
+
+def pairs_of(question: Question, way: Way) -> Pairing | None:
+    """What examples are, in the way's chunks; ``None``: rows are trained on."""
+    query, document = way.chunk
+    chunks = Chunk(query), Chunk(document)
+    return question.pairs._replace(chunks=chunks) if question.pairs else None
 
 
 def of_mesh(question: Question, mesh: MeshConfig, strategy: StrategyConfig) -> Iterator[Way]:
     """All on one mesh under one strategy; both resolved."""
     shards = mesh.data * mesh.fsdp * mesh.expert
-    for parts in _parts(question, mesh, question.rows // shards):
+    for parts, chunk in _cuts(question, mesh, question.rows // shards):
         for remat in REMATS[mesh.stage > 1 :]:
-            yield Way(strategy.name, mesh, strategy, remat, parts)
+            yield Way(strategy.name, mesh, strategy, remat, parts, chunk=chunk)
 
 
 def ways(question: Question) -> Iterator[Way]:
@@ -95,15 +114,15 @@ def ways(question: Question) -> Iterator[Way]:
         shards = mesh.data * mesh.fsdp * mesh.expert
         if question.rows % shards:
             continue
-        for parts in _parts(question, mesh, question.rows // shards):
+        for parts, chunk in _cuts(question, mesh, question.rows // shards):
             for remat in REMATS[mesh.stage > 1 :]:
                 for cache in kept if mesh.stage == 1 else ["off"]:
-                    yield Way(preset, mesh, strategy, remat, parts, cache)
+                    yield Way(preset, mesh, strategy, remat, parts, cache, chunk=chunk)
 
 
 def meshes(question: Question) -> Iterator[tuple[str, MeshConfig]]:
     """Presets and the meshes that they go with."""
-    machine, model = question.machine, question.config.model
+    machine = question.machine
     for tensor, context, expert, stage in _inner(question):
         rest = machine.devices // (tensor * context * expert * stage)
         for fsdp in _shares(machine, rest, tensor * context):
@@ -111,7 +130,7 @@ def meshes(question: Question) -> Iterator[tuple[str, MeshConfig]]:
             if mesh.data % machine.slices and machine.platform == "tpu":
                 continue  # slow links between slices are for data alone
             plain = tensor * context * expert * stage == 1
-            for preset in _presets(mesh, plain, bool(model.decoder.num_experts)):
+            for preset in _presets(mesh, plain, bool(_experts(question))):
                 yield preset, mesh
 
 
@@ -127,19 +146,26 @@ def _presets(mesh: MeshConfig, plain: bool, experts: bool) -> tuple[str, ...]:
 
 def _inner(question: Question) -> Iterator[tuple[int, int, int, int]]:
     """Sizes of (tensor, context, expert, stage), at most two of them above one."""
-    machine, decoder = question.machine, question.config.model.decoder
+    machine, experts = question.machine, _experts(question)
     n, near = machine.devices, min(machine.island, 8)
     tensor = [t for t in (1, 2, 4, 8) if near % t == 0]
     long = question.length >= _LONG or question.rows < n
     context = [c for c in (1, 2, 4, 8) if near % c == 0 and question.length % (2 * c) == 0]
     expert = [1]
-    if decoder.num_experts:
-        expert = [e for e in _powers(128) if decoder.num_experts % e == 0 and n % e == 0]
+    if experts:
+        expert = [e for e in _powers(128) if experts % e == 0 and n % e == 0]
     stage = [s for s in (1, 2, 4, 8, 16) if n % s == 0 and (s == 1 or n >= 4 * s)]
+    if question.pairs:  # what is known of pairs is known of these axes alone
+        long, expert, stage = False, [1], [1]
     for sizes in itertools.product(tensor, context if long else [1], expert, stage):
         few = sum(size > 1 for size in sizes) <= 2 and sizes[0] * sizes[1] <= near
         if few and n % math.prod(sizes) == 0:
             yield sizes
+
+
+def _experts(question: Question) -> int:
+    network = question.config.network
+    return network.decoder.num_experts if isinstance(network, ModelConfig) else 0
 
 
 def _shares(machine: Machine, rest: int, inner: int) -> list[int]:
@@ -147,6 +173,27 @@ def _shares(machine: Machine, rest: int, inner: int) -> list[int]:
     near = max(1, machine.island // inner)
     sizes = {1, rest, near, 4 * near, 16 * near, rest // machine.slices}
     return sorted(size for size in sizes if size and rest % size == 0)
+
+
+def _cuts(question: Question, mesh: MeshConfig, rows: int) -> list[tuple[int, tuple[int, int]]]:
+    """Numbers of microbatches of a shard's rows; or of chunks of its pairs, and their rows."""
+    if question.pairs is None:
+        return [(parts, (0, 0)) for parts in _parts(question, mesh, rows)]
+    documents = question.pairs.documents
+    made = [(n, (rows // n, documents * rows // n)) for n in _powers(min(rows, _MOST_CHUNKS))]
+    found = {parts: chunk for parts, chunk in made if parts > 1 and rows % parts == 0}
+    own = chunk_of(question.pairs, question.given, rows)  # the recipe's
+    return list({1: (0, 0), **found, own[0]: own[1]}.items())
+
+
+def chunk_of(pairs: Pairing, config: TrainConfig, rows: int) -> tuple[int, tuple[int, int]]:
+    """A run's own chunks of a shard's examples: how many at most, and their rows."""
+    if config.grad_cache.query == CHOSEN:
+        return 1, (0, 0)
+    query, document = pairs._replace(chunks=chunks_of(config.grad_cache)).sides(rows)
+    parts = max(query.parts, document.parts)
+    sizes = -(-query.number // query.parts), -(-document.number // document.parts)
+    return parts, sizes if parts > 1 else (0, 0)
 
 
 def _parts(question: Question, mesh: MeshConfig, rows: int) -> list[int]:
@@ -164,6 +211,7 @@ def can_keep(question: Question) -> bool:
     config = question.config
     return bool(
         question.pictures
+        and not question.pairs
         and not config.model.lora.rank
         and any(pattern in ("vision/*", "*") for pattern in config.optim.frozen)
     )
@@ -180,43 +228,54 @@ def overrides(question: Question, way: Way) -> list[str]:
     the model's dims, which are its own or its checkpoint's.
     """
     config, given = question.config, question.given
-    lora = config.model.lora
+    name, tower = ("dual", "text") if config.encoder == "dual" else ("model", "decoder")
+    lora = config.network.lora
     strategy = dataclasses.replace(way.strategy, name=way.preset)
     # A recipe's own strategy is not what was planned, whichever it is.
     found: dict[str, Any] = dict(_differing(given.strategy, strategy, "strategy"))
     found = {name: value for name, value in found.items() if _is_set(given.strategy, name)}
-    found |= _differing(
-        dataclasses.replace(given, model=_bare(given.model), strategy=strategy),
-        dataclasses.replace(config, model=_bare(config.model), strategy=strategy),
-    )
+    found |= _differing(_bare(given, strategy), _bare(config, strategy))
     found |= {f"mesh.{axis}": getattr(way.mesh, axis) for axis in AXES}
     found |= {
         "strategy.name": way.preset,
-        "model.vision.remat": way.vision or way.remat,
-        "model.decoder.remat": way.remat,
-        "microbatches": way.microbatches,
+        f"{name}.vision.remat": way.vision or way.remat,
+        f"{name}.{tower}.remat": way.remat,
+        **_cut_overrides(question, way),
         "data.batch_size": question.rows,
         "data.max_length": question.length,
-        "model.dtype": config.model.dtype,
+        f"{name}.dtype": config.network.dtype,
         "optim.frozen": config.optim.frozen,
-        "model.lora.rank": lora.rank,
+        f"{name}.lora.rank": lora.rank,
     }
-    if not question.recipe:  # whatever recipe they are put on
+    if not question.recipe and name == "model":  # whatever recipe they are put on
         found |= {f"data.{n}": getattr(config.data, n) for n in ("max_images", "max_patches")}
     if way.mesh.context > 1:
         found["strategy.context"] = way.strategy.context
     if lora.rank:
-        found["model.lora.alpha"] = lora.alpha
+        found[f"{name}.lora.alpha"] = lora.alpha
     if way.cache != "off" or config.cache.policy != "off":
         found["cache.policy"] = way.cache
     return [f"--config.{name}={value}" for name, value in found.items()]
 
 
-def _bare(model: ModelConfig) -> ModelConfig:
-    """Without dims."""
-    default = ModelConfig()
+def _cut_overrides(question: Question, way: Way) -> dict[str, int]:
+    if question.pairs is None:
+        return {"microbatches": way.microbatches}
+    made = {"grad_cache.query": way.chunk[0], "grad_cache.document": way.chunk[1]}
+    return made | ({"grad_cache.tokens": 0} if question.given.grad_cache.tokens else {})
+
+
+def _bare(config: TrainConfig, strategy: StrategyConfig) -> TrainConfig:
+    """Without dims, and with one strategy."""
+    default, dual = ModelConfig(), DualConfig()
     towers = {name: getattr(default, name) for name in ("vision", "connector", "decoder")}
-    return dataclasses.replace(model, **towers)
+    own = ("dtype", "attention", "lora", "checkpoint", "vision_checkpoint", "text_checkpoint")
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **towers),
+        dual=dataclasses.replace(dual, **{name: getattr(config.dual, name) for name in own}),
+        strategy=strategy,
+    )
 
 
 def _is_set(strategy: StrategyConfig, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,7 +42,11 @@ def read_prices(path: str) -> dict[str, float]:
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"--prices={path}: {example}")
     for name, price in found.items():
-        if not isinstance(price, int | float) or isinstance(price, bool) or price <= 0:
+        if (
+            not isinstance(price, int | float)
+            or isinstance(price, bool)
+            or not 0 < price < math.inf
+        ):
             raise ConfigError(f"--prices={path}: {name}={price!r}; {example}")
         if name == "cpu":
             raise ConfigError(f"--prices={path}: cpu is this machine, which is not rented")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxvlm.config import DualConfig
+from jaxvlm.config import ModelConfig
 from jaxvlm.parallel.mesh import AXES, BATCH_AXES
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.plan import parts
@@ -36,6 +36,8 @@ class Message(NamedTuple):
     hidden: bool
     """It can run beside the tower's matmuls: what it brings is wanted a layer later, or not
     before the layer's end. The others are waited for."""
+    once: bool = False
+    """A step has it once, however many times rows go through the tower."""
 
     def sent(self, mesh: MeshConfig) -> float:
         """Bytes that a device sends."""
@@ -77,7 +79,8 @@ def _weights(setup: Setup, c: int) -> Iterator[Message]:
             size, own = size / over, own / over
             once = tuple(a for a in stored if a not in gathered)
             bits = 1.0 if strategy.gather_bits == 8 else 4.0
-            yield Message("all-gather", once, tower, bits * size / _size(mesh, gathered), 1, False)
+            share = bits * size / _size(mesh, gathered)
+            yield Message("all-gather", once, tower, share, 1, False, True)
             rounds = times * (2 if ways.back else 1)
             yield Message("all-gather", gathered, tower, c * size, rounds, True)
             yield Message("reduce-scatter", gathered, tower, c * own, times, True)
@@ -107,10 +110,11 @@ def _sums(
     # over ``data`` behind it with no matmul left to run beside (JAX 0.10.2, for 64 H200).
     # Microbatches are added up first, and sums in fewer bits are of all gradients at once.
     beside = setup.microbatches == 1 and strategy.reduce_bits == 32 and not gathered
-    yield Message("reduce-scatter", split, tower, width * share, times, beside)
-    yield Message("all-reduce", summed, tower, width * share / _size(mesh, split), times, beside)
+    once, left = times < setup.microbatches, width * share / _size(mesh, split)
+    yield Message("reduce-scatter", split, tower, width * share, times, beside, once)
+    yield Message("all-reduce", summed, tower, left, times, beside, once)
     after = tuple(a for a in kept if a not in stored)  # new parameters, to where they lie
-    yield Message("all-gather", after, tower, 4 * size / _size(mesh, stored), 1, False)
+    yield Message("all-gather", after, tower, 4 * size / _size(mesh, stored), 1, False, True)
     if mesh.context > 1:
         yield Message("all-reduce", ("context",), tower, c * share, setup.microbatches, beside)
 
@@ -123,10 +127,6 @@ def _activations(setup: Setup, c: int) -> Iterator[Message]:
     pictures = rows * setup.pictures * patches / mesh.stage
     tokens = {"vision": pictures, "top": pictures}
     tokens["decoder"] = tokens["text"] = rows * setup.length
-    if isinstance(config, DualConfig):  # columns of pairs go round, and their gradients
-        round_ = tuple(a for a in BATCH_AXES if getattr(mesh, a) > 1)
-        vectors = rows * times * config.embed_dim * (_size(mesh, round_) - 1)
-        yield Message("permute", round_, "loss", 4 * vectors, 4, True)
     for tower, b in parts.blocks(config).items():
         ways, n = parts.passes(setup)[tower], parts.layers(config)[tower]
         n = max(1, n // mesh.stage) if tower == "decoder" and n else n
@@ -150,10 +150,23 @@ def _activations(setup: Setup, c: int) -> Iterator[Message]:
         yield from _stages(setup, tokens["decoder"], c)
 
 
+def rounds(setup: Setup, documents: float | int) -> Message:
+    """Documents' vectors on their way past all queries, and their gradients.
+
+    Args:
+        setup: what is planned.
+        documents: numbers in a device's vectors.
+    """
+    axes = tuple(a for a in BATCH_AXES if getattr(setup.mesh, a) > 1)
+    turns = _size(setup.mesh, axes) - 1
+    return Message("permute", axes, "loss", 4.0 * documents * turns, 4, True)
+
+
 def _stages(setup: Setup, tokens: float | int, c: int) -> Iterator[Message]:
     """A pipeline's: in each tick units go on, and what leaves a stage at the end goes to all."""
     mesh, strategy, times = setup.mesh, setup.strategy, setup.microbatches
     axes, ways = ("stage",), parts.passes(setup)["decoder"]
+    assert isinstance(setup.config, ModelConfig), "a dual encoder has no stages"
     size = c * tokens * setup.config.decoder.width
     table = timetable(strategy.schedule, mesh.stage, times, max(1, strategy.chunks))
     ticks = len(table.forward) * (1 + ways.back)

@@ -174,7 +174,6 @@ def test_devices_that_are_joined_otherwise_are_refused(devices, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"loss": "info_nce"}, "a loss of vectors .config.loss='info_nce'. can't be planned yet"),
         ({"mesh": {"data": 8}}, "chooses config.mesh too"),
         (
             {"tower": {"devices": 2}},

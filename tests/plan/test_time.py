@@ -25,12 +25,14 @@ from jaxvlm.config import (
     ModelConfig,
     StrategyConfig,
     TextConfig,
+    TrainConfig,
     VisionConfig,
 )
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import absent, calibrate, count, machine, memory, parts, wires
+from jaxvlm.plan import absent, calibrate, count, machine, memory, pairs, parts, wires
 from jaxvlm.plan.time import model_flops, step_time
+from jaxvlm.train.pairs import Chunk
 from jaxvlm.types import Batch
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -270,18 +272,39 @@ def test_thousands_of_plans_take_seconds():
 
 
 def test_vectors_that_are_made_twice_cost_a_forward_pass_more():
-    setup, there = planned(microbatches=4, rows=32)
-    once, twice = step_time(setup, there), step_time(setup, there, grad_cache=True)
+    setup, there = planned(rows=32)
+    rows = absent.Rows(setup.length, setup.pictures, setup.patches)
+    made = pairs.Pairing(rows, rows, pairs.how(TrainConfig(loss="info_nce")))
+    whole = setup._replace(pairs=made)
+    once = step_time(whole, there)
+    chunks = (Chunk(1), Chunk(1))
+    cut = whole._replace(pairs=made._replace(chunks=chunks), microbatches=made.parts(4))
+    twice = step_time(cut, there)
     forward = step_time(setup._replace(frozen=("*",)), there)
-    assert once.model_flops == twice.model_flops
-    assert twice.hardware_flops == once.hardware_flops + forward.hardware_flops
-    assert twice.links == pytest.approx(once.links + forward.links) and forward.links > 0
+    head = 2 * 32 * setup.length * SMALL.decoder.width * SMALL.decoder.vocab_size
+    assert once.model_flops == pytest.approx(twice.model_flops)
+    more = 2 * (forward.hardware_flops - head)  # of queries, and of documents
+    assert twice.hardware_flops == pytest.approx(once.hardware_flops + more)
+    assert twice.links > once.links > 0 and twice.total > once.total
+
+
+def test_what_is_frozen_makes_its_part_of_vectors_once():
+    config = dataclasses.replace(DualConfig(), text=TextConfig(vocab_size=64))
+    setup, there = planned(config=config, rows=64, length=24, pictures=1)
+    run = TrainConfig(loss="info_nce", encoder="dual")
+    made = pairs.Pairing(absent.Rows(0, 1), absent.Rows(24), pairs.how(run))
+    one = setup._replace(pairs=made, frozen=("vision/*",))
+    cut = one._replace(pairs=made._replace(chunks=(Chunk(2), Chunk(0))), microbatches=4)
+    assert step_time(cut, there).hardware_flops == step_time(one, there).hardware_flops
+    every = [x._replace(frozen=()) for x in (cut, one)]
+    again, once = (step_time(x, there).hardware_flops for x in every)
+    assert again > once
 
 
 def test_what_can_not_be_planned_is_said():
     setup, there = planned()
     stages = setup._replace(config=DualConfig(), mesh=MeshConfig(data=2, stage=4))
-    with pytest.raises(ConfigError, match=r"stage=4.*dual encoder on stages can't be planned yet"):
+    with pytest.raises(ConfigError, match=r"stage=4.*pairs on stages can't be planned yet"):
         step_time(stages, there)
     with pytest.raises(ConfigError, match="8 devices, and h200 is planned with 16"):
         step_time(setup, machine.parse("h200:16"))
