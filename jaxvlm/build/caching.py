@@ -20,7 +20,8 @@ from jaxvlm.build.parts import features_of, tower_part
 from jaxvlm.build.record import local_folder
 from jaxvlm.cache.codec import CODECS
 from jaxvlm.cache.policy import NEVER, Policy
-from jaxvlm.cache.recompute import Recompute, Seen
+from jaxvlm.cache.recompute import Recompute
+from jaxvlm.cache.seen import Seen
 from jaxvlm.cache.state import halved, init, places, shardings
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, TrainConfig, refuse_unread
 from jaxvlm.data.loader import Dataset

@@ -94,6 +94,13 @@ def settled(
             f"{gib(search.capacity(asked))} usable each{least}"
         )
     best = found.best[0]
+    if asked.pairs:  # the data are not read yet
+        own = config.data.pairs.max_negatives
+        more = (
+            "" if own >= 0 else "no negatives of their own: data.pairs.max_negatives says how many"
+        )
+        for line in filter(None, (*asked.assumed, more)):
+            say(f"planner: assumed: {line}")
     say(f"planner ({', '.join(left)}): {best.way.text()}, {gib(best.peak)} a device")
     return _with(config, best.way, left)
 

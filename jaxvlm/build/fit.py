@@ -19,7 +19,7 @@ from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
-from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper
+from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper, share_rows
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
@@ -86,7 +86,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         if keeper:
             stack.callback(keeper.close)
         room = made.room(config.cache.halvings, progress.log)
-        written = _written(run, made, room)
+        written = _written(run, made, room, stack)
         source = run.dataset.train(run.rows, start)
         stack.callback(source.close)
         batches = _GlobalBatches(source, made.place)
@@ -363,12 +363,19 @@ def _say_unknown(run: Run, say: Callable[[str], None]) -> None:
         )
 
 
-def _written(run: Run, made: training.Training, room: Room) -> Written | None:
-    """What knows which pages are written, told to the data and to what may give them back."""
+def _written(
+    run: Run, made: training.Training, room: Room, stack: contextlib.ExitStack
+) -> Written | None:
+    """What knows which pages are written, told to the data and to what may give them back.
+
+    ``None`` too where processes share rows: what each knows, and when, may differ.
+    """
     written = written_of(run.config.cache, run.slots, made.learns)
-    if written:
-        run.dataset.leave_out(written)
-        room.gone = written.forget
+    if written is None or share_rows(run):
+        return None
+    run.dataset.leave_out(written)
+    stack.callback(run.dataset.leave_out, None)
+    room.gone = written.forget
     return written
 
 

@@ -118,7 +118,7 @@ def _counted(run: Run, setup: Setup) -> Foreseen:
     rough = Rough(run.model, setup.frozen, setup.length, patches, setup.platform)
     states = {name: float(n) for name, n in memory.states(setup, run.model).items()}
     step = Step(setup.mesh, setup.strategy, remat, setup.microbatches, setup.rows,
-                pairs=setup.pairs)  # fmt: skip
+                vision=setup.config.vision.remat, pairs=setup.pairs)  # fmt: skip
     known = sum(n for name, n in states.items() if name != "batch")
     return Foreseen(setup, states, {"work": rough.total(step) - known}, False, time)
 

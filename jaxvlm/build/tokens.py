@@ -144,6 +144,12 @@ def is_on(config: CacheConfig) -> bool:
     return bool(config.store) or config.memory_mb > 0
 
 
+def share_rows(run: Run) -> bool:
+    """Whether processes share rows, and so what each of them finds of their pictures must agree."""
+    count = sum_over_processes(np.asarray([len(run.rows)], np.float64))[0]
+    return bool(count > run.config.data.batch_size)
+
+
 def open_keeper(
     run: Run, params: Callable[[], Params], chunk: int, say: Callable[[str], None]
 ) -> Keeper | None:
@@ -159,7 +165,7 @@ def open_keeper(
     if not is_on(config):
         return None
     name = "store" if config.store else "memory_mb"
-    if sum_over_processes(np.asarray([len(run.rows)], np.float64))[0] > run.config.data.batch_size:
+    if share_rows(run):
         raise ConfigError(
             f"config.cache.{name}: processes that share rows (config.mesh.tensor, context or stage "
             "over several) may find other tokens each; leave it out, or keep these axes inside of "

@@ -172,8 +172,10 @@ class Dataset:
         """From now on, pictures whose tokens are known come as these; see :class:`Views`."""
         self.views.lookup, self.views.audited = lookup, audited
 
-    def leave_out(self, written: Written) -> None:
-        """From now on, pictures whose tokens are in their pages come without pixels."""
+    def leave_out(self, written: Written | None) -> None:
+        """From now on, pictures whose tokens are in their pages come without pixels; ``None``: all
+        come with them.
+        """
         self._written = written
 
     @property
@@ -230,7 +232,9 @@ class Dataset:
         def good(step: int, made: tuple[Batch, tuple[Meta, int]]) -> tuple[Batch, Meta]:
             """What was read ahead, or read again where the pages that it counts on are gone."""
             batch, (meta, turn) = made
-            return (batch, meta) if turn == written.turn else good(step, load(step))
+            if turn == written.turn or batch.in_pages is None or not batch.in_pages.any():
+                return batch, meta
+            return good(step, load(step))
 
         source = ahead(load, start_step, 2**31 - 1, config)
         return TrainBatches(source, start_step, self.fingerprint(), good)
@@ -407,7 +411,8 @@ class Dataset:
         for picture in pictures:
             drawn = images.draw(rng, config.flip, config.shift) if rng else ()
             look = train and rng is None and not self.views.audits(picture, row.pass_)
-            out += self.views.get(picture, drawn, other, look, self._written_of(row, picture))
+            written = self._written_of(row, picture) if look else None
+            out += self.views.get(picture, drawn, other, look, written)
         return out
 
     def _written_of(self, row: Row, picture: int) -> Callable[[int, bytes], bool] | None:

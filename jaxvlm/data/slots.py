@@ -66,8 +66,8 @@ class Written:
 
     def forget(self) -> None:
         """No page holds anything any more."""
-        self.turn += 1
         self._keys = {}
+        self.turn += 1  # behind: who sees it finds no page of before
 
     def has(self, page: int, key: bytes) -> bool:
         """Whether a tile's first page holds the tokens of the one with this key."""

@@ -175,11 +175,15 @@ class Body:
         """
         return self._placed(lambda body, own: body._breadth_first(), 0)
 
-    def hoisted(self) -> Body:
+    def hoisted(self, given: set[Value] | None = None) -> Body:
         """The same program; what a loop makes smaller of each layer's parameters (a copy in
         bfloat16) is made of all layers' before the first loop that reads it, once for all loops, as
         XLA for TPUs does it. A loop that keeps such copies for another keeps none, and none that
-        nobody reads (the gradient of frozen tables).
+        nobody reads (the gradient of frozen tables). Within a loop over microbatches or chunks of
+        pairs, what it is given whole counts as parameters: copies are there as long as it.
+
+        Args:
+            given: parameters; ``None``: what the program is given.
         """
         made = copy.copy(self)
         made.__dict__.pop("order", None)
@@ -187,7 +191,7 @@ class Body:
         made.ops, made.inner = [], {}
         done: dict[Any, Value] = {}
         same: dict[Any, Any] = {}
-        given, read = set(self.ins), {v for v in self.outs if isinstance(v, Value)}
+        given, read = given or set(self.ins), {v for v in self.outs if isinstance(v, Value)}
         for op in reversed(self.ops):
             read.update(op.values if read.intersection(op.outs) else ())
         for i, op in enumerate(self.ops):
@@ -213,7 +217,11 @@ class Body:
                 for n, v in enumerate(inner[0].outs):
                     if n >= carries and v in casts:
                         same[op.outs[n]] = done[casts[v], str(v.aval.dtype)]
+                around = zip(inner[0].ins[:consts], ins[:consts])
+                within = {v for v, w in around if isinstance(w, Value) and w in given}
                 inner = [inner[0]._given(tuple(casts), kept)]
+                if not casts and within:
+                    inner = [inner[0].hoisted(within)]
                 op = op._replace(outs=tuple(itertools.compress(op.outs, kept)))
             if inner:
                 made.inner[len(made.ops)] = inner

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 from typing import Any
 
 from jaxvlm.config import ConfigError
+
+_TARGETS = importlib.resources.files("jaxvlm.plan") / "targets"
+"""A file a GPU, as XLA's ``GpuTargetConfigProto``; figures from XLA's own
+(``xla/backends/gpu/target_config/specs``)."""
+
+
+@functools.cache
+def gpus() -> tuple[str, ...]:
+    """NVIDIA GPUs that can be compiled for."""
+    names = (path.name for path in _TARGETS.iterdir())
+    return tuple(sorted(n.removesuffix(".txtpb") for n in names if n.endswith(".txtpb")))
 
 
 def devices(name: str, slices: int = 1) -> list[Any]:
@@ -16,7 +28,7 @@ def devices(name: str, slices: int = 1) -> list[Any]:
 
     Args:
         name: ``v5p:4x4x4``, ``v5e:16x16``, ``v6e:16x16``: a TPU and its torus; ``h200:8``: as many
-            NVIDIA H200, eight a host.
+            of one of :func:`gpus`, eight a host.
         slices: of TPUs, such tori with slow links between them.
 
     Raises:
@@ -25,14 +37,15 @@ def devices(name: str, slices: int = 1) -> list[Any]:
     from jax.experimental import topologies
 
     kind, _, size = name.partition(":")
-    if kind == "h200" and (not size.isdecimal() or (int(size) > 8 and int(size) % 8)):
-        raise ConfigError(f"{name}: up to 8 H200, or a multiple of 8")
-    if kind == "h200" and slices != 1:
+    on_gpus = kind in gpus()
+    if on_gpus and (not size.isdecimal() or (int(size) > 8 and int(size) % 8)):
+        raise ConfigError(f"{name}: up to 8 {kind.upper()}, or a multiple of 8")
+    if on_gpus and slices != 1:
         raise ConfigError(f"{name} with slices={slices}: slices are of TPUs")
     try:
-        if kind == "h200":
+        if on_gpus:
             hosts, own = max(1, int(size) // 8), min(8, int(size))
-            text = importlib.resources.files("jaxvlm.plan") / "targets" / "h200.txtpb"
+            text = _TARGETS / f"{kind}.txtpb"
             found = topologies.get_topology_desc(
                 "",
                 platform="cuda",

@@ -57,10 +57,10 @@ def devices_of(machine: Machine) -> list[Any]:
                 f"XLA_FLAGS={_FLAGS['cpu'].format(devices=machine.devices)} makes them"
             )
         return here[: machine.devices]
-    if machine.platform == "gpu" and machine.name != "h200":
+    if machine.platform == "gpu" and machine.name not in topology.gpus():
         raise ConfigError(
-            f"--verify: the compiler's target for {machine.name} is not known; h200 and TPUs "
-            "(v4, v5e, v5p, v6e) are"
+            f"--verify: the compiler's target for {machine.name} is not known; "
+            f"{', '.join(topology.gpus())} and TPUs (v4, v5e, v5p, v6e) are"
         )
     size = machine.topology or machine.devices
     return topology.devices(f"{machine.name}:{size}", machine.slices if machine.topology else 1)

@@ -74,21 +74,17 @@ def memory(program: Any) -> dict[str, int]:
     stats = program.memory_analysis()
     if stats is None:
         return {}
-    peak = (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-    )
+    outside = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    temporary = stats.temp_size_in_bytes
     if _platform(program) == "tpu":  # libtpu 0.0.42's temporaries are a third more than their heap
-        peak = stats.peak_memory_in_bytes
+        temporary = max(0, stats.peak_memory_in_bytes - outside)
     return {
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
-        "temporary": stats.temp_size_in_bytes,
+        "temporary": temporary,
         "host": stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
-        "peak": peak,
+        "peak": outside + temporary,
     }
 
 

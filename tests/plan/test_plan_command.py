@@ -178,7 +178,7 @@ def test_two_plans_are_set_side_by_side(planned, capsys):
         ),
         (["--model=llava-1.5-7b", "--devices=h200:8", "--images=9"], "have room for 3"),
         (["--model", "nope.py:x", "--devices", "h200:8"], "no such recipe: "),
-        (["--model", "RECIPE", "--devices=h200:8", "--objective=contrastive"], "train --dry_run"),
+        (["--model", "RECIPE", "--devices=h200:8", "--images=-5"], "--images=-5"),
         (["--model=siglip-so400m", "--devices=h200:8"], "siglip"),
         (["--compare", "a.json"], "takes two files"),
         (["--model=qwen3-vl-2b", "--devices=any", "--batch=8"], "needs --prices=FILE"),
@@ -222,7 +222,7 @@ def test_what_can_not_be_compiled_here_is_one_line(planned, capsys, monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", "")
     assert run(["plan", recipe, "--devices=v5e:2x2", "--verify"]) == 2
     assert "pip install 'jaxvlm[aot]'" in capsys.readouterr().err
-    assert run(["plan", recipe, "--devices=b200:8", "--verify"]) == 2
+    assert run(["plan", recipe, "--devices=rtx4090:8", "--verify"]) == 2
     assert "h200 and TPUs" in capsys.readouterr().err
 
 

@@ -97,6 +97,13 @@ def test_every_family_that_lost_has_a_reason(found):
     assert not won & set(lost)
 
 
+@pytest.mark.parametrize("where_", ["h200:8", "v5p:2x2x2"])
+def test_a_part_of_a_devices_memory_is_left_free(where_):
+    there = machine.parse(where_)
+    asked = question.ask("qwen3-vl-2b", None, there)
+    assert search.capacity(asked) == pytest.approx(0.92 * there.chip.hbm_bytes)
+
+
 def test_where_nothing_fits_the_nearest_is_named(asked):
     small = asked.machine.chip._replace(hbm_bytes=2**20)
     found = search.search(asked._replace(machine=asked.machine._replace(chip=small)), 3)

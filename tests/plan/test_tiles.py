@@ -91,9 +91,11 @@ def test_a_buffer_assignment_is_read():
     assert planner.read_assignment(text)["compiled"] == sizes
 
 
-def test_the_tpu_rows_are_states_to_the_counters():
-    rows = json.loads((RESULTS / "planner_memory.json").read_text())["rows"]
-    done = [r for r in rows if r.get("from") == "buffer assignment"]
+def test_states_on_tpus_are_the_compilers_to_the_counters():
+    result = json.loads((RESULTS / "planner_memory.json").read_text())
+    assert planner.compared(result["rows"]) == result["summary"]
+    done = [r for r in result["rows"] if r.get("from") == "buffer assignment"]
     assert len(done) >= 12
-    for row in done:
-        assert 0 <= row["compiled"]["arguments"] - row["predicted"]["states"] < 8192, row["point"]
+    for row in done[::7]:
+        states = planner.predicted(planner.Point(*row["point"]))["states"]
+        assert 0 <= row["compiled"]["arguments"] - states < 8192, row["point"]
