@@ -38,6 +38,7 @@ def read(name: str) -> tuple[list[Item], list[str]]:
     refuse(name, problems)
     items, ids = [], []
     unread: set[str] = set()
+    seen: set[str] = set()
     for record in raw:
         try:
             if not isinstance(record.fields, dict):
@@ -49,6 +50,9 @@ def read(name: str) -> tuple[list[Item], list[str]]:
                 raise BadItem(f"{bad[0]!r} is not text")
             items.append(Item.of(text, record.locate(image) if image else "", told))
             ids.append(str(row.get("id", "")))
+            if ids[-1] in seen:
+                raise BadItem(f"id {ids[-1]!r} is there twice; what is written goes by it")
+            seen.update(ids[-1:] if ids[-1] else ())
         except BadItem as bad:
             problems.append(Problem(record.where, bad.reason, bad.detail))
     refuse(name, problems)

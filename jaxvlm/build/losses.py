@@ -45,6 +45,13 @@ def of_vectors(config: TrainConfig) -> bool:
     return config.loss in PAIR_LOSSES
 
 
+def check_name(config: TrainConfig) -> None:
+    """Refuse a name that no loss has: what the data must hold depends on it."""
+    known = {**LOSSES, **PAIR_LOSSES}
+    if config.loss not in known:
+        raise ConfigError(f"config.loss={config.loss!r}; known: {', '.join(known)}")
+
+
 def make_loss(config: TrainConfig, mesh: Mesh | None = None) -> Loss:
     """The loss that ``config.loss`` names.
 
@@ -56,9 +63,7 @@ def make_loss(config: TrainConfig, mesh: Mesh | None = None) -> Loss:
         ConfigError: an unknown name, a setting that it does not read, or a loss of what the model
             does not have.
     """
-    known = {**LOSSES, **PAIR_LOSSES}
-    if config.loss not in known:
-        raise ConfigError(f"config.loss={config.loss!r}; known: {', '.join(known)}")
+    check_name(config)
     decoder = config.model.decoder
     if config.router_loss and (of_vectors(config) or not decoder.num_experts):
         why = (

@@ -29,7 +29,7 @@ from jaxvlm.build import (
 from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
-from jaxvlm.build.losses import of_vectors
+from jaxvlm.build.losses import check_name, of_vectors
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
 from jaxvlm.build.record import local_folder
@@ -268,6 +268,7 @@ def _listed(refused: dict[int, str]) -> str:
 
 def _check(config: TrainConfig) -> None:
     """Refuse what no other part looks at before the first checkpoint."""
+    check_name(config)
     if not config.data.train:
         raise ConfigError(
             "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"

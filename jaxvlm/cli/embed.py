@@ -92,6 +92,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(f"embed takes flags only, not {args[0]!r}")
     output = pathlib.Path(values.output)
     vectors.check(output)
+    if blank := [text for text in values.text if not text.strip()]:
+        raise ConfigError(f"--text={blank[0]}: it is empty")
     asked = [Item(text=text) for text in [*values.text, *_lines("texts", values.texts)]]
     root = pathlib.Path(values.images).parent
     images = [*values.image, *(str(root / line) for line in _lines("images", values.images))]

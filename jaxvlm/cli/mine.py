@@ -91,6 +91,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     output = pathlib.Path(values.output)
     if not values.data or output.suffix != ".jsonl":
         raise ConfigError("mine needs --data=FILE and --output=FILE.jsonl")
+    read = [pathlib.Path(name).resolve() for name in (values.data, values.corpus) if name]
+    if output.resolve() in read:
+        raise ConfigError(f"--output={output} is a file that is read; name another")
     settings: dict[str, Any] = {
         field.name: values[field.name].value for field in dataclasses.fields(mining.Mining)
     }

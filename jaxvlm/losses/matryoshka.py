@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +37,14 @@ class Matryoshka:
             raise ConfigError(f"dims={self.dims}: give one or more, each above 0 and once")
         if self.weights_of_dims and len(self.weights_of_dims) != len(self.dims):
             raise ConfigError(
-                f"{len(self.weights_of_dims)} weights for {len(self.dims)} dims "
-                f"({self.dims}); give one each, or none"
+                f"dim_weights={self.weights_of_dims}: {len(self.weights_of_dims)} for "
+                f"{len(self.dims)} dims ({self.dims}); give one each, or none"
+            )
+        if self.weights_of_dims and (
+            min(self.weights_of_dims) < 0 or not 0 < sum(self.weights_of_dims) < math.inf
+        ):
+            raise ConfigError(
+                f"dim_weights={self.weights_of_dims}: each 0 or more, and one above 0 at least"
             )
 
     @property

@@ -65,7 +65,8 @@ class Sigmoid:
         if out.scale is None or out.bias is None:
             raise ConfigError(
                 "the sigmoid loss learns a scale and a bias, and this model has "
-                f"no {'scale' if out.scale is None else 'bias'}; give it one, or take InfoNCE"
+                f"no {'scale' if out.scale is None else 'bias'}; give it one, or take InfoNCE "
+                "(two towers have a bias with config.dual.has_bias=True)"
             )
         vectors = prepared(out, batch, self.similarity)
         factor, bias = factor_of(out, 0.0, 0.0), jnp.asarray(out.bias, jnp.float32)

@@ -263,6 +263,8 @@ def check(config: DualConfig) -> None:
     check_backend(config.attention, where)
     if not config.towers or not set(config.towers) <= set(TOWERS):
         raise ConfigError(f"{where}.towers={config.towers}; known: {', '.join(TOWERS)}")
+    if config.embed_dim < 1:
+        raise ConfigError(f"{where}.embed_dim={config.embed_dim} must be 1 or more")
     if extra := set(config.project) - set(config.towers):
         raise ConfigError(f"{where}.project names {extra.pop()!r}, which is not in towers")
     absent = {"vision": (VisionConfig(), DualConfig().vision), "text": (TextConfig(),)}

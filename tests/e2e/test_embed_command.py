@@ -227,6 +227,7 @@ def test_bad_input_is_one_line(embed, file, tmp_path):
     for name, text, line in (
         ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2: "),
         ("b.jsonl", '{"text": ""}\n', "b.jsonl:1: neither text nor a picture"),
+        ("b.jsonl", '{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}\n', "id '1' is there twice"),
         ("c.jsonl", '{"text": 3}\n', "c.jsonl:1: 'text' is not text"),
         ("d.jsonl", '{"text": "<image>a"}\n', "d.jsonl:1: placeholders and pictures differ"),
         ("e.csv", "text\na,b\n", "e.csv:2: more cells than columns"),

@@ -235,6 +235,7 @@ def test_bad_input_is_one_line(folders, pictures, tmp_path, capsys):
     assert "--output=FILE.npy, FILE.npz" in said(clip, "--text=a", "--output=x.txt")
     assert "embed needs texts" in said(clip, out)
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
+    assert "--text=: it is empty" in said(clip, out, "--text=")
     assert "line 2 is empty" in said(clip, out, f"--texts={tmp_path / 'gap.txt'}")
     assert "none.txt can't be read" in said(clip, out, f"--texts={tmp_path / 'none.txt'}")
     assert "encodes texts, no pictures" in said(

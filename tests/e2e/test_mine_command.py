@@ -184,6 +184,7 @@ def test_bad_input_is_one_line(files, run, tmp_path):
     said = functools.partial(refused, run)
 
     assert "mine needs --data" in said("--output=x.npy")
+    assert "is a file that is read" in said("--data=x.jsonl", "--output=./x.jsonl")
     assert "num_negatives=13, but the corpus has 12 documents" in said(out, "--num_negatives=13")
     assert "range_max=13, but the corpus has 12" in said(out, "--range_max=13")
     assert "leave no room" in said(out, "--range_max=2")

@@ -80,7 +80,8 @@ def test_what_is_not_there_is_never_read():
         ({"dims": ()}, "give one or more, each above 0 and once"),
         ({"dims": (4, 0)}, "give one or more, each above 0 and once"),
         ({"dims": (4, 4)}, "give one or more, each above 0 and once"),
-        ({"dims": (8, 4), "weights_of_dims": (1.0,)}, "1 weights for 2 dims"),
+        ({"dims": (8, 4), "weights_of_dims": (1.0,)}, r"dim_weights=\(1.0,\): 1 for 2 dims"),
+        ({"dims": (8, 4), "weights_of_dims": (1.0, -5.0)}, "each 0 or more"),
         ({"dims": (8,), "loss": "infonce"}, "goes around a loss, not 'infonce'"),
     ],
 )
