@@ -127,12 +127,13 @@ def _encoded(
     for i in pictures:
         if items[i].words:
             raise ConfigError(
-                f"{items[i].image}: an item with a picture and a text; {model.name} makes "
-                "a vector of either, not of both"
+                f"item {i + 1}, {items[i].image}: it has a picture and a text; {model.name} "
+                "makes a vector of either, not of both"
             )
         if items[i].instruction or instruction:
             raise ConfigError(
-                f"{items[i].image}: {model.name} takes an instruction with texts alone"
+                f"item {i + 1}, {items[i].image}: {model.name} takes an instruction with texts "
+                "alone"
             )
     # As a run reads them, and as sentence-transformers' prompts: no space comes between.
     texts = [(items[i].instruction or instruction) + items[i].text for i in words]

@@ -24,7 +24,7 @@ from jaxvlm.build.training import pipeline_line
 from jaxvlm.config import ConfigError, DualConfig, TrainConfig, VectorConfig
 from jaxvlm.data import check as checks
 from jaxvlm.data import images, pair_formats
-from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.errors import DataError, ImageError, Problem
 from jaxvlm.data.examples import Example
 from jaxvlm.data.pair_loader import PairDataset, PairMeta
 from jaxvlm.data.prompt_items import PromptRows
@@ -144,6 +144,7 @@ def check(config: TrainConfig, spec: str) -> checks.Report:
         problems=checks.by_reason(problems),
         tokens=checks.percentiles(np.concatenate(lengths)),
         images_most=int(bool(read)),
+        of="examples",
     )
 
 
@@ -153,9 +154,21 @@ def introduction(run: Any, local: Pairs) -> list[str]:
     Args:
         run: a ``Run``.
         local: its first batch, this process's examples.
+
+    Raises:
+        DataError: there is nothing to learn from it.
     """
     data, config = run.dataset, run.config
     b, K = config.data.batch_size, local.there.shape[1]
+    if config.loss == "info_nce" and (len(data.documents.items) == 1 or b * K == 1):
+        raise DataError(
+            "config.loss='info_nce' tells a positive from other documents, and "
+            + (
+                "the data have one"
+                if b * K > 1
+                else "a batch of one query and its positive has none"
+            )
+        )
     lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]
     negatives = f"a positive and {K - 1} hard negatives" if K > 1 else "a positive"
     queries, documents = (
@@ -243,11 +256,16 @@ def scorer(config: TrainConfig, model: Model, rows: Any, spec: str = "") -> Pair
         model: of vectors.
         rows: how items become rows, see ``RowFormat``.
         spec: the data file; ``config.data.eval`` if empty.
+
+    Raises:
+        DataError: it can't be used, or has one document.
     """
     data = dataclasses.replace(config.data, flip=False, shift=0)
     if not (spec := spec or data.eval):
         raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
     dataset = PairDataset.from_config(data, rows, seed=config.seed, spec=spec)
+    if len(dataset.documents.items) < 2:
+        raise DataError(f"{spec}: a corpus of one document has nothing to rank")
     parts = batch_shards(model.mesh)
     count = -(-data.batch_size // parts) * parts
     chunks = chunks_of(config.grad_cache)

@@ -89,7 +89,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     model = load_model("eval", values)
     if pair_run.is_run(model) and not values.retrieval:
         if given := [name for name in (*_OF_VECTORS, "limit") if values[name].present]:
-            raise ConfigError(f"--{given[0]} is of any file's pairs: add --retrieval")
+            raise ConfigError(
+                f"--{given[0]} goes with --retrieval; without it a run is evaluated as in training"
+            )
         report = pair_run.evaluate(model, values.data, sheet=values.sheet)
         for line in report.lines():
             say(line)

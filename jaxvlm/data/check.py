@@ -35,6 +35,8 @@ class Report:
     """Percentile (p0 ... p100) of a good record's tokens; empty without a good record."""
     images_most: int
     """Pictures of the record with most."""
+    of: str = "records"
+    """What is counted: a record may make several examples of pairs."""
 
     @property
     def skip_share(self) -> float:
@@ -48,7 +50,7 @@ class Report:
     def lines(self) -> list[str]:
         """The report for people."""
         out = [
-            f"{self.name}: {self.good} of {self.total} records are good"
+            f"{self.name}: {self.good} of {self.total} {self.of} are good"
             f" ({self.skip_share:.2%} would be skipped), {self.pictures} pictures decoded"
         ]
         if self.tokens:

@@ -156,11 +156,12 @@ def _check(
     most = int(np.argmax(times))
     often, batches = int(times[most]), _batches(count, batch_size)
     if often > batches:
+        enough = -(-count // (often - 1)) - 1
+        lower = f"lower data.batch_size to {enough}, or " if enough > 1 else ""
         raise DataError(
             f"data: {names[content[most]]!r} is a query or positive of {often} of the {count} "
             f"examples{of_task}, but an epoch has {batches} batches, which may each have it once; "
-            f"lower data.batch_size to {-(-count // (often - 1)) - 1}, or set "
-            "data.pairs.batch_sampler=random"
+            f"{lower}set data.pairs.batch_sampler=random"
         )
 
 

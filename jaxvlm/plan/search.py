@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -300,21 +300,24 @@ def search(
     best = _walk(known, timed, limit, top, lost) or _least(known, seen, limit, top)
     nearest = _nearest(known, seen) if seen and not best else None
     _explain(known, seen, timed, best, limit, lost)
-    return Found(
-        question, known, best, nearest, list(lost.values()), seen, _notes(known, timed.values())
-    )
+    return Found(question, known, best, nearest, list(lost.values()), seen, _notes(known, timed))
 
 
-def _notes(known: Memory, times: Iterable[StepTime]) -> list[str]:
+def _notes(known: Memory, timed: Mapping[Seen, StepTime]) -> list[str]:
     """What nobody said, and what the figures are not."""
     question, platform = known.question, known.question.machine.platform
     notes = list(question.assumed)
-    missing = sorted({name for time in times for name in time.missing})
+    missing = sorted({name for time in timed.values() for name in time.missing})
     notes += [f"not known, taken as free: {name}" for name in missing]
     if platform == "gpu":
         notes.append(
             "memory is with XLA's attention, which keeps scores; with cuDNN's, long rows need less"
         )
+        if any(seen.way.mesh.expert > 1 for seen in timed):
+            notes.append(
+                "experts over an axis: XLA's programs for GPUs were seen to need three times what "
+                "is said; --verify"
+            )
     notes += [f"some ways' work by formula, not by its trace: {why}" for why in known.unknown]
     if question.pairs:
         notes.append(

@@ -181,7 +181,9 @@ def test_what_only_a_search_could_tell_is_said_too():
 
 
 def test_the_batch_size_that_is_named_works():
-    for count, often in ((10, 5), (100, 7), (31, 2), (30, 30), (64, 33)):
+    with pytest.raises(DataError, match=r"may each have it once; set data\.pairs"):
+        sampler(pairs(range(30), [0] * 30), 30)  # no size but 1
+    for count, often in ((10, 5), (100, 7), (31, 2), (64, 30)):
         contents = pairs(range(count), [0] * often + list(range(1, count - often + 1)))
         with pytest.raises(DataError) as error:
             sampler(contents, count)

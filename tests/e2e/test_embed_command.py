@@ -262,7 +262,7 @@ def test_an_encoder_reads_instructions_as_prompts(embed, model, tmp_path):
     expected = model.encode_text(["the a circle", "photo of a square"])
     np.testing.assert_allclose(np.load(out), expected, atol=1e-6)
     both = [Item("a circle", "cat.png")]
-    with pytest.raises(ConfigError, match=r"cat\.png: an item with a picture and a text"):
+    with pytest.raises(ConfigError, match=r"cat\.png: it has a picture and a text"):
         items.embed_items(model, both)
 
 
