@@ -322,6 +322,7 @@ def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
         jaxvlm.Run(config)
 
 
+@pytest.mark.long
 def test_kept_tokens_change_no_bit(folder, odd, tmp_path):
     """A frozen tower's tokens of pictures of many sizes, read instead of encoded."""
     seen = {}

@@ -99,6 +99,7 @@ def test_pages_that_are_not_what_they_were_said_to_be(data, tmp_path, monkeypatc
         run.fit()
 
 
+@pytest.mark.long
 def test_tower_that_learns(data, tmp_path):
     """Tokens of up to three updates ago: resumed to the same bits, and on another mesh."""
     config = made(data, "lazy", False, bound=3)
@@ -118,6 +119,7 @@ def test_tower_that_learns(data, tmp_path):
             assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value), step
 
 
+@pytest.mark.long
 def test_rows_of_several_lengths(data, tmp_path):
     """Without packing batches have several shapes: programs of their own, whose bits may differ."""
     lines, seen = data.read_text().splitlines(), []

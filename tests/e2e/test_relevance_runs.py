@@ -29,6 +29,7 @@ def made(data, **cache):
     return config
 
 
+@pytest.mark.long
 def test_a_run_that_keeps_its_tokens(data, tmp_path):
     """The run without a cache, to the bit; resumed; and the questions that it is asked later."""
     off = jaxvlm.Run(made(data, chunk=2), tmp_path / "off")
@@ -80,6 +81,7 @@ def test_refused(data, changes, words):
         jaxvlm.Run(config, devices=jax.devices()[:1])
 
 
+@pytest.mark.long
 def test_pictures_alone_may_be_shared(data, tmp_path):
     """Without the question's say; on a pipeline and with a tower on devices of its own."""
     config = made(data)

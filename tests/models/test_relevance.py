@@ -297,7 +297,6 @@ def loss_and_gradients(model, batch):
     [
         "data4_tensor2",
         pytest.param("data8", marks=pytest.mark.long),
-        pytest.param("fsdp8", marks=pytest.mark.long),
         pytest.param("data2_context2_tensor2", marks=pytest.mark.long),
     ],
 )

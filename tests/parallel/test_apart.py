@@ -143,23 +143,18 @@ SIDES = [
 BYTES = StrategyConfig("fsdp_no_reshard", gather_bits=8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "sides"),
     [
         ("llava", 1),
-        *(
-            pytest.param(kind, sides, marks=pytest.mark.long)
-            for kind, sides in (
-                ("llava", 2),
-                ("qwen3", 0),
-                ("qwen3", 2),
-                ("moe", 2),
-                ("gemma3", 0),
-                ("llava", 3),
-                ("qwen3", 3),
-                ("moe", 3),
-            )
-        ),
+        ("qwen3", 0),
+        ("qwen3", 2),
+        ("moe", 2),
+        ("gemma3", 0),
+        ("llava", 3),
+        ("qwen3", 3),
+        ("moe", 3),
     ],
 )
 def test_a_tower_that_learns_elsewhere_equals_one_device(kind, sides):

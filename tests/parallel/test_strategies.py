@@ -119,7 +119,7 @@ COVER = [
     for j, kind in enumerate(KINDS)
 ]
 LONG = pytest.mark.long
-FAST = {("llava", "hpz"), ("gemma3", "context, ring")}
+FAST = {("llava", "hpz")}
 WHOLE = [(k, s, *c) for s in STRATEGIES for k in KINDS for c in CHOICES]
 FOUND = os.environ.get("JAXVLM_WHOLE_MATRIX", "")
 
