@@ -15,7 +15,6 @@ from jaxvlm.config import ConfigError, DualConfig, TextConfig, TrainConfig, Visi
 from jaxvlm.data import images, texts, tokenizer
 from jaxvlm.data.processor import Processor
 from jaxvlm.io import hf
-from jaxvlm.io.checkpoint import restore_params
 from jaxvlm.models.families import any_family, sentences
 from jaxvlm.types import Params, TextStyle
 
@@ -54,6 +53,8 @@ class Dual:
             params |= hf.read_params(source.weights, theirs, own)
         if self.of_run:
             own = {p: x for p, x in model.base().items() if p.startswith("vision/")}
+            from jaxvlm.io.checkpoint import restore_params  # half a second that a plan has not
+
             params |= restore_params(self.of_run / "checkpoints", own)
         return model.with_adapters(model.stored(params), seed)
 

@@ -36,8 +36,8 @@ class Tight:
             raise OUT_OF_MEMORY
         return self.program(state, batch)
 
-    def memory_analysis(self):
-        return self.program.memory_analysis()
+    def __getattr__(self, name):
+        return getattr(self.program, name)
 
 
 @pytest.mark.long
