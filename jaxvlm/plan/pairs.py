@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +108,6 @@ def model_of(config: ModelConfig | DualConfig, mesh: jax.sharding.Mesh, pairing:
     return model
 
 
-@functools.lru_cache(maxsize=64)
 def traced(
     config: ModelConfig | DualConfig,
     platform: str,

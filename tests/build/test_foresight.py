@@ -14,7 +14,7 @@ from jaxvlm.build.run import Run
 from jaxvlm.cli import train
 from jaxvlm.config import ConfigError, from_config_dict
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import calibrate, machine, memory, search
+from jaxvlm.plan import machine, memory, search
 from jaxvlm.plan.here import machine_of
 from jaxvlm.train import programs
 
@@ -23,17 +23,6 @@ from jaxvlm.train import programs
 def config(tmp_path_factory):
     data = write_data(tmp_path_factory.mktemp("data"), pictures=8)
     return from_config_dict(recipe(data))
-
-
-@pytest.fixture
-def rates(monkeypatch, tmp_path):
-    """This machine's, as if they were measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    products = {"float32": {name: {64: 1e9, 256: 4e9} for name in calibrate.PRODUCTS}}
-    scores = {"float32": {name: {64: 2e9} for name in calibrate.SCORES}}
-    kind, moved = calibrate.cpu_kind(), {4096: 8e9, 2**24: 2e9}
-    made = calibrate.Rates(kind, jax.__version__, products, scores, moved, 1e8, 2e8, 1e9)
-    calibrate.save(made)
 
 
 def _auto(config, *names):

@@ -20,7 +20,7 @@ from jaxvlm.config import (
     default_config,
     from_config_dict,
 )
-from jaxvlm.plan import calibrate, machine, memory, search
+from jaxvlm.plan import machine, memory, search
 from jaxvlm.train import programs
 
 
@@ -40,17 +40,6 @@ def config(tmp_path_factory):
     config.dual.vision.image_size, config.dual.vision.patch_size = 16, 8
     config.dual.text.vocab_size = 512
     return from_config_dict(config)
-
-
-@pytest.fixture
-def rates(monkeypatch, tmp_path):
-    """This machine's, as if they were measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    products = {"float32": {name: {64: 1e9, 256: 4e9} for name in calibrate.PRODUCTS}}
-    scores = {"float32": {name: {64: 2e9} for name in calibrate.SCORES}}
-    kind, moved = calibrate.cpu_kind(), {4096: 8e9, 2**24: 2e9}
-    made = calibrate.Rates(kind, jax.__version__, products, scores, moved, 1e8, 2e8, 1e9)
-    calibrate.save(made)
 
 
 def asks(config, **groups):
