@@ -13,7 +13,10 @@ import sys
 import numpy as np
 from PIL import Image
 
-FLAGS = "--xla_backend_optimization_level=0"
+FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
 """Compiling is the cost of tests: programs that are worse and made in a quarter of the time."""
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know it
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
