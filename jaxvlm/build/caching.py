@@ -293,7 +293,8 @@ class Cached(NamedTuple):
         seen = self.pictures.look(kept, batch)
 
         def features(own: Params) -> jax.Array:
-            made = self.pictures.features({**own, **still}, kept, batch, seen)
+            every = {**own, **still}
+            made = self.pictures.features(every, kept, batch, seen, bool(own))
             return jax.lax.with_sharding_constraint(made, batch_sharding(self.pictures.mesh))
 
         made, pull = jax.vjp(features, own)

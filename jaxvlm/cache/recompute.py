@@ -139,7 +139,12 @@ class Recompute:
         return seen._replace(stale=self._local(local, (_ROWS,), _ROWS)(seen))
 
     def features(
-        self, params: Any, state: CacheState | None, batch: Batch, seen: Seen
+        self,
+        params: Any,
+        state: CacheState | None,
+        batch: Batch,
+        seen: Seen,
+        learns: bool = False,
     ) -> jax.Array:
         """The pictures' tokens: stale ones encoded, with gradient, the others read, without.
 
@@ -148,19 +153,34 @@ class Recompute:
             state: as :meth:`look` took it.
             batch: with its pictures.
             seen: of :meth:`look`.
+            learns: whether gradients of ``params`` are asked for.
 
         Returns:
             ``Batch.features``; zeros where there is no picture.
         """
-        fresh: list[jax.Array] = []
+        cuts = []
         place, done = jnp.zeros_like(seen.size), 0
         for low, high in itertools.pairwise((0, *self.windows)):
             asked = seen.stale & (low < seen.size) & (seen.size <= high)
             order, rank, most = self._order(batch, seen, asked, low, high)
-            fresh.append(self._encode(params, batch, seen, order, most, high))
+            cuts.append((order, most, high))
             place = jnp.where(asked, done + rank * high, place)
             done += order.size // batch_shards(self.mesh) * high
-        made = self._merge(fresh, place, seen, state, batch)
+
+        def encoded() -> jax.Array:
+            fresh = [self._encode(params, batch, seen, *cut) for cut in cuts]
+            return self._merge(fresh, place, seen, state, batch)
+
+        kept = batch.stored if state is None else state.pages
+        if learns or kept is None:  # the gradient goes back through the chunks alone
+            made = encoded()
+        else:  # where none is encoded, there are no zeros in the place of chunks either
+            none = jnp.zeros((0, batch_shards(self.mesh), 1, kept.shape[-1]), kept.dtype)
+            made = jax.lax.cond(
+                jnp.any(jnp.stack([most for _, most, _ in cuts]) > 0),
+                encoded,
+                lambda: self._merge([none], place, seen, state, batch),
+            )
         if not self._is_cut(batch):
             made = made.reshape(*seen.size.shape, self.windows[-1], -1)
         # The rest of the step is to be compiled as if it had been given them.
@@ -425,6 +445,8 @@ class Recompute:
                     made = jnp.where(of_picture(seen.lost)[..., None], jnp.nan, made)
                 return jnp.where(stale[..., None], made, read(fresh))
 
+            if not fresh[0].size:
+                return read(fresh)
             return jax.lax.cond(jnp.any(stale), some, read, fresh)  # one copy where all are read
 
         pages = () if state is None else (state.pages, batch.image_pages)
