@@ -46,9 +46,15 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average_at_start": os.getloadavg()[0],
         "versions": versions,
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": _commit(),
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     }
+
+
+def _commit() -> str:
+    """HEAD, and whether the code is another than its."""
+    changed = _git("status", "--porcelain", "--", "*.py")
+    return _git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
 
 
 def _git(*args: str) -> str:
