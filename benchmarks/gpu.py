@@ -1,4 +1,4 @@
-"""One NVIDIA GPU, one script: parity, step times, MFU, memory, and a torch peer.
+"""One NVIDIA GPU, one script: parity, experts' matmuls, step times, MFU, memory, and a torch peer.
 
     PYTHONPATH=. python benchmarks/gpu.py --output=FOLDER
     PYTHONPATH=. python benchmarks/gpu.py --tiny --output=FOLDER   # any machine, seconds
@@ -33,6 +33,7 @@ REAL = {
     "length": 2048,
     "images": 2,
     "steps": 8,
+    "experts": {"rows": 32768, "width": 2048, "mlp_dim": 768, "groups": 32},
 }
 TINY = {
     "vision": {"image_size": 28, "patch_size": 14, "width": 32, "depth": 2, "num_heads": 2},
@@ -44,6 +45,7 @@ TINY = {
     "length": 128,
     "images": 2,
     "steps": 2,
+    "experts": {"rows": 48, "width": 32, "mlp_dim": 16, "groups": 4},
 }
 STEPS = [
     # attention, remat, segments a row
@@ -54,6 +56,8 @@ STEPS = [
     ("triton", "dots", 2),
     ("xla", "dots", 1),
 ]
+EXPERTS = [("kernel", "bfloat16"), ("xla", "bfloat16"), ("kernel", "float32")]
+"""A grouped matmul's way and dtype; Qwen3-30B-A3B's experts, a quarter of them."""
 PEERS = [("eager", False), ("eager", True), ("compile", False)]
 """Mode, gradient checkpointing."""
 
@@ -226,6 +230,72 @@ def step(dims: dict[str, Any], attention: str, remat: str, segments: int) -> dic
     }
 
 
+def experts(dims: dict[str, Any], way: str, dtype: str) -> dict[str, Any]:
+    """A grouped matmul of rows dealt out unevenly: time and memory of each direction, and errors.
+
+    ``kernel`` is :func:`jaxvlm.nn.grouped.by_tiles`, ``xla`` ``jax.lax.ragged_dot``. The first
+    group has a quarter of all rows, the last none. Errors are relative, against a matmul a group
+    in float32.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxvlm.nn import grouped
+
+    d = dims["experts"]
+    M, K, N, G = d["rows"], d["width"], d["mlp_dim"], d["groups"]
+    rng = np.random.default_rng(0)
+    own = M // 4, *rng.multinomial(M - M // 4, np.full(G - 2, 1 / (G - 2))), 0
+    ends = np.cumsum(own)
+    sizes = jnp.asarray(own, jnp.int32)
+    interpret = jax.devices()[0].platform != "gpu"
+    shapes = ((M, K), (G, K, N), (M, N))
+    rows, w, weight = (jnp.asarray(rng.normal(size=s) / 8, dtype) for s in shapes)
+
+    def matmul(rows: Any, w: Any) -> Any:
+        if way == "kernel":
+            return grouped.by_tiles(rows, w, sizes, interpret)
+        return grouped.grouped_matmul(rows, w, sizes, kernel=False, tail=False)
+
+    def by_loop(rows: Any, w: Any) -> Any:
+        parts = zip(ends, own, w)
+        return jnp.concatenate([rows[end - n : end] @ matrix for end, n, matrix in parts])
+
+    def backward(matmul: Any) -> Any:
+        return lambda rows, w, d_out: jax.vjp(matmul, rows, w)[1](d_out)
+
+    given = [x.astype(jnp.float32) for x in (rows, w, weight)]
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(by_loop)(*given[:2]), *jax.jit(backward(by_loop))(*given)
+    directions = {
+        "forward": (matmul, (rows, w), 1),
+        "rows": (lambda *x: backward(matmul)(*x)[0], (rows, w, weight), 1),
+        "matrices": (lambda *x: backward(matmul)(*x)[1], (rows, w, weight), 1),
+        "all": (lambda *x: (matmul(*x[:2]), *backward(matmul)(*x)), (rows, w, weight), 3),
+    }
+    found: dict[str, Any] = {"device": jax.devices()[0].device_kind, "shape": d}
+    for name, (fn, args, times) in directions.items():
+        program = jax.jit(fn).lower(*args).compile()
+        made = jax.block_until_ready(program(*args))
+        seconds = []
+        for _ in range(dims["steps"] + 2):
+            start = time.perf_counter()
+            jax.block_until_ready(program(*args))
+            seconds.append(time.perf_counter() - start)
+        median = statistics.median(seconds[2:])
+        found[name] = {
+            "median_ms": round(1e3 * median, 3),
+            "tflop_per_s": round(2 * times * M * K * N / median / 1e12, 1),
+            "temporary_mib": round(program.memory_analysis().temp_size_in_bytes / 2**20, 1),
+        }
+    found["errors"] = [
+        float(jnp.linalg.norm(ours.astype(jnp.float32) - x) / jnp.linalg.norm(x))
+        for ours, x in zip(made, expected)
+    ]
+    return found
+
+
 def peer(dims: dict[str, Any], mode: str, checkpointing: bool) -> dict[str, Any]:
     """transformers' LLaVA of the same dims: float32 weights, bfloat16 autocast, SDPA."""
     import torch
@@ -301,12 +371,16 @@ def peer(dims: dict[str, Any], mode: str, checkpointing: bool) -> dict[str, Any]
 
 
 def run_part(part: str, tiny: bool) -> dict[str, Any]:
-    """A part by its name: ``parity``, ``step/auto/dots/1``, ``torch/eager/plain``."""
+    """A part by its name: ``parity``, ``experts/kernel/bfloat16``, ``step/auto/dots/1``,
+    ``torch/eager/plain``.
+    """
     _import_jaxvlm()
     dims = TINY if tiny else REAL
     kind, *rest = part.split("/")
     if kind == "parity":
         return parity(dims, tiny)
+    if kind == "experts":
+        return experts(dims, rest[0], rest[1])
     if kind == "step":
         return step(dims, rest[0], rest[1], int(rest[2]))
     return peer(dims, rest[0], rest[1] == "checkpointing")
@@ -316,9 +390,10 @@ def parts(tiny: bool) -> list[str]:
     """All of them, the most telling first, in case time runs out."""
     steps = [f"step/{attention}/{remat}/{n}" for attention, remat, n in STEPS]
     peers = [f"torch/{mode}/{'checkpointing' if on else 'plain'}" for mode, on in PEERS]
+    grouped = [f"experts/{way}/{dtype}" for way, dtype in EXPERTS]
     if tiny:  # kernels of the card, and a compiler that takes a minute, are left out
-        return ["parity", "step/auto/none/1", "step/xla/dots/2", "torch/eager/plain"]
-    return ["parity", *steps[:3], peers[0], *steps[3:], *peers[1:]]
+        return ["parity", *grouped[:2], "step/auto/none/1", "step/xla/dots/2", "torch/eager/plain"]
+    return ["parity", *grouped, *steps[:3], peers[0], *steps[3:], *peers[1:]]
 
 
 def main() -> None:

@@ -130,6 +130,7 @@ class DecoderConfig:
     num_experts: int = 0  # each an MLP of mlp_dim; 0: one MLP for every token
     experts_per_token: int = 0
     normalize_experts: bool = True  # the shares of a token's experts add up to 1
+    expert_matmul: str = "auto"  # auto (on GPU a Triton kernel) | xla
     tied_embeddings: bool = True
     head: bool = True  # False: no output matrix, hidden states alone (a model that embeds)
     visual_mask: str = "causal"  # causal | prefix: a picture's tokens see each other both ways |

@@ -85,7 +85,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
     ),
     DecoderConfig: (
         ("window_pattern local_rope_theta", "a window", lambda c: c.window),
-        ("experts_per_token normalize_experts", "num_experts", lambda c: c.num_experts),
+        (
+            "experts_per_token normalize_experts expert_matmul",
+            "num_experts",
+            lambda c: c.num_experts,
+        ),
         ("rope_interleaved", "rope_sections", lambda c: c.rope_sections),
         ("logit_cap", "head=True", lambda c: c.head),
     ),

@@ -11,6 +11,7 @@ from jaxvlm.config import ConfigError, DecoderConfig, layer_windows, refuse_unre
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.embed import Embed
+from jaxvlm.nn.grouped import MATMULS
 from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
@@ -119,6 +120,7 @@ def _spec(config: DecoderConfig, attention: str) -> BlockSpec:
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         normalize_experts=config.normalize_experts,
+        expert_matmul=config.expert_matmul,
     )
 
 
@@ -161,6 +163,7 @@ def _check_names(config: DecoderConfig, where: str) -> None:
     known: dict[str, Iterable[str]] = {
         "activation": ACTIVATIONS,
         "norm": ("rms", "rms_plus_one"),
+        "expert_matmul": MATMULS,
         "visual_mask": ("causal", "prefix", "prompt"),
     }
     for field, names in known.items():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxvlm.nn.grouped import grouped_matmul, has_kernel
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.param import Init, contract, fan_in, param
 from jaxvlm.nn.spec import BlockSpec
@@ -59,6 +60,7 @@ class MoE(nnx.Module):
             functools.partial(
                 run_experts,
                 activation=self.spec.activation,
+                kernel=has_kernel(self.spec.expert_matmul, self.axes.platform),
                 axis="expert" if self.axes.mesh.shape["expert"] > 1 else "",
             ),
             self.axes,
@@ -87,6 +89,7 @@ def run_experts(
     w_in: jax.Array,
     w_out: jax.Array,
     activation: str,
+    kernel: bool = False,
     axis: str = "",
 ) -> jax.Array:
     """Tokens sorted by expert, a grouped matmul, and back.
@@ -94,8 +97,6 @@ def run_experts(
     Where experts are split over devices, each gathers the others' tokens, lets its own experts
     work on those that chose them, and sends each device the sum for its tokens. With as many
     choices a token as devices that is what an all-to-all would send, and no token is dropped.
-
-    The grouped matmul is an instruction on TPU and GPU; on CPU every expert computes every row.
 
     Args:
         x: [B, T, D].
@@ -105,6 +106,7 @@ def run_experts(
         w_in: [E, D, F].
         w_out: [E, F, D].
         activation: a name in ``ACTIVATIONS``.
+        kernel: see :func:`jaxvlm.nn.grouped.grouped_matmul`.
         axis: the mesh axis that E is split over, and B with it; "" is none.
 
     Returns:
@@ -123,14 +125,7 @@ def run_experts(
     order = jnp.argsort(expert, stable=True)
     back = jnp.argsort(order)
     sizes = jnp.bincount(expert, length=own + 1).astype(jnp.int32)[:own]
-    worked = (jnp.arange(len(expert)) < jnp.sum(sizes))[:, None] if axis else None
-
-    def grouped(rows: jax.Array, w: jax.Array) -> jax.Array:
-        if worked is None:
-            return jax.lax.ragged_dot(rows, w, sizes)
-        # Behind the groups is anything: in the result, and in the gradient of the rows.
-        return jnp.where(worked, jax.lax.ragged_dot(jnp.where(worked, rows, 0), w, sizes), 0)
-
+    grouped = functools.partial(grouped_matmul, sizes=sizes, kernel=kernel, tail=bool(axis))
     copies = jnp.broadcast_to(x[:, :, None], (B, T, top, D)).reshape(-1, D)
     rows = permute(copies, order, back)
     h = ACTIVATIONS[activation](grouped(rows, w_gate)) * grouped(rows, w_in)

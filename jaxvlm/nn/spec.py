@@ -34,3 +34,4 @@ class BlockSpec:
     num_experts: int = 0  # each an MLP of mlp_dim; 0: one MLP for every token
     experts_per_token: int = 0
     normalize_experts: bool = True  # the shares of a token's experts add up to 1
+    expert_matmul: str = "auto"  # a name in jaxvlm.nn.grouped.MATMULS

@@ -27,7 +27,9 @@ class Peak(NamedTuple):
 _NOTHING = Peak(0.0, {})
 _ANEW = ("dot_general", "conv_general_dilated", "gather")
 """Operations that never write over an operand."""
-_GATHERS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "shard_map")
+_GATHERS = (
+    "dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call", "shard_map",
+)  # fmt: skip
 """Operations for which a parameter that is split is made whole."""
 
 
@@ -40,7 +42,8 @@ def peak(held: Held, early: bool = False, by_expert: bool = False) -> Peak:
             them with zeros first of all.
     """
     order = held.body.order
-    alive: dict[Value, tuple[str, float]] = {}
+    alive: dict[Any, tuple[str, float]] = {}
+    copied, done = _copies(held)
     best, total = _NOTHING, 0.0
     if early:
         for op in held.body.ops:
@@ -49,6 +52,9 @@ def peak(held: Held, early: bool = False, by_expert: bool = False) -> Peak:
         total = sum(size for _, size in alive.values())
     for i, op in enumerate(held.body.ops):
         made, dies = order.made[i], order.dies.get(i, ())
+        for v in copied.get(i, ()):
+            alive["copy", v] = (f"{op.tower} weights".strip(), held.bytes(v))
+            total += held.bytes(v)
         if not made:
             continue
         if op.name not in _ANEW:  # a dead operand's buffer is taken over by a result like it
@@ -71,7 +77,23 @@ def peak(held: Held, early: bool = False, by_expert: bool = False) -> Peak:
         for v in (*dies, *(v for v in made if v not in order.last)):
             if v in alive:
                 total -= alive.pop(v)[1]
+        for v in done.get(i, ()):
+            total -= alive.pop(("copy", v))[1]
     return best
+
+
+def _copies(held: Held) -> tuple[dict[int, list[Value]], dict[int, list[Value]]]:
+    """Parameters that loops read in another layout: before which one each is copied, and behind
+    which its copy is read no more.
+    """
+    first: dict[int, list[Value]] = {}
+    last: dict[int, list[Value]] = {}
+    loops = {i: op for i, op in enumerate(held.body.ops) if op.name == "scan"}
+    for v in held.turned:
+        if readers := [i for i, op in loops.items() if v in op.values]:
+            first.setdefault(readers[0], []).append(v)
+            last.setdefault(readers[-1], []).append(v)
+    return first, last
 
 
 def _inside(held: Held, i: int, op: Op, by_expert: bool) -> Peak:
@@ -100,7 +122,7 @@ def _inside(held: Held, i: int, op: Op, by_expert: bool) -> Peak:
 
 
 def _by_expert(held: Held) -> float:
-    """Rows once for each expert, zeros but for its own: XLA's grouped matmul on CPU and GPU.
+    """Rows once for each expert, zeros but for its own: XLA's own grouped matmul on CPU and GPU.
 
     A layer's exist at the same time. Within a map over devices none are seen to.
     """

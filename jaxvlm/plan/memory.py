@@ -99,11 +99,14 @@ class Compiler(NamedTuple):
     """Likewise."""
     tiled: bool = False
     """See :mod:`jaxvlm.plan.tiles`."""
+    turns: bool = False
+    """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
+    before it, that dim first: XLA for GPUs sends what lies in one piece."""
 
 
 COMPILERS = {
     "cpu": Compiler(update=2.0, early=True, by_expert=True),
-    "gpu": Compiler(whole=1.0, early=True, by_expert=True),
+    "gpu": Compiler(whole=1.0, early=True, by_expert=True, turns=True),
     "tpu": Compiler(tiled=True),
 }
 """By platform: read from XLA's buffer assignments, JAX 0.10.2."""
@@ -271,7 +274,7 @@ def _shares(
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
     summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
-    padded = COMPILERS[setup.platform].tiled
+    compiler = COMPILERS[setup.platform]
 
     def share(path: str, held: dict[str, int]) -> Share:
         x, words = model.shapes[path], model.logical[path]
@@ -279,8 +282,10 @@ def _shares(
         dims = tuple(_over(place, word, setup.mesh) for place, word in zip(spec, words))
         parts = _size(x) / held[path] / math.prod(dims)
         # Below one: a whole parameter that is padded.
-        least = 0.0 if padded else 1.0
-        return Share(max(least, parts), dims if math.prod(dims) > 1 else ())
+        least = 0.0 if compiler.tiled else 1.0
+        behind = list(zip(spec, words))[2:] if words[:1] == ("layers",) else []
+        turned = compiler.turns and path in own and any(_gathered(*b, setup.mesh) for b in behind)
+        return Share(max(least, parts), dims if math.prod(dims) > 1 else (), turned)
 
     still = sorted(model.shapes.keys() - set(own))
     ins = [share(path, lies.bytes["gathered"]) for path in (*own, *still)]
@@ -299,6 +304,12 @@ def _peak(
 ) -> live.Peak:
     held = Held(body, ins, outs, rows, compiler.tiled)
     return live.peak(held, compiler.early, compiler.by_expert)
+
+
+def _gathered(place: Any, word: str, mesh: MeshConfig) -> bool:
+    """Whether devices split a dim that is whole in matmuls."""
+    names = (place,) if isinstance(place, str) else place or ()
+    return word != "experts" and any(getattr(mesh, n) > 1 for n in names if n in BATCH_AXES)
 
 
 def _over(place: Any, word: str, mesh: MeshConfig) -> int:

@@ -313,11 +313,6 @@ def _notes(known: Memory, timed: Mapping[Seen, StepTime]) -> list[str]:
         notes.append(
             "memory is with XLA's attention, which keeps scores; with cuDNN's, long rows need less"
         )
-        if any(seen.way.mesh.expert > 1 for seen in timed):
-            notes.append(
-                "experts over an axis: XLA's programs for GPUs were seen to need three times what "
-                "is said; --verify"
-            )
     notes += [f"some ways' work by formula, not by its trace: {why}" for why in known.unknown]
     if question.pairs:
         notes.append(

@@ -10,8 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxvlm.nn.grouped import BACKWARD, FORWARD, OUTER
+
 Dims = tuple[int, ...]
 """By how many devices each dim is split; () is a value that is whole."""
+_GROUPED = {FORWARD: ((0, 0), (1, 2)), BACKWARD: ((0, 0), (1, 1)), OUTER: ((0, 1), (1, 1))}
+"""Of kernels' results, the operand and its dim that the last two dims are of."""
 
 
 def through(
@@ -32,6 +36,9 @@ def through(
         return _matmul(params["dimension_numbers"], ins, splits)
     if name == "ragged_dot_general":
         return _grouped(params["ragged_dot_dimension_numbers"], ins, splits)
+    if (kernel := params.get("name")) in _GROUPED:
+        own = [splits[i][d] if splits[i] else 1 for i, d in _GROUPED[kernel]]
+        return _real([*[1] * (len(out.shape) - 2), *own])
     first, shape = splits[0], out.shape
     if name == "transpose":
         return tuple(first[i] for i in params["permutation"]) if first else ()

@@ -34,6 +34,8 @@ class Share(NamedTuple):
     of them."""
     dims: Dims = ()
     """How its dims are split besides, in matmuls too."""
+    turned: bool = False
+    """Whether a loop over layers gathers a dim of it that is not a layer's first."""
 
 
 NONE = Share()
@@ -55,6 +57,7 @@ class Held:
         tiled: as given.
         inner: of its scans, by their place in ``body.ops``.
         gradients: values that become one of ``outs`` with parts.
+        turned: inputs that a loop reads in another layout; see :class:`Share`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Held:
         self.body, self.rows, self.tiled, self._ins = body, rows, tiled, ins
         self._parts: dict[Any, float] = {v: s.parts for v, s in zip(body.ins, ins) if s.parts}
         self._dims: dict[Any, Dims] = {v: s.dims for v, s in zip(body.ins, ins) if s.dims}
+        self.turned = {v for v, s in zip(body.ins, ins) if s.turned}
         self.inner: dict[int, Held] = {}
         for i, op in enumerate(body.ops):
             if op.name == "scan":

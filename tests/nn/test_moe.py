@@ -9,8 +9,9 @@ import pytest
 from builders import MESHES, TINY, assert_gradients_close, devices_of
 from flax import nnx
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.models.decoder import check
+from jaxvlm.nn.grouped import by_tiles
 from jaxvlm.nn.moe import MoE
 from jaxvlm.nn.param import Init, logical_axes, merge, split
 from jaxvlm.nn.spec import BlockSpec
@@ -92,6 +93,22 @@ def test_a_mesh_gives_one_devices_result():
     (_, (y, routed)), grads = run(graph)(params, x, weight, real)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), routed, expected_routed)
+    assert_gradients_close(jax.device_get(grads), expected_grads)
+
+
+def test_the_kernel_of_gpus_gives_xlas_result_with_experts_on_devices(monkeypatch):
+    x, weight, real = batch()
+    graph, params, _ = moe()
+    (_, (expected, _)), expected_grads = run(graph)(params, x, weight, real)
+    monkeypatch.setitem(MESHES, "expert2", MeshConfig(data=2, expert=2))
+    monkeypatch.setattr(
+        "jaxvlm.nn.moe.grouped_matmul",
+        lambda rows, w, sizes, kernel, tail: by_tiles(rows, w, sizes, True),
+    )
+    graph, params, shardings = moe("expert2")
+    params = jax.tree.map(jax.device_put, params, shardings)
+    (_, (y, _)), grads = run(graph)(params, x, weight, real)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
     assert_gradients_close(jax.device_get(grads), expected_grads)
 
 

@@ -160,6 +160,18 @@ def test_experts_are_planned_on_any_mesh_from_one_trace():
     assert 7 < more.work["work"] / one.work["work"] < 8.5
 
 
+def test_experts_rows_are_copied_for_each_only_where_xla_does():
+    def work(**more):
+        decoder = dataclasses.replace(TINY.decoder, **EXPERTS, **more)
+        mesh, strategy = resolve(StrategyConfig("ddp"), MeshConfig(data=1), _pod("gpu")[:1])
+        config = dataclasses.replace(TINY, decoder=decoder)
+        setup = memory.Setup(config, mesh, strategy, "gpu", 8, 512, 1)
+        return memory.estimate(setup).work["work"]
+
+    rows = 8 * 512 * EXPERTS["experts_per_token"] * TINY.decoder.width * 4
+    assert work(expert_matmul="xla") - work() > (EXPERTS["num_experts"] - 1) * rows
+
+
 def test_microbatches_need_less():
     setup = _setup(TINY, "fsdp", PRESETS["fsdp"])._replace(rows=64, length=256)
     whole, parts = (memory.estimate(setup._replace(microbatches=n)) for n in (1, 4))

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxvlm.nn.grouped import grouped_matmul
 from jaxvlm.plan import live, spread
 from jaxvlm.plan.program import Body
 from jaxvlm.plan.traced import NONE, Held, Share
@@ -85,6 +86,42 @@ def test_a_share_of_parameters_and_gradients_is_counted():
     assert split.parts["gradients"] == whole.parts["gradients"] / 4
     assert split.parts["saved"] == whole.parts["saved"]
     assert split.parts["weights"] == D * D * 4  # gathered for a layer's matmul
+
+
+def test_parameters_that_gpus_turn_lie_twice_while_loops_read_them():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((L, D, D), (B, D))]
+    body = Body(jax.make_jaxpr(jax.grad(_layers))(*shapes).jaxpr)
+    straight, turned = (
+        live.peak(Held(body, [Share(4.0, (), turned), NONE], [Share(4.0)]))
+        for turned in (False, True)
+    )
+    assert turned.bytes - straight.bytes == L * D * D * 4 / 4
+    assert math.isclose(sum(turned.parts.values()), turned.bytes)
+
+
+def grouped_by(transposed, kernel):
+    """Grouped rows, and the gradients' matmuls: a kernel's, or what JAX makes of its own."""
+
+    def fn(rows, w, sizes):
+        def matmul(rows, w):
+            return grouped_matmul(rows, w, sizes, kernel, tail=False)
+
+        return matmul(rows, w) if not transposed else jax.vjp(matmul, rows, w)[1](matmul(rows, w))
+
+    return fn
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("split", [((2, 1), ()), ((), (1, 1, 2)), ((1, 2), (1, 2, 1)), ((), ())])
+def test_a_grouped_kernel_splits_as_jaxs_own(transposed, split):
+    shapes = [((32, 8), "float32"), ((4, 8, 6), "float32"), ((4,), "int32")]
+    shapes = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    found = []
+    for kernel in (True, False):
+        body = Body(jax.make_jaxpr(grouped_by(transposed, kernel))(*shapes).jaxpr)
+        held = Held(body, [*(Share(0, dims) for dims in split), NONE], ())
+        found.append([held.share(v).dims for v in body.outs])
+    assert found[0] == found[1]
 
 
 def test_copies_of_layers_are_made_before_loops_on_tpus():
