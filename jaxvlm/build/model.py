@@ -334,7 +334,7 @@ def wrap(
         seen["logical"], seen["linear"] = logical_axes(module), linear_maps(module)
         return params
 
-    shapes = jax.eval_shape(draw, jax.random.key(0))
+    shapes = jax.eval_shape(draw, jax.eval_shape(jax.random.key, 0))  # no device is asked
     logical, adapter = seen["logical"], LoraConfig() if config is None else config.lora
     if missing := {path.split("/")[0] for path in shapes} - set(strategies):
         raise ConfigError(f"no strategy for the tower {sorted(missing)[0]!r}")

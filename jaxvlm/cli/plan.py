@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
@@ -89,6 +93,26 @@ def _model_of(argv: list[str]) -> str:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Plan, print, write."""
+    with contextlib.nullcontext() if values.verify else _uncollected():
+        return _run(values, args)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No cycles are looked for, at exit neither: it would be a third of a plan's time, and what
+    traces leave behind is little."""
+    was = gc.isenabled()
+    gc.disable()
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.config import ConfigError, from_config_dict
     from jaxvlm.plan import command
     from jaxvlm.plan.question import Asked

@@ -241,12 +241,12 @@ def _through(
     context = context._replace(noise=noise)
     if local is not None:
         local = Local(local.context._replace(noise=noise), local.pattern[begin:])
-    seen: dict[int, jax.Array] = {}
+    run, seen = stack.within(context, local), dict[int, jax.Array]()
     # A scan over all blocks would keep every layer's output; this one is cut at the taps.
     for first, last in itertools.pairwise([begin, *sorted(set(taps))]):
         if last > first:
             skip = begin + stack.depth - last
-            x, _ = stack(x, context, skip_last=skip, local=local, skip_first=first - begin)
+            x, _ = run(x, skip_first=first - begin, skip_last=skip)
         seen[last] = x
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -112,57 +113,83 @@ class Stack(nnx.Module):
         x: jax.Array,
         context: Context,
         kv: KVCache | None = None,
-        skip_last: int = 0,
         local: Local | None = None,
-        skip_first: int = 0,
         deep: jax.Array | None = None,
         first: jax.Array | None = None,
     ) -> tuple[jax.Array, Side]:
-        """[B, T, D] -> [B, T, D] through all blocks but those skipped.
+        """[B, T, D] -> [B, T, D] through all blocks; see :meth:`within`, and what it returns."""
+        return self.within(context, local, deep)(x, kv, first=first)
+
+    def within(
+        self, context: Context, local: Local | None = None, deep: jax.Array | None = None
+    ) -> Callable[..., tuple[jax.Array, Side]]:
+        """What runs the blocks: however often it is called, a block is traced once.
 
         Args:
-            x: the residual stream.
             context: what the blocks share; closed over, so nothing of it is stacked.
-            kv: caches with a leading dim L, or ``None``.
-            skip_last: blocks left out at the end (a tower read before its last layers).
             local: what some layers share instead of ``context``.
-            skip_first: blocks left out at the start (they were run before).
             deep: [K, B, T, D] what is added to the stream behind the first K blocks, one a block.
-            first: i32[] the number of the first block whose parameters are here, those of some of
-                the blocks in a row; ``None``: all are here.
+
+        Returns:
+            ``run(x, kv=None, skip_first=0, skip_last=0, first=None)``, [B, T, D] -> [B, T, D]:
+            the residual stream; caches with a leading dim L, or ``None``; blocks left out at the
+            start (they were run before) and at the end (a tower read before its last layers);
+            i32[] the number of the first block whose parameters are here, those of some of the
+            blocks in a row, ``None``: all are here.
         """
-        graph, params = nnx.split(self.blocks)
-        run = range(skip_first, self.depth - skip_last)
-        if len(run) < self.depth:
-            params = jax.tree.map(lambda p: p[run.start : run.stop], params)
-        here = jnp.arange(jax.tree.leaves(params)[0].shape[0])
-        choice = None
-        if local is not None:
-            layers = [local.pattern[i % len(local.pattern)] for i in run]
-            if len(set(layers)) == 2:
-                choice = jnp.asarray(layers)
-                choice = choice if first is None else choice[first + here]
-            elif layers[0]:
-                context = local.context
-        # One scan, not one for the first blocks and one for the others: each would copy its part
-        # of all parameters.
-        number = None
-        if deep is not None or context.noise is not None:
-            number = here if first is None else first + here
-            number = number + run.start if run.start else number
+        graph, every = nnx.split(self.blocks)
 
-        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            layer_params, layer_kv, is_local, i = layer
-            # All that follows depends on the named value alone, so that an offloaded one
-            # leaves nothing of the residual stream on the device.
-            x = checkpoint_name(x, _BLOCK_INPUT)
-            shared = context if local is None else _choose(is_local, local.context, context)
-            if shared.noise is not None:
-                shared = shared._replace(noise=fold(shared.noise, i))
-            x, side = nnx.merge(graph, layer_params)(x, shared, layer_kv)
-            return x if deep is None else x + _level(deep, i), side
+        @functools.cache
+        def block(is_local: bool) -> Any:
+            own = local.context if local is not None and is_local else context
 
-        return jax.lax.scan(REMAT[self.remat](body), x, (params, kv, choice, number))
+            def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+                params, kv, chosen, i = layer
+                # All that follows depends on the named value alone, so that an offloaded one
+                # leaves nothing of the residual stream on the device.
+                x = checkpoint_name(x, _BLOCK_INPUT)
+                shared = own if local is None else _choose(chosen, local.context, own)
+                if shared.noise is not None:
+                    shared = shared._replace(noise=fold(shared.noise, i))
+                x, side = nnx.merge(graph, params)(x, shared, kv)
+                return x if deep is None else x + _level(deep, i), side
+
+            return REMAT[self.remat](body)
+
+        def run(
+            x: jax.Array,
+            kv: KVCache | None = None,
+            skip_first: int = 0,
+            skip_last: int = 0,
+            first: jax.Array | None = None,
+        ) -> tuple[jax.Array, Side]:
+            params, layers = every, range(skip_first, self.depth - skip_last)
+            if len(layers) < self.depth:
+                params = jax.tree.map(lambda p: p[layers.start : layers.stop], params)
+            here = jnp.arange(jax.tree.leaves(params)[0].shape[0])
+            choice, is_local = _chosen(local, layers, here, first)
+            # One scan, not one for the first blocks and one for the others: each would copy its
+            # part of all parameters.
+            number = None
+            if deep is not None or context.noise is not None:
+                number = here if first is None else first + here
+                number = number + layers.start if layers.start else number
+            return jax.lax.scan(block(is_local), x, (params, kv, choice, number))
+
+        return run
+
+
+def _chosen(
+    local: Local | None, layers: range, here: jax.Array, first: jax.Array | None
+) -> tuple[jax.Array | None, bool]:
+    """Which of these layers are local, where not all are alike; and whether all are."""
+    if local is None:
+        return None, False
+    each = [local.pattern[i % len(local.pattern)] for i in layers]
+    if len(set(each)) == 1:
+        return None, each[0]
+    choice = jnp.asarray(each)
+    return (choice if first is None else choice[first + here]), False
 
 
 def _level(deep: jax.Array, i: jax.Array) -> jax.Array:

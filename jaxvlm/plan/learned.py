@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.build.assemble import split
-from jaxvlm.build.model import build_model
-from jaxvlm.config import DualConfig, MeshConfig, ModelConfig
+from jaxvlm.build.model import Model, build_model
+from jaxvlm.config import DualConfig, MeshConfig, ModelConfig, VectorConfig
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.plan import absent
 
@@ -53,8 +53,12 @@ def of(config: ModelConfig | DualConfig, frozen: tuple[str, ...]) -> Mapping[str
     Raises:
         ConfigError: a pattern that matches nothing, as in a run.
     """
-    bare: Any = plain(config)
-    model = build_model(bare, absent.mesh(MeshConfig(data=1), "cpu"))
+    return _of(plain(config), frozen)
+
+
+@functools.lru_cache(maxsize=64)
+def _of(config: ModelConfig | DualConfig, frozen: tuple[str, ...]) -> Mapping[str, Learned]:
+    model = alone(config, None)
     own, _ = split(model, model.shapes, frozen)
     every: collections.Counter[tuple[str, str]] = collections.Counter()
     taken: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -85,6 +89,13 @@ def of(config: ModelConfig | DualConfig, frozen: tuple[str, ...]) -> Mapping[str
 def _tower(path: str) -> str:
     """A dual encoder's ``head/vision/w`` is the vision tower's, behind its blocks."""
     return path.removeprefix("head/").split("/")[0]
+
+
+@functools.lru_cache(maxsize=64)
+def alone(config: ModelConfig | DualConfig, vectors: VectorConfig | None) -> Model:
+    """A model on one device that is not there."""
+    model: Any = build_model(config, absent.mesh(MeshConfig(data=1), "cpu"), vectors=vectors)
+    return model
 
 
 def plain(config: ModelConfig | DualConfig) -> ModelConfig | DualConfig:

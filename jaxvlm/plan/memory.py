@@ -36,7 +36,7 @@ from jaxvlm.plan.program import Body
 from jaxvlm.plan.traced import NONE, Held, Share
 from jaxvlm.train.objective import scales
 from jaxvlm.train.runner import Microbatched, PlainRunner
-from jaxvlm.types import Batch, Pairs, Params
+from jaxvlm.types import Batch, Loss, Pairs, Params, Sums
 
 _UNKNOWN_AXES = ("stage", "context")
 _UNITS = (10007, 2003, 401, 101)
@@ -224,17 +224,10 @@ def _layouts(
     platform: str,
     vectors: VectorConfig | None,
 ) -> _Layouts:
-    alone = dataclasses.replace(_alone(learned.plain(config), vectors), config=config)
+    alone = dataclasses.replace(learned.alone(learned.plain(config), vectors), config=config)
     model = on(alone, absent.mesh(mesh, platform), strategy)
     fields = ("params", "gathered", "gradients", "optimizer")
     return _Layouts(model, {field: _bytes(model, field, platform) for field in fields})
-
-
-@functools.lru_cache(maxsize=64)
-def _alone(config: ModelConfig | DualConfig, vectors: VectorConfig | None) -> Model:
-    """A model on one device."""
-    model: Any = build_model(config, absent.mesh(MeshConfig(data=1), "cpu"), vectors=vectors)
-    return model
 
 
 def _bytes(model: Model, field: str, platform: str) -> dict[str, int]:
@@ -373,9 +366,8 @@ def _trace(
     expert: int,
 ) -> _Step:
     mesh = MeshConfig(data=1, expert=expert)
-    model = build_model(config, absent.mesh(mesh, platform))
-    loss, plain = NextToken(), PlainRunner(model.apply)
-    runner = Microbatched(plain, microbatches) if microbatches > 1 else plain
+    model, plain = _runner(config, mesh, platform)
+    loss, runner = NextToken(), Microbatched(plain, microbatches) if microbatches > 1 else plain
     own, still = split(model, model.shapes, frozen)
 
     def grads(params: Params, frozen: Params, batch: Batch) -> Any:
@@ -387,6 +379,28 @@ def _trace(
     with quiet():
         jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(own, still, _shapes(setup, rows))
     return _Step(_ordered(Body(jaxpr.jaxpr, unit), platform), len(jax.tree.leaves(out[0])))
+
+
+class _Once(PlainRunner):
+    """A plain runner whose gradient of rows is traced once, whatever number of microbatches they
+    are of."""
+
+    @functools.cached_property
+    def _kept(self) -> Any:
+        return jax.jit(super().loss_grad, static_argnames="loss")
+
+    def loss_grad(
+        self, params: Params, frozen: Params, batch: Batch, loss: Loss, scale: Mapping[str, Any]
+    ) -> tuple[Sums, Params]:
+        """As a plain runner's."""
+        found: tuple[Sums, Params] = self._kept(params, frozen, batch, loss=loss, scale=scale)
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def _runner(config: ModelConfig, mesh: MeshConfig, platform: str) -> tuple[Model, PlainRunner]:
+    model = build_model(config, absent.mesh(mesh, platform))
+    return model, _Once(model.apply)
 
 
 def _unit(model: Model, length: int, copies: int) -> int:

@@ -10,7 +10,6 @@ import math
 import pathlib
 from typing import Any, NamedTuple
 
-from jaxvlm.build import dual as duals
 from jaxvlm.build import published
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.merge import json_object, merged_model
@@ -231,6 +230,7 @@ def _vocabulary(recipe: TrainConfig, notes: list[str]) -> int:
 
 def _of_dual(recipe: TrainConfig, notes: list[str]) -> DualConfig:
     """A recipe's dual encoder with the dims of its checkpoint, or of its towers'."""
+    from jaxvlm.build import dual as duals  # readers of weights, which other plans need not
 
     def described(field: str) -> DualConfig:
         name, where = getattr(recipe.dual, field), f"config.dual.{field}"

@@ -15,8 +15,16 @@ import numpy as np
 
 from jaxvlm.build.assemble import split
 from jaxvlm.build.model import Model
-from jaxvlm.config import DualConfig, MeshConfig, ModelConfig, StrategyConfig, feature_blocks
+from jaxvlm.config import (
+    DecoderConfig,
+    DualConfig,
+    MeshConfig,
+    ModelConfig,
+    StrategyConfig,
+    feature_blocks,
+)
 from jaxvlm.models.vlm import DTYPES
+from jaxvlm.nn.grouped import has_kernel
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.plan.absent import Rows
 from jaxvlm.plan.pairs import Pairing
@@ -26,6 +34,25 @@ _STORED = ("params", "gathered", "optimizer", "offload", "whole")
 """Fields of a strategy that say where states lie."""
 HELD = {"cpu": 2.0, "gpu": 0.0, "tpu": 0.0}
 """Of the optimizer's share of gradients, beside all else; see ``memory.COMPILERS``."""
+
+
+class _Mixture(NamedTuple):
+    """Numbers of a mixture of experts, for each one in its tokens' copies; traces have about as
+    many (Qwen3-VL's two mixtures; rows of 2,048 and 4,096 tokens)."""
+
+    kept: float
+    """Of a block, for its backward pass, without remat."""
+    inside: float
+    """At its worst moment."""
+
+
+_MASKED = _Mixture(7.5, 18.5)
+"""Experts over an axis: of their copies of all tokens, a model's width each."""
+_SHARED = _Mixture(4.7, 9.0)
+"""Likewise where a kernel leaves out rows that are not the device's: nothing is masked."""
+_ALONE = _Mixture(4.0, 3.0)
+"""All experts on each device: of widths and hidden widths; ``inside`` for each expert, where a
+grouped matmul takes its rows once for each (see ``memory.COMPILERS``)."""
 
 
 class Kind(NamedTuple):
@@ -145,16 +172,35 @@ class Rough:
         in_flight = 1 if mesh.stage == 1 else min(mesh.stage, step.microbatches)
         heads = decoder.num_heads * decoder.head_dim / mesh.tensor
         more = 2 * decoder.num_kv_heads * decoder.head_dim / mesh.tensor
-        active = max(1, decoder.experts_per_token)
-        mlp = active * decoder.mlp_dim / mesh.tensor
+        mlp = 0.0 if decoder.num_experts else decoder.mlp_dim / mesh.tensor
         seen = row.length if self.platform != "tpu" else 0
         scores = 3 * seen * decoder.num_heads / mesh.tensor
         saved = self._saved(step.remat, decoder.width, heads, more, 2 * mlp, scores)
-        total = tokens * saved * decoder.depth / mesh.stage * in_flight
+        kept, inside = self._experts(step, decoder)
+        total = tokens * (saved + kept) * decoder.depth / mesh.stage * in_flight
         total += self._vision(step, rows, row.patches) if row.patches else 0.0
         block = self._saved("none", decoder.width, heads, more, 2 * mlp, scores)
         head = 12 * min(decoder.vocab_size, 65_536) / mesh.tensor * decoder.head * logits
-        return total + tokens * max(block, head)
+        # Attention's scores are gone when experts work.
+        mixture = self._saved("none", decoder.width, heads, more, 2 * mlp, 0.0) + inside
+        return total + tokens * max(block, mixture, head)
+
+    def _experts(self, step: Step, decoder: DecoderConfig) -> tuple[float, float]:
+        """Bytes a token of what a mixture keeps of a block, and of what it works with."""
+        if not decoder.num_experts:
+            return 0.0, 0.0
+        mesh, width, mlp = step.mesh, decoder.width, decoder.mlp_dim / step.mesh.tensor
+        # Devices that share experts have all of their tokens.
+        copies = float(self.number * decoder.experts_per_token * mesh.expert)
+        kernel = has_kernel(decoder.expert_matmul, self.platform)
+        if mesh.expert > 1:
+            mixture = _SHARED if kernel else _MASKED
+            kept, inside = mixture.kept * width, mixture.inside * width
+        else:
+            kept = _ALONE.kept * (width + mlp)
+            by_expert = 0 if kernel or self.platform == "tpu" else decoder.num_experts
+            inside = _ALONE.inside * (width + mlp) * by_expert
+        return copies * kept * (step.remat == "none"), copies * inside
 
     def _encoders(self, step: Step, config: DualConfig, rows: float | int, row: Rows) -> float:
         """Likewise, of a dual encoder."""
@@ -213,7 +259,8 @@ class Rough:
         numbers = {
             "offload": 0.0,
             "full": float(width),
-            "dots": 3.0 * width + 2 * q + kv + mlp,
+            # Of a mixture (mlp=0) neither products nor their sum is kept.
+            "dots": 3.0 * width + 2 * q + kv + mlp if mlp else 2.0 * width + q + kv,
             "none": 8.0 * width + 4 * q + 3 * kv + 3 * mlp + scores,
         }
         return self.number * numbers[remat]

@@ -34,6 +34,9 @@ _LAST = 8
 """Traced all the same where none fits by then: those that need least by the formula."""
 _SLACK = 1.3
 """Of what is thought of a way's memory before a trace, so that none that fits is passed over."""
+_MANY = 8
+"""Devices that share experts, from which on there is no such slack: most of a way's memory is
+copies of tokens then, and the formula nearer to a trace (7 %) than that is to compilers."""
 CARE = 1.15
 """A way whose memory is by formula alone fits if so many times as much does."""
 
@@ -133,6 +136,18 @@ class Memory:
         total = self.rough.total(_step(self.question, way), found.factor, found.more)
         return total + kept(self.question, way)
 
+    def allows(self, way: Way) -> bool:
+        """Whether the way may still be traced."""
+        more = not self.settled and len(self.traces) < _TRACES
+        return self.looks < _LOOKS and (more or self._trace(way) in self.traces)
+
+    def _trace(self, way: Way) -> tuple[Any, ...]:
+        """What ways that share a trace have in common."""
+        key: tuple[Any, ...] = way.remat, way.vision, way.microbatches, way.mesh.expert
+        if self.question.pairs:  # these are traced with a device's own rows
+            key = *key, way.chunk, self.question.rows // way.shards
+        return key
+
     def plan(self, way: Way, time: StepTime, always: bool = False) -> Plan:
         """The way's memory, traced where that is still allowed, or ``always``.
 
@@ -140,16 +155,12 @@ class Memory:
             ConfigError: dims that the mesh does not divide.
         """
         setup, extra = setup_of(self.question, way), kept(self.question, way)
-        key: tuple[Any, ...] = way.remat, way.vision, way.microbatches, way.mesh.expert
-        if self.question.pairs:  # these are traced with a device's own rows
-            key = *key, way.chunk, self.question.rows // way.shards
-        more = key in self.traces or (not self.settled and len(self.traces) < _TRACES)
-        if always or (more and self.looks < _LOOKS):
+        if always or self.allows(way):
             if why := _untraceable(setup):
                 self.unknown[why] = None
             else:
                 made = memory.estimate(setup)
-                self.traces.add(key)
+                self.traces.add(self._trace(way))
                 self.looks += 1
                 self._learn(way, made.peak)
                 states = {name: float(size) for name, size in made.states.items()}
@@ -371,8 +382,10 @@ def _walk(
         key = s.way.preset, s.way.mesh
         if len(best) == top or key in done:
             continue
-        first = _kind(s.way) not in known.learned
-        if limit and known.about(s.way) > limit * (_SLACK if first else 1.0):
+        is_known = _kind(s.way) in known.learned or s.way.mesh.expert >= _MANY
+        slack = 1.0 if is_known else _SLACK
+        slack = slack if known.allows(s.way) else 1 / CARE
+        if limit and known.about(s.way) > limit * slack:
             continue
         try:
             plan = known.plan(s.way, timed[s])

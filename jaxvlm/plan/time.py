@@ -236,10 +236,10 @@ def _fused(setup: Setup) -> bool:
 
 def _weights(setup: Setup, c: int) -> list[parts.Op]:
     """Weights cast, and gradients added up; of a tower, ``update`` and its name."""
-    mesh, strategy, found = setup.mesh, setup.strategy, []
+    mesh, strategy, found, gone = setup.mesh, setup.strategy, [], parts.passes(setup)
     for tower, w in parts.weights(setup.config).items():
-        ways, size = parts.passes(setup)[tower], _size(setup, tower)
-        held = _learned(setup, tower)
+        ways, size = gone[tower], _size(mesh, tower, w)
+        held = _learned(mesh, tower, w, ways)
         held /= 1 if tower in strategy.whole else _over(mesh, strategy.gradients)
         # A layer's weights are cut out of the stack, and cast, each time they are read: a device's
         # share of them, where they are split; what is gathered is written once more.
@@ -253,11 +253,11 @@ def _weights(setup: Setup, c: int) -> list[parts.Op]:
 
 def _optimizer(setup: Setup) -> list[parts.Op]:
     """What updates parameters, tower by tower."""
-    found, every = [], parts.weights(setup.config)
-    for tower, w in every.items():
-        split = 1 if tower in setup.strategy.whole else _over(setup.mesh, setup.strategy.optimizer)
-        moved = _UPDATE * _learned(setup, tower) / split
-        found.append(_moved(tower, moved, _size(setup, tower), w))
+    mesh, strategy, found, gone = setup.mesh, setup.strategy, [], parts.passes(setup)
+    for tower, w in parts.weights(setup.config).items():
+        split = 1 if tower in strategy.whole else _over(mesh, strategy.optimizer)
+        moved = _UPDATE * _learned(mesh, tower, w, gone[tower]) / split
+        found.append(_moved(tower, moved, _size(mesh, tower, w), w))
     return found
 
 
@@ -265,17 +265,15 @@ def _moved(tower: str, moved: float, size: float, w: parts.Weights) -> parts.Op:
     return parts.Op(f"update {tower}", "move", 0.0, moved, 4 * size / max(1, w.layers))
 
 
-def _size(setup: Setup, tower: str) -> float:
+def _size(mesh: MeshConfig, tower: str, w: parts.Weights) -> float:
     """Parameters of a tower that a device's matmuls read."""
-    w, mesh = parts.weights(setup.config)[tower], setup.mesh
     return (w.blocks + w.other + w.experts / mesh.expert) / _cut(mesh, tower)
 
 
-def _learned(setup: Setup, tower: str) -> float:
+def _learned(mesh: MeshConfig, tower: str, w: parts.Weights, ways: parts.Passes) -> float:
     """Those of them that learn."""
-    w, ways = parts.weights(setup.config)[tower], parts.passes(setup)[tower]
-    learned = (w.blocks * ways.learns + w.other * ways.other) / _cut(setup.mesh, tower)
-    return learned + w.experts * ways.experts / setup.mesh.expert / _cut(setup.mesh, tower)
+    learned = (w.blocks * ways.learns + w.other * ways.other) / _cut(mesh, tower)
+    return learned + w.experts * ways.experts / mesh.expert / _cut(mesh, tower)
 
 
 def _cut(mesh: MeshConfig, tower: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -71,11 +72,18 @@ class Way(NamedTuple):
 
 def with_remat(config: ModelConfig | DualConfig, way: Way) -> ModelConfig | DualConfig:
     """The model with the way's ``remat``."""
+    return _with_remat(config, way.vision or way.remat, way.remat)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_remat(
+    config: ModelConfig | DualConfig, vision: str, other: str
+) -> ModelConfig | DualConfig:
     found: Any = config
     name = "text" if isinstance(config, DualConfig) else "decoder"
     towers = {
-        "vision": dataclasses.replace(config.vision, remat=way.vision or way.remat),
-        name: dataclasses.replace(getattr(found, name), remat=way.remat),
+        "vision": dataclasses.replace(config.vision, remat=vision),
+        name: dataclasses.replace(getattr(found, name), remat=other),
     }
     return dataclasses.replace(found, **towers)
 

@@ -66,8 +66,9 @@ def _size(mesh: MeshConfig, axes: tuple[str, ...]) -> int:
 def _weights(setup: Setup, c: int) -> Iterator[Message]:
     """Parameters, and their gradients."""
     mesh, strategy, times = setup.mesh, setup.strategy, setup.microbatches
+    gone = parts.passes(setup)
     for tower, w in parts.weights(setup.config).items():
-        ways = parts.passes(setup)[tower]
+        ways = gone[tower]
         fields = (strategy.gathered, strategy.params, strategy.optimizer)
         gathered, stored, kept = (_used(mesh, axes) for axes in fields)
         if tower in strategy.whole:
@@ -127,8 +128,9 @@ def _activations(setup: Setup, c: int) -> Iterator[Message]:
     pictures = rows * setup.pictures * patches / mesh.stage
     tokens = {"vision": pictures, "top": pictures}
     tokens["decoder"] = tokens["text"] = rows * setup.length
+    gone, layers = parts.passes(setup), parts.layers(config)
     for tower, b in parts.blocks(config).items():
-        ways, n = parts.passes(setup)[tower], parts.layers(config)[tower]
+        ways, n = gone[tower], layers[tower]
         n = max(1, n // mesh.stage) if tower == "decoder" and n else n
         size = c * tokens[tower] * b.width
         if not size * n:

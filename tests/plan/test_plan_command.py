@@ -267,6 +267,6 @@ def test_a_large_model_on_a_large_pod_is_planned_without_any_accelerator_library
     )
     assert done.returncode == 0, done.stderr[-2000:]
     *_, plan, last = done.stdout.splitlines()
-    assert last == "0 [] ['cpu']"
+    assert last == "0 [] []"  # nor any device of JAX's asked for
     best = json.loads(plan)["plans"][0]
     assert best["memory"]["peak"] < 0.92 * 141 * 2**30 and best["mesh"]["expert"] > 1

@@ -26,7 +26,7 @@ from jaxvlm.config import (
     TrainConfig,
     from_config_dict,
 )
-from jaxvlm.parallel.strategies import resolve
+from jaxvlm.parallel.strategies import PRESETS, resolve
 from jaxvlm.plan import absent, machine, memory, question, scaling, search, ways, where
 from jaxvlm.plan.rough import Rough
 
@@ -287,3 +287,16 @@ def test_a_run_takes_the_winner_unchanged(asked, tmp_path):
     more = ["--config.steps=2", "--config.checkpoint.every=0", "--config.optim.warmup_steps=0"]
     assert run([*argv, *ways.overrides(found.question, best.way), *more]) == 0
     assert sorted(losses(tmp_path / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "expert", "tensor", "remat"),
+    [("h100:64", 8, 2, "dots"), ("v6e:8x8", 8, 1, "none"), ("h100:64", 1, 1, "full")],
+)
+def test_quick_work_of_experts_is_near_the_trace_s(device, expert, tensor, remat):
+    wanted = question.Asked(batch=128, length=2048)
+    asked = question.ask("qwen3-vl-30b-a3b", None, machine.parse(device), wanted)
+    mesh = MeshConfig(data=1, fsdp=64 // expert // tensor, expert=expert, tensor=tensor)
+    way = ways.Way("fsdp", mesh, PRESETS["fsdp"], remat)
+    real = memory.estimate(ways.setup_of(asked, way)).peak
+    assert search.Memory(asked).about(way) == pytest.approx(real, rel=0.2)
