@@ -53,8 +53,9 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str:
     """HEAD, and whether the code is another than its."""
-    changed = _git("status", "--porcelain", "--", "*.py")
-    return _git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+    found = _git("rev-parse", "--short", "HEAD")
+    changed = found != "unknown" and _git("status", "--porcelain", "--", "*.py")
+    return f"{found} with changes" if changed else found
 
 
 def _git(*args: str) -> str:

@@ -71,8 +71,9 @@ def compiled(target: str, groups: int, way: str) -> dict[str, Any]:
 
 def largest(text: str) -> str:
     """The largest array that an instruction of a compiled program writes to memory."""
-    main = text[text.index("\nENTRY") :]
-    found = re.findall(r"= \(?(\w+\[[\d,]+\])", main)
+    main = text[text.index("\nENTRY") :].splitlines()
+    lines = "\n".join(line for line in main if " parameter(" not in line)
+    found = re.findall(r"= \(?(\w+\[[\d,]+\])", lines)
     return max(found, key=lambda x: math.prod(map(int, re.findall(r"\d+", x.split("[")[1]))))
 
 

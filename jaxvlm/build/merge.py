@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jaxvlm.config import ConfigError, ModelConfig
 
 T = TypeVar("T")
-_OURS = ("remat", "trunk", "dropout", "attention_dropout")
+OURS = ("remat", "trunk", "dropout", "attention_dropout", "expert_matmul")
 """Settings of a tower that say how it is computed or trained, not what it is; a recipe's to say."""
 
 
@@ -44,7 +44,7 @@ def merged_model(given: ModelConfig, found: ModelConfig) -> ModelConfig:
 
 
 def merged(
-    given: T, found: T, where: str, ours: Collection[str] = _OURS, unset: T | None = None
+    given: T, found: T, where: str, ours: Collection[str] = OURS, unset: T | None = None
 ) -> T:
     """A checkpoint's group of settings with the recipe's way to compute it.
 

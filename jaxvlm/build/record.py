@@ -10,10 +10,11 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from typing import Any
 
+from jaxvlm.build.merge import OURS
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig, TrainConfig, from_config_dict
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -132,9 +133,8 @@ def check_same_model(workdir: str, config: TrainConfig) -> ModelConfig | DualCon
     tower = dataclasses.replace(getattr(old, words), vocab_size=size)
     old = dataclasses.replace(old, **{words: tower})
     # How it is computed, and where it is from, not what it is.
-    free: tuple[str, ...] = ("attention", "remat", "dtype", "checkpoint")
-    free += ("vision_checkpoint", "text_checkpoint", "dropout", "attention_dropout")
-    free += () if lora.rank else ("trunk",)  # where a tower's stack of blocks is cut in two
+    free = {*OURS, "attention", "dtype", "checkpoint", "vision_checkpoint", "text_checkpoint"}
+    free -= {"trunk"} if lora.rank else set()  # where a tower's stack of blocks is cut in two
     where = "config.model" if isinstance(model, ModelConfig) else "config.dual"
     differ = [line for line in changes(old, model, where) if not _is_one_of(line, free)]
     if differ:
@@ -145,7 +145,7 @@ def check_same_model(workdir: str, config: TrainConfig) -> ModelConfig | DualCon
     return dataclasses.replace(old, lora=lora)
 
 
-def _is_one_of(line: str, names: tuple[str, ...]) -> bool:
+def _is_one_of(line: str, names: Collection[str]) -> bool:
     return line.split(":")[0].rsplit(".", 1)[-1] in names
 
 

@@ -93,7 +93,8 @@ def _model_of(argv: list[str]) -> str:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Plan, print, write."""
-    with contextlib.nullcontext() if values.verify else _uncollected():
+    is_short = not (values.verify or values.calibrate or values.devices == "any")
+    with _uncollected() if is_short else contextlib.nullcontext():
         return _run(values, args)
 
 

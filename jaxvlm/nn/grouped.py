@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 MATMULS = ("auto", "xla")
 """What ``expert_matmul`` may be; see :func:`has_kernel`."""
@@ -31,14 +33,16 @@ _LEAST = 16
 """A dim of the smallest matmul that Triton has."""
 
 
-def has_kernel(name: str, platform: str) -> bool:
+def has_kernel(name: str, platform: str, capability: str = "") -> bool:
     """Whether a grouped matmul is the kernel's, not XLA's.
 
     Args:
         name: one of :data:`MATMULS`.
         platform: of the mesh's devices: cpu | gpu | tpu.
+        capability: of a GPU, "9.0"; "", where it is not known, is taken as enough.
     """
-    return name == "auto" and platform == "gpu"
+    known = re.fullmatch(r"(\d+)\.\d+", capability or "8.0")  # AMD's are gfx90a
+    return name == "auto" and platform == "gpu" and known is not None and int(known[1]) >= 8
 
 
 def grouped_matmul(
@@ -68,7 +72,10 @@ def grouped_matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def by_tiles(rows: jax.Array, w: jax.Array, sizes: jax.Array, interpret: bool) -> jax.Array:
-    """:func:`grouped_matmul`'s kernel; ``interpret`` runs it on any platform, slowly."""
+    """:func:`grouped_matmul`'s kernel; ``interpret`` runs it on any platform, slowly.
+
+    There is no forward mode, and no second derivative.
+    """
     return _rows_times(rows, w, sizes, False, interpret)
 
 
@@ -79,8 +86,10 @@ def _fwd(rows: Any, w: Any, sizes: Any, interpret: bool) -> tuple[jax.Array, tup
     return out, (*kept, sizes.value)
 
 
-def _bwd(interpret: bool, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, Any, None]:
+def _bwd(interpret: bool, saved: tuple[Any, ...], d_out: Any) -> tuple[Any, Any, None]:
     rows, w, sizes = saved
+    if isinstance(d_out, SymbolicZero):
+        return None, None, None
     d_rows = None if w is None else _rows_times(d_out, w, sizes, True, interpret)
     d_w = None if rows is None else _matrices(rows, d_out, sizes, interpret)
     return d_rows, d_w, None

@@ -60,7 +60,11 @@ class MoE(nnx.Module):
             functools.partial(
                 run_experts,
                 activation=self.spec.activation,
-                kernel=has_kernel(self.spec.expert_matmul, self.axes.platform),
+                kernel=has_kernel(
+                    self.spec.expert_matmul,
+                    self.axes.platform,
+                    getattr(self.axes.mesh.devices.flat[0], "compute_capability", ""),
+                ),
                 axis="expert" if self.axes.mesh.shape["expert"] > 1 else "",
             ),
             self.axes,

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxvlm.config import ConfigError, DualConfig, MeshConfig
 from jaxvlm.models.vlm import DTYPES
+from jaxvlm.nn.grouped import has_kernel
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.plan import count, memory
 from jaxvlm.plan.question import Question
@@ -323,6 +324,12 @@ def _notes(known: Memory, timed: Mapping[Seen, StepTime]) -> list[str]:
     if platform == "gpu":
         notes.append(
             "memory is with XLA's attention, which keeps scores; with cuDNN's, long rows need less"
+        )
+    decoder = getattr(question.config.network, "decoder", None)
+    if platform == "gpu" and decoder and not has_kernel(decoder.expert_matmul, platform):
+        notes.append(
+            "expert_matmul='xla' on GPUs: experts over an axis need up to four times what is said, "
+            "for their rows are written once for each; --verify"
         )
     notes += [f"some ways' work by formula, not by its trace: {why}" for why in known.unknown]
     if question.pairs:

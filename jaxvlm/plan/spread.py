@@ -36,7 +36,7 @@ def through(
         return _matmul(params["dimension_numbers"], ins, splits)
     if name == "ragged_dot_general":
         return _grouped(params["ragged_dot_dimension_numbers"], ins, splits)
-    if (kernel := params.get("name")) in _GROUPED:
+    if name == "pallas_call" and (kernel := params["name"]) in _GROUPED:
         own = [splits[i][d] if splits[i] else 1 for i, d in _GROUPED[kernel]]
         return _real([*[1] * (len(out.shape) - 2), *own])
     first, shape = splits[0], out.shape

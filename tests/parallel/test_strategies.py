@@ -112,14 +112,20 @@ def assert_equal_to_one_device(kind, strategy, frozen, packed, parts):
     return {"loss": off, "gradient": worst}
 
 
-# Every strategy with half of the models in turn, all that has experts, each of the other choices.
 CHOICES = list(itertools.product((False, True), (True, False), (1, 2)))
-COVER = [
-    (kind, strategy, *CHOICES[(5 * i + 3 * j) // 2 % len(CHOICES)])
-    for i, strategy in enumerate(STRATEGIES)
-    for j, kind in enumerate(KINDS)
-    if (i + j) % 2 == 0 or (kind == "moe" and "expert" in strategy)
-]
+
+
+def cover():
+    """Every strategy with half of the models in turn; of each choice both sides."""
+    for i, strategy in enumerate(STRATEGIES):
+        kinds = [kind for j, kind in enumerate(KINDS) if (i + j) % 2 == 0]
+        kinds = ["moe", "moe", "llava"] if "expert" in strategy else kinds
+        for n, kind in enumerate(kinds):
+            number = (3 * i + n // 2) % len(CHOICES)
+            yield kind, strategy, *CHOICES[-1 - number if n % 2 else number]
+
+
+COVER = list(cover())
 LONG = pytest.mark.long
 FAST = {("llava", "hpz")}
 WHOLE = [(k, s, *c) for s in STRATEGIES for k in KINDS for c in CHOICES]
