@@ -26,6 +26,8 @@ RESULTS = HERE / "results"
 
 def environment() -> dict[str, Any]:
     """Hardware, versions, load and the command, for a result's JSON."""
+    from jaxvlm.build.record import source_commit  # with JAX, whose settings callers make first
+
     cpu = "unknown"
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():
@@ -46,24 +48,9 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average_at_start": os.getloadavg()[0],
         "versions": versions,
-        "commit": _commit(),
+        "commit": source_commit(),
         "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
     }
-
-
-def _commit() -> str:
-    """HEAD, and whether the code is another than its."""
-    found = _git("rev-parse", "--short", "HEAD")
-    changed = found != "unknown" and _git("status", "--porcelain", "--", "*.py")
-    return f"{found} with changes" if changed else found
-
-
-def _git(*args: str) -> str:
-    try:
-        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def summary(seconds: list[list[float]]) -> dict[str, float]:

@@ -60,7 +60,7 @@ def write_config(workdir: pathlib.Path, config: TrainConfig, devices: str) -> No
     document = {
         "config": dataclasses.asdict(config),
         "versions": _versions(),
-        "commit": _commit(),
+        "commit": source_commit(),
         "devices": devices,
     }
     text = json.dumps(document, indent=2) + "\n"
@@ -168,13 +168,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
-    """The source tree's commit, with a mark if files differ from it; "" outside a checkout."""
+def source_commit() -> str:
+    """The source tree's commit, with a mark if its code differs from it; "" outside a checkout."""
     root = pathlib.Path(__file__).resolve().parents[2]
     git = ["git", "-C", str(root)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "--", "*.py"], capture_output=True, text=True
+        )
     except OSError:
         return ""
     if commit.returncode:

@@ -34,7 +34,7 @@ VIEWS = words(
 """Operations that give their operand under another shape."""
 OPAQUE = words(
     "dot_general conv_general_dilated scan while cond gather scatter scatter-add sort top_k "
-    "cumsum cumlogsumexp cummax custom_call pallas_call shard_map ragged_dot "
+    "cumsum cumlogsumexp cummax custom_call pallas_call shard_map "
     "ragged_dot_general dynamic_update_slice all_gather psum reduce_scatter all_to_all "
     "ppermute"
 )

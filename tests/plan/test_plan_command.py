@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import html.parser
 import json
 import subprocess
@@ -195,6 +196,7 @@ def test_bad_input_is_one_line(argv, says, tmp_path, capsys, planned):
     assert run(["plan", *argv]) == 2
     err = capsys.readouterr().err.strip()
     assert len(err.splitlines()) == 1 and says in err, err
+    assert gc.isenabled()  # a plan is made without it
 
 
 def test_a_batch_that_no_mesh_divides_is_said(capsys, planned):
