@@ -65,8 +65,8 @@ MODELS = (
 )  # fmt: skip
 HELD_MODELS = (*MODELS, "internvl3-8b", "qwen3-vl-4b")
 _TOO_MUCH = "said not to fit: it is not compiled"
-DRAW = 2
-"""Of held points: the first ones are open now."""
+DRAWS = {"h200:8": 3}
+"""Of a target's held points, where they are not the second: those before are open now."""
 TARGETS = ("h200:8", "cpu:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4")
 PLATFORMS = {"h200": "gpu", "cpu": "cpu", "v5p": "tpu", "v6e": "tpu", "v5e": "tpu"}
 MESHES = {
@@ -96,7 +96,7 @@ class Point(NamedTuple):
 
 def points(target: str, kind: str, count: int = 16) -> list[Point]:
     """Those of a target, open or held: each model, strategy and remat about as often."""
-    rng = random.Random(target if kind == "open" else f"{target} {kind} {DRAW}")
+    rng = random.Random(target if kind == "open" else f"{target} {kind} {DRAWS.get(target, 2)}")
 
     def dealt(choices: tuple[Any, ...]) -> list[Any]:
         found = [choices[i % len(choices)] for i in range(count)]
@@ -127,12 +127,21 @@ PAIRS = (
     ("smolvlm-500m", "fsdp", "full", 4, 512, "all"),
     ("qwen3-vl-2b", "fsdp grad_cache=2", "full", 8, 512, "adapters"),
 )
+PAIRS_ON_GPU = (
+    ("siglip2-so400m", "ddp", "none", 32, 64, "all"),
+    ("clip-vit-l-14", "zero2 grad_cache=16", "full", 64, 77, "all"),
+    ("clip-vit-b-32", "hybrid_shard grad_cache=32", "dots", 256, 77, "all"),
+    ("siglip2-so400m", "fsdp", "dots", 32, 64, "all"),
+    ("clip-vit-l-14", "ddp grad_cache=8", "full", 64, 77, "all"),
+    ("clip-vit-b-32", "zero1", "none", 128, 77, "decoder"),
+)
 """Those of pairs; a vision-language model's documents have ``length`` tokens, queries 128."""
 
 
 def pair_points(target: str) -> list[Point]:
     """Those of a target."""
-    return [Point(target, *x) for x in PAIRS]
+    more = PAIRS_ON_GPU if PLATFORMS[target.split(":")[0]] == "gpu" else ()
+    return [Point(target, *x) for x in (*PAIRS, *more)]
 
 
 def model_config(point: Point) -> ModelConfig | DualConfig:

@@ -181,10 +181,10 @@ class Recompute:
                 encoded,
                 lambda: self._merge([none], place, seen, state, batch),
             )
-        if not self._is_cut(batch):
-            made = made.reshape(*seen.size.shape, self.windows[-1], -1)
-        # The rest of the step is to be compiled as if it had been given them.
-        return jax.lax.optimization_barrier(made)
+        # The rest of the step is to be compiled as if it had been given them. They are shaped into
+        # pictures behind this: XLA would copy all of them to make rows of these again.
+        made = jax.lax.optimization_barrier(made)
+        return made if self._is_cut(batch) else made.reshape(*seen.size.shape, self.windows[-1], -1)
 
     def weighed(self, seen: Seen, gradient: jax.Array) -> jax.Array:
         """The gradient at the tokens, divided by the probability with which it got here."""

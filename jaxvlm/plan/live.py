@@ -11,6 +11,8 @@ from __future__ import annotations
 import collections
 from typing import Any, NamedTuple
 
+from jaxvlm.parallel import compat
+from jaxvlm.plan.compilers import PLAIN, Compiler
 from jaxvlm.plan.program import Op, Value
 from jaxvlm.plan.traced import NONE, Held, stacked
 
@@ -33,25 +35,34 @@ _GATHERS = (
 """Operations for which a parameter that is split is made whole."""
 
 
-def peak(held: Held, early: bool = False, by_expert: bool = False) -> Peak:
+def peak(held: Held, compiler: Compiler = PLAIN, results: int | None = None) -> Peak:
     """Of a program, or of a loop's body. Inputs are not counted, outputs are.
 
     Args:
         held: what of each value a device holds.
-        early: stacked outputs of the program's own scans exist from its start: XLA for GPUs fills
-            them with zeros first of all.
+        compiler: what it does besides.
+        results: outputs that are there until the end. Others, of which a loop has an entry a turn,
+            are written into their place when they are made. ``None``: all are.
     """
     order = held.body.order
+    last = order.last(results)
+    ends: dict[int, list[Any]] = {}
+    for v, i in last.items():
+        ends.setdefault(i, []).append(v)
     alive: dict[Any, tuple[str, float]] = {}
     copied, done = _copies(held)
+    whole, sunk = _numbers(held) if compiler.sinks else (set(), set())
+    reduced = [i for i, op in enumerate(held.body.ops) if op.name.startswith("reduce_")]
+    sums = {v: order.reads[i] for i in reduced for v in order.made[i]}
     best, total = _NOTHING, 0.0
-    if early:
+    if compiler.early and results is None:
         for op in held.body.ops:
-            kept = [v for v in stacked(op) if v in order.last]
+            kept = [v for v in stacked(op) if v in last]
+            kept += [v for v in op.outs if v in whole]
             alive.update({v: (_kind(held, op, v), held.bytes(v)) for v in kept})
         total = sum(size for _, size in alive.values())
     for i, op in enumerate(held.body.ops):
-        made, dies = order.made[i], order.dies.get(i, ())
+        made, dies = order.made[i], ends.get(i, ())
         for v in copied.get(i, ()):
             alive["copy", v] = (f"{op.tower} weights".strip(), held.bytes(v))
             total += held.bytes(v)
@@ -61,20 +72,21 @@ def peak(held: Held, early: bool = False, by_expert: bool = False) -> Peak:
             wanted = collections.Counter((v.aval.shape, v.aval.dtype) for v in made)
             for v in dies:
                 like = v.aval.shape, v.aval.dtype
-                if wanted.get(like) and v in alive:
+                apart = compiler.apart and any(v in sums.get(x, ()) for x in order.reads[i])
+                if wanted.get(like) and v in alive and not apart:
                     wanted[like] -= 1
                     total -= alive.pop(v)[1]
         for v in made:
-            if v not in alive:
+            if v not in alive and v not in sunk:
                 alive[v] = (_kind(held, op, v), held.bytes(v))
                 total += alive[v][1]
-        extra = _inside(held, i, op, by_expert)
+        extra = _inside(held, i, op, compiler)
         if total + extra.bytes > best.bytes:
             parts: dict[str, float] = collections.defaultdict(float, extra.parts)
             for kind, size in alive.values():
                 parts[kind] += size
             best = Peak(total + extra.bytes, dict(parts))
-        for v in (*dies, *(v for v in made if v not in order.last)):
+        for v in (*dies, *(v for v in made if v not in last)):
             if v in alive:
                 total -= alive.pop(v)[1]
         for v in done.get(i, ()):
@@ -96,11 +108,36 @@ def _copies(held: Held) -> tuple[dict[int, list[Value]], dict[int, list[Value]]]
     return first, last
 
 
-def _inside(held: Held, i: int, op: Op, by_expert: bool) -> Peak:
+def _numbers(held: Held) -> tuple[set[Any], set[Any]]:
+    """One number, broadcast, that loops read as it is: what forward passes read, and what none
+    but backward passes do.
+    """
+    scalars = {
+        op.outs[0]
+        for op in held.body.ops
+        if op.name == "broadcast_in_dim" and all(v.aval.size == 1 for v in op.values)
+    }
+    scalars.difference_update(v for v in held.body.outs if isinstance(v, Value))
+    kept: set[Any] = set()
+    forward: set[Any] = set()
+    for op in held.body.ops:
+        if op.name != "scan":
+            scalars.difference_update(op.values)
+            continue
+        consts, carries = compat.scan_inputs(dict(op.params))
+        scalars.difference_update(v for v in op.ins[consts:] if isinstance(v, Value))
+        if not kept.intersection(v for v in op.ins[consts + carries :] if isinstance(v, Value)):
+            forward.update(v for v in op.ins[:consts] if isinstance(v, Value))
+        kept.update(stacked(op))
+    return scalars & forward, scalars - forward
+
+
+def _inside(held: Held, i: int, op: Op, compiler: Compiler) -> Peak:
     """What is alive within an operation alone; branches and loops without a count whole."""
     if op.name == "scan":
-        found = peak(held.inner[i], by_expert=by_expert)
-        spread = _by_expert(held.inner[i]) if by_expert else 0.0
+        carries = compat.scan_inputs(dict(op.params))[1]
+        found = peak(held.inner[i], compiler, carries)
+        spread = _by_expert(held.inner[i]) if compiler.by_expert else 0.0
         work = {"work": found.parts.get("work", 0.0) + spread} if spread else {}
         return Peak(found.bytes + spread, found.parts | work)
     found = _NOTHING

@@ -31,6 +31,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.rules import quiet
 from jaxvlm.plan import absent, learned, live, pairs, tiles
+from jaxvlm.plan.compilers import COMPILERS, Compiler
 from jaxvlm.plan.pairs import Pairing
 from jaxvlm.plan.program import Body
 from jaxvlm.plan.traced import NONE, Held, Share
@@ -85,33 +86,6 @@ class Estimate(NamedTuple):
         return sum(self.states.values()) + sum(self.work.values())
 
 
-class Compiler(NamedTuple):
-    """What a platform's compiler adds to a trace."""
-
-    update: float = 0.0
-    """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs, which does
-    first what is ready first, scales both moments at the step's begin."""
-    whole: float = 0.0
-    """Of parameters that are gathered again behind the update (ZeRO-1 and 2)."""
-    early: bool = False
-    """See :func:`jaxvlm.plan.live.peak`."""
-    by_expert: bool = False
-    """Likewise."""
-    tiled: bool = False
-    """See :mod:`jaxvlm.plan.tiles`."""
-    turns: bool = False
-    """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
-    before it, that dim first: XLA for GPUs sends what lies in one piece."""
-
-
-COMPILERS = {
-    "cpu": Compiler(update=2.0, early=True, by_expert=True),
-    "gpu": Compiler(whole=1.0, early=True, by_expert=True, turns=True),
-    "tpu": Compiler(tiled=True),
-}
-"""By platform: read from XLA's buffer assignments, JAX 0.10.2."""
-
-
 def estimate(setup: Setup) -> Estimate:
     """What a train step of AdamW needs.
 
@@ -128,13 +102,15 @@ def estimate(setup: Setup) -> Estimate:
     work = dict(_peak(*_shares(setup, lies, own), compiler).parts)
     gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
     updated = sum(moments[path] for path in own)
-    # Chunks of pairs are gone through one behind the other, and what is ready first is done before.
-    if compiler.update and not (setup.pairs and setup.microbatches > 1):
-        work["update"] = compiler.update * updated
-    # New parameters are whole beside the old ones, where they are made of shares.
-    whole = compiler.whole * sum(stored[path] for path in own if stored[path] > moments[path])
-    if whole + updated > sum(work.values()):
-        work = {"gradients": float(updated), "new parameters": whole}
+    if compiler.update:
+        # Beside loops over chunks of pairs half of it is done before.
+        chunked = bool(setup.pairs) and setup.microbatches > 1
+        work["update"] = compiler.update * updated / (1 + chunked)
+    if compiler.whole:
+        layout = lies.model.layout("optimizer")
+        whole = float(sum(stored[p] for p in own if stored[p] > moments[p] and _behind(layout[p])))
+        if whole + compiler.whole * updated > sum(work.values()):
+            work = {"gradients": compiler.whole * updated, "new parameters": whole}
     if moved := sum(gathered[p] for p in gathered if gathered[p] != stored[p]):
         work["gathered weights"] = float(moved)
     return Estimate(_states(setup, lies.model, own, stored, moments), work)
@@ -296,7 +272,13 @@ def _peak(
     compiler: Compiler,
 ) -> live.Peak:
     held = Held(body, ins, outs, rows, compiler.tiled)
-    return live.peak(held, compiler.early, compiler.by_expert)
+    return live.peak(held, compiler)
+
+
+def _behind(layout: Any) -> bool:
+    """Whether devices split a dim that is not the first: what they gather is then put in order."""
+    places = tuple(layout.spec)
+    return any(places) and not places[0]
 
 
 def _gathered(place: Any, word: str, mesh: MeshConfig) -> bool:

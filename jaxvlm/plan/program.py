@@ -42,10 +42,11 @@ OPAQUE = words(
 _BODIES = ("scan", "cond", "while", "shard_map")
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _TOWERS = ("vision", "top", "connector", "decoder", "text")
+_ADDS = ("add", "add_any")
 _CAST, _KERNEL = "convert_element_type", "pallas_call"
 _REDUCE = ("reduce_", "argmax", "argmin")
 _CHEAP = words(
-    "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp"
+    "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp select_n"
 )
 """Operations that are done again for each reader, rather than once for all."""
 
@@ -109,7 +110,8 @@ class Body:
         self.unit = unit
         self.ops: list[Op] = []
         self.inner: dict[int, list[Body]] = {}
-        self._known: dict[Any, list[Value]] = {}
+        self._known: dict[Any, list[Any]] = {}
+        self._zeros: set[Value] = set()
         env = {v: Value(v.aval, unit) for v in (*jaxpr.invars, *jaxpr.constvars)}
         self.ins = [env[v] for v in jaxpr.invars]
         self._flatten(jaxpr, env, "")
@@ -137,9 +139,17 @@ class Body:
             for out, v in zip(eqn.outvars, called.outvars):
                 env[out] = v if isinstance(v, core.Literal) else inside[v]
 
-    def _op(self, name: str, ins: tuple[Any, ...], eqn: Any, tower: str) -> list[Value]:
+    def _op(self, name: str, ins: tuple[Any, ...], eqn: Any, tower: str) -> list[Any]:
         """The results of an operation; those that are there already are not made again."""
         outs = [Value(v.aval, self.unit) for v in eqn.outvars]
+        if name in _ADDS:  # zeros are not added
+            for one, other in (ins, ins[::-1]):
+                if (
+                    isinstance(one, Value)
+                    and one in self._zeros
+                    and other.aval.shape == outs[0].aval.shape
+                ):
+                    return [other]
         if key := _key(name, ins, eqn.params):
             if key in self._known:
                 return self._known[key]
@@ -154,7 +164,23 @@ class Body:
                     outs[n] = first.setdefault(v, outs[n])
         values = tuple(v for v in ins if isinstance(v, Value))
         self.ops.append(Op(name, ins, tuple(outs), eqn.params, tower, values))
-        return outs
+        if name == "broadcast_in_dim" and isinstance(ins[0], core.Literal) and not ins[0].val:
+            self._zeros.update(outs)
+        return self._unchanged(self.ops[-1]) if name == "scan" else outs
+
+    def _unchanged(self, op: Op) -> list[Any]:
+        """A loop's results; what no turn of it changes is what it was given, and no buffer of it.
+
+        So are gradients of a tower that a loop over another one's chunks passes on.
+        """
+        (body,), given = self.inner[len(self.ops) - 1], list(op.outs)
+        consts, carries = compat.scan_inputs(dict(op.params))
+        same = [n for n in range(carries) if body.outs[n] is body.ins[consts + n]]
+        for n in same:
+            op.outs[n].size, given[n] = 0.0, op.ins[consts + n]
+        unread = self._zeros.intersection(v for v in op.values if v in [given[n] for n in same])
+        self.ops[-1] = op._replace(values=tuple(v for v in op.values if v not in unread))
+        return given
 
     def late(self, carries: int = 0) -> Body:
         """The same program; in its loops, an operation is put off until the next turn needs it.
@@ -328,19 +354,16 @@ class Body:
             return roots.get(v, frozenset()) if isinstance(v, Value) else frozenset()
 
         last: dict[Any, int] = {}
+        reads = []
         for i, op in enumerate(self.ops):
             read = frozenset().union(*map(under, op.values))
+            reads.append(read)
             for v in op.outs:
                 roots[v] = read if op.name in VIEWS or v in fused else frozenset([v])
             if op.name not in VIEWS and not all(v in fused for v in op.outs):
                 last.update(dict.fromkeys(read, i))
-        for v in self.outs:
-            last.update(dict.fromkeys(under(v), len(self.ops)))
-        dies: dict[int, list[Value]] = {}
-        for v, i in last.items():
-            dies.setdefault(i, []).append(v)
         buffers = [tuple(v for v in op.outs if roots[v] == frozenset([v])) for op in self.ops]
-        return Order(buffers, last, dies)
+        return Order(buffers, reads, last, [under(v) for v in self.outs])
 
 
 class Order(NamedTuple):
@@ -348,10 +371,21 @@ class Order(NamedTuple):
 
     made: list[tuple[Value, ...]]
     """By each operation."""
-    last: dict[Value, int]
-    """The last operation that reads each; one behind all is the program's end."""
-    dies: dict[int, list[Value]]
-    """The same the other way round."""
+    reads: list[frozenset[Value]]
+    """Likewise."""
+    read: dict[Value, int]
+    """The last operation that reads each."""
+    given: list[frozenset[Value]]
+    """What each of the program's results is, or is a view of."""
+
+    def last(self, results: int | None = None) -> dict[Value, int]:
+        """The last operation that reads each buffer; one behind all is the program's end.
+
+        Args:
+            results: that are there until then; others are read where they are made. ``None``: all.
+        """
+        kept = frozenset().union(*self.given[:results])
+        return self.read | dict.fromkeys(kept, len(self.made))
 
 
 def _fused(body: Body) -> set[Value]:

@@ -27,13 +27,12 @@ from jaxvlm.models.vlm import DTYPES
 from jaxvlm.nn.grouped import has_kernel
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.plan.absent import Rows
+from jaxvlm.plan.compilers import COMPILERS
 from jaxvlm.plan.pairs import Pairing
 
 _TENSOR = ("heads", "kv_heads", "mlp", "vocab")
 _STORED = ("params", "gathered", "optimizer", "offload", "whole")
 """Fields of a strategy that say where states lie."""
-HELD = {"cpu": 2.0, "gpu": 0.0, "tpu": 0.0}
-"""Of the optimizer's share of gradients, beside all else; see ``memory.COMPILERS``."""
 
 
 class _Mixture(NamedTuple):
@@ -52,7 +51,7 @@ _SHARED = _Mixture(4.7, 9.0)
 """Likewise where a kernel leaves out rows that are not the device's: nothing is masked."""
 _ALONE = _Mixture(4.0, 3.0)
 """All experts on each device: of widths and hidden widths; ``inside`` for each expert, where a
-grouped matmul takes its rows once for each (see ``memory.COMPILERS``)."""
+grouped matmul takes its rows once for each (see ``compilers.COMPILERS``)."""
 
 
 class Kind(NamedTuple):
@@ -145,7 +144,7 @@ class Rough:
         return found
 
     def work(self, step: Step) -> float:
-        """What a step needs besides, about, its parameters' copies aside."""
+        """What a step needs besides, about."""
         mesh = step.mesh
         rows = step.rows / math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
         if not step.pairs:
@@ -178,12 +177,18 @@ class Rough:
         saved = self._saved(step.remat, decoder.width, heads, more, 2 * mlp, scores)
         kept, inside = self._experts(step, decoder)
         total = tokens * (saved + kept) * decoder.depth / mesh.stage * in_flight
-        total += self._vision(step, rows, row.patches) if row.patches else 0.0
+        pictures, tower = self._vision(step, rows, row.patches) if row.patches else (0.0, 0.0)
         block = self._saved("none", decoder.width, heads, more, 2 * mlp, scores)
         head = 12 * min(decoder.vocab_size, 65_536) / mesh.tensor * decoder.head * logits
         # Attention's scores are gone when experts work.
         mixture = self._saved("none", decoder.width, heads, more, 2 * mlp, 0.0) + inside
-        return total + tokens * max(block, mixture, head)
+        # The towers are at their worst one behind the other.
+        own = tokens * max(block, mixture, head) + self._weights(step)
+        return total + pictures + max(own, tower)
+
+    def _weights(self, step: Step) -> float:
+        """Of a layer, gathered, and of its gradient."""
+        return 1.5 * self.layer / step.mesh.tensor / step.mesh.expert
 
     def _experts(self, step: Step, decoder: DecoderConfig) -> tuple[float, float]:
         """Bytes a token of what a mixture keeps of a block, and of what it works with."""
@@ -204,7 +209,8 @@ class Rough:
 
     def _encoders(self, step: Step, config: DualConfig, rows: float | int, row: Rows) -> float:
         """Likewise, of a dual encoder."""
-        total = self._vision(step, rows, row.patches) if row.patches else 0.0
+        total = sum(self._vision(step, rows, row.patches)) if row.patches else 0.0
+        total += self._weights(step)
         if "text" in config.towers and row.length:
             t, tensor = config.text, step.mesh.tensor
             scores = 3 * row.length * t.num_heads / tensor * (self.platform != "tpu")
@@ -213,8 +219,8 @@ class Rough:
             total += rows * row.length * (kept + self._saved("none", *dims))
         return total
 
-    def _vision(self, step: Step, rows: float | int, patches: float | int) -> float:
-        """Of the vision tower."""
+    def _vision(self, step: Step, rows: float | int, patches: float | int) -> tuple[float, float]:
+        """Of the vision tower: what it keeps, and what it works with."""
         mesh, vision = step.mesh, self.config.vision
         every, w = rows * patches / mesh.stage, vision.width
         near = (vision.window // vision.patch_size) ** 2 if vision.window else 0
@@ -225,7 +231,7 @@ class Rough:
         remat = step.vision or step.remat
         kept = self._saved(remat, w, w / mesh.tensor, 2 * w / mesh.tensor, mlp, scores)
         total = every * kept * (max(feature_blocks(vision)) - vision.trunk) * learns
-        return total + every * self._saved("none", w, w, 2 * w, mlp, scores)
+        return total, every * self._saved("none", w, w, 2 * w, mlp, scores)
 
     def _patches(self, rows: Rows) -> int:
         """Of all pictures of a row."""
@@ -241,10 +247,11 @@ class Rough:
         """
         found = self.states(step.mesh, step.strategy)
         between = found["parameters"] + found["frozen"] + found["moments"]
-        weights = 1.5 * self.layer / step.mesh.tensor / step.mesh.expert
-        work = factor * self.work(step) + more + found["gradients"] * (1 + HELD[self.platform])
-        behind = found["gradients"] + found["whole"] if self.platform == "gpu" else 0.0
-        return between + max(work + weights, behind) + found["gathered"]
+        update = COMPILERS[self.platform].update
+        work = factor * self.work(step) + more + found["gradients"] * (1 + update)
+        share = COMPILERS[self.platform].whole
+        behind = share * found["gradients"] + found["whole"] if share else 0.0
+        return between + max(work, behind) + found["gathered"]
 
     def _saved(
         self,

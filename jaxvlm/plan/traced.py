@@ -73,6 +73,7 @@ class Held:
         self._dims: dict[Any, Dims] = {v: s.dims for v, s in zip(body.ins, ins) if s.dims}
         self.turned = {v for v, s in zip(body.ins, ins) if s.turned}
         self.inner: dict[int, Held] = {}
+        self._numbers = [op.outs[0] for op in body.ops if op.name == "broadcast_in_dim"]
         for i, op in enumerate(body.ops):
             if op.name == "scan":
                 self._scan(i, op)
@@ -143,6 +144,10 @@ class Held:
             ins[consts : consts + carries] = after
             held = Held(inner, ins, (), self.rows, self.tiled)
         self.inner[i] = held
+        for const, read in zip(op.ins[:consts], inner.ins):
+            # One number, broadcast, is split as it is read.
+            if const in self._numbers and (dims := held.share(read).dims):
+                self._dims[const] = dims
         for n, (v, own) in enumerate(zip(op.outs, inner.outs)):
             share, is_stacked = held.share(own), n >= carries
             if share.dims:

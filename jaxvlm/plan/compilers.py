@@ -1,0 +1,41 @@
+"""What platforms' compilers add to a traced program, as far as memory goes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Compiler(NamedTuple):
+    """Read from XLA's buffer assignments, JAX 0.10.2."""
+
+    update: float = 0.0
+    """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs, which does
+    first what is ready first, scales both moments at the step's begin."""
+    whole: float = 0.0
+    """Of the optimizer's share of all gradients, beside parameters that are whole again behind the
+    update (ZeRO-1 and 2): XLA for GPUs gathers all of them before it puts the first in its place.
+    Those whose first dim is split are gathered where they belong."""
+    early: bool = False
+    """A program's own scans have their stacked outputs from its start: filled with zeros first."""
+    by_expert: bool = False
+    """Rows once for each expert, zeros but for its own: XLA's own grouped matmul."""
+    tiled: bool = False
+    """See :mod:`jaxvlm.plan.tiles`."""
+    turns: bool = False
+    """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
+    before it, that dim first: XLA for GPUs sends what lies in one piece."""
+    sinks: bool = False
+    """One number, broadcast, is made within the loop that reads it."""
+    apart: bool = False
+    """What is made of a value and of its rows' sums (a softmax's gradient) is written beside it: a
+    kernel of its own, which writes over nothing."""
+
+
+PLAIN = Compiler()
+"""Nothing."""
+COMPILERS = {
+    "cpu": Compiler(update=2.0, early=True, by_expert=True, sinks=True),
+    "gpu": Compiler(whole=0.4, early=True, by_expert=True, turns=True, sinks=True, apart=True),
+    "tpu": Compiler(tiled=True),
+}
+"""By platform."""
