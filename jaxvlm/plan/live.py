@@ -52,8 +52,7 @@ def peak(held: Held, compiler: Compiler = PLAIN, results: int | None = None) -> 
     alive: dict[Any, tuple[str, float]] = {}
     copied, done = _copies(held)
     whole, sunk = _numbers(held) if compiler.sinks else (set(), set())
-    reduced = [i for i, op in enumerate(held.body.ops) if op.name.startswith("reduce_")]
-    sums = {v: order.reads[i] for i in reduced for v in order.made[i]}
+    sums = _sums(held) if compiler.apart else {}
     best, total = _NOTHING, 0.0
     if compiler.early and results is None:
         for op in held.body.ops:
@@ -72,7 +71,7 @@ def peak(held: Held, compiler: Compiler = PLAIN, results: int | None = None) -> 
             wanted = collections.Counter((v.aval.shape, v.aval.dtype) for v in made)
             for v in dies:
                 like = v.aval.shape, v.aval.dtype
-                apart = compiler.apart and any(v in sums.get(x, ()) for x in order.reads[i])
+                apart = any(v in sums.get(x, ()) for x in order.reads[i])
                 if wanted.get(like) and v in alive and not apart:
                     wanted[like] -= 1
                     total -= alive.pop(v)[1]
@@ -106,6 +105,16 @@ def _copies(held: Held) -> tuple[dict[int, list[Value]], dict[int, list[Value]]]
             first.setdefault(readers[0], []).append(v)
             last.setdefault(readers[-1], []).append(v)
     return first, last
+
+
+def _sums(held: Held) -> dict[Any, frozenset[Any]]:
+    """Of each sum, or maximum, the buffers that it is of."""
+    found: dict[Any, frozenset[Any]] = {}
+    order = held.body.order
+    for op, made, read in zip(held.body.ops, order.made, order.reads):
+        if op.name.startswith("reduce_"):
+            found |= dict.fromkeys(made, read.union(*(found.get(v, ()) for v in read)))
+    return found
 
 
 def _numbers(held: Held) -> tuple[set[Any], set[Any]]:
