@@ -190,8 +190,8 @@ class Locked:
             ("fed", batch._replace(query=alone), None),
         ):
             run, abstract, init = assemble(
-                self.model, InfoNCE(temperature=0.0), optax.adamw(1e-4), frozen=FROZEN, cache=cached,
-                chunks=(Chunk(), Chunk()),
+                self.model, InfoNCE(temperature=0.0), optax.adamw(1e-4), frozen=FROZEN,
+                cache=cached, chunks=(Chunk(), Chunk()),
             )  # fmt: skip
             self.batches[kind] = to_global(mesh, given, EXAMPLES)
             self.steps[kind] = run.lower(abstract, self.batches[kind]).compile()
