@@ -23,7 +23,8 @@ class Compiler(NamedTuple):
     """See :mod:`jaxvlm.plan.tiles`."""
     turns: bool = False
     """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
-    before it, that dim first: XLA for GPUs sends what lies in one piece."""
+    before it, that dim first: XLA for GPUs sends what lies in one piece. Around a loop over parts
+    of a batch, frozen ones too: it makes before a loop what all turns make alike."""
     sinks: bool = False
     """One number, broadcast, is made within the loop that reads it."""
     apart: bool = False

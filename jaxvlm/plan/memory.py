@@ -243,7 +243,7 @@ def _shares(
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
     summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
-    compiler = COMPILERS[setup.platform]
+    compiler, chunked = COMPILERS[setup.platform], setup.microbatches > 1
 
     def share(path: str, held: dict[str, int]) -> Share:
         x, words = model.shapes[path], model.logical[path]
@@ -253,7 +253,11 @@ def _shares(
         # Below one: a whole parameter that is padded.
         least = 0.0 if compiler.tiled else 1.0
         behind = list(zip(spec, words))[2:] if words[:1] == ("layers",) else []
-        turned = compiler.turns and path in own and any(_gathered(*b, setup.mesh) for b in behind)
+        turned = (
+            compiler.turns
+            and (path in own or chunked)
+            and any(_gathered(*b, setup.mesh) for b in behind)
+        )
         return Share(max(least, parts), dims if math.prod(dims) > 1 else (), turned)
 
     still = sorted(model.shapes.keys() - set(own))
