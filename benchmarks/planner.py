@@ -96,7 +96,15 @@ class Point(NamedTuple):
 
 def points(target: str, kind: str, count: int = 16) -> list[Point]:
     """Those of a target, open or held: each model, strategy and remat about as often."""
-    rng = random.Random(target if kind == "open" else f"{target} {kind} {DRAWS.get(target, 2)}")
+    last = DRAWS.get(target, 2)
+    if kind == "held":
+        return _drawn(target, HELD_MODELS, f"{target} held {last}", count)
+    before = [_drawn(target, HELD_MODELS, f"{target} held {n}", count) for n in range(2, last)]
+    return [*_drawn(target, MODELS, target, count), *itertools.chain(*before)]
+
+
+def _drawn(target: str, models: tuple[str, ...], seed: str, count: int) -> list[Point]:
+    rng = random.Random(seed)
 
     def dealt(choices: tuple[Any, ...]) -> list[Any]:
         found = [choices[i % len(choices)] for i in range(count)]
@@ -106,7 +114,7 @@ def points(target: str, kind: str, count: int = 16) -> list[Point]:
     small = target in ("v5e:2x4", "v6e:2x4")
     strategies = ("fsdp", "hybrid_shard", "fsdp x tensor", "zero2", "zero1", "ddp")
     drawn = zip(
-        dealt(MODELS if kind == "open" else HELD_MODELS),
+        dealt(models),
         dealt(strategies[:3] if small else strategies),
         dealt(("full", "dots", "full", "none")),
         dealt((1, 2) if small else (1, 2, 4, 8)),
@@ -127,6 +135,7 @@ PAIRS = (
     ("smolvlm-500m", "fsdp", "full", 4, 512, "all"),
     ("qwen3-vl-2b", "fsdp grad_cache=2", "full", 8, 512, "adapters"),
 )
+"""Those of pairs; a vision-language model's documents have ``length`` tokens, queries 128."""
 PAIRS_ON_GPU = (
     ("siglip2-so400m", "ddp", "none", 32, 64, "all"),
     ("clip-vit-l-14", "zero2 grad_cache=16", "full", 64, 77, "all"),
@@ -135,7 +144,7 @@ PAIRS_ON_GPU = (
     ("clip-vit-l-14", "ddp grad_cache=8", "full", 64, 77, "all"),
     ("clip-vit-b-32", "zero1", "none", 128, 77, "decoder"),
 )
-"""Those of pairs; a vision-language model's documents have ``length`` tokens, queries 128."""
+"""More of them, on GPUs."""
 
 
 def pair_points(target: str) -> list[Point]:
@@ -321,8 +330,8 @@ def main() -> None:
         write(f"{NAME}.json", {"summary": compared(rows), "rows": rows})
 
     for target, kind in itertools.product(args.targets, args.kinds):
-        every = pair_points(target) if kind == "pairs" else points(target, kind)
-        for point in every[: args.count]:
+        pairs = kind == "pairs"
+        for point in pair_points(target) if pairs else points(target, kind, args.count):
             if not any(r["point"] == list(point) for r in rows):
                 rows.append({"point": list(point), "kind": kind, "environment": here})
     for row in rows:

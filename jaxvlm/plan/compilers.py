@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class Compiler(NamedTuple):
-    """Read from XLA's buffer assignments, JAX 0.10.2."""
+    """Read from XLA's buffer assignments, JAX 0.10.2, but for what is said to be fitted."""
 
     update: float = 0.0
     """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs, which does
     first what is ready first, scales both moments at the step's begin."""
-    whole: float = 0.0
-    """Of the optimizer's share of all gradients, beside parameters that are whole again behind the
-    update (ZeRO-1 and 2): XLA for GPUs gathers all of them before it puts the first in its place.
-    Those whose first dim is split are gathered where they belong."""
+    gathers: float = 0.0
+    """Of the optimizer's share of all gradients, what is beside new parameters that are made whole
+    of shares (ZeRO-1 and 2; fitted): XLA for GPUs gathers all of them before it puts the first in
+    its place. Those whose first dim is gathered are made where they belong. 0: none lies twice."""
     early: bool = False
     """A program's own scans have their stacked outputs from its start: filled with zeros first."""
     by_expert: bool = False
@@ -26,17 +26,22 @@ class Compiler(NamedTuple):
     before it, that dim first: XLA for GPUs sends what lies in one piece. Around a loop over parts
     of a batch, frozen ones too: it makes before a loop what all turns make alike."""
     sinks: bool = False
-    """One number, broadcast, is made within the loop that reads it."""
+    """One number, broadcast, is made within a loop backward that reads it; for loops forward it is
+    an array, at a program's top from its start."""
     apart: bool = False
     """What is made of a value and of its rows' sums (a softmax's gradient) is written beside it: a
     kernel of its own, which writes over nothing."""
+
+    def updates(self, chunked: bool) -> float:
+        """``update``; half of it (fitted) where a batch of pairs is gone through in chunks."""
+        return self.update / (1 + chunked)
 
 
 PLAIN = Compiler()
 """Nothing."""
 COMPILERS = {
     "cpu": Compiler(update=2.0, early=True, by_expert=True, sinks=True),
-    "gpu": Compiler(whole=0.4, early=True, by_expert=True, turns=True, sinks=True, apart=True),
+    "gpu": Compiler(gathers=0.4, early=True, by_expert=True, turns=True, sinks=True, apart=True),
     "tpu": Compiler(tiled=True),
 }
 """By platform."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jaxvlm.parallel import compat
 from jaxvlm.plan.compilers import PLAIN, Compiler
-from jaxvlm.plan.program import Op, Value
+from jaxvlm.plan.program import SUMS, VIEWS, Op, Value, is_number
 from jaxvlm.plan.traced import NONE, Held, stacked
 
 
@@ -68,7 +68,8 @@ def peak(held: Held, compiler: Compiler = PLAIN, results: int | None = None) -> 
         if not made:
             continue
         if op.name not in _ANEW:  # a dead operand's buffer is taken over by a result like it
-            wanted = collections.Counter((v.aval.shape, v.aval.dtype) for v in made)
+            new = (v for v in made if v.size and v not in alive and v not in sunk)
+            wanted = collections.Counter((v.aval.shape, v.aval.dtype) for v in new)
             for v in dies:
                 like = v.aval.shape, v.aval.dtype
                 apart = any(v in sums.get(x, ()) for x in order.reads[i])
@@ -112,33 +113,31 @@ def _sums(held: Held) -> dict[Any, frozenset[Any]]:
     found: dict[Any, frozenset[Any]] = {}
     order = held.body.order
     for op, made, read in zip(held.body.ops, order.made, order.reads):
-        if op.name.startswith("reduce_"):
+        if op.name in SUMS:
             found |= dict.fromkeys(made, read.union(*(found.get(v, ()) for v in read)))
     return found
 
 
 def _numbers(held: Held) -> tuple[set[Any], set[Any]]:
     """One number, broadcast, that loops read as it is: what forward passes read, and what none
-    but backward passes do.
+    but backward passes do, which are loops over what another loop has stacked.
     """
-    scalars = {
-        op.outs[0]
-        for op in held.body.ops
-        if op.name == "broadcast_in_dim" and all(v.aval.size == 1 for v in op.values)
-    }
-    scalars.difference_update(v for v in held.body.outs if isinstance(v, Value))
+    numbers = {op.outs[0] for op in held.body.ops if is_number(op)}
+    numbers.difference_update(v for v in held.body.outs if isinstance(v, Value))
     kept: set[Any] = set()
     forward: set[Any] = set()
     for op in held.body.ops:
         if op.name != "scan":
-            scalars.difference_update(op.values)
+            numbers.difference_update(op.values)
+            if op.name in VIEWS or op.name == "convert_element_type":
+                kept.update(op.outs if kept.intersection(op.values) else ())
             continue
         consts, carries = compat.scan_inputs(dict(op.params))
-        scalars.difference_update(v for v in op.ins[consts:] if isinstance(v, Value))
+        numbers.difference_update(v for v in op.ins[consts:] if isinstance(v, Value))
         if not kept.intersection(v for v in op.ins[consts + carries :] if isinstance(v, Value)):
             forward.update(v for v in op.ins[:consts] if isinstance(v, Value))
         kept.update(stacked(op))
-    return scalars & forward, scalars - forward
+    return numbers & forward, numbers - forward
 
 
 def _inside(held: Held, i: int, op: Op, compiler: Compiler) -> Peak:

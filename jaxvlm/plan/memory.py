@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -103,14 +104,13 @@ def estimate(setup: Setup) -> Estimate:
     gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
     updated = sum(moments[path] for path in own)
     if compiler.update:
-        # Beside loops over chunks of pairs half of it is done before.
         chunked = bool(setup.pairs) and setup.microbatches > 1
-        work["update"] = compiler.update * updated / (1 + chunked)
-    if compiler.whole:
-        layout = lies.model.layout("optimizer")
-        whole = float(sum(stored[p] for p in own if stored[p] > moments[p] and _behind(layout[p])))
-        if whole + compiler.whole * updated > sum(work.values()):
-            work = {"gradients": compiler.whole * updated, "new parameters": whole}
+        work["update"] = compiler.updates(chunked) * updated
+    if compiler.gathers:
+        new, old = lies.model.layout("optimizer"), lies.model.layout("params")
+        whole = float(sum(stored[p] for p in own if _gathered_behind(new[p].spec, old[p].spec)))
+        if whole + compiler.gathers * updated > sum(work.values()):
+            work = {"gradients": compiler.gathers * updated, "new parameters": whole}
     if moved := sum(gathered[p] for p in gathered if gathered[p] != stored[p]):
         work["gathered weights"] = float(moved)
     return Estimate(_states(setup, lies.model, own, stored, moments), work)
@@ -279,10 +279,12 @@ def _peak(
     return live.peak(held, compiler)
 
 
-def _behind(layout: Any) -> bool:
-    """Whether devices split a dim that is not the first: what they gather is then put in order."""
-    places = tuple(layout.spec)
-    return any(places) and not places[0]
+def _gathered_behind(new: Any, old: Any) -> bool:
+    """Whether devices split a dim of what is updated that they don't of a parameter, not the first:
+    what they gather is then put in order.
+    """
+    places = itertools.zip_longest(new, old)
+    return any(i > 0 and a != b for i, (a, b) in enumerate(places))
 
 
 def _gathered(place: Any, word: str, mesh: MeshConfig) -> bool:

@@ -45,6 +45,8 @@ _TOWERS = ("vision", "top", "connector", "decoder", "text")
 _ADDS = ("add", "add_any")
 _CAST, _KERNEL = "convert_element_type", "pallas_call"
 _REDUCE = ("reduce_", "argmax", "argmin")
+SUMS = words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or")
+"""Operations that make one number of several."""
 _CHEAP = words(
     "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp select_n"
 )
@@ -110,7 +112,7 @@ class Body:
         self.unit = unit
         self.ops: list[Op] = []
         self.inner: dict[int, list[Body]] = {}
-        self._known: dict[Any, list[Any]] = {}
+        self._known: dict[Any, list[Value]] = {}
         self._zeros: set[Value] = set()
         env = {v: Value(v.aval, unit) for v in (*jaxpr.invars, *jaxpr.constvars)}
         self.ins = [env[v] for v in jaxpr.invars]
@@ -142,13 +144,9 @@ class Body:
     def _op(self, name: str, ins: tuple[Any, ...], eqn: Any, tower: str) -> list[Any]:
         """The results of an operation; those that are there already are not made again."""
         outs = [Value(v.aval, self.unit) for v in eqn.outvars]
-        if name in _ADDS:  # zeros are not added
+        if name in _ADDS and all(isinstance(v, Value) for v in ins):  # zeros are not added
             for one, other in (ins, ins[::-1]):
-                if (
-                    isinstance(one, Value)
-                    and one in self._zeros
-                    and other.aval.shape == outs[0].aval.shape
-                ):
+                if one in self._zeros and other.aval.shape == outs[0].aval.shape:
                     return [other]
         if key := _key(name, ins, eqn.params):
             if key in self._known:
@@ -171,15 +169,26 @@ class Body:
     def _unchanged(self, op: Op) -> list[Any]:
         """A loop's results; what no turn of it changes is what it was given, and no buffer of it.
 
-        So are gradients of a tower that a loop over another one's chunks passes on.
+        So are gradients of a tower that a loop over another one's chunks passes on. Zeros that a
+        loop is given only to pass on it does not read; what it gives back are others, made anew.
         """
         (body,), given = self.inner[len(self.ops) - 1], list(op.outs)
         consts, carries = compat.scan_inputs(dict(op.params))
-        same = [n for n in range(carries) if body.outs[n] is body.ins[consts + n]]
-        for n in same:
-            op.outs[n].size, given[n] = 0.0, op.ins[consts + n]
-        unread = self._zeros.intersection(v for v in op.values if v in [given[n] for n in same])
-        self.ops[-1] = op._replace(values=tuple(v for v in op.values if v not in unread))
+        same = {
+            consts + n
+            for n in range(carries)
+            if body.outs[n] is body.ins[consts + n] and isinstance(op.ins[consts + n], Value)
+        }
+        passed = {i for i in same if op.ins[i] in self._zeros}
+        read = tuple(v for i, v in enumerate(op.ins) if isinstance(v, Value) and i not in passed)
+        self.ops[-1] = op._replace(values=read)
+        for i in sorted(same):
+            out = op.outs[i - consts]
+            out.size, given[i - consts] = 0.0, op.ins[i]  # a result that takes no room
+            if i in passed:
+                zeros = given[i - consts] = Value(out.aval, self.unit)
+                self._zeros.add(zeros)
+                self.ops.append(Op("broadcast_in_dim", (), (zeros,), {}, op.tower, ()))
         return given
 
     def late(self, carries: int = 0) -> Body:
@@ -386,6 +395,11 @@ class Order(NamedTuple):
         """
         kept = frozenset().union(*self.given[:results])
         return self.read | dict.fromkeys(kept, len(self.made))
+
+
+def is_number(op: Op) -> bool:
+    """Whether an operation broadcasts one number."""
+    return op.name == "broadcast_in_dim" and all(v.aval.size == 1 for v in op.values)
 
 
 def _fused(body: Body) -> set[Value]:

@@ -61,6 +61,8 @@ class Kind(NamedTuple):
     trained: bool
     layered: bool
     """Of the decoder's stack, which stages cut."""
+    turned: bool
+    """Loops gather a dim of it that is not a layer's first; see ``compilers.COMPILERS``."""
     words: tuple[tuple[str, int], ...]
     """Words of their dims that a mesh may split, and the dims' sizes."""
 
@@ -116,13 +118,16 @@ class Rough:
             )
             size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
             layered = path.startswith(f"{stack}/")
-            self.kinds[Kind(path.split("/")[0], path in own, layered, words)] += size
+            turned = model.logical[path][:1] == ("layers",) and "embed" in model.logical[path][2:]
+            self.kinds[Kind(path.split("/")[0], path in own, layered, turned, words)] += size
         self.layer = sum(
             n for k, n in self.kinds.items() if k.layered and any(w == "layers" for w, _ in k.words)
         ) / depth  # fmt: skip
 
     def states(self, mesh: MeshConfig, strategy: StrategyConfig) -> dict[str, float]:
-        """Parameters, frozen ones and moments between steps; gradients; what is gathered."""
+        """Parameters, frozen ones and moments between steps; gradients; what is gathered; of these,
+        what loops turn; the larger stack's layers.
+        """
         key = mesh, *(getattr(strategy, name) for name in _STORED)
         if key not in self._states:
             self._states[key] = self._counted(mesh, strategy)
@@ -141,6 +146,10 @@ class Rough:
                 found["moments"] += 0.0 if "optimizer" in strategy.offload else 2 * held
                 found["whole"] += stored if stored > held else 0.0
             found["gathered"] += gathered if gathered != stored else 0.0
+            if kind.turned and split and stored < size / _parts(kind, mesh, ()):
+                found["turned" if kind.trained else "turned, frozen"] += stored
+            if kind.layered:
+                found["layers"] += gathered
         return found
 
     def work(self, step: Step) -> float:
@@ -160,7 +169,8 @@ class Rough:
             else:
                 each.append(self._rows(step, self.config, count, own, logits=False))
             vectors += 12.0 * side.number * step.pairs.width(self.config)
-        return vectors + (sum(each) if step.microbatches == 1 else max(each))
+        at_once = sum(each) - (len(each) - 1) * self._weights(step)
+        return vectors + (at_once if step.microbatches == 1 else max(each))
 
     def _rows(
         self, step: Step, config: ModelConfig, rows: float | int, row: Rows, logits: bool = True
@@ -178,13 +188,19 @@ class Rough:
         kept, inside = self._experts(step, decoder)
         total = tokens * (saved + kept) * decoder.depth / mesh.stage * in_flight
         pictures, tower = self._vision(step, rows, row.patches) if row.patches else (0.0, 0.0)
-        block = self._saved("none", decoder.width, heads, more, 2 * mlp, scores)
+        block = self._saved("none", decoder.width, heads, more, 2 * mlp, self._worked(scores))
         head = 12 * min(decoder.vocab_size, 65_536) / mesh.tensor * decoder.head * logits
         # Attention's scores are gone when experts work.
         mixture = self._saved("none", decoder.width, heads, more, 2 * mlp, 0.0) + inside
         # The towers are at their worst one behind the other.
         own = tokens * max(block, mixture, head) + self._weights(step)
         return total + pictures + max(own, tower)
+
+    def _worked(self, scores: float | int) -> float:
+        """Of what is kept of scores, what a block's backward pass has: scores and their gradient in
+        float32, where these are apart.
+        """
+        return float(scores * (1 + COMPILERS[self.platform].apart))
 
     def _weights(self, step: Step) -> float:
         """Of a layer, gathered, and of its gradient."""
@@ -216,22 +232,22 @@ class Rough:
             scores = 3 * row.length * t.num_heads / tensor * (self.platform != "tpu")
             dims = (t.width, t.width / tensor, 2 * t.width / tensor, t.mlp_dim / tensor, scores)
             kept = self._saved(step.remat, *dims) * t.depth * ("text" in self.trained)
-            total += rows * row.length * (kept + self._saved("none", *dims))
+            work = self._saved("none", *dims[:-1], self._worked(scores))
+            total += rows * row.length * (kept + work)
         return total
 
     def _vision(self, step: Step, rows: float | int, patches: float | int) -> tuple[float, float]:
         """Of the vision tower: what it keeps, and what it works with."""
         mesh, vision = step.mesh, self.config.vision
         every, w = rows * patches / mesh.stage, vision.width
-        near = (vision.window // vision.patch_size) ** 2 if vision.window else 0
-        keys = near or min(patches, 4096 if vision.packed else self._picture())
+        keys = patches if vision.packed else self._picture()  # windows are masks of a row's
         learns = bool(self.trained & {"vision", "top"})
         scores = 3 * keys * vision.num_heads / mesh.tensor * (self.platform != "tpu")
         mlp = vision.mlp_dim * (1 + vision.gated) / mesh.tensor
         remat = step.vision or step.remat
         kept = self._saved(remat, w, w / mesh.tensor, 2 * w / mesh.tensor, mlp, scores)
         total = every * kept * (max(feature_blocks(vision)) - vision.trunk) * learns
-        return total, every * self._saved("none", w, w, 2 * w, mlp, scores)
+        return total, every * self._saved("none", w, w, 2 * w, mlp, self._worked(scores))
 
     def _patches(self, rows: Rows) -> int:
         """Of all pictures of a row."""
@@ -247,9 +263,15 @@ class Rough:
         """
         found = self.states(step.mesh, step.strategy)
         between = found["parameters"] + found["frozen"] + found["moments"]
-        update = COMPILERS[self.platform].update
-        work = factor * self.work(step) + more + found["gradients"] * (1 + update)
-        share = COMPILERS[self.platform].whole
+        compiler, parts = COMPILERS[self.platform], step.microbatches > 1
+        # Of microbatches, beside their sum.
+        gradients = 1 + compiler.updates(bool(step.pairs) and parts) + parts
+        work = factor * self.work(step) + more + gradients * found["gradients"]
+        if compiler.turns:
+            work += found["turned"] + found["turned, frozen"] * parts
+        if self.platform == "tpu" and self.number < 4:  # copies of all layers', before their loop
+            work += found["layers"] * self.number / 4
+        share = compiler.gathers
         behind = share * found["gradients"] + found["whole"] if share else 0.0
         return between + max(work, behind) + found["gathered"]
 

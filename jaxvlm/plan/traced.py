@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxvlm.parallel import compat
 from jaxvlm.plan import spread, tiles
-from jaxvlm.plan.program import OPAQUE, VIEWS, Body, Op, Value, itemsize, words
+from jaxvlm.plan.program import OPAQUE, VIEWS, Body, Op, Value, is_number, itemsize, words
 from jaxvlm.plan.spread import Dims
 
 _SAME = VIEWS | words(
@@ -73,7 +73,7 @@ class Held:
         self._dims: dict[Any, Dims] = {v: s.dims for v, s in zip(body.ins, ins) if s.dims}
         self.turned = {v for v, s in zip(body.ins, ins) if s.turned}
         self.inner: dict[int, Held] = {}
-        self._numbers = [op.outs[0] for op in body.ops if op.name == "broadcast_in_dim"]
+        self._numbers = {op.outs[0] for op in body.ops if is_number(op)}
         for i, op in enumerate(body.ops):
             if op.name == "scan":
                 self._scan(i, op)
@@ -146,8 +146,9 @@ class Held:
         self.inner[i] = held
         for const, read in zip(op.ins[:consts], inner.ins):
             # One number, broadcast, is split as it is read.
-            if const in self._numbers and (dims := held.share(read).dims):
-                self._dims[const] = dims
+            number = isinstance(const, Value) and const in self._numbers
+            if number and (dims := held.share(read).dims):
+                self._dims.setdefault(const, dims)
         for n, (v, own) in enumerate(zip(op.outs, inner.outs)):
             share, is_stacked = held.share(own), n >= carries
             if share.dims:
