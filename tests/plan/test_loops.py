@@ -92,7 +92,7 @@ def test_one_number_is_broadcast_within_a_backward_loop():
 
 
 def test_new_parameters_of_zero_1_are_whole_on_gpus_but_for_those_gathered_in_place():
-    decoder = dataclasses.replace(TINY.decoder, mlp_dim=1 << 18)
+    decoder = dataclasses.replace(TINY.decoder, depth=24, mlp_dim=4096, remat="full")
     config = dataclasses.replace(TINY, decoder=decoder)
     devices = absent.devices("gpu", 8)
     mesh, strategy = resolve(StrategyConfig("zero1"), MeshConfig(data=1, fsdp=8), devices)
