@@ -135,9 +135,11 @@ def verified(row: dict[str, Any]) -> dict[str, Any]:
     ways = {"ours": first.way, "theirs": setups.theirs(row)}
     made: dict[str, Any] = {}
     for who, way in ways.items():
-        setup = setup_of(asked, way)
-        one = verify.compiled(setup, devices)
         made[who] = {"way": way.text()}
+        try:
+            one = verify.compiled(setup_of(asked, way), devices)
+        except ConfigError as error:  # dims that the mesh does not divide
+            one = {"why": str(error)}
         if "why" in one:
             made[who]["why"] = one["why"].splitlines()[0][:300]
             continue
