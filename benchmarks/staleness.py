@@ -145,7 +145,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     rates = sorted({row["learning_rate"] for row in rows})
     color = {rate: f"C{i}" for i, rate in enumerate(rates)}
     panels = {"lazy": "bound", "hybrid": "bound", "adaptive": "tolerance"}
-    figure, axes = pyplot.subplots(1, 4, figsize=(11, 3), sharey=True, layout="constrained")
+    figure, axes = pyplot.subplots(1, 4, figsize=(11, 3.3), sharey=True, layout="constrained")
     for rate, panel in itertools.product(rates, axes):
         whole = [x["exact_match"] for x in rows if _of(x) == "full" and x["learning_rate"] == rate]
         if whole:
@@ -168,9 +168,10 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         axes[3].scatter([100 * x for x in shares], reached, c=colors, marker=mark, s=18)
         axes[3].scatter([], [], c="gray", marker=mark, s=18, label=policy)
     axes[3].set(title="all", xlabel="shows encoded, %")
-    axes[3].legend(fontsize="small")
-    axes[0].set_ylabel("exact match, %")
-    axes[0].legend(fontsize="small", title="dotted: all encoded", title_fontsize="small")
+    axes[0].set_ylabel("exact match, % (dotted: all encoded)")
+    lines, marks = (axis.get_legend_handles_labels() for axis in (axes[0], axes[3]))
+    named = [a + b for a, b in zip(lines, marks, strict=True)]
+    figure.legend(*named, loc="outside lower center", ncols=7, fontsize="small")
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
