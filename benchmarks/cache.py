@@ -118,7 +118,8 @@ class Contest:
         features = jax.block_until_ready(encode(still, batch.pixels))
         alone = batch._replace(pixels=None, image_key=None, image_pages=None)
         self.steps, self.states, self.batches = {}, {}, {}
-        self.store = Store(tempfile.mkdtemp(), {"benchmark": name})
+        self.folder = tempfile.TemporaryDirectory()  # as long as this lives
+        self.store = Store(self.folder.name, {"benchmark": name})
         self.keys = [key.tobytes() for key in key.reshape(-1, 4)]
         for one, tokens in zip(self.keys, np.asarray(features).reshape(len(self.keys), 196, -1)):
             self.store.put(one, tokens)
@@ -173,7 +174,8 @@ class Locked:
         pixels = jax.device_put(batch.query.pixels)
         tower_run = encode.lower(still, pixels).compile()
         self.features = np.asarray(tower_run(still, pixels))
-        self.store = Store(tempfile.mkdtemp(), {"benchmark": LOCKED})
+        self.folder = tempfile.TemporaryDirectory()  # as long as this lives
+        self.store = Store(self.folder.name, {"benchmark": LOCKED})
         self.keys = [i.to_bytes(16, "little") for i in range(EXAMPLES)]
         for one, tokens in zip(self.keys, self.features[:, 0]):
             self.store.put(one, tokens)

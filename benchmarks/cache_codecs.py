@@ -113,14 +113,14 @@ def main() -> None:
     parser.add_argument("--folder", type=pathlib.Path, help="of start and stores; else made anew")
     args = parser.parse_args()
     before, rows = environment(), kept(NAME)
-    folder = args.folder or pathlib.Path(tempfile.mkdtemp())
-    for seed in args.seeds:
-        for arm in args.only:
-            if any((row["arm"], row["seed"]) == (arm, seed) for row in rows):
-                continue
-            rows.append(one_run(arm, seed, folder))
-            print(rows[-1], flush=True)
-            write(f"{NAME}.json", {"environment": before, "rows": rows})
+    with tempfile.TemporaryDirectory() as made:
+        for seed in args.seeds:
+            for arm in args.only:
+                if any((row["arm"], row["seed"]) == (arm, seed) for row in rows):
+                    continue
+                rows.append(one_run(arm, seed, args.folder or pathlib.Path(made)))
+                print(rows[-1], flush=True)
+                write(f"{NAME}.json", {"environment": before, "rows": rows})
 
 
 if __name__ == "__main__":
