@@ -31,7 +31,7 @@ sys.path.append(str(ROOT / "configs"))
 import quickstart  # recipes are files, not a package
 
 NAME = "cache_codecs_cpu"
-START_EPOCHS, EPOCHS = 4.0, 2.0
+START_EPOCHS, EPOCHS = 12.0, 8.0
 CHUNK = 8
 MADE = "exact, made"
 ARMS = ("off", MADE, *codec.CODECS)

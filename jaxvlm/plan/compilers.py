@@ -8,9 +8,9 @@ from typing import NamedTuple
 class Compiler(NamedTuple):
     """Read from XLA's buffer assignments, JAX 0.10.2, but for what is said to be fitted."""
 
-    update: float = 0.0
-    """Of the optimizer's share of all gradients, beside everything else: XLA for CPUs, which does
-    first what is ready first, scales both moments at the step's begin."""
+    copied: bool = False
+    """Both moments are copied at the step's begin, by XLA for CPUs, which does first what is ready
+    first. Where they lay, what is made later is put until they are written again."""
     gathers: float = 0.0
     """Of the optimizer's share of all gradients, what is beside new parameters that are made whole
     of shares (ZeRO-1 and 2; fitted): XLA for GPUs gathers all of them before it puts the first in
@@ -25,23 +25,26 @@ class Compiler(NamedTuple):
     """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
     before it, that dim first: XLA for GPUs sends what lies in one piece. Around a loop over parts
     of a batch, frozen ones too: it makes before a loop what all turns make alike."""
+    lifts: bool = False
+    """Parameters of no layer that a loop over parts of a batch reads are gathered once, before it.
+    """
     sinks: bool = False
     """One number, broadcast, is made within a loop backward that reads it; for loops forward it is
     an array, at a program's top from its start."""
+    joins: bool = False
+    """A matmul, its rows' sums and what is made of both are one kernel."""
     apart: bool = False
     """What is made of a value and of its rows' sums (a softmax's gradient) is written beside it: a
     kernel of its own, which writes over nothing."""
-
-    def updates(self, chunked: bool) -> float:
-        """``update``; half of it (fitted) where a batch of pairs is gone through in chunks."""
-        return self.update / (1 + chunked)
 
 
 PLAIN = Compiler()
 """Nothing."""
 COMPILERS = {
-    "cpu": Compiler(update=2.0, early=True, by_expert=True, sinks=True),
-    "gpu": Compiler(gathers=0.4, early=True, by_expert=True, turns=True, sinks=True, apart=True),
+    "cpu": Compiler(copied=True, early=True, by_expert=True, lifts=True, sinks=True, joins=True),
+    "gpu": Compiler(
+        gathers=0.4, early=True, by_expert=True, turns=True, lifts=True, sinks=True, apart=True
+    ),
     "tpu": Compiler(tiled=True),
 }
 """By platform."""

@@ -100,12 +100,12 @@ def estimate(setup: Setup) -> Estimate:
     compiler = COMPILERS[setup.platform]
     lies = _lies(setup)
     own = tuple(sorted(split(lies.model, lies.model.shapes, setup.frozen)[0]))
-    work = dict(_peak(*_shares(setup, lies, own), compiler).parts)
     gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
+    copied = sorted(2 * [float(moments[path]) for path in own]) if compiler.copied else []
+    work = dict(_peak(*_shares(setup, lies, own), compiler, tuple(copied)).parts)
     updated = sum(moments[path] for path in own)
-    if compiler.update:
-        chunked = bool(setup.pairs) and setup.microbatches > 1
-        work["update"] = compiler.updates(chunked) * updated
+    if copied:
+        work["update"] = sum(copied)
     if compiler.gathers:
         new, old = lies.model.layout("optimizer"), lies.model.layout("params")
         whole = float(sum(stored[p] for p in own if _gathered_behind(new[p].spec, old[p].spec)))
@@ -243,7 +243,7 @@ def _shares(
     # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
     summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
-    compiler, chunked = COMPILERS[setup.platform], setup.microbatches > 1
+    compiler = COMPILERS[setup.platform]
 
     def share(path: str, held: dict[str, int]) -> Share:
         x, words = model.shapes[path], model.logical[path]
@@ -253,11 +253,7 @@ def _shares(
         # Below one: a whole parameter that is padded.
         least = 0.0 if compiler.tiled else 1.0
         behind = list(zip(spec, words))[2:] if words[:1] == ("layers",) else []
-        turned = (
-            compiler.turns
-            and (path in own or chunked)
-            and any(_gathered(*b, setup.mesh) for b in behind)
-        )
+        turned = compiler.turns and any(_gathered(*b, setup.mesh) for b in behind)
         return Share(max(least, parts), dims if math.prod(dims) > 1 else (), turned)
 
     still = sorted(model.shapes.keys() - set(own))
@@ -274,9 +270,10 @@ def _peak(
     outs: tuple[Share, ...],
     rows: float,
     compiler: Compiler,
+    room: tuple[float, ...],
 ) -> live.Peak:
     held = Held(body, ins, outs, rows, compiler.tiled)
-    return live.peak(held, compiler)
+    return live.peak(held, compiler, room=room)
 
 
 def _gathered_behind(new: Any, old: Any) -> bool:
@@ -339,6 +336,7 @@ def _of_pairs(
 
 def _ordered(body: Body, platform: str) -> Body:
     """As the platform's compiler goes through it."""
+    body = body.lean()
     return {"gpu": body.late, "cpu": body.broad, "tpu": body.hoisted}.get(platform, lambda: body)()
 
 

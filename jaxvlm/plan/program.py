@@ -12,86 +12,28 @@ import collections
 import copy
 import functools
 import itertools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend import core
 
 from jaxvlm.parallel import compat
-
-
-def words(text: str) -> frozenset[str]:
-    """Those of a text."""
-    return frozenset(text.split())
-
-
-VIEWS = words(
-    "reshape squeeze expand_dims transpose copy copy_p sharding_constraint "
-    "optimization_barrier stop_gradient name reshard bitcast_convert_type pvary"
+from jaxvlm.plan.operations import (
+    BODIES,
+    CALLS,
+    CHEAP,
+    OPAQUE,
+    REDUCE,
+    VIEWS,
+    Op,
+    Value,
+    bodies,
+    key,
+    tower_of,
 )
-"""Operations that give their operand under another shape."""
-OPAQUE = words(
-    "dot_general conv_general_dilated scan while cond gather scatter scatter-add sort top_k "
-    "cumsum cumlogsumexp cummax custom_call pallas_call shard_map "
-    "ragged_dot_general dynamic_update_slice all_gather psum reduce_scatter all_to_all "
-    "ppermute"
-)
-"""Operations that read and write whole buffers."""
-_BODIES = ("scan", "cond", "while", "shard_map")
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_TOWERS = ("vision", "top", "connector", "decoder", "text")
+
 _ADDS = ("add", "add_any")
 _CAST, _KERNEL = "convert_element_type", "pallas_call"
-_REDUCE = ("reduce_", "argmax", "argmin")
-SUMS = words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or")
-"""Operations that make one number of several."""
-_CHEAP = words(
-    "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp select_n"
-)
-"""Operations that are done again for each reader, rather than once for all."""
-
-
-class Value:
-    """A value of the program, calls resolved.
-
-    Attributes:
-        aval: as it was traced.
-        rows: how many of its dims are rows'.
-        size: bytes, of one row.
-    """
-
-    __slots__ = ("aval", "rows", "size")
-
-    def __init__(self, aval: Any, unit: int):
-        self.aval, self.rows, self.size = aval, 0, 0.0
-        dtype = getattr(aval, "dtype", None)
-        if dtype is None or str(dtype) == "float0":
-            return
-        dims = list(aval.shape)
-        if unit:
-            self.rows = sum(n % unit == 0 for n in dims if n)
-            dims = [n // unit if n % unit == 0 else n for n in dims]
-        self.size = float(math.prod(dims) * itemsize(dtype))
-
-    def shape(self, unit: int, rows: float | int) -> tuple[float | int, ...]:
-        """Its dims where the unit stands for so many rows."""
-        dims = self.aval.shape
-        return tuple(n / unit * rows if unit and n and n % unit == 0 else n for n in dims)
-
-
-class Op(NamedTuple):
-    """An operation."""
-
-    name: str
-    ins: tuple[Any, ...]
-    outs: tuple[Any, ...]
-    params: Mapping[str, Any]
-    tower: str
-    """Whose it is; "" where none's."""
-    values: tuple[Value, ...]
-    """Of ``ins``, those that are no literals."""
 
 
 class Body:
@@ -126,10 +68,10 @@ class Body:
             return v if isinstance(v, core.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            name, own = eqn.primitive.name, _tower(str(eqn.source_info.name_stack)) or tower
+            name, own = eqn.primitive.name, tower_of(str(eqn.source_info.name_stack)) or tower
             called = None
             if name not in OPAQUE:
-                called = next((eqn.params[k] for k in _CALLS if k in eqn.params), None)
+                called = next((eqn.params[k] for k in CALLS if k in eqn.params), None)
             ins = tuple(read(v) for v in eqn.invars)
             if called is None:
                 env.update(zip(eqn.outvars, self._op(name, ins, eqn, own)))
@@ -148,12 +90,12 @@ class Body:
             for one, other in (ins, ins[::-1]):
                 if one in self._zeros and other.aval.shape == outs[0].aval.shape:
                     return [other]
-        if key := _key(name, ins, eqn.params):
-            if key in self._known:
-                return self._known[key]
-            self._known[key] = outs
-        if name in _BODIES:
-            found = self.inner[len(self.ops)] = [Body(b, self.unit) for b in _bodies(eqn.params)]
+        if same := key(name, ins, eqn.params):
+            if same in self._known:
+                return self._known[same]
+            self._known[same] = outs
+        if name in BODIES:
+            found = self.inner[len(self.ops)] = [Body(b, self.unit) for b in bodies(eqn.params)]
         if name == "scan":  # of equal results of a loop, one is kept
             first: dict[Any, Value] = {}
             carries = compat.scan_inputs(dict(eqn.params))[1]
@@ -191,6 +133,52 @@ class Body:
                 self.ops.append(Op("broadcast_in_dim", (), (zeros,), {}, op.tower, ()))
         return given
 
+    def lean(self, kept: Sequence[bool] | None = None) -> Body:
+        """The same program without what nobody reads (the gradient of a frozen table that a rule of
+        its own makes): compilers leave it out.
+
+        Args:
+            kept: which of its results are wanted. ``None``: all are.
+        """
+        made = self._copy()
+        made.outs = list(itertools.compress(self.outs, kept or [True] * len(self.outs)))
+        read = {v for v in made.outs if isinstance(v, Value)}
+        ops: list[tuple[Op, list[Body] | None]] = []
+        for i, op in reversed(list(enumerate(self.ops))):
+            if not read.intersection(op.outs):
+                continue
+            inner = self.inner.get(i)
+            if op.name == "scan" and inner:
+                consts, carries = compat.scan_inputs(dict(op.params))
+                wanted = [n < carries or v in read for n, v in enumerate(op.outs)]
+                inner = [inner[0].lean(wanted)]
+                used = inner[0]._used
+                given = [
+                    v
+                    for n, (v, own) in enumerate(zip(op.ins, inner[0].ins))
+                    if v in op.values and (own in used or consts <= n < consts + carries)
+                ]
+                outs = tuple(itertools.compress(op.outs, wanted))
+                op = op._replace(outs=outs, values=tuple(given))
+            read.update(op.values)
+            ops.append((op, inner))
+        made.ops = [op for op, _ in reversed(ops)]
+        made.inner = {i: inner for i, (_, inner) in enumerate(reversed(ops)) if inner}
+        return made
+
+    @property
+    def _used(self) -> set[Value]:
+        """What operations, or whoever reads the results, read."""
+        found = {v for v in self.outs if isinstance(v, Value)}
+        return found.union(*(op.values for op in self.ops))
+
+    def _copy(self) -> Body:
+        """One whose operations may be others."""
+        made = copy.copy(self)
+        made.__dict__.pop("order", None)
+        made.__dict__.pop("written", None)
+        return made
+
     def late(self, carries: int = 0) -> Body:
         """The same program; in its loops, an operation is put off until the next turn needs it.
 
@@ -213,25 +201,19 @@ class Body:
     def hoisted(self, given: set[Value] | None = None) -> Body:
         """The same program; what a loop makes smaller of each layer's parameters (a copy in
         bfloat16) is made of all layers' before the first loop that reads it, once for all loops, as
-        XLA for TPUs does it. A loop that keeps such copies for another keeps none, and none that
-        nobody reads (the gradient of frozen tables). Within a loop over microbatches or chunks of
-        pairs, what it is given whole counts as parameters: copies are there as long as it.
+        XLA for TPUs does it. A loop that keeps such copies for another keeps none. Within a loop
+        over microbatches or chunks of pairs, what it is given whole counts as parameters: copies
+        are there as long as it.
 
         Args:
             given: parameters; ``None``: what the program is given.
         """
-        made = copy.copy(self)
-        made.__dict__.pop("order", None)
-        made.__dict__.pop("written", None)
+        made = self._copy()
         made.ops, made.inner = [], {}
         done: dict[Any, Value] = {}
         same: dict[Any, Any] = {}
-        given, read = given or set(self.ins), {v for v in self.outs if isinstance(v, Value)}
-        for op in reversed(self.ops):
-            read.update(op.values if read.intersection(op.outs) else ())
+        given = given or set(self.ins)
         for i, op in enumerate(self.ops):
-            if not read.intersection(op.outs):
-                continue
             values = tuple(same.get(v, v) for v in op.values)
             ins = tuple(same.get(v, v) if isinstance(v, Value) else v for v in op.ins)
             inner = self.inner.get(i)
@@ -245,10 +227,7 @@ class Body:
                         done[key] = Value(aval, self.unit)
                         made.ops.append(Op(_CAST, (whole,), (done[key],), {}, op.tower, (whole,)))
                     ins, values = (*ins, done[key]), (*values, done[key])
-                kept = [
-                    n < carries or (v not in casts and op.outs[n] in read)
-                    for n, v in enumerate(inner[0].outs)
-                ]
+                kept = [n < carries or v not in casts for n, v in enumerate(inner[0].outs)]
                 for n, v in enumerate(inner[0].outs):
                     if n >= carries and v in casts:
                         same[op.outs[n]] = done[casts[v], str(v.aval.dtype)]
@@ -286,9 +265,7 @@ class Body:
     def _placed(self, how: Callable[[Body, int], list[int] | None], carries: int) -> Body:
         """The same program in another order, and so are the bodies in it."""
         places = how(self, carries) or list(range(len(self.ops)))
-        made = copy.copy(self)
-        made.__dict__.pop("order", None)
-        made.__dict__.pop("written", None)
+        made = self._copy()
         made.ops = [self.ops[i] for i in places]
         made.inner = {}
         for n, i in enumerate(places):
@@ -397,11 +374,6 @@ class Order(NamedTuple):
         return self.read | dict.fromkeys(kept, len(self.made))
 
 
-def is_number(op: Op) -> bool:
-    """Whether an operation broadcasts one number."""
-    return op.name == "broadcast_in_dim" and all(v.aval.size == 1 for v in op.values)
-
-
 def _fused(body: Body) -> set[Value]:
     """Values that are made where they are read."""
     readers: dict[Value, list[str]] = {}
@@ -415,56 +387,17 @@ def _fused(body: Body) -> set[Value]:
             readers.setdefault(v, []).extend(seen)
     made: set[Value] = set()
     for op in body.ops:
-        if op.name in OPAQUE or op.name in VIEWS or op.name.startswith(_REDUCE):
+        if op.name in OPAQUE or op.name in VIEWS or op.name.startswith(REDUCE):
             continue
         for v in op.outs:
             names = readers.get(v, [])
-            again = len(names) < 2 or op.name in _CHEAP
+            again = len(names) < 2 or op.name in CHEAP
             if v not in kept and again and not OPAQUE.intersection(names):
                 made.add(v)
     return made
-
-
-def _key(name: str, ins: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
-    """What equal operations have in common: compilers do them once. None: it is done anyway."""
-    if name in (*_BODIES, "optimization_barrier"):
-        return None
-    given = tuple(v if isinstance(v, Value) else (str(v.val), str(v.aval)) for v in ins)
-    found = (name, given, *((k, v) for k, v in params.items() if k not in ("name", "sharding")))
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
 
 
 def _done(readers: collections.Counter[int], i: int) -> bool:
     """Whether, with this one, all that read an operation's results have been gone through."""
     readers[i] -= 1
     return not readers[i]
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of an element."""
-    try:
-        return int(np.dtype(dtype).itemsize)
-    except TypeError:  # a PRNG key
-        return 8
-
-
-@functools.lru_cache(maxsize=4096)
-def _tower(scope: str) -> str:
-    """Whose an operation is, by the names around it."""
-    parts = scope.split("/")
-    return next((t for t in _TOWERS if f"({t})" in scope or t in parts), "")
-
-
-def _bodies(params: Mapping[str, Any]) -> list[Any]:
-    """The jaxprs among an equation's parameters."""
-    found = []
-    for value in params.values():
-        for x in value if isinstance(value, tuple | list) else (value,):
-            x = getattr(x, "jaxpr", x)
-            if hasattr(x, "eqns"):
-                found.append(x)
-    return found

@@ -120,6 +120,8 @@ class Rough:
             layered = path.startswith(f"{stack}/")
             turned = model.logical[path][:1] == ("layers",) and "embed" in model.logical[path][2:]
             self.kinds[Kind(path.split("/")[0], path in own, layered, turned, words)] += size
+        # Towers that a gradient passes, so that loops read them twice.
+        self.passed = {kind.tower for kind in self.kinds if kind.trained} | {"decoder"}
         self.layer = sum(
             n for k, n in self.kinds.items() if k.layered and any(w == "layers" for w, _ in k.words)
         ) / depth  # fmt: skip
@@ -147,7 +149,7 @@ class Rough:
                 found["whole"] += stored if stored > held else 0.0
             found["gathered"] += gathered if gathered != stored else 0.0
             if kind.turned and split and stored < size / _parts(kind, mesh, ()):
-                found["turned" if kind.trained else "turned, frozen"] += stored
+                found["turned" if kind.tower in self.passed else "turned, once"] += stored
             if kind.layered:
                 found["layers"] += gathered
         return found
@@ -265,10 +267,10 @@ class Rough:
         between = found["parameters"] + found["frozen"] + found["moments"]
         compiler, parts = COMPILERS[self.platform], step.microbatches > 1
         # Of microbatches, beside their sum.
-        gradients = 1 + compiler.updates(bool(step.pairs) and parts) + parts
+        gradients = 1 + 2 * compiler.copied + parts
         work = factor * self.work(step) + more + gradients * found["gradients"]
         if compiler.turns:
-            work += found["turned"] + found["turned, frozen"] * parts
+            work += found["turned"] + found["turned, once"] * parts
         if self.platform == "tpu" and self.number < 4:  # copies of all layers', before their loop
             work += found["layers"] * self.number / 4
         share = compiler.gathers

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from jaxvlm.parallel import compat
 from jaxvlm.plan import spread, tiles
-from jaxvlm.plan.program import OPAQUE, VIEWS, Body, Op, Value, is_number, itemsize, words
+from jaxvlm.plan.operations import OPAQUE, VIEWS, Op, Value, is_number, itemsize, words
+from jaxvlm.plan.program import Body
 from jaxvlm.plan.spread import Dims
 
 _SAME = VIEWS | words(
@@ -169,6 +170,8 @@ class Held:
             if v.aval.ndim and not self.parts(v) and 64 * v.aval.size >= out.aval.size:
                 self._parts[v] = self.parts(out)
                 self.gradients.add(v)
+                if op.name in _INTO and out in self._dims:
+                    self._dims.setdefault(v, self._dims[out])
 
     def _sums(self, i: int, op: Op) -> None:
         """Gradients that a scan adds up, as one over microbatches does."""

@@ -1,0 +1,126 @@
+"""One operation of a traced program, and what its name alone says."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+def words(text: str) -> frozenset[str]:
+    """Those of a text."""
+    return frozenset(text.split())
+
+
+VIEWS = words(
+    "reshape squeeze expand_dims transpose copy copy_p sharding_constraint "
+    "optimization_barrier stop_gradient name reshard bitcast_convert_type pvary"
+)
+"""Operations that give their operand under another shape."""
+OPAQUE = words(
+    "dot_general conv_general_dilated scan while cond gather scatter scatter-add sort top_k "
+    "cumsum cumlogsumexp cummax custom_call pallas_call shard_map "
+    "ragged_dot_general dynamic_update_slice all_gather psum reduce_scatter all_to_all "
+    "ppermute"
+)
+"""Operations that read and write whole buffers."""
+BODIES = ("scan", "cond", "while", "shard_map")
+CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_TOWERS = ("vision", "top", "connector", "decoder", "text")
+REDUCE = ("reduce_", "argmax", "argmin")
+SUMS = words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or")
+"""Operations that make one number of several."""
+ANEW = ("dot_general", "conv_general_dilated", "gather")
+"""Operations that never write over an operand."""
+CHEAP = words(
+    "broadcast_in_dim iota convert_element_type lt le gt ge eq ne and or not slice neg exp select_n"
+)
+"""Operations that are done again for each reader, rather than once for all."""
+
+
+class Value:
+    """A value of the program, calls resolved.
+
+    Attributes:
+        aval: as it was traced.
+        rows: how many of its dims are rows'.
+        size: bytes, of one row.
+    """
+
+    __slots__ = ("aval", "rows", "size")
+
+    def __init__(self, aval: Any, unit: int):
+        self.aval, self.rows, self.size = aval, 0, 0.0
+        dtype = getattr(aval, "dtype", None)
+        if dtype is None or str(dtype) == "float0":
+            return
+        dims = list(aval.shape)
+        if unit:
+            self.rows = sum(n % unit == 0 for n in dims if n)
+            dims = [n // unit if n % unit == 0 else n for n in dims]
+        self.size = float(math.prod(dims) * itemsize(dtype))
+
+    def shape(self, unit: int, rows: float | int) -> tuple[float | int, ...]:
+        """Its dims where the unit stands for so many rows."""
+        dims = self.aval.shape
+        return tuple(n / unit * rows if unit and n and n % unit == 0 else n for n in dims)
+
+
+class Op(NamedTuple):
+    """An operation."""
+
+    name: str
+    ins: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    params: Mapping[str, Any]
+    tower: str
+    """Whose it is; "" where none's."""
+    values: tuple[Value, ...]
+    """Of ``ins``, those that are no literals."""
+
+
+def is_number(op: Op) -> bool:
+    """Whether an operation broadcasts one number."""
+    return op.name == "broadcast_in_dim" and all(v.aval.size == 1 for v in op.values)
+
+
+def key(name: str, ins: tuple[Any, ...], params: Mapping[str, Any]) -> Any:
+    """What equal operations have in common: compilers do them once. None: it is done anyway."""
+    if name in (*BODIES, "optimization_barrier"):
+        return None
+    given = tuple(v if isinstance(v, Value) else (str(v.val), str(v.aval)) for v in ins)
+    found = (name, given, *((k, v) for k, v in params.items() if k not in ("name", "sharding")))
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of an element."""
+    try:
+        return int(np.dtype(dtype).itemsize)
+    except TypeError:  # a PRNG key
+        return 8
+
+
+@functools.lru_cache(maxsize=4096)
+def tower_of(scope: str) -> str:
+    """Whose an operation is, by the names around it."""
+    parts = scope.split("/")
+    return next((t for t in _TOWERS if f"({t})" in scope or t in parts), "")
+
+
+def bodies(params: Mapping[str, Any]) -> list[Any]:
+    """The jaxprs among an equation's parameters."""
+    found = []
+    for value in params.values():
+        for x in value if isinstance(value, tuple | list) else (value,):
+            x = getattr(x, "jaxpr", x)
+            if hasattr(x, "eqns"):
+                found.append(x)
+    return found
