@@ -6,10 +6,10 @@
 Published vision-language models at their real sizes on eight devices: strategies, remat, rows a
 device, what is trained and the target are drawn from a fixed seed. ``open`` points are those that
 the planner's rules were found on; the prediction for a ``held`` one is written down (``--say``)
-before it is compiled. ``pairs`` points are held ones too, of contrastive training (CLIP, SigLIP, and
-vision-language models that make vectors), whole and in chunks. When rules change, held points that
-they were found on become open ones, and others are drawn. A compilation takes up to minutes: rows
-that are in the result are kept.
+before it is compiled. ``pairs`` points are held ones too, of contrastive training (CLIP, SigLIP,
+and vision-language models that make vectors), whole and in chunks. When rules change, held points
+that they were found on become open ones, and others are drawn. A compilation takes up to minutes:
+rows that are in the result are kept.
 
 Of TPUs' programs the buffer assignment is read, and code is not generated: what the compiler gives
 the program's arguments and its heap of temporaries.
@@ -65,7 +65,7 @@ MODELS = (
 )  # fmt: skip
 HELD_MODELS = (*MODELS, "internvl3-8b", "qwen3-vl-4b")
 _TOO_MUCH = "said not to fit: it is not compiled"
-DRAWS = {"h200:8": 4}
+DRAWS = {"h200:8": 4, "cpu:8": 3}
 """Of a target's held points, where they are not the second: those before are open now."""
 TARGETS = ("h200:8", "cpu:8", "v5p:2x2x2", "v6e:2x4", "v5e:2x4")
 PLATFORMS = {"h200": "gpu", "cpu": "cpu", "v5p": "tpu", "v6e": "tpu", "v5e": "tpu"}
@@ -148,12 +148,22 @@ MORE_PAIRS = (
     ("gemma-3-4b", "hybrid_shard grad_cache=1", "none", 4, 512, "decoder"),
 )
 """More of them, on GPUs and CPUs."""
+PAIRS_ON_CPU = (
+    ("clip-vit-l-14", "zero1", "dots", 32, 77, "all"),
+    ("siglip2-so400m", "hybrid_shard grad_cache=8", "full", 32, 64, "decoder"),
+    ("clip-vit-b-32", "ddp grad_cache=32", "full", 128, 77, "all"),
+    ("qwen3-vl-2b", "zero2 grad_cache=2", "dots", 4, 512, "adapters"),
+    ("smolvlm-500m", "hybrid_shard", "none", 4, 512, "all"),
+    ("gemma-3-4b", "fsdp grad_cache=1", "full", 2, 512, "all"),
+)
+"""And more, on CPUs."""
 
 
 def pair_points(target: str) -> list[Point]:
     """Those of a target."""
-    more = () if PLATFORMS[target.split(":")[0]] == "tpu" else MORE_PAIRS
-    return [Point(target, *x) for x in (*PAIRS, *more)]
+    more = {"gpu": MORE_PAIRS, "cpu": (*MORE_PAIRS, *PAIRS_ON_CPU)}
+    found = (*PAIRS, *more.get(PLATFORMS[target.split(":")[0]], ()))
+    return [Point(target, *x) for x in found]
 
 
 def model_config(point: Point) -> ModelConfig | DualConfig:

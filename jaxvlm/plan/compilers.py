@@ -11,6 +11,9 @@ class Compiler(NamedTuple):
     copied: bool = False
     """Both moments are copied at the step's begin, by XLA for CPUs, which does first what is ready
     first. Where they lay, what is made later is put until they are written again."""
+    sums_behind: bool = False
+    """Gradients that no device has a share of are summed over devices at once, beside themselves,
+    when all are there."""
     gathers: float = 0.0
     """Of the optimizer's share of all gradients, what is beside new parameters that are made whole
     of shares (ZeRO-1 and 2; fitted): XLA for GPUs gathers all of them before it puts the first in
@@ -25,6 +28,8 @@ class Compiler(NamedTuple):
     """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
     before it, that dim first: XLA for GPUs sends what lies in one piece. Around a loop over parts
     of a batch, frozen ones too: it makes before a loop what all turns make alike."""
+    keeps: bool = False
+    """A parameter that a loop's operations read whole several times is gathered once for all."""
     lifts: bool = False
     """Parameters of no layer that a loop over parts of a batch reads are gathered once, before it.
     """
@@ -41,10 +46,14 @@ class Compiler(NamedTuple):
 PLAIN = Compiler()
 """Nothing."""
 COMPILERS = {
-    "cpu": Compiler(copied=True, early=True, by_expert=True, lifts=True, sinks=True, joins=True),
+    "cpu": Compiler(
+        copied=True, sums_behind=True, early=True, by_expert=True, keeps=True, lifts=True,
+        sinks=True, joins=True,
+    ),
     "gpu": Compiler(
-        gathers=0.4, early=True, by_expert=True, turns=True, lifts=True, sinks=True, apart=True
+        gathers=0.4, early=True, by_expert=True, turns=True, keeps=True, lifts=True, sinks=True,
+        apart=True,
     ),
     "tpu": Compiler(tiled=True),
-}
+}  # fmt: skip
 """By platform."""

@@ -52,7 +52,7 @@ def peak(
             value at a time, and that is not counted.
         lifted: parameters that are gathered around it.
     """
-    order, does = held.body.order, Passes(held, compiler, results is not None)
+    order, does = held.body.order, Passes(held, compiler, results is not None, lifted)
     last = order.last(results)
     ends: dict[int, list[Any]] = collections.defaultdict(list)
     for v, i in last.items():
@@ -82,7 +82,7 @@ def peak(
         left, placed = room, _NOTHING
         if room:
             left, placed = _placed([x for v, x in alive.items() if v not in does.fixed], room)
-        extra = _inside(held, i, op, compiler, left, lifted)
+        extra = _inside(held, i, op, compiler, left, does.whole)
         if i in does.turning:
             extra = Peak(does.turning[i], {"weights": does.turning[i]})
         if total - placed.bytes + extra.bytes > best.bytes:
@@ -133,7 +133,7 @@ def _inside(
     op: Op,
     compiler: Compiler,
     room: tuple[float, ...],
-    lifted: frozenset[Value],
+    whole: set[Value],
 ) -> Peak:
     """What is alive within an operation alone; branches and loops without a count whole."""
     parts: list[tuple[str, float]] = []
@@ -143,10 +143,10 @@ def _inside(
         parts += peak(inner, compiler, carries, room, same).parts.items()
         parts += [("work", passes.by_expert(inner))] if compiler.by_expert else []
         parts += [("weights", inner.bytes(v) * inner.parts(v)) for v in same]
-    shares = [v for v in passes.shares(held, op) if v not in lifted]
-    whole = sum((held.bytes(v) * held.parts(v) for v in shares), 0.0)
-    if whole and not any(size >= whole for size in room):
-        parts.append((f"{op.tower} weights".strip(), whole))
+    shares = [v for v in passes.shares(held, op) if v not in whole]
+    gathered = sum((held.bytes(v) * held.parts(v) for v in shares), 0.0)
+    if gathered and not any(size >= gathered for size in room):
+        parts.append((f"{op.tower} weights".strip(), gathered))
     if op.name in ("cond", "while", "shard_map"):
         # A map over devices has a device's rows in it, and all of theirs around it.
         rows = held.rows * (op.params["mesh"].size if op.name == "shard_map" else 1)

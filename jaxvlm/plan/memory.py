@@ -103,17 +103,28 @@ def estimate(setup: Setup) -> Estimate:
     gathered, stored, moments = (lies.bytes[f] for f in ("gathered", "params", "optimizer"))
     copied = sorted(2 * [float(moments[path]) for path in own]) if compiler.copied else []
     work = dict(_peak(*_shares(setup, lies, own), compiler, tuple(copied)).parts)
-    updated = sum(moments[path] for path in own)
     if copied:
         work["update"] = sum(copied)
-    if compiler.gathers:
-        new, old = lies.model.layout("optimizer"), lies.model.layout("params")
-        whole = float(sum(stored[p] for p in own if _gathered_behind(new[p].spec, old[p].spec)))
-        if whole + compiler.gathers * updated > sum(work.values()):
-            work = {"gradients": compiler.gathers * updated, "new parameters": whole}
+    behind = _behind(setup, lies, own)
+    work = max(work, behind, key=lambda parts: sum(parts.values()))
     if moved := sum(gathered[p] for p in gathered if gathered[p] != stored[p]):
         work["gathered weights"] = float(moved)
     return Estimate(_states(setup, lies.model, own, stored, moments), work)
+
+
+def _behind(setup: Setup, lies: _Layouts, own: tuple[str, ...]) -> dict[str, float]:
+    """What there is besides states when all gradients are there, by part."""
+    compiler, found = COMPILERS[setup.platform], dict[str, float]()
+    stored, moments = (lies.bytes[f] for f in ("params", "optimizer"))
+    updated = sum(moments[path] for path in own)
+    if compiler.sums_behind and _shards(setup) > 1:
+        whole = sum(moments[p] for p in own if moments[p] == _size(lies.model.shapes[p]))
+        found["gradients"], found["update"] = 2.0 * whole, 2.0 * updated * compiler.copied
+    if compiler.gathers:
+        new, old = lies.model.layout("optimizer"), lies.model.layout("params")
+        whole = sum(stored[p] for p in own if _gathered_behind(new[p].spec, old[p].spec))
+        found["gradients"], found["new parameters"] = compiler.gathers * updated, float(whole)
+    return found
 
 
 def check(setup: Setup) -> None:
@@ -227,8 +238,12 @@ def _size(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
+def _shards(setup: Setup) -> int:
+    return math.prod(getattr(setup.mesh, axis) for axis in BATCH_AXES)
+
+
 def _local_rows(setup: Setup) -> int:
-    shards = math.prod(getattr(setup.mesh, axis) for axis in BATCH_AXES)
+    shards = _shards(setup)
     if setup.rows % shards:
         raise ConfigError(f"{setup.rows} rows are not divisible by {shards} batch shards")
     return setup.rows // shards

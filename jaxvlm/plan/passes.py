@@ -41,6 +41,7 @@ class Passes:
         held: what of each value a device holds.
         compiler: whose passes.
         loop: whether it is a loop's body.
+        lifted: parameters that are gathered around it.
 
     Attributes:
         start: values that are there from the program's start.
@@ -48,15 +49,21 @@ class Passes:
         copies: what there is besides.
         turning: bytes of a second copy, at an operation alone.
         fixed: values that lie nowhere but in room of their own.
+        whole: parameters that are not gathered where they are read.
     """
 
-    def __init__(self, held: Held, compiler: Compiler, loop: bool):
+    def __init__(
+        self, held: Held, compiler: Compiler, loop: bool, lifted: frozenset[Value] = frozenset()
+    ):
         whole, sunk = _numbers(held) if compiler.sinks else (set(), set())
         self.sunk: set[Any] = sunk
         self.copies: list[Copy] = _turned(held)
         self.turning: dict[int, float] = {}
         self.start: list[Value] = []
         self.fixed: set[Any] = set()
+        self.whole = set(lifted)
+        if compiler.keeps and loop:
+            self._gathered(held)
         if compiler.joins:
             self.sunk = sunk | _joined(held)
             self.copies += _factors(held)
@@ -97,6 +104,22 @@ class Passes:
             self.turning[start] = self.turning.get(start, 0.0) + size
             if not start:
                 self.copies.append(Copy(v, 0, ends[v], kind(held, op, v), size))
+
+    def _gathered(self, held: Held) -> None:
+        """Parameters that several operations read: gathered for the first, kept for the last."""
+        by = {out: op for op in held.body.ops for out in op.outs}
+        read: dict[Value, list[tuple[int, Value]]] = {}
+        for i, op in enumerate(held.body.ops):
+            for v in shares(held, op):
+                base = v
+                while base in by and by[base].name in VIEWS:
+                    base = by[base].values[0]
+                read.setdefault(base, []).append((i, v))
+        for (first, v), *more in read.values():
+            if more and v not in self.whole:
+                size = held.bytes(v) * held.parts(v)
+                self.copies.append(Copy(v, first, more[-1][0], "weights", size))
+                self.whole.update([v, *(x for _, x in more)])
 
 
 def kind(held: Held, op: Op, v: Value) -> str:

@@ -344,8 +344,11 @@ class Body:
         for i, op in enumerate(self.ops):
             read = frozenset().union(*map(under, op.values))
             reads.append(read)
-            for v in op.outs:
-                roots[v] = read if op.name in VIEWS or v in fused else frozenset([v])
+            for n, v in enumerate(op.outs):
+                if op.name in VIEWS:  # each of a barrier's results is of its own operand
+                    roots[v] = under(op.ins[n])
+                else:
+                    roots[v] = read if v in fused else frozenset([v])
             if op.name not in VIEWS and not all(v in fused for v in op.outs):
                 last.update(dict.fromkeys(read, i))
         buffers = [tuple(v for v in op.outs if roots[v] == frozenset([v])) for op in self.ops]
@@ -379,12 +382,14 @@ def _fused(body: Body) -> set[Value]:
     readers: dict[Value, list[str]] = {}
     kept = {v for v in body.outs if isinstance(v, Value)}
     for op in reversed(body.ops):
-        seen = [op.name]
         if op.name in VIEWS:  # who reads a view reads what it is of
-            seen = readers.get(op.outs[0], [])
-            kept.update(op.values if op.outs[0] in kept else ())
+            for v, out in zip(op.ins, op.outs):
+                if isinstance(v, Value):
+                    readers.setdefault(v, []).extend(readers.get(out, []))
+                    kept.update([v] if out in kept else ())
+            continue
         for v in op.values:
-            readers.setdefault(v, []).extend(seen)
+            readers.setdefault(v, []).append(op.name)
     made: set[Value] = set()
     for op in body.ops:
         if op.name in OPAQUE or op.name in VIEWS or op.name.startswith(REDUCE):
