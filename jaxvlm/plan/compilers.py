@@ -12,8 +12,8 @@ class Compiler(NamedTuple):
     """Both moments are copied at the step's begin, by XLA for CPUs, which does first what is ready
     first. Where they lay, what is made later is put until they are written again."""
     sums_behind: bool = False
-    """Gradients that no device has a share of are summed over devices at once, beside themselves,
-    when all are there."""
+    """Gradients of microbatches or chunks that no device has a share of are summed over devices at
+    once, beside themselves, when all are there."""
     gathers: float = 0.0
     """Of the optimizer's share of all gradients, what is beside new parameters that are made whole
     of shares (ZeRO-1 and 2; fitted): XLA for GPUs gathers all of them before it puts the first in

@@ -117,7 +117,7 @@ def _behind(setup: Setup, lies: _Layouts, own: tuple[str, ...]) -> dict[str, flo
     compiler, found = COMPILERS[setup.platform], dict[str, float]()
     stored, moments = (lies.bytes[f] for f in ("params", "optimizer"))
     updated = sum(moments[path] for path in own)
-    if compiler.sums_behind and _shards(setup) > 1:
+    if compiler.sums_behind and _shards(setup) > 1 and setup.microbatches > 1:
         whole = sum(moments[p] for p in own if moments[p] == _size(lies.model.shapes[p]))
         found["gradients"], found["update"] = 2.0 * whole, 2.0 * updated * compiler.copied
     if compiler.gathers:

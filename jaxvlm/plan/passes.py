@@ -5,6 +5,7 @@ Each rule was read from XLA's buffer assignments; which compiler has which, ``co
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ class Passes:
             if op.name in ("scan", "dot_general"):
                 break
             self.fixed.update(made)
+        self.fixed -= _sums_of_two(held)
 
     def _scanned(self, held: Held) -> None:
         """Parameters that a loop goes through along a dim that is not their first are turned, which
@@ -174,6 +176,17 @@ def by_expert(held: Held) -> float:
             experts = op.ins[1].aval if groups else op.outs[0].aval
             found[rows, bool(groups)] = held.bytes(rows) * experts.shape[0]
     return float(sum(found.values()))
+
+
+def _sums_of_two(held: Held) -> set[Any]:
+    """Gradients that two loops add up (a decoder that reads both sides of pairs): their zeros,
+    being copies too, are made behind those of moments.
+    """
+    shapes = collections.Counter[Any]()
+    for i, loop in held.inner.items():
+        if loop.inner:  # over chunks, not layers
+            shapes.update({v.aval.shape for v in held.body.ops[i].outs if v in held.gradients})
+    return {v for v in held.gradients if shapes[v.aval.shape] > 1} - results(held)
 
 
 def _turned(held: Held) -> list[Copy]:
