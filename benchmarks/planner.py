@@ -161,6 +161,14 @@ PAIRS_ON_CPU = (
     ("qwen2.5-vl-3b", "hybrid_shard", "full", 2, 512, "adapters"),
     ("smolvlm-500m", "fsdp grad_cache=4", "none", 8, 512, "decoder"),
     ("internvl3-8b", "ddp grad_cache=1", "full", 2, 512, "all"),
+    ("internvl3-8b", "zero2 grad_cache=2", "full", 4, 512, "decoder"),
+    ("smolvlm-500m", "ddp grad_cache=4", "full", 8, 512, "all"),
+    ("clip-vit-l-14", "hybrid_shard grad_cache=8", "none", 32, 77, "all"),
+    ("siglip2-so400m", "zero1 grad_cache=16", "dots", 32, 64, "all"),
+    ("qwen2.5-vl-3b", "fsdp grad_cache=1", "none", 2, 512, "all"),
+    ("paligemma2-3b", "ddp", "dots", 2, 512, "adapters"),
+    ("clip-vit-b-32", "fsdp", "dots", 256, 77, "decoder"),
+    ("gemma-3-4b", "zero1 grad_cache=1", "full", 2, 512, "adapters"),
 )
 """And more, on CPUs."""
 

@@ -119,7 +119,9 @@ def _behind(setup: Setup, lies: _Layouts, own: tuple[str, ...]) -> dict[str, flo
     updated = sum(moments[path] for path in own)
     if compiler.sums_behind and _shards(setup) > 1 and setup.microbatches > 1:
         whole = sum(moments[p] for p in own if moments[p] == _size(lies.model.shapes[p]))
-        found["gradients"], found["update"] = 2.0 * whole, 2.0 * updated * compiler.copied
+        # What two loops add up lies where moments lay; see passes.
+        beside = 1 if setup.pairs and isinstance(setup.config, ModelConfig) else 2
+        found["gradients"], found["update"] = float(beside * whole), 2.0 * updated * compiler.copied
     if compiler.gathers:
         new, old = lies.model.layout("optimizer"), lies.model.layout("params")
         whole = sum(stored[p] for p in own if _gathered_behind(new[p].spec, old[p].spec))
