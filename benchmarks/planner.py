@@ -169,6 +169,14 @@ PAIRS_ON_CPU = (
     ("paligemma2-3b", "ddp", "dots", 2, 512, "adapters"),
     ("clip-vit-b-32", "fsdp", "dots", 256, 77, "decoder"),
     ("gemma-3-4b", "zero1 grad_cache=1", "full", 2, 512, "adapters"),
+    ("siglip2-so400m", "ddp grad_cache=8", "dots", 16, 64, "all"),
+    ("smolvlm-500m", "zero2 grad_cache=2", "full", 8, 512, "all"),
+    ("qwen3-vl-2b", "ddp grad_cache=2", "full", 4, 512, "all"),
+    ("paligemma2-3b", "hybrid_shard grad_cache=1", "dots", 4, 512, "decoder"),
+    ("internvl3-8b", "fsdp grad_cache=2", "full", 4, 512, "all"),
+    ("clip-vit-l-14", "zero1 grad_cache=8", "full", 32, 77, "decoder"),
+    ("clip-vit-b-32", "hybrid_shard", "full", 128, 77, "all"),
+    ("gemma-3-4b", "ddp grad_cache=2", "none", 4, 512, "adapters"),
 )
 """And more, on CPUs."""
 

@@ -69,6 +69,10 @@ class Passes:
             self.sunk = sunk | _joined(held)
             self.copies += _factors(held)
         if loop:
+            if compiler.copied:
+                self.sunk = self.sunk | _added(held)
+                last = held.body.order.last()
+                self.start += [v for op in held.body.ops for v in stacked(op) if v in last]
             return
         self.fixed.update(results(held), held.gradients)
         if compiler.copied:
@@ -176,6 +180,17 @@ def by_expert(held: Held) -> float:
             experts = op.ins[1].aval if groups else op.outs[0].aval
             found[rows, bool(groups)] = held.bytes(rows) * experts.shape[0]
     return float(sum(found.values()))
+
+
+def _added(held: Held) -> set[Any]:
+    """Gradients that a loop adds to what it has of them: in their place."""
+    given, results = set(held.body.ins), {v for v in held.body.outs if isinstance(v, Value)}
+    found = set[Any]()
+    for op in held.body.ops:
+        sums = [v for v in op.values if v in given and v.aval.shape == op.outs[0].aval.shape]
+        if op.name in ("add", "add_any") and sums and held.parts(op.outs[0]):
+            found.update(results.intersection(op.outs))
+    return found
 
 
 def _sums_of_two(held: Held) -> set[Any]:

@@ -148,3 +148,25 @@ def test_a_parameter_read_twice_in_a_loop_is_gathered_once():
     (copy,) = found.copies
     assert copy.bytes == pytest.approx(SQUARE) and copy.first < copy.last
     assert {op.name for op in held.inner[0].body.ops if copy.of in op.values} == {"dot_general"}
+
+
+def test_sums_of_gradients_are_made_in_place_on_cpus():
+    """And what a loop over layers stacks is there from the begin of a loop over chunks."""
+
+    def fn(w, xs):
+        def layers(x, w):
+            return jnp.sin(x @ w), x
+
+        def chunk(total, x):
+            made = jax.lax.scan(layers, x, w)
+            return total + 2.0 * made[1][:, :SIDE], jnp.sum(made[0])
+
+        return jax.lax.scan(chunk, jnp.zeros((4, SIDE, SIDE)), xs)
+
+    shares = Share(), Share()
+    body = _body(fn, (4, SIDE, SIDE), (2, SIDE, SIDE))
+    (loop,) = Held(body, shares, (Share(1.0), Share())).inner.values()
+    does = passes.Passes(loop, PLAIN._replace(copied=True), loop=True)
+    (total,) = [op.outs[0] for op in loop.body.ops if op.name == "add"]
+    assert total in does.sunk
+    assert [v.aval.shape for v in does.start] == [(4, SIDE, SIDE)]
