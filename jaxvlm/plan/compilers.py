@@ -9,8 +9,10 @@ class Compiler(NamedTuple):
     """Read from XLA's buffer assignments, JAX 0.10.2, but for what is said to be fitted."""
 
     copied: bool = False
-    """Both moments are copied at the step's begin, by XLA for CPUs, which does first what is ready
-    first. Where they lay, what is made later is put until they are written again."""
+    """What is ready first is done first, by XLA for CPUs: both moments are copied at the step's
+    begin, and where they lay, what is made later is put until they are written again; heads'
+    matrices are turned there (``Passes._scanned``); stacked outputs are there from the begin of a
+    loop over chunks; sums of gradients are made in place."""
     sums_behind: bool = False
     """Gradients of microbatches or chunks that no device has a share of are summed over devices at
     once, beside themselves, when all are there."""
@@ -25,9 +27,8 @@ class Compiler(NamedTuple):
     tiled: bool = False
     """See :mod:`jaxvlm.plan.tiles`."""
     turns: bool = False
-    """Trained parameters that a loop gathers along a dim that is not a layer's first are copied
-    before it, that dim first: XLA for GPUs sends what lies in one piece. Around a loop over parts
-    of a batch, frozen ones too: it makes before a loop what all turns make alike."""
+    """Parameters that loops gather along a dim that is not a layer's first are copied before them,
+    that dim first (``passes._turned`` says which): XLA for GPUs sends what lies in one piece."""
     keeps: bool = False
     """A parameter that a loop's operations read whole several times is gathered once for all."""
     lifts: bool = False

@@ -14,7 +14,6 @@ import collections
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from jaxvlm.parallel import compat
 from jaxvlm.plan import passes
 from jaxvlm.plan.compilers import PLAIN, Compiler
 from jaxvlm.plan.operations import ANEW, Op, Value
@@ -28,7 +27,7 @@ class Peak(NamedTuple):
     bytes: float
     parts: dict[str, float]
     """By what they are: ``saved`` (for the backward pass), ``gradients``, ``weights`` (copies in
-    another dtype, or gathered), ``work``; each with its tower in front: ``decoder saved``."""
+    another dtype, or gathered), ``work``; a tower in front where it is one's: ``decoder saved``."""
 
 
 _NOTHING = Peak(0.0, {})
@@ -83,8 +82,8 @@ def peak(
         if room:
             left, placed = _placed([x for v, x in alive.items() if v not in does.fixed], room)
         extra = _inside(held, i, op, compiler, left, does.whole)
-        if i in does.turning:
-            extra = Peak(does.turning[i], {"weights": does.turning[i]})
+        if (size := does.turning.get(i, 0.0)) > extra.bytes:
+            extra = Peak(size, {"weights": size})
         if total - placed.bytes + extra.bytes > best.bytes:
             found = [*alive.values(), *((k, -size) for k, size in placed.parts.items())]
             best = _summed([*found, *extra.parts.items()])
@@ -137,16 +136,19 @@ def _inside(
 ) -> Peak:
     """What is alive within an operation alone; branches and loops without a count whole."""
     parts: list[tuple[str, float]] = []
+    weights = f"{op.tower} weights".strip()
     if op.name == "scan":
-        (consts, carries), inner = compat.scan_inputs(dict(op.params)), held.inner[i]
-        same = passes.invariant(inner, consts) if compiler.lifts else frozenset()
-        parts += peak(inner, compiler, carries, room, same).parts.items()
+        (_, carries), inner = held.inner[i].body.loop, held.inner[i]
+        same = passes.invariant(inner) if compiler.lifts else {}
+        lifted = frozenset(v for values in same.values() for v in values)
+        parts += peak(inner, compiler, carries, room, lifted).parts.items()
         parts += [("work", passes.by_expert(inner))] if compiler.by_expert else []
-        parts += [("weights", inner.bytes(v) * inner.parts(v)) for v in same]
+        own = [inner.bytes(v) * inner.parts(v) for v, *_ in same.values()]
+        parts += [(weights, size) for size in own if not any(n >= size for n in room)]
     shares = [v for v in passes.shares(held, op) if v not in whole]
     gathered = sum((held.bytes(v) * held.parts(v) for v in shares), 0.0)
     if gathered and not any(size >= gathered for size in room):
-        parts.append((f"{op.tower} weights".strip(), gathered))
+        parts.append((weights, gathered))
     if op.name in ("cond", "while", "shard_map"):
         # A map over devices has a device's rows in it, and all of theirs around it.
         rows = held.rows * (op.params["mesh"].size if op.name == "shard_map" else 1)

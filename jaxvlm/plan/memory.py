@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -118,7 +118,8 @@ def _behind(setup: Setup, lies: _Layouts, own: tuple[str, ...]) -> dict[str, flo
     stored, moments = (lies.bytes[f] for f in ("params", "optimizer"))
     updated = sum(moments[path] for path in own)
     if compiler.sums_behind and _shards(setup) > 1 and setup.microbatches > 1:
-        whole = sum(moments[p] for p in own if moments[p] == _size(lies.model.shapes[p]))
+        specs = lies.model.layout("optimizer")
+        whole = sum(moments[p] for p in own if not _is_shared(specs[p].spec, setup.mesh))
         # What two loops add up lies where moments lay; see passes.
         beside = 1 if setup.pairs and isinstance(setup.config, ModelConfig) else 2
         found["gradients"], found["update"] = float(beside * whole), 2.0 * updated * compiler.copied
@@ -240,6 +241,11 @@ def _size(x: jax.ShapeDtypeStruct) -> int:
     return math.prod(x.shape) * np.dtype(x.dtype).itemsize
 
 
+def _is_shared(spec: Iterable[Any], mesh: MeshConfig) -> bool:
+    """Whether devices with other rows have other parts."""
+    return any(_gathered(place, "", mesh) for place in spec)
+
+
 def _shards(setup: Setup) -> int:
     return math.prod(getattr(setup.mesh, axis) for axis in BATCH_AXES)
 
@@ -257,7 +263,8 @@ def _shares(
     """The gradient of a batch, what of its inputs and outputs a device holds, and its rows."""
     step, rows = _step(setup, lies.model)
     model, layout = lies.model, lies.model.layout("gathered")
-    # The sum of a step's gradients is asked for where moments lie, and compilers make it there.
+    # The sum of a step's gradients is asked for where moments lie, and compilers make it there; of
+    # microbatches or chunks, where the strategy's gradients do.
     summed = lies.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
     compiler = COMPILERS[setup.platform]

@@ -82,6 +82,15 @@ class Op(NamedTuple):
     """Of ``ins``, those that are no literals."""
 
 
+def base(by: Mapping[Value, Op], v: Any) -> Any:
+    """What a value is a view of, through all views; ``by`` says who makes what. A barrier's results
+    are of their own operands.
+    """
+    while isinstance(v, Value) and v in by and by[v].name in VIEWS:
+        v = by[v].ins[by[v].outs.index(v)]
+    return v
+
+
 def is_number(op: Op) -> bool:
     """Whether an operation broadcasts one number."""
     return op.name == "broadcast_in_dim" and all(v.aval.size == 1 for v in op.values)

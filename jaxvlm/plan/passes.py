@@ -5,20 +5,19 @@ Each rule was read from XLA's buffer assignments; which compiler has which, ``co
 
 from __future__ import annotations
 
-import collections
 import math
 from typing import Any, NamedTuple
 
 from jaxvlm.parallel import compat
 from jaxvlm.plan.compilers import Compiler
-from jaxvlm.plan.operations import ANEW, SUMS, VIEWS, Op, Value, is_number
-from jaxvlm.plan.program import Body
+from jaxvlm.plan.operations import OPAQUE, SUMS, VIEWS, Op, Value, base, is_number
 from jaxvlm.plan.traced import Held, stacked
 
 _GATHERS = (
     "dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call", "shard_map",
 )  # fmt: skip
 """Operations for which a parameter that is split is made whole."""
+_ADDS = ("add", "add_any")
 
 
 class Copy(NamedTuple):
@@ -49,14 +48,14 @@ class Passes:
         sunk: values that are no buffers.
         copies: what there is besides.
         turning: bytes of a second copy, at an operation alone.
-        fixed: values that lie nowhere but in room of their own.
+        fixed: values that lie nowhere but in room of their own, of a whole program.
         whole: parameters that are not gathered where they are read.
     """
 
     def __init__(
         self, held: Held, compiler: Compiler, loop: bool, lifted: frozenset[Value] = frozenset()
     ):
-        whole, sunk = _numbers(held) if compiler.sinks else (set(), set())
+        numbers, sunk = _numbers(held) if compiler.sinks else (set(), set())
         self.sunk: set[Any] = sunk
         self.copies: list[Copy] = _turned(held)
         self.turning: dict[int, float] = {}
@@ -66,29 +65,29 @@ class Passes:
         if compiler.keeps and loop:
             self._gathered(held)
         if compiler.joins:
-            self.sunk = sunk | _joined(held)
+            self.sunk = self.sunk | _joined(held)
             self.copies += _factors(held)
-        if loop:
-            if compiler.copied:
-                self.sunk = self.sunk | _added(held)
-                last = held.body.order.last()
-                self.start += [v for op in held.body.ops for v in stacked(op) if v in last]
-            return
-        self.fixed.update(results(held), held.gradients)
-        if compiler.copied:
-            self._scanned(held)
-        if compiler.early:
+        if compiler.copied and loop:
+            self.sunk = self.sunk | _added(held)
+        if compiler.copied if loop else compiler.early:
             last = held.body.order.last()
             for op in held.body.ops:
                 self.start += [v for v in stacked(op) if v in last]
-                self.start += [v for v in op.outs if v in whole]
-            # Of zeros of one shape all but one array are copies, made behind those of moments.
-            zeros = {(v.aval.shape, v.aval.dtype): v for v in reversed(self.start)}
-            self.fixed.update(zeros.values())
+                self.start += [v for v in op.outs if v in numbers and not loop]
+        if compiler.copied and not loop:
+            self._scanned(held)
+            self._fix(held)
+
+    def _fix(self, held: Held) -> None:
+        """Say what is made before moments are copied, or is read behind them."""
+        self.fixed.update(results(held), held.gradients)
+        # Of zeros of one shape all but one array are copies, made behind those of moments.
+        zeros = {(v.aval.shape, v.aval.dtype): v for v in reversed(self.start)}
+        self.fixed.update(zeros.values())
         for op, made in zip(held.body.ops, held.body.order.made):
             if op.name in ("scan", "dot_general"):
                 break
-            self.fixed.update(made)
+            self.fixed.update(made)  # what is ready first is made first
         self.fixed -= _sums_of_two(held)
 
     def _scanned(self, held: Held) -> None:
@@ -113,19 +112,13 @@ class Passes:
 
     def _gathered(self, held: Held) -> None:
         """Parameters that several operations read: gathered for the first, kept for the last."""
-        by = {out: op for op in held.body.ops for out in op.outs}
-        read: dict[Value, list[tuple[int, Value]]] = {}
-        for i, op in enumerate(held.body.ops):
-            for v in shares(held, op):
-                base = v
-                while base in by and by[base].name in VIEWS:
-                    base = by[base].values[0]
-                read.setdefault(base, []).append((i, v))
-        for (first, v), *more in read.values():
+        for values in _read(held).values():
+            (first, v), *more = values
             if more and v not in self.whole:
-                size = held.bytes(v) * held.parts(v)
-                self.copies.append(Copy(v, first, more[-1][0], "weights", size))
-                self.whole.update([v, *(x for _, x in more)])
+                size, tower = held.bytes(v) * held.parts(v), held.body.ops[first].tower
+                name = f"{tower} weights".strip()
+                self.copies.append(Copy(v, first, more[-1][0], name, size))
+                self.whole.update(v for _, v in values)
 
 
 def kind(held: Held, op: Op, v: Value) -> str:
@@ -161,12 +154,26 @@ def shares(held: Held, op: Op) -> list[Value]:
     return [v for v in values if held.parts(v) > 1 and v not in held.gradients]
 
 
-def invariant(held: Held, consts: int) -> frozenset[Value]:
-    """Parameters that each turn of a loop would gather alike: its first inputs, or made of them."""
-    same = set(held.body.ins[:consts])
+def _read(held: Held) -> dict[Any, list[tuple[int, Value]]]:
+    """Of each parameter that operations read whole: which do, and what of it (views of one are one
+    parameter)."""
+    by = {out: op for op in held.body.ops for out in op.outs}
+    found: dict[Any, list[tuple[int, Value]]] = {}
+    for i, op in enumerate(held.body.ops):
+        for v in shares(held, op):
+            found.setdefault(base(by, v), []).append((i, v))
+    return found
+
+
+def invariant(held: Held) -> dict[Any, list[Value]]:
+    """Parameters that each turn of a loop would gather alike: what it is given as it is, or what is
+    made of that; and what operations read of each.
+    """
+    same = set(held.body.ins[: held.body.loop[0]])
     for op in held.body.ops:
         same.update(op.outs if op.values and same.issuperset(op.values) else ())
-    return frozenset(v for op in held.body.ops for v in shares(held, op) if v in same)
+    read = {of: [v for _, v in values] for of, values in _read(held).items()}
+    return {of: values for of, values in read.items() if same.issuperset(values)}
 
 
 def by_expert(held: Held) -> float:
@@ -184,12 +191,13 @@ def by_expert(held: Held) -> float:
 
 def _added(held: Held) -> set[Any]:
     """Gradients that a loop adds to what it has of them: in their place."""
-    given, results = set(held.body.ins), {v for v in held.body.outs if isinstance(v, Value)}
+    (consts, carries), body = held.body.loop, held.body
+    by = {out: op for op in body.ops for out in op.outs}
     found = set[Any]()
-    for op in held.body.ops:
-        sums = [v for v in op.values if v in given and v.aval.shape == op.outs[0].aval.shape]
-        if op.name in ("add", "add_any") and sums and held.parts(op.outs[0]):
-            found.update(results.intersection(op.outs))
+    for given, made in zip(body.ins[consts:], body.outs[:carries]):
+        op = by.get(made) if isinstance(made, Value) else None
+        if op and op.name in _ADDS and given in op.values and held.parts(made):
+            found.add(made)
     return found
 
 
@@ -197,16 +205,20 @@ def _sums_of_two(held: Held) -> set[Any]:
     """Gradients that two loops add up (a decoder that reads both sides of pairs): their zeros,
     being copies too, are made behind those of moments.
     """
-    shapes = collections.Counter[Any]()
-    for i, loop in held.inner.items():
-        if loop.inner:  # over chunks, not layers
-            shapes.update({v.aval.shape for v in held.body.ops[i].outs if v in held.gradients})
-    return {v for v in held.gradients if shapes[v.aval.shape] > 1} - results(held)
+    by = {out: op for op in held.body.ops for out in op.outs}
+    shapes = set()
+    for op in held.body.ops:
+        if op.name in _ADDS and op.outs[0] in held.gradients:
+            loops = [by.get(base(by, v)) for v in op.values]
+            if len(loops) == 2 and all(x and x.name == "scan" for x in loops):
+                shapes.add(op.outs[0].aval.shape)
+    return {v for v in held.gradients if v.aval.shape in shapes} - results(held)
 
 
 def _turned(held: Held) -> list[Copy]:
-    """Parameters that loops read in another layout. One that a single pass reads (a frozen tower's)
-    is not copied.
+    """Parameters that loops read in another layout: those that more than one loop reads, or one
+    over microbatches or chunks, which has loops in it. One that a single loop over layers reads (a
+    frozen tower's, forward) is not copied.
     """
     found = []
     loops = {i: op for i, op in enumerate(held.body.ops) if op.name == "scan"}
@@ -242,35 +254,37 @@ def _numbers(held: Held) -> tuple[set[Any], set[Any]]:
 
 def _joined(held: Held) -> set[Any]:
     """What a kernel that joins a matmul with what follows makes no buffer of: a product that only
-    its rows' sums and one more result read, the sums with it (a softmax's gradient); and all of
-    attention forward where nothing is done to scores before their softmax.
+    its rows' sums and one more elementwise result read (a softmax's gradient); and all of attention
+    forward where nothing is done to scores before their softmax.
     """
     body, order, found = held.body, held.body.order, set[Any]()
     kept, readers = results(held), dict[Any, list[int]]()
+    by = {out: op for op in body.ops for out in op.outs}
     for i, made in enumerate(order.made):
         for v in order.reads[i] if made else ():
             readers.setdefault(v, []).append(i)
     for op in body.ops:
-        by = readers.get(op.outs[0], ()) if op.name == "dot_general" else ()
-        over = [body.ops[i] for i in by if body.ops[i].name in SUMS]
-        rest = [i for i in by if body.ops[i].name not in SUMS]
-        if op.outs[0] in kept or not over or len(rest) != 1 or body.ops[rest[0]].name in ANEW:
+        of = readers.get(op.outs[0], ()) if op.name == "dot_general" else ()
+        over = [i for i in of if _is_of_rows(body.ops[i])]
+        rest = [i for i in of if i not in over]
+        if op.outs[0] in kept or not over or len(rest) != 1 or body.ops[rest[0]].name in OPAQUE:
             continue
         result = order.made[rest[0]]
-        greatest = [x.values[0] for x in over if x.name == "reduce_max"]
+        greatest = [body.ops[i].values[0] for i in over if body.ops[i].name == "reduce_max"]
         if not greatest:
             found.add(op.outs[0])
-        elif not kept.intersection(result) and _is_view(body, greatest[0], op.outs[0]):
+        elif not kept.intersection(result) and base(by, greatest[0]) is op.outs[0]:
             ends = [body.ops[i].name for v in result for i in readers.get(v, ())]
             found.update((op.outs[0], *result) if ends == ["dot_general"] else ())
     return found
 
 
-def _is_view(body: Body, of: Value, v: Value) -> bool:
-    by = {out: op for op in body.ops for out in op.outs}
-    while of is not v and of in by and by[of].name in VIEWS:
-        of = by[of].values[0]
-    return of is v
+def _is_of_rows(op: Op) -> bool:
+    """Whether it makes one number of each row, which lies in the last dims."""
+    if op.name not in SUMS:
+        return False
+    ndim, axes = op.values[0].aval.ndim, sorted(op.params["axes"])
+    return axes == list(range(ndim - len(axes), ndim))
 
 
 def _factors(held: Held) -> list[Copy]:

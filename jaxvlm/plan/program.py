@@ -48,12 +48,14 @@ class Body:
         ins: the inputs.
         outs: the outputs; a literal is one too.
         inner: the bodies of its loops, branches and maps over devices, by their place in ``ops``.
+        loop: of a loop's body, how many inputs are the same each turn, and how many are carried.
     """
 
     def __init__(self, jaxpr: Any, unit: int = 0):
         self.unit = unit
         self.ops: list[Op] = []
         self.inner: dict[int, list[Body]] = {}
+        self.loop = 0, 0
         self._known: dict[Any, list[Value]] = {}
         self._zeros: set[Value] = set()
         env = {v: Value(v.aval, unit) for v in (*jaxpr.invars, *jaxpr.constvars)}
@@ -98,7 +100,7 @@ class Body:
             found = self.inner[len(self.ops)] = [Body(b, self.unit) for b in bodies(eqn.params)]
         if name == "scan":  # of equal results of a loop, one is kept
             first: dict[Any, Value] = {}
-            carries = compat.scan_inputs(dict(eqn.params))[1]
+            _, carries = found[0].loop = compat.scan_inputs(dict(eqn.params))
             for n, v in enumerate(found[0].outs):
                 if n >= carries and isinstance(v, Value):
                     outs[n] = first.setdefault(v, outs[n])
@@ -135,7 +137,7 @@ class Body:
 
     def lean(self, kept: Sequence[bool] | None = None) -> Body:
         """The same program without what nobody reads (the gradient of a frozen table that a rule of
-        its own makes): compilers leave it out.
+        its own makes): compilers leave it out. What a loop carries is kept.
 
         Args:
             kept: which of its results are wanted. ``None``: all are.
@@ -175,8 +177,8 @@ class Body:
     def _copy(self) -> Body:
         """One whose operations may be others."""
         made = copy.copy(self)
-        made.__dict__.pop("order", None)
-        made.__dict__.pop("written", None)
+        for name in ("order", "written", "_kernels"):
+            made.__dict__.pop(name, None)
         return made
 
     def late(self, carries: int = 0) -> Body:
@@ -199,9 +201,9 @@ class Body:
         return self._placed(lambda body, own: body._breadth_first(), 0)
 
     def hoisted(self, given: set[Value] | None = None) -> Body:
-        """The same program; what a loop makes smaller of each layer's parameters (a copy in
-        bfloat16) is made of all layers' before the first loop that reads it, once for all loops, as
-        XLA for TPUs does it. A loop that keeps such copies for another keeps none. Within a loop
+        """The same lean program; what a loop makes smaller of each layer's parameters (a copy in
+        bfloat16) is made of all layers' before the first loop that reads it, once for all loops,
+        as XLA for TPUs does it. A loop that keeps such copies for another keeps none. Within a loop
         over microbatches or chunks of pairs, what it is given whole counts as parameters: copies
         are there as long as it.
 

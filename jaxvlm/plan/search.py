@@ -34,8 +34,8 @@ _LOOKS = 12
 _LAST = 8
 """Traced all the same where none fits by then: those that need least by the formula."""
 _FAR = 1.6
-"""Where two traces say that ways need so many times what there is, those that the formula puts
-behind them are not traced: it is not so far off."""
+"""Where two traces, one behind the other, say that ways need so many times what there is, those
+that the formula puts behind them are not traced: it is not so far off."""
 _SLACK = 1.3
 """Of what is thought of a way's memory before a trace, so that none that fits is passed over."""
 _MANY = 8
@@ -413,13 +413,14 @@ def _least(known: Memory, seen: list[Seen], limit: float, top: int) -> list[Plan
     """Of the ways that need least by the formula, those that fit by their own traces.
 
     What traces correct in the formula is of their meshes, and may be wrong for others: that nothing
-    fits is not said by it alone.
+    fits is not said by it alone, but where they are far off; see ``_FAR``.
     """
     best, far = [], 0
     for s in sorted(seen, key=lambda s: s.rough)[:_LAST]:
         with contextlib.suppress(ConfigError):
             plan = known.plan(s.way, known.time(s.way), always=True)
-            far += plan.traced and plan.peak > _FAR * limit
+            if plan.traced:
+                far = far + 1 if plan.peak > _FAR * limit else 0
             if plan.within(limit):
                 best.append(plan)
             elif far == 2:

@@ -111,6 +111,12 @@ class Held:
 
     def _forward(self, op: Op) -> None:
         """How an operation's results are split."""
+        if op.name == "optimization_barrier":  # each result is of its own operand
+            for x, v in zip(op.ins, op.outs):
+                if isinstance(x, Value):
+                    self._parts |= {v: self._parts[x]} if x in self._parts else {}
+                    self._dims |= {v: self._dims[x]} if x in self._dims else {}
+            return
         if op.name == "shard_map":
             for v, spec in zip(op.outs, op.params["out_specs"]):
                 if not v.rows and (dims := spread.placed(spec, op.params["mesh"], v.aval)):
@@ -165,6 +171,9 @@ class Held:
         out = next((v for v in op.outs if v in self.gradients), None) if values else None
         if out is None:
             return
+        if op.name == "optimization_barrier":
+            own = [x for x, v in zip(op.ins, op.outs) if v in self.gradients]
+            values = tuple(x for x in own if isinstance(x, Value))
         for v in values:
             # No small factor.
             if v.aval.ndim and not self.parts(v) and 64 * v.aval.size >= out.aval.size:

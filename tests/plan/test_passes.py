@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
+from builders import TINY
 
-from jaxvlm.plan import live, passes
+from jaxvlm.config import MeshConfig, StrategyConfig
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.plan import absent, live, memory, passes
 from jaxvlm.plan.compilers import COMPILERS, PLAIN
 from jaxvlm.plan.program import Body
 from jaxvlm.plan.traced import Held, Share
@@ -79,6 +84,21 @@ def test_a_softmax_s_gradient_is_one_kernel_with_its_matmul_on_cpus():
     assert less == pytest.approx(4 * SQUARE, rel=0.1)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_product_that_a_loop_reads_is_a_buffer(axis):
+    """And one whose columns are summed, as a bias's gradient is."""
+
+    def fn(x, w):
+        y = x @ w
+        total = jnp.sum(y, axis=axis)
+        if axis:
+            return jax.lax.scan(lambda s, row: (s + jnp.sum(row), None), jnp.sum(total), y)[0]
+        return total, jnp.sin(y)
+
+    held = Held(_body(fn, (4 * SIDE, SIDE), (SIDE, SIDE)), (), ())
+    assert live.peak(held, PLAIN._replace(joins=True)).bytes >= 4 * SQUARE
+
+
 def test_a_norm_s_factors_are_kept_for_its_backward_pass():
     def norm(x, scale):
         rows = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
@@ -126,11 +146,11 @@ def test_what_turns_gather_alike_is_gathered_around_their_loop():
 
     held = Held(_body(fn, (4, 8, SIDE), (SIDE, SIDE)), (Share(), Share(8.0)), ())
     (loop,) = held.inner.values()
-    first = passes.invariant(loop, 1)
-    assert sum(loop.bytes(v) * loop.parts(v) for v in first) == pytest.approx(2 * SQUARE)
-    lifted = live.peak(held, PLAIN._replace(lifts=True))
-    assert lifted.parts["weights"] == pytest.approx(2 * SQUARE)
-    assert live.peak(held).parts["weights"] == pytest.approx(SQUARE)
+    ((first, again),) = passes.invariant(loop).values()
+    assert first is not again  # a view of it is no other parameter
+    lifted = live.peak(held, COMPILERS["gpu"])
+    assert lifted.parts["weights"] == pytest.approx(SQUARE)
+    assert "weights" not in live.peak(held, COMPILERS["gpu"], room=(1.0 * SQUARE,) * 3).parts
 
 
 def test_a_parameter_read_twice_in_a_loop_is_gathered_once():
@@ -163,6 +183,9 @@ def test_sums_of_gradients_are_made_in_place_on_cpus():
 
         return jax.lax.scan(chunk, jnp.zeros((4, SIDE, SIDE)), xs)
 
+    def other(w, xs):
+        return jax.lax.scan(lambda t, x: (t * 0.5, x + t), w[0], xs)
+
     shares = Share(), Share()
     body = _body(fn, (4, SIDE, SIDE), (2, SIDE, SIDE))
     (loop,) = Held(body, shares, (Share(1.0), Share())).inner.values()
@@ -170,3 +193,26 @@ def test_sums_of_gradients_are_made_in_place_on_cpus():
     (total,) = [op.outs[0] for op in loop.body.ops if op.name == "add"]
     assert total in does.sunk
     assert [v.aval.shape for v in does.start] == [(4, SIDE, SIDE)]
+    body = _body(other, (4, SIDE, SIDE), (2, SIDE, SIDE))
+    (loop,) = Held(body, shares, (Share(1.0), Share(1.0))).inner.values()
+    assert not passes.Passes(loop, PLAIN._replace(copied=True), loop=True).sunk
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parts"), [(MeshConfig(data=8), 1), (MeshConfig(data=4, tensor=2), 2)]
+)
+def test_ddp_s_sums_of_microbatches_are_beside_themselves_on_cpus(mesh, parts):
+    """Also where tensor parallelism splits them: no other row's device has that part."""
+    strategy = resolve(StrategyConfig("ddp"), mesh, absent.devices("cpu", 8))[1]
+    rows = 2 * mesh.data
+    setup = memory.Setup(TINY, mesh, strategy, "cpu", rows, 64, 1, microbatches=2)
+    moments = memory.estimate(setup).states["moments"]
+    lies = memory._lies(setup)
+    own = tuple(lies.model.shapes)
+    found = memory._behind(setup, lies, own)
+    assert found == {"gradients": moments, "update": moments}
+    alone = setup._replace(microbatches=1)
+    assert not memory._behind(alone, lies, own)
+    assert parts == 1 or moments < 2 * sum(
+        4 * math.prod(x.shape) for x in lies.model.shapes.values()
+    )
