@@ -33,6 +33,8 @@ _TOWERS = ("vision", "top", "connector", "decoder", "text")
 REDUCE = ("reduce_", "argmax", "argmin")
 SUMS = words("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or")
 """Operations that make one number of several."""
+ADDS = ("add", "add_any")
+"""Operations that add two values."""
 ANEW = ("dot_general", "conv_general_dilated", "gather")
 """Operations that never write over an operand."""
 CHEAP = words(

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from jaxvlm.parallel import compat
 from jaxvlm.plan.compilers import Compiler
-from jaxvlm.plan.operations import OPAQUE, SUMS, VIEWS, Op, Value, base, is_number
+from jaxvlm.plan.operations import ADDS, OPAQUE, SUMS, VIEWS, Op, Value, base, is_number
 from jaxvlm.plan.traced import Held, stacked
 
 _GATHERS = (
     "dot_general", "conv_general_dilated", "ragged_dot_general", "pallas_call", "shard_map",
 )  # fmt: skip
 """Operations for which a parameter that is split is made whole."""
-_ADDS = ("add", "add_any")
 
 
 class Copy(NamedTuple):
@@ -196,7 +195,7 @@ def _added(held: Held) -> set[Any]:
     found = set[Any]()
     for given, made in zip(body.ins[consts:], body.outs[:carries]):
         op = by.get(made) if isinstance(made, Value) else None
-        if op and op.name in _ADDS and given in op.values and held.parts(made):
+        if op and op.name in ADDS and given in op.values and held.parts(made):
             found.add(made)
     return found
 
@@ -208,7 +207,7 @@ def _sums_of_two(held: Held) -> set[Any]:
     by = {out: op for op in held.body.ops for out in op.outs}
     shapes = set()
     for op in held.body.ops:
-        if op.name in _ADDS and op.outs[0] in held.gradients:
+        if op.name in ADDS and op.outs[0] in held.gradients:
             loops = [by.get(base(by, v)) for v in op.values]
             if len(loops) == 2 and all(x and x.name == "scan" for x in loops):
                 shapes.add(op.outs[0].aval.shape)

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from jaxvlm.parallel import compat
 from jaxvlm.plan.operations import (
+    ADDS,
     BODIES,
     CALLS,
     CHEAP,
@@ -32,7 +33,6 @@ from jaxvlm.plan.operations import (
     tower_of,
 )
 
-_ADDS = ("add", "add_any")
 _CAST, _KERNEL = "convert_element_type", "pallas_call"
 
 
@@ -88,7 +88,7 @@ class Body:
     def _op(self, name: str, ins: tuple[Any, ...], eqn: Any, tower: str) -> list[Any]:
         """The results of an operation; those that are there already are not made again."""
         outs = [Value(v.aval, self.unit) for v in eqn.outvars]
-        if name in _ADDS and all(isinstance(v, Value) for v in ins):  # zeros are not added
+        if name in ADDS and all(isinstance(v, Value) for v in ins):  # zeros are not added
             for one, other in (ins, ins[::-1]):
                 if one in self._zeros and other.aval.shape == outs[0].aval.shape:
                     return [other]

@@ -62,6 +62,12 @@ def test_each_result_of_a_barrier_is_of_its_own_operand():
     assert body.order.last()[first] < body.order.last()[second]
 
 
+def test_parameters_behind_a_barrier_are_split_as_before_it():
+    body = _body(lambda *x: jax.lax.optimization_barrier(x), (SIDE, SIDE), (SIDE, SIDE))
+    held = Held(body, (Share(8.0, (2, 1)), Share(1.0)), ())
+    assert [held.share(v) for v in body.outs] == [Share(8.0, (2, 1)), Share(1.0)]
+
+
 def _attention(q, k, v):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
