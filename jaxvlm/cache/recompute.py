@@ -415,7 +415,8 @@ class Recompute:
                 return jnp.zeros((*which.shape, width), fresh[0].dtype)
             page = jnp.take_along_axis(at, which[..., None], axis=1)
             page = jnp.take_along_axis(page, (token // PAGE)[..., None], axis=2)[..., 0]
-            index = self._mine(page, pages) * PAGE + token % PAGE
+            # Of each token once: XLA would fuse it with the copy, and work it out for each number.
+            index = jax.lax.optimization_barrier(self._mine(page, pages) * PAGE + token % PAGE)
             return jax.lax.stop_gradient(pages).reshape(-1, width)[index]
 
         def local(fresh: Any, start: Any, seen: Seen, pages: Any, given: Any) -> Any:
