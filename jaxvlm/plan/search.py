@@ -19,10 +19,10 @@ from jaxvlm.config import ConfigError, DualConfig, MeshConfig
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.nn.grouped import has_kernel
 from jaxvlm.parallel.strategies import PRESETS
-from jaxvlm.plan import count, memory
+from jaxvlm.plan import count, memory, placement
 from jaxvlm.plan.question import Question
 from jaxvlm.plan.rough import Rough, Step, refused
-from jaxvlm.plan.time import StepTime, step_time
+from jaxvlm.plan.time import StepTime, shorter, step_time
 from jaxvlm.plan.units import gib
 from jaxvlm.plan.ways import Way, can_keep, meshes, pairs_of, setup_of, ways
 
@@ -40,6 +40,8 @@ _SLACK = 1.3
 """Of what is thought of a way's memory before a trace, so that none that fits is passed over. Not
 where devices share experts: most of the memory is copies of tokens then, and the formula nearer to
 a trace (from 6 % below to 10 % above) than that is to compilers at worst."""
+_WORTH = 0.995
+"""Of a step's time, at most, that a way takes with the tower's parameters whole for these to be."""
 CARE = 1.15
 """A way whose memory is by formula alone fits if so many times as much does."""
 
@@ -273,23 +275,6 @@ def time_of(question: Question, way: Way) -> StepTime:
     return shorter(found, spared, once.vision)
 
 
-def shorter(found: StepTime, seconds: float, flops: float) -> StepTime:
-    """A step without a frozen tower: so many seconds of work and FLOPs of all devices less."""
-    total = found.total - seconds
-    more = found.total / total if total else 1.0
-    share = {k: getattr(found, k) * more for k in ("mfu", "hfu", "tokens_per_s", "pictures_per_s")}
-    model, hardware = (max(0.0, n - flops) for n in (found.model_flops, found.hardware_flops))
-    share["mfu"] *= model / found.model_flops
-    share["hfu"] *= hardware / found.hardware_flops
-    compute = max(0.0, found.compute - seconds)
-    hbm = found.hbm - max(0.0, seconds - found.compute)
-    parts = {name: size for name, size in found.parts.items() if name != "vision"}
-    return found._replace(
-        total=total, compute=compute, hbm=hbm, parts=parts, model_flops=model,
-        hardware_flops=hardware, **share,
-    )  # fmt: skip
-
-
 def search(
     question: Question,
     top: int = 5,
@@ -314,6 +299,11 @@ def search(
     best = _walk(known, timed, limit, top, lost) or _least(known, seen, limit, top)
     nearest = _nearest(known, seen) if seen and not best else None
     _explain(known, seen, timed, best, limit, lost)
+    if among is None and best:
+        placed = [_placed(known, plan, limit, asked) for plan in best]
+        best = sorted(placed, key=lambda plan: plan.time.total)
+        if found := _apart(known, best[0]):
+            lost[found.family] = found
     return Found(question, known, best, nearest, list(lost.values()), seen, _notes(known, timed))
 
 
@@ -425,6 +415,29 @@ def _least(known: Memory, seen: list[Seen], limit: float, top: int) -> list[Plan
             elif far == 2:
                 break
     return sorted(best, key=lambda plan: plan.time.total)[:top]
+
+
+def _placed(known: Memory, plan: Plan, limit: float, asked: Callable[[Way], bool]) -> Plan:
+    """The plan with its tower's parameters whole on every device, where that is faster and fits."""
+    way = placement.with_whole_tower(plan.way)
+    if way is None or not asked(way) or not plan.time.total:  # 0: rates are not known
+        return plan
+    time = known.time(way)
+    if time.total > _WORTH * plan.time.total:
+        return plan
+    made = known.plan(way, time, always=plan.traced)  # they share a trace
+    return made if made.within(limit) else plan
+
+
+def _apart(known: Memory, first: Plan) -> Lost | None:
+    """What a tower on devices of its own would take."""
+    setup = setup_of(known.question, first.way)
+    found = placement.apart(setup, first.time, known.question.machine)
+    if found is None or first.way.cache != "off":
+        return None
+    text = f"about {found[1] / first.time.total:.2f} x the step time of the first"
+    text += f" (tower.devices={found[0]}), by the work of each side alone; memory is not counted"
+    return Lost("tower on devices of its own", "slower", text)
 
 
 def _nearest(known: Memory, seen: list[Seen]) -> Plan | None:

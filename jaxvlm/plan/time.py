@@ -121,6 +121,23 @@ def step_time(setup: Setup, machine: Machine, input_seconds: float | int = 0.0) 
     )  # fmt: skip
 
 
+def shorter(found: StepTime, seconds: float, flops: float) -> StepTime:
+    """A step without a frozen tower: so many seconds of work and FLOPs of all devices less."""
+    total = found.total - seconds
+    more = found.total / total if total else 1.0
+    share = {k: getattr(found, k) * more for k in ("mfu", "hfu", "tokens_per_s", "pictures_per_s")}
+    model, hardware = (max(0.0, n - flops) for n in (found.model_flops, found.hardware_flops))
+    share["mfu"] *= model / found.model_flops
+    share["hfu"] *= hardware / found.hardware_flops
+    compute = max(0.0, found.compute - seconds)
+    hbm = found.hbm - max(0.0, seconds - found.compute)
+    parts = {name: size for name, size in found.parts.items() if name != "vision"}
+    return found._replace(
+        total=total, compute=compute, hbm=hbm, parts=parts, model_flops=model,
+        hardware_flops=hardware, **share,
+    )  # fmt: skip
+
+
 def _step(setup: Setup, width: int) -> tuple[list[parts.Op], list[wires.Message]]:
     """What a device does in a step, and what it sends."""
     work, messages = _optimizer(setup), list[wires.Message]()

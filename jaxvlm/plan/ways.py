@@ -66,6 +66,7 @@ class Way(NamedTuple):
             parts.append(f"grad_cache={','.join(str(n) for n in dict.fromkeys(self.chunk))}")
         elif self.microbatches > 1:
             parts.append(f"microbatches={self.microbatches}")
+        parts += [f"whole={','.join(self.strategy.whole)}"] if self.strategy.whole else []
         parts += [f"cache={self.cache}"] if self.cache != "off" else []
         return " ".join(part for part in parts if part)
 
@@ -259,6 +260,8 @@ def overrides(question: Question, way: Way) -> list[str]:
         found |= {f"data.{n}": getattr(config.data, n) for n in ("max_images", "max_patches")}
     if way.mesh.context > 1:
         found["strategy.context"] = way.strategy.context
+    if way.strategy.whole:
+        found["strategy.whole"] = way.strategy.whole
     if lora.rank:
         found[f"{name}.lora.alpha"] = lora.alpha
     if way.cache != "off" or config.cache.policy != "off":
