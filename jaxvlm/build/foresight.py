@@ -221,7 +221,9 @@ def _smaller(asked: Question, now: Way, peak: float) -> search.Plan | None:
         for share in _LESS:
 
             def less(way: Way, share: float = share) -> bool:
-                return way.cache == "off" and known.about(way) < share * known.about(now)
+                if way.cache != "off" or set(way.strategy.whole) - set(now.strategy.whole):
+                    return False  # what is short is memory
+                return known.about(way) < share * known.about(now)
 
             found = search.search(asked, 1, less, known, among)
             if found.best and found.best[0].peak < _LESS[0] * peak:

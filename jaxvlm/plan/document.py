@@ -83,6 +83,7 @@ def of_plan(question: Question, plan: Plan) -> dict[str, Any]:
         "microbatches": 1 if question.pairs else way.microbatches,
         "grad_cache": dict(zip(("query", "document"), way.chunk)),
         "cache": way.cache,
+        "whole": list(way.strategy.whole),
         "memory": {
             "states": {name: round(size) for name, size in plan.states.items()},
             "work": {name: round(size) for name, size in plan.work.items()},

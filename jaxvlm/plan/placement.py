@@ -35,8 +35,9 @@ def apart(setup: Setup, time: StepTime, machine: Machine) -> tuple[int, float] |
 
     Returns:
         Devices of the tower and seconds of a step, which is as long as the side that has more work
-        for each of its devices; ``None`` where the run could not have it: with more than one host,
-        and of pairs and dual encoders. What the tower sends is not counted; it runs ahead.
+        for each of its devices, so never shorter than with the tower on all of them; ``None`` with
+        more than one host, and of pairs and dual encoders. What the tower sends is not counted, for
+        it runs ahead; whether dims and rows of both sides are divisible the run finds out.
     """
     devices, tower = machine.devices, time.parts.get("vision", 0.0)
     if setup.pairs or isinstance(setup.config, DualConfig) or not tower:

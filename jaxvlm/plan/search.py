@@ -69,7 +69,7 @@ class Plan(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A family of strategies that is not among the best, and why."""
+    """A family of strategies, or a tower's placement, that is not among the best, and why."""
 
     family: str
     why: str
@@ -298,12 +298,12 @@ def search(
     timed = {s: known.time(s.way) for s in seen if not limit or s.rough <= _SLACK * limit}
     best = _walk(known, timed, limit, top, lost) or _least(known, seen, limit, top)
     nearest = _nearest(known, seen) if seen and not best else None
-    _explain(known, seen, timed, best, limit, lost)
-    if among is None and best:
+    if among is None:
         placed = [_placed(known, plan, limit, asked) for plan in best]
         best = sorted(placed, key=lambda plan: plan.time.total)
-        if found := _apart(known, best[0]):
-            lost[found.family] = found
+    _explain(known, seen, timed, best, limit, lost)
+    if among is None and best and (found := _apart(known, best[0])):
+        lost[found.family] = found
     return Found(question, known, best, nearest, list(lost.values()), seen, _notes(known, timed))
 
 
@@ -420,8 +420,8 @@ def _least(known: Memory, seen: list[Seen], limit: float, top: int) -> list[Plan
 def _placed(known: Memory, plan: Plan, limit: float, asked: Callable[[Way], bool]) -> Plan:
     """The plan with its tower's parameters whole on every device, where that is faster and fits."""
     way = placement.with_whole_tower(plan.way)
-    if way is None or not asked(way) or not plan.time.total:  # 0: rates are not known
-        return plan
+    if way is None or not asked(way) or not plan.time.parts.get("vision"):
+        return plan  # it does not run, its tokens are kept, or rates are not known
     time = known.time(way)
     if time.total > _WORTH * plan.time.total:
         return plan
@@ -436,7 +436,10 @@ def _apart(known: Memory, first: Plan) -> Lost | None:
     if found is None or first.way.cache != "off":
         return None
     text = f"about {found[1] / first.time.total:.2f} x the step time of the first"
-    text += f" (tower.devices={found[0]}), by the work of each side alone; memory is not counted"
+    text += (
+        f", with {found[0]} of them (tower.devices=-1), by the work of each side alone: by that "
+    )
+    text += "it is never ahead; memory is not counted"
     return Lost("tower on devices of its own", "slower", text)
 
 

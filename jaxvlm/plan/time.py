@@ -257,7 +257,7 @@ def _weights(setup: Setup, c: int) -> list[parts.Op]:
     for tower, w in parts.weights(setup.config).items():
         ways, size = gone[tower], _size(mesh, tower, w)
         held = _learned(mesh, tower, w, ways)
-        held /= 1 if tower in strategy.whole else _over(mesh, strategy.gradients)
+        held /= _over(mesh, strategy.gradients)
         # A layer's weights are cut out of the stack, and cast, each time they are read: a device's
         # share of them, where they are split; what is gathered is written once more.
         parted = 1 if tower in strategy.whole else _over(mesh, strategy.gathered)
@@ -272,7 +272,7 @@ def _optimizer(setup: Setup) -> list[parts.Op]:
     """What updates parameters, tower by tower."""
     mesh, strategy, found, gone = setup.mesh, setup.strategy, [], parts.passes(setup)
     for tower, w in parts.weights(setup.config).items():
-        split = 1 if tower in strategy.whole else _over(mesh, strategy.optimizer)
+        split = _over(mesh, strategy.optimizer)  # of whole towers too
         moved = _UPDATE * _learned(mesh, tower, w, gone[tower]) / split
         found.append(_moved(tower, moved, _size(mesh, tower, w), w))
     return found

@@ -9,7 +9,7 @@ import pytest
 from jaxvlm.build.shares import best_first
 from jaxvlm.config import MeshConfig
 from jaxvlm.parallel.strategies import PRESETS
-from jaxvlm.plan import machine, memory, placement, question, search, ways
+from jaxvlm.plan import machine, memory, placement, question, search, time, ways
 from jaxvlm.plan.time import step_time
 from jaxvlm.train.apart import Sides
 
@@ -71,6 +71,40 @@ def test_a_tower_of_its_own_takes_as_long_as_the_side_with_more_work(train):
     assert count == best_first(Sides(tower, rest), 8)[0]
     assert seconds == pytest.approx(8 * max(tower / count, rest / (8 - count)))
     assert seconds > time.total  # no side has less work than before
+
+
+def test_a_tower_of_its_own_by_hand():
+    there = asked("h200:8", "connector", batch=840)
+    setup = ways.setup_of(there, plain(8))
+    time = step_time(setup, there.machine)._replace(total=4.0, parts={"vision": 1.0})
+    # Two devices for a quarter of the work: as long as before. Of three rows' divisors, no.
+    assert placement.apart(setup, time, there.machine) == (2, 4.0)
+    assert placement.apart(setup._replace(rows=35), time, there.machine) == (3, 4.8)
+
+
+@pytest.mark.parametrize("more", [{"pictures": 0}, {"samples": 64, "pictures": 1}])
+def test_a_tower_that_does_not_run_is_not_placed(more):
+    given = question.Asked(train="connector", batch=32, length=1024, **more)
+    there = question.ask("llava-1.5-7b", None, machine.parse("a100-pcie-40gb:32"), given)
+    known = search.Memory(there)
+    way = plain(32, cache="strict" if "samples" in more else "off")
+    plan = known.plan(way, known.time(way))
+    assert search._placed(known, plan, 0.0, lambda way: True) is plan
+
+
+def test_a_whole_tower_is_updated_in_shares_all_the_same():
+    there = asked("h100:32")
+    setup = ways.setup_of(there, plain(32))
+    whole = setup._replace(strategy=placement.with_whole_tower(plain(32)).strategy)
+    one, other = (sum(op.bytes for op in time._optimizer(x)) for x in (setup, whole))
+    assert one == other > 0
+
+
+def test_others_are_slower_than_the_first_that_is_shown():
+    found = search.search(asked("rtx4090:32", "lora"), 1)
+    for lost in found.lost:
+        if lost.why == "slower" and " x the step time" in lost.text and "about" not in lost.text:
+            assert float(lost.text.split(" x ")[0]) >= 0.99, lost
 
 
 def test_a_tower_of_its_own_is_said_of_one_host_alone():
