@@ -435,11 +435,12 @@ def _apart(known: Memory, first: Plan) -> Lost | None:
     found = placement.apart(setup, first.time, known.question.machine)
     if found is None or first.way.cache != "off":
         return None
-    text = f"about {found[1] / first.time.total:.2f} x the step time of the first"
-    text += (
-        f", with {found[0]} of them (tower.devices=-1), by the work of each side alone: by that "
+    slower = found[1] / first.time.total
+    text = (
+        f"about {slower:.2f} x the step time of the first, with {found[0]} of them "
+        "(tower.devices=-1), by the work of each side alone: by that it is never ahead; memory is "
+        "not counted"
     )
-    text += "it is never ahead; memory is not counted"
     return Lost("tower on devices of its own", "slower", text)
 
 

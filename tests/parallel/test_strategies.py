@@ -65,6 +65,12 @@ STRATEGIES = {
         MeshConfig(1, fsdp=2, tensor=2, stage=2),
         {"schedule": "zero_bubble"},
     ),
+    "hpz, vision whole": ("hpz", MeshConfig(data=2), {"whole": ("vision",)}),
+    "stage x fsdp, vision whole": (
+        "fsdp",
+        MeshConfig(data=2, fsdp=2, stage=2),
+        {"whole": ("vision",)},
+    ),
 }
 
 
