@@ -19,15 +19,23 @@ from jaxvlm.build.model import Known, Model
 from jaxvlm.build.parts import features_of, tower_part
 from jaxvlm.build.record import local_folder
 from jaxvlm.cache.codec import CODECS
+from jaxvlm.cache.order import ROW_MAJOR, Kept, parse, permutation
 from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute
 from jaxvlm.cache.seen import Seen
 from jaxvlm.cache.state import halved, init, places, shardings
-from jaxvlm.config import CacheConfig, ConfigError, DualConfig, TrainConfig, refuse_unread
+from jaxvlm.config import (
+    CacheConfig,
+    ConfigError,
+    DualConfig,
+    ModelConfig,
+    TrainConfig,
+    refuse_unread,
+)
 from jaxvlm.data.loader import Dataset
 from jaxvlm.data.pair_loader import PairDataset
 from jaxvlm.data.slots import Given, Slots, Unpaged, Written
-from jaxvlm.models.vlm import DTYPES
+from jaxvlm.models.vlm import DTYPES, tower_order
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
@@ -68,10 +76,42 @@ def slots_of(config: TrainConfig, dataset: Dataset | PairDataset) -> Slots | Unp
             "config.cache.store and memory_mb take pictures of any size where their tokens "
             "have three rows of positions (Qwen-VL), which say a picture's shape; not here"
         )
+    dataset.tag_keys(kept_of(config.cache, config.network).tag)
     if isinstance(dataset, PairDataset):
         return dataset.keep_tokens(size, given)
     off, outside = config.cache.policy == "off", tokens.is_on(config.cache)
     return dataset.keep_tokens(size, config.cache.pictures, off, given if outside else None)
+
+
+def kept_of(config: CacheConfig, network: ModelConfig | DualConfig) -> Kept:
+    """How a picture's tokens lie where they are kept.
+
+    Raises:
+        ConfigError: an order that is none, or that such pictures can't have.
+    """
+    where = f"config.cache.order={config.order!r}"
+    try:
+        asked = parse(config.order) if config.order else None
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if isinstance(network, DualConfig) or network.vision.packed:
+        own = ROW_MAJOR if isinstance(network, DualConfig) else tower_order(network)
+        if asked not in (None, own):
+            what = (
+                "vectors of whole pictures"
+                if isinstance(network, DualConfig)
+                else (f"pictures of any size, which lie as they are read ({own})")
+            )
+            raise ConfigError(f"{where} with {what}: leave it out")
+        return Kept(own, own, 0)
+    side = network.vision.image_size // network.vision.patch_size
+    own = tower_order(network)
+    kept = Kept(asked or own, own, side)
+    try:
+        permutation(kept.order, side, side)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return kept
 
 
 def written_of(config: CacheConfig, slots: Slots | Unpaged | None, learns: bool) -> Written | None:
@@ -204,7 +244,8 @@ def make_cache(
             "be halved so often"
         )
     pictures = recompute_of(config, model, windows, policy, rate)
-    cached = Cached(pictures, learns, tokens.is_on(config), pages)
+    kept = kept_of(config, model.config)
+    cached = Cached(pictures, learns, tokens.is_on(config), pages, kept)
     dtype, (_, width) = DTYPES[model.config.dtype], features_of(model.config)
     return Cache(
         lambda times=0: init(halved(pages, shards, times), width, dtype),
@@ -231,8 +272,9 @@ def recompute_of(
     if config.codec == "int4" and (width := features_of(model.config)[1]) % 2:
         raise ConfigError(f"config.cache.codec='int4' with {width} channels: odd")
     tower = tower_part(model, model.mesh, model.strategies["vision"])
+    kept = kept_of(config, model.config)
     return Recompute(
-        lambda params, batch: tower.module(params)(batch),
+        lambda params, batch: kept.keep(tower.module(params)(batch)),
         model.mesh,
         windows,
         config.chunk,
@@ -278,6 +320,7 @@ class Cached(NamedTuple):
     """Whether the step gives its tokens to the host."""
     pages: int
     """C, that batches number their pictures' pages for; 0: there are none."""
+    kept: Kept
 
     def read(self, state: Any, params: Params, frozen: Params, batch: Batch) -> Read:
         """Tokens in the place of pictures; see ``Cache.read``."""
@@ -301,14 +344,15 @@ class Cached(NamedTuple):
         without = batch._replace(**dict.fromkeys(_OF_PICTURES))
         known = (batch, seen, made)
         if not own:
-            without = without._replace(features=made)
+            without = without._replace(features=self.kept.give(made))
             return Read(rest, others, without, lambda grads: grads, known, metrics_of([known]))
 
         def back(grads: Params) -> Params:
             others = {path: g for path, g in grads.items() if path != FEATURES}
-            return {**others, **pull(self.pictures.weighed(seen, grads[FEATURES]))[0]}
+            back = self.kept.keep(grads[FEATURES])
+            return {**others, **pull(self.pictures.weighed(seen, back))[0]}
 
-        params = {**rest, FEATURES: made}
+        params = {**rest, FEATURES: self.kept.give(made)}
         return Read(params, others, without, back, known, metrics_of([known]))
 
     def write(
@@ -318,7 +362,7 @@ class Cached(NamedTuple):
         noted = {}
         if read.seen:
             batch, seen, made = read.seen
-            gradient = grads.get(FEATURES)
+            gradient = grads.get(FEATURES)  # its norm alone is read, in whatever order
             state, change = self.pictures.write(state, batch, seen, made, gradient, ok)
             noted["cache/drift_most"] = change
             if self.gives:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxvlm.build import adapters, foresight, inputs, pair_run, record, sheets, training, trunk
-from jaxvlm.build.caching import with_chunk, written_of
+from jaxvlm.build.caching import kept_of, with_chunk, written_of
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
@@ -82,7 +82,8 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             progress.log(line)
         made.step.say = progress.log
         chunk = with_chunk(config, run.mesh).chunk
-        keeper = open_keeper(run, lambda: made.params(state), chunk, progress.log)
+        kept = kept_of(config.cache, config.network)
+        keeper = open_keeper(run, lambda: made.params(state), chunk, kept, progress.log)
         if keeper:
             stack.callback(keeper.close)
         room = made.room(config.cache.halvings, progress.log)

@@ -74,8 +74,9 @@ def make_pair_cache(
             "--config.optim.frozen=\"('vision/*',)\""
         )
     pictures = caching.recompute_of(config, model, windows, caching.policy_of(config))
+    kept = caching.kept_of(config, model.config)
     # Given without a policy too, and then dropped: what is compared with is the same program.
-    cached = _OfPairs(Cached(pictures, learns=False, gives=True, pages=0))
+    cached = _OfPairs(Cached(pictures, learns=False, gives=True, pages=0, kept=kept))
     return Cache(read=cached.read, write=cached.write, gives=True)
 
 

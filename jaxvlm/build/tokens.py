@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -22,9 +23,11 @@ import jaxvlm
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import features_of
 from jaxvlm.cache.codec import error_bound
+from jaxvlm.cache.order import Kept
 from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, LoraConfig, VisionConfig
+from jaxvlm.data.views import Lookup
 from jaxvlm.io.digest import bit_words, flat_index, mix
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
@@ -48,10 +51,13 @@ class Keeper:
         tiers: where tokens are kept.
         rows: numbers of this process's rows in the global batch, ascending.
         say: takes lines for people.
+        find: what is kept by a key, in another order too; ``None``: as ``tiers`` have it.
     """
 
-    def __init__(self, tiers: Tiers, rows: np.ndarray, say: Callable[[str], None]):
-        self.tiers, self._say = tiers, say
+    def __init__(
+        self, tiers: Tiers, rows: np.ndarray, say: Callable[[str], None], find: Lookup | None = None
+    ):
+        self.tiers, self._say, self._find = tiers, say, find or tiers.get
         self._local = {row: i for i, row in enumerate(rows.tolist())}
         self._failed, self._flushed = False, time.monotonic()
         self._change = 0.0
@@ -119,7 +125,7 @@ class Keeper:
             self._flushed = time.monotonic()
 
     def _one(self, key: bytes, tokens: np.ndarray) -> None:
-        known = self.tiers.get(key)
+        known = self._find(key)
         if known is None:
             self.tiers.put(key, tokens)
             return
@@ -151,7 +157,7 @@ def share_rows(run: Run) -> bool:
 
 
 def open_keeper(
-    run: Run, params: Callable[[], Params], chunk: int, say: Callable[[str], None]
+    run: Run, params: Callable[[], Params], chunk: int, kept: Kept, say: Callable[[str], None]
 ) -> Keeper | None:
     """The keeper of a run, or ``None`` where it wants none.
 
@@ -159,6 +165,7 @@ def open_keeper(
         run: its settings; its data is told where to look.
         params: gives all of the model's.
         chunk: as the tower takes pictures.
+        kept: how tokens lie.
         say: takes lines for people.
     """
     config = run.config.cache
@@ -183,8 +190,9 @@ def open_keeper(
             f"{trusted}, {counts.bytes / 2**20:.1f} MiB"
         )
     tiers = Tiers(store, config.memory_mb, DTYPES[run.config.network.dtype])
-    run.dataset.look_up(tiers.get, config.refresh)
-    return Keeper(tiers, run.rows, say)
+    find = functools.partial(kept.find, tiers.get)
+    run.dataset.look_up(find, config.refresh)
+    return Keeper(tiers, run.rows, say, find)
 
 
 def alarm_of(codec: str) -> float:

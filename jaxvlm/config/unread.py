@@ -110,6 +110,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ),
         ("refresh store memory_mb", "a policy", lambda c: c.policy != "off"),
         ("codec trust", "a store", lambda c: c.store),
+        ("order", "a policy or chunk", lambda c: c.policy != "off" or c.chunk),
         (
             "pictures halvings spare_evaluations",
             "a policy or a chunk",

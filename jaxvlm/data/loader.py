@@ -21,7 +21,7 @@ from jaxvlm.data.patches import Patching
 from jaxvlm.data.slots import Given, Slots, Written
 from jaxvlm.data.spans import Spans
 from jaxvlm.data.tokenizer import ChatTokenizer
-from jaxvlm.data.views import Lookup, View, Views
+from jaxvlm.data.views import Lookup, Tag, View, Views
 from jaxvlm.types import Batch
 
 _AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
@@ -167,6 +167,10 @@ class Dataset:
         room = patching.room if patching and not tokens else None
         self._slots = Slots(self.order, self.pieces, size, limit, room, unused, given)
         return self._slots
+
+    def tag_keys(self, tag: Tag) -> None:
+        """From now on, tokens of pictures are kept and looked for by their key's ``tag``."""
+        self.views.tag = tag
 
     def look_up(self, lookup: Lookup, audited: float) -> None:
         """From now on, pictures whose tokens are known come as these; see :class:`Views`."""

@@ -21,7 +21,7 @@ from jaxvlm.data.pair_corpus import PairCorpus, make_corpus
 from jaxvlm.data.sampler import Sampler
 from jaxvlm.data.sides import Draw, Side
 from jaxvlm.data.slots import Given, Unpaged, windows_of
-from jaxvlm.data.views import Lookup
+from jaxvlm.data.views import Lookup, Tag
 from jaxvlm.types import Batch, Pairs
 
 _OF_CONVERSATIONS = (
@@ -180,6 +180,12 @@ class PairDataset:
         room = None if tokens or sides[0].patching is None else sides[0].patching.room
         largest = tokens or max(int(side.patches.max()) for side in sides)
         return Unpaged(windows_of(largest, room))
+
+    def tag_keys(self, tag: Tag) -> None:
+        """From now on, tokens of pictures are kept and looked for by their key's ``tag``."""
+        for side in (self.queries, self.documents):
+            if side.views:
+                side.views.tag = tag
 
     def look_up(self, lookup: Lookup, audited: float) -> None:
         """From now on, pictures whose tokens are known come as these; see ``Views``."""

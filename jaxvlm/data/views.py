@@ -17,6 +17,9 @@ _AUDIT = 0xAD  # tag of a random stream
 Lookup = Callable[[bytes], np.ndarray | None]
 """16 bytes of a tile's key -> its visual tokens [P, D], where they are known."""
 
+Tag = Callable[[np.ndarray], np.ndarray]
+"""u32[4] -> u32[4]."""
+
 
 class View(NamedTuple):
     """A picture's tile, or what the tower made of it."""
@@ -47,6 +50,7 @@ class Views:
 
     Attributes:
         lookup: where tokens are looked for before a picture is decoded; ``None``: nowhere.
+        tag: of a tile's key, what its tokens are kept by.
         audited: share of the pictures whose tokens are not looked up, so that they are made again.
     """
 
@@ -59,6 +63,7 @@ class Views:
     ):
         self.paths, self.spans, self.patching, self._pictures = paths, spans, patching, pictures
         self.lookup: Lookup | None = None
+        self.tag: Tag | None = None
         self.audited = 0.0
 
     def audits(self, picture: int, pass_: int) -> bool:
@@ -93,8 +98,9 @@ class Views:
         return [View(*x) for x in zip(self._keys(decoded.digest, len(tiles), drawn), tiles)]
 
     def _keys(self, digest: bytes, tiles: int, drawn: tuple[int, ...] = ()) -> list[np.ndarray]:
-        key = images.key(digest, self._pictures.prepare.fingerprint, drawn)
-        return [images.tile_key(key, i) for i in range(tiles)]
+        key, tag = images.key(digest, self._pictures.prepare.fingerprint, drawn), self.tag
+        keys = [images.tile_key(key, i) for i in range(tiles)]
+        return [tag(key) for key in keys] if tag else keys
 
     def _found(self, picture: int, lookup: Lookup) -> list[View]:
         """The tokens of all of a picture's tiles, if they are known; nothing is decoded."""

@@ -73,7 +73,7 @@ class Connector(nnx.Module):
         Args:
             x: [B, P, D_vision], rows of a square picture or packed patches; with ``levels``,
                 their feature layers lie side by side behind the first one, which is taken here.
-                With ``relevance``, their texture lies behind all.
+                With ``relevance``, in Morton order, and their texture lies behind all.
             blocks: the patches to merge follow each other (packed), instead of plain rows.
             query: [B, D] that ``relevance`` goes by.
 

@@ -72,15 +72,14 @@ class Relevance(nnx.Module):
         """Fewer tokens, and what says where they are from.
 
         Args:
-            x: [B, P, D_vision] of a square picture, row by row.
-            texture: [B, P, 13] of its patches.
+            x: [B, P, D_vision] of a square picture, in Morton order.
+            texture: [B, P, 13] of its patches, likewise.
             query: [B, D]: of :func:`question`; not read without ``config.query``.
 
         Returns:
             [B, K, D_vision], and [B, K, D] to be added once they are as wide.
         """
         side, levels = round(x.shape[1] ** 0.5), self.config.levels
-        x, texture = (convert(a, ROW_MAJOR, MORTON, side, side) for a in (x, texture))
         score = self.score(x, texture, query)
         pieces = choose(jax.lax.stop_gradient(score), levels, self.config.budget)
         gated = x * (2 * jax.nn.sigmoid(score))[..., None].astype(x.dtype)
@@ -90,7 +89,7 @@ class Relevance(nnx.Module):
         return _rows(jnp.concatenate(cells, axis=1), index), contract(where, self.w_place[...])
 
     def score(self, x: jax.Array, texture: jax.Array, query: jax.Array | None) -> jax.Array:
-        """f32[B, P]: how relevant each patch is; arguments as of the call, in Morton order.
+        """f32[B, P]: how relevant each patch is; arguments as of the call.
 
         Three scores, each standardised over the picture, in shares that are learned.
         *Information* is the logarithm of what a mean over the patch's cell would lose of it, in

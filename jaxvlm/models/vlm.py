@@ -21,6 +21,7 @@ from jaxvlm.nn.kv import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
 from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.param import Init
+from jaxvlm.order import MORTON, ROW_MAJOR, Order, convert, tiled
 from jaxvlm.parallel.rules import Axes, shard
 from jaxvlm.types import NEWLINE, Batch, Out
 
@@ -133,7 +134,7 @@ def _features(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | Non
     seen = texture(pixels, config.vision.patch_size).astype(made.dtype)
     class_token = made.shape[1] - seen.shape[1]  # a trunk keeps it, and it has no texture
     seen = jnp.pad(seen, ((0, 0), (class_token, 0), (0, 0)))
-    return jnp.concatenate([made, seen], axis=-1)
+    return _laid(jnp.concatenate([made, seen], axis=-1), tower_order(config))
 
 
 def encoded(vision: ViT, config: ModelConfig, batch: Batch) -> jax.Array | None:
@@ -157,7 +158,25 @@ def _above(
         made = top(features[..., :own], grid, noise)
     if features.shape[-1] == own:
         return made
-    return jnp.concatenate([made, features[:, -made.shape[1] :, own:]], axis=-1)
+    return _laid(jnp.concatenate([made, features[:, -made.shape[1] :, own:]], axis=-1), MORTON)
+
+
+def _laid(x: jax.Array, order: Order) -> jax.Array:
+    """Tokens [B, P, D] of square pictures, row by row, in an order."""
+    side = round(x.shape[1] ** 0.5)
+    return x if order == ROW_MAJOR else convert(x, ROW_MAJOR, order, side, side)
+
+
+def tower_order(config: ModelConfig) -> Order:
+    """How a picture's patches lie in ``Batch.features``, behind a class token where there is one.
+
+    Where relevance pools them it is Morton's, so that who keeps tokens keeps them as they are read;
+    of a trunk it is that of the blocks behind it.
+    """
+    if config.vision.packed:
+        return tiled(config.vision.block)
+    pooled = config.connector.relevance.budget > 0 and not config.vision.trunk
+    return MORTON if pooled else ROW_MAJOR
 
 
 def tower_width(config: ModelConfig) -> int:

@@ -16,6 +16,7 @@ from jaxvlm.cache.order import (
     MERGE2X2,
     MORTON,
     ROW_MAJOR,
+    Kept,
     convert,
     inverse,
     key_with_order,
@@ -205,5 +206,33 @@ def test_keys():
     assert all(x.dtype == np.uint32 and x.shape == (4,) for x in made)
     other = key_with_order(np.uint32([1, 2, 3, 5]), MORTON)
     assert other.tobytes() != made[0].tobytes()
+    for x, order in zip(made, (MORTON, MERGE2X2, tiled(3), tiled(258))):
+        np.testing.assert_array_equal(key_with_order(x, order), key)
     # Kept tokens outlive a process: the key is the same everywhere.
     assert made[0].tolist() == key_with_order(key.copy(), orders.parse("morton")).tolist()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("order", [ROW_MAJOR, MORTON, MERGE2X2, tiled(3)])
+def test_tokens_are_found_in_whatever_order_they_were_kept(order, first):
+    """A class token stays where it is."""
+    side = 6
+    made = np.random.default_rng(0).normal(size=(first + side**2, 3)).astype(np.float32)
+    key = np.uint32([1, 2, 3, 4])
+    there = Kept(order, ROW_MAJOR, side)
+    kept = {there.tag(key).tobytes(): there.keep(made)}
+    np.testing.assert_array_equal(there.give(there.keep(made)), made)
+    np.testing.assert_array_equal(there.keep(made)[:first], made[:first])
+    grid = made[first:].reshape(side, side, 3)
+    expected = [grid[y, x] for y, x in np.stack(np.divmod(permutation(order, side, side), side)).T]
+    np.testing.assert_array_equal(there.keep(made)[first:], expected)
+    for other in (ROW_MAJOR, MORTON, MERGE2X2):
+        for own in (ROW_MAJOR, MORTON):
+            here = Kept(other, own, side)
+            found = here.find(kept.get, here.tag(key).tobytes())
+            if order == tiled(3):  # not among those that are looked for
+                assert found is None
+                continue
+            np.testing.assert_array_equal(found, Kept(other, ROW_MAJOR, side).keep(made))
+            assert here.find(kept.get, here.tag(key + 1).tobytes()) is None
+    assert there.find(kept.get, there.tag(key).tobytes()) is kept[there.tag(key).tobytes()]

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from zoo import QWEN3, on_stages
 
 from jaxvlm.build.assemble import assemble, split
-from jaxvlm.build.caching import LOST, TOKENS, make_cache
+from jaxvlm.build.caching import LOST, TOKENS, kept_of, make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.parts import tower_part
 from jaxvlm.cache.state import page_keys
-from jaxvlm.config import CacheConfig, MeshConfig, OptimConfig
+from jaxvlm.config import CacheConfig, ConfigError, MeshConfig, OptimConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vlm import tower_tokens
 from jaxvlm.optim.optimizer import make_optimizer
@@ -56,8 +56,18 @@ TRUNK_DEEP = dataclasses.replace(  # a feature layer below the border
 TRUNK_QWEN = dataclasses.replace(  # below it and at it; blocks on both sides see windows
     QWEN3, vision=dataclasses.replace(QWEN3.vision, trunk=2, window=8, full_layers=(1,))
 )
+FINE = dataclasses.replace(  # 4 x 4 patches, of which four become a token
+    TINY,
+    vision=dataclasses.replace(TINY.vision, patch_size=4),
+    connector=dataclasses.replace(TINY.connector, merge=2),
+)
+FINE_TRUNK = dataclasses.replace(
+    FINE, vision=dataclasses.replace(FINE.vision, depth=3, trunk=2, class_token=True)
+)
 MODELS = {
     "llava": TINY,
+    "fine": FINE,
+    "fine_trunk": FINE_TRUNK,
     "deep": DEEP,
     "qwen": QWEN3,
     "staged": on_stages(TINY),
@@ -88,6 +98,7 @@ class Made:
             asked = CacheConfig(policy, bound=bound, chunk=chunk, **more)
             windows = WINDOWS if config.vision.packed else (tower_tokens(config),)
             cache = make_cache(asked, self.model, own, pages, windows)
+            self.kept = kept_of(asked, config)
         self.cache = cache
         tx = make_optimizer(OptimConfig(clip_norm=clip), lambda step: 1e-2, self.model.logical)
         self.step, self.abstract, self.init = assemble(
@@ -161,6 +172,12 @@ def of_any_size(batch):
     )  # fmt: skip
 
 
+def tagged(made, batch):
+    """The batch as the loader of such a run gives it."""
+    keys = [made.kept.tag(key) for key in batch.image_key.reshape(-1, 4)]
+    return batch._replace(image_key=np.reshape(keys, batch.image_key.shape))
+
+
 def assert_same_bits(a, b):
     for path, x in a.items():
         assert np.asarray(x).tobytes() == np.asarray(b[path]).tobytes(), path
@@ -196,6 +213,39 @@ def test_a_cache_that_may_not_be_seen_changes_no_bit(mesh, dtype, model, frozen)
     still = frozen or model.startswith("trunk")
     assert found == ([0, 0, 1, 1, 1] if still else [0] * 5)
     assert [int(x["cache/encoded"]) for x in off[1]] == [12 if "qwen" in model else 6] * 5
+
+
+@pytest.mark.parametrize(
+    "mesh, model, order, frozen",
+    [
+        ("data4_tensor2", "fine", "morton", FROZEN),
+        pytest.param("fsdp8", "fine", "tiled(2)", (), marks=pytest.mark.long),
+        pytest.param("data8", "fine_trunk", "merge2x2", (), marks=pytest.mark.long),
+    ],
+)
+def test_the_order_in_which_tokens_are_kept_changes_no_bit(mesh, model, order, frozen):
+    """Beside no cache; and in the pages they lie as said, a class token first."""
+    of = {"mesh": mesh, "model": model, "frozen": frozen}
+    off = Made(policy="off", order=order, **of).run(turns(3, False, model))
+    made = Made(policy="strict", order=order, **of)
+    on = made.run(tagged(made, x) for x in turns(3, model=model))
+    assert_same_bits(off[0].params, on[0].params)
+    rows = Made(policy="strict", **of).run(turns(3, model=model))
+    for a, b in zip(on[1], rows[1]):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
+    if frozen or model == "fine_trunk":
+        assert [float(x["cache/found"]) for x in on[1]] == [0, 0, 1]
+        count = tower_tokens(made.model.config)
+        plain = np.asarray(rows[0].cache.pages)[:, :count]
+        kept = np.asarray(on[0].cache.pages)[:, :count]
+        np.testing.assert_allclose(kept, made.kept.keep(plain), rtol=1e-5, atol=1e-5)
+        assert np.abs(kept - plain).max() > 0.1
+
+
+def test_pictures_of_any_size_lie_as_they_are_read():
+    assert kept_of(CacheConfig(order="merge2x2"), QWEN3) == kept_of(CacheConfig(), QWEN3)
+    with pytest.raises(ConfigError, match=r"any size, which lie as they are read \(merge2x2\)"):
+        kept_of(CacheConfig(order="row_major"), QWEN3)
 
 
 def test_where_pages_lie_changes_no_bit():
@@ -272,7 +322,7 @@ class Model:
                     continue
                 page, key = (
                     int(batch.image_pages[row, place, 0]),
-                    tuple(batch.image_key[row, place]),
+                    tuple(batch.image_key[row, place].tolist()),
                 )
                 kept = self.pages.get(page)
                 if kept and kept[0] == key and self.version - kept[1] <= self.bound:
@@ -289,7 +339,9 @@ class Model:
 
 @pytest.fixture(scope="module")
 def lazy():
-    return {name: Made(name, "lazy", (), bound=2) for name in ("data8", "data2_fsdp2_tensor2")}
+    """Meshes, and orders in which tokens are kept."""
+    ways = ("data8", ""), ("data2_fsdp2_tensor2", ""), ("data8", "morton")
+    return {way: Made(way[0], "lazy", (), "fine", bound=2, order=way[1]) for way in ways}
 
 
 MOVES = st.one_of(
@@ -297,7 +349,7 @@ MOVES = st.one_of(
     st.tuples(st.just("bad"), st.integers(0, 10_000)),
     st.tuples(st.just("save"), st.just(0)),
     st.tuples(st.just("restore"), st.just(0)),
-    st.tuples(st.just("reshard"), st.just(0)),
+    st.tuples(st.just("move"), st.integers(1, 2)),
 )
 
 
@@ -309,8 +361,8 @@ def test_no_token_is_older_than_its_bound(lazy, moves):
     state, params = made.init(made.model.init(0)), {}
     saved = None
     for kind, seed in moves:
-        if kind == "reshard":
-            names.reverse()
+        if kind == "move":
+            names = names[seed:] + names[:seed]
             made = lazy[names[0]]
             state = onto(made, state)
         elif kind == "save":
@@ -328,6 +380,7 @@ def test_no_token_is_older_than_its_bound(lazy, moves):
             )
             if kind == "bad":
                 batch = batch._replace(loss_weight=batch.loss_weight * np.nan)
+            batch = tagged(made, batch)
             params[model.version] = tower_bits(state)
             state, metrics = made.step(state, made.place(batch))
             encoded, lags = model.step(batch, kind == "step")
@@ -335,7 +388,7 @@ def test_no_token_is_older_than_its_bound(lazy, moves):
             found = max(1, int((batch.image_start >= 0).sum()) - encoded)
             assert float(metrics["cache/lag"]) == pytest.approx(lags / found)
             assert int(state.cache.version) == model.version
-    check_pages(made, state, model, params)
+    check_pages(made, state, model, params, [x.kept for x in lazy.values()])
 
 
 def onto(made, state):
@@ -349,20 +402,27 @@ def tower_bits(state):
     return {p: np.asarray(x) for p, x in state.params.items() if p.startswith("vision/")}
 
 
-def check_pages(made, state, model, params):
-    """What is kept is what the tower made when it was kept."""
+def check_pages(made, state, model, params, ways):
+    """What is kept is what the tower made when it was kept, in the order that its key says."""
     tower = tower_part(made.model, made.mesh, made.model.strategies["vision"])
     run = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
     pages, keys = np.asarray(state.cache.pages), np.asarray(state.cache.key)
+    count = tower_tokens(made.model.config)
     for version in {v for _, v in model.pages.values()}:
         kept = [(page, key) for page, (key, v) in model.pages.items() if v == version]
         pixels = np.zeros((ROWS * PER_ROW, 1, 16, 16, 3), np.uint8)
+        orders = []
         for i, (_, key) in enumerate(kept):
-            pixels[i, 0] = picture(int(key[0]) - 1, int(key[1]))
+            # A tag undoes itself; keys of pictures end in zeros.
+            found = [(way, way.tag(np.uint32(key))) for way in ways]
+            way, (row, which, *_) = next((w, k) for w, k in found if not k[2:].any())
+            pixels[i, 0] = picture(int(row) - 1, int(which))
+            orders.append(way)
         expected = np.asarray(run(params[version], pixels))[:, 0]
-        for i, (page, key) in enumerate(kept):
+        for i, ((page, key), way) in enumerate(zip(kept, orders)):
             np.testing.assert_array_equal(keys[page], key)
-            np.testing.assert_allclose(pages[page, :PATCHES], expected[i], rtol=2e-5, atol=2e-5)
+            made_then = way.keep(expected[i])
+            np.testing.assert_allclose(pages[page, :count], made_then, rtol=2e-5, atol=2e-5)
 
 
 def test_a_picture_that_is_twice_in_a_row_is_kept_once():

@@ -92,6 +92,32 @@ def test_pictures_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+def test_pictures_in_pages_on_a_mesh_whose_evaluations_take_the_pages(data, tmp_path, monkeypatch):
+    """Data 2 x tensor 2. Behind an evaluation all are decoded once more, and no bit differs."""
+    decode, counts, runs = images.decode, [], []
+
+    def counted(*args):
+        counts[-1] += 1
+        return decode(*args)
+
+    monkeypatch.setattr(images, "decode", counted)
+    for policy in ("off", "strict"):
+        counts.append(0)
+        config = made(data, policy, chunk=2)
+        config.mesh.data, config.mesh.tensor = 2, 2
+        config.data.image_cache_mb, config.data.workers, config.data.prefetch = 0, 1, 1
+        config.data.eval, config.eval_every, config.eval_records = str(data), 24, 8
+        config.cache.spare_evaluations = policy == "strict"
+        config.steps, config.checkpoint.every = 48, 0
+        runs.append(jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:4]))
+        runs[-1].fit()
+    assert_same_run(*runs)
+    found = metric(runs[1], "train/cache/found")
+    assert found[0] == 0 and found[23] == 1 and found[24] == 0 and found[-1] == 1
+    assert 80 <= counts[1] < counts[0] * 2 / 3
+
+
+@pytest.mark.long
 def test_pages_that_are_not_what_they_were_said_to_be(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Written, "has", lambda self, page, key: page >= 0)
     run = jaxvlm.Run(made(data, "strict", chunk=2), tmp_path / "run", devices=jax.devices()[:1])
@@ -161,6 +187,9 @@ def test_a_part_of_the_pictures(data):
         ({"cache.policy": "strict", "cache.pictures": 3}, "cache.pictures=3"),
         ({"cache.policy": "strict", "cache.chunk": -1}, "config.cache.chunk=-1"),
         ({"cache.chunk": 2, "strategy.reduce_bits": 8}, "reduce_bits=8"),
+        ({"cache.order": "morton"}, "config.cache.order='morton' is not read without a policy"),
+        ({"cache.policy": "strict", "cache.order": "spiral"}, "is no order; known: morton, row"),
+        ({"cache.policy": "strict", "cache.order": "tiled(3)"}, "multiples of 3"),
     ],
 )
 def test_refused(data, settings, words):

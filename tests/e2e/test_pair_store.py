@@ -121,6 +121,7 @@ def test_stored_tokens_are_audited(first, captions, tmp_path, monkeypatch, capsy
         ({"learns": True}, "config.cache.policy='strict' with a loss of vectors and a tower that"),
         ({"policy": "off", "memory_mb": 0, "learns": True}, "config.cache.chunk=2 with a loss"),
         ({"flip": True}, "config.data.flip=False"),
+        ({"order": "morton"}, "config.cache.order='morton' with vectors of whole pictures"),
         ({"texts": True}, "see no picture"),
         ({"without": True}, "no picture, so config.cache has nothing to keep"),
     ],

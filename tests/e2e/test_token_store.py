@@ -84,6 +84,19 @@ def test_damage_and_part_of_a_store(first, data, tmp_path):
     assert set(metric(third, "train/cache/stored")) == {1.0}
 
 
+def test_a_store_in_another_order(first, data, tmp_path):
+    """What was kept row by row is found by a run that wants it in Morton order, as if by itself."""
+    done, store = first
+    alone = run(data, tmp_path / "alone", tmp_path / "store", order="morton")
+    other = run(data, tmp_path / "other", store, order="morton")
+    assert_same_run(alone, other)
+    assert metric(alone, "train/cache/stored")[0] == 0
+    assert set(metric(other, "train/cache/stored")) == {1.0}
+    back = run(data, tmp_path / "back", tmp_path / "store")
+    assert_same_run(done, back)
+    assert set(metric(back, "train/cache/stored")) == {1.0}
+
+
 @pytest.mark.long
 def test_another_mesh_finds_them(first, data, tmp_path):
     done, store = first

@@ -181,9 +181,9 @@ def module_and_input(levels=2, side=8, budget=25, query=True, seed=0):
 def test_tokens_are_means_of_gated_patches():
     levels, side, budget = 2, 8, 25
     made, x, texture, query = module_and_input(levels, side, budget)
-    tokens, where = made(x, texture, query)
-    assert tokens.shape == (3, budget, 16) and where.shape == (3, budget, 12)
     order = permutation(MORTON, side, side)
+    tokens, where = made(x[:, order], texture[:, order], query)
+    assert tokens.shape == (3, budget, 16) and where.shape == (3, budget, 12)
     score = np.asarray(made.score(x[:, order], texture[:, order], query))
     table = place_table(side, levels) @ np.asarray(made.w_place[...])
     pieces = choose(jnp.asarray(score), levels, budget)
