@@ -34,6 +34,19 @@ Logical = tuple[str, ...]
 """The meaning of each dim of a parameter or an activation, one word a dim."""
 
 
+class Age(NamedTuple):
+    """What is known of visual tokens that may be too old. Of each picture, [B, I]."""
+
+    version: Any
+    """i32: the tower's when they were made."""
+    due: Any
+    """i32: the version from which on they are to be made anew; where ``drift`` was measured."""
+    drift: Any
+    """f32: relative change with an update at learning rate 1; 0: it was never measured."""
+    pull: Any
+    """f32: norm of the loss's gradient at them, when last shown."""
+
+
 class Batch(NamedTuple):
     """One global batch of packed rows. Static shapes; ``None`` means the field is not in use.
 
@@ -77,7 +90,9 @@ class Batch(NamedTuple):
     stored: Any = None
     """As ``features``: of some of the pictures, as they were made before; zeros of the others."""
     is_stored: Any = None
-    """bool[B, I]: which; of these there are no pixels."""
+    """bool[B, I]: which; of these there are no pixels, unless they have an age."""
+    stored_age: Any = None
+    """Age of what is ``stored``, of a tower that learns; ``None``: it is as good as made now."""
     features: Any = None
     """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
     given instead of them; with their texture behind it where relevance reads that."""
@@ -353,7 +368,7 @@ class Cache(NamedTuple):
         lambda state, read, grads, ok: (state, {})
     )
     """(state, what was read, gradients of ``Read.params``, bool[] whether the step is good) -> the
-    state behind it, and scalars of the step; where it ``gives``, one array beside them."""
+    state behind it, and scalars of the step; where it ``gives``, arrays under one name too."""
     gives: bool = False
     """Whether a step gives the tokens that it made, rows as the batch's."""
     saved: bool = False

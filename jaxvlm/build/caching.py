@@ -41,7 +41,7 @@ from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.train.apart import is_tower
 from jaxvlm.train.programs import bytes_of
 from jaxvlm.train.runner import FEATURES
-from jaxvlm.types import PAGE, Batch, Cache, Params, Read, TrainState
+from jaxvlm.types import PAGE, Age, Batch, Cache, Params, Read, TrainState
 
 TOKENS = "cache/tokens"
 """Among a step's metrics: what it made of its pictures, an array that stays on the devices; of
@@ -50,7 +50,7 @@ LOST = "cache/lost"
 """Among a step's metrics: its pictures that came without pixels, and were not in their pages."""
 _OF_PICTURES = (
     *("pixels", "patches", "image_key", "image_pages", "in_pages"),
-    *("stored", "is_stored"),
+    *("stored", "is_stored", "stored_age"),
 )
 POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive")
 
@@ -60,8 +60,15 @@ def is_on(config: CacheConfig) -> bool:
     return config.policy != "off" or config.chunk > 0
 
 
-def slots_of(config: TrainConfig, dataset: Dataset | PairDataset) -> Slots | Unpaged | None:
+def slots_of(
+    config: TrainConfig, dataset: Dataset | PairDataset, learns: bool
+) -> Slots | Unpaged | None:
     """Where the pictures' tokens are kept; ``None`` where no step looks for them.
+
+    Args:
+        config: of the run.
+        dataset: is told of it.
+        learns: whether the tower does: then pictures without pages may have room in host memory.
 
     Without a policy the step in chunks is the same program over as many pages, of which none is
     used (of pairs, with as much room for tokens, of which none are given): what a cache is compared
@@ -71,7 +78,8 @@ def slots_of(config: TrainConfig, dataset: Dataset | PairDataset) -> Slots | Unp
         return None
     size, width = features_of(config.network)
     given = Given(width, np.dtype(DTYPES[config.network.dtype]))
-    if tokens.is_on(config.cache) and not size and dataset.position_rows != 3:
+    outside = tokens.is_on(config.cache)
+    if outside and not learns and not size and dataset.position_rows != 3:
         raise ConfigError(
             "config.cache.store and memory_mb take pictures of any size where their tokens "
             "have three rows of positions (Qwen-VL), which say a picture's shape; not here"
@@ -79,8 +87,24 @@ def slots_of(config: TrainConfig, dataset: Dataset | PairDataset) -> Slots | Unp
     dataset.tag_keys(kept_of(config.cache, config.network).tag)
     if isinstance(dataset, PairDataset):
         return dataset.keep_tokens(size, given)
-    off, outside = config.cache.policy == "off", tokens.is_on(config.cache)
-    return dataset.keep_tokens(size, config.cache.pictures, off, given if outside else None)
+    off, beyond = config.cache.policy == "off", 0
+    ages = learns and config.cache.memory_mb > 0 and config.cache.policy not in ("off", "strict")
+    if ages:
+        page = PAGE * given.width * given.dtype.itemsize
+        beyond = jax.process_count() * config.cache.memory_mb * 2**20 // page
+    asked = (config.cache.pictures, off, given if outside else None, beyond)
+    slots = dataset.keep_tokens(size, *asked)
+    if ages and not slots.tiles_beyond:
+        raise ConfigError(
+            f"config.cache.memory_mb={config.cache.memory_mb} holds the tokens of no picture: "
+            + (
+                f"it has room for {slots.beyond} pages of {PAGE} tokens for each virtual shard of "
+                "the data, fewer than a picture takes; raise it, or lower data.virtual_shards"
+                if config.cache.pictures
+                else "all have pages on the devices; set config.cache.pictures, how many are to"
+            )
+        )
+    return slots
 
 
 def kept_of(config: CacheConfig, network: ModelConfig | DualConfig) -> Kept:
@@ -205,9 +229,10 @@ def line(config: CacheConfig, slots: Slots | Unpaged, state: TrainState) -> str:
             f"visual tokens: none are kept, pictures are encoded {config.chunk} at once; "
             f"{slots.count:,} unused pages, {size / 2**20:.1f} MiB a device, for comparisons"
         )
+    beyond = f"; for {slots.tiles_beyond:,} in host memory" if slots.tiles_beyond else ""
     return (
         f"visual tokens ({config.policy}): room for {slots.tiles:,} pictures in {slots.count:,} "
-        f"pages of {PAGE} tokens, {size / 2**20:.1f} MiB a device"
+        f"pages of {PAGE} tokens, {size / 2**20:.1f} MiB a device{beyond}"
     )
 
 
@@ -291,11 +316,17 @@ def _check_learning(config: CacheConfig, model: Model[Known]) -> None:
             f"config.strategy.reduce_bits={bits} with config.cache and a tower that learns: its "
             "gradients are added up by the compiler; leave it at 32"
         )
-    if tokens.is_on(config):
-        name = "store" if config.store else "memory_mb"
+    if config.store:
         raise ConfigError(
-            f"config.cache.{name} with a tower that learns: its tokens are other ones after each "
-            "update; leave it out, or freeze the tower: --config.optim.frozen=\"('vision/*',)\""
+            "config.cache.store with a tower that learns: its tokens are other ones after each "
+            "update; leave it out (memory_mb keeps them for this run), or freeze the tower: "
+            "--config.optim.frozen=\"('vision/*',)\""
+        )
+    if config.memory_mb and config.policy == "strict":
+        raise ConfigError(
+            f"config.cache.memory_mb={config.memory_mb} with policy='strict' and a tower that "
+            "learns: what is kept is never read; take 'lazy', 'hybrid' or 'adaptive', or freeze "
+            "the tower: --config.optim.frozen=\"('vision/*',)\""
         )
     if config.policy == "strict" and config.refresh:
         raise ConfigError(
@@ -308,6 +339,18 @@ def _check_learning(config: CacheConfig, model: Model[Known]) -> None:
                 f"config.cache.{name}={value} with a tower that learns: what is kept of it is part "
                 "of the run; leave it out, or freeze the tower"
             )
+
+
+class MadeNow(NamedTuple):
+    """What a step gives of the tokens of a tower that learns."""
+
+    tokens: Any
+    """``Batch.features``, as they are kept."""
+    encoded: Any
+    """bool[B, I]: made anew in a step that was good."""
+    shown: Any
+    """bool[B, I]: whose ``age.pull`` is new, made or read."""
+    age: Age
 
 
 class Cached(NamedTuple):
@@ -363,11 +406,15 @@ class Cached(NamedTuple):
         if read.seen:
             batch, seen, made = read.seen
             gradient = grads.get(FEATURES)  # its norm alone is read, in whatever order
-            state, change = self.pictures.write(state, batch, seen, made, gradient, ok)
+            state, change, age = self.pictures.write(state, batch, seen, made, gradient, ok)
             noted["cache/drift_most"] = change
             if self.gives:
+                given = made
+                if self.learns:
+                    shown = (seen.stale | seen.known) & self.pictures.policy.by_need
+                    given = MadeNow(made, seen.encoded & ok, shown & ok, age)
                 noted[TOKENS] = jax.lax.with_sharding_constraint(
-                    made, batch_sharding(self.pictures.mesh)
+                    given, batch_sharding(self.pictures.mesh)
                 )
         # With each update, though it may leave the tower where it is: else one that stands still
         # made nothing old, and as nothing old was encoded it would stand still for ever.

@@ -20,6 +20,7 @@ from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
 from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper, share_rows
+from jaxvlm.build.warm import Warm, open_warm, saved_in
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
@@ -86,11 +87,15 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         keeper = open_keeper(run, lambda: made.params(state), chunk, kept, progress.log)
         if keeper:
             stack.callback(keeper.close)
+        warm = open_warm(run, progress.log)
+        if warm:
+            stack.callback(warm.close)
+            warm.load(saved_in(workdir), start, extra.get("warm"))
         room = made.room(config.cache.halvings, progress.log)
         written = _written(run, made, room, stack)
         source = run.dataset.train(run.rows, start)
         stack.callback(source.close)
-        batches = _GlobalBatches(source, made.place)
+        batches = _GlobalBatches(source, made.place, warm)
         writer = MetricWriter(
             workdir, config.tensorboard, config.wandb_project, start if start else -1
         )
@@ -104,7 +109,12 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             progress=progress,
             checkpointer=checkpointer,
             kept=made.kept,
-            keep=_behind(keeper, written, batches),
+            keep=_behind(keeper, written, warm, batches),
+            beside=lambda step: (
+                {"warm": warm.save(saved_in(workdir), step, checkpointer.all_steps())}
+                if warm
+                else {}
+            ),
             written=written,
             alarm=config.cache.alarm or (0.0 if made.learns else alarm_of(config.cache.codec)),
             alarm_advice="lower config.cache.bound" if made.learns else _NOT_ITS_OWN,
@@ -381,7 +391,7 @@ def _written(
 
 
 def _behind(
-    keeper: Keeper | None, written: Written | None, batches: _GlobalBatches
+    keeper: Keeper | None, written: Written | None, warm: Warm | None, batches: _GlobalBatches
 ) -> Callable[[Any], float]:
     """Takes the batch that was taken last, and its tokens; see ``RunHooks.keep``."""
 
@@ -389,6 +399,8 @@ def _behind(
         if written is not None:
             assert isinstance(batches.local, Batch)  # pairs have no pages
             written.take(batches.local)
+        if warm is not None:
+            warm.take(batches.given, tokens)
         if keeper is None:
             return 0.0
         local, given = [batches.local], [tokens]
@@ -405,13 +417,15 @@ def _behind(
 class _GlobalBatches:
     """Local rows placed on the mesh as they are taken."""
 
-    def __init__(self, source: TrainBatches, place: Callable[[Any], Any]):
-        self.source, self.place = source, place
+    def __init__(self, source: TrainBatches, place: Callable[[Any], Any], warm: Warm | None):
+        self.source, self.place, self._warm = source, place, warm
         self._peeked: Batch | Pairs | None = None
         self._taken = source.state()
         self.last: Batch | Pairs | None = None
         self.local: Batch | Pairs | None = None
         """This process's rows of ``last``, numpy."""
+        self.given: Any = None
+        """Those as the source gave them."""
 
     def __iter__(self) -> _GlobalBatches:
         return self
@@ -425,7 +439,9 @@ class _GlobalBatches:
     def peek(self) -> Batch | Pairs:
         """The next batch's local rows, not taken yet."""
         if self._peeked is None:
-            self._peeked = next(self.source)[0]
+            self._peeked = self.given = next(self.source)[0]
+            if self._warm is not None:
+                self._peeked = self._warm.fill(self.given)
         return self._peeked
 
     def state(self) -> dict[str, Any]:

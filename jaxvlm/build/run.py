@@ -26,6 +26,7 @@ from jaxvlm.build import (
     shares,
     training,
 )
+from jaxvlm.build.assemble import split
 from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
@@ -41,6 +42,7 @@ from jaxvlm.parallel.mesh import make_mesh, mesh_text
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.train import programs
+from jaxvlm.train.apart import is_tower
 from jaxvlm.types import Pairs, TrainState
 
 
@@ -92,7 +94,9 @@ class Run:
             self._build_by_cost(devices)
         else:
             self._build(own)
-        self.slots = caching.slots_of(self.config, self.dataset)
+        trained, _ = split(self.model, self.model.shapes, self.config.optim.frozen)
+        learns = any(is_tower(path) for path in trained)
+        self.slots = caching.slots_of(self.config, self.dataset, learns)
         self.training = training.build_training(
             self.config, self.model, self.steps, print, self.tower, self.slots
         )

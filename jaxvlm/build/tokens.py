@@ -116,7 +116,7 @@ class Keeper:
             for place in np.flatnonzero((batch.image_start[at] >= 0) & ~batch.is_stored[at]):
                 key = batch.image_key[at, place].tobytes()
                 if self._wants(key):
-                    self._one(key, _of_picture(data, batch, at, int(place)))
+                    self._one(key, of_picture(data, batch, at, int(place)))
 
     def _flush(self) -> None:
         """Now and then: a run that is killed, or another beside it, should lose little."""
@@ -136,8 +136,8 @@ class Keeper:
             self._change = max(self._change, apart)
 
 
-def _of_picture(tokens: np.ndarray, batch: Batch, row: int, place: int) -> np.ndarray:
-    """[P, D]: a picture's part of a row's tokens."""
+def of_picture(tokens: np.ndarray, batch: Batch, row: int, place: int) -> np.ndarray:
+    """[P, D]: a picture's part of a row's tokens, a view."""
     if tokens.ndim == 3:
         return tokens[place]
     sizes = batch.grid[row].prod(axis=1)
@@ -156,6 +156,21 @@ def share_rows(run: Run) -> bool:
     return bool(count > run.config.data.batch_size)
 
 
+def refuse_shared_rows(run: Run) -> None:
+    """Refuse tokens outside of the devices where processes share rows.
+
+    Raises:
+        ConfigError: they do.
+    """
+    name = "store" if run.config.cache.store else "memory_mb"
+    if share_rows(run):
+        raise ConfigError(
+            f"config.cache.{name}: processes that share rows (config.mesh.tensor, context or stage "
+            "over several) may find other tokens each; leave it out, or keep these axes inside of "
+            "a process"
+        )
+
+
 def open_keeper(
     run: Run, params: Callable[[], Params], chunk: int, kept: Kept, say: Callable[[str], None]
 ) -> Keeper | None:
@@ -169,15 +184,9 @@ def open_keeper(
         say: takes lines for people.
     """
     config = run.config.cache
-    if not is_on(config):
+    if not is_on(config) or run.training.learns:
         return None
-    name = "store" if config.store else "memory_mb"
-    if share_rows(run):
-        raise ConfigError(
-            f"config.cache.{name}: processes that share rows (config.mesh.tensor, context or stage "
-            "over several) may find other tokens each; leave it out, or keep these axes inside of "
-            "a process"
-        )
+    refuse_shared_rows(run)
     store = None
     if config.store:
         facts = identity(run, params(), chunk)

@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxvlm.cache.policy import NEVER, Policy, draw, draw_step
-from jaxvlm.cache.seen import Seen, cut_out, inside_of, pages_used
+from jaxvlm.cache.seen import Seen, cut_out, inside_of, pages_used, with_stored
 from jaxvlm.cache.state import CacheState, page_keys
 from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.types import PAGE, Batch
+from jaxvlm.types import PAGE, Age, Batch
 
 _SLOWEST = 1e-12  # of learning rates
 _ROWS, _CHUNKS, _ALL = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES), PartitionSpec()
@@ -73,7 +73,9 @@ class Recompute:
             none, real = jnp.zeros_like(size), jnp.ones(size.shape, jnp.float32)
             stale = (size > 0) & ~batch.is_stored
             return Seen(first, size, stale, none > 0, none, 0 * real, real)
-        known, lag, due, drift, pull = self._kept(state, batch, size)
+        kept = with_stored(self._kept(state, batch, size), batch, state.version)
+        known, lag, due, drift, pull = kept
+        fixed = batch.is_stored if batch.stored_age is None else None
         good = (size > 0) & known & (lag <= policy.bound)
         if policy.tolerance:
             # What was never measured moves like the others; while none was, it is due at once.
@@ -81,14 +83,14 @@ class Recompute:
             guess *= jnp.maximum(self.rate(state.version), _SLOWEST)
             guess = policy.next_due(state.version - lag, jnp.broadcast_to(guess, lag.shape))
             good &= state.version < jnp.where(drift > 0, due, guess)
-        if batch.is_stored is not None:
-            good |= (size > 0) & batch.is_stored
+        if fixed is not None:
+            good |= (size > 0) & fixed
         stale = (size > 0) & ~good
         weight = jnp.ones(size.shape, jnp.float32)
         if policy.share:
             drift_now = jnp.where(drift > 0, drift, state.typical)
             need = (pull * drift_now * lag).reshape(-1) if policy.by_need else None
-            allowed = good if batch.is_stored is None else good & ~batch.is_stored
+            allowed = good if fixed is None else good & ~fixed
             if policy.at_once:
                 turn = state.turn // policy.at_once
                 drawn, chance = draw_step(allowed.reshape(-1), policy.share, turn, policy.seed)
@@ -206,7 +208,7 @@ class Recompute:
         features: jax.Array,
         gradient: jax.Array | None,
         ok: jax.Array,
-    ) -> tuple[CacheState, jax.Array]:
+    ) -> tuple[CacheState, jax.Array, Age]:
         """The state with what was encoded in it, as of the tower's present version.
 
         Args:
@@ -218,10 +220,15 @@ class Recompute:
             ok: whether the step is good; where not, nothing is written.
 
         Returns:
-            The state; f32[], the largest relative change of tokens that were kept and made anew.
+            The state; f32[], the largest relative change of tokens that were kept and made anew;
+            the age of what was made, its ``pull`` of what was read too.
         """
         rows, pages = features.reshape(len(features), -1, features.shape[-1]), batch.image_pages
         kept, change = self._rewrite(state, seen, pages, rows, ok)
+        if batch.stored_age is not None:
+            before = batch.stored.reshape(rows.shape).astype(jnp.float32)
+            apart = self._norms(seen, rows - before) / jnp.maximum(self._norms(seen, before), 1e-15)
+            change = jnp.where(batch.is_stored, apart, change)
         state = state._replace(pages=kept)
         again = seen.stale & seen.known
         due, drift = jnp.zeros_like(seen.size), seen.drift
@@ -231,7 +238,8 @@ class Recompute:
         if gradient is not None and self.policy.by_need:
             pull = self._norms(seen, gradient.reshape(rows.shape))
         state = self._note(state, batch, seen, (due, drift, pull), ok)
-        return state._replace(turn=state.turn + 1), jnp.max(jnp.where(again, change, 0))
+        age = Age(jnp.broadcast_to(state.version, seen.size.shape), due, drift, pull)
+        return state._replace(turn=state.turn + 1), jnp.max(jnp.where(again, change, 0)), age
 
     def _measure(
         self, state: CacheState, seen: Seen, change: jax.Array, again: jax.Array

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.types import PAGE
+from jaxvlm.types import PAGE, Batch
 
 
 class Seen(NamedTuple):
@@ -45,6 +45,26 @@ class Seen(NamedTuple):
     def found(self) -> Any:
         """bool: its tokens are read."""
         return self.here & ~self.stale
+
+
+def with_stored(
+    kept: tuple[jax.Array, ...], batch: Batch, version: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What is known of pictures, of those too whose tokens came with the batch and have an age.
+
+    Args:
+        kept: [B, I] each: known, lag, due, drift and pull of what is in pages.
+        batch: with its pictures.
+        version: i32[]: the tower's.
+
+    Returns:
+        As ``kept``.
+    """
+    if batch.stored_age is None:
+        return kept
+    made, *others = batch.stored_age
+    given = (True, version - made, *others)
+    return tuple(jnp.where(batch.is_stored, new, old) for new, old in zip(given, kept))
 
 
 def pages_used(pages: jax.Array, size: jax.Array) -> jax.Array:

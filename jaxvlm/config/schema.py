@@ -304,7 +304,8 @@ class CacheConfig:
     # "": as the model reads them
     trust: str = "all"  # the store's tokens of the same weights and pictures made on the same kind
     # of device by the same versions, dtype, layout and chunk; weights: on any, by any
-    memory_mb: int = 0  # of host memory for a frozen tower's tokens
+    memory_mb: int = 0  # of a process's host memory for tokens; of a tower that learns: of pictures
+    # beyond ``pictures``
     pictures: int = 0  # kept at most, or tiles of pictures, over all devices; 0: all of data.train
     halvings: int = 0  # a frozen tower's pages: how often they may be halved where a step is short
     # of memory, whose smaller steps are compiled at the start

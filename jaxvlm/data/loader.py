@@ -147,8 +147,9 @@ class Dataset:
         return self._order
 
     def keep_tokens(
-        self, tokens: int, limit: int = 0, unused: bool = False, given: Given | None = None
-    ) -> Slots:
+        self, tokens: int, limit: int = 0, unused: bool = False,
+        given: Given | None = None, beyond: int = 0,
+    ) -> Slots:  # fmt: skip
         """From now on, batches for training say where their pictures' visual tokens are kept.
 
         Args:
@@ -156,6 +157,7 @@ class Dataset:
             limit: see :class:`jaxvlm.data.slots.Slots`.
             unused: likewise.
             given: likewise; ``views.lookup`` says where they come from.
+            beyond: likewise.
         """
         patching, spans = self.settings.patching, self.corpus.spans
 
@@ -165,7 +167,7 @@ class Dataset:
             return 1, patching.per_token * int((spans[picture].tile > 0).sum())
 
         room = patching.room if patching and not tokens else None
-        self._slots = Slots(self.order, self.pieces, size, limit, room, unused, given)
+        self._slots = Slots(self.order, self.pieces, size, limit, room, unused, given, beyond)
         return self._slots
 
     def tag_keys(self, tag: Tag) -> None:

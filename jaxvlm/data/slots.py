@@ -95,9 +95,13 @@ class Slots:
         room: tokens -> as many or more, of sizes that kernels like; ``None``: pictures of one size.
         unused: there are as many pages, and no picture has one.
         given: what tokens that come with a batch are like; ``None``: none do.
+        beyond: pages in host memory, over all virtual shards, for pictures that have none on the
+            devices; they are numbered from ``count`` on.
 
     Attributes:
-        tiles: tiles that have pages.
+        tiles: tiles that have pages on the devices.
+        tiles_beyond: tiles that have pages in host memory.
+        beyond: pages that a virtual shard has there.
         count: C, pages in all, those that no picture has counted too.
         per_tile: pages of the largest tile.
         windows: see :func:`windows_of`.
@@ -115,8 +119,10 @@ class Slots:
         room: Callable[[int], int] | None = None,
         unused: bool = False,
         given: Given | None = None,
+        beyond: int = 0,
     ):
         self.unused, self.given, self._size = unused, given, size
+        self.beyond, self._turns = beyond // order.num_shards, order.turns
         if 0 < limit < order.num_shards:
             raise DataError(
                 f"cache.pictures={limit} is less than one for each of the {order.num_shards} "
@@ -125,18 +131,28 @@ class Slots:
             )
         most = limit // order.num_shards
         self._first: list[dict[int, int]] = []
-        self.tiles = self._room = largest = 0
+        self._outside: list[dict[int, int]] = []
+        self.tiles = self.tiles_beyond = self._room = largest = 0
         for shard in order.shards:
             first: dict[int, int] = {}
-            tiles = pages = 0
+            outside: dict[int, int] = {}
+            tiles = pages = spent = 0
             for picture in (p for piece in shard.tolist() for p in pieces.pictures[piece]):
                 count, tokens = size(picture)
                 largest = max(largest, tokens)
-                if picture not in first and (not limit or tiles + count <= most):
+                if picture in first or picture in outside:
+                    continue
+                needed = count * _pages(tokens)
+                if not limit or tiles + count <= most:
                     first[picture] = pages
                     tiles += count
-                    pages += count * _pages(tokens)
+                    pages += needed
+                elif spent + needed <= self.beyond:
+                    outside[picture] = spent
+                    self.tiles_beyond += count
+                    spent += needed
             self._first.append(first)
+            self._outside.append(outside)
             self.tiles += tiles
             self._room = max(self._room, pages)
         self._room = self._room or 1  # arrays of no rows can't be split
@@ -144,14 +160,23 @@ class Slots:
         self.windows = windows_of(largest, room)
         self.count = order.num_shards * self._room
 
+    def shards_of(self, row: int) -> range:
+        """The virtual shards whose rows are a batch's row."""
+        return range(row * self._turns, (row + 1) * self._turns)
+
     def pages(self, shard: int, picture: int) -> np.ndarray:
-        """i32[tiles, per_tile]: pages of a picture's tiles; -1 where there is none."""
+        """i32[tiles, per_tile]: pages of a picture's tiles; -1 where there is none, ``count`` and
+        above in host memory.
+        """
         tiles, tokens = self._size(picture)
         out = np.full((tiles, self.per_tile), -1, np.int32)
         first = self._first[shard].get(picture, -1)
-        if first >= 0 and not self.unused:
+        outside = self._outside[shard].get(picture, -1)
+        if max(first, outside) >= 0 and not self.unused:
             count = _pages(tokens)
             begin = shard * self._room + first
+            if outside >= 0:
+                begin = self.count + shard * self.beyond + outside
             out[:, :count] = begin + np.arange(tiles * count).reshape(tiles, count)
         return out
 

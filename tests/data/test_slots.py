@@ -1,9 +1,12 @@
 """What is known of pages that steps write: only what is sure."""
 
 import numpy as np
+import pytest
 
-from jaxvlm.data.slots import Written
-from jaxvlm.types import Batch
+from jaxvlm.data.order import Order
+from jaxvlm.data.packing import Pieces
+from jaxvlm.data.slots import Slots, Written
+from jaxvlm.types import PAGE, Batch
 
 
 def showing(*pages):
@@ -58,3 +61,44 @@ def test_rows_without_a_picture():
     written.settle(True)
     written.settle(True)
     assert not written.has(4, key(0))
+
+
+class Dealt(Order):
+    """Pieces that lie in two virtual shards, as a batch of two rows sees them."""
+
+    def __init__(self):
+        self.num_shards, self.turns = 2, 1
+        self.shards = [np.arange(5), np.arange(5, 9)]
+
+
+ORDER = Dealt()
+PIECES = Pieces(
+    *[np.zeros(0, kind) for kind in (np.int64, np.int32, *[np.int64] * 2, *[np.int32] * 2)],
+    pictures=((0,), (1, 2), (1,), (3,), (4,), (5,), (6,), (7,), (0,)),
+    num_tokens=np.zeros(9, np.int32),
+    num_images=np.zeros(9, np.int32),
+    num_patches=np.zeros(9, np.int32),
+)
+"""Pictures 0-4 in the first virtual shard; 5-7, and 0 again, in the second."""
+
+
+@pytest.mark.parametrize("beyond", [0, 4, 5, 20])
+def test_pictures_without_pages_on_the_devices_have_pages_beyond_them(beyond):
+    """Each picture is of two pages; two of each shard's have them on the devices."""
+    size = lambda picture: (1, 2 * PAGE)  # noqa: E731
+    slots = Slots(ORDER, PIECES, size, limit=4, beyond=beyond)
+    assert (slots.tiles, slots.count) == (4, 8), "as without any beyond"
+    room = beyond // 2 // 2
+    assert slots.tiles_beyond == min(room, 3) + min(room, 2)
+    for shard, pictures in ((0, [0, 1, 2, 3, 4]), (1, [5, 6, 7, 0])):
+        first = [slots.pages(shard, picture)[0, 0] for picture in pictures]
+        assert first[:2] == [4 * shard, 4 * shard + 2]
+        begin = slots.count + shard * slots.beyond
+        outside = [begin + 2 * i if i < room else -1 for i in range(len(pictures) - 2)]
+        assert first[2:] == outside
+    assert all(slots.shards_of(row) == range(row, row + 1) for row in (0, 1))
+
+
+def test_where_none_is_used_none_is_beyond_either():
+    slots = Slots(ORDER, PIECES, lambda picture: (1, PAGE), limit=4, unused=True, beyond=8)
+    assert slots.pages(0, 4).max() == -1

@@ -1,0 +1,99 @@
+"""Runs that keep tokens of a tower that learns in host memory: they go on to the same bits."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import pytest
+from runs import losses
+from test_cache import assert_same_run, made, metric
+
+import jaxvlm
+from jaxvlm.config import ConfigError
+
+pytestmark = pytest.mark.long
+PLACES = 16
+"""Of 40 pictures as many have pages on the devices, where not said otherwise."""
+
+
+def run(config, folder, steps=12, devices=1):
+    config.steps = steps
+    config.checkpoint.every, config.checkpoint.keep = 4, 3
+    out = jaxvlm.Run(config, folder, devices=jax.devices()[:devices])
+    out.fit()
+    return out
+
+
+def aging(data, policy="lazy", **cache):
+    settings = {"bound": 50, "pictures": PLACES, "memory_mb": 1, "chunk": 2} | cache
+    return made(data, policy, False, **settings)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    return run(aging(data), tmp_path_factory.mktemp("whole"), 24)
+
+
+def test_pictures_without_pages_are_found(data, whole, tmp_path, capsys):
+    """Without host memory 16 of 40 are found when all are shown again; with it all but those
+    that were made a step before they are shown again.
+    """
+    found = metric(whole, "train/cache/found")
+    assert found[0] == 0 and found[-1] == 1
+    without = run(aging(data, memory_mb=0), tmp_path / "without", 24)
+    assert max(metric(without, "train/cache/found")) < 1
+    assert sum(metric(without, "train/cache/found")) < 0.6 * sum(found)
+    capsys.readouterr()
+    jaxvlm.Run(aging(data), tmp_path / "again", devices=jax.devices()[:1])
+    assert "; for 24 in host memory" in capsys.readouterr().out
+    # Of a tower that learns, so old tokens are not those of the run that keeps fewer.
+    assert losses(without.workdir) != losses(whole.workdir)
+
+
+@pytest.mark.parametrize(("steps", "devices"), [(8, 1), (15, 1), (8, 4)])
+def test_killed_and_gone_on(data, whole, tmp_path, steps, devices):
+    run(aging(data), tmp_path / "run", steps)
+    again = run(aging(data), tmp_path / "run", 24, devices)
+    assert metric(again, "train/cache/found") == metric(whole, "train/cache/found")
+    if devices == 1:
+        return assert_same_run(whole, again)
+    for step, value in losses(whole.workdir).items():
+        assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value), step
+    return None
+
+
+def test_what_was_saved_is_gone(data, whole, tmp_path, capsys):
+    run(aging(data), tmp_path / "run", 14)
+    saved = tmp_path / "run" / "warm"
+    assert {"8", "12", "14"} <= {path.name for path in saved.iterdir()}  # as the checkpoints
+    shutil.rmtree(saved / "14")
+    capsys.readouterr()
+    again = run(aging(data), tmp_path / "run", 24)
+    assert "those of 1 of 1 processes are not there" in "".join(capsys.readouterr())
+    found, unbroken = (metric(x, "train/cache/found") for x in (again, whole))
+    assert found[:14] == unbroken[:14] and sum(found) < sum(unbroken) and found[-1] == 1
+    assert not {"4", "8"} & {path.name for path in saved.iterdir()}
+
+
+def test_adaptive_with_draws(data, tmp_path):
+    config = aging(data, "adaptive", tolerance=0.75, refresh=0.25, pictures=8)
+    whole = run(config, tmp_path / "whole", 24)
+    assert 0 < max(metric(whole, "train/cache/found")) < 1
+    assert max(metric(whole, "train/cache/drift_most")) > 0
+    run(config, tmp_path / "run", 15)
+    assert_same_run(whole, run(config, tmp_path / "run", 24))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "strict", "bound": 1}, "policy='strict' and a tower that learns: what is"),
+        ({"pictures": 0}, "all have pages on the devices; set config.cache.pictures"),
+        ({"store": "tokens"}, "config.cache.store with a tower that learns"),
+    ],
+)
+def test_refused(data, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=r"config\.cache") as error:
+        jaxvlm.Run(aging(data, **settings), tmp_path, devices=jax.devices()[:1])
+    assert message in str(error.value)
