@@ -28,6 +28,14 @@ def test_files_and_functions_are_small(path):
             assert node.end_lineno - node.lineno < 80, f"{path}:{node.lineno} {node.name}"
 
 
+def test_every_test_is_found(pytestconfig):
+    """pytest goes into no folder that is named like one of these."""
+    folders = [path for path in (ROOT / "tests").rglob("*") if path.is_dir()]
+    left_out = pytestconfig.getini("norecursedirs")
+    found = [p for p in folders if any(p.match(name) for name in left_out)]
+    assert not [p for p in found if p.name != "__pycache__"]
+
+
 def test_logging_is_set_up_by_the_command_line_alone():
     found = [p.relative_to(ROOT) for p in SOURCES if "basicConfig" in p.read_text()]
     assert [str(p) for p in found] == ["jaxvlm/cli/main.py"]

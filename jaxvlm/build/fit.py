@@ -77,14 +77,12 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         state, start, extra = _first_state(run, made, checkpointer, lines.append)
         scorer = _scorer(run)
         run.write_down(workdir)  # not before: a config that does not fit must not replace the run's
-        progress = Progress(run.steps, start)
-        stack.callback(progress.close)
+        progress = stack.enter_context(contextlib.closing(Progress(run.steps, start)))
         for line in lines:
             progress.log(line)
         made.step.say = progress.log
-        chunk = with_chunk(config, run.mesh).chunk
-        kept = kept_of(config.cache, config.network)
-        keeper = open_keeper(run, lambda: made.params(state), chunk, kept, progress.log)
+        kept = with_chunk(config, run.mesh).chunk, kept_of(config.cache, config.network)
+        keeper = open_keeper(run, lambda: made.params(state), *kept, progress.log)
         if keeper:
             stack.callback(keeper.close)
         warm = open_warm(run, progress.log)
@@ -93,13 +91,10 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             warm.load(saved_in(workdir), start, extra.get("warm"))
         room = made.room(config.cache.halvings, progress.log)
         written = _written(run, made, room, stack)
-        source = run.dataset.train(run.rows, start)
-        stack.callback(source.close)
+        source = stack.enter_context(contextlib.closing(run.dataset.train(run.rows, start)))
         batches = _GlobalBatches(source, made.place, warm)
-        writer = MetricWriter(
-            workdir, config.tensorboard, config.wandb_project, start if start else -1
-        )
-        stack.callback(writer.close)
+        writer = MetricWriter(workdir, config.tensorboard, config.wandb_project, start or -1)
+        stack.enter_context(contextlib.closing(writer))
         foreseen = foresight.foresee(run, batches.peek())
         progress.log(foreseen if isinstance(foreseen, str) else foreseen.line())
         peak, source_of_peak = peak_flops(run.meshes, config.network.dtype)
@@ -110,11 +105,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             checkpointer=checkpointer,
             kept=made.kept,
             keep=_behind(keeper, written, warm, batches),
-            beside=lambda step: (
-                {"warm": warm.save(saved_in(workdir), step, checkpointer.all_steps())}
-                if warm
-                else {}
-            ),
+            beside=_beside(warm, workdir, checkpointer),
             written=written,
             alarm=config.cache.alarm or (0.0 if made.learns else alarm_of(config.cache.codec)),
             alarm_advice="lower config.cache.bound" if made.learns else _NOT_ITS_OWN,
@@ -277,6 +268,19 @@ def _evaluation(
             room.say("an evaluation is short of memory: once more, without pages of visual tokens")
 
     return evaluate
+
+
+def _beside(
+    warm: Warm | None, workdir: pathlib.Path, checkpointer: Checkpointer
+) -> Callable[[int], dict[str, Any]]:
+    """Saves what a checkpoint goes with; see ``RunHooks.beside``."""
+
+    def save(step: int) -> dict[str, Any]:
+        if warm is None:
+            return {}
+        return {"warm": warm.save(saved_in(workdir), step, checkpointer.all_steps())}
+
+    return save
 
 
 def _schedule(run: Run, workdir: pathlib.Path) -> loop.Schedule:

@@ -55,7 +55,8 @@ def settled(config, count=8):
     lines: list[str] = []
     made = choice.settled(config, jax.devices()[:count], lines.append)
     assert not choice.autos(made)
-    return made, lines[0]
+    assert all(line.startswith("planner: assumed: ") for line in lines[:-1])
+    return made, lines[-1]
 
 
 @pytest.mark.long
