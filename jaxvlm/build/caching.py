@@ -88,7 +88,7 @@ def slots_of(
     if isinstance(dataset, PairDataset):
         return dataset.keep_tokens(size, given)
     off, beyond = config.cache.policy == "off", 0
-    ages = learns and config.cache.memory_mb > 0 and config.cache.policy not in ("off", "strict")
+    ages = learns and config.cache.memory_mb > 0 and policy_of(config.cache).bound > 0
     if ages:
         page = PAGE * given.width * given.dtype.itemsize
         beyond = jax.process_count() * config.cache.memory_mb * 2**20 // page
@@ -322,10 +322,11 @@ def _check_learning(config: CacheConfig, model: Model[Known]) -> None:
             "update; leave it out (memory_mb keeps them for this run), or freeze the tower: "
             "--config.optim.frozen=\"('vision/*',)\""
         )
-    if config.memory_mb and config.policy == "strict":
+    if config.memory_mb and config.policy != "off" and not policy_of(config).bound:
         raise ConfigError(
-            f"config.cache.memory_mb={config.memory_mb} with policy='strict' and a tower that "
-            "learns: what is kept is never read; take 'lazy', 'hybrid' or 'adaptive', or freeze "
+            f"config.cache.memory_mb={config.memory_mb} with policy={config.policy!r}, no update "
+            "behind and a tower that learns: what is kept is never read; take 'lazy', 'hybrid' or "
+            "'adaptive' and a config.cache.bound above 0, or freeze "
             "the tower: --config.optim.frozen=\"('vision/*',)\""
         )
     if config.policy == "strict" and config.refresh:

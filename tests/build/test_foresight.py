@@ -260,6 +260,7 @@ def test_a_run_with_the_planners_choice_trains(config, rates, tmp_path, capsys):
     assert made["step"] == 4
     plan = made["plan"]
     assert plan["compiled_bytes"] > 0 and plan["measured_seconds"] > 0
-    assert plan["planned_bytes"] == pytest.approx(plan["compiled_bytes"], rel=0.3)
+    # So small a model is counted by formula (docs/planning.md); real sizes are held in tests/plan.
+    assert 0.5 < plan["planned_bytes"] / plan["compiled_bytes"] < 2
     said = capsys.readouterr()
     assert "planner (" in said.out and "planned and real: " in said.err

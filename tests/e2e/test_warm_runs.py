@@ -88,7 +88,8 @@ def test_adaptive_with_draws(data, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "strict", "bound": 1}, "policy='strict' and a tower that learns: what is"),
+        ({"policy": "strict", "bound": 1}, "policy='strict', no update behind and a tower that"),
+        ({"policy": "lazy", "bound": 0}, "policy='lazy', no update behind and a tower that"),
         ({"pictures": 0}, "all have pages on the devices; set config.cache.pictures"),
         ({"store": "tokens"}, "config.cache.store with a tower that learns"),
     ],
