@@ -98,10 +98,12 @@ def slots_of(
         raise ConfigError(
             f"config.cache.memory_mb={config.cache.memory_mb} holds the tokens of no picture: "
             + (
-                f"it has room for {slots.beyond} pages of {PAGE} tokens for each virtual shard of "
-                "the data, fewer than a picture takes; raise it, or lower data.virtual_shards"
-                if config.cache.pictures
-                else "all have pages on the devices; set config.cache.pictures, how many are to"
+                "all have pages on the devices; set config.cache.pictures "
+                f"({config.cache.pictures}) to how many are to have them"
+                if slots.all_on_devices
+                else f"it has room for {slots.beyond} pages of {PAGE} tokens for each virtual "
+                "shard of the data, fewer than a picture takes; raise it, or lower "
+                "data.virtual_shards"
             )
         )
     return slots
@@ -229,7 +231,11 @@ def line(config: CacheConfig, slots: Slots | Unpaged, state: TrainState) -> str:
             f"visual tokens: none are kept, pictures are encoded {config.chunk} at once; "
             f"{slots.count:,} unused pages, {size / 2**20:.1f} MiB a device, for comparisons"
         )
-    beyond = f"; for {slots.tiles_beyond:,} in host memory" if slots.tiles_beyond else ""
+    beyond = ""
+    if slots.tiles_beyond and slots.given:
+        page = PAGE * slots.given.width * slots.given.dtype.itemsize
+        mib = slots.pages_beyond * page / 2**20
+        beyond = f"; for {slots.tiles_beyond:,} in host memory, {mib:.1f} MiB over all processes"
     return (
         f"visual tokens ({config.policy}): room for {slots.tiles:,} pictures in {slots.count:,} "
         f"pages of {PAGE} tokens, {size / 2**20:.1f} MiB a device{beyond}"

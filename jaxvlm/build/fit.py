@@ -423,7 +423,7 @@ class _GlobalBatches:
 
     def __init__(self, source: TrainBatches, place: Callable[[Any], Any], warm: Warm | None):
         self.source, self.place, self._warm = source, place, warm
-        self._peeked: Batch | Pairs | None = None
+        self._peeked: tuple[Any, Batch | Pairs] | None = None
         self._taken = source.state()
         self.last: Batch | Pairs | None = None
         self.local: Batch | Pairs | None = None
@@ -435,18 +435,19 @@ class _GlobalBatches:
         return self
 
     def __next__(self) -> Batch | Pairs:
-        local = self.peek()
+        self.local = self.peek()
+        assert self._peeked is not None
+        self.given, _ = self._peeked
         self._peeked, self._taken = None, self.source.state()
-        self.local, self.last = local, self.place(local)
+        self.last = self.place(self.local)
         return self.last
 
     def peek(self) -> Batch | Pairs:
         """The next batch's local rows, not taken yet."""
         if self._peeked is None:
-            self._peeked = self.given = next(self.source)[0]
-            if self._warm is not None:
-                self._peeked = self._warm.fill(self.given)
-        return self._peeked
+            given: Any = next(self.source)[0]
+            self._peeked = given, self._warm.fill(given) if self._warm else given
+        return self._peeked[1]
 
     def state(self) -> dict[str, Any]:
         """The iterator's state after the batches that were taken."""

@@ -35,6 +35,7 @@ from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
 from jaxvlm.build.record import local_folder
 from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
+from jaxvlm.build.warm import open_warm
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.data import packing
 from jaxvlm.parallel import distributed
@@ -224,6 +225,8 @@ class Run:
         for line in lines:
             print(line)
         print(f"mesh {', vision tower on '.join(map(mesh_text, self.meshes))}")
+        if warm := open_warm(self, print):
+            local = warm.fill(local)
         memory = programs.memory(made.step.get(made.abstract, made.place(local)))
         for name, size in memory.items():
             print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")

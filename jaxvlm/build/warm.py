@@ -8,31 +8,26 @@ the step decides, as of those in pages; so it is given the pixels too.
 from __future__ import annotations
 
 import collections
-import hashlib
-import io
+import logging
 import pathlib
-import shutil
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from jaxvlm.build import tokens
+from jaxvlm.build import tokens, warm_files
 from jaxvlm.build.caching import MadeNow
-from jaxvlm.cache import files
-from jaxvlm.cache.store import Store
+from jaxvlm.build.warm_files import Place, Row, Rows
 from jaxvlm.data.slots import Slots
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
-from jaxvlm.types import Age, Batch
+from jaxvlm.types import PAGE, Age, Batch
 
 if TYPE_CHECKING:
     from jaxvlm.build.run import Run
 
-_INDEX = "index.npz"
-_FLUSH = 2**28
-"""Bytes of tokens that wait for the disk at most."""
+_log = logging.getLogger(__name__)
 
 
 def open_warm(run: Run, say: Callable[[str], None]) -> Warm | None:
@@ -47,35 +42,21 @@ def open_warm(run: Run, say: Callable[[str], None]) -> Warm | None:
     return Warm(run.slots, run.rows, say)
 
 
-class Row(NamedTuple):
-    """A picture's tokens in a virtual shard of the data; never written to."""
-
-    tokens: np.ndarray
-    """[P, D]."""
-    version: int
-    due: int
-    drift: float
-    pull: float
-
-
-_Place = tuple[int, bytes]
-"""A virtual shard, and the picture's key."""
-
-
 class Warm:
-    """The pictures of this process.
+    """The pictures of this process, each at the pages in host memory that are its own.
 
     Args:
         slots: which pictures have room here.
         rows: numbers of this process's rows in the global batch, ascending.
-        say: takes lines for people.
+        say: takes lines for people; of process 0.
     """
 
     def __init__(self, slots: Slots, rows: np.ndarray, say: Callable[[str], None]):
         self._slots, self._say = slots, say
+        if number := jax.process_index():  # whose lines nobody else would see
+            self._say = lambda line: _log.warning("process %d: %s", number, line)
         self._rows = rows.tolist()
-        self._kept: dict[_Place, Row] = {}
-        self._last: dict[_Place, Row] = {}  # of the step before, known when a run goes on
+        self._known = Rows({}, {})
         self._under_way: collections.deque[tuple[Batch, MadeNow]] = collections.deque()
         self._writer: threading.Thread | None = None
         mine = np.random.default_rng().integers(2**48) if not jax.process_index() else 0
@@ -95,15 +76,15 @@ class Warm:
         here = np.zeros(batch.image_start.shape, bool)
         age = Age(*(np.zeros(here.shape, kind) for kind in (*[np.int32] * 2, *[np.float32] * 2)))
         for row, place, at in self._places(batch):
-            found = self._kept.get(at)
-            if found is None:
+            found = self._known.seen.get(at)
+            if found is None or found.key != _key(batch, row, place):
                 continue
             part = tokens.of_picture(batch.stored[row], batch, row, place)
             if part.shape != found.tokens.shape:  # another preparation has another key
                 raise AssertionError("a picture's tokens are as many as they were")
             part[:] = found.tokens
             here[row, place] = True
-            for field, value in zip(age, found[1:], strict=True):
+            for field, value in zip(age, found.age, strict=True):
                 field[row, place] = value
         pages = np.where(batch.image_pages >= self._slots.count, -1, batch.image_pages)
         return batch._replace(image_pages=pages.astype(np.int32), is_stored=here, stored_age=age)
@@ -122,15 +103,15 @@ class Warm:
             self._under_way.append((batch, made))
 
     def _settle(self) -> None:
-        self._kept |= self._last
-        self._last = {}
+        self._known.seen.update(self._known.next)
+        self._known.next.clear()
         while self._under_way:
-            self._kept |= self._made(*self._under_way.popleft())
+            self._known.seen.update(self._made(*self._under_way.popleft()))
 
-    def _made(self, batch: Batch, made: MadeNow) -> dict[_Place, Row]:
+    def _made(self, batch: Batch, made: MadeNow) -> dict[Place, Row]:
         """The rows that a step changed."""
         local = {row: i for i, row in enumerate(self._rows)}
-        new: dict[_Place, Row] = {}
+        new: dict[Place, Row] = {}
 
         def own(x: jax.Array) -> list[np.ndarray]:
             found = {local[row]: data for row, data in owned_rows(x).items()}
@@ -138,97 +119,58 @@ class Warm:
 
         features = own(made.tokens)
         encoded, shown = own(made.encoded), own(made.shown)
-        age = Age(*map(own, made.age))
+        ages = [own(x) for x in made.age]
         for row, place, at in self._places(batch):
             if encoded[row][place] and at not in new:
-                data = tokens.of_picture(features[row], batch, row, place)
-                version, due = (int(x[row][place]) for x in age[:2])
-                drift, pull = (float(x[row][place]) for x in age[2:])
-                new[at] = Row(np.array(data), version, due, drift, pull)
-            elif shown[row][place] and at not in new and at in self._kept:
-                new[at] = self._kept[at]._replace(pull=float(age.pull[row][place]))
+                data = np.array(tokens.of_picture(features[row], batch, row, place))
+                age = Age(*(x[row][place].item() for x in ages))
+                new[at] = Row(_key(batch, row, place), data, age)
+        for row, place, at in self._places(batch):
+            old = self._known.seen.get(at)
+            if shown[row][place] and at not in new and old and old.key == _key(batch, row, place):
+                pull = Age(*ages).pull[row][place].item()
+                new[at] = old._replace(age=old.age._replace(pull=pull))
         return new
 
-    def _places(self, batch: Batch) -> list[tuple[int, int, _Place]]:
+    def _places(self, batch: Batch) -> list[tuple[int, int, Place]]:
         """(row, place, where it is kept) of the pictures that have room here."""
         first = batch.image_pages[..., 0]
         beyond = (batch.image_start >= 0) & (first >= self._slots.count)
+        at = np.stack(divmod(first - self._slots.count, max(self._slots.beyond, 1)), -1)
         return [
-            (
-                row,
-                place,
-                (
-                    int(first[row, place] - self._slots.count) // self._slots.beyond,
-                    batch.image_key[row, place].tobytes(),
-                ),
-            )
+            (row, place, (int(at[row, place, 0]), int(at[row, place, 1])))
             for row, place in np.argwhere(beyond).tolist()
         ]
-
-    @property
-    def bytes(self) -> int:
-        """Of the tokens."""
-        return sum(row.tokens.nbytes for row in self._kept.values())
 
     def save(self, folder: pathlib.Path, step: int, kept: Collection[int]) -> dict[str, Any]:
         """Begin to write what a run needs that goes on from a step's checkpoint.
 
+        Waits for the writing before it. While rows are written they stay in memory, though newer
+        ones take their places.
+
         Args:
-            folder: of such writings.
+            folder: of such writings, by step.
             step: that is done.
             kept: steps whose checkpoints there are; writings of others, but for later ones, go.
 
         Returns:
             What :meth:`load` asks for; the same on every process.
         """
-        last = dict(self._last)
+        rows = Rows(dict(self._known.seen), dict(self._known.next))
         for item in self._under_way:
-            last |= self._made(*item)
-        rows = [(at, row, False) for at, row in self._kept.items()]
-        rows += [(at, row, True) for at, row in last.items()]
+            rows.next.update(self._made(*item))
         self.close()
-        args = (folder / str(step) / self._own_name(), rows)
-        self._writer = threading.Thread(target=self._write, args=args, name="warm")
+        if not jax.process_index():
+            warm_files.prune(folder, step, kept)
+        args = (_part(folder, step), rows, self._run, self._say)
+        self._writer = threading.Thread(target=warm_files.write, args=args, name="warm")
         self._writer.start()
-        if not jax.process_index() and folder.is_dir():
-            needed = {
-                *kept,
-                *range(max(kept, default=0), step + 1),
-            }  # a later one's may be under way
-            for path in folder.iterdir():
-                if path.name.isdecimal() and int(path.name) not in needed:
-                    shutil.rmtree(path, ignore_errors=True)
         return {"run": self._run, "processes": jax.process_count()}
-
-    def _own_name(self) -> str:
-        return f"{jax.process_index()}-of-{jax.process_count()}"
-
-    def _write(self, folder: pathlib.Path, rows: list[tuple[_Place, Row, bool]]) -> None:
-        try:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was at this step before
-            with Store(folder, {"run": self._run}, on_warning=self._say) as store:
-                waiting = 0
-                for at, row, is_last in rows:
-                    store.put(_name(at, is_last), row.tokens)
-                    waiting += row.tokens.nbytes
-                    if waiting > _FLUSH:
-                        store.flush()
-                        waiting = 0
-            index: dict[str, Any] = {
-                "shard": np.asarray([at[0] for at, *_ in rows], np.int64),
-                "key": np.asarray([np.frombuffer(at[1], np.uint32) for at, *_ in rows], np.uint32),
-                "last": np.asarray([is_last for *_, is_last in rows], bool),
-            }
-            for i, name in enumerate(Age._fields, 1):
-                index[name] = np.asarray([row[i] for _, row, _ in rows])
-            file = io.BytesIO()
-            np.savez(file, **index)
-            files.write_whole(folder / _INDEX, file.getvalue())  # last: all of it is there
-        except OSError as error:
-            self._say(f"{folder}: visual tokens in host memory are not saved: {error}")
 
     def load(self, folder: pathlib.Path, step: int, wanted: dict[str, Any] | None) -> None:
         """Go on with what :meth:`save` wrote at a step; what is not there is made again, and said.
+
+        All processes call it.
 
         Args:
             folder: that was written to.
@@ -237,28 +179,32 @@ class Warm:
         """
         if wanted is None:  # of a run that kept nothing here
             return
-        shards = {at for row in self._rows for at in self._slots.shards_of(row)}
-        lost, there = 0, sorted((folder / str(step)).glob(f"*-of-{wanted['processes']}/{_INDEX}"))
-        for path in there:
-            with np.load(path) as index:
-                of = dict(index)
-            store = Store(path.parent, {"run": wanted["run"]}, on_warning=self._say)
-            for i in np.flatnonzero(np.isin(of["shard"], list(shards))).tolist():
-                at = (int(of["shard"][i]), of["key"][i].tobytes())
-                data = store.get(_name(at, bool(of["last"][i])))
-                if data is None:
-                    lost += 1
-                    continue
-                version, due = int(of["version"][i]), int(of["due"][i])
-                row = Row(data, version, due, float(of["drift"][i]), float(of["pull"][i]))
-                (self._last if of["last"][i] else self._kept)[at] = row
-        files_lost = wanted["processes"] - len(there)
-        if lost or files_lost:
+        shards = {shard for row in self._rows for shard in self._slots.shards_of(row)}
+        room = {shard: self._slots.room_beyond(shard) for shard in shards}
+
+        def has_room(at: Place, length: int) -> bool:
+            # Of more or less memory, of other processes and of other settings not all have.
+            return at[0] in room and -(-length // PAGE) <= room[at[0]].get(at[1], -1)
+
+        lost, gone = 0, []
+        for number in range(wanted["processes"]):
+            part = _part(folder, step, number, wanted["processes"])
+            try:
+                found, damaged = warm_files.read(part, wanted["run"], has_room, self._say)
+            except ValueError as error:
+                gone.append(str(error))
+                continue
+            lost += damaged
+            self._known.seen.update(found.seen)
+            self._known.next.update(found.next)
+        lost = int(sum_over_processes(np.asarray([lost], np.float64))[0])
+        if (lost or gone) and not jax.process_index():
+            why = f" ({gone[0]})" if gone else ""
             self._say(
                 f"{folder / str(step)}: of the visual tokens in host memory that the checkpoint "
-                f"goes with {lost} are not whole, and those of {files_lost} of "
-                f"{wanted['processes']} processes are not there; they are made again when their "
-                "pictures are shown, so losses differ from those of the run unbroken"
+                f"goes with {lost} are not whole, and those of {len(gone)} of "
+                f"{wanted['processes']} processes can't be read{why}; they are made again when "
+                "their pictures are shown, so losses differ from those of the run unbroken"
             )
 
     def close(self) -> None:
@@ -267,10 +213,15 @@ class Warm:
             self._writer.join()
 
 
-def _name(at: _Place, is_last: bool) -> bytes:
-    """A row's key in the store."""
-    text = repr((at, is_last)).encode()
-    return hashlib.blake2b(text, digest_size=16, person=b"warm").digest()
+def _key(batch: Batch, row: int, place: int) -> bytes:
+    return batch.image_key[row, place].tobytes()
+
+
+def _part(folder: pathlib.Path, step: int, number: int = -1, count: int = 0) -> pathlib.Path:
+    """A process's part of a writing; this one's, where not said otherwise."""
+    if not count:
+        number, count = jax.process_index(), jax.process_count()
+    return folder / str(step) / f"{number}-of-{count}"
 
 
 def saved_in(workdir: pathlib.Path) -> pathlib.Path:

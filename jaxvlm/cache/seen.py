@@ -63,8 +63,11 @@ def with_stored(
     if batch.stored_age is None:
         return kept
     made, *others = batch.stored_age
-    given = (True, version - made, *others)
-    return tuple(jnp.where(batch.is_stored, new, old) for new, old in zip(given, kept))
+    lag = version - made
+    is_known = batch.is_stored & (lag >= 0)  # of a version to come are another run's
+    return tuple(
+        jnp.where(is_known, new, old) for new, old in zip((True, lag, *others), kept, strict=True)
+    )
 
 
 def pages_used(pages: jax.Array, size: jax.Array) -> jax.Array:

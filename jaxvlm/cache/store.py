@@ -62,6 +62,7 @@ class Store:
         codec: str = "exact",
         on_warning: Callable[[str], None] = _log.warning,
         segment_mb: int = 64,
+        may_prune: bool = True,
     ):
         """Open a store, or begin one; headers are read, no row is.
 
@@ -72,6 +73,7 @@ class Store:
             codec: of CODECS; rows of another one are not seen.
             on_warning: gets each warning, once, from any thread.
             segment_mb: tokens a segment file, in 2**20 bytes before they are encoded.
+            may_prune: warnings advise ``jaxvlm cache prune``; not of what belongs to a run.
 
         Raises:
             ValueError: an unknown codec, or an identity that JSON can't say.
@@ -82,6 +84,7 @@ class Store:
         self.folder = pathlib.Path(folder) / self.identity.name
         self.read_only = False
         self._warn, self._warned = on_warning, set[str]()
+        self._prune = f"`jaxvlm cache prune {pathlib.Path(folder)}`" if may_prune else ""
         self._room = segment_mb * 2**20
         self._index = Index()
         self._count: collections.Counter[str] = collections.Counter()
@@ -271,7 +274,8 @@ class Store:
             self._waiting_bytes, self._settled = 0, self._given
             self._changed.notify_all()
         why = f"visual tokens can't be written ({files.reason(error)})"
-        advice = f"Make room (`jaxvlm cache prune {self.folder.parent}`) or the folder writable"
+        room = f"room ({self._prune})" if self._prune else "room"
+        advice = f"Make {room} or the folder writable"
         self._say(self.folder, f"{why}; the run goes on and reads what is there. {advice}", "write")
 
     def _not_kept(self, count: str, why: str) -> None:
@@ -287,8 +291,8 @@ class Store:
             os.utime(self.folder / files.IDENTITY)
 
     def _lost(self, path: str, error: Exception) -> None:
-        prune = f"`jaxvlm cache prune {self.folder.parent}` tidies up"
-        self._say(path, f"{files.reason(error)}; rows that are lost are made again. {prune}")
+        prune = f". {self._prune} tidies up" if self._prune else ""
+        self._say(path, f"{files.reason(error)}; rows that are lost are made again{prune}")
 
     def _say(self, where: str | os.PathLike[str], text: str, about: str = "") -> None:
         """Once about each thing, or each place."""

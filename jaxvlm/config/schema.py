@@ -298,10 +298,8 @@ class CacheConfig:
     # 0: by 0.001 where the tower is frozen, else never
     store: str = ""  # folder where a frozen tower's tokens are kept from run to run; "": nowhere
     codec: str = "exact"  # of the store: exact | int8 | fp8 | int4
-    order: str = (
-        ""  # in which a picture's tokens are kept: row_major | morton | merge2x2 | tiled(m);
-    )
-    # "": as the model reads them
+    order: str = ""  # of a picture's tokens as they are kept: row_major | morton | merge2x2 |
+    # tiled(m); "": as the model reads them
     trust: str = "all"  # the store's tokens of the same weights and pictures made on the same kind
     # of device by the same versions, dtype, layout and chunk; weights: on any, by any
     memory_mb: int = 0  # of a process's host memory for tokens; of a tower that learns: of pictures

@@ -101,6 +101,8 @@ class Slots:
     Attributes:
         tiles: tiles that have pages on the devices.
         tiles_beyond: tiles that have pages in host memory.
+        pages_beyond: their pages.
+        all_on_devices: whether no picture is without pages on the devices.
         beyond: pages that a virtual shard has there.
         count: C, pages in all, those that no picture has counted too.
         per_tile: pages of the largest tile.
@@ -132,7 +134,8 @@ class Slots:
         most = limit // order.num_shards
         self._first: list[dict[int, int]] = []
         self._outside: list[dict[int, int]] = []
-        self.tiles = self.tiles_beyond = self._room = largest = 0
+        self.all_on_devices = True
+        self.tiles = self.tiles_beyond = self.pages_beyond = self._room = largest = 0
         for shard in order.shards:
             first: dict[int, int] = {}
             outside: dict[int, int] = {}
@@ -147,9 +150,12 @@ class Slots:
                     first[picture] = pages
                     tiles += count
                     pages += needed
-                elif spent + needed <= self.beyond:
+                    continue
+                self.all_on_devices = False
+                if spent + needed <= self.beyond:
                     outside[picture] = spent
                     self.tiles_beyond += count
+                    self.pages_beyond += needed
                     spent += needed
             self._first.append(first)
             self._outside.append(outside)
@@ -163,6 +169,17 @@ class Slots:
     def shards_of(self, row: int) -> range:
         """The virtual shards whose rows are a batch's row."""
         return range(row * self._turns, (row + 1) * self._turns)
+
+    def room_beyond(self, shard: int) -> dict[int, int]:
+        """Of a virtual shard: first page in host memory of each tile that has some there, counted
+        from 0, and how many it has.
+        """
+        room: dict[int, int] = {}
+        for picture, first in self._outside[shard].items():
+            tiles, tokens = self._size(picture)
+            count = _pages(tokens)
+            room.update((first + i * count, count) for i in range(tiles))
+        return room
 
     def pages(self, shard: int, picture: int) -> np.ndarray:
         """i32[tiles, per_tile]: pages of a picture's tiles; -1 where there is none, ``count`` and

@@ -15,13 +15,14 @@ from jaxvlm.build.parts import tower_part
 from jaxvlm.build.warm import Warm
 from jaxvlm.data.slots import Slots
 from jaxvlm.models.vlm import tower_tokens
-from jaxvlm.types import Batch
+from jaxvlm.types import PAGE, Batch
 
 BOUND = 2
 PLACES = np.asarray([0, 1, -1, PER_ROW, PER_ROW + 1])
 """Of each picture: a page of its row on the devices, none, or one in host memory."""
 SLOTS = Slots.__new__(Slots)
 SLOTS.count, SLOTS.beyond, SLOTS._turns = ROWS * PER_ROW, PER_ROW, 1
+SLOTS._outside, SLOTS._size = [{3: 0, 4: 1}] * ROWS, lambda picture: (1, PAGE)
 
 
 def shown(made, seed, which):
@@ -125,22 +126,12 @@ def check_rows(made, warm, model, params):
     """What is kept is what the tower made when it was kept."""
     tower = tower_part(made.model, made.mesh, made.model.strategies["vision"])
     run = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
-    kept = {(at[0], int(np.frombuffer(at[1], np.uint32)[1])): row for at, row in warm._kept.items()}
-    assert {at: row.version for at, row in kept.items()} == model.visible
+    kept = {
+        (at[0], int(np.frombuffer(row.key, np.uint32)[1])): row
+        for at, row in warm._known.seen.items()
+    }
+    assert {at: row.age.version for at, row in kept.items()} == model.visible
     for (row, which), found in kept.items():
         pixels = np.broadcast_to(picture(row, which), (ROWS, 1, 16, 16, 3))
-        expected = np.asarray(run(params[found.version], pixels))[0, 0]
+        expected = np.asarray(run(params[found.age.version], pixels))[0, 0]
         np.testing.assert_allclose(found.tokens, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_rows_that_are_lost_are_said(tmp_path):
-    """Of another run's writing at the same step, and of none, nothing is taken."""
-    said = []
-    first = Warm(SLOTS, np.arange(ROWS), said.append)
-    told = first.save(tmp_path, 3, [])
-    first.close()
-    first.load(tmp_path, 3, None)
-    assert not said
-    first.load(tmp_path, 4, told)
-    assert len(said) == 1 and "1 of 1 processes are not there" in said[0]
-    assert not first._kept

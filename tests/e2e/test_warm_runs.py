@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import jax
 import pytest
-from runs import losses
+from runs import finish, losses, start
 from test_cache import assert_same_run, made, metric
+from test_two_processes import together
 
 import jaxvlm
 from jaxvlm.config import ConfigError
@@ -52,7 +54,7 @@ def test_pictures_without_pages_are_found(data, whole, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("steps", "devices"), [(8, 1), (15, 1), (8, 4)])
-def test_killed_and_gone_on(data, whole, tmp_path, steps, devices):
+def test_stopped_and_gone_on(data, whole, tmp_path, steps, devices):
     run(aging(data), tmp_path / "run", steps)
     again = run(aging(data), tmp_path / "run", 24, devices)
     assert metric(again, "train/cache/found") == metric(whole, "train/cache/found")
@@ -63,6 +65,40 @@ def test_killed_and_gone_on(data, whole, tmp_path, steps, devices):
     return None
 
 
+def test_two_processes_and_one_goes_on(data, tmp_path):
+    """Each keeps its own rows' pictures; who goes on takes what either wrote."""
+
+    def args(steps, memory):
+        cache = {"policy": "lazy", "bound": 50, "pictures": PLACES, "memory_mb": memory, "chunk": 2}
+        return (
+            *("--config.mesh.data=4", "--config.mesh.fsdp=2", f"--config.steps={steps}"),
+            *("--config.data.flip=False", "--config.data.shift=0"),
+            *("--config.optim.schedule=constant", "--config.checkpoint.every=4"),
+            *(f"--config.cache.{name}={value}" for name, value in cache.items()),
+        )
+
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    said = finish(start(alone, data, *args(16, 2)))
+    assert "; for 24 in host memory" in said
+    processes = together(both, data, *args(7, 1))
+    try:
+        for process in processes:
+            finish(process)
+    finally:
+        for process in processes:
+            process.kill()
+    assert {path.name for path in (both / "warm" / "7").iterdir()} == {"0-of-2", "1-of-2"}
+    assert "are made again" not in finish(start(both, data, *args(16, 2)))
+    assert found_in(both) == found_in(alone) and sum(found_in(alone)[7:]) > 0
+    for step, value in losses(alone).items():
+        assert abs(losses(both)[step] - value) <= 1e-5 * abs(value), step
+
+
+def found_in(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [row["train/cache/found"] for row in map(json.loads, lines) if "train/loss" in row]
+
+
 def test_what_was_saved_is_gone(data, whole, tmp_path, capsys):
     run(aging(data), tmp_path / "run", 14)
     saved = tmp_path / "run" / "warm"
@@ -70,7 +106,7 @@ def test_what_was_saved_is_gone(data, whole, tmp_path, capsys):
     shutil.rmtree(saved / "14")
     capsys.readouterr()
     again = run(aging(data), tmp_path / "run", 24)
-    assert "those of 1 of 1 processes are not there" in "".join(capsys.readouterr())
+    assert "those of 1 of 1 processes can't be read (No such file" in "".join(capsys.readouterr())
     found, unbroken = (metric(x, "train/cache/found") for x in (again, whole))
     assert found[:14] == unbroken[:14] and sum(found) < sum(unbroken) and found[-1] == 1
     assert not {"4", "8"} & {path.name for path in saved.iterdir()}
@@ -90,7 +126,10 @@ def test_adaptive_with_draws(data, tmp_path):
     [
         ({"policy": "strict", "bound": 1}, "policy='strict', no update behind and a tower that"),
         ({"policy": "lazy", "bound": 0}, "policy='lazy', no update behind and a tower that"),
-        ({"pictures": 0}, "all have pages on the devices; set config.cache.pictures"),
+        (
+            {"pictures": 0},
+            "all have pages on the devices; set config.cache.pictures (0) to how many",
+        ),
         ({"store": "tokens"}, "config.cache.store with a tower that learns"),
     ],
 )
