@@ -221,7 +221,7 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
         ({"policy": "adaptive", "learns": True}, "nothing to choose"),
         ({"refresh": 0.1, "learns": True}, "leave it at 0"),
         ({"alarm": 0.1}, "is not read without refresh"),
-        ({"memory_mb": 1, "learns": True}, "policy=.strict. and a tower that learns"),
+        ({"memory_mb": 1, "learns": True}, "policy=.strict., no update behind"),
     ],
 )
 def test_refused(data, settings, words):
