@@ -106,6 +106,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             kept=made.kept,
             keep=_behind(keeper, written, warm, batches),
             beside=_beside(warm, workdir, checkpointer),
+            told={"warm": warm.told} if warm else {},
             written=written,
             alarm=config.cache.alarm or (0.0 if made.learns else alarm_of(config.cache.codec)),
             alarm_advice="lower config.cache.bound" if made.learns else _NOT_ITS_OWN,
@@ -272,13 +273,12 @@ def _evaluation(
 
 def _beside(
     warm: Warm | None, workdir: pathlib.Path, checkpointer: Checkpointer
-) -> Callable[[int], dict[str, Any]]:
+) -> Callable[[int], None]:
     """Saves what a checkpoint goes with; see ``RunHooks.beside``."""
 
-    def save(step: int) -> dict[str, Any]:
-        if warm is None:
-            return {}
-        return {"warm": warm.save(saved_in(workdir), step, checkpointer.all_steps())}
+    def save(step: int) -> None:
+        if warm is not None:
+            warm.save(saved_in(workdir), step, checkpointer.all_steps())
 
     return save
 

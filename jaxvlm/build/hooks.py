@@ -50,8 +50,10 @@ class RunHooks:
     keep: Callable[[Any], float]
     """Takes the visual tokens of the step that was sent last, if it gave some; gives how far such
     are, at most, from what was kept of them."""
-    beside: Callable[[int], dict[str, Any]]
-    """Saves what a step's checkpoint goes with; gives what is to be told of it in there."""
+    beside: Callable[[int], None]
+    """Saves what a step's checkpoint goes with, once that is on its way."""
+    told: dict[str, Any]
+    """What each checkpoint says of it."""
     written: Written | None
     """Knows which pages were written; ``keep`` tells it of a step's."""
     alarm: float
@@ -157,8 +159,9 @@ class RunHooks:
         metrics = dict(self.report.metrics) if self.report is not None else {}
         self.report = None
         extra = {"data": data, "best": self.best, "worse": self.worse}
-        extra |= {"evaluated": self.evaluated} | self.beside(step)
-        self.checkpointer.save(step, self.kept(state), extra, metrics)
+        extra |= {"evaluated": self.evaluated} | self.told
+        if self.checkpointer.save(step, self.kept(state), extra, metrics):
+            self.beside(step)
         self.grow(state)
 
     def should_stop(self, step: int) -> bool:

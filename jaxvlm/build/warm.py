@@ -142,7 +142,12 @@ class Warm:
             for row, place in np.argwhere(beyond).tolist()
         ]
 
-    def save(self, folder: pathlib.Path, step: int, kept: Collection[int]) -> dict[str, Any]:
+    @property
+    def told(self) -> dict[str, Any]:
+        """What :meth:`load` asks for, to be kept with the checkpoint; the same on every process."""
+        return {"run": self._run, "processes": jax.process_count()}
+
+    def save(self, folder: pathlib.Path, step: int, kept: Collection[int]) -> None:
         """Begin to write what a run needs that goes on from a step's checkpoint.
 
         Waits for the writing before it. While rows are written they stay in memory, though newer
@@ -152,9 +157,6 @@ class Warm:
             folder: of such writings, by step.
             step: that is done.
             kept: steps whose checkpoints there are; writings of others, but for later ones, go.
-
-        Returns:
-            What :meth:`load` asks for; the same on every process.
         """
         rows = Rows(dict(self._known.seen), dict(self._known.next))
         for item in self._under_way:
@@ -165,7 +167,6 @@ class Warm:
         args = (_part(folder, step), rows, self._run, self._say)
         self._writer = threading.Thread(target=warm_files.write, args=args, name="warm")
         self._writer.start()
-        return {"run": self._run, "processes": jax.process_count()}
 
     def load(self, folder: pathlib.Path, step: int, wanted: dict[str, Any] | None) -> None:
         """Go on with what :meth:`save` wrote at a step; what is not there is made again, and said.
@@ -175,7 +176,7 @@ class Warm:
         Args:
             folder: that was written to.
             step: of the checkpoint.
-            wanted: what :meth:`save` gave.
+            wanted: what :attr:`told` was.
         """
         if wanted is None:  # of a run that kept nothing here
             return
@@ -198,14 +199,16 @@ class Warm:
             self._known.seen.update(found.seen)
             self._known.next.update(found.next)
         lost = int(sum_over_processes(np.asarray([lost], np.float64))[0])
-        if (lost or gone) and not jax.process_index():
-            why = f" ({gone[0]})" if gone else ""
-            self._say(
-                f"{folder / str(step)}: of the visual tokens in host memory that the checkpoint "
-                f"goes with {lost} are not whole, and those of {len(gone)} of "
-                f"{wanted['processes']} processes can't be read{why}; they are made again when "
-                "their pictures are shown, so losses differ from those of the run unbroken"
-            )
+        made_again = (
+            "they are made again when their pictures are shown, so losses differ from those of "
+            "the run unbroken"
+        )
+        whose = f"{folder / str(step)}: of the visual tokens in host memory of the checkpoint"
+        if gone:  # here; others may read what this process can't
+            count = f"{len(gone)} of {wanted['processes']}"
+            self._say(f"{whose} those of {count} processes can't be read ({gone[0]}); {made_again}")
+        if lost and not jax.process_index():
+            self._say(f"{whose} those of {lost} pictures are damaged or gone; {made_again}")
 
     def close(self) -> None:
         """Wait for the disk."""

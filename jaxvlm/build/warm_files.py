@@ -6,7 +6,6 @@ import hashlib
 import io
 import pathlib
 import shutil
-import zipfile
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ _INDEX = "index.npz"
 _FLUSH = 2**27
 """Bytes of tokens that wait for the disk at most; a store drops what comes faster than it writes,
 from twice as many on."""
-_DAMAGED = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 Place = tuple[int, int]
 """A virtual shard of the data, and a page there."""
@@ -70,6 +68,7 @@ def write(folder: pathlib.Path, rows: Rows, run: int, say: Callable[[str], None]
         index: dict[str, Any] = {
             "at": np.asarray([at for at, *_ in every], np.int64).reshape(-1, 2),
             "key": np.asarray([np.frombuffer(row.key, np.uint8) for _, row, _ in every], np.uint8),
+            "length": np.asarray([len(row.tokens) for _, row, _ in every], np.int64),
             "late": np.asarray([late for *_, late in every], bool),
         }
         for i, name in enumerate(Age._fields):
@@ -83,7 +82,7 @@ def write(folder: pathlib.Path, rows: Rows, run: int, say: Callable[[str], None]
     if why:
         say(
             f"{folder}: visual tokens in host memory are not saved whole: {why} made again by a "
-            "run that goes on from here, whose losses then differ from this one's. Make room there"
+            "run that goes on from here, whose losses then differ from this one's."
         )
 
 
@@ -102,31 +101,31 @@ def read(
         The rows, and how many are damaged or gone.
 
     Raises:
-        OSError, ValueError: nothing can be read; the message says why.
+        ValueError: nothing can be read; the message says why.
     """
     try:
         with np.load(io.BytesIO((folder / _INDEX).read_bytes())) as index:
             every = list(_listed(dict(index)))
-    except _DAMAGED as error:
+    except Exception as error:  # whatever a damaged file makes of NumPy and zip
         raise ValueError(files.reason(error)) from error
     rows, lost = Rows({}, {}), 0
     store = Store(folder, {"run": run}, on_warning=say, may_prune=False)
-    for at, key, late, age in every:
-        if not wanted(at, 0):
+    for at, key, length, late, age in every:
+        if not wanted(at, length):
             continue
         tokens = store.get(_name(at, late))
         if tokens is None:
             lost += 1
-        elif wanted(at, len(tokens)):
+        else:
             rows[late][at] = Row(key, tokens, age)
     return rows, lost
 
 
-def _listed(of: dict[str, np.ndarray]) -> Iterator[tuple[Place, bytes, bool, Age]]:
+def _listed(of: dict[str, np.ndarray]) -> Iterator[tuple[Place, bytes, int, bool, Age]]:
     ages = [of[name].tolist() for name in Age._fields]
-    keys, late = of["key"].tolist(), of["late"].tolist()
+    keys, lengths, late = (of[name].tolist() for name in ("key", "length", "late"))
     for i, (shard, page) in enumerate(of["at"].tolist()):
-        yield (shard, page), bytes(keys[i]), late[i], Age(*(x[i] for x in ages))
+        yield (shard, page), bytes(keys[i]), lengths[i], late[i], Age(*(x[i] for x in ages))
 
 
 def prune(folder: pathlib.Path, step: int, kept: Collection[int]) -> None:

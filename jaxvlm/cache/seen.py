@@ -64,7 +64,7 @@ def with_stored(
         return kept
     made, *others = batch.stored_age
     lag = version - made
-    is_known = batch.is_stored & (lag >= 0)  # of a version to come are another run's
+    is_known = batch.is_stored & (lag >= 0)  # a guard: none is of a version to come
     return tuple(
         jnp.where(is_known, new, old) for new, old in zip((True, lag, *others), kept, strict=True)
     )

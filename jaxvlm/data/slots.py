@@ -140,6 +140,7 @@ class Slots:
             first: dict[int, int] = {}
             outside: dict[int, int] = {}
             tiles = pages = spent = 0
+            is_full = False
             for picture in (p for piece in shard.tolist() for p in pieces.pictures[piece]):
                 count, tokens = size(picture)
                 largest = max(largest, tokens)
@@ -152,7 +153,10 @@ class Slots:
                     pages += needed
                     continue
                 self.all_on_devices = False
-                if spent + needed <= self.beyond:
+                # The first that has no room ends it, so that a picture's place is the same
+                # whatever room there is.
+                is_full = is_full or spent + needed > self.beyond
+                if not is_full:
                     outside[picture] = spent
                     self.tiles_beyond += count
                     self.pages_beyond += needed

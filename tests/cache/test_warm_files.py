@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxvlm.build.caching import MadeNow
 from jaxvlm.build.warm import Warm
 from jaxvlm.build.warm_files import Row, Rows, prune, read, write
 from jaxvlm.cache import files
+from jaxvlm.cache.store import Store
 from jaxvlm.data.slots import Slots
 from jaxvlm.types import PAGE, Age, Batch
 
@@ -66,13 +67,18 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_more_than_a_disk_takes_at_once(tmp_path, monkeypatch):
     """As many bytes as a store, which does not wait, lets go of."""
-    fast = files.write_segment
+    asked, write_segment, flush = threading.Event(), files.write_segment, Store.flush
 
-    def slow(*args):
-        time.sleep(0.2)
-        return fast(*args)
+    def as_asked(*args):
+        assert asked.wait(60)
+        return write_segment(*args)
 
-    monkeypatch.setattr(files, "write_segment", slow)
+    def flushed(store):
+        asked.set()
+        flush(store)
+
+    monkeypatch.setattr(files, "write_segment", as_asked)
+    monkeypatch.setattr(Store, "flush", flushed)
     one = np.ones((2**12, 2**6), np.float32)  # a MiB
     rows = Rows({(0, i): Row(bytes(16), one, Age(i, 0, 0.0, 0.0)) for i in range(300)}, {})
     write(tmp_path, rows, RUN, pytest.fail)
@@ -85,6 +91,21 @@ def test_of_another_run_at_the_same_step_nothing_is_taken(tmp_path):
     said = []
     found, lost = read(tmp_path, RUN + 1, lambda at, length: True, said.append)
     assert (found, lost) == (Rows({}, {}), 3)
+
+
+def test_an_index_damaged_anywhere_is_said_or_does_no_harm(tmp_path):
+    wanted = some((0, 0), (0, 1))
+    write(tmp_path, wanted, RUN, pytest.fail)
+    path = tmp_path / "index.npz"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        try:
+            found, lost = read(tmp_path, RUN, lambda at, length: True, pytest.fail)
+        except ValueError:
+            continue
+        assert not lost
+        assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
@@ -170,6 +191,19 @@ def test_of_less_memory_less_is_taken(tmp_path):
     assert {at[1] for at in warm._known.seen} == {0, 2}
 
 
+@pytest.mark.parametrize(
+    ("pages", "places", "taken"), [(1, {0: 2, 1: 3}, {(1, 3)}), (2, {0: 0, 1: 2}, {(0, 2), (1, 2)})]
+)
+def test_longer_ones_than_a_place_are_not_taken(tmp_path, pages, places, taken):
+    rows = Rows({(0, 2): row(0, PAGE + 1), (1, 2): row(1, 2 * PAGE), (1, 3): row(2, 1)}, {})
+    write(tmp_path / "4" / "0-of-1", rows, RUN, pytest.fail)
+    room = slots()
+    room._size, room._outside = lambda picture: (1, pages * PAGE), [places] * ROWS
+    warm = Warm(room, np.arange(ROWS), pytest.fail)
+    warm.load(tmp_path, 4, {"run": RUN, "processes": 1})
+    assert warm._known.seen.keys() == taken
+
+
 def test_what_is_gone_is_said(tmp_path):
     told, said = parts(tmp_path, 2), []
     (tmp_path / "3" / "1-of-2" / "index.npz").unlink()
@@ -218,7 +252,7 @@ def test_made_and_read_in_one_step(order):
 
 
 def test_another_key_has_nothing_and_takes_the_place():
-    """As when a picture's augmentation is another one each time: no more is kept than has room."""
+    """As after another preparation: no more is kept than has room."""
     warm = Warm(slots(), np.arange(ROWS), pytest.fail)
     for key in range(5):
         batch = shown([key, key + 1])
@@ -242,10 +276,10 @@ def test_tokens_are_those_of_a_jitted_step(tmp_path):
     """Saved while a step is under way, its tokens are there two steps later, as in the run."""
     warm, batch = Warm(slots(), np.arange(ROWS), pytest.fail), shown([1, 2])
     warm.take(batch, jax.jit(lambda: made(10.0, [True, False], [True, True]))())
-    told = warm.save(tmp_path, 1, [])
+    warm.save(tmp_path, 1, [])
     warm.close()
     again = Warm(slots(), np.arange(ROWS), pytest.fail)
-    again.load(tmp_path, 1, told)
+    again.load(tmp_path, 1, warm.told)
     for one in (warm, again):
         assert not one.fill(batch).is_stored.any()
         one.take(batch, None)

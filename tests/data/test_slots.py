@@ -82,6 +82,20 @@ PIECES = Pieces(
 """Pictures 0-4 in the first virtual shard; 5-7, and 0 again, in the second."""
 
 
+def test_a_place_in_host_memory_is_the_same_whatever_room_there_is():
+    """One of the pictures is larger: where it has no room, those after it have none."""
+    size = lambda picture: (1, (3 if picture == 2 else 1) * PAGE)  # noqa: E731
+    most = Slots(ORDER, PIECES, size, limit=2, beyond=40)
+    places = [most.pages(0, picture)[0, 0] - most.count for picture in range(5)]
+    assert places[1:] == [0, 1, 4, 5] and most.room_beyond(0) == {0: 1, 1: 3, 4: 1, 5: 1}
+    for room, count in ((1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (6, 4)):
+        slots = Slots(ORDER, PIECES, size, limit=2, beyond=2 * room)
+        found = [slots.pages(0, picture)[0, 0] for picture in range(1, 5)]
+        assert found == [slots.count + at for at in places[1 : count + 1]] + [-1] * (4 - count)
+        assert slots.pages_beyond == sum(slots.room_beyond(0).values()) + min(room, 3)
+        assert not slots.all_on_devices
+
+
 @pytest.mark.parametrize("beyond", [0, 4, 5, 20])
 def test_pictures_without_pages_on_the_devices_have_pages_beyond_them(beyond):
     """Each picture is of two pages; two of each shard's have them on the devices."""

@@ -56,6 +56,8 @@ def test_pictures_without_pages_are_found(data, whole, tmp_path, capsys):
 @pytest.mark.parametrize(("steps", "devices"), [(15, 1), (8, 4)])
 def test_stopped_and_gone_on(data, whole, tmp_path, steps, devices):
     run(aging(data), tmp_path / "run", steps)
+    if devices == 1:
+        run(aging(data), tmp_path / "run", steps)  # with nothing left to do, it loses nothing
     again = run(aging(data), tmp_path / "run", 24, devices)
     assert metric(again, "train/cache/found") == metric(whole, "train/cache/found")
     if devices == 1:
@@ -89,7 +91,7 @@ def test_two_processes_and_one_goes_on(data, tmp_path):
             process.kill()
     assert {path.name for path in (both / "warm" / "7").iterdir()} == {"0-of-2", "1-of-2"}
     assert "are made again" not in finish(start(both, data, *args(16, 2)))
-    assert found_in(both) == found_in(alone) and sum(found_in(alone)[7:]) > 0
+    assert found_in(both) == found_in(alone)
     for step, value in losses(alone).items():
         assert abs(losses(both)[step] - value) <= 1e-5 * abs(value), step
 
