@@ -13,14 +13,22 @@ distorts least. ``decode`` is reading the store's files alone, beside ``tower``.
 of ``PAIRS`` turns warm, fed, warm, fed, ``STEPS`` steps each: the median of the ratios and the
 interval that holds it 95 times of 100 (by the ranks of the ratios, which a step that was disturbed
 does not move).
+
+    python -m benchmarks.cache --processes 6 [--models NAME ...]
+
+takes these turns in so many processes, one after another, and pools their ratios: where a process's
+arrays happen to lie moves a step's time by a percent, for as long as the process lives.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import os
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -31,7 +39,7 @@ import numpy as np
 import optax
 
 from benchmarks.batches import pictures_and_text
-from benchmarks.common import environment, kept, timed, write
+from benchmarks.common import ROOT, environment, kept, timed, write
 from benchmarks.gradcache import pairs
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
@@ -222,24 +230,51 @@ class Locked:
         return self.given(tokens.reshape(self.features.shape))
 
 
-def side_by_side(contest: Contest | Locked) -> dict[str, Any]:
-    """What looking for tokens costs, beside the step that is given them: by wall and CPU time."""
+def make(name: str) -> Contest | Locked:
+    """The contestants of a model, by its name."""
+    return Locked() if name == LOCKED else Contest(name)
+
+
+def turns(contest: Contest | Locked, count: int) -> list[list[list[float]]]:
+    """Of each of so many turns: (wall, CPU) seconds of the steps that look, and of those fed."""
     found = []
-    for _ in range(PAIRS):
+    for _ in range(count):
         first, second, third, fourth = (
             np.asarray(timed(lambda kind=kind: [contest.work[kind]() for _ in range(STEPS)]))
             for kind in ("warm", "fed") * 2
         )
-        found.append([first + third, second + fourth])
+        found.append([(first + third).tolist(), (second + fourth).tolist()])
+    return found
+
+
+def side_by_side(found: list[list[list[float]]]) -> dict[str, Any]:
+    """What looking for tokens costs, beside the step that is given them: by wall and CPU time."""
     warm, fed = np.asarray(found).transpose(1, 0, 2)
-    ranks = np.sort(warm / fed, axis=0)
+    count, ranks = len(found), np.sort(warm / fed, axis=0)
     # Of n ratios, the k-th from either end: the median lies between with 95 of 100.
-    tails = itertools.accumulate(math.comb(PAIRS, i) / 2**PAIRS for i in range(PAIRS))
+    tails = itertools.accumulate(math.comb(count, i) / 2**count for i in range(count))
     low = sum(tail <= 0.025 for tail in tails) - 1
     interval = np.stack([ranks[low], np.median(ranks, axis=0), ranks[-1 - low]], axis=1)
     names = ("warm_to_fed_wall", "warm_to_fed")
     rows = {name: [round(float(x), 4) for x in row] for name, row in zip(names, interval)}
     return rows | {"fed_wall_ms": round(500 / STEPS * float(np.median(fed[:, 0])), 1)}
+
+
+def in_processes(name: str, processes: int) -> dict[str, Any]:
+    """``PAIRS`` turns, as many in each process."""
+    if processes < 1 or PAIRS % processes:
+        raise SystemExit(f"--processes={processes} does not divide {PAIRS} turns")
+    found = []
+    for _ in range(processes):
+        command = [sys.executable, "-m", "benchmarks.cache", "--turns", str(PAIRS // processes)]
+        done = subprocess.run(
+            [*command, "--models", name], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    each = [np.asarray(one) for one in found]
+    medians = [round(float(np.median(one[:, 0, 1] / one[:, 1, 1])), 4) for one in each]
+    pooled = side_by_side([turn for one in found for turn in one])
+    return {"model": name, **pooled, "of_each_process": sorted(medians)}
 
 
 def main() -> None:
@@ -248,11 +283,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="*", default=[*MODELS, LOCKED])
     parser.add_argument("--name", default="cache_cpu", help="of the result, whose rows are kept")
+    parser.add_argument("--processes", type=int, default=0, help="pool turns of so many")
+    parser.add_argument("--turns", type=int, default=0, help="print so many, as JSON")
     args = parser.parse_args()
     keep_freed_memory()
-    before, rows = environment(), []
+    if args.turns:
+        contest = make(args.models[0])
+        turns(contest, 1)  # the first fills the cache
+        print(json.dumps(turns(contest, args.turns)))
+        return
+    before = environment()
+    if args.processes:
+        rows = []
+        for name in args.models:
+            rows.append(in_processes(name, args.processes) | {"environment": before})
+            print(rows[-1], flush=True)
+        _write(f"{args.name}_processes", rows)
+        return
+    rows = []
     for name in args.models:
-        contest, seconds = Locked() if name == LOCKED else Contest(name), {}
+        contest, seconds = make(name), {}
         for turn in range(args.rounds + 1):
             for kind in contest.work if turn % 2 else reversed(contest.work):
                 spent = timed(contest.work[kind])[1]
@@ -272,14 +322,19 @@ def main() -> None:
             "disk_gain": round(least["off"] / least["disk"], 3),
             "disk_of_the_best_possible": round(least["off"] / least["disk"] / best, 3),
             "encode_to_decode": round(least["tower"] / least["decode"], 1),
-            **side_by_side(contest),
+            **side_by_side(turns(contest, PAIRS)),
             "rounds": args.rounds,
             "environment": before,
         }
         print(row, flush=True)
         rows.append(row)
-    asked = {row["model"]: row for row in (*kept(args.name), *rows)}
-    write(f"{args.name}.json", {"rows": [*asked.values()]})
+    _write(args.name, rows)
+
+
+def _write(name: str, rows: list[dict[str, Any]]) -> None:
+    """Rows of models that were not asked for are kept."""
+    asked = {row["model"]: row for row in (*kept(name), *rows)}
+    write(f"{name}.json", {"rows": [*asked.values()]})
 
 
 if __name__ == "__main__":

@@ -53,27 +53,21 @@ def test_pictures_without_pages_are_found(data, whole, tmp_path, capsys):
     assert losses(without.workdir) != losses(whole.workdir)
 
 
-@pytest.mark.parametrize(("steps", "devices"), [(15, 1), (8, 4)])
-def test_stopped_and_gone_on(data, whole, tmp_path, steps, devices):
-    run(aging(data), tmp_path / "run", steps)
-    if devices == 1:
-        run(aging(data), tmp_path / "run", steps)  # with nothing left to do, it loses nothing
-    again = run(aging(data), tmp_path / "run", 24, devices)
+def test_stopped_and_gone_on(data, whole, tmp_path):
+    for _ in range(2):  # the second time with nothing to do: it loses nothing
+        run(aging(data), tmp_path / "run", 15)
+    again = run(aging(data), tmp_path / "run", 24)
     assert metric(again, "train/cache/found") == metric(whole, "train/cache/found")
-    if devices == 1:
-        return assert_same_run(whole, again)
-    for step, value in losses(whole.workdir).items():
-        assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value), step
-    return None
+    assert_same_run(whole, again)
 
 
 def test_two_processes_and_one_goes_on(data, tmp_path):
-    """Each keeps its own rows' pictures; who goes on takes what either wrote."""
+    """Each keeps its own rows' pictures; one on another mesh takes what either wrote."""
 
-    def args(steps, memory):
+    def args(steps, memory, fsdp=2):
         cache = {"policy": "lazy", "bound": 50, "pictures": PLACES, "memory_mb": memory, "chunk": 2}
         return (
-            *("--config.mesh.data=4", "--config.mesh.fsdp=2", f"--config.steps={steps}"),
+            *("--config.mesh.data=4", f"--config.mesh.fsdp={fsdp}", f"--config.steps={steps}"),
             *("--config.data.flip=False", "--config.data.shift=0"),
             *("--config.optim.schedule=constant", "--config.checkpoint.every=4"),
             *(f"--config.cache.{name}={value}" for name, value in cache.items()),
@@ -90,7 +84,7 @@ def test_two_processes_and_one_goes_on(data, tmp_path):
         for process in processes:
             process.kill()
     assert {path.name for path in (both / "warm" / "7").iterdir()} == {"0-of-2", "1-of-2"}
-    assert "are made again" not in finish(start(both, data, *args(16, 2)))
+    assert "are made again" not in finish(start(both, data, *args(16, 2, 1), devices=4))
     assert found_in(both) == found_in(alone)
     for step, value in losses(alone).items():
         assert abs(losses(both)[step] - value) <= 1e-5 * abs(value), step
