@@ -70,9 +70,8 @@ def test_frozen_tower(data, tmp_path, capsys):
     assert "cache" not in json.dumps(table)
 
 
-@pytest.mark.long
-def test_pictures_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
-    """Eight passes: the first decodes all, none later but what was read ahead of it."""
+def with_and_without(data, folder, monkeypatch, change, devices=1):
+    """Runs of eight passes, and how many pictures each decoded; ``change`` gets their configs."""
     decode, counts, runs = images.decode, [], []
 
     def counted(*args):
@@ -85,33 +84,30 @@ def test_pictures_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
         config = made(data, policy, chunk=2)
         config.data.image_cache_mb, config.data.workers, config.data.prefetch = 0, 1, 1
         config.steps, config.checkpoint.every = 48, 0
-        runs.append(jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:1]))
+        change(config)
+        runs.append(jaxvlm.Run(config, folder / policy, devices=jax.devices()[:devices]))
         runs[-1].fit()
     assert_same_run(*runs)
+    return runs, counts
+
+
+@pytest.mark.long
+def test_pictures_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
+    """The first pass decodes all, none later but what was read ahead of it."""
+    _, counts = with_and_without(data, tmp_path, monkeypatch, lambda config: None)
     assert 40 <= counts[1] < counts[0] / 2
 
 
 @pytest.mark.long
 def test_pictures_in_pages_on_a_mesh_whose_evaluations_take_the_pages(data, tmp_path, monkeypatch):
     """Data 2 x tensor 2. Behind an evaluation all are decoded once more, and no bit differs."""
-    decode, counts, runs = images.decode, [], []
 
-    def counted(*args):
-        counts[-1] += 1
-        return decode(*args)
-
-    monkeypatch.setattr(images, "decode", counted)
-    for policy in ("off", "strict"):
-        counts.append(0)
-        config = made(data, policy, chunk=2)
+    def change(config):
         config.mesh.data, config.mesh.tensor = 2, 2
-        config.data.image_cache_mb, config.data.workers, config.data.prefetch = 0, 1, 1
         config.data.eval, config.eval_every, config.eval_records = str(data), 24, 8
-        config.cache.spare_evaluations = policy == "strict"
-        config.steps, config.checkpoint.every = 48, 0
-        runs.append(jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:4]))
-        runs[-1].fit()
-    assert_same_run(*runs)
+        config.cache.spare_evaluations = config.cache.policy == "strict"
+
+    runs, counts = with_and_without(data, tmp_path, monkeypatch, change, devices=4)
     found = metric(runs[1], "train/cache/found")
     assert found[0] == 0 and found[23] == 1 and found[24] == 0 and found[-1] == 1
     assert 80 <= counts[1] < counts[0] * 2 / 3
