@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxvlm.build import adapters, foresight, inputs, pair_run, record, sheets, training, trunk
+from jaxvlm.build import (
+    adapters,
+    foresight,
+    inputs,
+    pair_run,
+    record,
+    sheets,
+    training,
+    trunk,
+    warm_files,
+)
 from jaxvlm.build.caching import kept_of, with_chunk, written_of
 from jaxvlm.build.hooks import RunHooks
 from jaxvlm.build.loaded import Loaded
@@ -85,10 +95,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         keeper = open_keeper(run, lambda: made.params(state), *kept, progress.log)
         if keeper:
             stack.callback(keeper.close)
-        warm = open_warm(run, progress.log)
-        if warm:
-            stack.callback(warm.close)
-            warm.load(saved_in(workdir), start, extra.get("warm"))
+        warm = _warm(run, workdir, start, extra.get("warm"), progress.log, stack)
         room = made.room(config.cache.halvings, progress.log)
         written = _written(run, made, room, stack)
         source = stack.enter_context(contextlib.closing(run.dataset.train(run.rows, start)))
@@ -271,14 +278,38 @@ def _evaluation(
     return evaluate
 
 
+def _warm(
+    run: Run,
+    workdir: pathlib.Path,
+    start: int,
+    wanted: dict[str, Any] | None,
+    say: Callable[[str], None],
+    stack: contextlib.ExitStack,
+) -> Warm | None:
+    """Tokens of a tower that learns in host memory, those of the checkpoint too."""
+    warm = open_warm(run, say)
+    if warm:
+        stack.callback(warm.close)
+        warm.load(saved_in(workdir), start, wanted)
+    elif wanted:
+        say(
+            f"{saved_in(workdir) / str(start)}: visual tokens in host memory that the checkpoint "
+            "goes with are left out, for these settings keep none there; losses differ from those "
+            "of the run as it was"
+        )
+    return warm
+
+
 def _beside(
     warm: Warm | None, workdir: pathlib.Path, checkpointer: Checkpointer
 ) -> Callable[[int], None]:
     """Saves what a checkpoint goes with; see ``RunHooks.beside``."""
 
     def save(step: int) -> None:
+        if not jax.process_index():
+            warm_files.prune(saved_in(workdir), step, checkpointer.all_steps())
         if warm is not None:
-            warm.save(saved_in(workdir), step, checkpointer.all_steps())
+            warm.save(saved_in(workdir), step)
 
     return save
 

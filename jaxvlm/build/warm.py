@@ -11,15 +11,16 @@ import collections
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxvlm.build import tokens, warm_files
-from jaxvlm.build.caching import MadeNow
+from jaxvlm.build.caching import MadeNow, kept_of
 from jaxvlm.build.warm_files import Place, Row, Rows
+from jaxvlm.cache.order import ROW_MAJOR, Kept
 from jaxvlm.data.slots import Slots
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.types import PAGE, Age, Batch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxvlm.build.run import Run
 
 _log = logging.getLogger(__name__)
+_AS_MADE = Kept(ROW_MAJOR, ROW_MAJOR, 0)
 
 
 def open_warm(run: Run, say: Callable[[str], None]) -> Warm | None:
@@ -39,7 +41,8 @@ def open_warm(run: Run, say: Callable[[str], None]) -> Warm | None:
     if not (run.training.learns and isinstance(run.slots, Slots) and run.slots.tiles_beyond):
         return None
     tokens.refuse_shared_rows(run)
-    return Warm(run.slots, run.rows, say)
+    kept = kept_of(run.config.cache, run.config.network)
+    return Warm(run.slots, run.rows, say, kept)
 
 
 class Warm:
@@ -49,10 +52,17 @@ class Warm:
         slots: which pictures have room here.
         rows: numbers of this process's rows in the global batch, ascending.
         say: takes lines for people; of process 0.
+        kept: in which order tokens lie; those of another one are put in it.
     """
 
-    def __init__(self, slots: Slots, rows: np.ndarray, say: Callable[[str], None]):
-        self._slots, self._say = slots, say
+    def __init__(
+        self,
+        slots: Slots,
+        rows: np.ndarray,
+        say: Callable[[str], None],
+        kept: Kept = _AS_MADE,
+    ):
+        self._slots, self._say, self._order = slots, say, kept
         if number := jax.process_index():  # whose lines nobody else would see
             self._say = lambda line: _log.warning("process %d: %s", number, line)
         self._rows = rows.tolist()
@@ -76,8 +86,8 @@ class Warm:
         here = np.zeros(batch.image_start.shape, bool)
         age = Age(*(np.zeros(here.shape, kind) for kind in (*[np.int32] * 2, *[np.float32] * 2)))
         for row, place, at in self._places(batch):
-            found = self._known.seen.get(at)
-            if found is None or found.key != _key(batch, row, place):
+            found = self._row(at, _key(batch, row, place))
+            if found is None:
                 continue
             part = tokens.of_picture(batch.stored[row], batch, row, place)
             if part.shape != found.tokens.shape:  # another preparation has another key
@@ -88,6 +98,18 @@ class Warm:
                 field[row, place] = value
         pages = np.where(batch.image_pages >= self._slots.count, -1, batch.image_pages)
         return batch._replace(image_pages=pages.astype(np.int32), is_stored=here, stored_age=age)
+
+    def _row(self, at: Place, key: bytes) -> Row | None:
+        """What is known of a picture."""
+        found = self._known.seen.get(at)
+        if found is None or found.key == key:
+            return found
+        known = {found.key: found.tokens}
+        data = self._order.find(known.get, key)
+        if data is None:
+            return None
+        found = self._known.seen[at] = found._replace(key=key, tokens=data)
+        return found
 
     def take(self, batch: Batch, made: MadeNow | None) -> None:
         """What a step makes, right after it was sent; waits for the one before it.
@@ -126,8 +148,8 @@ class Warm:
                 age = Age(*(x[row][place].item() for x in ages))
                 new[at] = Row(_key(batch, row, place), data, age)
         for row, place, at in self._places(batch):
-            old = self._known.seen.get(at)
-            if shown[row][place] and at not in new and old and old.key == _key(batch, row, place):
+            old = self._row(at, _key(batch, row, place))
+            if shown[row][place] and at not in new and old:
                 pull = Age(*ages).pull[row][place].item()
                 new[at] = old._replace(age=old.age._replace(pull=pull))
         return new
@@ -147,7 +169,7 @@ class Warm:
         """What :meth:`load` asks for, to be kept with the checkpoint; the same on every process."""
         return {"run": self._run, "processes": jax.process_count()}
 
-    def save(self, folder: pathlib.Path, step: int, kept: Collection[int]) -> None:
+    def save(self, folder: pathlib.Path, step: int) -> None:
         """Begin to write what a run needs that goes on from a step's checkpoint.
 
         Waits for the writing before it. While rows are written they stay in memory, though newer
@@ -156,14 +178,11 @@ class Warm:
         Args:
             folder: of such writings, by step.
             step: that is done.
-            kept: steps whose checkpoints there are; writings of others, but for later ones, go.
         """
         rows = Rows(dict(self._known.seen), dict(self._known.next))
         for item in self._under_way:
             rows.next.update(self._made(*item))
         self.close()
-        if not jax.process_index():
-            warm_files.prune(folder, step, kept)
         args = (_part(folder, step), rows, self._run, self._say)
         self._writer = threading.Thread(target=warm_files.write, args=args, name="warm")
         self._writer.start()

@@ -103,7 +103,7 @@ class Slots:
         tiles_beyond: tiles that have pages in host memory.
         pages_beyond: their pages.
         all_on_devices: whether no picture is without pages on the devices.
-        beyond: pages that a virtual shard has there.
+        beyond: pages that a virtual shard has there, no more than one of them needs.
         count: C, pages in all, those that no picture has counted too.
         per_tile: pages of the largest tile.
         windows: see :func:`windows_of`.
@@ -165,6 +165,12 @@ class Slots:
             self._outside.append(outside)
             self.tiles += tiles
             self._room = max(self._room, pages)
+        if self.tiles_beyond:  # numbers of pages that nobody needs could leave int32's range
+            self.beyond = max(
+                at + pages
+                for shard in range(len(self._outside))
+                for at, pages in self.room_beyond(shard).items()
+            )
         self._room = self._room or 1  # arrays of no rows can't be split
         self.per_tile = _pages(largest)
         self.windows = windows_of(largest, room)

@@ -96,7 +96,7 @@ def test_no_token_from_host_memory_is_older_than_its_bound(lazy, moves, tmp_path
             made = lazy[1] if made is lazy[0] else lazy[0]
             state = onto(made, state)
         elif kind == "save":
-            warm.save(folder, steps, [])
+            warm.save(folder, steps)
             warm.close()
             saved = jax.tree.map(np.asarray, state), model.copy(), steps, warm.told
         elif kind == "restore":

@@ -14,6 +14,7 @@ from jaxvlm.build.caching import MadeNow
 from jaxvlm.build.warm import Warm
 from jaxvlm.build.warm_files import Row, Rows, prune, read, write
 from jaxvlm.cache import files
+from jaxvlm.cache.order import MORTON, ROW_MAJOR, Kept, permutation
 from jaxvlm.cache.store import Store
 from jaxvlm.data.slots import Slots
 from jaxvlm.types import PAGE, Age, Batch
@@ -263,6 +264,32 @@ def test_another_key_has_nothing_and_takes_the_place():
     assert len(warm._known.seen) == ROWS
 
 
+def test_what_lies_in_another_order_is_put_in_this_one():
+    side = 4
+    batch = shown([1, 2])
+    keys = {
+        order: np.apply_along_axis(Kept(order, ROW_MAJOR, side).tag, -1, batch.image_key)
+        for order in (ROW_MAJOR, MORTON)
+    }
+    tokens = np.random.default_rng(0).standard_normal((side * side, 8)).astype(np.float32)
+    found = {}
+    for order in (ROW_MAJOR, MORTON):
+        warm = Warm(slots(), np.arange(ROWS), pytest.fail, Kept(order, ROW_MAJOR, side))
+        for shard in range(ROWS):
+            key = keys[ROW_MAJOR][shard, 0].tobytes()
+            warm._known.seen[shard, 1] = Row(key, tokens, Age(3, 9, 0.5, 0.25))
+        found[order] = warm.fill(
+            batch._replace(
+                stored=np.zeros((ROWS, 2, side * side, 8), np.float32), image_key=keys[order]
+            )
+        )
+        assert found[order].is_stored.all() and (found[order].stored_age.version == 3).all()
+    np.testing.assert_array_equal(found[ROW_MAJOR].stored[0, 0], tokens)
+    index = permutation(MORTON, side, side)
+    np.testing.assert_array_equal(found[MORTON].stored[1, 1], tokens[index])
+    assert not np.array_equal(index, np.arange(len(index)))
+
+
 def test_a_read_picture_has_its_new_pull():
     warm, batch = Warm(slots(), np.arange(ROWS), pytest.fail), shown([1, 2])
     warm.take(batch, made(10.0, [True, False], [True, True]))
@@ -276,7 +303,7 @@ def test_tokens_are_those_of_a_jitted_step(tmp_path):
     """Saved while a step is under way, its tokens are there two steps later, as in the run."""
     warm, batch = Warm(slots(), np.arange(ROWS), pytest.fail), shown([1, 2])
     warm.take(batch, jax.jit(lambda: made(10.0, [True, False], [True, True]))())
-    warm.save(tmp_path, 1, [])
+    warm.save(tmp_path, 1)
     warm.close()
     again = Warm(slots(), np.arange(ROWS), pytest.fail)
     again.load(tmp_path, 1, warm.told)

@@ -94,6 +94,7 @@ def test_a_place_in_host_memory_is_the_same_whatever_room_there_is():
         assert found == [slots.count + at for at in places[1 : count + 1]] + [-1] * (4 - count)
         assert slots.pages_beyond == sum(slots.room_beyond(0).values()) + min(room, 3)
         assert not slots.all_on_devices
+    assert Slots(ORDER, PIECES, size, limit=2, beyond=2**80).beyond == most.beyond == 6
 
 
 @pytest.mark.parametrize("beyond", [0, 4, 5, 20])

@@ -108,6 +108,20 @@ def test_what_was_saved_is_gone(data, whole, tmp_path, capsys):
     assert not {"4", "8"} & {path.name for path in saved.iterdir()}
 
 
+def test_gone_on_with_other_settings(data, whole, tmp_path, capsys):
+    """In another order what is kept is found; without host memory that is said, and put away."""
+    run(aging(data), tmp_path / "run", 15)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    again = run(aging(data, order="morton"), tmp_path / "run", 24)
+    stored, unbroken = (metric(x, "train/cache/stored") for x in (again, whole))
+    assert stored == unbroken and sum(stored[15:]) > 0
+    capsys.readouterr()
+    run(aging(data, memory_mb=0), tmp_path / "other", 24)
+    assert "the checkpoint goes with are left out" in "".join(capsys.readouterr())
+    left = {path.name for path in (tmp_path / "other" / "warm").iterdir()}
+    assert left <= {"15", "16", "20"}
+
+
 def test_adaptive_with_draws(data, tmp_path):
     config = aging(data, "adaptive", tolerance=0.75, refresh=0.25, pictures=8)
     whole = run(config, tmp_path / "whole", 24)
