@@ -84,7 +84,10 @@ PIECES = Pieces(
 
 def test_a_place_in_host_memory_is_the_same_whatever_room_there_is():
     """One of the pictures is larger: where it has no room, those after it have none."""
-    size = lambda picture: (1, (3 if picture == 2 else 1) * PAGE)  # noqa: E731
+
+    def size(picture):
+        return 1, (3 if picture == 2 else 1) * PAGE
+
     most = Slots(ORDER, PIECES, size, limit=2, beyond=40)
     places = [most.pages(0, picture)[0, 0] - most.count for picture in range(5)]
     assert places[1:] == [0, 1, 4, 5] and most.room_beyond(0) == {0: 1, 1: 3, 4: 1, 5: 1}
@@ -100,8 +103,7 @@ def test_a_place_in_host_memory_is_the_same_whatever_room_there_is():
 @pytest.mark.parametrize("beyond", [0, 4, 5, 20])
 def test_pictures_without_pages_on_the_devices_have_pages_beyond_them(beyond):
     """Each picture is of two pages; two of each shard's have them on the devices."""
-    size = lambda picture: (1, 2 * PAGE)  # noqa: E731
-    slots = Slots(ORDER, PIECES, size, limit=4, beyond=beyond)
+    slots = Slots(ORDER, PIECES, lambda picture: (1, 2 * PAGE), limit=4, beyond=beyond)
     assert (slots.tiles, slots.count) == (4, 8), "as without any beyond"
     room = beyond // 2 // 2
     assert slots.tiles_beyond == min(room, 3) + min(room, 2)
