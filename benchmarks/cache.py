@@ -9,27 +9,16 @@ it neither looks nor writes), ``tower`` the encoder alone. With f the tower's sh
 1 / (1 - f) is what a cache could save at most. ``locked tower`` trains a text tower on pairs behind
 a frozen picture tower (LiT); its ``warm`` is a step whose pictures' vectors come from host memory,
 with the batch. Runs are interleaved; seconds are CPU seconds of the process, which other work
-distorts least. ``decode`` is reading the store's files alone, beside ``tower``. ``warm_to_fed`` is
-of ``PAIRS`` turns warm, fed, warm, fed, ``STEPS`` steps each: the median of the ratios and the
-interval that holds it 95 times of 100 (by the ranks of the ratios, which a step that was disturbed
-does not move).
-
-    python -m benchmarks.cache --processes 6 [--models NAME ...]
-
-takes these turns in so many processes, one after another, and pools their ratios: where a process's
-arrays happen to lie moves a step's time by a percent, for as long as the process lives.
+distorts least. ``decode`` is reading the store's files alone, beside ``tower``. What looking costs
+beside ``fed`` is benchmarks/cache_coherency.py's.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import math
 import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Collection
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -39,7 +28,7 @@ import numpy as np
 import optax
 
 from benchmarks.batches import pictures_and_text
-from benchmarks.common import ROOT, environment, kept, timed, write
+from benchmarks.common import environment, kept, timed, write
 from benchmarks.gradcache import pairs
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.caching import make_cache
@@ -67,7 +56,7 @@ from jaxvlm.train.pairs import Chunk
 from jaxvlm.types import Batch, Pairs
 
 ROWS, LENGTH, FROZEN = 2, 512, ("vision/*",)
-PAIRS, STEPS = 30, 3  # of turns warm, fed, warm, fed; steps at a time
+STEPS = ("off", "warm", "disk", "fed")
 DECODER = DecoderConfig(
     vocab_size=4096, width=384, depth=6, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1024
 )
@@ -93,9 +82,15 @@ LIT = DualConfig(
 
 
 class Contest:
-    """The contestants of a model, compiled."""
+    """The contestants of a model, compiled.
 
-    def __init__(self, name: str):
+    Args:
+        name: of the model.
+        length: of a row, in tokens.
+        steps: the kinds of them to compile.
+    """
+
+    def __init__(self, name: str, length: int = LENGTH, steps: Collection[str] = STEPS):
         (width, depth, heads), pictures, merge = MODELS[name]
         config = ModelConfig(
             vision=VisionConfig(
@@ -108,7 +103,7 @@ class Contest:
         mesh = make_mesh(MeshConfig(1), jax.devices()[:1])
         self.model = build_model(config, mesh)
         places = np.arange(ROWS * pictures).reshape(ROWS, pictures)
-        batch = pictures_and_text(config, ROWS, LENGTH, pictures)
+        batch = pictures_and_text(config, ROWS, length, pictures)
         start = 1 + (14 // merge) ** 2 * np.arange(pictures, dtype=np.int32)
         key = np.stack([places + 1] * 4, axis=-1).astype(np.uint32)
         pages = 4 * places[..., None] + np.arange(4)  # 196 tokens
@@ -141,13 +136,15 @@ class Contest:
             ("disk", self.from_disk(batch), disk),
             ("fed", alone._replace(features=np.asarray(features)), None),
         ):
+            if kind not in steps:
+                continue
             run, abstract, init = assemble(
                 self.model, NextToken(), optax.adamw(1e-4), frozen=FROZEN, cache=cached
             )
             self.batches[kind] = to_global(mesh, given, ROWS)
             self.steps[kind] = run.lower(abstract, self.batches[kind]).compile()
             self.states[kind] = init(self.model.init(0))
-        pixels = self.batches["off"].pixels
+        pixels = jax.device_put(batch.pixels)
         tower_run = encode.lower(still, pixels).compile()
         self.work = {kind: (lambda kind=kind: self.step(kind)) for kind in self.steps}
         self.local = batch
@@ -170,12 +167,17 @@ class Contest:
 
 
 class Locked:
-    """The contestants of a text tower that learns behind a frozen picture tower."""
+    """The contestants of a text tower that learns behind a frozen picture tower.
 
-    def __init__(self) -> None:
+    Args:
+        length: of a text, as of :class:`Contest`'s rows: a sixteenth of it.
+        steps: the kinds of them to compile.
+    """
+
+    def __init__(self, length: int = LENGTH, steps: Collection[str] = STEPS) -> None:
         mesh = make_mesh(MeshConfig(1), jax.devices()[:1])
         self.model = build_model(LIT, mesh)
-        self.local = batch = pairs(EXAMPLES, LIT)
+        self.local = batch = pairs(EXAMPLES, LIT, length // 16)
         own, still = split_frozen(self.model.init(0), FROZEN)
         tower = tower_part(self.model, mesh, self.model.strategies["vision"])
         encode = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
@@ -199,6 +201,8 @@ class Locked:
             ("disk", self.from_disk(), cache),
             ("fed", batch._replace(query=alone), None),
         ):
+            if kind not in steps:
+                continue
             run, abstract, init = assemble(
                 self.model, InfoNCE(temperature=0.0), optax.adamw(1e-4), frozen=FROZEN,
                 cache=cached, chunks=(Chunk(), Chunk()),
@@ -230,51 +234,9 @@ class Locked:
         return self.given(tokens.reshape(self.features.shape))
 
 
-def make(name: str) -> Contest | Locked:
+def make(name: str, length: int = LENGTH, steps: Collection[str] = STEPS) -> Contest | Locked:
     """The contestants of a model, by its name."""
-    return Locked() if name == LOCKED else Contest(name)
-
-
-def turns(contest: Contest | Locked, count: int) -> list[list[list[float]]]:
-    """Of each of so many turns: (wall, CPU) seconds of the steps that look, and of those fed."""
-    found = []
-    for _ in range(count):
-        first, second, third, fourth = (
-            np.asarray(timed(lambda kind=kind: [contest.work[kind]() for _ in range(STEPS)]))
-            for kind in ("warm", "fed") * 2
-        )
-        found.append([(first + third).tolist(), (second + fourth).tolist()])
-    return found
-
-
-def side_by_side(found: list[list[list[float]]]) -> dict[str, Any]:
-    """What looking for tokens costs, beside the step that is given them: by wall and CPU time."""
-    warm, fed = np.asarray(found).transpose(1, 0, 2)
-    count, ranks = len(found), np.sort(warm / fed, axis=0)
-    # Of n ratios, the k-th from either end: the median lies between with 95 of 100.
-    tails = itertools.accumulate(math.comb(count, i) / 2**count for i in range(count))
-    low = sum(tail <= 0.025 for tail in tails) - 1
-    interval = np.stack([ranks[low], np.median(ranks, axis=0), ranks[-1 - low]], axis=1)
-    names = ("warm_to_fed_wall", "warm_to_fed")
-    rows = {name: [round(float(x), 4) for x in row] for name, row in zip(names, interval)}
-    return rows | {"fed_wall_ms": round(500 / STEPS * float(np.median(fed[:, 0])), 1)}
-
-
-def in_processes(name: str, processes: int) -> dict[str, Any]:
-    """``PAIRS`` turns, as many in each process."""
-    if processes < 1 or PAIRS % processes:
-        raise SystemExit(f"--processes={processes} does not divide {PAIRS} turns")
-    found = []
-    for _ in range(processes):
-        command = [sys.executable, "-m", "benchmarks.cache", "--turns", str(PAIRS // processes)]
-        done = subprocess.run(
-            [*command, "--models", name], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-        )
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    each = [np.asarray(one) for one in found]
-    medians = [round(float(np.median(one[:, 0, 1] / one[:, 1, 1])), 4) for one in each]
-    pooled = side_by_side([turn for one in found for turn in one])
-    return {"model": name, **pooled, "of_each_process": sorted(medians)}
+    return Locked(length, steps) if name == LOCKED else Contest(name, length, steps)
 
 
 def main() -> None:
@@ -283,23 +245,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="*", default=[*MODELS, LOCKED])
     parser.add_argument("--name", default="cache_cpu", help="of the result, whose rows are kept")
-    parser.add_argument("--processes", type=int, default=0, help="pool turns of so many")
-    parser.add_argument("--turns", type=int, default=0, help="print so many, as JSON")
     args = parser.parse_args()
     keep_freed_memory()
-    if args.turns:
-        contest = make(args.models[0])
-        turns(contest, 1)  # the first fills the cache
-        print(json.dumps(turns(contest, args.turns)))
-        return
     before = environment()
-    if args.processes:
-        rows = []
-        for name in args.models:
-            rows.append(in_processes(name, args.processes) | {"environment": before})
-            print(rows[-1], flush=True)
-        _write(f"{args.name}_processes", rows)
-        return
     rows = []
     for name in args.models:
         contest, seconds = make(name), {}
@@ -322,16 +270,15 @@ def main() -> None:
             "disk_gain": round(least["off"] / least["disk"], 3),
             "disk_of_the_best_possible": round(least["off"] / least["disk"] / best, 3),
             "encode_to_decode": round(least["tower"] / least["decode"], 1),
-            **side_by_side(turns(contest, PAIRS)),
             "rounds": args.rounds,
             "environment": before,
         }
         print(row, flush=True)
         rows.append(row)
-    _write(args.name, rows)
+    write_rows(args.name, rows)
 
 
-def _write(name: str, rows: list[dict[str, Any]]) -> None:
+def write_rows(name: str, rows: list[dict[str, Any]]) -> None:
     """Rows of models that were not asked for are kept."""
     asked = {row["model"]: row for row in (*kept(name), *rows)}
     write(f"{name}.json", {"rows": [*asked.values()]})

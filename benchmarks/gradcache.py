@@ -58,12 +58,12 @@ BOTH_HOLD, ROUNDS = 256, 6
 PARTS = ("memory", "time", "peers")
 
 
-def pairs(count: int, config: DualConfig = CLIP) -> Pairs:
+def pairs(count: int, config: DualConfig = CLIP, length: int = TOKENS) -> Pairs:
     """A picture and a text an example."""
     rng = np.random.default_rng(0)
     side = config.vision.image_size
-    tokens = rng.integers(3, config.text.vocab_size, (count, TOKENS)).astype(np.int32)
-    places = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (count, 1, TOKENS)).copy()
+    tokens = rng.integers(3, config.text.vocab_size, (count, length)).astype(np.int32)
+    places = np.broadcast_to(np.arange(length, dtype=np.int32), (count, 1, length)).copy()
     text = Batch(tokens, np.zeros(tokens.shape, np.float32), places, np.ones_like(tokens))
     empty = Batch(*(x if x is None else x[..., :0] for x in text))
     picture = empty._replace(

@@ -1,0 +1,134 @@
+"""What looking for kept tokens costs: a step that finds them all, beside one that is given them.
+
+    python -m benchmarks.cache_coherency [--models NAME ...]
+
+``warm`` and ``fed`` are benchmarks/cache.py's; ``again`` is ``fed`` with a state of its own, the
+same program, so its ratio says how far apart two steps are that differ in nothing. They are: where
+the arrays of a state happen to lie, and where in its arena a program's own lie, moves a step by up
+to 3 %, for as long as they lie there, and one program by another number than the next (Mytkowicz et
+al., "Producing wrong data without doing anything obviously wrong!", 2009). So both are drawn: each
+process has rows of another length, whose arenas are laid out anew, and before each turn all states
+are moved. A turn is every contestant twice, ``STEPS`` steps at a time, each time in another order.
+
+Ratios are of a turn's seconds, of all turns of all processes: the median, and the interval that
+holds it 95 times of 100 (by the ranks, which a step that was disturbed does not move). CPU seconds
+of the process, and of the wall.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # the platform is for it
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cache import LENGTH, LOCKED, MODELS, Contest, Locked, make, write_rows
+from benchmarks.common import ROOT, environment, timed
+from jaxvlm.build.setup import keep_freed_memory
+
+STEPS, APART = 3, 4  # steps at a time; tokens between the lengths of two processes' rows
+KINDS = ("warm", "fed", "again")
+_MAPPED = 4 * 2**30  # bytes, of several steps' arenas and of states between which there are gaps
+
+
+def turn(contest: Contest | Locked, rng: np.random.Generator) -> list[list[float]]:
+    """(wall, CPU) seconds of each contestant."""
+    _move(contest, rng)
+    for kind in KINDS:
+        contest.step(kind)  # the first at a new place
+    spent = dict.fromkeys(KINDS, np.zeros(2))
+    for kind in (*rng.permutation(KINDS), *rng.permutation(KINDS)):
+        run = timed(lambda kind=kind: [contest.step(kind) for _ in range(STEPS)])
+        spent[kind] = spent[kind] + run
+    return [spent[kind].tolist() for kind in KINDS]
+
+
+def _move(contest: Contest | Locked, rng: np.random.Generator) -> None:
+    """All states to other places: behind what lies between their arrays now, of random sizes."""
+    between = []
+
+    def moved(x: jax.Array) -> jax.Array:
+        between.append(np.empty(int(rng.integers(1, 2**20)), np.uint8))
+        return jnp.copy(x)
+
+    # All are copied before the first is let go, or they would change places.
+    contest.states.update(jax.block_until_ready(jax.tree.map(moved, contest.states)))
+
+
+def ratios(found: np.ndarray) -> dict[str, Any]:
+    """What looking costs, and the same program beside itself, of [turns, KINDS, (wall, CPU)]."""
+    warm, fed, again = found.transpose(1, 0, 2)
+    count, out = len(found), {}
+    # Of n ratios, the k-th from either end: the median lies between with 95 of 100.
+    tails = itertools.accumulate(math.comb(count, i) / 2**count for i in range(count))
+    low = max(0, sum(tail <= 0.025 for tail in tails) - 1)
+    for name, one in ("warm", warm), ("again", again):
+        ranks = np.sort(one / fed, axis=0)
+        rows = np.stack([ranks[low], np.median(ranks, axis=0), ranks[-1 - low]], axis=1)
+        for clock, row in zip(("_wall", ""), rows):
+            out[f"{name}_to_fed{clock}"] = [round(float(x), 4) for x in row]
+    return out | {"fed_wall_ms": round(500 / STEPS * float(np.median(fed[:, 0])), 1)}
+
+
+def measure(name: str, processes: int, turns: int) -> dict[str, Any]:
+    """A model's row, of so many turns in each process."""
+    found = []
+    for i in range(processes):
+        length = LENGTH + APART * (i - processes // 2)
+        command = [sys.executable, "-m", "benchmarks.cache_coherency", "--models", name]
+        done = subprocess.run(
+            [*command, "--turns", str(turns), "--length", str(length)],
+            cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        found.append(np.asarray(json.loads(done.stdout.splitlines()[-1])))
+    each = {
+        f"{kind}_of_each_process": [
+            round(float(np.median(one[:, at, 1] / one[:, 1, 1])), 4) for one in found
+        ]
+        for at, kind in enumerate(KINDS)
+        if kind != "fed"
+    }
+    turns_in_all = {"processes": processes, "turns": turns * processes}
+    return {"model": name, **ratios(np.concatenate(found)), **each, **turns_in_all}
+
+
+def main() -> None:
+    """Run all, print a line each, write the result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="*", default=[*MODELS, LOCKED])
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=3, help="in each process")
+    parser.add_argument("--length", type=int, default=0, help="print turns at this one, as JSON")
+    parser.add_argument("--name", default="cache_coherency_cpu", help="of the result")
+    args = parser.parse_args()
+    if args.length:
+        keep_freed_memory()
+        # All that the turns take is mapped before: else a step that comes to a new place pays it.
+        np.ones(_MAPPED, np.uint8)
+        contest = make(args.models[0], args.length, ("warm", "fed"))
+        for part in contest.steps, contest.batches:
+            part["again"] = part["fed"]
+        contest.states["again"] = jax.tree.map(jnp.copy, contest.states["fed"])
+        contest.step("warm")  # fills the cache
+        rng = np.random.default_rng(args.length)
+        print(json.dumps([turn(contest, rng) for _ in range(args.turns)]))
+        return
+    before, rows = environment(), []
+    for name in args.models:
+        rows.append(measure(name, args.processes, args.turns) | {"environment": before})
+        print(rows[-1], flush=True)
+        write_rows(args.name, rows)
+
+
+if __name__ == "__main__":
+    main()
