@@ -2,17 +2,19 @@
 
     python -m benchmarks.cache_coherency [--models NAME ...]
 
-``warm`` and ``fed`` are benchmarks/cache.py's; ``again`` is ``fed`` with a state of its own, the
-same program, so its ratio says how far apart two steps are that differ in nothing. They are: where
-the arrays of a state happen to lie, and where in its arena a program's own lie, moves a step by up
-to 3 %, for as long as they lie there, and one program by another number than the next (Mytkowicz et
-al., "Producing wrong data without doing anything obviously wrong!", 2009). So both are drawn: each
-process has rows of another length, whose arenas are laid out anew, and before each turn all states
-are moved. A turn is every contestant twice, ``STEPS`` steps at a time, each time in another order.
+``warm`` and ``fed`` are benchmarks/cache.py's; ``again`` is ``fed`` with a state of its own: the
+same program, so what lies between these two says how far apart steps are that differ in nothing.
+They are: where the arrays of a state happen to lie, and where in its arena a program's own lie,
+moves a step by up to 3 %, for as long as they lie there, and one program by another number than the
+next (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009). So
+both are drawn: each process has rows of another length, whose arenas are laid out anew, and before
+each turn all states are moved. A turn is every contestant twice, ``STEPS`` steps at a time, each
+time in another order.
 
-Ratios are of a turn's seconds, of all turns of all processes: the median, and the interval that
-holds it 95 times of 100 (by the ranks, which a step that was disturbed does not move). CPU seconds
-of the process, and of the wall.
+``warm_to_fed`` is a turn's seconds of ``warm`` by the mean of ``fed`` and ``again``, ``again_to_fed``
+of one of these by the other, of all turns of all processes: the median, and the interval that holds
+it 95 times of 100 (by the ranks, which a step that was disturbed does not move). CPU seconds of the
+process, and of the wall.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def ratios(found: np.ndarray) -> dict[str, Any]:
     # Of n ratios, the k-th from either end: the median lies between with 95 of 100.
     tails = itertools.accumulate(math.comb(count, i) / 2**count for i in range(count))
     low = max(0, sum(tail <= 0.025 for tail in tails) - 1)
-    for name, one in ("warm", warm), ("again", again):
-        ranks = np.sort(one / fed, axis=0)
+    for name, pairs in ("warm", warm / ((fed + again) / 2)), ("again", again / fed):
+        ranks = np.sort(pairs, axis=0)
         rows = np.stack([ranks[low], np.median(ranks, axis=0), ranks[-1 - low]], axis=1)
         for clock, row in zip(("_wall", ""), rows):
             out[f"{name}_to_fed{clock}"] = [round(float(x), 4) for x in row]
@@ -91,15 +93,13 @@ def measure(name: str, processes: int, turns: int) -> dict[str, Any]:
             cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         found.append(np.asarray(json.loads(done.stdout.splitlines()[-1])))
-    each = {
-        f"{kind}_of_each_process": [
-            round(float(np.median(one[:, at, 1] / one[:, 1, 1])), 4) for one in found
-        ]
-        for at, kind in enumerate(KINDS)
-        if kind != "fed"
+    return {
+        "model": name,
+        **ratios(np.concatenate(found)),
+        "of_each_process": [ratios(one)["warm_to_fed"][1] for one in found],
+        "processes": processes,
+        "turns": processes * turns,
     }
-    turns_in_all = {"processes": processes, "turns": turns * processes}
-    return {"model": name, **ratios(np.concatenate(found)), **each, **turns_in_all}
 
 
 def main() -> None:

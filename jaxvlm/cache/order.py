@@ -94,7 +94,8 @@ class Kept(NamedTuple):
         if found is not None or not self.side:
             return found
         picture = self.tag(np.frombuffer(key, np.uint32))
-        for other in (ROW_MAJOR, MORTON, MERGE2X2):
+        blocks = (m for m in range(1, self.side + 1) if self.side % m == 0)
+        for other in (MORTON, *map(tiled, blocks)):
             if other == self.order:
                 continue
             found = get(key_with_order(picture, other).tobytes())
