@@ -11,10 +11,10 @@ both are drawn: each process has rows of another length, whose arenas are laid o
 each turn all states are moved. A turn is every contestant twice, ``STEPS`` steps at a time, each
 time in another order.
 
-``warm_to_fed`` is a turn's seconds of ``warm`` by the mean of ``fed`` and ``again``, ``again_to_fed``
-of one of these by the other, of all turns of all processes: the median, and the interval that holds
-it 95 times of 100 (by the ranks, which a step that was disturbed does not move). CPU seconds of the
-process, and of the wall.
+``warm_to_fed`` is a turn's seconds of ``warm`` by the mean of ``fed`` and ``again``,
+``again_to_fed`` of one of these by the other, of all turns of all processes: the median, and the
+interval that holds it 95 times of 100 (by the ranks, which a step that was disturbed does not
+move). CPU seconds of the process, and of the wall.
 """
 
 from __future__ import annotations
