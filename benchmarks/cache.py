@@ -133,7 +133,7 @@ class Contest:
         for kind, given, cached in (
             ("off", batch._replace(image_key=None, image_pages=None), None),
             ("warm", batch, cache),
-            ("disk", self.from_disk(batch), disk),
+            ("disk", self.from_disk(batch) if "disk" in steps else None, disk),
             ("fed", alone._replace(features=np.asarray(features)), None),
         ):
             if kind not in steps:
@@ -170,7 +170,7 @@ class Locked:
     """The contestants of a text tower that learns behind a frozen picture tower.
 
     Args:
-        length: of a text, as of :class:`Contest`'s rows: a sixteenth of it.
+        length: of a text, sixteen times; ``LENGTH`` at most.
         steps: the kinds of them to compile.
     """
 
@@ -198,7 +198,7 @@ class Locked:
         for kind, given, cached in (
             ("off", batch, None),
             ("warm", self.given(self.features), cache),
-            ("disk", self.from_disk(), cache),
+            ("disk", self.from_disk() if "disk" in steps else None, cache),
             ("fed", batch._replace(query=alone), None),
         ):
             if kind not in steps:

@@ -14,7 +14,8 @@ time in another order.
 ``warm_to_fed`` is a turn's seconds of ``warm`` by the mean of ``fed`` and ``again``,
 ``again_to_fed`` of one of these by the other, of all turns of all processes: the median, and the
 interval that holds it 95 times of 100 (by the ranks, which a step that was disturbed does not
-move). CPU seconds of the process, and of the wall.
+move). CPU seconds of the process, and of the wall. Turns of a process share its length, so
+``over_processes`` is the same of the processes' medians, of which there are few.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from benchmarks.common import ROOT, environment, timed
 from jaxvlm.build.setup import keep_freed_memory
 
 STEPS, APART = 3, 4  # steps at a time; tokens between the lengths of two processes' rows
+APART_LOCKED = 16  # between those of two processes' texts, sixteen times
 KINDS = ("warm", "fed", "again")
 _MAPPED = 4 * 2**30  # bytes, of several steps' arenas and of states between which there are gaps
 
@@ -70,33 +72,40 @@ def _move(contest: Contest | Locked, rng: np.random.Generator) -> None:
 def ratios(found: np.ndarray) -> dict[str, Any]:
     """What looking costs, and the same program beside itself, of [turns, KINDS, (wall, CPU)]."""
     warm, fed, again = found.transpose(1, 0, 2)
-    count, out = len(found), {}
+    out = {}
+    for name, pairs in ("warm", warm / ((fed + again) / 2)), ("again", again / fed):
+        for clock, row in zip(("_wall", ""), pairs.T):
+            out[f"{name}_to_fed{clock}"] = interval(row)
+    return out | {"fed_wall_ms": round(500 / STEPS * float(np.median(fed[:, 0])), 1)}
+
+
+def interval(ratios: np.ndarray) -> list[float]:
+    """The median, between the ends of what holds it 95 times of 100."""
+    count, ranks = len(ratios), np.sort(ratios)
     # Of n ratios, the k-th from either end: the median lies between with 95 of 100.
     tails = itertools.accumulate(math.comb(count, i) / 2**count for i in range(count))
     low = max(0, sum(tail <= 0.025 for tail in tails) - 1)
-    for name, pairs in ("warm", warm / ((fed + again) / 2)), ("again", again / fed):
-        ranks = np.sort(pairs, axis=0)
-        rows = np.stack([ranks[low], np.median(ranks, axis=0), ranks[-1 - low]], axis=1)
-        for clock, row in zip(("_wall", ""), rows):
-            out[f"{name}_to_fed{clock}"] = [round(float(x), 4) for x in row]
-    return out | {"fed_wall_ms": round(500 / STEPS * float(np.median(fed[:, 0])), 1)}
+    return [round(float(x), 4) for x in (ranks[low], np.median(ranks), ranks[-1 - low])]
 
 
 def measure(name: str, processes: int, turns: int) -> dict[str, Any]:
     """A model's row, of so many turns in each process."""
     found = []
     for i in range(processes):
-        length = LENGTH + APART * (i - processes // 2)
+        apart = APART * (i - processes // 2)
+        length = LENGTH + (-APART_LOCKED * i if name == LOCKED else apart)
         command = [sys.executable, "-m", "benchmarks.cache_coherency", "--models", name]
         done = subprocess.run(
             [*command, "--turns", str(turns), "--length", str(length)],
             cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         found.append(np.asarray(json.loads(done.stdout.splitlines()[-1])))
+    each = [ratios(one)["warm_to_fed"][1] for one in found]
     return {
         "model": name,
         **ratios(np.concatenate(found)),
-        "of_each_process": [ratios(one)["warm_to_fed"][1] for one in found],
+        "of_each_process": each,
+        "over_processes": interval(np.asarray(each)),
         "processes": processes,
         "turns": processes * turns,
     }
