@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvlm.build import tokens
+from jaxvlm.build.cache_metrics import metrics_of
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Known, Model
 from jaxvlm.build.parts import features_of, tower_part
@@ -22,7 +23,6 @@ from jaxvlm.cache.codec import CODECS
 from jaxvlm.cache.order import ROW_MAJOR, Kept, parse, permutation
 from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute
-from jaxvlm.cache.seen import Seen
 from jaxvlm.cache.state import halved, init, places, shardings
 from jaxvlm.config import (
     CacheConfig,
@@ -44,10 +44,8 @@ from jaxvlm.train.runner import FEATURES
 from jaxvlm.types import PAGE, Age, Batch, Cache, Params, Read, TrainState
 
 TOKENS = "cache/tokens"
-"""Among a step's metrics: what it made of its pictures, an array that stays on the devices; of
-pairs one of queries and one of documents."""
-LOST = "cache/lost"
-"""Among a step's metrics: its pictures that came without pixels, and were not in their pages."""
+"""Among a step's metrics: what it has of its pictures, arrays that stay on the devices: ``Made``
+of a tower that rests, ``MadeNow`` of one that learns; of pairs one of queries, one of documents."""
 _OF_PICTURES = (
     *("pixels", "patches", "image_key", "image_pages", "in_pages"),
     *("stored", "is_stored", "stored_age"),
@@ -169,6 +167,9 @@ def check(config: TrainConfig) -> None:
     for name in (*numbers, "pictures", "chunk", "halvings"):
         if not 0 <= getattr(cache, name) < math.inf:
             raise ConfigError(f"{where}.{name}={getattr(cache, name)} is below 0, or no number")
+    for name in ("bound", "ahead", "pictures", "chunk"):
+        if getattr(cache, name) >= NEVER:
+            raise ConfigError(f"{where}.{name}={getattr(cache, name)}: {NEVER - 1:,} at most")
     if cache.refresh > 1:
         raise ConfigError(f"{where}.refresh={cache.refresh} is a share: 1 at most")
     if cache.policy == "hybrid" and cache.ahead >= cache.bound:
@@ -236,9 +237,12 @@ def line(config: CacheConfig, slots: Slots | Unpaged, state: TrainState) -> str:
         page = PAGE * slots.given.width * slots.given.dtype.itemsize
         mib = slots.pages_beyond * page / 2**20
         beyond = f"; for {slots.tiles_beyond:,} in host memory, {mib:.1f} MiB over all processes"
+    asked = ""
+    if slots.tiles < config.pictures and not slots.all_on_devices:
+        asked = f" (of {config.pictures:,}: as many for each of the data's virtual shards)"
     return (
-        f"visual tokens ({config.policy}): room for {slots.tiles:,} pictures in {slots.count:,} "
-        f"pages of {PAGE} tokens, {size / 2**20:.1f} MiB a device{beyond}"
+        f"visual tokens ({config.policy}): room for {slots.tiles:,} pictures{asked} in "
+        f"{slots.count:,} pages of {PAGE} tokens, {size / 2**20:.1f} MiB a device{beyond}"
     )
 
 
@@ -268,6 +272,7 @@ def make_cache(
     learns = any(is_tower(path) for path in trained)
     if learns:
         _check_learning(config, model)
+    check_codec(config, trained)
     policy, shards = policy_of(config, seed), batch_shards(model.mesh)
     if not halved(pages, shards, config.halvings):
         raise ConfigError(
@@ -313,6 +318,20 @@ def recompute_of(
         lambda version: jnp.float32(rate(version)),
         isinstance(model.config, DualConfig),
     )
+
+
+def check_codec(config: CacheConfig, trained: Collection[str]) -> None:
+    """Refuse tokens that a codec changes where blocks of the tower learn from them.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if config.codec != "exact" and any(path.startswith("top/") for path in trained):
+        raise ConfigError(
+            f"config.cache.codec={config.codec!r} with a tower whose top learns: it would learn "
+            "from tokens that the trunk does not make; take 'exact', or freeze the top too: "
+            "--config.optim.frozen=\"('vision/*', 'top/*')\""
+        )
 
 
 def _check_learning(config: CacheConfig, model: Model[Known]) -> None:
@@ -395,7 +414,14 @@ class Cached(NamedTuple):
         known = (batch, seen, made)
         if not own:
             without = without._replace(features=self.kept.give(made))
-            return Read(rest, others, without, lambda grads: grads, known, metrics_of([known]))
+            return Read(
+                rest,
+                others,
+                without,
+                lambda grads: grads,
+                known,
+                metrics_of([known], self.pictures.policy.bound),
+            )
 
         def back(grads: Params) -> Params:
             others = {path: g for path, g in grads.items() if path != FEATURES}
@@ -403,7 +429,9 @@ class Cached(NamedTuple):
             return {**others, **pull(self.pictures.weighed(seen, back))[0]}
 
         params = {**rest, FEATURES: self.kept.give(made)}
-        return Read(params, others, without, back, known, metrics_of([known]))
+        return Read(
+            params, others, without, back, known, metrics_of([known], self.pictures.policy.bound)
+        )
 
     def write(
         self, state: Any, read: Read, grads: Params, ok: jax.Array
@@ -416,7 +444,7 @@ class Cached(NamedTuple):
             state, change, age = self.pictures.write(state, batch, seen, made, gradient, ok)
             noted["cache/drift_most"] = change
             if self.gives:
-                given = made
+                given: Any = tokens.Made(made, seen.encoded)
                 if self.learns:
                     shown = (seen.stale | seen.known) & self.pictures.policy.by_need
                     given = MadeNow(made, seen.encoded & ok, shown & ok, age)
@@ -446,34 +474,3 @@ def policy_of(config: CacheConfig, seed: int = 0) -> Policy:
         by_need=config.policy == "adaptive" and config.refresh > 0 and not config.at_once,
         at_once=config.at_once,
     )
-
-
-def metrics_of(known: Sequence[tuple[Batch, Seen, Any]]) -> dict[str, Any]:
-    """What a step did with its pictures.
-
-    Args:
-        known: batches, and what was seen in each.
-    """
-    rows = min(len(batch.image_start) for batch, _, _ in known)
-
-    def every(of: Callable[[Batch, Seen], Any]) -> jax.Array:
-        # Side by side, so that devices send one number of all.
-        each = [of(batch, seen).reshape(rows, -1) for batch, seen, _ in known]
-        return jnp.concatenate(each, axis=1)
-
-    def lag(batch: Batch, seen: Seen) -> jax.Array:
-        return jnp.where(seen.found, seen.lag, 0)
-
-    found = jnp.sum(every(lambda batch, seen: seen.found))
-    all_of = jnp.maximum(jnp.sum(every(lambda batch, seen: seen.here)), 1)
-    values = {
-        "cache/found": found / all_of,
-        "cache/encoded": jnp.sum(every(lambda batch, seen: seen.stale)),
-        "cache/lag": jnp.sum(every(lag)) / jnp.maximum(found, 1),
-        "cache/lag_most": jnp.max(every(lag)),
-    }
-    if known[0][1].lost is not None:
-        values[LOST] = jnp.sum(every(lambda batch, seen: seen.lost))
-    if known[0][0].is_stored is not None:
-        values["cache/stored"] = jnp.sum(every(lambda batch, seen: batch.is_stored)) / all_of
-    return values

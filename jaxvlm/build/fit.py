@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxvlm.build import (
     adapters,
+    cache_metrics,
     foresight,
     inputs,
     pair_run,
@@ -96,6 +97,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
         if keeper:
             stack.callback(keeper.close)
         warm = _warm(run, workdir, start, extra.get("warm"), progress.log, stack)
+        pages = sum(programs.bytes_of(x) for x in jax.tree.leaves(state.cache))
         room = made.room(config.cache.halvings, progress.log)
         written = _written(run, made, room, stack)
         source = stack.enter_context(contextlib.closing(run.dataset.train(run.rows, start)))
@@ -112,6 +114,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             checkpointer=checkpointer,
             kept=made.kept,
             keep=_behind(keeper, written, warm, batches),
+            tiers=lambda: cache_metrics.tiers(pages >> room.halved, keeper, warm),
             beside=_beside(warm, workdir, checkpointer),
             told={"warm": warm.told} if warm else {},
             written=written,

@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxvlm.build.caching import LOST, TOKENS
+from jaxvlm.build import cache_metrics
+from jaxvlm.build.cache_metrics import LOST
+from jaxvlm.build.caching import TOKENS
 from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
 from jaxvlm.data.slots import Written
@@ -50,6 +52,8 @@ class RunHooks:
     keep: Callable[[Any], float]
     """Takes the visual tokens of the step that was sent last, if it gave some; gives how far such
     are, at most, from what was kept of them."""
+    tiers: Callable[[], dict[str, int]]
+    """Bytes of visual tokens that this process keeps, by where."""
     beside: Callable[[int], None]
     """Saves what a step's checkpoint goes with, once that is on its way."""
     told: dict[str, Any]
@@ -98,6 +102,12 @@ class RunHooks:
         tokens, pictures = metrics.pop("tokens", 0.0), metrics.pop("pictures", 0.0)
         # The tower does nothing for a picture whose tokens are kept, backwards neither.
         spared = metrics.get("cache/found", 0.0) * self.flops_per_step.vision
+        if "cache/found" in metrics:
+            flops, found = self.flops_per_step, metrics["cache/found"]
+            spent = flops.vision, flops.total, metrics["step_ms"]
+            if (longer := cache_metrics.saved(found, *spent)) is not None:
+                metrics["cache/saved_ms"] = longer
+            metrics |= {f"cache/{tier}_mib": size / 2**20 for tier, size in self.tiers().items()}
         if "cache/drift_most" in metrics:
             metrics["cache/drift_most"] = max(metrics["cache/drift_most"], self.changed)
             self._alarm(step, metrics["cache/drift_most"])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.build import caching, tokens
+from jaxvlm.build.cache_metrics import metrics_of
 from jaxvlm.build.caching import TOKENS, Cached
 from jaxvlm.build.model import Known, Model
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, TrainConfig
@@ -73,6 +74,7 @@ def make_pair_cache(
             "that learns: leave it out, or freeze the tower: "
             "--config.optim.frozen=\"('vision/*',)\""
         )
+    caching.check_codec(config, trained)
     pictures = caching.recompute_of(config, model, windows, caching.policy_of(config))
     kept = caching.kept_of(config, model.config)
     # Given without a policy too, and then dropped: what is compared with is the same program.
@@ -101,7 +103,7 @@ class _OfPairs(NamedTuple):
             batch._replace(query=query, document=document),
             lambda grads: grads,
             seen,
-            caching.metrics_of([known for known in seen if known]),
+            metrics_of([known for known in seen if known]),
         )
 
     def write(
@@ -110,7 +112,9 @@ class _OfPairs(NamedTuple):
         """Gives what was made of queries and of documents; see ``Cache.write``."""
         lie = batch_sharding(self.rows.pictures.mesh)
         made = [
-            jax.lax.with_sharding_constraint(known[2], lie) if known else None
+            jax.lax.with_sharding_constraint(tokens.Made(known[2], known[1].encoded), lie)
+            if known
+            else None
             for known in read.seen
         ]
         # Nothing that is kept is made anew here; where what was stored is, the host compares.

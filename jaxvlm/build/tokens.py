@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import pathlib
 import queue
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ import numpy as np
 import jaxvlm
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import features_of
+from jaxvlm.cache import files
 from jaxvlm.cache.codec import error_bound
+from jaxvlm.cache.files import Identity
 from jaxvlm.cache.order import Kept
 from jaxvlm.cache.store import Store
 from jaxvlm.cache.tiers import Tiers
@@ -44,6 +47,15 @@ _WAITING = 4
 """Steps whose tokens may wait for the host; of more none are taken, a run does not wait."""
 
 
+class Made(NamedTuple):
+    """What a step gives of its pictures' tokens."""
+
+    tokens: Any
+    """``Batch.features``, as they are kept."""
+    encoded: Any
+    """bool[B, I]: made in this step, not read."""
+
+
 class Keeper:
     """Takes what steps encode, behind them, and gives what is known to the input pipeline.
 
@@ -63,21 +75,21 @@ class Keeper:
         self._change = 0.0
         self._audited: set[bytes] = set()
         self._lock = threading.Lock()
-        self._queue: queue.Queue[tuple[Batch, jax.Array] | None] = queue.Queue(_WAITING)
+        self._queue: queue.Queue[tuple[Batch, Made] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._work, name="tokens", daemon=True)
         self._thread.start()
 
-    def take(self, batch: Batch, tokens: jax.Array) -> None:
-        """Keep what a step made; returns at once.
+    def take(self, batch: Batch, made: Made) -> None:
+        """Keep what a step has of its pictures; returns at once.
 
         Args:
             batch: this process's rows, numpy; as many to each row of the global batch.
-            tokens: the step's ``Batch.features``, split as a batch is.
+            made: what the step gave, split as a batch is.
         """
         fresh = batch.image_key[(batch.image_start >= 0) & ~batch.is_stored]
         if not self._failed and any(self._wants(key.tobytes()) for key in fresh):
             with contextlib.suppress(queue.Full):  # then the next pass has another chance
-                self._queue.put_nowait((batch, tokens))
+                self._queue.put_nowait((batch, made))
 
     def change(self) -> float:
         """The largest relative distance, since the last call, of tokens that were made although
@@ -100,34 +112,50 @@ class Keeper:
         return key not in self._audited if known else self.tiers.takes
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while True:
+            left = max(0.0, self._flushed + _FLUSH_SECONDS - time.monotonic())
             try:
-                if not self._failed:  # else what waits is let go, so that nobody waits for room
+                item: Any = self._queue.get(timeout=None if self._failed else left)
+            except queue.Empty:
+                item = ()
+            if item is None:
+                return
+            if self._failed:  # what waits is let go, so that nobody waits for room
+                continue
+            try:
+                if item:
                     self._keep(*item)
-                    self._flush()
+                self._flush()
             except Exception as error:  # the run does not need it
                 self._failed = True
                 self._say(f"visual tokens are no longer kept: {type(error).__name__}: {error}")
 
-    def _keep(self, batch: Batch, tokens: jax.Array) -> None:
+    def _keep(self, batch: Batch, made: Made) -> None:
         per_row = len(batch.image_key) // len(self._local)  # documents of an example
-        for row, data in owned_rows(tokens).items():
+        encoded = owned_rows(made.encoded)
+        for row, data in owned_rows(made.tokens).items():
             at = self._local[row // per_row] * per_row + row % per_row
             for place in np.flatnonzero((batch.image_start[at] >= 0) & ~batch.is_stored[at]):
                 key = batch.image_key[at, place].tobytes()
                 if self._wants(key):
-                    self._one(key, of_picture(data, batch, at, int(place)))
+                    tokens = of_picture(data, batch, at, int(place))
+                    self._one(key, tokens, bool(encoded[row][place]))
 
     def _flush(self) -> None:
-        """Now and then: a run that is killed, or another beside it, should lose little."""
-        if self.tiers.store and time.monotonic() - self._flushed > _FLUSH_SECONDS:
-            self.tiers.store.flush()
+        """Now and then, whether or not there is more to keep: a run that is killed, or another
+        beside it, should lose little.
+        """
+        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            if self.tiers.store:
+                self.tiers.store.flush()
             self._flushed = time.monotonic()
 
-    def _one(self, key: bytes, tokens: np.ndarray) -> None:
+    def _one(self, key: bytes, tokens: np.ndarray, encoded: bool) -> None:
         known = self._find(key)
         if known is None:
             self.tiers.put(key, tokens)
+            return
+        if not encoded:  # read from its pages: that says nothing of what the tower makes
             return
         self._audited.add(key)
         new, old = tokens.astype(np.float32), known.astype(np.float32)
@@ -191,7 +219,15 @@ def open_keeper(
     if config.store:
         facts = identity(run, params(), chunk)
         folder = pathlib.Path(config.store).expanduser()
-        store = Store(folder, facts, config.codec, say)
+        only = None
+        if config.codec != "exact" and run.workdir:
+            name = Identity.of(facts, config.codec).name
+            if not jax.process_index():
+                only = there_before(run.workdir, folder / name, say)
+            sum_over_processes(np.zeros(1))  # what process 0 saw, all read
+            if jax.process_index():
+                only = there_before(run.workdir, folder / name, lambda line: None)
+        store = Store(folder, facts, config.codec, say, only=only)
         counts = store.counts()
         trusted = "" if config.trust == "all" else ", made on whatever machine"
         say(
@@ -202,6 +238,52 @@ def open_keeper(
     find = functools.partial(kept.find, tiers.get)
     run.dataset.look_up(find, config.refresh)
     return Keeper(tiers, run.rows, say, find)
+
+
+def there_before(
+    workdir: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]
+) -> set[str]:
+    """Names of the segment files that ``folder`` held when the run in ``workdir`` began.
+
+    Tokens behind a codec that changes numbers are not read by the run that made them, however often
+    it is stopped: its losses would depend on when it was.
+
+    Raises:
+        ConfigError: the run's list of them can't be read.
+    """
+    path = workdir / "tokens.json"
+    try:
+        begun = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        known = begun.get(folder.name)
+        known = known if known is None else set(map(str, known))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: can't be read ({error}): which tokens of {folder} this run may read is not "
+            "known; remove it, and all that are there are read, the run's own too: its losses are "
+            "not the unbroken run's then"
+        ) from None
+    there = set[str]()
+    try:
+        there = {file.name for file in files.list_folder(folder).segments}
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return there  # the store says why
+    if known is None:
+        known = there
+        files.write_whole(path, json.dumps(begun | {folder.name: sorted(there)}).encode())
+        if there and any(x.name.isdigit() for x in (workdir / "checkpoints").glob("*")):
+            say(
+                f"{path} does not say which tokens of {folder} were there when this run began: all "
+                "are read; if it made some of them, its losses are not the unbroken run's"
+            )
+    if gone := known - there:
+        say(
+            f"{folder}: {len(gone)} of {len(known)} files of tokens that were there when this run "
+            "began are gone, or written anew by `jaxvlm cache prune`; pictures that were in no "
+            "other are encoded, and its losses are not the unbroken run's then"
+        )
+    return known
 
 
 def alarm_of(codec: str) -> float:
@@ -271,11 +353,18 @@ def _mixed(leaves: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.stack(lanes)
 
 
+_MAKERS = (
+    *("data", "models", "nn", "parallel"),
+    *("order.py", "cache/order.py", "cache/recompute.py", "cache/seen.py"),
+)
+
+
 def code_digest() -> str:
-    """Of the files that make pixels of pictures, and tokens of them."""
+    """Of the files that make pixels of pictures, tokens of them, and put these in their order."""
     root, digest = pathlib.Path(jaxvlm.__file__).parent, hashlib.blake2b(digest_size=16)
-    for folder in ("data", "models", "nn", "parallel"):
-        for path in sorted((root / folder).rglob("*.py")):
+    for part in _MAKERS:
+        whole = sorted((root / part).rglob("*.py"))
+        for path in [root / part] if part.endswith(".py") else whole:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(root).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()

@@ -72,6 +72,11 @@ class Warm:
         mine = np.random.default_rng().integers(2**48) if not jax.process_index() else 0
         self._run = int(sum_over_processes(np.asarray([mine], np.float64))[0])
 
+    @property
+    def nbytes(self) -> int:
+        """Of the tokens that are kept."""
+        return sum(row.tokens.nbytes for row in self._known.seen.values())
+
     def fill(self, batch: Batch) -> Batch:
         """A batch of this process with what is known of its pictures.
 

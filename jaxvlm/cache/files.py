@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +92,10 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def keys(self) -> Collection[bytes]:
+        """Of its rows."""
+        return self._places.keys()
 
     def get(self, key: bytes) -> Place | None:
         """Where a row is to be read."""

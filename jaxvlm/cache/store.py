@@ -13,7 +13,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +63,7 @@ class Store:
         on_warning: Callable[[str], None] = _log.warning,
         segment_mb: int = 64,
         may_prune: bool = True,
+        only: Collection[str] | None = None,
     ):
         """Open a store, or begin one; headers are read, no row is.
 
@@ -74,6 +75,8 @@ class Store:
             on_warning: gets each warning, once, from any thread.
             segment_mb: tokens a segment file, in 2**20 bytes before they are encoded.
             may_prune: warnings advise ``jaxvlm cache prune``; not of what belongs to a run.
+            only: names of segment files whose rows may be read; ``None``: all. The keys of other
+                files' rows are ``unread``.
 
         Raises:
             ValueError: an unknown codec, or an identity that JSON can't say.
@@ -82,7 +85,7 @@ class Store:
         self.codec = codec
         self.identity = Identity.of(identity, codec)
         self.folder = pathlib.Path(folder) / self.identity.name
-        self.read_only = False
+        self.read_only, self.unread = False, set[bytes]()
         self._warn, self._warned = on_warning, set[str]()
         self._prune = f"`jaxvlm cache prune {pathlib.Path(folder)}`" if may_prune else ""
         self._room = segment_mb * 2**20
@@ -94,7 +97,7 @@ class Store:
         self._given = self._settled = self._due = 0  # rows: waited, wait no more, should not wait
         self._writer: threading.Thread | None = None
         self._closed = False
-        self._open()
+        self._open(only)
 
     def __enter__(self) -> Store:
         return self
@@ -181,7 +184,7 @@ class Store:
             rows = len(self._index) + len(self._waiting)
             return Counts(rows, *(self._count[name] for name in Counts._fields[1:]))
 
-    def _open(self) -> None:
+    def _open(self, only: Collection[str] | None) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if files.read_identity(self.folder) is None:
@@ -196,13 +199,18 @@ class Store:
             return
         for path in segments:
             try:
-                self._know(files.read_segment(path))
+                segment = files.read_segment(path)
+                if only is None or path.name in only:
+                    self._know(segment)
+                else:
+                    self.unread.update(segment.rows)
             except FileNotFoundError:  # pruned meanwhile
                 pass
             except (OSError, ValueError) as error:
                 self._lost(str(path), error)
         for path in others:
             self._say(path, "no part of the store, and left alone")
+        self.unread.difference_update(self._index.keys())
 
     def _know(self, segment: Segment) -> None:
         self._index.add(segment)

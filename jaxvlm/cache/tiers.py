@@ -24,7 +24,7 @@ class Tiers:
         self.store, self.dtype = store, np.dtype(dtype)
         self._room, self._bytes = memory_mb * 2**20, 0
         self._kept: collections.OrderedDict[bytes, np.ndarray] = collections.OrderedDict()
-        self._new: set[bytes] = set()
+        self._new = set(store.unread) if store else set[bytes]()
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> np.ndarray | None:
@@ -46,7 +46,7 @@ class Tiers:
         return self.store is not None and self.store.has(key)
 
     def is_new(self, key: bytes) -> bool:
-        """Whether a row was put that only the next run may read."""
+        """Whether a row is kept that this run made, and only another may read."""
         return key in self._new
 
     def put(self, key: bytes, tokens: np.ndarray) -> None:
@@ -62,6 +62,11 @@ class Tiers:
         if self.store:
             self.store.put(key, tokens)
         self._keep(key, np.array(tokens, self.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows in memory."""
+        return self._bytes
 
     @property
     def takes(self) -> bool:

@@ -57,6 +57,9 @@ def test_frozen_tower(data, tmp_path, capsys):
     found = metric(on, "train/cache/found")
     assert found[0] == 0 and found[-1] == 1  # twelve steps go through the data twice
     assert metric(on, "train/cache/encoded")[-1] == 0
+    spared = metric(on, "train/cache/saved_ms")
+    assert spared[0] == 0 < spared[-1]
+    assert metric(on, "train/cache/device_mib")[-1] > 0
     assert set(metric(off, "train/cache/found")) == {0}
     config = made(data, "strict", chunk=2)
     config.steps = 7

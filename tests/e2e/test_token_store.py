@@ -204,6 +204,21 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
     assert set(metric(twice, "train/cache/stored")) == {1.0}
     (found,) = upkeep.stat(tmp_path / "store")
     assert found.rows == 40 and found.codec == "int8"
+    files = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors"))
+    assert set(metric(twice, "train/cache/disk_mib")) == {files / 2**20}
+
+
+def test_lossy_tokens_of_a_run_that_is_stopped(first, data, tmp_path):
+    """What it wrote before is not read when it goes on: its losses are the unbroken run's."""
+    done, _ = first
+    config = made(data, "strict", chunk=2, store=str(tmp_path / "store"), codec="int8")
+    for steps in (7, config.steps):
+        config.steps = steps
+        gone_on = jaxvlm.Run(config, tmp_path / "run", **ONE)
+        gone_on.fit()
+    assert losses(gone_on.workdir) == losses(done.workdir)
+    assert set(metric(gone_on, "train/cache/stored")) == {0.0}
+    assert sum(checked.rows for checked in upkeep.verify(tmp_path / "store")) == 40
 
 
 @pytest.mark.parametrize(
@@ -216,6 +231,7 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
         ({"store": "x", "learns": True}, "freeze the tower"),
         ({"store": __file__}, "a file, where a folder is wanted"),
         ({"refresh": float("nan")}, "or no number"),
+        ({"policy": "lazy", "bound": 10**13, "learns": True}, "at most"),
         ({"store": "gs://x/y"}, "object stores are not read"),
         ({"policy": "hybrid", "bound": 4, "refresh": 0.1, "learns": True}, "right in the mean"),
         ({"policy": "adaptive", "learns": True}, "nothing to choose"),

@@ -163,6 +163,12 @@ def test_refused(data, folder):
     config.optim.frozen = ("top/*", "connector/*", "decoder/*")
     with pytest.raises(ConfigError, match="freezes every parameter"):
         jaxvlm.Run(config, devices=jax.devices()[:1])
+    lossy = {"policy": "strict", "store": "tokens", "codec": "int8"}
+    with pytest.raises(ConfigError, match="codec='int8' with a tower whose top learns"):
+        jaxvlm.Run(settings(data, folder, **lossy), devices=jax.devices()[:1])
+    config = settings(data, folder, **lossy)
+    config.optim.frozen = ("vision/*", "top/*")  # as the message says
+    jaxvlm.Run(config, devices=jax.devices()[:1])
 
 
 @pytest.mark.long

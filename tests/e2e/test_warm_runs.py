@@ -43,12 +43,16 @@ def test_pictures_without_pages_are_found(data, whole, tmp_path, capsys):
     """
     found = metric(whole, "train/cache/found")
     assert found[0] == 0 and found[-1] == 1
+    kept = metric(whole, "train/cache/host_mib")
+    assert 0 < kept[-1] < 1 and kept == sorted(kept)
     without = run(aging(data, memory_mb=0), tmp_path / "without", 24)
     assert max(metric(without, "train/cache/found")) < 1
     assert sum(metric(without, "train/cache/found")) < 0.6 * sum(found)
     capsys.readouterr()
-    jaxvlm.Run(aging(data), tmp_path / "again", devices=jax.devices()[:1])
-    assert "; for 24 in host memory" in capsys.readouterr().out
+    jaxvlm.Run(aging(data, pictures=PLACES + 3), tmp_path / "again", devices=jax.devices()[:1])
+    said = capsys.readouterr().out
+    assert f"room for {PLACES} pictures (of {PLACES + 3}: as many for each of" in said
+    assert "; for 24 in host memory" in said
     # Of a tower that learns, so old tokens are not those of the run that keeps fewer.
     assert losses(without.workdir) != losses(whole.workdir)
 

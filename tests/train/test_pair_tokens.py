@@ -177,7 +177,7 @@ def long(*case):
 def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, chunks):
     step = compiled(case, mesh, dtype, chunks)
     off = step.run([step.with_room()] * 3)
-    tokens = off[2][0][TOKENS]
+    tokens = [made and made.tokens for made in off[2][0][TOKENS]]
     some = np.random.default_rng(0)
     mixed = step.with_room(*tokens, found=lambda here: here & (some.random(here.shape) < 0.5))
     every = step.with_room(*tokens, found=lambda here: here)
@@ -189,6 +189,16 @@ def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, chunks):
     # A tower that gives no number for anything is not missed.
     spoilt = step.run([every] * 3, lambda x: jnp.full_like(x, jnp.nan))
     same_bits(off, spoilt)
+
+
+def test_a_top_does_not_learn_from_tokens_that_a_codec_changes():
+    config, _, frozen, windows = CASES["vlm, trunk"]
+    where = MESHES["one"]
+    model = build_model(config, make_mesh(where, devices_of(where)), FSDP, vectors=VECTORS)
+    own, _ = split(model, model.shapes, frozen)
+    asked = CacheConfig("strict", store="tokens", codec="int8", chunk=2)
+    with pytest.raises(ConfigError, match="codec='int8' with a tower whose top learns"):
+        make_pair_cache(asked, model, own, windows)
 
 
 @pytest.mark.long
