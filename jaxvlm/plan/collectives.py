@@ -48,12 +48,13 @@ class Collective:
     """Bytes that a device sends in a step, by the ring algorithm."""
 
 
-def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
+def read(text: str, mesh: Mapping[str, int], branches: bool = True) -> list[Collective]:
     """The collectives of a compiled program.
 
     Args:
         text: ``compiled.as_text()``.
         mesh: axis -> devices, in the order of the mesh's dims.
+        branches: those of conditionals too, each as if it ran.
 
     Returns:
         Sums over like ones, most bytes first. A ring of permutes is counted as what it sends.
@@ -66,7 +67,7 @@ def read(text: str, mesh: Mapping[str, int]) -> list[Collective]:
     chains: set[tuple[str, str]] = set()
     found: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
     sent: dict[tuple[str, tuple[str, ...], str], float] = collections.defaultdict(float)
-    for name, times in _multiplicity(bodies, entry).items():
+    for name, times in _multiplicity(bodies, entry, branches).items():
         types = _types(bodies[name])
         for line in bodies[name]:
             if not _kind(line) or (chain := _chain(line)) in chains:
@@ -103,7 +104,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _multiplicity(bodies: Mapping[str, list[str]], entry: str) -> dict[str, int]:
+def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -> dict[str, int]:
     """How often each computation runs in a call of the entry."""
     times: collections.Counter[str] = collections.Counter()
     known: dict[str, bool] = {}
@@ -119,6 +120,8 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str) -> dict[str, int]
         for line in bodies[name]:
             op = _OP.match(line)
             if op is None or not (called := _called(line)):
+                continue
+            if " conditional(" in line and not branches:
                 continue
             inner = factor
             if " while(" in line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -171,3 +172,17 @@ def test_a_loop_without_a_count_is_refused():
     text = HLO.format(**LISTED).replace("direction=LT", "direction=NE")
     with pytest.raises(ValueError, match="loop: a loop with collectives and no known trip count"):
         read(text, MESH)
+
+
+def test_branches_are_read_or_left_out():
+    """A real program: one branch sends, and so does what follows both."""
+    mesh = make_mesh(MeshConfig(8), jax.devices())
+
+    def local(x):
+        x = jax.lax.cond(x[0] > 0, lambda x: jax.lax.psum(x, "data") / 8, lambda x: x * 2, x)
+        return jax.lax.psum(jnp.sum(x), "data")
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    text = jax.jit(run).lower(jnp.ones(8 * 64)).compile().as_text()
+    whole, without = (total(read(text, dict(mesh.shape), branches)) for branches in (True, False))
+    assert (whole, without) == ((64 + 1) * 7, 7)  # 4 bytes a number, of eight devices: 7 by a ring
