@@ -35,7 +35,7 @@ from jaxvlm.build.caching import make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
 from jaxvlm.build.parts import tower_part
-from jaxvlm.build.setup import keep_freed_memory
+from jaxvlm.build.process import keep_freed_memory
 from jaxvlm.cache.store import Store
 from jaxvlm.config import (
     CacheConfig,

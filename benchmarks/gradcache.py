@@ -28,7 +28,7 @@ from benchmarks.common import RESULTS, ROOT, environment, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
-from jaxvlm.build.setup import keep_freed_memory
+from jaxvlm.build.process import keep_freed_memory
 from jaxvlm.config import (
     CacheConfig,
     DualConfig,

@@ -47,10 +47,11 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
     """A pass of our loader over all pictures."""
     import jax
 
-    from jaxvlm.build import inputs
+    from jaxvlm.build.words import make_tokenizer
     from jaxvlm.config import DataConfig, TrainConfig
     from jaxvlm.data import chat
     from jaxvlm.data.loader import Dataset
+    from jaxvlm.data.run_data import read_records
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
     records = [{"id": str(i), "image": p, "conversations": turns} for i, p in enumerate(paths)]
@@ -65,8 +66,8 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
         image_cache_mb=0,
         workers=1,
     )
-    read = inputs.read_records(config, str(file))
-    tokenizer = inputs.make_tokenizer(TrainConfig(), None, lambda: chat.texts(read[0]))
+    read = read_records(config, str(file))
+    tokenizer = make_tokenizer(TrainConfig(), None, lambda: chat.texts(read[0]))
     dataset = Dataset.from_config(config, tokenizer, image_size=SIZE, num_patches=16, read=read)
     rows = np.arange(batch_size)
 

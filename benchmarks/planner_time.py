@@ -26,7 +26,7 @@ from benchmarks.batches import pictures_and_text
 from benchmarks.common import environment, kept, write
 from jaxvlm.build.assemble import assemble
 from jaxvlm.build.model import build_model
-from jaxvlm.build.setup import keep_freed_memory
+from jaxvlm.build.process import keep_freed_memory
 from jaxvlm.build.training import build_training
 from jaxvlm.config import (
     ConnectorConfig,

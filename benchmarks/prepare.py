@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxvlm.build import inputs
+from jaxvlm.build.words import make_tokenizer
 from jaxvlm.config import DataConfig, TrainConfig
 from jaxvlm.data import chat
 from jaxvlm.data.loader import Dataset
+from jaxvlm.data.run_data import read_records
 from jaxvlm.models.families import clip
 from jaxvlm.types import Batch
 
@@ -96,8 +97,8 @@ def mix(folder: pathlib.Path, dims: str, steps: int = 4) -> tuple[dict, dict[str
     """``steps`` packed batches with and without sharing, and the first's records for torch."""
     rows, length, patches = 16, 144, 16
     base = TrainConfig()
-    read = inputs.read_records(DataConfig(), "easy-vqa:train")
-    tokenizer = inputs.make_tokenizer(base, None, lambda: chat.texts(read[0]))
+    read = read_records(DataConfig(), "easy-vqa:train")
+    tokenizer = make_tokenizer(base, None, lambda: chat.texts(read[0]))
     vocab = -(-tokenizer.vocab_size // 64) * 64
     counts = {}
     for name, share in (("mix_shared", True), ("mix_packed", False)):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file  # noqa: E402
 
 from benchmarks.common import serve, timed  # noqa: E402
 from jaxvlm.build.model import build_model  # noqa: E402
-from jaxvlm.build.setup import keep_freed_memory  # noqa: E402
+from jaxvlm.build.process import keep_freed_memory  # noqa: E402
 from jaxvlm.build.training import build_training  # noqa: E402
 from jaxvlm.config import MeshConfig, OptimConfig, TrainConfig  # noqa: E402
 from jaxvlm.models.families import llava  # noqa: E402

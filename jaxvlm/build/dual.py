@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from jaxvlm.build import merge, pretrained, record
-from jaxvlm.build.encoder import described
+from jaxvlm.build.described import described
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model
 from jaxvlm.config import ConfigError, DualConfig, TextConfig, TrainConfig, VisionConfig

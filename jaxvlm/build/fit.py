@@ -16,7 +16,6 @@ from jaxvlm.build import (
     adapters,
     cache_metrics,
     foresight,
-    inputs,
     pair_run,
     record,
     sheets,
@@ -35,6 +34,7 @@ from jaxvlm.build.warm import Warm, open_warm, saved_in
 from jaxvlm.config import ConfigError, TrainConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.iterate import TrainBatches, resume_step
+from jaxvlm.data.run_data import make_dataset
 from jaxvlm.data.slots import Written
 from jaxvlm.io.checkpoint import Checkpointer, restore_params
 from jaxvlm.parallel import distributed
@@ -164,7 +164,7 @@ def _draw_sheet(
         else:
             model = run.answering(state)
             assert isinstance(model, Loaded)
-            drawn = sheets.contact_sheet(model, scorer.dataset, path)
+            drawn = sheets.contact_sheet(model.short_answers, scorer.dataset, path)
             why = "no record of one picture and one question"
         if not drawn:
             say(f"no contact sheet: {why}")
@@ -244,7 +244,7 @@ def _scorer(run: Run) -> Scorer | pair_run.PairScorer | None:
     if of_vectors(config):
         scorer: Any = pair_run.scorer(config, run.model, run.dataset.queries.rows)
     else:
-        dataset = inputs.make_dataset(config, config.data.eval, run.tokenizer, run.pictures)
+        dataset = make_dataset(config, config.data.eval, run.tokenizer, run.pictures)
         scorer = Scorer(run.model, dataset, config.data.batch_size)
     metric = config.checkpoint.metric
     if metric not in scorer.metrics:  # now, not after hours

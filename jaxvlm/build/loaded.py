@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build import adapters, dual, encoder, inputs, pretrained, prompts, record, sheets
+from jaxvlm.build import adapters, dual, encoder, pretrained, prompts, record, sheets
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.model import Model, build_model
+from jaxvlm.build.process import keep_freed_memory, use_compile_cache
 from jaxvlm.build.prompts import Picture
 from jaxvlm.build.scorer import Report, Scorer
-from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
+from jaxvlm.build.words import make_tokenizer, with_vocab
 from jaxvlm.config import ConfigError, DataConfig, LoraConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxvlm.data import chat, images
+from jaxvlm.data.run_data import make_dataset
 from jaxvlm.data.tokenizer import ChatTokenizer
 from jaxvlm.infer.embed import embed
 from jaxvlm.infer.generate import Decoding, Sampling, decode, prefill
@@ -113,6 +115,10 @@ class Loaded:
         """Answers to several (pictures, prompt) pairs at once; see :meth:`generate`."""
         *_, last = self._texts(queries, max_new, **sampling)
         return [answer.strip() for answer in last]
+
+    def short_answers(self, queries: Sequence[tuple[Sequence[str], str]]) -> list[str]:
+        """Answers of a few words each, as a page of predictions shows them."""
+        return self.generate_batch(queries, max_new=16)
 
     def stream(
         self, pictures: Picture | Sequence[Picture], prompt: str, max_new: int = 64, **sampling: Any
@@ -233,12 +239,12 @@ class Loaded:
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
-        dataset = inputs.make_dataset(self.config, spec, self.tokenizer, self.pictures)
+        dataset = make_dataset(self.config, spec, self.tokenizer, self.pictures)
         parts = batch_shards(self.model.mesh)
         rows = -(-self.config.data.batch_size // parts) * parts
         report = Scorer(self.model, dataset, rows).report(self.params, limit, blind)
         if sheet:
-            sheets.contact_sheet(self, dataset, pathlib.Path(sheet))
+            sheets.contact_sheet(self.short_answers, dataset, pathlib.Path(sheet))
         return report
 
 
@@ -304,11 +310,9 @@ def load(
     keep_freed_memory()
     use_compile_cache(config.compile_cache)
     saved = None if hugging_face else workdir / "tokenizer"
-    tokenizer = inputs.make_tokenizer(config, saved, tuple, source)
+    tokenizer = make_tokenizer(config, saved, tuple, source)
     pretrained.check_tokens(source, tokenizer)
-    config = dataclasses.replace(
-        config, model=inputs.with_vocab(config.model, tokenizer.vocab_size)
-    )
+    config = dataclasses.replace(config, model=with_vocab(config.model, tokenizer.vocab_size))
     settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     config = dataclasses.replace(config, model=settings)
     vectors = config.vectors if of_vectors(config) else None

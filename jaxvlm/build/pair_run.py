@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvlm.build import adapters, dual, inputs, pair_cache, pretrained
+from jaxvlm.build import adapters, dual, pair_cache, pretrained
 from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.inputs import Prepared
 from jaxvlm.build.loaded import Loaded
@@ -21,6 +21,7 @@ from jaxvlm.build.pairs import Chunks, chunks_of, group_of, pair_runner
 from jaxvlm.build.retrieval import few_bits, found_sheet, measured, tables
 from jaxvlm.build.scorer import Report
 from jaxvlm.build.training import pipeline_line
+from jaxvlm.build.words import make_tokenizer, with_vocab
 from jaxvlm.config import ConfigError, DualConfig, TrainConfig, VectorConfig
 from jaxvlm.data import check as checks
 from jaxvlm.data import images, pair_formats
@@ -57,10 +58,10 @@ def prepare(given: TrainConfig, workdir: pathlib.Path | None) -> Prepared:
         given = pretrained.with_source(given, source)
         given = adapters.with_adapter(given, source, workdir)
         saved = workdir / "tokenizer" if workdir else None
-        words = inputs.make_tokenizer(given, saved, lambda: _texts(read[0]), source)
+        words = make_tokenizer(given, saved, lambda: _texts(read[0]), source)
         pretrained.check_tokens(source, words)
         pictures = pretrained.pictures(given, source, words)
-        config = dataclasses.replace(given, model=inputs.with_vocab(given.model, words.vocab_size))
+        config = dataclasses.replace(given, model=with_vocab(given.model, words.vocab_size))
         prepared = Prepared(config, source, words, pictures, None)
     rows = _rows(config, prepared.tokenizer, prepared.pictures)
     dataset = PairDataset.from_config(given.data, rows, seed=given.seed, read=read)

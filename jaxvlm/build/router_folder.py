@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from jaxvlm.build import exporting, pretrained
-from jaxvlm.build.encoder import Encoder, described
+from jaxvlm.build.described import described
+from jaxvlm.build.encoder import Encoder
 from jaxvlm.config import ConfigError
 from jaxvlm.data import processor
 from jaxvlm.io import hf

@@ -33,8 +33,8 @@ from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import check_name, of_vectors
 from jaxvlm.build.model import Model, build_model
 from jaxvlm.build.preview import preview
+from jaxvlm.build.process import keep_freed_memory, use_compile_cache
 from jaxvlm.build.record import local_folder
-from jaxvlm.build.setup import keep_freed_memory, use_compile_cache
 from jaxvlm.build.warm import open_warm
 from jaxvlm.config import ConfigError, TrainConfig, from_config_dict
 from jaxvlm.data import packing

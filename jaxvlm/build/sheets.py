@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -13,17 +13,18 @@ from jaxvlm.data.formats import PLACEHOLDER, Record
 from jaxvlm.data.loader import Dataset
 from jaxvlm.evals.sheet import Cell, draw
 
-if TYPE_CHECKING:
-    from jaxvlm.build.loaded import Loaded
-
 _SEED = 0x5E
 
 
-def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: int = 24) -> bool:
+Answer = Callable[[Sequence[tuple[Sequence[str], str]]], list[str]]
+"""Image files and a question each -> an answer each."""
+
+
+def contact_sheet(answer: Answer, dataset: Dataset, path: pathlib.Path, count: int = 24) -> bool:
     """Generate answers for some records and draw them.
 
     Args:
-        model: what answers.
+        answer: generates answers.
         dataset: where records come from; a fixed random choice of those with a picture.
         path: PNG to write.
         count: cells at most.
@@ -40,7 +41,7 @@ def contact_sheet(model: Loaded, dataset: Dataset, path: pathlib.Path, count: in
         return False
     # A fixed number of rows compiles one program.
     filled = queries + [queries[0]] * (count - len(queries))
-    answers = model.generate_batch(filled, max_new=16)[: len(queries)]
+    answers = answer(filled)[: len(queries)]
     cells = [
         Cell(record.images[0], question.replace(PLACEHOLDER, "").strip(), answer, _answer(record))
         for record, (_, question), answer in zip(records, queries, answers)

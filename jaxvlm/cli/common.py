@@ -59,7 +59,8 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     Raises:
         ConfigError: no checkpoint is named, or the mesh is none.
     """
-    from jaxvlm.build import Encoder, load
+    from jaxvlm.build.encoder import Encoder
+    from jaxvlm.build.loaded import load
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed
 

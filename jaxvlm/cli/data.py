@@ -82,13 +82,15 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
 
 def _of_recipe(config: Any, spec: str) -> dict[str, Any]:
     """The same, as a run of the recipe on ``spec`` would have it."""
-    from jaxvlm.build import inputs, pretrained
+    from jaxvlm.build import pretrained
+    from jaxvlm.build.words import make_tokenizer
     from jaxvlm.data import chat
+    from jaxvlm.data.run_data import read_records
 
     source = pretrained.find(config.model.checkpoint)
     config = pretrained.with_source(config, source)
-    read = inputs.read_records(config.data, spec)
-    chat_tokenizer = inputs.make_tokenizer(config, None, lambda: chat.texts(read[0]), source)
+    read = read_records(config.data, spec)
+    chat_tokenizer = make_tokenizer(config, None, lambda: chat.texts(read[0]), source)
     pictures = pretrained.pictures(config, source, chat_tokenizer)
     return {
         "config": config.data,

@@ -75,7 +75,8 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Evaluate and print the report."""
-    from jaxvlm.build import Encoder, pair_run
+    from jaxvlm.build import pair_run
+    from jaxvlm.build.encoder import Encoder
     from jaxvlm.config import ConfigError
 
     if args:

@@ -59,7 +59,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export, and say what was written."""
     import pathlib
 
-    from jaxvlm.build import Encoder, adapters, load, pretrained, sentence_folder
+    from jaxvlm.build import adapters, pretrained, sentence_folder
+    from jaxvlm.build.encoder import Encoder
+    from jaxvlm.build.loaded import load
     from jaxvlm.cli.common import say
     from jaxvlm.config import ConfigError
     from jaxvlm.parallel import distributed

@@ -76,7 +76,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.print_config:
         print("\n".join(_lines(config)))
         return to_config_dict(config).to_dict()
-    from jaxvlm.build import Run, choice
+    from jaxvlm.build import choice
+    from jaxvlm.build.run import Run
     from jaxvlm.parallel import distributed
 
     if not values.workdir and not values.dry_run:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxvlm.config import DualConfig, ModelConfig, feature_blocks, layer_windows
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.plan import learned
 from jaxvlm.plan.learned import Learned
-
-if TYPE_CHECKING:
-    from jaxvlm.plan.memory import Setup
+from jaxvlm.plan.memory import Setup
 
 Number = float | int
 Network = ModelConfig | DualConfig

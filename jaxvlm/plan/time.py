@@ -10,17 +10,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxvlm.config import ConfigError, DualConfig, MeshConfig
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.plan import calibrate, count, parts, wires
-
-if TYPE_CHECKING:
-    from jaxvlm.plan.calibrate import Rates
-    from jaxvlm.plan.machine import Machine
-    from jaxvlm.plan.memory import Setup
+from jaxvlm.plan.calibrate import Rates
+from jaxvlm.plan.machine import Machine
+from jaxvlm.plan.memory import Setup
 
 _UPDATE = 36.0
 """Bytes a parameter of AdamW and of clipping: gradient read for the norm, parameter, gradient and

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from jaxvlm.config import ModelConfig
+from jaxvlm.config import MeshConfig, ModelConfig
 from jaxvlm.parallel.mesh import AXES, BATCH_AXES
 from jaxvlm.parallel.schedule import timetable
 from jaxvlm.plan import parts
-
-if TYPE_CHECKING:
-    from jaxvlm.config import MeshConfig
-    from jaxvlm.plan.machine import Machine
-    from jaxvlm.plan.memory import Setup
+from jaxvlm.plan.machine import Machine
+from jaxvlm.plan.memory import Setup
 
 
 class Message(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from jaxvlm.build.setup import keep_freed_memory
+from jaxvlm.build.process import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 import jax, jax.numpy as jnp

@@ -8,9 +8,10 @@ import re
 
 import pytest
 
-from jaxvlm.build import inputs, pretrained
+from jaxvlm.build import pretrained
 from jaxvlm.config import from_config_dict
 from jaxvlm.data import Dataset, chat, formats, tokenizer
+from jaxvlm.data.run_data import make_dataset
 from jaxvlm.models.vlm import num_visual_tokens
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def test_figures_of_the_quickstart():
     config = from_config_dict(module.get_config())
     read = formats.read(config.data.train)
     built = tokenizer.build(chat.texts(read[0]))
-    data: Dataset = inputs.make_dataset(
+    data: Dataset = make_dataset(
         config, config.data.train, built, pretrained.pictures(config, None, built), read
     )
     design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))

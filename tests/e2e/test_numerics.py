@@ -8,8 +8,8 @@ import pytest
 from runs import recipe
 
 import jaxvlm
-from jaxvlm.build import inputs
 from jaxvlm.build.scorer import Scorer
+from jaxvlm.data.run_data import make_dataset, read_records
 from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.train.metrics import read_metrics
 
@@ -37,7 +37,7 @@ def test_it_learns_and_the_blind_control_does_not(trained):
 def test_scored_exact_match_is_that_of_generated_answers(trained):
     run, _ = trained
     model = run.loaded()
-    dataset = inputs.make_dataset(run.config, run.config.data.eval, run.tokenizer, run.pictures)
+    dataset = make_dataset(run.config, run.config.data.eval, run.tokenizer, run.pictures)
     records = dataset.records[:24]
     queries = [(record.images, record.turns[0].content) for record in records]
     answers = model.generate_batch(queries, max_new=8)
@@ -51,7 +51,7 @@ def test_scored_exact_match_is_that_of_generated_answers(trained):
 
 def test_load_gives_the_same_answers(trained):
     run, _ = trained
-    record = inputs.read_records(run.config.data, run.config.data.train)[0][0]
+    record = read_records(run.config.data, run.config.data.train)[0][0]
     asked = (list(record.images), "which color is it?")
     assert jaxvlm.load(run.workdir).generate(*asked) == run.generate(*asked)
 
