@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxvlm
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import features_of
 from jaxvlm.cache import files
@@ -310,7 +309,7 @@ def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
         "adapters": {} if model.has_trunk else _without_dropout(network.lora),
         "pictures": run.dataset.preparation.fingerprint,
         "libraries": {name: version(name) for name in ("pillow", "transformers")},
-        "code": code_digest(),
+        "tokens": files.TOKENS_VERSION,
     }
     if config.cache.trust == "all":
         device = jax.devices()[0]
@@ -351,23 +350,6 @@ def _mixed(leaves: tuple[jax.Array, ...]) -> jax.Array:
         ]
         lanes.append(jnp.stack(lane))
     return jnp.stack(lanes)
-
-
-_MAKERS = (
-    *("data", "models", "nn", "parallel"),
-    *("order.py", "cache/order.py", "cache/recompute.py", "cache/seen.py"),
-)
-
-
-def code_digest() -> str:
-    """Of the files that make pixels of pictures, tokens of them, and put these in their order."""
-    root, digest = pathlib.Path(jaxvlm.__file__).parent, hashlib.blake2b(digest_size=16)
-    for part in _MAKERS:
-        whole = sorted((root / part).rglob("*.py"))
-        for path in [root / part] if part.endswith(".py") else whole:
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(root).as_posix()} {len(content)} ".encode() + content)
-    return digest.hexdigest()
 
 
 def _layout(model: Model) -> dict[str, Any]:

@@ -25,6 +25,15 @@ from jaxvlm.cache import codec
 
 FORMAT = f"jaxvlm visual tokens {codec.VERSION}"
 """Part of an identity: another version's rows are not seen, nor removed."""
+TOKENS_VERSION = 1
+"""Of what is computed as visual tokens; part of an identity, so rows of another one are not found.
+
+Raise it together with a change after which a tower makes other tokens of the same image, weights
+and settings: another formula, another block whose output is taken, another dtype that a norm is
+computed in, another order, another decoding or resizing of images. Leave it where tokens differ by
+rounding alone. ``tests/cache/test_golden_tokens.py`` fails until it is raised, but it computes on
+the machine's own backend: of a kernel for GPUs or TPUs, and of JPEG files, it sees nothing.
+"""
 IDENTITY = "identity.json"
 
 _OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|tmp)")

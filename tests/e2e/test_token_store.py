@@ -11,7 +11,9 @@ from runs import losses
 from test_cache import assert_same_run, made, metric
 
 import jaxvlm
-from jaxvlm.cache import upkeep
+from jaxvlm.build.tokens import identity
+from jaxvlm.cache import files, upkeep
+from jaxvlm.cache.files import Identity
 from jaxvlm.cache.store import Store
 from jaxvlm.config import ConfigError
 
@@ -135,6 +137,21 @@ def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
         object.__setattr__(other.training, "init", nudged)
     other.fit()
     assert metric(other, "train/cache/stored")[0] == 0
+
+
+def test_what_the_identity_is_of(first, monkeypatch):
+    """All that determines tokens, and the version of what computes them; no file of the code."""
+    done, store = first
+    made_by = identity(done, done.model.init(done.config.seed), 2)
+    assert (store / Identity.of(made_by, "exact").name).is_dir()
+    of_the_tower = {"weights", "tower", "width", "pooled", "adapters", "pictures"}
+    of_the_code = {"tokens", "libraries"}
+    of_the_machine = {"platform", "jax", "flags", "dtype", "attention", "layout", "chunk"}
+    assert made_by.keys() == of_the_tower | of_the_code | of_the_machine
+    assert made_by["tokens"] == files.TOKENS_VERSION
+    monkeypatch.setattr(files, "TOKENS_VERSION", files.TOKENS_VERSION + 1)
+    raised = identity(done, done.model.init(done.config.seed), 2)
+    assert not (store / Identity.of(raised, "exact").name).exists()
 
 
 def test_trust_of_weights_alone(first, data, tmp_path, capsys):
