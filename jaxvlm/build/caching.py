@@ -23,7 +23,7 @@ from jaxvlm.cache.codec import CODECS
 from jaxvlm.cache.order import ROW_MAJOR, Kept, parse, permutation
 from jaxvlm.cache.policy import NEVER, Policy
 from jaxvlm.cache.recompute import Recompute
-from jaxvlm.cache.state import halved, init, places, shardings
+from jaxvlm.cache.state import advance, halved, init, places, shardings
 from jaxvlm.config import (
     CacheConfig,
     ConfigError,
@@ -451,9 +451,7 @@ class Cached(NamedTuple):
                 noted[TOKENS] = jax.lax.with_sharding_constraint(
                     given, batch_sharding(self.pictures.mesh)
                 )
-        # With each update, though it may leave the tower where it is: else one that stands still
-        # made nothing old, and as nothing old was encoded it would stand still for ever.
-        return state._replace(version=state.version + (ok & self.learns)), noted
+        return advance(state, ok & self.learns), noted
 
 
 def split_tower(params: Params) -> tuple[Params, Params]:

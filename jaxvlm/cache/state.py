@@ -57,6 +57,18 @@ def init(count: int, width: int, dtype: Any) -> CacheState:
     )  # fmt: skip
 
 
+def advance(state: CacheState, updated: jax.Array) -> CacheState:
+    """The state behind a step; nothing else sets the version.
+
+    Args:
+        state: of the cache.
+        updated: bool[]: whether the step updated the tower's parameters.
+    """
+    # With each update, though it may leave the tower where it is: else one that stands still made
+    # nothing old, and as nothing old was encoded it would stand still for ever.
+    return state._replace(version=state.version + updated)
+
+
 def shardings(mesh: Mesh) -> CacheState:
     """Where each field lies."""
     rows, whole = batch_sharding(mesh), replicated(mesh)
