@@ -31,7 +31,7 @@ from benchmarks.batches import pictures_and_text
 from benchmarks.common import environment, kept, timed, write
 from benchmarks.gradcache import pairs
 from jaxvlm.build.assemble import assemble
-from jaxvlm.build.caching import make_cache
+from jaxvlm.build.cached import make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
 from jaxvlm.build.parts import tower_part

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build.caching import policy_of, recompute_of
+from jaxvlm.build.cached import recompute_of
+from jaxvlm.build.caching import policy_of
 from jaxvlm.build.model import build_model
 from jaxvlm.cache.order import ROW_MAJOR, Kept, parse
 from jaxvlm.cache.recompute import Recompute

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxvlm.cache.seen import Seen
 from jaxvlm.types import Batch
-
-if TYPE_CHECKING:
-    from jaxvlm.build.tokens import Keeper
-    from jaxvlm.build.warm import Warm
 
 LOST = "cache/lost"
 """Among a step's metrics: its pictures that came without pixels, and were not in their pages."""
@@ -79,21 +75,3 @@ def saved(found: float, tower: float, total: float, milliseconds: float) -> floa
     """
     left = total - found * tower
     return milliseconds * found * tower / left if left > 0 else None
-
-
-def tiers(device: int, keeper: Keeper | None, warm: Warm | None) -> dict[str, int]:
-    """Bytes of what this process keeps: of a device, in host memory, on disk.
-
-    Args:
-        device: of what is kept on one.
-        keeper: of a tower that rests.
-        warm: of one that learns.
-    """
-    found = {"device": device} if device else {}
-    if warm is not None:
-        found["host"] = warm.nbytes
-    if keeper is not None:
-        found["host"] = keeper.tiers.nbytes
-        if keeper.tiers.store:
-            found["disk"] = keeper.tiers.store.counts().bytes
-    return found

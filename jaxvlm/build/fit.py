@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxvlm.build import (
     adapters,
-    cache_metrics,
     foresight,
     pair_run,
     record,
@@ -29,6 +28,7 @@ from jaxvlm.build.loaded import Loaded
 from jaxvlm.build.losses import of_vectors
 from jaxvlm.build.scorer import Report, Scorer
 from jaxvlm.build.setup import peak_flops
+from jaxvlm.build.tier_bytes import tiers
 from jaxvlm.build.tokens import Keeper, alarm_of, open_keeper, share_rows
 from jaxvlm.build.warm import Warm, open_warm, saved_in
 from jaxvlm.config import ConfigError, TrainConfig
@@ -93,7 +93,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             progress.log(line)
         made.step.say = progress.log
         kept = with_chunk(config, run.mesh).chunk, kept_of(config.cache, config.network)
-        keeper = open_keeper(run, lambda: made.params(state), *kept, progress.log)
+        keeper = open_keeper(run.cache_inputs, lambda: made.params(state), *kept, progress.log)
         if keeper:
             stack.callback(keeper.close)
         warm = _warm(run, workdir, start, extra.get("warm"), progress.log, stack)
@@ -114,7 +114,7 @@ def fit(run: Run, workdir: pathlib.Path) -> tuple[TrainState, dict[str, Any]]:
             checkpointer=checkpointer,
             kept=made.kept,
             keep=_behind(keeper, written, warm, batches),
-            tiers=lambda: cache_metrics.tiers(pages >> room.halved, keeper, warm),
+            tiers=lambda: tiers(pages >> room.halved, keeper, warm),
             beside=_beside(warm, workdir, checkpointer),
             told={"warm": warm.told} if warm else {},
             written=written,
@@ -290,7 +290,7 @@ def _warm(
     stack: contextlib.ExitStack,
 ) -> Warm | None:
     """Tokens of a tower that learns in host memory, those of the checkpoint too."""
-    warm = open_warm(run, say)
+    warm = open_warm(run.cache_inputs, say)
     if warm:
         stack.callback(warm.close)
         warm.load(saved_in(workdir), start, wanted)
@@ -420,7 +420,7 @@ def _written(
     ``None`` too where processes share rows: what each knows, and when, may differ.
     """
     written = written_of(run.config.cache, run.slots, made.learns)
-    if written is None or share_rows(run):
+    if written is None or share_rows(run.cache_inputs):
         return None
     run.dataset.leave_out(written)
     stack.callback(run.dataset.leave_out, None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxvlm.build import cache_metrics
 from jaxvlm.build.cache_metrics import LOST
-from jaxvlm.build.caching import TOKENS
+from jaxvlm.build.cached import TOKENS
 from jaxvlm.build.scorer import Report
 from jaxvlm.config import TrainConfig
 from jaxvlm.data.slots import Written

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxvlm.build import cached as cached_step
 from jaxvlm.build import caching, tokens
 from jaxvlm.build.cache_metrics import metrics_of
-from jaxvlm.build.caching import TOKENS, Cached
+from jaxvlm.build.cached import TOKENS, Cached
 from jaxvlm.build.model import Known, Model
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, TrainConfig
 from jaxvlm.parallel.sharding import batch_sharding
@@ -75,7 +76,7 @@ def make_pair_cache(
             "--config.optim.frozen=\"('vision/*',)\""
         )
     caching.check_codec(config, trained)
-    pictures = caching.recompute_of(config, model, windows, caching.policy_of(config))
+    pictures = cached_step.recompute_of(config, model, windows, caching.policy_of(config))
     kept = caching.kept_of(config, model.config)
     # Given without a policy too, and then dropped: what is compared with is the same program.
     cached = _OfPairs(Cached(pictures, learns=False, gives=True, pages=0, kept=kept))
@@ -96,7 +97,7 @@ class _OfPairs(NamedTuple):
         shape = batch.there.shape
         document = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), document)
         seen = tuple(read.seen for read in reads)
-        _, others = caching.split_tower(frozen)
+        _, others = cached_step.split_tower(frozen)
         return Read(
             params,
             others,

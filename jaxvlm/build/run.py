@@ -27,6 +27,7 @@ from jaxvlm.build import (
     training,
 )
 from jaxvlm.build.assemble import split
+from jaxvlm.build.cache_inputs import CacheInputs
 from jaxvlm.build.encoder import Encoder
 from jaxvlm.build.fit import fit
 from jaxvlm.build.loaded import Loaded
@@ -225,7 +226,7 @@ class Run:
         for line in lines:
             print(line)
         print(f"mesh {', vision tower on '.join(map(mesh_text, self.meshes))}")
-        if warm := open_warm(self, print):
+        if warm := open_warm(self.cache_inputs, print):
             local = warm.fill(local)
         memory = programs.memory(made.step.get(made.abstract, made.place(local)))
         for name, size in memory.items():
@@ -233,6 +234,14 @@ class Run:
         rows = [local.query, local.document] if of_pairs else [local]
         tokens = sum(int((x.segment > 0).sum()) for x in rows)
         return {"steps": self.steps, "memory": memory, "tokens": tokens}
+
+    @property
+    def cache_inputs(self) -> CacheInputs:
+        """What the caches outside of the devices use of the run."""
+        return CacheInputs(
+            self.config, self.model, self.dataset, self.rows, self.slots,
+            self.training.learns, self.workdir,
+        )  # fmt: skip
 
     @property
     def meshes(self) -> list[jax.sharding.Mesh]:

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxvlm.build.cache_inputs import CacheInputs
 from jaxvlm.build.model import Model
 from jaxvlm.build.parts import features_of
 from jaxvlm.cache import files
@@ -35,9 +36,6 @@ from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.train.apart import is_tower
 from jaxvlm.types import Batch, Params
-
-if TYPE_CHECKING:
-    from jaxvlm.build.run import Run
 
 TRUST = ("all", "weights")
 _SEEDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -177,13 +175,13 @@ def is_on(config: CacheConfig) -> bool:
     return bool(config.store) or config.memory_mb > 0
 
 
-def share_rows(run: Run) -> bool:
+def share_rows(run: CacheInputs) -> bool:
     """Whether processes share rows, and so what each of them finds of their pictures must agree."""
     count = sum_over_processes(np.asarray([len(run.rows)], np.float64))[0]
     return bool(count > run.config.data.batch_size)
 
 
-def refuse_shared_rows(run: Run) -> None:
+def refuse_shared_rows(run: CacheInputs) -> None:
     """Refuse tokens outside of the devices where processes share rows.
 
     Raises:
@@ -199,7 +197,11 @@ def refuse_shared_rows(run: Run) -> None:
 
 
 def open_keeper(
-    run: Run, params: Callable[[], Params], chunk: int, kept: Kept, say: Callable[[str], None]
+    run: CacheInputs,
+    params: Callable[[], Params],
+    chunk: int,
+    kept: Kept,
+    say: Callable[[str], None],
 ) -> Keeper | None:
     """The keeper of a run, or ``None`` where it wants none.
 
@@ -211,7 +213,7 @@ def open_keeper(
         say: takes lines for people.
     """
     config = run.config.cache
-    if not is_on(config) or run.training.learns:
+    if not is_on(config) or run.learns:
         return None
     refuse_shared_rows(run)
     store = None
@@ -295,7 +297,7 @@ def _without_dropout(part: VisionConfig | LoraConfig) -> dict[str, Any]:
     return dataclasses.asdict(dataclasses.replace(part, dropout=0.0))
 
 
-def identity(run: Run, params: Params, chunk: int) -> dict[str, Any]:
+def identity(run: CacheInputs, params: Params, chunk: int) -> dict[str, Any]:
     """What tokens depend on beside the picture: equal only where they would be equal."""
     config, model, slots = run.config, run.model, run.slots
     network = config.network

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxvlm.build import caching, pair_cache
 from jaxvlm.build.apart import assemble_apart, wave_of
 from jaxvlm.build.assemble import Assembled, split, together
+from jaxvlm.build.cached import make_cache
 from jaxvlm.build.losses import make_loss, of_vectors
 from jaxvlm.build.model import Model
 from jaxvlm.build.noise import check_read
@@ -161,7 +162,7 @@ def build_training(
     if isinstance(slots, Unpaged):
         cache = pair_cache.make_pair_cache(asks, model, trainable, slots.windows)
     elif slots:
-        cache = caching.make_cache(
+        cache = make_cache(
             asks, model, trainable, slots.count, slots.windows, schedule, config.seed
         )
     if of_vectors(config):

@@ -12,33 +12,32 @@ import logging
 import pathlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxvlm.build import tokens, warm_files
-from jaxvlm.build.caching import MadeNow, kept_of
+from jaxvlm.build.cache_inputs import CacheInputs
+from jaxvlm.build.cached import MadeNow
+from jaxvlm.build.caching import kept_of
 from jaxvlm.build.warm_files import Place, Row, Rows
 from jaxvlm.cache.order import ROW_MAJOR, Kept
 from jaxvlm.data.slots import Slots
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.types import PAGE, Age, Batch
 
-if TYPE_CHECKING:
-    from jaxvlm.build.run import Run
-
 _log = logging.getLogger(__name__)
 _AS_MADE = Kept(ROW_MAJOR, ROW_MAJOR, 0)
 
 
-def open_warm(run: Run, say: Callable[[str], None]) -> Warm | None:
+def open_warm(run: CacheInputs, say: Callable[[str], None]) -> Warm | None:
     """The tokens of a run in host memory, or ``None`` where its tower rests or none are kept.
 
     Raises:
         ConfigError: processes share rows.
     """
-    if not (run.training.learns and isinstance(run.slots, Slots) and run.slots.tiles_beyond):
+    if not (run.learns and isinstance(run.slots, Slots) and run.slots.tiles_beyond):
         return None
     tokens.refuse_shared_rows(run)
     kept = kept_of(run.config.cache, run.config.network)

@@ -25,7 +25,8 @@ from zoo import QWEN3, on_stages
 
 from jaxvlm.build.assemble import assemble, split
 from jaxvlm.build.cache_metrics import LOST, lag_bins
-from jaxvlm.build.caching import TOKENS, kept_of, make_cache
+from jaxvlm.build.cached import TOKENS, make_cache
+from jaxvlm.build.caching import kept_of
 from jaxvlm.build.model import build_model
 from jaxvlm.build.parts import features_of, tower_part
 from jaxvlm.cache.state import page_keys

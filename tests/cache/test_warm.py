@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recompute import PER_ROW, Made, onto, picture, showing, tower_bits
 
-from jaxvlm.build.caching import TOKENS
+from jaxvlm.build.cached import TOKENS
 from jaxvlm.build.parts import tower_part
 from jaxvlm.build.warm import Warm
 from jaxvlm.data.slots import Slots

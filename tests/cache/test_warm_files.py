@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxvlm.build.caching import MadeNow
+from jaxvlm.build.cached import MadeNow
 from jaxvlm.build.warm import Warm
 from jaxvlm.build.warm_files import Row, Rows, prune, read, write
 from jaxvlm.cache import files

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from zoo import on_stages
 
 from jaxvlm.build.assemble import assemble
-from jaxvlm.build.caching import make_cache
+from jaxvlm.build.cached import make_cache
 from jaxvlm.build.model import build_model
 from jaxvlm.build.parts import rest_of, tower_part
 from jaxvlm.build.trunk import recut

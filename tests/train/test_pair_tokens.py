@@ -15,7 +15,7 @@ from test_pairs import FSDP, KINDS, MESHES, VECTORS, Softmax, both, dual_pairs, 
 from zoo import DUAL, LLAVA, QWEN3, ROWS, text_and_pictures
 
 from jaxvlm.build.assemble import assemble, split
-from jaxvlm.build.caching import TOKENS
+from jaxvlm.build.cached import TOKENS
 from jaxvlm.build.model import build_model
 from jaxvlm.build.pair_cache import make_pair_cache
 from jaxvlm.build.parts import features_of
