@@ -116,7 +116,7 @@ def encode(
     conversation = [number.setdefault(one, len(number)) for one in said]
     ids, loss, reasons = _encode_turns(list(number), tokenizer)
     start = np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)])
-    images = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
+    marks = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
 
     picture: dict[str, int] = {}
     kept: list[int] = []
@@ -126,8 +126,8 @@ def encode(
             problems.append(Problem(record.id, unfit[failed], failed))
         elif reasons[c][0]:
             problems.append(Problem(record.id, *reasons[c]))
-        elif images[c] != len(record.images):
-            detail = f"{images[c]} picture tokens, {len(record.images)} pictures"
+        elif marks[c] != len(record.images):
+            detail = f"{marks[c]} picture tokens, {len(record.images)} pictures"
             problems.append(Problem(record.id, "the chat template drops or adds pictures", detail))
         else:
             kept.append(i)
