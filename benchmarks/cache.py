@@ -2,12 +2,12 @@
 
     python -m benchmarks.cache
 
-One device. ``off`` is the step without a cache, ``warm`` the one that finds every picture in its
-pages, ``disk`` the one whose pictures come from the store's files with each batch (read, checked,
+One device. ``off`` is the step without a cache, ``warm`` the one that finds every image in its
+pages, ``disk`` the one whose images come from the store's files with each batch (read, checked,
 unpacked and placed, nothing of it ahead of the step), ``fed`` the same step given the features (so
 it neither looks nor writes), ``tower`` the encoder alone. With f the tower's share of ``off``,
 1 / (1 - f) is what a cache could save at most. ``locked tower`` trains a text tower on pairs behind
-a frozen picture tower (LiT); its ``warm`` is a step whose pictures' vectors come from host memory,
+a frozen image tower (LiT); its ``warm`` is a step whose images' embeddings come from host memory,
 with the batch. Runs are interleaved; seconds are CPU seconds of the process, which other work
 distorts least. ``decode`` is reading the store's files alone, beside ``tower``. What looking costs
 beside ``fed`` is benchmarks/cache_coherency.py's.
@@ -27,16 +27,12 @@ import jax  # the platform is for it
 import numpy as np
 import optax
 
-from benchmarks.batches import pictures_and_text
+from benchmarks.batches import images_and_text
 from benchmarks.common import environment, kept, timed, write
 from benchmarks.gradcache import pairs
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.cached import make_cache
-from jaxvlm.build.model import build_model
-from jaxvlm.build.pair_cache import make_pair_cache
-from jaxvlm.build.parts import tower_part
-from jaxvlm.build.process import keep_freed_memory
-from jaxvlm.cache.store import Store
+from jaxvlm.cache.cached_step import make_cache
+from jaxvlm.cache.pair_batches import make_pair_cache
+from jaxvlm.cache.store.rows import Store
 from jaxvlm.config import (
     CacheConfig,
     ConnectorConfig,
@@ -51,8 +47,12 @@ from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import split_frozen
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.process import keep_freed_memory
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.train.pairs import Chunk
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.submodels import vision_encoder_part
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.gradcache import Chunk
 from jaxvlm.types import Batch, Pairs
 
 ROWS, LENGTH, FROZEN = 2, 512, ("vision/*",)
@@ -61,7 +61,7 @@ DECODER = DecoderConfig(
     vocab_size=4096, width=384, depth=6, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1024
 )
 MODELS = {
-    # (width, depth, heads) of the tower, pictures a row, patches that become a token: m x m
+    # (width, depth, heads) of the tower, images a row, patches that become a token: m x m
     "small tower": ((128, 4, 2), 2, 2),
     "tower and decoder alike": ((384, 6, 6), 8, 2),
     "big tower": ((512, 10, 8), 10, 2),
@@ -91,7 +91,7 @@ class Contest:
     """
 
     def __init__(self, name: str, length: int = LENGTH, steps: Collection[str] = STEPS):
-        (width, depth, heads), pictures, merge = MODELS[name]
+        (width, depth, heads), images, merge = MODELS[name]
         config = ModelConfig(
             vision=VisionConfig(
                 image_size=224, patch_size=16, width=width, depth=depth, num_heads=heads,
@@ -102,9 +102,9 @@ class Contest:
         )  # fmt: skip
         mesh = make_mesh(MeshConfig(1), jax.devices()[:1])
         self.model = build_model(config, mesh)
-        places = np.arange(ROWS * pictures).reshape(ROWS, pictures)
-        batch = pictures_and_text(config, ROWS, length, pictures)
-        start = 1 + (14 // merge) ** 2 * np.arange(pictures, dtype=np.int32)
+        places = np.arange(ROWS * images).reshape(ROWS, images)
+        batch = images_and_text(config, ROWS, length, images)
+        start = 1 + (14 // merge) ** 2 * np.arange(images, dtype=np.int32)
         key = np.stack([places + 1] * 4, axis=-1).astype(np.uint32)
         pages = 4 * places[..., None] + np.arange(4)  # 196 tokens
         batch = batch._replace(
@@ -112,9 +112,9 @@ class Contest:
         )
         own, _ = split_frozen(self.model.shapes, FROZEN)
         cache = make_cache(
-            CacheConfig("strict", chunk=8), self.model, own, 4 * ROWS * pictures, (196,)
+            CacheConfig("strict", encode_batch=8), self.model, own, 4 * ROWS * images, (196,)
         )
-        tower = tower_part(self.model, mesh, self.model.strategies["vision"])
+        tower = vision_encoder_part(self.model, mesh, self.model.strategies["vision"])
         encode = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
         params = self.model.init(0)
         still = {path: x for path, x in params.items() if path.startswith("vision/")}
@@ -128,8 +128,8 @@ class Contest:
             self.store.put(one, tokens)
         self.store.flush()
         self.shape = features.shape
-        behind = CacheConfig("strict", chunk=8, store="somewhere")
-        disk = make_cache(behind, self.model, own, 4 * ROWS * pictures, (196,))
+        behind = CacheConfig("strict", encode_batch=8, store="somewhere")
+        disk = make_cache(behind, self.model, own, 4 * ROWS * images, (196,))
         for kind, given, cached in (
             ("off", batch._replace(image_key=None, image_pages=None), None),
             ("warm", batch, cache),
@@ -160,14 +160,14 @@ class Contest:
         return jax.block_until_ready(metrics)
 
     def from_disk(self, batch: Batch) -> Batch:
-        """The batch with its pictures' tokens, read from the store's files."""
+        """The batch with its images' tokens, read from the store's files."""
         tokens = np.stack([self.store.get(one) for one in self.keys]).reshape(self.shape)
         here = np.ones(self.shape[:2], bool)
         return batch._replace(stored=tokens, is_stored=here, pixels=np.zeros_like(batch.pixels))
 
 
 class Locked:
-    """The contestants of a text tower that learns behind a frozen picture tower.
+    """The contestants of a text tower that learns behind a frozen image tower.
 
     Args:
         length: of a text, sixteen times; ``LENGTH`` at most.
@@ -179,7 +179,7 @@ class Locked:
         self.model = build_model(LIT, mesh)
         self.local = batch = pairs(EXAMPLES, LIT, length // 16)
         own, still = split_frozen(self.model.init(0), FROZEN)
-        tower = tower_part(self.model, mesh, self.model.strategies["vision"])
+        tower = vision_encoder_part(self.model, mesh, self.model.strategies["vision"])
         encode = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
         pixels = jax.device_put(batch.query.pixels)
         tower_run = encode.lower(still, pixels).compile()
@@ -191,7 +191,7 @@ class Locked:
             self.store.put(one, tokens)
         self.store.flush()
         cache = make_pair_cache(
-            CacheConfig("strict", chunk=8, memory_mb=1), self.model, list(own), (1,)
+            CacheConfig("strict", encode_batch=8, memory_mb=1), self.model, list(own), (1,)
         )
         alone = batch.query._replace(pixels=None, features=self.features)
         self.steps, self.states, self.batches = {}, {}, {}
@@ -222,7 +222,7 @@ class Locked:
         return jax.block_until_ready(metrics)
 
     def given(self, tokens: np.ndarray) -> Pairs:
-        """The batch with its pictures' vectors."""
+        """The batch with its images' embeddings."""
         query, here = self.local.query, np.ones(tokens.shape[:2], bool)
         blank = np.zeros_like(query.pixels)
         query = query._replace(pixels=blank, stored=tokens, is_stored=here)
@@ -256,7 +256,7 @@ def main() -> None:
                 spent = timed(contest.work[kind])[1]
                 if turn:  # the first fills the cache
                     seconds.setdefault(kind, []).append(spent)
-        found = float(contest.step("warm")["cache/found"])
+        found = float(contest.step("warm")["cache/hit_rate"])
         least = {kind: min(x) for kind, x in seconds.items()}
         share = least["tower"] / least["off"]
         gain, best = least["off"] / least["warm"], 1 / (1 - share)

@@ -4,8 +4,8 @@
 
 The quickstart's model is trained for a while; then its tower is frozen and the rest is trained on
 from there, without augmentation. The tower's tokens are made each time (``off``), made and kept as
-they are (``exact, made``), or read from a store that was filled before: then no picture is encoded.
-The metric is exact match on the official test split, whose pictures the tower encodes itself.
+they are (``exact, made``), or read from a store that was filled before: then no image is encoded.
+The metric is exact match on the official test split, whose images the tower encodes itself.
 ``bits`` is a digest of what was trained: equal where the runs are, to the bit. A row is kept as
 soon as it is there; the benchmark goes on from what is there.
 """
@@ -23,8 +23,9 @@ import numpy as np
 
 import jaxvlm
 from benchmarks.common import ROOT, environment, kept, write
-from jaxvlm.cache import codec, files, upkeep
-from jaxvlm.cache.store import Store
+from jaxvlm.cache.store import codec, maintenance, segment_files
+from jaxvlm.cache.store.rows import Store
+from jaxvlm.config import to_config_dict
 from jaxvlm.train.metrics import read_metrics
 
 sys.path.append(str(ROOT / "configs"))
@@ -39,7 +40,7 @@ ARMS = ("off", MADE, *codec.CODECS)
 
 def recipe(seed: int, epochs: float) -> Any:
     """The quickstart's, shorter."""
-    config = quickstart.get_config()
+    config = to_config_dict(quickstart.get_config())
     config.seed, config.epochs = seed, epochs
     config.checkpoint.every, config.tensorboard = 0, False
     return config
@@ -51,7 +52,7 @@ def start(folder: pathlib.Path) -> pathlib.Path:
     if not (there / "checkpoints").exists():
         config = recipe(0, START_EPOCHS)
         config.data.eval = ""
-        jaxvlm.Run(config, there).fit()
+        jaxvlm.Trainer(config, there).fit()
     return there
 
 
@@ -61,11 +62,11 @@ def transcoded(folder: pathlib.Path, kept_by: str) -> pathlib.Path:
     if not found:
         raise SystemExit(f"no store to read: run {MADE!r} first, with the same --folder")
     if not there.exists():
-        (usage,) = upkeep.stat(found[0])
+        (usage,) = maintenance.stat(found[0])
         source = Store(found[0], usage.facts, usage.codec)
         target = Store(there, usage.facts, kept_by)
-        for path in files.list_folder(source.folder).segments:
-            for key in files.read_segment(path).rows:
+        for path in segment_files.list_folder(source.folder).segments:
+            for key in segment_files.read_segment(path).rows:
                 target.put(key, source.get(key))
             target.flush()  # else rows that come faster than a disk takes them are left out
         source.close()
@@ -77,22 +78,22 @@ def one_run(arm: str, seed: int, folder: pathlib.Path) -> dict[str, Any]:
     """Train and evaluate; accuracy in percent, and the share of shows that were read."""
     config = recipe(seed, EPOCHS)
     config.init_from = str(start(folder))
-    config.data.eval, config.data.flip, config.data.shift = "", False, 0
+    config.data.eval, config.data.flip, config.data.max_shift = "", False, 0
     config.optim.frozen = ("vision/*",)
-    config.cache.chunk = CHUNK
+    config.cache.encode_batch = CHUNK
     if arm != "off":
         store = folder / f"made{seed}" if arm == MADE else transcoded(folder, arm)
         config.cache.policy, config.cache.store = "strict", str(store)
         config.cache.codec = "exact" if arm == MADE else arm
     with tempfile.TemporaryDirectory() as workdir:
-        run = jaxvlm.Run(config, pathlib.Path(workdir))
+        run = jaxvlm.Trainer(config, pathlib.Path(workdir))
         seconds = run.fit()["seconds"]
         lines = [row for row in read_metrics(workdir) if "train/step_ms" in row]
     digest, trained = hashlib.blake2b(digest_size=8), run.state.params
     for path in sorted(trained):
         digest.update(np.asarray(trained[path]).tobytes())
     report = run.loaded().evaluate("easy-vqa:test", blind=False)
-    stored = [row.get("train/cache/stored", 0.0) for row in lines]
+    stored = [row.get("train/cache/from_store", 0.0) for row in lines]
     return {
         "arm": arm,
         "seed": seed,

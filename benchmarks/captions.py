@@ -1,14 +1,14 @@
-"""Pictures with a caption each, from the package registries: emoji, and Debian's stamps.
+"""Images with a caption each, from the package registries: emoji, and Debian's stamps.
 
     python -m benchmarks.captions emoji FOLDER
 
-``emoji``: the 64-pixel pictures of npm's ``emoji-datasource-google`` (Noto; Apache-2.0, data MIT)
+``emoji``: the 64-pixel images of npm's ``emoji-datasource-google`` (Noto; Apache-2.0, data MIT)
 with their English names; without the variants that differ in skin alone. ``stamps``: those of
 Debian's ``tuxpaint-stamps-default`` (GPL-2) with their English sentences. About one in six is held
 out: FOLDER/train.jsonl and FOLDER/test.jsonl have ``query_image``, ``positive`` and ``id``.
 
 What is alike is on one side (``groups``): names that differ in whom they show alone (``man
-running``, ``woman running``), and pictures that are nearly the same.
+running``, ``woman running``), and images that are nearly the same.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from PIL import Image
 PACKAGES = {"emoji": "emoji-datasource-google@16.0.0", "stamps": "tuxpaint-stamps-default"}
 HELD_OUT = 6
 ALIKE = 0.97
-"""Correlation of two pictures at 16 x 16 pixels from which on they are nearly the same."""
+"""Correlation of two images at 16 x 16 pixels from which on they are nearly the same."""
 _WHO = {"man", "men", "woman", "women", "boy", "girl", "person", "people", "adult", "child"}
 _WHO |= {"facing", "right", "a", "an", "the"}
 
 
 class Captioned(NamedTuple):
-    """A picture and its caption."""
+    """An image and its caption."""
 
     id: str
     caption: str
@@ -73,10 +73,10 @@ def stamps(there: pathlib.Path) -> Iterator[Captioned]:
 
 def _square(path: pathlib.Path) -> bytes:
     """At most 128 pixels a side, on white."""
-    picture = Image.open(path).convert("RGBA")
-    picture.thumbnail((128, 128))
+    image = Image.open(path).convert("RGBA")
+    image.thumbnail((128, 128))
     canvas = Image.new("RGBA", (128, 128), "white")
-    canvas.alpha_composite(picture, tuple((128 - n) // 2 for n in picture.size))
+    canvas.alpha_composite(image, tuple((128 - n) // 2 for n in image.size))
     data = io.BytesIO()
     canvas.convert("RGB").save(data, "PNG")
     return data.getvalue()
@@ -101,7 +101,7 @@ def groups(found: Sequence[Captioned]) -> list[int]:
     """Numbers that are equal where two are alike, directly or through others.
 
     Args:
-        found: captions of one :func:`key`, or pictures that correlate by ``ALIKE``, are alike.
+        found: captions of one :func:`key`, or images that correlate by ``ALIKE``, are alike.
     """
     seen = np.stack([_small(item.png) for item in found])
     parent, first = list(range(len(found))), {}
@@ -120,9 +120,9 @@ def groups(found: Sequence[Captioned]) -> list[int]:
 
 def _small(png: bytes) -> np.ndarray:
     """f32[768]: 16 x 16 pixels on white, of mean 0 and length 1."""
-    picture = Image.open(io.BytesIO(png)).convert("RGBA")
-    canvas = Image.new("RGBA", picture.size, "white")
-    canvas.alpha_composite(picture)
+    image = Image.open(io.BytesIO(png)).convert("RGBA")
+    canvas = Image.new("RGBA", image.size, "white")
+    canvas.alpha_composite(image)
     small = canvas.convert("RGB").resize((16, 16), Image.Resampling.BOX)
     pixels = np.asarray(small, np.float32).ravel()
     pixels -= pixels.mean()
@@ -141,15 +141,15 @@ def split(found: Sequence[Captioned]) -> list[str]:
 
 def write(kind: str, folder: pathlib.Path) -> dict[str, int]:
     """Fetch and write; returns how many of each part."""
-    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
     kept: dict[str, Captioned] = {}
     with tempfile.TemporaryDirectory() as there:
         for item in {"emoji": emoji, "stamps": stamps}[kind](pathlib.Path(there)):
-            kept.setdefault(item.caption, item)  # whose another picture is could not be told
+            kept.setdefault(item.caption, item)  # whose another image is could not be told
     lines: dict[str, list[str]] = {"train": [], "test": []}
     found = list({item.png: item for item in reversed(kept.values())}.values())[::-1]
     for item, part in zip(found, split(found)):
-        name = f"pictures/{item.id}.png"
+        name = f"images/{item.id}.png"
         (folder / name).write_bytes(item.png)
         record = {"id": item.id, "query_image": name, "positive": item.caption}
         lines[part].append(json.dumps(record, ensure_ascii=False))

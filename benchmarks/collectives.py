@@ -22,9 +22,8 @@ import optax
 
 from benchmarks.batches import abstract_batch
 from benchmarks.common import environment, kept, write
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import (
+    GRAD_REDUCE_BITS,
     ConfigError,
     DecoderConfig,
     MeshConfig,
@@ -35,8 +34,10 @@ from jaxvlm.config import (
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.strategies import CONTEXTS, resolve
-from jaxvlm.plan import collectives, topology
-from jaxvlm.train import programs
+from jaxvlm.planner.compiled import collectives, topology
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train import compiled_steps
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -49,7 +50,7 @@ MODEL = ModelConfig(
     dtype="bfloat16",
     attention="xla",
 )  # fmt: skip
-LENGTH, PICTURES = 2048, 2
+LENGTH, IMAGES = 2048, 2
 TARGETS = ("v5p:4x4x4", "h200:64")
 STRATEGIES = {
     **{name: (name, MeshConfig()) for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp_no_reshard")},
@@ -61,15 +62,20 @@ STRATEGIES = {
         for how in CONTEXTS
     },
     **{
-        f"zero1, {bits} bits": ("zero1", MeshConfig(data=8), {"reduce_bits": bits})
-        for bits in (16, 8, 4)
+        f"zero1, {bits} bits": ("zero1", MeshConfig(data=8), {"grad_reduce_dtype": dtype})
+        for dtype, bits in GRAD_REDUCE_BITS.items()
+        if bits < 32
     },
     "zero1, moments on the host": ("zero1", MeshConfig(data=8), {"offload": ("optimizer",)}),
-    "hpz, int8": ("hpz", MeshConfig(data=8), {"gather_bits": 8}),
-    "1f1b": ("ddp", MeshConfig(stage=4)),
-    "interleaved": ("ddp", MeshConfig(stage=4), {"schedule": "interleaved", "chunks": 3}),
-    "gpipe": ("ddp", MeshConfig(stage=4), {"schedule": "gpipe"}),
-    "1f1b x fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=4, tensor=4, stage=4)),
+    "hpz, int8": ("hpz", MeshConfig(data=8), {"param_gather_dtype": "int8"}),
+    "1f1b": ("ddp", MeshConfig(pipeline=4)),
+    "interleaved": (
+        "ddp",
+        MeshConfig(pipeline=4),
+        {"schedule": "interleaved", "virtual_stages": 3},
+    ),
+    "gpipe": ("ddp", MeshConfig(pipeline=4), {"schedule": "gpipe"}),
+    "1f1b x fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=4, tensor=4, pipeline=4)),
 }
 
 
@@ -81,11 +87,11 @@ def one(target: str, strategy: str) -> dict[str, Any]:
     mesh, split = resolve(asked, wanted, devices)
     here = make_mesh(mesh, devices)
     model = build_model(MODEL, here, split)
-    parts = 8 if mesh.stage > 1 else 1
-    rows = parts * batch_shards(here) if mesh.stage > 1 else len(devices)
+    parts = 8 if mesh.pipeline > 1 else 1
+    rows = parts * batch_shards(here) if mesh.pipeline > 1 else len(devices)
     step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), parts)
     start = time.perf_counter()
-    program = step.lower(abstract, abstract_batch(MODEL, here, rows, LENGTH, PICTURES)).compile()
+    program = step.lower(abstract, abstract_batch(MODEL, here, rows, LENGTH, IMAGES)).compile()
     seconds = time.perf_counter() - start
     count = sum(math.prod(x.shape) for x in model.shapes.values())
     found = collectives.read(program.as_text(), dict(here.shape))
@@ -100,7 +106,7 @@ def one(target: str, strategy: str) -> dict[str, Any]:
         for c in found
         if c.wire_bytes > 0.002 * count
     ]
-    memory = {name: round(size / 2**20, 1) for name, size in programs.memory(program).items()}
+    memory = {name: round(size / 2**20, 1) for name, size in compiled_steps.memory(program).items()}
     return {
         "target": target,
         "strategy": strategy,

@@ -26,7 +26,9 @@ RESULTS = HERE / "results"
 
 def environment() -> dict[str, Any]:
     """Hardware, versions, load and the command, for a result's JSON."""
-    from jaxvlm.build.record import source_commit  # with JAX, whose settings callers make first
+    from jaxvlm.checkpoint.run_record import (
+        source_commit,  # with JAX, whose settings callers make first
+    )
 
     cpu = "unknown"
     info = pathlib.Path("/proc/cpuinfo")

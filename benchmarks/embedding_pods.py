@@ -3,7 +3,7 @@
     pip install -e '.[aot]'
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.embedding_pods
 
-Queries of CLIP and SigLIP are pictures, documents texts; of Qwen3-VL-Embedding queries are texts of
+Queries of CLIP and SigLIP are images, documents texts; of Qwen3-VL-Embedding queries are texts of
 128 tokens, documents pages of 3,072 patches in rows of 1,024 tokens. A compilation takes minutes:
 rows that the result has are kept, so that it goes on where it was stopped.
 """
@@ -26,17 +26,17 @@ import numpy as np
 
 from benchmarks.batches import abstract_batch
 from benchmarks.common import ROOT, environment, kept, write
-from jaxvlm.build import published
-from jaxvlm.build.assemble import split
-from jaxvlm.build.model import build_model
-from jaxvlm.build.training import build_training
-from jaxvlm.config import DualConfig, LoraConfig, ModelConfig, TrainConfig, from_config_dict
-from jaxvlm.models.families import any_family, peft
+from jaxvlm.config import Config, DualConfig, LoraConfig, ModelConfig, from_config_dict
+from jaxvlm.hf import model_zoo
+from jaxvlm.hf.families import any_family, peft_adapters
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import chips, collectives, topology
-from jaxvlm.train import programs
+from jaxvlm.planner.compiled import collectives, topology
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import split
+from jaxvlm.train import chips, compiled_steps
+from jaxvlm.trainer.training import build_training
 from jaxvlm.types import Batch, Pairs
 
 RECIPES = {
@@ -49,11 +49,11 @@ RECIPES = {
 TARGETS = ("h200:8", "v5p:2x2x4")
 
 
-def settings(recipe: str, target: str) -> TrainConfig:
+def settings(recipe: str, target: str) -> Config:
     """A recipe's run, with the dims that its checkpoint would say."""
     get_config = runpy.run_path(str(ROOT / "configs" / "embedding.py"))["get_config"]
     config = from_config_dict(get_config(recipe))
-    hf_config = published.published(RECIPES[recipe])
+    hf_config = model_zoo.published_config(RECIPES[recipe])
     family = any_family(hf_config, recipe)
     found = family.config_from_hf(hf_config)
     asked: Any = config.network
@@ -73,11 +73,11 @@ def settings(recipe: str, target: str) -> TrainConfig:
 
 def _layers(lora: LoraConfig, base: Any) -> LoraConfig:
     """As a run that starts from the checkpoint has them."""
-    without = tuple("-" + path for path in peft.not_layers(base))
+    without = tuple("-" + path for path in peft_adapters.not_layers(base))
     return dataclasses.replace(lora, targets=lora.targets + without)
 
 
-def pairs(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pairs:
+def pairs(config: Config, mesh: jax.sharding.Mesh) -> Pairs:
     """Shapes of a batch."""
     count, where = config.data.batch_size, batch_sharding(mesh)
 
@@ -88,14 +88,14 @@ def pairs(config: TrainConfig, mesh: jax.sharding.Mesh) -> Pairs:
         kind = [(np.int32, length), (np.float32, length), (np.int32, rows, length)]
         return Batch(*(of(*x) for x in kind), segment=of(np.int32, length))
 
-    if config.encoder == "dual":
+    if config.embedder == "dual":
         side = config.dual.vision.image_size
         query = text(0)._replace(pixels=of(np.uint8, 1, side, side, 3), image_start=of(np.int32, 1))
         document = text(config.data.max_length)
     else:
         rows = max(1, len(config.model.decoder.rope_sections))
         query = text(config.data.pairs.max_query_length, rows)
-        page = (config.data.max_length, 1, config.data.max_patches)
+        page = (config.data.max_length, 1, config.data.max_patches_per_sequence)
         document = abstract_batch(config.model, mesh, count, *page)
     document = jax.tree.map(lambda x: of(x.dtype, 1, *x.shape[1:]), document)
     number = of(np.int32)
@@ -109,8 +109,8 @@ def one(recipe: str, target: str) -> dict[str, Any]:
     sizes, strategy = resolve(config.strategy, config.mesh, devices)
     config = dataclasses.replace(config, mesh=sizes, strategy=strategy)
     mesh = make_mesh(sizes, devices)
-    vectors = None if config.encoder == "dual" else config.vectors
-    model = build_model(config.network, mesh, strategy, vectors=vectors)
+    embeddings = None if config.embedder == "dual" else config.embedding
+    model = build_model(config.network, mesh, strategy, embeddings=embeddings)
     made = build_training(config, model, 1000, print)
     own, _ = split(model, model.shapes, config.optim.frozen)
     chip = chips.lookup(devices[0].device_kind, "bfloat16")
@@ -125,7 +125,7 @@ def one(recipe: str, target: str) -> dict[str, Any]:
         "trained": sum(math.prod(x.shape) for x in own.values()),
         "lora_rank": network.lora.rank,
         "batch": config.data.batch_size,
-        "chunk": [config.grad_cache.query, config.grad_cache.document],
+        "chunk": [config.grad_cache.query_mini_batch, config.grad_cache.document_mini_batch],
         "remat": network.vision.remat,
     }
     cpu = time.process_time()
@@ -134,7 +134,7 @@ def one(recipe: str, target: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
     row["compile_cpu_seconds"] = round(time.process_time() - cpu, 1)
-    for name, size in programs.memory(program).items():
+    for name, size in compiled_steps.memory(program).items():
         row[f"{name}_gib"] = round(size / 2**30, 2)
     sent = collectives.read(program.as_text(), dict(mesh.shape))
     row["wire_bytes"] = collectives.total(sent)

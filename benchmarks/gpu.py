@@ -5,8 +5,8 @@
 
 Needs jax, flax, optax, numpy; torch and transformers for the peer. Each part runs in a process
 of its own, so that peaks of memory are its own and one that runs out of it stops nothing else;
-``FOLDER/gpu.json`` is written after each. FLOPs: see ``jaxvlm.plan.count`` (matmuls, causal half,
-no recomputation, no padding); peak rates: ``jaxvlm.plan.chips``.
+``FOLDER/gpu.json`` is written after each. FLOPs: see ``jaxvlm.models.model_flops`` (matmuls,
+causal half, no recomputation, no padding); peak rates: ``jaxvlm.train.chips``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def model_config(dims: dict[str, Any], dtype: str, attention: str, remat: str) -
 
 
 def make_batch(dims: dict[str, Any], segments: int) -> Any:
-    """Rows without padding: ``segments`` pieces each, pictures spread over them."""
+    """Rows without padding: ``segments`` pieces each, images spread over them."""
     import numpy as np
 
     from jaxvlm.types import Batch
@@ -130,10 +130,10 @@ def parity(dims: dict[str, Any], tiny: bool) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jaxvlm.build.model import build_model
     from jaxvlm.config import MeshConfig
     from jaxvlm.losses.next_token import NextToken
     from jaxvlm.parallel.mesh import make_mesh
+    from jaxvlm.spmd.model import build_model
     from jaxvlm.train.objective import scales, total
 
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
@@ -181,19 +181,19 @@ def step(dims: dict[str, Any], attention: str, remat: str, segments: int) -> dic
     """jaxvlm's own train step: time, MFU, memory measured and foretold."""
     import jax
 
-    from jaxvlm.build.model import build_model
-    from jaxvlm.build.training import build_training
-    from jaxvlm.config import MeshConfig, OptimConfig, TrainConfig
+    from jaxvlm.config import Config, MeshConfig, OptimConfig
     from jaxvlm.parallel.mesh import make_mesh
-    from jaxvlm.plan import chips
-    from jaxvlm.train.programs import memory
+    from jaxvlm.spmd.model import build_model
+    from jaxvlm.train import chips
+    from jaxvlm.train.compiled_steps import memory
+    from jaxvlm.trainer.training import build_training
 
     device = jax.devices()[0]
     mesh = make_mesh(MeshConfig(data=1), [device])
     config = model_config(dims, "bfloat16", attention, remat)
     model = build_model(config, mesh)
-    optim = OptimConfig(learning_rate=1e-5, schedule="constant", warmup_steps=0, clip_norm=0.0)
-    training = build_training(TrainConfig(model=config, optim=optim), model, 100, lambda _: None)
+    optim = OptimConfig(learning_rate=1e-5, schedule="constant", warmup_steps=0, max_grad_norm=0.0)
+    training = build_training(Config(model=config, optim=optim), model, 100, lambda _: None)
     state = training.init(model.init(0))
     host = make_batch(dims, segments)
     batch = jax.device_put(host)
@@ -233,7 +233,8 @@ def step(dims: dict[str, Any], attention: str, remat: str, segments: int) -> dic
 def experts(dims: dict[str, Any], way: str, dtype: str) -> dict[str, Any]:
     """A grouped matmul of rows dealt out unevenly: time and memory of each direction, and errors.
 
-    ``kernel`` is :func:`jaxvlm.nn.grouped.by_tiles`, ``xla`` ``jax.lax.ragged_dot``. The first
+    ``kernel`` is :func:`jaxvlm.nn.grouped_matmul.by_tiles`, ``xla`` ``jax.lax.ragged_dot``. The
+    first
     group has a quarter of all rows, the last none. Errors are relative, against a matmul a group
     in float32.
     """
@@ -241,7 +242,7 @@ def experts(dims: dict[str, Any], way: str, dtype: str) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxvlm.nn import grouped
+    from jaxvlm.nn import grouped_matmul
 
     d = dims["experts"]
     M, K, N, G = d["rows"], d["width"], d["mlp_dim"], d["groups"]
@@ -255,8 +256,8 @@ def experts(dims: dict[str, Any], way: str, dtype: str) -> dict[str, Any]:
 
     def matmul(rows: Any, w: Any) -> Any:
         if way == "kernel":
-            return grouped.by_tiles(rows, w, sizes, interpret)
-        return grouped.grouped_matmul(rows, w, sizes, kernel=False, tail=False)
+            return grouped_matmul.by_tiles(rows, w, sizes, interpret)
+        return grouped_matmul.grouped_matmul(rows, w, sizes, kernel=False, tail=False)
 
     def by_loop(rows: Any, w: Any) -> Any:
         parts = zip(ends, own, w)

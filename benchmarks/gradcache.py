@@ -4,7 +4,7 @@
 
 ``memory``: a step compiled for batches of pairs from 256 to 16,384 at one chunk, and plainly where
 that is not too much; nothing is run. ``time``: steps of both, interleaved, at a batch that both
-hold; with the picture tower frozen; and with what it makes of the pictures found. ``peers``: the
+hold; with the image tower frozen; and with what it makes of the images found. ``peers``: the
 gradients, time and memory of sentence-transformers' cached loss and of open_clip's feature
 accumulation, each beside ours (benchmarks/gradcache_peers.py).
 
@@ -25,10 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks.common import RESULTS, ROOT, environment, write
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
-from jaxvlm.build.pair_cache import make_pair_cache
-from jaxvlm.build.process import keep_freed_memory
+from jaxvlm.cache.pair_batches import make_pair_cache
 from jaxvlm.config import (
     CacheConfig,
     DualConfig,
@@ -40,8 +37,11 @@ from jaxvlm.config import (
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.process import keep_freed_memory
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.train.pairs import Chunk
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.gradcache import Chunk
 from jaxvlm.types import Batch, Pairs
 
 CLIP = DualConfig(
@@ -59,24 +59,24 @@ PARTS = ("memory", "time", "peers")
 
 
 def pairs(count: int, config: DualConfig = CLIP, length: int = TOKENS) -> Pairs:
-    """A picture and a text an example."""
+    """An image and a text an example."""
     rng = np.random.default_rng(0)
     side = config.vision.image_size
     tokens = rng.integers(3, config.text.vocab_size, (count, length)).astype(np.int32)
     places = np.broadcast_to(np.arange(length, dtype=np.int32), (count, 1, length)).copy()
     text = Batch(tokens, np.zeros(tokens.shape, np.float32), places, np.ones_like(tokens))
     empty = Batch(*(x if x is None else x[..., :0] for x in text))
-    picture = empty._replace(
+    image = empty._replace(
         pixels=rng.integers(0, 256, (count, 1, side, side, 3), np.uint8),
         image_start=np.zeros((count, 1), np.int32),
     )
     number = np.arange(count, dtype=np.int32)
     document = jax.tree.map(lambda x: x[:, None], text)
-    return Pairs(picture, document, np.ones((count, 1), bool), number, number[:, None])
+    return Pairs(image, document, np.ones((count, 1), bool), number, number[:, None])
 
 
 def found(batch: Pairs, config: DualConfig = CLIP) -> Pairs:
-    """The batch with what a tower makes of its pictures, noise here, in their pixels' place."""
+    """The batch with what a tower makes of its images, noise here, in their pixels' place."""
     query = batch.query
     shape = (*query.pixels.shape[:2], 1, config.vision.width)
     tokens = np.random.default_rng(1).normal(size=shape).astype(np.float32)
@@ -89,12 +89,12 @@ def found(batch: Pairs, config: DualConfig = CLIP) -> Pairs:
 def step_of(
     chunk: int, frozen: tuple[str, ...] = (), given: bool = False
 ) -> tuple[Any, tuple[Any, Any]]:
-    """The jitted step and its first state; of batches whose pictures are :func:`found` or not."""
+    """The jitted step and its first state; of batches whose images are :func:`found` or not."""
     model = build_model(CLIP, make_mesh(MeshConfig(1), jax.devices()[:1]))
     own = {p: w for p, w in model.logical.items() if not any(p.startswith(f[:-1]) for f in frozen)}
     tx = make_optimizer(OptimConfig(), lambda step: 1e-3, own)
     cut = (Chunk(chunk), Chunk(chunk))
-    asked = CacheConfig("strict", memory_mb=1, chunk=8)
+    asked = CacheConfig("strict", memory_mb=1, encode_batch=8)
     trained = [path for path in model.shapes if not path.startswith("vision/")]
     cache = make_pair_cache(asked, model, trained, (1,)) if given else None
     loss = InfoNCE(temperature=0.0)
@@ -112,15 +112,15 @@ def memory() -> list[dict[str, Any]]:
                 continue
             batch = to_global(model.mesh, pairs(count), count)
             stats = step.lower(state, batch).compile().memory_analysis()
-            vectors = 2 * count * CLIP.embed_dim * 4
+            embeddings = 2 * count * CLIP.embed_dim * 4
             rows.append(
                 {
                     "chunk": chunk,
                     "batch": count,
                     "temporaries": stats.temp_size_in_bytes,
-                    "vectors": vectors,
-                    "vectors_and_their_gradients": 2 * vectors,
-                    "beyond": stats.temp_size_in_bytes - 2 * vectors,
+                    "embeddings": embeddings,
+                    "embeddings_and_their_gradients": 2 * embeddings,
+                    "beyond": stats.temp_size_in_bytes - 2 * embeddings,
                 }
             )
             print(rows[-1], flush=True)
@@ -185,8 +185,10 @@ def plot(rows: list[dict[str, Any]]) -> None:
     for chunk, label, style in arms:
         mine = sorted((r["batch"], r["temporaries"]) for r in rows if r["chunk"] == chunk)
         panel.plot(*zip(*((n, size / 2**30) for n, size in mine)), style, label=label)
-    vectors = sorted({(r["batch"], r["vectors_and_their_gradients"]) for r in rows})
-    panel.plot(*zip(*((n, size / 2**30) for n, size in vectors)), "--", label="vectors, gradients")
+    embeddings = sorted({(r["batch"], r["embeddings_and_their_gradients"]) for r in rows})
+    panel.plot(
+        *zip(*((n, size / 2**30) for n, size in embeddings)), "--", label="embeddings, gradients"
+    )
     panel.set(xscale="log", yscale="log", xlabel="pairs a step", ylabel="temporaries, GiB")
     panel.set_xticks(BATCHES, [f"{n:,}" for n in BATCHES])
     panel.minorticks_off()

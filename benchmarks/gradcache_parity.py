@@ -23,42 +23,47 @@ import numpy as np
 import optax
 
 from benchmarks.common import environment, kept, worst_leaf, write
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import (
     DecoderConfig,
     DualConfig,
+    EmbeddingConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
     StrategyConfig,
     TextConfig,
-    VectorConfig,
     VisionConfig,
 )
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.matryoshka import Matryoshka
-from jaxvlm.losses.quantized import Quantized
+from jaxvlm.losses.quantized_embeddings import QuantizedEmbeddings
 from jaxvlm.losses.ranking import CoSENT, CosineRegression, Distill, MarginMSE, Triplet
 from jaxvlm.losses.sigmoid import Sigmoid
 from jaxvlm.losses.softmax import DIRECTIONS
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.gradcache import Chunk
 from jaxvlm.train.objective import total
-from jaxvlm.train.pairs import Chunk
-from jaxvlm.types import Batch, Pairs, Sums, Vectors
+from jaxvlm.types import Batch, Embeddings, Pairs, Sums
 
 NAME = "gradcache_parity"
 EXAMPLES, DOCUMENTS, VOCAB, TOKENS = 16, 2, 32, 8
 LOSSES: dict[str, Callable[[Any], Any]] = {
     "info_nce": lambda mesh: InfoNCE(0.0, mesh=mesh),
     "info_nce, all ways, mask": lambda mesh: InfoNCE(
-        0.0, directions=DIRECTIONS, mask="absolute", margin=0.1, mesh=mesh
+        0.0, directions=DIRECTIONS, false_negative_filter="absolute", margin=0.1, mesh=mesh
     ),
     "info_nce, each way, relative mask": lambda mesh: InfoNCE(
-        0.0, directions=DIRECTIONS[:2], partition="each", mask="relative", margin=0.1, mesh=mesh
+        0.0,
+        directions=DIRECTIONS[:2],
+        softmax_scope="each",
+        false_negative_filter="relative",
+        margin=0.1,
+        mesh=mesh,
     ),
-    "info_nce, own negatives": lambda mesh: InfoNCE(0.0, negatives="own", mesh=mesh),
+    "info_nce, own negatives": lambda mesh: InfoNCE(0.0, negatives_from="own", mesh=mesh),
     "sigmoid": lambda mesh: Sigmoid(mesh=mesh),
     "triplet, cosine": lambda mesh: Triplet(0.3, "cosine"),
     "triplet, euclidean": lambda mesh: Triplet(0.3, "euclidean"),
@@ -69,7 +74,7 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     "distill": lambda mesh: Distill(temperature=0.1),
     "matryoshka of info_nce": lambda mesh: Matryoshka(InfoNCE(0.0, mesh=mesh), (4, 16)),
     "matryoshka of sigmoid": lambda mesh: Matryoshka(Sigmoid(mesh=mesh), (4, 16), (0.5, 1.0)),
-    "int8 and binary of info_nce": lambda mesh: Quantized(
+    "int8 and binary of info_nce": lambda mesh: QuantizedEmbeddings(
         InfoNCE(0.0, mesh=mesh), ("int8", "binary")
     ),
 }
@@ -95,22 +100,22 @@ DECODER = ModelConfig(
         dropout=0.1, remat="dots",
     ),
 )  # fmt: skip
-VECTORS = VectorConfig(dim=16, learn_scale=True, learn_bias=True, bias=-1.0)
+EMBEDDINGS = EmbeddingConfig(dim=16, learn_scale=True, learn_bias=True, bias=-1.0)
 # MaxSim adds up to eight cosines. Times 20, as one cosine is, they would be logits above 100, whose
 # last bit in float32 is 1e-5 of a softmax's weights, in chunks or whole.
-OF_TOKEN = dataclasses.replace(VECTORS, pool="tokens", scale=0.0)
+OF_TOKEN = dataclasses.replace(EMBEDDINGS, pool="tokens", scale=0.0)
 LORA = LoraConfig(rank=2, dropout=0.1, targets=("*/stack/*",))
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "two towers": (TOWERS, ()),
-    "picture tower locked": (
+    "image tower locked": (
         dataclasses.replace(TOWERS, vision=dataclasses.replace(TOWERS.vision, dropout=0.0)),
         ("vision/*",),
     ),
     "adapters": (dataclasses.replace(TOWERS, lora=LORA), ()),
     "decoder": (DECODER, ()),
-    "decoder, a vector a token": (DECODER, ()),
+    "decoder, an embedding a token": (DECODER, ()),
 }
-DDP = StrategyConfig(params=(), gathered=(), gradients=(), optimizer=())
+DDP = StrategyConfig(params=(), all_gathered=(), gradients=(), optimizer=())
 FSDP = StrategyConfig()
 
 
@@ -139,8 +144,8 @@ MORE = (
     Cell("tensor 8", MeshConfig(1, tensor=8), FSDP, (3, 5)),
 )
 STAGES = (
-    Cell("stage 2", MeshConfig(1, stage=2), FSDP, (3, 5)),
-    Cell("data 2 x stage 4", MeshConfig(2, stage=4), DDP, (1, 3)),
+    Cell("stage 2", MeshConfig(1, pipeline=2), FSDP, (3, 5)),
+    Cell("data 2 x stage 4", MeshConfig(2, pipeline=4), DDP, (1, 3)),
 )
 ALL = tuple(name for name in LOSSES if name != "cosent, scale 1")
 OF_TOKENS = (
@@ -153,9 +158,9 @@ OF_TOKENS = (
 FEWER = ("info_nce", "sigmoid", "margin_mse")
 PLAN: tuple[tuple[str, tuple[str, ...], tuple[Cell, ...]], ...] = (
     ("adapters", FEWER, FEW[1:]),
-    ("decoder, a vector a token", OF_TOKENS, (FEW[1], STAGES[0], MORE[0])),
+    ("decoder, an embedding a token", OF_TOKENS, (FEW[1], STAGES[0], MORE[0])),
     ("decoder", ALL, (FEW[1], STAGES[0])),
-    ("picture tower locked", FEWER, FEW[1:]),
+    ("image tower locked", FEWER, FEW[1:]),
     ("two towers", ALL, FEW + MORE),
     ("decoder", ALL, STAGES[1:]),
 )
@@ -177,7 +182,7 @@ class Chosen:
         """None: each loss divides by its own."""
         return {"loss": jnp.float32(1)}
 
-    def __call__(self, out: Vectors, batch: Pairs) -> Sums:
+    def __call__(self, out: Embeddings, batch: Pairs) -> Sums:
         """The loss."""
 
         def one(loss: Any) -> jax.Array:
@@ -191,7 +196,7 @@ class Chosen:
 
 
 def rows(rng: np.random.Generator, count: int, seen: np.ndarray) -> Batch:
-    """A text a row, and a picture where ``seen``."""
+    """A text a row, and an image where ``seen``."""
     length = rng.integers(3, TOKENS + 1, (count, 1))
     real = np.arange(TOKENS) < length
     places = np.broadcast_to(np.arange(TOKENS, dtype=np.int32), (count, 1, TOKENS)).copy()
@@ -239,11 +244,11 @@ def gradients(
 ) -> list[tuple[float, dict[str, np.ndarray]]]:
     """Each loss and every gradient of a step."""
     config, frozen = KINDS[kind]
-    vectors = None
+    embeddings = None
     if isinstance(config, ModelConfig):
-        vectors = VECTORS if kind == "decoder" else OF_TOKEN
+        embeddings = EMBEDDINGS if kind == "decoder" else OF_TOKEN
     mesh = make_mesh(cell.axes, jax.devices()[: np.prod(dataclasses.astuple(cell.axes))])
-    model = build_model(config, mesh, cell.strategy, vectors=vectors)
+    model = build_model(config, mesh, cell.strategy, embeddings=embeddings)
     cut = (Chunk(cell.chunks[0]), Chunk(cell.chunks[1]))
     made = Chosen(tuple(LOSSES[loss](mesh) for loss in losses))
     step, _, init = assemble(model, made, recorded(), frozen=frozen, chunks=cut, seed=5)

@@ -22,17 +22,17 @@ import numpy as np
 
 from benchmarks.common import summary, timed, worst_leaf
 from benchmarks.gradcache import BOTH_HOLD, CHUNK, TOKENS, pairs
-from jaxvlm.build.model import Model, build_model
-from jaxvlm.build.pairs import pair_runner
 from jaxvlm.config import MeshConfig
+from jaxvlm.hf.families import bert, dual_encoders
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.softmax import DIRECTIONS
-from jaxvlm.models.families import bert, dual
 from jaxvlm.models.vit import normalised
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.gradcache import pair_runner
+from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.train.gradcache import Chunk
 from jaxvlm.train.objective import scales
-from jaxvlm.train.pairs import Chunk
 from jaxvlm.types import Batch, Pairs, Params
 
 SCALE = "head/scale"
@@ -226,15 +226,15 @@ def declare_operators() -> None:
 
 
 def open_clip() -> Peer:
-    """Their training loop's ``accum_freq``, of a small CLIP, pictures and texts."""
+    """Their training loop's ``accum_freq``, of a small CLIP, images and texts."""
     import open_clip as theirs
     import torch
     from open_clip_train.train import train_one_epoch
 
     tower = {**SHARED, "layer_norm_eps": 1e-5}
     said = CLIP | {f"{t}_config": CLIP[f"{t}_config"] | tower for t in ("vision", "text")}
-    config = dual.config_from_hf(said)
-    model, names = one_device(config), dual.weights(config)
+    config = dual_encoders.config_from_hf(said)
+    model, names = one_device(config), dual_encoders.weights(config)
     batch = pairs(BOTH_HOLD, config)
     params = {p: np.asarray(x) for p, x in model.init(0).items()}
     size = {"layers": DEPTH, "width": WIDTH}
@@ -276,7 +276,7 @@ def open_clip() -> Peer:
         found = {name: p.grad for name, p in own.items()}
         return names.load({n: theirs_of(n, found).numpy() for n in names.tensors()})
 
-    own_loss = InfoNCE(temperature=0.0, directions=DIRECTIONS[:2], partition="each")
+    own_loss = InfoNCE(temperature=0.0, directions=DIRECTIONS[:2], softmax_scope="each")
     made = our_step(model, {p: jax.numpy.asarray(x) for p, x in params.items()}, batch, own_loss)
     return Peer("open_clip_torch", their_step, still.zero_grad, grads, *made)
 

@@ -37,12 +37,12 @@ QWEN2_5_1_5B = {
 
 def make_checkpoint(folder: pathlib.Path) -> dict[str, Any]:
     """Write the folder; its parameters and bytes."""
-    from jaxvlm.build import published
+    from jaxvlm.hf import model_zoo
 
-    config = json.loads(json.dumps(published.published("internvl3-8b")))
+    config = json.loads(json.dumps(model_zoo.published_config("internvl3-8b")))
     config["text_config"] |= QWEN2_5_1_5B
-    size = published.write_random(config, folder)
-    return {"parameters": published.num_parameters(config), "bytes": size}
+    size = model_zoo.write_random(config, folder)
+    return {"parameters": model_zoo.num_parameters(config), "bytes": size}
 
 
 def run(name: str, folder: pathlib.Path) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""Pictures a second and core, from JPEG files to a batch on the device, against torch.
+"""Images a second and core, from JPEG files to a batch on the device, against torch.
 
     PYTHONPATH=. python benchmarks/input_pipeline.py
 
-Ours: :class:`jaxvlm.data.loader.Dataset` (decode, resize, hash, pack) and ``device_put``, its
-memory of decoded pictures off. Torch's: ``DataLoader`` over PIL with the same resize (bicubic,
+Ours: :class:`jaxvlm.data.conversations.dataset.Dataset` (decode, resize, hash, pack) and
+``device_put``, its
+memory of decoded images off. Torch's: ``DataLoader`` over PIL with the same resize (bicubic,
 to a square), uint8 tensors collated. Both read ahead with one worker. PIL's ``draft`` (a JPEG
 decoded at a fraction where that is still large enough) is part of ours, so torch is measured
 without it and with it. Rates are a second of wall time, and a second of CPU time of all
@@ -29,7 +30,7 @@ from benchmarks.common import environment, write
 SIZE = 224
 
 
-def make_pictures(folder: pathlib.Path, count: int, width: int, height: int) -> list[str]:
+def make_images(folder: pathlib.Path, count: int, width: int, height: int) -> list[str]:
     """JPEGs of smooth colours with noise: about a photograph's bytes."""
     rng = np.random.default_rng(0)
     paths = []
@@ -44,14 +45,14 @@ def make_pictures(folder: pathlib.Path, count: int, width: int, height: int) -> 
 
 
 def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[], int]:
-    """A pass of our loader over all pictures."""
+    """A pass of our loader over all images."""
     import jax
 
-    from jaxvlm.build.words import make_tokenizer
-    from jaxvlm.config import DataConfig, TrainConfig
-    from jaxvlm.data import chat
-    from jaxvlm.data.loader import Dataset
-    from jaxvlm.data.run_data import read_records
+    from jaxvlm.config import Config, DataConfig
+    from jaxvlm.data.conversations import tokenize
+    from jaxvlm.data.conversations.dataset import Dataset
+    from jaxvlm.data.conversations.run_data import read_records
+    from jaxvlm.hf.run_tokenizer import make_tokenizer
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
     records = [{"id": str(i), "image": p, "conversations": turns} for i, p in enumerate(paths)]
@@ -61,28 +62,28 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
         train=str(file),
         batch_size=batch_size,
         max_length=64,
-        max_images=1,
+        max_images_per_sequence=1,
         packing=False,
         image_cache_mb=0,
         workers=1,
     )
     read = read_records(config, str(file))
-    tokenizer = make_tokenizer(TrainConfig(), None, lambda: chat.texts(read[0]))
+    tokenizer = make_tokenizer(Config(), None, lambda: tokenize.texts(read[0]))
     dataset = Dataset.from_config(config, tokenizer, image_size=SIZE, num_patches=16, read=read)
     rows = np.arange(batch_size)
 
     def run() -> int:
-        pictures = 0
+        images = 0
         for batch, _ in dataset.eval(rows, batch_size):
             jax.block_until_ready(jax.device_put(batch))
-            pictures += int((batch.image_start >= 0).sum())
-        return pictures
+            images += int((batch.image_start >= 0).sum())
+        return images
 
     return run
 
 
 class Files:
-    """A torch dataset of pictures."""
+    """A torch dataset of images."""
 
     def __init__(self, paths: list[str], draft: bool):
         self.paths, self.draft = paths, draft
@@ -114,7 +115,7 @@ def cpu_seconds() -> float:
 
 
 def torchs(paths: list[str], batch_size: int, draft: bool) -> Callable[[], int]:
-    """A pass of torch's DataLoader over all pictures."""
+    """A pass of torch's DataLoader over all images."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -130,7 +131,7 @@ def torchs(paths: list[str], batch_size: int, draft: bool) -> Callable[[], int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", type=int, default=500)
+    parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--batch_size", type=int, default=32)
@@ -140,7 +141,7 @@ def main() -> None:
     result: dict = {"environment": environment(), "settings": vars(args), "rate": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        paths = make_pictures(folder, args.pictures, args.width, args.height)
+        paths = make_images(folder, args.images, args.width, args.height)
         size = statistics.mean(pathlib.Path(p).stat().st_size for p in paths)
         result["mean_file_bytes"] = round(size)
         runs = {
@@ -158,13 +159,13 @@ def main() -> None:
                 count = run()
                 rates[who].append(count / (time.perf_counter() - start))
                 per_core[who].append(count / (cpu_seconds() - cpu))
-                assert count == args.pictures, (who, count)
+                assert count == args.images, (who, count)
     for who, values in rates.items():
         result["rate"][who] = {
-            "pictures_per_s_best": round(max(values), 1),
-            "pictures_per_s_median": round(statistics.median(values), 1),
-            "pictures_per_cpu_s_best": round(max(per_core[who]), 1),
-            "pictures_per_cpu_s_median": round(statistics.median(per_core[who]), 1),
+            "images_per_s_best": round(max(values), 1),
+            "images_per_s_median": round(statistics.median(values), 1),
+            "images_per_cpu_s_best": round(max(per_core[who]), 1),
+            "images_per_cpu_s_median": round(statistics.median(per_core[who]), 1),
         }
         print(f"{who:<28} {result['rate'][who]}")
     result["ours_to"] = {

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import RESULTS, environment
-from jaxvlm.build.model import build_model
 from jaxvlm.config import DecoderConfig, LoraConfig, MeshConfig, ModelConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models import lora
 from jaxvlm.nn.param import contract
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.grad_accum import PlainRunner
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import PlainRunner
 from jaxvlm.types import Batch
 
 TOKENS = 512

@@ -30,10 +30,8 @@ os.environ.setdefault("NPROC", "32")
 import jax  # the flags are for it
 import optax
 
-from benchmarks.batches import pictures_and_text
+from benchmarks.batches import images_and_text
 from benchmarks.common import environment, summary, timed, write
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import (
     DecoderConfig,
     MeshConfig,
@@ -45,7 +43,9 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import collectives
+from jaxvlm.planner.compiled import collectives
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -56,26 +56,27 @@ MODEL = ModelConfig(
         mlp_dim=512, remat="dots",
     ),
 )  # fmt: skip
-ROWS, LENGTH, PICTURES, PARTS = 32, 128, 2, 8
+ROWS, LENGTH, IMAGES, PARTS = 32, 128, 2, 8
 STRATEGIES: dict[str, tuple[Any, ...]] = {
     "one": ("single", MeshConfig(), 1),
     "one, 8 microbatches": ("single", MeshConfig(), PARTS),
     **{name: (name, MeshConfig(), 1) for name in ("ddp", "zero1", "zero2", "fsdp")},
     "fsdp_no_reshard": ("fsdp_no_reshard", MeshConfig(), 1),
     "hybrid_shard": ("hybrid_shard", MeshConfig(data=2), 1),
-    "zero1, 8 bits": ("zero1", MeshConfig(), 1, {"reduce_bits": 8}),
+    "zero1, 8 bits": ("zero1", MeshConfig(), 1, {"grad_reduce_dtype": "int8"}),
     "tensor": ("ddp", MeshConfig(data=1, tensor=8), 1),
     "fsdp x tensor": ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), 1),
     "context, gathered": ("ddp", MeshConfig(data=1, context=8), 1),
     "context, ring": ("ddp", MeshConfig(data=1, context=8), 1, {"context": "ring"}),
     "context, ulysses": ("ddp", MeshConfig(data=1, context=8), 1, {"context": "ulysses"}),
-    "gpipe": ("ddp", MeshConfig(data=2, stage=4), PARTS, {"schedule": "gpipe"}),
-    "1f1b": ("ddp", MeshConfig(data=2, stage=4), PARTS),
+    "gpipe": ("ddp", MeshConfig(data=2, pipeline=4), PARTS, {"schedule": "gpipe"}),
+    "1f1b": ("ddp", MeshConfig(data=2, pipeline=4), PARTS),
     "interleaved": (
-        "ddp", MeshConfig(data=2, stage=4), PARTS, {"schedule": "interleaved", "chunks": 2},
+        "ddp", MeshConfig(data=2, pipeline=4), PARTS,
+        {"schedule": "interleaved", "virtual_stages": 2},
     ),
-    "zero_bubble": ("ddp", MeshConfig(data=2, stage=4), PARTS, {"schedule": "zero_bubble"}),
-    "1f1b x fsdp x tensor": ("fsdp", MeshConfig(data=1, stage=2, fsdp=2, tensor=2), PARTS),
+    "zero_bubble": ("ddp", MeshConfig(data=2, pipeline=4), PARTS, {"schedule": "zero_bubble"}),
+    "1f1b x fsdp x tensor": ("fsdp", MeshConfig(data=1, pipeline=2, fsdp=2, tensor=2), PARTS),
 }  # fmt: skip
 
 
@@ -89,7 +90,7 @@ class Contestant:
         here = make_mesh(mesh, devices)
         model = build_model(MODEL, here, split)
         step, abstract, init = assemble(model, NextToken(), optax.adamw(1e-4), parts)
-        self.batch = to_global(here, pictures_and_text(MODEL, ROWS, LENGTH, PICTURES), ROWS)
+        self.batch = to_global(here, images_and_text(MODEL, ROWS, LENGTH, IMAGES), ROWS)
         start = time.perf_counter()
         self.step = step.lower(abstract, self.batch).compile()
         self.compile_seconds = time.perf_counter() - start
@@ -139,7 +140,7 @@ def main() -> None:
         )
         print(rows[-1])
     config = f"vision {MODEL.vision}, decoder {MODEL.decoder}"
-    size = {"rows": ROWS, "length": LENGTH, "pictures": PICTURES, "rounds": args.rounds}
+    size = {"rows": ROWS, "length": LENGTH, "images": IMAGES, "rounds": args.rounds}
     write("overhead_cpu.json", {"environment": before, "model": config, **size, "strategies": rows})
 
 

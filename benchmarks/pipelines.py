@@ -20,17 +20,17 @@ import optax
 
 from benchmarks.batches import abstract_batch
 from benchmarks.common import ROOT, environment, write
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
 
 STAGES, MICROBATCHES, ROWS = 4, (4, 8, 16, 32, 64), 4
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {},
     "1f1b": {},
-    "interleaved": {"chunks": 2},
+    "interleaved": {"virtual_stages": 2},
     "zero_bubble": {},
 }
 REMAT = ("dots", "full")
@@ -43,11 +43,11 @@ def temporaries(schedule: str, remat: str, parts: int) -> int:
         vision=dataclasses.replace(base.MODEL.vision, remat=remat),
         decoder=dataclasses.replace(base.MODEL.decoder, remat=remat),
     )
-    here = make_mesh(MeshConfig(data=1, stage=STAGES), jax.devices()[:STAGES])
+    here = make_mesh(MeshConfig(data=1, pipeline=STAGES), jax.devices()[:STAGES])
     split = StrategyConfig(schedule=schedule, **SCHEDULES[schedule])
     built = build_model(model, here, split)
     step, abstract, _ = assemble(built, NextToken(), optax.adamw(1e-4), parts)
-    rows = abstract_batch(model, here, parts * ROWS, base.LENGTH, base.PICTURES)
+    rows = abstract_batch(model, here, parts * ROWS, base.LENGTH, base.IMAGES)
     return step.lower(abstract, rows).compile().memory_analysis().temp_size_in_bytes
 
 

@@ -7,7 +7,8 @@ Published vision-language models at their real sizes on eight devices: strategie
 device, what is trained and the target are drawn from a fixed seed. ``open`` points are those that
 the planner's rules were found on; the prediction for a ``held`` one is written down (``--say``)
 before it is compiled. ``pairs`` points are held ones too, of contrastive training (CLIP, SigLIP,
-and vision-language models that make vectors), whole and in chunks. When rules change, held points
+and vision-language models that make embeddings), whole and in chunks. When rules change, held
+points
 that they were found on become open ones, and others are drawn. A compilation takes up to minutes:
 rows that are in the result are kept.
 
@@ -41,23 +42,26 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 
 from benchmarks.common import environment, kept, write
-from jaxvlm.build import published
 from jaxvlm.config import (
+    Config,
     ConfigError,
     DualConfig,
     LoraConfig,
+    LossConfig,
     MeshConfig,
     ModelConfig,
     StrategyConfig,
-    TrainConfig,
 )
+from jaxvlm.hf import model_zoo
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import absent, memory, topology, verify
-from jaxvlm.plan.absent import Rows
-from jaxvlm.plan.machine import parse
-from jaxvlm.plan.pairs import Pairing, how
-from jaxvlm.train.pairs import Chunk
+from jaxvlm.planner.compiled import topology, verify
+from jaxvlm.planner.hardware.machine import parse
+from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request import abstract_devices
+from jaxvlm.planner.request.abstract_devices import BatchShape
+from jaxvlm.planner.request.pairs import PairShapes, embedding_settings
+from jaxvlm.train.gradcache import Chunk
 
 NAME = "planner_memory"
 MODELS = (
@@ -190,7 +194,7 @@ def pair_points(target: str) -> list[Point]:
 
 def model_config(point: Point) -> ModelConfig | DualConfig:
     """The published model as it is trained there."""
-    config: Any = published.config_of(point.model)
+    config: Any = model_zoo.config_of(point.model)
     lora = LoraConfig(rank=16) if point.trained == "adapters" else LoraConfig()
     name = "text" if isinstance(config, DualConfig) else "decoder"
     return dataclasses.replace(
@@ -203,8 +207,8 @@ def model_config(point: Point) -> ModelConfig | DualConfig:
     )
 
 
-def pictures(config: ModelConfig, length: int) -> tuple[int, int]:
-    """(pictures, patches) of a row: about half of its tokens are theirs."""
+def images(config: ModelConfig, length: int) -> tuple[int, int]:
+    """(images, patches) of a row: about half of its tokens are theirs."""
     if config.vision.packed:
         return 2, length // 2 * config.connector.merge**2
     return max(1, length // 2 // num_visual_tokens(config)), 0
@@ -215,7 +219,7 @@ def frozen(point: Point) -> tuple[str, ...]:
     return ("vision/*",) if point.trained == "decoder" else ()
 
 
-def setup_of(point: Point, devices: Sequence[Any]) -> memory.Setup:
+def setup_of(point: Point, devices: Sequence[Any]) -> step_memory.StepSetup:
     """What is planned, and compiled."""
     config, platform = model_config(point), PLATFORMS[point.target.split(":")[0]]
     name, _, chunk = point.strategy.partition(" grad_cache=")
@@ -225,25 +229,31 @@ def setup_of(point: Point, devices: Sequence[Any]) -> memory.Setup:
     if point in pair_points(point.target):
         row, pairing = pairing_of(config, point.length, int(chunk or 0))
         how = (frozen(point), pairing.parts(point.rows), pairing)
-        return memory.Setup(config, mesh, strategy, platform, rows, *row, *how)
+        return step_memory.StepSetup(config, mesh, strategy, platform, rows, *row, *how)
     assert isinstance(config, ModelConfig)
-    count, patches = pictures(config, point.length)
-    return memory.Setup(
+    count, patches = images(config, point.length)
+    return step_memory.StepSetup(
         config, mesh, strategy, platform, rows, point.length, count, patches, frozen(point)
     )
 
 
-def pairing_of(config: ModelConfig | DualConfig, length: int, chunk: int) -> tuple[Rows, Pairing]:
+def pairing_of(
+    config: ModelConfig | DualConfig, length: int, chunk: int
+) -> tuple[BatchShape, PairShapes]:
     """The larger row of an example, and the example."""
     dual = isinstance(config, DualConfig)
-    run = TrainConfig(loss="info_nce", encoder="dual" if dual else "vlm")
+    run = Config(loss=LossConfig(name="info_nce"), embedder="dual" if dual else "vlm")
     chunks = Chunk(chunk), Chunk(chunk)
     if isinstance(config, DualConfig):
-        run = dataclasses.replace(run, loss="sigmoid" if config.has_bias else "info_nce")
-        pairing = Pairing(Rows(0, 1), Rows(length), how(run), chunks=chunks)
-        return Rows(length, 1), pairing
-    row = Rows(length, *pictures(config, length))
-    return row, Pairing(Rows(128), row, how(run), chunks=chunks)
+        run = dataclasses.replace(
+            run, loss=LossConfig(name="sigmoid" if config.has_bias else "info_nce")
+        )
+        pairing = PairShapes(
+            BatchShape(0, 1), BatchShape(length), embedding_settings(run), chunks=chunks
+        )
+        return BatchShape(length, 1), pairing
+    row = BatchShape(length, *images(config, length))
+    return row, PairShapes(BatchShape(128), row, embedding_settings(run), chunks=chunks)
 
 
 def compiled(point: Point) -> dict[str, Any]:
@@ -312,9 +322,9 @@ def read_assignment(text: str) -> dict[str, Any]:
 
 def predicted(point: Point) -> dict[str, Any]:
     """Bytes on a device by the planner."""
-    setup = setup_of(point, absent.devices(PLATFORMS[point.target.split(":")[0]], 8))
+    setup = setup_of(point, abstract_devices.devices(PLATFORMS[point.target.split(":")[0]], 8))
     start = time.perf_counter()
-    found = memory.estimate(setup)
+    found = step_memory.estimate(setup)
     return {
         "states": sum(found.states.values()),
         "temporary": round(sum(found.work.values())),

@@ -25,11 +25,12 @@ from typing import Any
 from benchmarks import setups
 from benchmarks.common import environment, kept, write
 from jaxvlm.config import ConfigError
-from jaxvlm.plan import search, wires
-from jaxvlm.plan.machine import Machine
-from jaxvlm.plan.question import Question
-from jaxvlm.plan.search import Memory, Plan
-from jaxvlm.plan.ways import Way, setup_of
+from jaxvlm.planner.hardware.machine import Machine
+from jaxvlm.planner.request.request import PlanRequest
+from jaxvlm.planner.search import candidate_memory, search
+from jaxvlm.planner.search.candidate_memory import Memory, Plan
+from jaxvlm.planner.search.candidates import Candidate, setup_of
+from jaxvlm.planner.time import communication
 
 NAME = "planner_choice"
 _SHOWN = 3
@@ -60,7 +61,7 @@ def chosen(row: dict[str, Any]) -> dict[str, Any]:
     way = setups.theirs(row)
     found["theirs"] = own(way, asked)
     found["rank"] = next(
-        (i for i, plan in enumerate(result.best, 1) if plan.way.family == way.family), 0
+        (i for i, plan in enumerate(result.best, 1) if plan.candidate.family == way.family), 0
     )
     if found["rank"] not in (1, 2) and not found["theirs"].get("fits"):
         same = search.search(asked, 1, lambda w: w.cache == "off" and w.family == way.family)
@@ -69,16 +70,16 @@ def chosen(row: dict[str, Any]) -> dict[str, Any]:
     if "measured" in row and "seconds" in found["theirs"]:
         found["measured_seconds"] = round(measured(row, asked, way), 3)
     found["notes"] = result.notes
-    found["compared"] = len(result.seen)
+    found["compared"] = len(result.considered)
     found["planned_in_cpu_seconds"] = round(time.process_time() - start, 1)
     return found
 
 
-def said(plan: Plan, asked: Question) -> dict[str, Any]:
+def said(plan: Plan, asked: PlanRequest) -> dict[str, Any]:
     """A plan in few words."""
     return {
-        "family": plan.way.family,
-        "way": plan.way.text(),
+        "family": plan.candidate.family,
+        "way": plan.candidate.text(),
         "seconds": round(plan.time.total, 3),
         "mfu": round(plan.time.mfu, 3),
         "gib": round(plan.peak / 2**30, 1),
@@ -87,12 +88,12 @@ def said(plan: Plan, asked: Question) -> dict[str, Any]:
     }
 
 
-def own(way: Way, asked: Question) -> dict[str, Any]:
+def own(way: Candidate, asked: PlanRequest) -> dict[str, Any]:
     """The authors' way: its plan, or why it can't be run here."""
     named = {"family": way.family, "way": way.text()}
     try:
         setups.parts(way, asked)
-        plan = Memory(asked).plan(way, search.time_of(asked, way))
+        plan = Memory(asked).plan(way, candidate_memory.time_of(asked, way))
     except ConfigError as error:
         return named | {"why": str(error)}
     return said(plan, asked)
@@ -111,7 +112,7 @@ def verdict(found: dict[str, Any]) -> str:
     return "faster" if found["choices"][0]["seconds"] < theirs["seconds"] else "slower"
 
 
-def measured(row: dict[str, Any], asked: Question, way: Way) -> float:
+def measured(row: dict[str, Any], asked: PlanRequest, way: Candidate) -> float:
     """Seconds of a step that its authors measured."""
     kind, value = next(iter(row["measured"].items()))
     if kind == "seconds":
@@ -119,12 +120,12 @@ def measured(row: dict[str, Any], asked: Question, way: Way) -> float:
     devices = asked.machine.devices
     if kind == "tokens_per_s_a_device":
         return asked.rows * asked.length / devices / float(value)
-    return search.time_of(asked, way).model_flops / devices / (float(value) * 1e12)
+    return candidate_memory.time_of(asked, way).model_flops / devices / (float(value) * 1e12)
 
 
 def verified(row: dict[str, Any]) -> dict[str, Any]:
     """The first choice and the authors' way, as compilers have them."""
-    from jaxvlm.plan import verify
+    from jaxvlm.planner.compiled import verify
 
     asked = setups.question_of(row)
     verify.prepare(asked.machine)
@@ -132,7 +133,7 @@ def verified(row: dict[str, Any]) -> dict[str, Any]:
     result = search.search(asked, 1, lambda way: way.cache == "off")
     first = result.best[0] if result.best else result.nearest
     assert first is not None, row["id"]
-    ways = {"ours": first.way, "theirs": setups.theirs(row)}
+    ways = {"ours": first.candidate, "theirs": setups.theirs(row)}
     made: dict[str, Any] = {}
     for who, way in ways.items():
         made[who] = {"way": way.text()}
@@ -143,7 +144,7 @@ def verified(row: dict[str, Any]) -> dict[str, Any]:
         if "why" in one:
             made[who]["why"] = one["why"].splitlines()[0][:300]
             continue
-        work = search.time_of(asked, way)
+        work = candidate_memory.time_of(asked, way)
         least, most = roofline(work.compute + work.hbm, one["sent"], way, asked.machine)
         made[who] |= {
             "gib": round(one["memory"]["peak"] / 2**30, 1),
@@ -154,21 +155,23 @@ def verified(row: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def roofline(work: float, sent: Any, way: Way, there: Machine) -> tuple[float, float]:
+def roofline(work: float, sent: Any, way: Candidate, there: Machine) -> tuple[float, float]:
     """(everything sent hides behind the work, nothing does): seconds of a step.
 
     Args:
         work: seconds of matmuls and of memory.
-        sent: collectives of the compiled program, see ``jaxvlm.plan.collectives``.
+        sent: collectives of the compiled program, see ``jaxvlm.planner.compiled.collectives``.
         way: whose mesh it is.
         there: rates.
     """
     links = network = 0.0
     for one in sent:
-        axes = one.axes or tuple(a for a in wires.AXES if getattr(way.mesh, a) > 1)
+        axes = one.axes or tuple(a for a in communication.AXES if getattr(way.mesh, a) > 1)
         # ``bytes`` of a permute are what is sent
-        fast, slow = wires.seconds(
-            wires.Message("permute", axes, "", float(one.wire_bytes), 1.0, False), way.mesh, there
+        fast, slow = communication.seconds(
+            communication.Message("permute", axes, "", float(one.wire_bytes), 1.0, False),
+            way.mesh,
+            there,
         )
         links, network = links + fast, network + slow
     return max(work, links, network), work + max(links, network)
@@ -199,7 +202,7 @@ def line(row: dict[str, Any]) -> str:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows of the page docs/planning_choice.md."""
-    heads = ("set-up", "authors", "first choice", "second", "verdict")
+    heads = ("setup", "authors", "first choice", "second", "verdict")
     lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---' for _ in heads)} |"]
     for row in rows:
         if "choices" not in row:

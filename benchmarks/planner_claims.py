@@ -13,7 +13,6 @@ import math
 from typing import Any
 
 from benchmarks.common import environment, write
-from jaxvlm.build import published
 from jaxvlm.config import (
     ConnectorConfig,
     DecoderConfig,
@@ -22,8 +21,13 @@ from jaxvlm.config import (
     StrategyConfig,
     VisionConfig,
 )
+from jaxvlm.hf import model_zoo
+from jaxvlm.models import model_flops
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import absent, count, machine, memory, time
+from jaxvlm.planner.hardware import machine
+from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request import abstract_devices
+from jaxvlm.planner.time import step_time
 
 # SigLIP-B/16 at 224 pixels, pixel shuffle by 2, SmolLM2-135M: the 222M model of nanoVLM.
 NANO = ModelConfig(
@@ -37,19 +41,21 @@ NANO = ModelConfig(
     ),
 )  # fmt: skip
 TEXT = 256
-"""Tokens of text beside a picture's."""
+"""Tokens of text beside an image's."""
 
 
 def held(config: ModelConfig, preset: str, devices: int, frozen: tuple[str, ...] = ()) -> float:
     """Bytes a device of float32 parameters, AdamW's moments and gradients."""
     sizes = MeshConfig(data=2) if preset == "hybrid_shard" else MeshConfig()
-    mesh, strategy = resolve(StrategyConfig(preset), sizes, absent.devices("gpu", devices))
+    mesh, strategy = resolve(
+        StrategyConfig(preset), sizes, abstract_devices.devices("gpu", devices)
+    )
     packed = config.vision.packed
-    setup = memory.Setup(
+    setup = step_memory.StepSetup(
         config, mesh, strategy, "gpu", devices, 1024, 1, 1024 if packed else 0, frozen
     )
-    model = memory.model_of(setup)
-    states = memory.states(setup, model)
+    model = step_memory.model_of(setup)
+    states = step_memory.states(setup, model)
     layout = model.layout("gradients")
     still = tuple(p.rstrip("*") for p in frozen)
     gradients = sum(
@@ -62,9 +68,13 @@ def held(config: ModelConfig, preset: str, devices: int, frozen: tuple[str, ...]
 
 def parameters(config: ModelConfig) -> tuple[int, int]:
     """(of all, of the tower)."""
-    mesh, strategy = resolve(StrategyConfig("single"), MeshConfig(), absent.devices("gpu", 1))
+    mesh, strategy = resolve(
+        StrategyConfig("single"), MeshConfig(), abstract_devices.devices("gpu", 1)
+    )
     packed = 1024 if config.vision.packed else 0
-    model = memory.model_of(memory.Setup(config, mesh, strategy, "gpu", 1, 64, 1, packed))
+    model = step_memory.model_of(
+        step_memory.StepSetup(config, mesh, strategy, "gpu", 1, 64, 1, packed)
+    )
     sizes = {path: math.prod(x.shape) for path, x in model.shapes.items()}
     return sum(sizes.values()), sum(n for p, n in sizes.items() if p.startswith("vision/"))
 
@@ -75,7 +85,7 @@ def frozen_tower() -> dict[str, Any]:
     names = ("smolvlm-256m", "paligemma2-3b", "qwen3-vl-2b", "llava-1.5-7b", "qwen3-vl-8b")
     for name, config in {
         "nanoVLM-222M": NANO,
-        **{n: published.config_of(n) for n in names},
+        **{n: model_zoo.config_of(n) for n in names},
     }.items():
         total, tower = parameters(config)
         whole, part = (held(config, "single", 1, f) for f in ((), ("vision/*",)))
@@ -89,7 +99,7 @@ def frozen_tower() -> dict[str, Any]:
 
 def zero2() -> dict[str, Any]:
     """What ZeRO-2 spares on 8 devices, in two conventions of mixed precision."""
-    config = published.config_of("llava-1.5-7b")
+    config = model_zoo.config_of("llava-1.5-7b")
     alone, split = held(config, "single", 1), held(config, "zero2", 8)
     return {
         "bf16 weights and gradients, 12 bytes of moments and master weights": round(
@@ -104,10 +114,10 @@ def zero2() -> dict[str, Any]:
 
 
 def towers() -> dict[str, Any]:
-    """The tower's forward FLOPs as a share of the decoder's: one picture and some text."""
+    """The tower's forward FLOPs as a share of the decoder's: one image and some text."""
     rows = {}
-    for name in published.names():
-        config = published.config_of(name)
+    for name in model_zoo.names():
+        config = model_zoo.config_of(name)
         if not isinstance(config, ModelConfig):
             continue  # CLIP and SigLIP have no decoder
         patches = (
@@ -117,17 +127,17 @@ def towers() -> dict[str, Any]:
         )
         length = TEXT + patches // config.connector.merge**2
         packed = patches if config.vision.packed else 0
-        found = count.forward(config, length, length, 1, packed)
+        found = model_flops.forward(config, length, length, 1, packed)
         rows[name] = round(found.vision / (found.decoder + found.head), 2)
     return rows
 
 
 def tokens() -> dict[str, Any]:
-    """2,304 patches of a picture of 768 x 768 given to the decoder one by one, by 4 and by 9."""
-    config, rows = published.config_of("qwen3-vl-8b"), {}
+    """2,304 patches of an image of 768 x 768 given to the decoder one by one, by 4 and by 9."""
+    config, rows = model_zoo.config_of("qwen3-vl-8b"), {}
     for visual in (2304, 576, 256):
         length = TEXT + visual
-        found = count.forward(config, length, length, 1, 2304)
+        found = model_flops.forward(config, length, length, 1, 2304)
         d = config.decoder
         rows[str(visual)] = {
             "decoder_tflops": round((found.decoder + found.head) / 1e12, 1),
@@ -139,7 +149,7 @@ def tokens() -> dict[str, Any]:
 
 def hybrid_shard() -> dict[str, Any]:
     """A step of hybrid shard against fully sharded, over nodes of 8 H200, by the roofline."""
-    model, rows = published.config_of("qwen3-vl-8b"), {}
+    model, rows = model_zoo.config_of("qwen3-vl-8b"), {}
     full = dataclasses.replace(
         model, dtype="bfloat16", decoder=dataclasses.replace(model.decoder, remat="full")
     )
@@ -151,12 +161,12 @@ def hybrid_shard() -> dict[str, Any]:
                 ("fsdp", MeshConfig()),
                 ("hybrid_shard", MeshConfig(data=hosts, fsdp=8)),
             ):
-                devices = absent.devices("gpu", 8 * hosts, a_host=8)
+                devices = abstract_devices.devices("gpu", 8 * hosts, devices_per_host=8)
                 mesh, strategy = resolve(StrategyConfig(preset), sizes, devices)
-                setup = memory.Setup(
+                setup = step_memory.StepSetup(
                     full, mesh, strategy, "gpu", 8 * hosts * a_device, 2048, 1, 4096
                 )
-                seconds[preset] = time.step_time(setup, there).total
+                seconds[preset] = step_time.step_time(setup, there).total
             gain = seconds["fsdp"] / seconds["hybrid_shard"] - 1
             rows[f"{hosts} nodes, {a_device} rows a device"] = round(100 * gain, 1)
     return rows
@@ -164,7 +174,7 @@ def hybrid_shard() -> dict[str, Any]:
 
 def guides() -> dict[str, Any]:
     """GB a device of 8 billion parameters on 8 devices with AdamW, activations left out."""
-    config = published.config_of("internvl3-8b")
+    config = model_zoo.config_of("internvl3-8b")
     return {
         preset: round(held(config, preset, 8) / 1e9, 1)
         for preset in ("ddp", "zero1", "zero2", "fsdp")

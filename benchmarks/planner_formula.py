@@ -3,7 +3,8 @@
     python -m benchmarks.planner_formula
 
 Published vision-language models on eight devices, 32 rows, all trained: the peak by
-``plan/rough.py``, uncorrected, over that by ``plan/memory.py``, less one.
+``planner/memory/quick_memory.py``, uncorrected, over that by ``planner/memory/step_memory.py``,
+less one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from benchmarks.common import environment, write
 from jaxvlm.config import MeshConfig
 from jaxvlm.parallel.strategies import PRESETS
-from jaxvlm.plan import machine, memory, question, search, ways
+from jaxvlm.planner.hardware import machine
+from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request import request
+from jaxvlm.planner.search import candidates, search
 
 MODELS = ("qwen3-vl-8b", "llava-1.5-7b", "gemma-3-12b", "qwen3-vl-30b-a3b")
 DEVICES = ("h200:8", "v5p:2x2x2")
@@ -43,14 +47,14 @@ def main() -> None:
     """Ask both for each way, print a line each, write the result."""
     before, rows = environment(), []
     for model, device, length in itertools.product(MODELS, DEVICES, LENGTHS):
-        asked = question.Asked(batch=32, length=length)
-        found = question.ask(model, None, machine.parse(device), asked)
+        asked = request.RequestFlags(batch=32, length=length)
+        found = request.plan_request(model, None, machine.parse(device), asked)
         rough = search.Memory(found)
         more = EXPERTS if model.endswith("a3b") else ()
         for preset, remat, microbatches, tensor, expert in (*WAYS, *more):
             mesh = MeshConfig(data=1, fsdp=8 // tensor // expert, tensor=tensor, expert=expert)
-            way = ways.Way(preset, mesh, PRESETS[preset], remat, microbatches)
-            traced = memory.estimate(ways.setup_of(found, way)).peak
+            way = candidates.Candidate(preset, mesh, PRESETS[preset], remat, microbatches)
+            traced = step_memory.estimate(candidates.setup_of(found, way)).peak
             parts = f"microbatches={microbatches} tensor={tensor} expert={expert}"
             row = {
                 "model": model,
@@ -58,7 +62,7 @@ def main() -> None:
                 "length": length,
                 "way": f"{preset} {remat} {parts}",
                 "traced_gib": round(traced / 2**30, 1),
-                "error": round(rough.about(way) / traced - 1, 3),
+                "error": round(rough.bytes_by_formula(way) / traced - 1, 3),
             }
             rows.append(row)
             print(row, flush=True)

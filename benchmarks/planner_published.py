@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import HERE, environment, kept, write
-from jaxvlm.build import published
 from jaxvlm.config import (
     ConfigError,
     ConnectorConfig,
@@ -28,15 +27,19 @@ from jaxvlm.config import (
     StrategyConfig,
     VisionConfig,
 )
+from jaxvlm.hf import model_zoo
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import absent, machine, memory, search
-from jaxvlm.plan.time import step_time
+from jaxvlm.planner.hardware import machine
+from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request import abstract_devices
+from jaxvlm.planner.search import candidate_memory
+from jaxvlm.planner.time.step_time import step_time
 
 
 def model_of(said: dict[str, Any], remat: str, dtype: str) -> ModelConfig:
     """A row's model."""
     if "published" in said:
-        config = published.config_of(said["published"])
+        config = model_zoo.config_of(said["published"])
         assert isinstance(config, ModelConfig)
     else:
         config = ModelConfig(
@@ -52,15 +55,17 @@ def model_of(said: dict[str, Any], remat: str, dtype: str) -> ModelConfig:
     )
 
 
-def setup_of(row: dict[str, Any], models: dict[str, Any]) -> tuple[memory.Setup, machine.Machine]:
+def setup_of(
+    row: dict[str, Any], models: dict[str, Any]
+) -> tuple[step_memory.StepSetup, machine.Machine]:
     """What is planned, and on what."""
     dtype = row.get("dtype", "bfloat16")
     there = machine.parse(row["machine"], dtype)
-    devices = absent.devices(there.platform, there.devices, a_host=there.a_host)
+    devices = abstract_devices.devices(there.platform, there.devices, there.devices_per_host)
     mesh, strategy = resolve(StrategyConfig(**row["strategy"]), MeshConfig(**row["mesh"]), devices)
-    made = memory.Setup(
+    made = step_memory.StepSetup(
         model_of(models[row["model"]], row["remat"], dtype), mesh, strategy, there.platform,
-        row["rows"], row["length"], row.get("pictures", 0), frozen=tuple(row.get("frozen", ())),
+        row["rows"], row["length"], row.get("images", 0), frozen=tuple(row.get("frozen", ())),
         microbatches=row["microbatches"],
     )  # fmt: skip
     return made, there
@@ -85,12 +90,12 @@ def states_row(row: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     """Bytes between steps, gradients with them, by the authors' bytes of a number: how many of each
     a device holds is the planner's word for a model of about that size."""
     there = machine.parse(row["machine"])
-    devices = absent.devices(there.platform, there.devices, a_host=there.a_host)
+    devices = abstract_devices.devices(there.platform, there.devices, there.devices_per_host)
     mesh, strategy = resolve(StrategyConfig(row["preset"]), MeshConfig(), devices)
     config = model_of(models[row["model"]], "none", "bfloat16")
-    setup = memory.Setup(config, mesh, strategy, there.platform, there.devices, 1, 0)
-    model = memory.model_of(setup)
-    states, layout = memory.states(setup, model), model.layout("gradients")
+    setup = step_memory.StepSetup(config, mesh, strategy, there.platform, there.devices, 1, 0)
+    model = step_memory.model_of(setup)
+    states, layout = step_memory.states(setup, model), model.layout("gradients")
     held = {
         "params": states["parameters"] / 4,
         "optimizer": states["moments"] / 8,  # two of float32
@@ -109,10 +114,10 @@ def peak_row(row: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     """Memory of a step."""
     setup, there = setup_of(row, models)
     try:
-        peak = memory.estimate(setup).peak
+        peak = step_memory.estimate(setup).peak
     except ConfigError as error:
         return {"planned": None, "measured": row["measured"], "error": None, "why": str(error)}
-    capacity = (1 - search.MARGIN) * there.chip.hbm_bytes
+    capacity = (1 - candidate_memory.MARGIN) * there.chip.hbm_bytes
     if row["kind"] == "fits" or row["measured"].get("oom"):
         fits = row["measured"].get("fits", False)
         return {"planned": bool(peak < capacity), "measured": fits,

@@ -22,27 +22,30 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.batches import pictures_and_text
+from benchmarks.batches import images_and_text
 from benchmarks.common import environment, kept, write
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
-from jaxvlm.build.process import keep_freed_memory
-from jaxvlm.build.training import build_training
 from jaxvlm.config import (
+    Config,
     ConnectorConfig,
     DecoderConfig,
     DualConfig,
+    LossConfig,
     MeshConfig,
     ModelConfig,
     TextConfig,
-    TrainConfig,
     VisionConfig,
 )
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.process import keep_freed_memory
 from jaxvlm.parallel.strategies import PRESETS
-from jaxvlm.plan import absent, calibrate, machine, memory, pairs
-from jaxvlm.plan import time as step_times
+from jaxvlm.planner.hardware import calibrate, machine
+from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request import abstract_devices, pairs
+from jaxvlm.planner.time import step_time as step_times
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.trainer.training import build_training
 from jaxvlm.types import Batch, Pairs
 
 
@@ -53,7 +56,7 @@ class Case:
     config: ModelConfig | DualConfig
     rows: int
     length: int
-    pictures: int = 1
+    images: int = 1
     patches: int = 0
     frozen: tuple[str, ...] = ()
 
@@ -76,10 +79,10 @@ CASES = {
         ModelConfig(
             VisionConfig(
                 image_size=256, patch_size=16, width=384, depth=6, num_heads=6, mlp_dim=1536,
-                activation="gelu_tanh", packed=True, patch_layout="cthw", frames=2, block=2,
+                activation="gelu_tanh", packed=True, patch_layout="cthw", frames=2, merge_block=2,
                 rope_theta=1e4, post_norm=False, final_norm=False, feature_layers=(-1, -4, -2),
             ),
-            ConnectorConfig(merge=2, norm="layer", levels=2, hidden=1536),
+            ConnectorConfig(merge=2, norm="layer", deepstack_levels=2, hidden=1536),
             DecoderConfig(
                 vocab_size=8192, width=512, depth=6, num_heads=8, num_kv_heads=2, head_dim=64,
                 mlp_dim=1536, qk_norm=True, rope_sections=(12, 10, 10), rope_interleaved=True,
@@ -102,7 +105,7 @@ CASES = {
         ),
         2, 320,
     ),
-    "decoder alone": Case(ModelConfig(decoder=_LLAMA), 2, 512, pictures=0),
+    "decoder alone": Case(ModelConfig(decoder=_LLAMA), 2, 512, images=0),
     "CLIP-like, InfoNCE": Case(
         DualConfig(
             vision=VisionConfig(
@@ -125,23 +128,23 @@ CASES = {
                 num_types=2, norm_after=True,
             ),
         ),
-        32, 128, pictures=0,
+        32, 128, images=0,
     ),
 }  # fmt: skip
 
 
 def batch_of(case: Case) -> Batch:
     """Rows of one segment."""
-    if not case.pictures:
-        made = pictures_and_text(case.config, case.rows, case.length, 1)
+    if not case.images:
+        made = images_and_text(case.config, case.rows, case.length, 1)
         return made._replace(pixels=None, image_start=None)
-    made = pictures_and_text(case.config, case.rows, case.length, case.pictures)
+    made = images_and_text(case.config, case.rows, case.length, case.images)
     vision = case.config.vision
     if not vision.packed:
         return made
-    side = int((case.patches / case.pictures) ** 0.5 // vision.block * vision.block)
-    grid = np.tile(np.asarray([1, side, case.patches // case.pictures // side], np.int32),
-                   (case.rows, case.pictures, 1))  # fmt: skip
+    side = int((case.patches / case.images) ** 0.5 // vision.merge_block * vision.merge_block)
+    grid = np.tile(np.asarray([1, side, case.patches // case.images // side], np.int32),
+                   (case.rows, case.images, 1))  # fmt: skip
     width = 3 * vision.frames * vision.patch_size**2
     patches = np.random.default_rng(0).integers(0, 256, (case.rows, case.patches, width), np.uint8)
     positions = np.repeat(made.positions, max(1, len(case.config.decoder.rope_sections)), axis=1)
@@ -149,9 +152,9 @@ def batch_of(case: Case) -> Batch:
 
 
 def pairs_of(case: Case) -> Pairs:
-    """Pictures and their texts, or texts and their texts."""
+    """Images and their texts, or texts and their texts."""
     rng, vision = np.random.default_rng(0), case.config.vision
-    count = case.rows if case.pictures else case.rows // 2
+    count = case.rows if case.images else case.rows // 2
 
     def texts(*lead: int) -> Batch:
         place = np.broadcast_to(np.arange(case.length, dtype=np.int32), (*lead, case.length))
@@ -160,7 +163,7 @@ def pairs_of(case: Case) -> Pairs:
         return Batch(tokens, ones.astype(np.float32), place[..., None, :], ones)
 
     query = texts(count)
-    if case.pictures:
+    if case.images:
         none = np.zeros((count, 0), np.int32)
         shape = (count, 1, vision.image_size, vision.image_size, 3)
         query = Batch(
@@ -178,7 +181,9 @@ class Step:
     def __init__(self, case: Case):
         mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
         if isinstance(case.config, DualConfig):
-            run = TrainConfig(encoder="dual", dual=case.config, loss="info_nce", steps=1000)
+            run = Config(
+                embedder="dual", dual=case.config, loss=LossConfig(name="info_nce"), steps=1000
+            )
             model = build_model(case.config, mesh)
             made = build_training(run, model, 1000, lambda _: None)
             self.state, self.batch = made.init(model.init(0)), jax.device_put(pairs_of(case))
@@ -201,16 +206,18 @@ class Step:
 
 def planned(case: Case, rates: calibrate.Rates) -> step_times.StepTime:
     """What the planner says."""
-    setup = memory.Setup(
+    setup = step_memory.StepSetup(
         case.config, MeshConfig(data=1), PRESETS["single"], "cpu", case.rows, case.length,
-        case.pictures, case.patches, case.frozen,
+        case.images, case.patches, case.frozen,
     )  # fmt: skip
     if isinstance(case.config, DualConfig):
-        run = TrainConfig(encoder="dual", loss="info_nce")
-        text = absent.Rows(case.length)
-        query = absent.Rows(0, 1) if case.pictures else text
-        count = case.rows if case.pictures else case.rows // 2
-        setup = setup._replace(rows=count, pairs=pairs.Pairing(query, text, pairs.how(run)))
+        run = Config(embedder="dual", loss=LossConfig(name="info_nce"))
+        text = abstract_devices.BatchShape(case.length)
+        query = abstract_devices.BatchShape(0, 1) if case.images else text
+        count = case.rows if case.images else case.rows // 2
+        setup = setup._replace(
+            rows=count, pairs=pairs.PairShapes(query, text, pairs.embedding_settings(run))
+        )
     return step_times.step_time(setup, machine.parse("cpu:1", case.config.dtype, rates))
 
 

@@ -3,7 +3,7 @@
     pip install -e '.[aot]'
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.pods
 
-A row of LENGTH tokens and its pictures a device, bfloat16, full remat, AdamW with float32
+A row of LENGTH tokens and its images a device, bfloat16, full remat, AdamW with float32
 parameters and moments. Where a step does not fit, adapters on a base in bytes are tried, and a row
 of their own says so; ``--fsdp`` tries another split where the compiler itself fails. Bounds are
 what a step cannot be faster than: model FLOPs at the chip's peak, wire bytes (ring algorithm) at
@@ -29,18 +29,19 @@ import optax
 
 from benchmarks.batches import abstract_batch
 from benchmarks.common import ROOT, environment, kept, write
-from jaxvlm.build import published
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import LoraConfig, MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.hf import model_zoo
 from jaxvlm.losses.next_token import NextToken
+from jaxvlm.models import model_flops
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.plan import chips, collectives, count, topology
-from jaxvlm.train import programs
+from jaxvlm.planner.compiled import collectives, topology
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train import chips, compiled_steps
 
-LENGTH, PATCHES, PICTURES = 4096, 4096, 4
+LENGTH, PATCHES, IMAGES = 4096, 4096, 4
 MODELS = ("qwen3-vl-8b", "llava-1.5-13b", "qwen3-vl-235b-a22b")
 TARGETS = ("v5e:16x16", "v5p:8x8x8", "v6e:16x16", "2 v5e:16x16", "h200:8", "h200:64", "h200:256")
 LORA = LoraConfig(rank=16, base="int8")
@@ -48,7 +49,7 @@ LORA = LoraConfig(rank=16, base="int8")
 
 def model_config(name: str, target: str) -> ModelConfig:
     """A published model as it is trained."""
-    config = published.config_of(name)
+    config = model_zoo.config_of(name)
     assert isinstance(config, ModelConfig)
     return dataclasses.replace(
         config,
@@ -81,10 +82,10 @@ def one(name: str, target: str, frozen: bool, lora: bool, fsdp: int) -> dict[str
     still = ("vision/*",) if frozen else ()
     step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-4), frozen=still)
     chip = chips.lookup(devices[0].device_kind, "bfloat16")
-    patches = PATCHES / PICTURES if config.vision.packed else 0
+    patches = PATCHES / IMAGES if config.vision.packed else 0
     if not patches:
-        assert num_visual_tokens(config) * PICTURES < LENGTH
-    forward = count.forward(config, LENGTH, LENGTH, PICTURES, patches)
+        assert num_visual_tokens(config) * IMAGES < LENGTH
+    forward = model_flops.forward(config, LENGTH, LENGTH, IMAGES, patches)
     trained = {"vision": not (frozen or lora), "connector": not lora, "decoder": not lora}
     adapted = ("vision", "connector", "decoder") if lora else ()
     row: dict[str, Any] = {
@@ -98,16 +99,16 @@ def one(name: str, target: str, frozen: bool, lora: bool, fsdp: int) -> dict[str
         "frozen": frozen,
         "parameters": sum(math.prod(x.shape) for x in model.shapes.values()),
         "tokens_a_device": LENGTH,
-        "flops_a_device": count.step(forward, trained, adapted).total,
+        "flops_a_device": model_flops.step(forward, trained, adapted).total,
     }
-    batch = abstract_batch(config, here, len(devices), LENGTH, PICTURES, PATCHES)
+    batch = abstract_batch(config, here, len(devices), LENGTH, IMAGES, PATCHES)
     cpu = time.process_time()
     try:
         program = step.lower(abstract, batch).compile()
     except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
     spent = time.process_time() - cpu
-    memory = programs.memory(program)
+    memory = compiled_steps.memory(program)
     found = collectives.read(program.as_text(), dict(here.shape))
     wire = collectives.total(found)
     row |= {

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxvlm.build.words import make_tokenizer
-from jaxvlm.config import DataConfig, TrainConfig
-from jaxvlm.data import chat
-from jaxvlm.data.loader import Dataset
-from jaxvlm.data.run_data import read_records
-from jaxvlm.models.families import clip
+from jaxvlm.config import Config, DataConfig
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.conversations.run_data import read_records
+from jaxvlm.hf.families import clip
+from jaxvlm.hf.run_tokenizer import make_tokenizer
 from jaxvlm.types import Batch
 
 SMALL = {
@@ -64,7 +64,7 @@ def model(folder: pathlib.Path, dims: dict, vocab: int, image_id: int, patch: in
 
 
 def padded(folder: pathlib.Path, rows: int = 8, length: int = 192, vocab: int = 2048) -> dict:
-    """One batch of padded rows, a picture of 64 tokens first in each."""
+    """One batch of padded rows, an image of 64 tokens first in each."""
     image_id, patches = vocab - 1, 64
     rng = np.random.default_rng(0)
     lengths = rng.integers(length // 2, length + 1, rows)
@@ -96,9 +96,9 @@ def padded(folder: pathlib.Path, rows: int = 8, length: int = 192, vocab: int = 
 def mix(folder: pathlib.Path, dims: str, steps: int = 4) -> tuple[dict, dict[str, dict]]:
     """``steps`` packed batches with and without sharing, and the first's records for torch."""
     rows, length, patches = 16, 144, 16
-    base = TrainConfig()
+    base = Config()
     read = read_records(DataConfig(), "easy-vqa:train")
-    tokenizer = make_tokenizer(base, None, lambda: chat.texts(read[0]))
+    tokenizer = make_tokenizer(base, None, lambda: tokenize.texts(read[0]))
     vocab = -(-tokenizer.vocab_size // 64) * 64
     counts = {}
     for name, share in (("mix_shared", True), ("mix_packed", False)):
@@ -107,8 +107,8 @@ def mix(folder: pathlib.Path, dims: str, steps: int = 4) -> tuple[dict, dict[str
             batch_size=rows,
             max_length=length,
             # A record takes more than 24 tokens, so this never keeps one out of a row.
-            max_images=1 if share else length // (patches + 8),
-            share_pictures=share,
+            max_images_per_sequence=1 if share else length // (patches + 8),
+            share_images=share,
         )
         dataset = Dataset.from_config(
             config, tokenizer, image_size=64, num_patches=patches, read=read
@@ -176,7 +176,7 @@ def _pad(
         tokens, loss = np.repeat(tokens, wide), np.repeat(loss, wide)
         ids[row, : len(tokens)], seen[row, : len(tokens)] = tokens, 1
         labels[row, : len(tokens)] = np.where(loss, tokens, -100)
-        pixels += [dataset.views.get(p)[0].pixels for p in corpus.pictures[i]]
+        pixels += [dataset.image_inputs.get(p)[0].pixels for p in corpus.images[i]]
     return {
         "input_ids": ids,
         "attention_mask": seen,

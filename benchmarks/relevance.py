@@ -1,9 +1,9 @@
-"""Learned choice of a picture's tokens against as many of a uniform pooling or a random choice.
+"""Learned choice of an image's tokens against as many of a uniform pooling or a random choice.
 
     python -m benchmarks.relevance
     python -m benchmarks.relevance --data=FOLDER   # writes the recipe's data, and no more
 
-Made pictures of 64 pixels a side: coloured squares of 8 pixels among each other on grey noise, and
+Made images of 64 pixels a side: coloured squares of 8 pixels among each other on grey noise, and
 one of them marked in black, or four, each in its way. A question names a mark, the answer is the
 colour of its square; one in six is right by chance. The recipe is ``configs/relevance.py`` for all:
 the tower is random and frozen, its tokens are kept, 16 tokens stand for 256 patches. Figures are of
@@ -32,8 +32,9 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.common import ROOT, environment, write
-from jaxvlm.build.run import Run
+from jaxvlm.config import to_config_dict
 from jaxvlm.models.relevance import Relevance
+from jaxvlm.trainer.trainer import Trainer
 
 SIDE, SQUARE, ROOM, PLAIN = 64, 8, 12, 12
 COLOURS = {
@@ -48,14 +49,14 @@ MARKS = {
     "framed": (_Y % (SQUARE - 1) == 0) | (_X % (SQUARE - 1) == 0),
 }
 TASKS = {
-    # marks, pictures, steps
+    # marks, images, steps
     "one mark": (("crossed",), 3000, 400),
     "four marks": (tuple(MARKS), 3000, 1000),
 }
 CONTESTANTS = ("learned", "without the question", "random", "uniform mean", "uniform concat")
 
 
-def picture(
+def image(
     rng: np.random.Generator, marks: Collection[str] = MARKS
 ) -> tuple[np.ndarray, dict[str, str]]:
     """u8[64, 64, 3], and the colour of the square with each mark."""
@@ -73,13 +74,13 @@ def picture(
 
 
 def write_data(
-    folder: pathlib.Path, name: str, pictures: int, seed: int, marks: Collection[str] = MARKS
+    folder: pathlib.Path, name: str, images: int, seed: int, marks: Collection[str] = MARKS
 ) -> None:
-    """``folder/name.jsonl`` and its pictures, of up to two questions each."""
+    """``folder/name.jsonl`` and its images, of up to two questions each."""
     rng, lines = np.random.default_rng(seed), []
     (folder / name).mkdir(parents=True)
-    for i in range(pictures):
-        pixels, colours = picture(rng, marks)
+    for i in range(images):
+        pixels, colours = image(rng, marks)
         file = f"{name}/{i}.png"
         Image.fromarray(pixels).save(folder / file)
         for mark in rng.permutation(list(marks))[:2].tolist():
@@ -101,8 +102,9 @@ def chance(_self: Relevance, x: jax.Array, *_: Any) -> jax.Array:
 
 
 def settings(folder: pathlib.Path, contestant: str, seed: int = 0) -> Any:
-    """The recipe, with as many tokens a picture for each contestant."""
-    config = runpy.run_path(str(ROOT / "configs" / "relevance.py"))["get_config"](str(folder))
+    """The recipe, with as many tokens an image for each contestant."""
+    get_config = runpy.run_path(str(ROOT / "configs" / "relevance.py"))["get_config"]
+    config = to_config_dict(get_config(str(folder)))
     connector, relevance = config.model.connector, config.model.connector.relevance
     if contestant.startswith("uniform"):
         connector.merge, connector.pool = 4, contestant.split()[1]
@@ -118,14 +120,14 @@ def train(config: Any, contestant: str) -> dict[str, Any]:
     start = time.perf_counter()
     score = chance if contestant == "random" else Relevance.score
     with tempfile.TemporaryDirectory() as workdir, mock.patch.object(Relevance, "score", score):
-        run = Run(config, workdir, devices=jax.devices()[:1])
+        run = Trainer(config, workdir, devices=jax.devices()[:1])
         done = run.fit()
         lines = (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines()
     steps = [row["train/step_ms"] for row in map(json.loads, lines) if "train/step_ms" in row]
     found = {
         "contestant": contestant,
         "seed": config.seed,
-        "tokens_a_picture": len(run.pictures.span(0, 0).ids),
+        "tokens_a_image": len(run.image_format.span(0, 0).ids),
         "steps": done["step"],
         "exact_match": round(done["exact_match"], 4),
         "blind": round(done["blind/exact_match"], 4),
@@ -163,9 +165,9 @@ def main() -> None:
 
 
 def make_data(folder: pathlib.Path, task: str) -> None:
-    """Both files of a task; 400 pictures are never trained on."""
-    marks, pictures, _ = TASKS[task]
-    write_data(folder, "train", pictures, 0, marks)
+    """Both files of a task; 400 images are never trained on."""
+    marks, images, _ = TASKS[task]
+    write_data(folder, "train", images, 0, marks)
     write_data(folder, "eval", 400, 1, marks)
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.same_losses --compare before.json after.json
 
 Each run of ``RUNS`` is a process of its own with a set number of devices and threads, so that it
-gives the same bits each time. Kept are each step's loss, gradient norm and share of pictures whose
+gives the same bits each time. Kept are each step's loss, gradient norm and share of images whose
 tokens the cache had, as ``float.hex`` says them, and a SHA-256 of each parameter's bytes after the
 last step, frozen ones too. ``--compare`` prints a line a run and exits 1 if anything differs; a
 parameter that has another path and the same bytes is counted as moved, and differs too.
@@ -42,10 +42,10 @@ VLM = {f"model.vision.{name}": value for name, value in TOWER.items()} | {
     f"model.decoder.{name}": value for name, value in DECODER.items()
 }
 TALK = SHORT | {"data.train": "{data}", "data.batch_size": 8, "data.max_length": 64}
-CACHED = TALK | VLM | {"model.vision.stem": "conv", "cache.chunk": 2}
+CACHED = TALK | VLM | {"model.vision.stem": "conv", "cache.encode_batch": 2}
 PAIRS = SHORT | {
     "data.train": "{pairs}", "data.batch_size": 8, "data.max_length": 32, "data.buckets": 1,
-    "loss": "info_nce", "grad_cache.query": 2, "grad_cache.document": 3,
+    "loss.name": "info_nce", "grad_cache.query_mini_batch": 2, "grad_cache.document_mini_batch": 3,
 }  # fmt: skip
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     # Devices, and what is unlike the defaults; names in braces are paths of ``given``.
@@ -56,25 +56,25 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         "microbatches": 2,
     }),
     "pairs, dual": (4, PAIRS | {f"dual.vision.{name}": value for name, value in TOWER.items()} | {
-        "encoder": "dual", "dual.embed_dim": 16, "dual.text.width": 16, "dual.text.depth": 1,
+        "embedder": "dual", "dual.embed_dim": 16, "dual.text.width": 16, "dual.text.depth": 1,
         "dual.text.num_heads": 2, "dual.text.mlp_dim": 32, "dual.text.max_length": 16,
         "pair_loss.temperature": 0.0, "mesh.data": 2, "mesh.fsdp": 2, "data.batch_size": 16,
     }),
-    "pairs, vlm": (1, PAIRS | VLM | {"pair_loss.dims": (8, 16)}),
+    "pairs, vlm": (1, PAIRS | VLM | {"pair_loss.matryoshka_dims": (8, 16)}),
     "pipeline": (8, TALK | VLM | {
         "model.decoder.depth": 4, "model.decoder.remat": "dots", "model.vision.remat": "dots",
-        "mesh.data": 2, "mesh.tensor": 2, "mesh.stage": 2, "microbatches": 4,
+        "mesh.data": 2, "mesh.tensor": 2, "mesh.pipeline": 2, "microbatches": 4,
     }),
-    "cache, lazy": (1, CACHED | {"cache.policy": "lazy", "cache.bound": 3}),
+    "cache, lazy": (1, CACHED | {"cache.policy": "lazy", "cache.max_staleness": 3}),
     "cache, strict": (4, CACHED | {"cache.policy": "strict", "optim.frozen": ("vision/*",)}),
 }  # fmt: skip
 STEPS = 100  # at most
 SAME, COMMAND = "identical", "python -m benchmarks.same_losses"
-METRICS = ("train/loss", "train/grad_norm", "train/cache/found")
+METRICS = ("train/loss", "train/grad_norm", "train/cache/hit_rate")
 
 
 def given(folder: pathlib.Path, asked: str) -> dict[str, pathlib.Path]:
-    """Questions about pictures of one colour, captions of them, and a LLaVA of random weights."""
+    """Questions about images of one colour, captions of them, and a LLaVA of random weights."""
     data, colors = write_data(folder), list(COLORS)
     pairs, lines = folder / "pairs.jsonl", []
     for i in range(40):
@@ -94,19 +94,20 @@ def train(name: str, folder: pathlib.Path) -> dict[str, Any]:
     import numpy as np
 
     import jaxvlm
-    from jaxvlm.config import default_config
+    from jaxvlm.config import default_config, from_config_dict, to_config_dict
     from jaxvlm.train.metrics import read_metrics
 
     devices, settings = RUNS[name]
     assert len(jax.devices()) == devices
     if name == "quickstart":
-        config, paths = runpy.run_path(str(ROOT / "configs/quickstart.py"))["get_config"](), {}
+        get_config = runpy.run_path(str(ROOT / "configs/quickstart.py"))["get_config"]
+        config, paths = to_config_dict(from_config_dict(get_config())), {}
     else:
         config, paths = default_config(), given(folder, str(settings))
     config.update_from_flattened_dict(
         {k: v.format(**paths) if isinstance(v, str) else v for k, v in settings.items()}
     )
-    run = jaxvlm.Run(config, folder / "run")
+    run = jaxvlm.Trainer(config, folder / "run")
     run.steps = min(run.steps, STEPS)  # where it ends; its learning rates are the whole run's
     run.fit()
     rows = read_metrics(folder / "run")

@@ -14,23 +14,24 @@ import pathlib
 from typing import Any
 
 from jaxvlm.config import (
+    Config,
     ConfigError,
     ConnectorConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
-    TrainConfig,
     VisionConfig,
 )
-from jaxvlm.models.families.text import decoder_from_hf
+from jaxvlm.hf.families.text_decoders import decoder_from_hf
 from jaxvlm.parallel.strategies import PRESETS, resolve
-from jaxvlm.plan import absent, machine, question
-from jaxvlm.plan.machine import Machine
-from jaxvlm.plan.question import Asked, Question
-from jaxvlm.plan.ways import Way
+from jaxvlm.planner.hardware import machine
+from jaxvlm.planner.hardware.machine import Machine
+from jaxvlm.planner.request import abstract_devices, request
+from jaxvlm.planner.request.request import PlanRequest, RequestFlags
+from jaxvlm.planner.search.candidates import Candidate
 
 FILE = pathlib.Path(__file__).with_name("published_setups.json")
-# A decoder alone is a model whose tower sees no picture: six million frozen parameters that any
+# A decoder alone is a model whose tower sees no image: six million frozen parameters that any
 # mesh divides.
 _NO_TOWER = VisionConfig(width=1024, num_heads=16, mlp_dim=1024, depth=1)
 _NO_CONNECTOR = ConnectorConfig(kind="linear")
@@ -52,7 +53,7 @@ def machine_of(row: dict[str, Any]) -> Machine:
     return found
 
 
-def question_of(row: dict[str, Any]) -> Question:
+def question_of(row: dict[str, Any]) -> PlanRequest:
     """The authors' model, batch and chips, with nothing said of how.
 
     Raises:
@@ -62,25 +63,25 @@ def question_of(row: dict[str, Any]) -> Question:
     if "text" in row:
         asked = _of_text(row, there)
     else:
-        wanted = Asked(
+        wanted = RequestFlags(
             batch=batch["rows"],
             length=batch["length"],
-            pictures=batch.get("pictures", 0),
+            images=batch.get("images", 0),
             patches=batch.get("patches", 0),
             objective=row.get("loss", ""),
         )
-        asked = question.ask(row["model"], None, there, wanted)
+        asked = request.plan_request(row["model"], None, there, wanted)
     lora = row.get("lora", {})
     frozen = (*asked.config.optim.frozen, *row["frozen"])
     optim = dataclasses.replace(asked.config.optim, frozen=frozen)
-    config = question.with_network(
+    config = request.with_network(
         dataclasses.replace(asked.config, optim=optim),
         dataclasses.replace(asked.config.network, lora=LoraConfig(**lora)),
     )
     return asked._replace(name=row["id"], config=config)
 
 
-def _of_text(row: dict[str, Any], there: Machine) -> Question:
+def _of_text(row: dict[str, Any], there: Machine) -> PlanRequest:
     batch = row["batch"]
     model = ModelConfig(
         vision=_NO_TOWER,
@@ -88,16 +89,16 @@ def _of_text(row: dict[str, Any], there: Machine) -> Question:
         decoder=decoder_from_hf(row["text"], "text."),
         dtype="bfloat16",
     )
-    config = TrainConfig(model=model)
+    config = Config(model=model)
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, max_length=batch["length"], batch_size=batch["rows"]),
         optim=dataclasses.replace(config.optim, frozen=("vision/*", "connector/*")),
     )
-    return Question(row["id"], config, there, 0, 0)
+    return PlanRequest(row["id"], config, there, 0, 0)
 
 
-def theirs(row: dict[str, Any]) -> Way:
+def theirs(row: dict[str, Any]) -> Candidate:
     """What the authors did, with the remat of ours that is nearest to theirs."""
     said = row["theirs"]
     mesh = MeshConfig(**{"data": 1, **said["mesh"]})
@@ -105,21 +106,21 @@ def theirs(row: dict[str, Any]) -> Way:
     if mesh.context > 1:
         strategy = dataclasses.replace(strategy, context="ring")
     if said.get("sequence"):
-        strategy = dataclasses.replace(strategy, sequence=True)
-    return Way(said["preset"], mesh, strategy, said["remat"], said["microbatches"])
+        strategy = dataclasses.replace(strategy, sequence_parallel=True)
+    return Candidate(said["preset"], mesh, strategy, said["remat"], said["microbatches"])
 
 
-def parts(way: Way, asked: Question) -> None:
+def parts(way: Candidate, asked: PlanRequest) -> None:
     """Hold a way against what a run would check: microbatches, stages, mesh and strategy.
 
     Raises:
         ConfigError: the run would refuse it.
     """
     there = asked.machine
-    devices = absent.devices(there.platform, there.devices, there.a_host)
+    devices = abstract_devices.devices(there.platform, there.devices, there.devices_per_host)
     resolve(dataclasses.replace(way.strategy, name=way.preset), way.mesh, devices)
     rows, depth = asked.rows, asked.config.model.decoder.depth
     if rows % (way.shards * way.microbatches):
         raise ConfigError(f"{rows} rows by {way.shards} shards x {way.microbatches} microbatches")
-    if depth % way.mesh.stage:
-        raise ConfigError(f"{depth} layers by {way.mesh.stage} stages")
+    if depth % way.mesh.pipeline:
+        raise ConfigError(f"{depth} layers by {way.mesh.pipeline} stages")

@@ -2,10 +2,10 @@
 
     python -m benchmarks.staleness [--part main|curve] [--seeds 0 1 2] [--only NAME ...]
 
-The quickstart's data, no augmentation (a picture must be the same each time), its model with a
-tower half as wide and a decoder of one layer, all from a run of one epoch. ``main``: every picture
+The quickstart's data, no augmentation (an image must be the same each time), its model with a
+tower half as wide and a decoder of one layer, all from a run of one epoch. ``main``: every image
 encoded each time it is shown (full), never again (frozen), a share of the shows by each policy, the
-same learning rate for all; ``curve``: bounds x learning rates, with half of the pictures. A row is
+same learning rate for all; ``curve``: bounds x learning rates, with half of the images. A row is
 kept as soon as it is there; the benchmark goes on from what is there.
 
     python -m benchmarks.staleness --plot
@@ -27,50 +27,59 @@ from typing import Any
 
 import jaxvlm
 from benchmarks.common import ROOT, environment, kept, write
-from jaxvlm.data import formats
+from jaxvlm.config import to_config_dict
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.train.metrics import read_metrics
 
 sys.path.append(str(ROOT / "configs"))
 import quickstart  # recipes are files, not a package
 
-PICTURES = 4000
+IMAGES = 4000
 START_EPOCHS = 1.0
 MAIN_EPOCHS = 80.0  # of 304 updates; half as many cost the policies half a point to two
 FAR = 10_000  # updates: more than a run has
 MAIN: dict[str, dict[str, Any]] = {
     "full": {},
     "frozen": {"frozen": True},
-    "random 12 %": {"policy": "lazy", "bound": FAR, "refresh": 0.11},
-    "random 20 %": {"policy": "lazy", "bound": FAR, "refresh": 0.185},
-    "adaptive": {"policy": "adaptive", "bound": FAR, "tolerance": 0.75},
+    "random 12 %": {"policy": "lazy", "max_staleness": FAR, "refresh_fraction": 0.11},
+    "random 20 %": {"policy": "lazy", "max_staleness": FAR, "refresh_fraction": 0.185},
+    "adaptive": {"policy": "adaptive", "max_staleness": FAR, "drift_threshold": 0.75},
 }
 RATES = (5e-4, 2e-3, 1e-3)
-CURVE_PICTURES, CURVE_EPOCHS = 2000, 12.0  # of 160 updates
+CURVE_IMAGES, CURVE_EPOCHS = 2000, 12.0  # of 160 updates
 BOUNDS = (80, 160, 320, 640)
 CURVE: dict[str, dict[str, Any]] = {
     "full": {},
-    **{f"lazy {b}": {"policy": "lazy", "bound": b} for b in BOUNDS},
-    **{f"hybrid {b}": {"policy": "hybrid", "bound": b, "ahead": b // 2} for b in BOUNDS[1:]},
+    **{f"lazy {b}": {"policy": "lazy", "max_staleness": b} for b in BOUNDS},
     **{
-        f"adaptive {t:g}": {"policy": "adaptive", "bound": FAR, "tolerance": t}
+        f"hybrid {b}": {"policy": "hybrid", "max_staleness": b, "prefetch_staleness": b // 2}
+        for b in BOUNDS[1:]
+    },
+    **{
+        f"adaptive {t:g}": {"policy": "adaptive", "max_staleness": FAR, "drift_threshold": t}
         for t in (0.25, 0.5, 1.0)
     },
     **{
-        f"steps {p:g}": {"policy": "lazy", "bound": FAR, "refresh": p, "at_once": 1}
+        f"steps {p:g}": {
+            "policy": "lazy",
+            "max_staleness": FAR,
+            "refresh_fraction": p,
+            "refresh_burst": 1,
+        }
         for p in (0.1, 0.3)
     },
 }
 
 
 @functools.cache
-def some_pictures(folder: pathlib.Path, count: int) -> str:
-    """A file of the questions about the first pictures."""
+def some_images(folder: pathlib.Path, count: int) -> str:
+    """A file of the questions about the first images."""
     lines = []
-    for record in formats.read("easy-vqa:train")[0]:
-        (picture,) = record.images
-        if int(pathlib.Path(picture).stem) < count:
+    for record in conversation_formats.read("easy-vqa:train")[0]:
+        (image,) = record.images
+        if int(pathlib.Path(image).stem) < count:
             messages = [{"role": t.role, "content": t.content} for t in record.turns]
-            lines.append(json.dumps({"id": record.id, "messages": messages, "images": [picture]}))
+            lines.append(json.dumps({"id": record.id, "messages": messages, "images": [image]}))
     path = folder / f"first{count}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
@@ -78,12 +87,12 @@ def some_pictures(folder: pathlib.Path, count: int) -> str:
 
 
 def recipe(
-    folder: pathlib.Path, seed: int, epochs: float, rate: float, pictures: int = PICTURES
+    folder: pathlib.Path, seed: int, epochs: float, rate: float, images: int = IMAGES
 ) -> Any:
     """The quickstart's, smaller and without augmentation."""
-    config = quickstart.get_config()
-    config.data.train = some_pictures(folder, pictures)
-    config.data.flip, config.data.shift = False, 0
+    config = to_config_dict(quickstart.get_config())
+    config.data.train = some_images(folder, images)
+    config.data.flip, config.data.max_shift = False, 0
     # As wide as the quickstart's a tower costs less where it is frozen at its start: 4.8 points.
     config.model.vision.width, config.model.vision.mlp_dim = 32, 128
     config.model.decoder.depth = 1
@@ -99,15 +108,15 @@ def start(folder: pathlib.Path, seed: int) -> str:
         config = recipe(folder, seed, START_EPOCHS, 1e-3)
         config.data.eval = ""
         config.optim.warmup_steps = 0.1
-        jaxvlm.Run(config, there).fit()
+        jaxvlm.Trainer(config, there).fit()
     return str(there)
 
 
 def one_run(
-    arm: dict[str, Any], seed: int, rate: float, epochs: float, folder: pathlib.Path, pictures: int
+    arm: dict[str, Any], seed: int, rate: float, epochs: float, folder: pathlib.Path, images: int
 ) -> dict[str, Any]:
     """Train and evaluate; accuracy in percent, and the share of shows that were encoded."""
-    config = recipe(folder, seed, epochs, rate, pictures)
+    config = recipe(folder, seed, epochs, rate, images)
     config.init_from = start(folder, seed)
     if arm.get("frozen"):
         config.optim.frozen = ("vision/*",)
@@ -115,20 +124,20 @@ def one_run(
         if name != "frozen":
             config.cache[name] = value
     with tempfile.TemporaryDirectory() as workdir:
-        result = jaxvlm.Run(config, pathlib.Path(workdir)).fit()
+        result = jaxvlm.Trainer(config, pathlib.Path(workdir)).fit()
         rows = [row for row in read_metrics(workdir) if "train/step_ms" in row]
-    found = [row.get("train/cache/found", 0.0) for row in rows]
-    drift = [row.get("train/cache/drift_most", 0.0) for row in rows]
+    found = [row.get("train/cache/hit_rate", 0.0) for row in rows]
+    drift = [row.get("train/cache/drift_max", 0.0) for row in rows]
     return {
         "seed": seed,
         "learning_rate": rate,
         "epochs": epochs,
-        "pictures": pictures,
+        "images": images,
         "settings": dict(arm),
         "exact_match": round(100 * result["exact_match"], 2),
         "blind": round(100 * result["blind/exact_match"], 2),
         "encoded_share": 0.0 if arm.get("frozen") else round(1 - sum(found) / len(found), 4),
-        "mean_lag": round(sum(r.get("train/cache/lag", 0.0) for r in rows) / len(rows), 1),
+        "mean_lag": round(sum(r.get("train/cache/staleness", 0.0) for r in rows) / len(rows), 1),
         "encoded_by_time": [round(1 - x, 2) for x in found[:: max(1, len(found) // 20)]],
         "drift_by_time": [round(x, 2) for x in drift[:: max(1, len(drift) // 20)]],
     }
@@ -144,7 +153,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
 
     rates = sorted({row["learning_rate"] for row in rows})
     color = {rate: f"C{i}" for i, rate in enumerate(rates)}
-    panels = {"lazy": "bound", "hybrid": "bound", "adaptive": "tolerance"}
+    panels = {"lazy": "max_staleness", "hybrid": "max_staleness", "adaptive": "drift_threshold"}
     figure, axes = pyplot.subplots(1, 4, figsize=(11, 3.3), sharey=True, layout="constrained")
     for rate, panel in itertools.product(rates, axes):
         whole = [x["exact_match"] for x in rows if _of(x) == "full" and x["learning_rate"] == rate]
@@ -156,7 +165,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
             at = sorted({x["settings"][name] for x in mine})
             means = [_mean(x["exact_match"] for x in mine if x["settings"][name] == b) for b in at]
             panel.plot(at, means, "o-", color=color[rate], label=f"learning rate {rate:g}")
-        unit = "updates" if name == "bound" else "of the norm"
+        unit = "updates" if name == "max_staleness" else "of the norm"
         panel.set(title=policy, xlabel=f"{name}, {unit}", xscale="log")
         ticks = sorted({x["settings"][name] for x in rows if _of(x) == policy})
         panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -193,12 +202,12 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
     is_main = args.part == "main"
     arms, rates = (MAIN, (1e-3,)) if is_main else (CURVE, RATES)
     epochs = args.epochs or (MAIN_EPOCHS if is_main else CURVE_EPOCHS)
-    pictures = PICTURES if is_main else CURVE_PICTURES
+    images = IMAGES if is_main else CURVE_IMAGES
     for seed, rate, arm in itertools.product(args.seeds, rates, args.only or arms):
         at = {"arm": arm, "seed": seed, "learning_rate": rate, "epochs": epochs}
         if any(all(row[k] == v for k, v in at.items()) for row in rows):
             continue
-        rows.append({"arm": arm, **one_run(arms[arm], seed, rate, epochs, folder, pictures)})
+        rows.append({"arm": arm, **one_run(arms[arm], seed, rate, epochs, folder, images)})
         print(rows[-1], flush=True)
         write(f"{name}.json", {"environment": before, "rows": rows})
 

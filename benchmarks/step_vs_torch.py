@@ -10,8 +10,8 @@ is the steadier figure.
 ``padded``: one batch of padded rows, the same for all. Target: ours at 0.9x of torch's rate.
 ``mix``: easy-VQA's training records. Torch gets them grouped by length, in batches of at most
 the tokens of our packed batch; ours are packed by jaxvlm.data, with and without the sharing of
-pictures. Rates are in records/s and in the records' own tokens/s, the same tokens for all:
-a record's picture and text, padding left out. Target: 1.5x.
+images. Rates are in records/s and in the records' own tokens/s, the same tokens for all:
+a record's image and text, padding left out. Target: 1.5x.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def padded(folder: pathlib.Path, rounds: int, steps: int, threads: int) -> dict:
 def mix(folder: pathlib.Path, rounds: int, dims_name: str) -> dict:
     print(f"easy-VQA's mix of lengths, {dims_name} dims:")
     dims, counts = prepare.mix(folder, dims_name)
-    shared, packed = f"{OURS}, pictures shared", f"{OURS}, packed"
+    shared, packed = f"{OURS}, images shared", f"{OURS}, packed"
     workers = contestants(folder, {shared: "mix_shared", packed: "mix_packed"}, "mix_torch")
     case = {shared: "mix_shared", packed: "mix_packed", EAGER: "mix_torch", COMPILE: "mix_torch"}
     steps = {name: counts[case[name]]["batches"] for name in workers}

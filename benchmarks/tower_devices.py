@@ -7,7 +7,7 @@ each program of a step is run by itself and its CPU seconds are divided by its s
 step is then replayed in the order in which it was put into the devices' queues, each program
 starting when its side is free and what it takes is there. ``step_ms`` is that replay's length,
 ``tower`` and ``rest`` the shares of it in which a side is at work. ``flops`` is what
-``config.tower.devices=-1`` goes by.
+``config.encoder.devices=-1`` goes by.
 """
 
 from __future__ import annotations
@@ -26,27 +26,31 @@ os.environ.setdefault("NPROC", "32")  # see overhead.py
 
 import jax  # the flags are for it
 
-from benchmarks.batches import pictures_and_text
+from benchmarks.batches import images_and_text
 from benchmarks.common import environment, timed, write
-from jaxvlm.build.apart import assemble_apart, devices_of, tower_of
-from jaxvlm.build.model import build_model
-from jaxvlm.build.shares import best_first, costs
 from jaxvlm.config import (
+    Config,
     DataConfig,
     DecoderConfig,
+    EncoderConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
     StrategyConfig,
-    TowerConfig,
-    TrainConfig,
     VisionConfig,
 )
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.train.apart import OF_TOWER, Sides, Step
+from jaxvlm.spmd.disaggregated_encoder import (
+    assemble_disaggregated,
+    encoder_devices,
+    encoder_on_devices,
+)
+from jaxvlm.spmd.encoder_devices import best_first, model_costs
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.disaggregated import VISION_PATHS, DisaggregatedStep, EncoderAndRest
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -56,14 +60,14 @@ MODEL = ModelConfig(
         vocab_size=1024, width=128, depth=3, num_heads=4, num_kv_heads=4, head_dim=32, mlp_dim=320
     ),
 )  # fmt: skip
-PARTS, ROWS, LENGTH, PICTURES = 4, 4 * 60, 96, 2
+PARTS, ROWS, LENGTH, IMAGES = 4, 4 * 60, 96, 2
 COUNTS = (2, 3, 4, 5, 6)
 
 
 class Replay:
     """When each program of a step would end, had each side devices of its own."""
 
-    def __init__(self, devices: Sides):
+    def __init__(self, devices: EncoderAndRest):
         self.devices, self.free = devices, {"tower": 0.0, "rest": 0.0}
         self.work = dict(self.free)
         self.ready: dict[int, float] = {}
@@ -71,7 +75,7 @@ class Replay:
 
     def program(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, waited for and put into its side's queue."""
-        side = "tower" if name in OF_TOWER else "rest"
+        side = "tower" if name in VISION_PATHS else "rest"
 
         def call(*args: Any) -> Any:
             came = self._ready(args)
@@ -106,16 +110,16 @@ class Contestant:
     """A compiled step with so many devices for the tower, and its state."""
 
     def __init__(self, count: int):
-        self.devices = Sides(count, 8 - count)
-        own, devices = devices_of(TowerConfig(count), jax.devices())
+        self.devices = EncoderAndRest(count, 8 - count)
+        own, devices = encoder_devices(EncoderConfig(count), jax.devices())
         mesh, split = resolve(StrategyConfig("ddp"), MeshConfig(), devices)
         model = build_model(MODEL, make_mesh(mesh, devices), split)
-        tower = tower_of(model, TowerConfig(count, strategy=StrategyConfig("ddp")), own)
+        tower = encoder_on_devices(model, EncoderConfig(count, strategy=StrategyConfig("ddp")), own)
         tx = make_optimizer(OptimConfig(), lambda step: 1e-3, model.logical)
-        made = assemble_apart(model, tower, NextToken(), tx, PARTS)
-        self.batch = made.place(pictures_and_text(MODEL, ROWS, LENGTH, PICTURES), ROWS)
+        made = assemble_disaggregated(model, tower, NextToken(), tx, PARTS)
+        self.batch = made.place(images_and_text(MODEL, ROWS, LENGTH, IMAGES), ROWS)
         self.state, self.metrics = made.init(model.init(0)), {}
-        self.step: Step = made.build(self.state, self.batch)
+        self.step: DisaggregatedStep = made.build(self.state, self.batch)
         self.replays: list[Replay] = []
 
     def run(self) -> None:
@@ -134,8 +138,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     before, found = environment(), {count: Contestant(count) for count in COUNTS}
-    config = TrainConfig(model=MODEL, data=DataConfig(batch_size=ROWS))
-    cost = costs(config, pictures_and_text(MODEL, ROWS, LENGTH, PICTURES))
+    config = Config(model=MODEL, data=DataConfig(batch_size=ROWS))
+    cost = model_costs(config, images_and_text(MODEL, ROWS, LENGTH, IMAGES))
     order = best_first(cost, 8)
     print(f"the tower has {cost.tower / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
     for turn in range(1 + args.rounds):
@@ -163,7 +167,7 @@ def main() -> None:
             }
         )
         print(rows[-1])
-    size = {"rows": ROWS, "length": LENGTH, "pictures": PICTURES, "microbatches": PARTS}
+    size = {"rows": ROWS, "length": LENGTH, "images": IMAGES, "microbatches": PARTS}
     result = {
         "environment": before,
         "model": f"vision {MODEL.vision}, decoder {MODEL.decoder}",

@@ -1,7 +1,7 @@
 """LoRA on a Hugging Face checkpoint: adapters on all linear maps, the weights frozen.
 
     jaxvlm train --config=configs/lora.py:HF_FOLDER --config.data.train=my.jsonl --workdir=runs/mine
-    jaxvlm train --config=configs/lora.py:HF_FOLDER,ADAPTER …   # go on from PEFT's folder
+    jaxvlm train --config=configs/lora.py:HF_FOLDER,ADAPTER …   # continue from a PEFT folder
     jaxvlm export --workdir=runs/mine --output=runs/mine-adapter
     jaxvlm export --workdir=runs/mine --output=runs/mine-merged --merged
 
@@ -9,24 +9,24 @@ DoRA: ``--config.model.lora.dora``. The decoder alone:
 ``--config.model.lora.targets="('decoder/*',)"``.
 """
 
-from jaxvlm.config import ConfigError, default_config
+from jaxvlm.config import Config, ConfigError, DataConfig, LoraConfig, ModelConfig, OptimConfig
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> Config:
     """``arg``: the checkpoint's folder, or its id on the hub; ``,FOLDER`` of a PEFT adapter."""
     if not arg:
         raise ConfigError("give the checkpoint: --config=configs/lora.py:HF_FOLDER")
-    config = default_config()
-    config.model.checkpoint, _, adapter = arg.partition(",")
-    lora = config.model.lora
-    if adapter:
-        lora.checkpoint = adapter  # which says its rank and all else
-    else:
-        lora.rank, lora.alpha = 16, 32.0
-    config.data.batch_size = 8
-    config.data.max_length = 2048
-    config.data.max_images = 64  # tiles too; a row has no more than it has tokens for
-    config.data.on_long = "skip"
-    config.optim.learning_rate = 2e-4
-    config.epochs = 1.0
-    return config
+    checkpoint, _, adapter = arg.partition(",")
+    # An adapter's folder sets its rank and everything else.
+    lora = LoraConfig(checkpoint=adapter) if adapter else LoraConfig(rank=16, alpha=32.0)
+    return Config(
+        model=ModelConfig(checkpoint=checkpoint, lora=lora),
+        data=DataConfig(
+            batch_size=8,
+            max_length=2048,
+            max_images_per_sequence=64,  # tiles too; a sequence has no more than fit its tokens
+            on_too_long="skip",
+        ),
+        optim=OptimConfig(learning_rate=2e-4),
+        epochs=1.0,
+    )

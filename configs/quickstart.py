@@ -1,46 +1,64 @@
-"""A VLM from scratch on easy-VQA's real question-picture pairs: minutes on two CPU cores.
+"""A VLM from scratch on easy-VQA's real question-image pairs: minutes on two CPU cores.
 
     jaxvlm train --config=configs/quickstart.py --workdir=runs/quickstart
 
-0.2 M parameters. Some ten questions share a picture: they are packed in one row, each sees
-the picture, none sees another, and the picture is encoded once.
+The model has 0.2 M parameters. About ten questions share an image: they are packed into one
+sequence, each of them attends to the image, none attends to another question, and the image is
+encoded once.
 """
 
-from jaxvlm.config import default_config
+import dataclasses
+
+from jaxvlm.config import (
+    CheckpointConfig,
+    Config,
+    ConnectorConfig,
+    DataConfig,
+    DecoderConfig,
+    ModelConfig,
+    OptimConfig,
+    VisionConfig,
+)
 
 
-def get_config(arg: str = ""):
+def get_config(arg: str = "") -> Config:
     """``arg``: "" is the full recipe; "smoke" takes 30 steps."""
-    config = default_config()
-
-    config.data.train = "easy-vqa:train"
-    config.data.eval = "easy-vqa:test"
-    config.data.batch_size = 16
-    config.data.max_length = 144
-    config.data.max_images = 1
-    config.data.flip = True
-    config.data.shift = 4
-
-    vision = config.model.vision
-    vision.image_size, vision.patch_size, vision.stem = 64, 8, "conv"
-    vision.width, vision.depth, vision.num_heads, vision.mlp_dim = 64, 1, 2, 256
-    config.model.connector.merge = 2  # 64 patches become 16 tokens
-    decoder = config.model.decoder
-    decoder.width, decoder.depth, decoder.mlp_dim = 64, 2, 192
-    decoder.num_heads, decoder.num_kv_heads, decoder.head_dim = 2, 2, 32
-
-    config.optim.learning_rate = 1e-3
-    config.optim.b2 = 0.99
-    config.optim.warmup_steps = 100
-    config.epochs = 12.0
-    config.log_every = 50
-    config.eval_every = 0
-    config.checkpoint.every = 500
-
+    config = Config(
+        data=DataConfig(
+            train="easy-vqa:train",
+            eval="easy-vqa:test",
+            batch_size=16,
+            max_length=144,
+            max_images_per_sequence=1,
+            flip=True,
+            max_shift=4,
+        ),
+        model=ModelConfig(
+            vision=VisionConfig(
+                image_size=64,
+                patch_size=8,
+                stem="conv",
+                width=64,
+                depth=1,
+                num_heads=2,
+                mlp_dim=256,
+            ),
+            connector=ConnectorConfig(merge=2),  # 64 patches become 16 tokens
+            decoder=DecoderConfig(
+                width=64, depth=2, mlp_dim=192, num_heads=2, num_kv_heads=2, head_dim=32
+            ),
+        ),
+        optim=OptimConfig(learning_rate=1e-3, b2=0.99, warmup_steps=100),
+        epochs=12.0,
+        log_every=50,
+        eval_every=0,
+        checkpoint=CheckpointConfig(every=500),
+    )
     if arg == "smoke":
-        config.epochs, config.steps = 0.0, 30
-        config.optim.warmup_steps = 10
-        config.log_every, config.eval_records = 10, 200
-    elif arg:
+        optim = dataclasses.replace(config.optim, warmup_steps=10)
+        return dataclasses.replace(
+            config, epochs=0.0, steps=30, optim=optim, log_every=10, eval_records=200
+        )
+    if arg:
         raise ValueError(f"quickstart takes no argument {arg!r}; known: smoke")
     return config

@@ -1,38 +1,50 @@
-"""Sixteen tokens for 256 patches, chosen by the question: made pictures, minutes on two CPU cores.
+"""16 tokens for 256 patches, chosen by the question: generated images, minutes on two CPU cores.
 
     python -m benchmarks.relevance --data=FOLDER
     jaxvlm train --config=configs/relevance.py:FOLDER --workdir=runs/relevance
 
-The tower is random and stays so. Its tokens are kept from the first pass over the data on, whatever
-is asked of them later.
+The vision encoder has random weights and is frozen. Its tokens are cached from the first epoch on,
+whatever question is asked about them later.
 """
 
-from jaxvlm.config import default_config
+from jaxvlm.config import (
+    CacheConfig,
+    CheckpointConfig,
+    Config,
+    ConnectorConfig,
+    DataConfig,
+    DecoderConfig,
+    ModelConfig,
+    OptimConfig,
+    RelevanceConfig,
+    VisionConfig,
+)
 
 
-def get_config(folder: str):
+def get_config(folder: str) -> Config:
     """``folder``: of train.jsonl and eval.jsonl."""
-    config = default_config()
-
-    config.data.train, config.data.eval = f"{folder}/train.jsonl", f"{folder}/eval.jsonl"
-    config.data.batch_size, config.data.max_length, config.data.max_images = 16, 96, 4
-    config.data.share_pictures = False  # each question has tokens of its own
-
-    vision = config.model.vision
-    vision.image_size, vision.patch_size = 64, 4
-    vision.width, vision.depth, vision.num_heads, vision.mlp_dim = 64, 1, 4, 128
-    relevance = config.model.connector.relevance
-    relevance.budget, relevance.levels = 16, 3  # 4 cells of 8 x 8 patches, 4 times one is split
-    decoder = config.model.decoder
-    decoder.width, decoder.depth, decoder.mlp_dim = 64, 2, 192
-    decoder.num_heads, decoder.num_kv_heads, decoder.head_dim = 2, 2, 32
-
-    config.optim.frozen = ("vision/*",)
-    config.cache.policy = "strict"
-    config.optim.learning_rate = 2e-3
-    config.optim.b2 = 0.99
-    config.optim.warmup_steps = 50
-    config.steps = 400
-    config.log_every = 100
-    config.checkpoint.every = 0
-    return config
+    return Config(
+        data=DataConfig(
+            train=f"{folder}/train.jsonl",
+            eval=f"{folder}/eval.jsonl",
+            batch_size=16,
+            max_length=96,
+            max_images_per_sequence=4,
+            share_images=False,  # each question has tokens of its own
+        ),
+        model=ModelConfig(
+            vision=VisionConfig(
+                image_size=64, patch_size=4, width=64, depth=1, num_heads=4, mlp_dim=128
+            ),
+            # Four cells of 8 x 8 patches, one of which is split four times.
+            connector=ConnectorConfig(relevance=RelevanceConfig(budget=16, levels=3)),
+            decoder=DecoderConfig(
+                width=64, depth=2, mlp_dim=192, num_heads=2, num_kv_heads=2, head_dim=32
+            ),
+        ),
+        cache=CacheConfig(policy="strict"),
+        optim=OptimConfig(learning_rate=2e-3, b2=0.99, warmup_steps=50, frozen=("vision/*",)),
+        steps=400,
+        log_every=100,
+        checkpoint=CheckpointConfig(every=0),
+    )

@@ -4,12 +4,16 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "load"]
-_WHERE = {"Run": "jaxvlm.build.run", "load": "jaxvlm.build.loaded"}
+_WHERE = {
+    "Config": "jaxvlm.config",
+    "Trainer": "jaxvlm.trainer.trainer",
+    "load": "jaxvlm.inference.vlm",
+}
+__all__ = ["Config", "Trainer", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """``jaxvlm.Run`` and ``jaxvlm.load``, imported when asked for: ``--help`` needs no JAX."""
+    """The public names, imported when they are asked for: ``--help`` needs no JAX."""
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'jaxvlm' has no attribute {name!r}")

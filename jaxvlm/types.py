@@ -1,16 +1,30 @@
-"""The words every part of jaxvlm shares: the axis legend, the batch, and the protocols.
+"""Types that every part of jaxvlm shares: axis legend, batches, train state, Loss and Runner.
 
-Legend (one letter, one meaning, everywhere):
+Legend of tensor dims. A letter means the same thing in every file, unless a docstring says so:
 
-    B batch rows        T query/text tokens    S key tokens        P image patches
-    I images in a row   D model width          F MLP width         N query heads
-    K kv heads          G = N / K              H head dim          V vocabulary
-    L layers            E experts              C cache slots       R position rows (1 or 3)
+    B  packed sequences in a batch     b  examples in a batch of pairs
+    T  query (text) tokens             S  key tokens
+    P  patches of an image             I  images of a packed sequence
+    D  model width                     F  MLP width
+    N  query heads                     K  key/value heads
+    G  query heads per kv head, N / K  H  head dim
+    V  vocabulary                      L  layers
+    E  experts                         C  slots of the visual-token cache
+    R  rows of positions: 1, or 3 for M-RoPE (time, height, width)
 
-Logical axes are words (``batch seq embed heads kv_heads head_dim mlp vocab layers experts``):
-they say what a dim *means*. Mesh axes (``data fsdp stage context tensor expert``) say where
-devices lie. ``jaxvlm.parallel.rules`` maps one to the other. We say *axis* for the mesh and
-*dim* for a tensor.
+Two kinds of axes, and the words for them:
+
+* A *logical axis* says what a dim of a tensor means: ``batch seq embed heads kv_heads head_dim
+  mlp vocab layers experts``. Models annotate parameters and activations with these words only.
+* A *mesh axis* says how devices are arranged: ``data pipeline fsdp expert context tensor``.
+
+``jaxvlm.parallel.rules`` maps logical axes to mesh axes. In prose, *axis* is an axis of the mesh
+and *dim* is a dim of a tensor.
+
+How the types meet in a train step: the data pipeline yields a :class:`Batch` (or :class:`Pairs`);
+a :class:`Cache` decides which images the vision encoder has to run on and yields a :class:`Read`;
+a :class:`Runner` computes an :class:`Out` from it; a :class:`Loss` turns that into :class:`Sums`;
+and the step returns the next :class:`TrainState`.
 """
 
 from __future__ import annotations
@@ -24,257 +38,269 @@ import numpy as np
 
 Array = jax.Array | np.ndarray
 PAGE = 64
-"""Tokens of a page of the visual-token cache."""
-KEYS = "threefry2x32"
-"""How random keys and what is drawn of them are made, whatever JAX's own default is."""
+"""Tokens per page of the visual-token cache."""
+KEY_IMPL = "threefry2x32"
+"""Implementation of random keys and of draws from them, whatever JAX's own default is."""
 Params = dict[str, Any]
 """Flat parameters: ``"decoder/blocks/attn/wq" -> array``. The path is the parameter's only name."""
 
 Logical = tuple[str, ...]
-"""The meaning of each dim of a parameter or an activation, one word a dim."""
+"""Logical axes of a parameter or an activation, one word per dim."""
 
 
 class Age(NamedTuple):
-    """What is known of visual tokens that may be too old. Of each picture, [B, I]."""
+    """How stale cached visual tokens are, and how fast they drift. Each field is [B, I]."""
 
     version: Any
-    """i32: the tower's when they were made."""
-    due: Any
-    """i32: the version from which on they are to be made anew; where ``drift`` was measured."""
+    """i32: version of the vision encoder that computed them."""
+    refresh_at: Any
+    """i32: version from which on they are stale and are recomputed, where ``drift`` was
+    measured."""
     drift: Any
-    """f32: relative change with an update at learning rate 1; 0: it was never measured."""
-    pull: Any
-    """f32: norm of the loss's gradient at them, when last shown."""
+    """f32: relative change per update at learning rate 1; 0 if it was never measured."""
+    grad_norm: Any
+    """f32: norm of the loss's gradient with respect to them, when a step last used them."""
 
 
 class Batch(NamedTuple):
-    """One global batch of packed rows. Static shapes; ``None`` means the field is not in use.
+    """One global batch of packed sequences. Shapes are static; ``None`` marks an unused field.
 
     A *segment* is a piece of one conversation. A token attends to its own segment and to its
-    parent's, so many questions (children) can share one picture (their parent) in one row.
+    parent's, so that many questions (children) share one image (their parent) in one sequence.
     """
 
     tokens: Any
-    """i32[B, T]: token ids; picture places hold the image token's id."""
+    """i32[B, T]: token ids; positions of visual tokens hold the image token's id."""
     loss_weight: Any
     """f32[B, T]: weight of *predicting this token* from the ones before it; 0 on prompts."""
     positions: Any
     """i32[B, R, T]: rotary positions; R = 1, or 3 (time, height, width) for M-RoPE."""
     segment: Any
-    """i32[B, T]: segment id within the row, from 1; 0 is padding."""
+    """i32[B, T]: segment id within the sequence, from 1; 0 is padding."""
     parent: Any = None
-    """i32[B, T]: segment id that this token may also attend to; 0 is none."""
+    """i32[B, T]: id of another segment that this token may attend to; 0 is none."""
     bidirectional: Any = None
-    """i32[B, T]: tokens with the same id > 0 see each other both ways; 0 is causal."""
+    """i32[B, T]: tokens with the same id > 0 attend to each other both ways; 0 is causal."""
     pixels: Any = None
-    """u8[B, I, H, W, 3]: pictures of one fixed size, row by row; unused places are zero."""
+    """u8[B, I, H, W, 3]: images of one fixed size, in the order of their sequence; unused slots
+    are zero."""
     patches: Any = None
-    """u8 or f32[B, P, patch_dim]: packed patches of pictures of any size (instead of ``pixels``),
-    values of pixels in 0..255; those of padding are zero."""
+    """u8 or f32[B, P, patch_dim]: packed patches of images of any size (instead of ``pixels``),
+    with pixel values in 0..255; padding is zero."""
     grid: Any = None
-    """i32[B, I, 3]: (t, h, w) patch grid of each packed picture; zeros where unused."""
+    """i32[B, I, 3]: (t, h, w) patch grid of each packed image; zeros in unused slots."""
     image_start: Any = None
-    """i32[B, I]: index in the row of a picture's first token; -1 where there is no picture."""
+    """i32[B, I]: index in the sequence of an image's first token; -1 in unused slots."""
     image_source: Any = None
-    """i32[B, T, K]: the features that a token is the sum of, counted through the tiles of its row
-    (place * P + feature); -1 is none (text), NEWLINE the learned end of a row of patches. ``None``:
-    a tile's features follow each other from its ``image_start``."""
+    """i32[B, T, K]: the features whose weighted sum is this token, as indices slot * P + feature
+    over the tiles of its sequence; -1 is none (text), NEWLINE the learned end of a row of patches.
+    ``None``: the features of a tile are consecutive tokens from its ``image_start``."""
     image_weight: Any = None
-    """f32[B, T, K]: the share of each; ``None`` where K is 1 and each is whole."""
+    """f32[B, T, K]: weight of each of these features; ``None``: K is 1 and each weight is 1."""
     image_key: Any = None
-    """u32[B, I, 4]: hash of picture bytes and preprocessing; the visual-token cache's key."""
+    """u32[B, I, 4]: hash of image bytes and preprocessing; the visual-token cache's key."""
     image_pages: Any = None
-    """i32[B, I, n]: pages of the visual-token cache for the picture's tokens; -1 is none."""
+    """i32[B, I, n]: pages of the visual-token cache allocated to the image's tokens; -1 is none."""
     in_pages: Any = None
-    """bool[B, I]: whose pages are known to hold its tokens, so that it came without pixels."""
+    """bool[B, I]: images known to be cached in their pages, so that they come without pixels."""
     stored: Any = None
-    """As ``features``: of some of the pictures, as they were made before; zeros of the others."""
+    """Like ``features``: tokens of some of the images, computed before and read from a store;
+    zeros for the other images."""
     is_stored: Any = None
-    """bool[B, I]: which; of these there are no pixels, unless they have an age."""
+    """bool[B, I]: images whose tokens are in ``stored``. They come without pixels, unless there
+    is a ``stored_age``."""
     stored_age: Any = None
-    """Age of what is ``stored``, of a tower that learns; ``None``: it is as good as made now."""
+    """Age of the ``stored`` tokens of a vision encoder that is trained; ``None``: they are what
+    the encoder would compute now."""
     features: Any = None
-    """[B, I, P, D], or [B, P, D] of packed patches: what the vision tower made of the pictures,
-    given instead of them; with their texture behind it where relevance reads that."""
+    """[B, I, P, D], or [B, P, D] for packed patches: the vision encoder's output, given instead of
+    images; followed in D by the patches' texture where ``relevance`` reads it."""
     text_features: Any = None
-    """[B, D]: what a text encoder made of the tokens, given instead of them."""
+    """[B, D]: a text encoder's output, given instead of its tokens."""
     example_id: Any = None
-    """i32[B]: global index of the row in the run."""
-    noise: Any = None
-    """u32[B, 2]: a key of the row, of the run's seed, the step and the row's place in the global
-    batch; made inside of the step where something is dropped out; ``None``: nothing is."""
+    """i32[B]: global index of the sequence in the run."""
+    dropout_keys: Any = None
+    """u32[B, 2]: a random key per sequence, a function of the run's seed, the step and the
+    sequence's index in the global batch; set inside of the step. ``None``: no dropout."""
 
 
 class Pairs(NamedTuple):
-    """One global batch of queries and of documents, to train an embedding model on.
+    """One global batch of queries and documents, to train an embedding model on.
 
-    An *example* is a query, its positive and its hard negatives. Everything has a leading dim b of
-    examples, which is what a mesh splits and a microbatch takes a part of. A query and a document
-    are a text, a picture, or both: a row of a :class:`Batch`, nothing packed with it.
+    An *example* is a query, its positive and its hard negatives. Every field has a leading dim b of
+    examples, which a mesh shards and a microbatch takes a slice of. A query and a document are a
+    text, an image, or both: one unpacked sequence of a :class:`Batch`.
     """
 
     query: Batch
-    """Leaves [b, ...]: a row each."""
+    """Leaves [b, ...]: one sequence per example."""
     document: Batch
     """Leaves [b, K, ...]: an example's positive, then its hard negatives."""
-    there: Any
-    """bool[b, K]: False where an example has fewer negatives than others; the row is padding. An
-    example whose query or positive could not be read is no example: it has none at all."""
+    valid: Any
+    """bool[b, K]: False where a document is padding, because its example has fewer negatives than
+    others. All False for an example whose query or positive could not be read."""
     query_key: Any
-    """i32[b]: queries of one content (text and picture) have one key, and a document of that
-    content has it too."""
+    """i32[b]: id of a query's content (text and image). Queries and documents with the same
+    content have the same id."""
     document_key: Any
-    """i32[b, K]: likewise, -1 where none is there. A document that is a query's positive under
-    another example is no negative of it."""
+    """i32[b, K]: id of a document's content; -1 for padding. A document that is a query's positive
+    in another example is no negative of that query."""
     group: Any = None
     """i32[b]: labels; examples of one group are positives of each other, -1 is in none."""
     teacher: Any = None
-    """f32[b, K]: a teacher's score of each document, or how like they are (0..1 or -1..1)."""
+    """f32[b, K]: a teacher's score of each document, or a similarity (0..1 or -1..1)."""
     example_id: Any = None
     """i32[b]: global index of the example in the run."""
 
 
-class Vectors(NamedTuple):
-    """What an embedding model makes of :class:`Pairs`, handed to a loss."""
+class Embeddings(NamedTuple):
+    """An embedding model's output for :class:`Pairs`; the input of a loss. E is its width."""
 
     query: Any
-    """f32[b, E]; of late interaction f32[b, T, E], a vector a token."""
+    """f32[b, E]; for late interaction f32[b, T, E], one embedding per token."""
     document: Any
     """f32[b, K, E], or f32[b, K, T, E]."""
-    query_seen: Any = None
-    """bool[b, T]: which tokens have a vector; ``None``: a row has one vector."""
-    document_seen: Any = None
-    """bool[b, K, T]."""
+    query_mask: Any = None
+    """bool[b, T]: tokens that have an embedding; ``None``: one embedding per query."""
+    document_mask: Any = None
+    """bool[b, K, T]: tokens that have an embedding; ``None``: one embedding per document."""
     scale: Any = None
-    """f32[]: learned log of what cosines are multiplied by; ``None``: the loss has its own."""
+    """f32[]: learned log of the factor that cosines are multiplied by; ``None``: the loss has its
+    own."""
     bias: Any = None
     """f32[]: learned, added to the logits."""
 
 
 class ChatStyle(NamedTuple):
-    """How a family writes pictures in a conversation."""
+    """How a model family writes images in a conversation."""
 
     written: str = ""
-    """What its chat template writes for a picture; "" is the picture's token."""
+    """Text that its chat template writes for an image; "" is the image token."""
     seen: str = ""
-    """What the model sees in its place; holds the picture's token once."""
+    """Text that the model reads instead; it holds the image token once."""
     template: str = ""
-    """Chat template for folders that have none."""
+    """Default chat template, for checkpoint folders that have none."""
 
 
 TileGrid = Callable[[int, int], tuple[int, int]]
-"""(width, height) of a picture -> (rows, columns) of tiles that its image processor cuts from it
-beside the whole view; (0, 0) where it cuts none. Where patches are packed: of visual tokens."""
+"""(width, height) of an image -> (rows, columns) of the tiles that its image processor cuts from
+it in addition to the downscaled image; (0, 0) where it cuts none. For a model of packed patches:
+(rows, columns) of visual tokens."""
 NEWLINE = -2
-"""In :class:`Sources` and ``Batch.image_source``: the connector's learned token."""
+"""Index of the connector's learned newline token in :class:`Sources` and ``Batch.image_source``."""
 
 
 class Sources(NamedTuple):
-    """Which features the tokens of a span hold, where these don't just follow each other."""
+    """Which features each token of a span holds, where these are not simply consecutive."""
 
     feature: np.ndarray
-    """i32[n, K]: features counted through the picture's tiles; -1 is none (text)."""
+    """i32[n, K]: indices of features, counted over the image's tiles; -1 is none (text)."""
     weight: np.ndarray | None
-    """f32[n, K]: the share of each in a token; ``None``: K is 1 and it is the whole."""
+    """f32[n, K]: weight of each feature in a token's sum; ``None``: K is 1 and each weight is 1."""
     tiles: int
-    """Of the picture, those too of which no feature is taken."""
+    """Tiles of the image, including those of which no feature is used."""
     per_tile: int
-    """P: features of a tile."""
+    """P: features per tile."""
 
 
 class TextStyle(NamedTuple):
-    """How a text becomes a row of a text encoder."""
+    """How a text becomes a sequence of a text encoder."""
 
     max_length: int
-    """Tokens of a row at most, special ones counted; a longer text is cut."""
+    """Maximum tokens per sequence, special tokens included; longer texts are truncated."""
     see_padding: bool = False
-    """Rows are filled up to ``max_length``, and padding is like any token."""
+    """Pad sequences to ``max_length`` and attend to padding as to any token."""
     clean: Callable[[str], str] = str
-    """Applied to a text before it is tokenized."""
+    """Text normalization, applied before tokenization."""
 
 
 class Span(NamedTuple):
-    """What a picture is in a row: the tokens that the chat template's one picture token becomes.
+    """The tokens of an image in a sequence, which replace the chat template's one image token.
 
-    A picture may be cut in tiles, each encoded by itself: a tile's features lie one after
-    another, with text between the tiles where the family wants it.
+    An image may be cut into tiles, each encoded on its own. A tile's features are consecutive
+    tokens, with text between the tiles where the family has it.
     """
 
     ids: np.ndarray
-    """i32[n]."""
+    """i32[n]: token ids."""
     tile: np.ndarray
-    """i32[n]: from 1, the tile whose feature this token holds; 0 is none, it is text. With
-    ``sources``, 1 wherever there is no text."""
+    """i32[n]: number, from 1, of the tile whose feature this token holds; 0 is text. With
+    ``sources``, 1 for every token that is not text."""
     positions: np.ndarray
-    """i32[R, n]: rotary positions, counted from where the picture stands."""
+    """i32[R, n]: rotary positions, relative to the image's start."""
     advance: int
-    """How far positions have gone on behind the picture."""
+    """How far the position of the token after the image is from the image's start."""
     sources: Sources | None = None
-    """``None``: a tile's features follow each other."""
+    """Features of each token; ``None``: a tile's features are consecutive tokens."""
     lead: str = ""
-    """Text that the model sees before what stands for a picture in the conversation."""
+    """Text that the model reads right before what stands for the image in the conversation."""
 
     @property
     def starts(self) -> np.ndarray:
-        """i32[tiles]: index of each tile's first feature; with ``sources``, of the picture's."""
+        """i32[tiles]: index of each tile's first visual token; with ``sources``, the image's."""
         if self.sources is not None:
             return np.full(self.sources.tiles, np.argmax(self.tile > 0), np.int32)
-        where = np.flatnonzero(self.tile)
-        _, first = np.unique(self.tile[where], return_index=True)
-        return where[first].astype(np.int32)
+        visual = np.flatnonzero(self.tile)
+        _, first = np.unique(self.tile[visual], return_index=True)
+        return visual[first].astype(np.int32)
 
     @classmethod
     def of(
         cls, image_id: int, count: int, before: Sequence[int] = (), after: Sequence[int] = ()
     ) -> Span:
-        """One tile of ``count`` features with fixed tokens around it.
+        """Span of one tile of ``count`` features with fixed tokens before and after it.
 
         Args:
-            image_id: what stands where a feature goes.
-            count: features.
-            before: ids before them.
-            after: ids behind them.
+            image_id: token id at the positions of features.
+            count: features of the tile.
+            before: token ids before the features.
+            after: token ids after the features.
         """
         return cls.of_tiles([*before, image_id, *after], image_id, count)
 
     @classmethod
     def of_tiles(cls, ids: Sequence[int], image_id: int, count: int) -> Span:
-        """Tiles of ``count`` features each with text among them, one position a token.
+        """Span of tiles of ``count`` features each, with text between them; R = 1.
 
         Args:
-            ids: of the text; each ``image_id`` in it is a tile.
-            image_id: what stands where a feature goes.
-            count: features of a tile.
+            ids: token ids; each ``image_id`` stands for a whole tile.
+            image_id: token id at the positions of features.
+            count: features per tile.
         """
-        short = np.asarray(ids, np.int32)
-        here = short == image_id
-        repeats = np.where(here, count, 1)
-        tile = np.where(here, np.cumsum(here), 0).astype(np.int32)
+        compact = np.asarray(ids, np.int32)
+        is_tile = compact == image_id
+        repeats = np.where(is_tile, count, 1)
+        tile = np.where(is_tile, np.cumsum(is_tile), 0).astype(np.int32)
         length = int(repeats.sum())
         positions = np.arange(length, dtype=np.int32)[None]
-        return cls(np.repeat(short, repeats), np.repeat(tile, repeats), positions, length)
+        return cls(np.repeat(compact, repeats), np.repeat(tile, repeats), positions, length)
 
 
 class Out(NamedTuple):
-    """What a model's forward pass hands to a loss; the loss needs no model import."""
+    """Output of a model's forward pass; all that a loss reads, so that losses import no model."""
 
     hidden: Any
-    """[B, T, D]: final hidden states, after the last norm; [B, M, E] of a dual encoder: each
-    row's vectors, its picture's and then its text's."""
+    """[B, T, D]: final hidden states, after the last norm; for a dual encoder [B, M, E]: the
+    embeddings of each sequence's image and then of its text."""
     head: Any = None
-    """[D, V]: output matrix, so that the loss can chunk the logits; ``None``: there is none."""
+    """[D, V]: output projection, so that the loss can compute logits in chunks; ``None``: the
+    model has none."""
     scale: Any = None
     """[]: learned log-temperature of a contrastive model."""
     bias: Any = None
     """[]: learned bias of a contrastive model."""
     aux: Any = None
-    """dict of extra terms. ``router_load`` and ``router_probability``, f32[L, E]: see
+    """Inputs of auxiliary loss terms: ``router_load`` and ``router_probability``, f32[L, E]; see
     ``jaxvlm.nn.moe.Routed``."""
     logit_cap: Any = None
-    """f32[]: logits become ``cap * tanh(logits / cap)``; ``None`` leaves them as they are."""
+    """f32[]: logits become ``cap * tanh(logits / cap)``; ``None``: logits are not capped."""
 
     def logits(self, hidden: Any) -> jax.Array:
-        """f32[..., V]: the logits of some of ``hidden``'s states [..., D]."""
+        """Compute the logits f32[..., V] of hidden states [..., D].
+
+        Raises:
+            ValueError: the model has no output projection.
+        """
         if self.head is None:
             raise ValueError("this model has no output matrix (config.model.decoder.head=False)")
         head = self.head.astype(hidden.dtype)
@@ -284,82 +310,89 @@ class Out(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums that add over microbatches and devices; nothing here is a mean."""
+    """Sums that add over microbatches and devices; no field is a mean."""
 
     terms: dict[str, Any]
     """Loss term -> f32[] sum S_k; the loss is sum_k coefficient_k * S_k / W_k."""
     metrics: dict[str, tuple[Any, Any]]
-    """Metric -> (f32[] sum, f32[] weight)."""
+    """Metric -> (f32[] sum, f32[] weight); the metric is their quotient."""
 
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss is sums and weights, so that any split of the batch gives the same gradient.
+    """A loss as sums and weights, so that any split of the batch gives the same gradient.
 
-    It is of a :class:`Batch` and what a model makes of it, :class:`Out`; or, where vectors are
-    trained, of :class:`Pairs` and :class:`Vectors`.
+    It reads a :class:`Batch` and the model's :class:`Out`; or, to train embeddings, :class:`Pairs`
+    and :class:`Embeddings`.
     """
 
     @property
     def additive(self) -> bool:
-        """True if the loss is a sum over examples; plain microbatching refuses one that is not."""
+        """True if the loss is a sum over examples; gradient accumulation refuses others."""
         ...
 
     def weights(self, batch: Any) -> dict[str, Any]:
-        """Denominators W_k f32[] of the *global* batch; depends on no parameter."""
+        """Return the denominators W_k, f32[], of the *global* batch; they read no parameter."""
         ...
 
     def coefficients(self) -> Mapping[str, float]:
-        """The factor of each term."""
+        """Return the coefficient of each term."""
         ...
 
     def __call__(self, out: Any, batch: Any) -> Sums:
-        """Sums S_k and metrics over the examples in ``batch``."""
+        """Return the sums S_k and the metrics over the examples in ``batch``."""
         ...
 
 
 @runtime_checkable
 class Runner(Protocol):
-    """How a model is run: plainly, as a pipeline, or on two meshes. Only these three verbs."""
+    """Executes a model: on one mesh, as a pipeline, or on two meshes.
+
+    Gradient accumulation and GradCache use nothing but these three methods.
+    """
 
     def fwd(self, params: Params, frozen: Params, batch: Batch) -> Out:
-        """The forward pass."""
+        """Run the forward pass."""
         ...
 
     def vjp(self, params: Params, frozen: Params, batch: Batch, d_out: Out) -> Params:
-        """Gradients of ``params`` for a cotangent of :meth:`fwd`'s output."""
+        """Return the gradients of ``params`` for a cotangent of :meth:`fwd`'s output."""
         ...
 
     def loss_grad(
         self, params: Params, frozen: Params, batch: Any, loss: Loss, scale: Mapping[str, Any]
     ) -> tuple[Sums, Params]:
-        """The loss's sums over a Batch or Pairs, and the gradient of ``sum_k scale_k * S_k``."""
+        """Return the sums over a Batch or Pairs, and the gradient of ``sum_k scale_k * S_k``."""
         ...
 
 
 class Read(NamedTuple):
-    """What a step runs in the place of its parameters and its batch."""
+    """Result of ``Cache.read``: what a step runs instead of its own parameters and batch."""
 
     params: Params
-    """Trainable parameters, or what they are reached through."""
+    """Trainable parameters, or the arrays through which their gradients are reached."""
     frozen: Params
+    """Frozen parameters."""
     batch: Any
     """Batch or Pairs."""
     back: Callable[[Params], Params]
-    """Gradients of ``params`` -> those of the parameters that were given."""
+    """Maps gradients of ``params`` to gradients of the parameters passed to ``Cache.read``."""
     seen: Any = ()
-    """What ``Cache.write`` goes by."""
+    """Lookup results that ``Cache.write`` needs."""
     metrics: Mapping[str, Any] = {}
-    """Name -> a scalar of the step."""
+    """Metric -> a scalar of the step."""
 
 
 class Cache(NamedTuple):
-    """Where a step's visual tokens come from; pure functions, as of an optax transformation."""
+    """The visual-token cache of a train step, as pure functions in optax's manner.
+
+    The default values are a cache that is off: empty state, every image encoded in the step.
+    """
 
     init: Callable[..., Any] = lambda halved=0: ()
-    """The empty state; with a number, halved so often; under ``jit``."""
+    """(halved=0) -> the empty state, its capacity halved that many times; runs under ``jit``."""
     shardings: Any = ()
-    """Of each of its leaves."""
+    """Sharding of each leaf of the state."""
     read: Callable[[Any, Params, Params, Any], Read] = lambda state, params, frozen, batch: Read(
         params, frozen, batch, lambda grads: grads
     )
@@ -367,29 +400,35 @@ class Cache(NamedTuple):
     write: Callable[[Any, Read, Params, Any], tuple[Any, Mapping[str, Any]]] = (
         lambda state, read, grads, ok: (state, {})
     )
-    """(state, what was read, gradients of ``Read.params``, bool[] whether the step is good) -> the
-    state behind it, and scalars of the step; where it ``gives``, arrays under one name too."""
-    gives: bool = False
-    """Whether a step gives the tokens that it made, rows as the batch's."""
-    saved: bool = False
-    """Whether a run that goes on from a checkpoint without the state would differ in its bits."""
+    """(state, result of ``read``, gradients of ``Read.params``, bool[]: the update is finite) ->
+    the next state, and scalars of the step; with ``outputs_tokens``, also the computed tokens under
+    one name."""
+    outputs_tokens: bool = False
+    """Whether the step returns the tokens that it computed, in the order of the batch."""
+    in_checkpoint: bool = False
+    """Whether the state belongs in checkpoints: without it a resumed run would not have the same
+    bits as an uninterrupted one."""
 
 
 @runtime_checkable
 class WeightMap(Protocol):
-    """Which tensors of a checkpoint hold which parameters, both ways."""
+    """Maps a checkpoint's tensors to parameters, and parameters to tensors."""
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Name -> the tensor that it must be equal to, in files that hold both."""
+        """Tensor -> the tensor that it must be equal to, in checkpoints that hold both."""
         ...
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's name and shape."""
+        """Return the name and shape of every tensor."""
         ...
 
     def check(self, found: Mapping[str, tuple[int, ...]], where: str) -> dict[str, str]:
-        """Name -> how ``found`` spells it; refuses what does not fit."""
+        """Compare with the tensors ``found`` in a checkpoint; refuse missing or extra ones.
+
+        Returns:
+            Tensor -> its name in the checkpoint.
+        """
         ...
 
     def read(
@@ -399,11 +438,11 @@ class WeightMap(Protocol):
         get: Callable[[str, tuple[slice, ...]], np.ndarray],
         out: np.ndarray,
     ) -> None:
-        """Fill ``out`` with the part ``index`` of a parameter."""
+        """Fill ``out`` with the slice ``index`` of the parameter ``path``, reading with ``get``."""
         ...
 
     def write(self, name: str, get: Callable[[str, tuple[int, ...]], np.ndarray]) -> np.ndarray:
-        """A tensor, from parameters' places in their stacks."""
+        """Build the tensor ``name``; ``get`` reads a parameter at an index of its layer stack."""
         ...
 
 
@@ -411,24 +450,24 @@ class Guard(NamedTuple):
     """Counts of skipped (non-finite) updates."""
 
     skipped: Any
-    """i32[]: updates skipped in all."""
+    """i32[]: updates skipped in total."""
     in_a_row: Any
-    """i32[]: updates skipped since the last good one."""
+    """i32[]: updates skipped since the last finite one."""
 
 
 class TrainState(NamedTuple):
-    """Everything a step changes (and the frozen weights it reads)."""
+    """Everything that a train step changes, and the frozen weights that it reads."""
 
     step: Any
-    """i32[]: steps taken, skipped ones counted too."""
+    """i32[]: steps taken, skipped updates included."""
     params: Params
     """Trainable parameters."""
     frozen: Params
-    """Parameters that no step changes: no gradient, no optimizer bytes."""
+    """Frozen parameters: no gradient, no optimizer state, no weight decay."""
     opt_state: Any
     """optax state over ``params``."""
     cache: Any
-    """Visual-token cache; ``()`` when off."""
+    """State of the visual-token cache; ``()`` when it is off."""
     comm: Any
-    """Error feedback of quantised collectives; ``()`` when off."""
+    """Error feedback of quantized collectives; ``()`` when they are off."""
     guard: Guard

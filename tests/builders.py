@@ -9,14 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxvlm.config import (
-    DecoderConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-    VisionConfig,
-)
+from jaxvlm.config import Config, DecoderConfig, MeshConfig, ModelConfig, OptimConfig, VisionConfig
 from jaxvlm.types import Batch
 
 VOCAB, ROWS, LENGTH, PATCHES = 64, 8, 32, 4
@@ -39,9 +32,9 @@ MESHES = {
 }
 
 
-def train_config(mesh: MeshConfig = MESHES["one"], **optim: object) -> TrainConfig:
+def train_config(mesh: MeshConfig = MESHES["one"], **optim: object) -> Config:
     """A run of the tiny model; ``optim`` overrides OptimConfig's fields."""
-    return TrainConfig(
+    return Config(
         model=TINY,
         mesh=mesh,
         steps=20,
@@ -55,9 +48,9 @@ def devices_of(mesh: MeshConfig) -> list[jax.Device]:
 
 
 def random_batch(seed: int = 0, rows: int = ROWS) -> Batch:
-    """Packed rows: a shared picture with two questions, then text alone, then padding.
+    """Packed rows: a shared image with two questions, then text alone, then padding.
 
-    The pictures of rows differ in how many tokens follow, so that a mean of means would show.
+    The images of rows differ in how many tokens follow, so that a mean of means would show.
     """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(5, VOCAB, (rows, LENGTH)).astype(np.int32)
@@ -113,7 +106,7 @@ model's gradient.
 """
 _TERMS = {"/bk": "/wk", "/norm/bias": "/norm/scale"}
 """Biases whose terms may cancel -> the leaf that adds up the same terms, each times an input that
-a norm brought to about 1, which shows how large they are. Keys all moved by one vector change no
+a norm brought to about 1, which shows how large they are. Keys all moved by one embedding change no
 softmax, unless the keys are rotated; nor does a shift change scores that are standardised."""
 
 

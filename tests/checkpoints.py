@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import pathlib
 
-from jaxvlm.data import chat, formats, tokenizer
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.tokenizer import chat_tokenizer
 
 SIZE, PATCH = 16, 8
 
@@ -17,7 +19,9 @@ def write_llava(
     import torch
     import transformers
 
-    built = tokenizer.build(chat.texts(formats.read(str(data))[0]), "word", 96)
+    built = chat_tokenizer.build(
+        tokenize.texts(conversation_formats.read(str(data))[0]), "word", 96
+    )
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
             hidden_size=32,
@@ -57,7 +61,9 @@ def write_llava_next(folder: pathlib.Path, data: pathlib.Path) -> pathlib.Path:
     import torch
     import transformers
 
-    built = tokenizer.build(chat.texts(formats.read(str(data))[0]), "word", 96)
+    built = chat_tokenizer.build(
+        tokenize.texts(conversation_formats.read(str(data))[0]), "word", 96
+    )
     dims = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = transformers.LlavaNextConfig(
         vision_config=transformers.CLIPVisionConfig(
@@ -117,16 +123,18 @@ _TOWERS = {
 
 
 def write_qwen_vl(folder: pathlib.Path, data: pathlib.Path, kind: str = "Qwen2_5_VL"):
-    """A Qwen-VL of one of the generations in ``_TOWERS``: pictures of 1 to 16 tokens."""
+    """A Qwen-VL of one of the generations in ``_TOWERS``: images of 1 to 16 tokens."""
     import torch
     import transformers
 
-    plain = tokenizer.build(chat.texts(formats.read(str(data))[0]), "word", 96)
+    plain = chat_tokenizer.build(
+        tokenize.texts(conversation_formats.read(str(data))[0]), "word", 96
+    )
     around = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
     plain.backend.add_special_tokens(list(around))
-    template = tokenizer.TEMPLATE.replace("'<image>' if", f"'{''.join(around)}' if")
-    built = tokenizer.ChatTokenizer(
-        plain.backend, template, tokenizer.SPECIAL | {"image_token": around[1]}
+    template = chat_tokenizer.TEMPLATE.replace("'<image>' if", f"'{''.join(around)}' if")
+    built = chat_tokenizer.ChatTokenizer(
+        plain.backend, template, chat_tokenizer.SPECIAL | {"image_token": around[1]}
     )
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     rope |= {"mrope_interleaved": True} if kind == "Qwen3VL" else {}

@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share builders.py
 
-from runs import FLAGS  # no JAX in it
+from runs import FLAGS, compile_cache  # no JAX in it
 
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {FLAGS}".strip()
@@ -17,12 +17,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A collective holds a thread of XLA's pool until all devices are there. With a thread a device, the
 # default, devices can wait for each other in different ones for ever: one run in a hundred did.
 os.environ.setdefault("NPROC", "32")
-_CACHE = pathlib.Path(__file__).resolve().parent.parent / ".cache" / "xla-tests"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compile_cache()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import shown  # noqa: E402  # now that it is found
+import shown  # now that it is found
 
 
 def pytest_addoption(parser):

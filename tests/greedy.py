@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvlm.infer.generate import Sampling, generate
+from jaxvlm.inference.generate import Sampling, generate
 
 NEW = 32
 

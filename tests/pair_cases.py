@@ -1,4 +1,4 @@
-"""Vectors and pairs drawn at random, a loss and its gradients, and the same in torch."""
+"""Embeddings and pairs drawn at random, a loss and its gradients, and the same in torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxvlm.config import MeshConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.train.objective import total
-from jaxvlm.types import Pairs, Vectors
+from jaxvlm.types import Embeddings, Pairs
 
 B, K, E = 13, 3, 8
 
@@ -24,7 +24,7 @@ def pairs_of(b=B, k=K, **fields) -> Pairs:
     return made._replace(**fields)
 
 
-def vectors_of(b=B, k=K, e=E, tokens=(), seed=0, learned=False) -> Vectors:
+def embeddings_of(b=B, k=K, e=E, tokens=(), seed=0, learned=False) -> Embeddings:
     """Positives lie near their queries; nothing has unit length."""
     rng = np.random.default_rng(seed)
     query = rng.normal(size=(b, *tokens[:1], e))
@@ -32,11 +32,11 @@ def vectors_of(b=B, k=K, e=E, tokens=(), seed=0, learned=False) -> Vectors:
     if not tokens:
         document[:, 0] += 0.7 * query
     query, document = (x.astype(np.float32) * 1.3 for x in (query, document))
-    made = Vectors(query, document)
+    made = Embeddings(query, document)
     if tokens:
         made = made._replace(
-            query_seen=np.arange(tokens[0]) < rng.integers(1, tokens[0] + 1, (b, 1)),
-            document_seen=np.arange(tokens[1]) < rng.integers(1, tokens[1] + 1, (b, k, 1)),
+            query_mask=np.arange(tokens[0]) < rng.integers(1, tokens[0] + 1, (b, 1)),
+            document_mask=np.arange(tokens[1]) < rng.integers(1, tokens[1] + 1, (b, k, 1)),
         )
     if learned:
         made = made._replace(scale=np.float32(1.7), bias=np.float32(-2.5))
@@ -58,22 +58,22 @@ def tangled(b=B, k=K, seed=0) -> Pairs:
 def _step(loss):
     """Compiled once for a loss and shapes."""
 
-    def value(floats, vectors, pairs):
-        sums, weights = loss(vectors._replace(**floats), pairs), loss.weights(pairs)
+    def value(floats, embeddings, pairs):
+        sums, weights = loss(embeddings._replace(**floats), pairs), loss.weights(pairs)
         return total(sums, {n: f / weights[n] for n, f in loss.coefficients().items()}), sums
 
     return jax.jit(jax.value_and_grad(value, has_aux=True))
 
 
-def gradients(loss, vectors, pairs, mesh=None):
+def gradients(loss, embeddings, pairs, mesh=None):
     """The loss, its gradients by name, and the sums, under jit; split over ``mesh`` if given."""
     floats = {
         name: jnp.asarray(x, jnp.float32)
-        for name, x in vectors._asdict().items()
-        if x is not None and not name.endswith("_seen")
+        for name, x in embeddings._asdict().items()
+        if x is not None and not name.endswith("_mask")
     }
     pairs = jax.tree.map(jnp.asarray, pairs)
-    seen = vectors._replace(**dict.fromkeys(floats))
+    seen = embeddings._replace(**dict.fromkeys(floats))
     if mesh is not None:
 
         def place(x):
@@ -88,25 +88,25 @@ def mesh_of(devices=8, **axes) -> jax.sharding.Mesh:
     return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
 
 
-def in_torch(torch, fn, vectors, *others):
+def in_torch(torch, fn, embeddings, *others):
     """``fn`` of torch tensors and its gradients: ``fn(query [b, E], [documents [b, E], ...])``."""
-    query = torch.tensor(vectors.query, requires_grad=True)
-    document = torch.tensor(vectors.document, requires_grad=True)
+    query = torch.tensor(embeddings.query, requires_grad=True)
+    document = torch.tensor(embeddings.document, requires_grad=True)
     value = fn(query, list(document.unbind(1)), *others)
     value.backward()
     grads = {"query": query.grad.numpy(), "document": document.grad.numpy()}
     return value.item(), grads
 
 
-def is_additive(loss, vectors, pairs):
+def is_additive(loss, embeddings, pairs):
     """Sums and weights of two parts add up to those of the whole."""
 
     def sums(case):
         return loss(*case), loss.weights(case[1])
 
-    run, half = jax.jit(sums), len(pairs.there) // 2
-    odd = len(pairs.there) % 2
-    case = jax.tree.map(lambda x: jnp.asarray(x)[odd:] if np.ndim(x) else x, (vectors, pairs))
+    run, half = jax.jit(sums), len(pairs.valid) // 2
+    odd = len(pairs.valid) % 2
+    case = jax.tree.map(lambda x: jnp.asarray(x)[odd:] if np.ndim(x) else x, (embeddings, pairs))
     parts = [
         run(jax.tree.map(lambda x, s=s: x[s] if x.ndim else x, case))
         for s in (slice(0, half), slice(half, None))
@@ -116,7 +116,7 @@ def is_additive(loss, vectors, pairs):
 
 def relation(pairs):
     """Sets, example by example: its positives' numbers, and the documents' keys that it knows."""
-    there, group = pairs.there[:, 0], pairs.group
+    there, group = pairs.valid[:, 0], pairs.group
     numbers, keys = [], []
     for i in range(len(there)):
         real = np.flatnonzero(there).tolist()

@@ -7,17 +7,17 @@ import numpy as np
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from jaxvlm.config import DataConfig, PairsConfig
-from jaxvlm.data import images
-from jaxvlm.data.examples import Example, Item
-from jaxvlm.data.pair_loader import PairDataset
-from jaxvlm.data.processor import Processor
-from jaxvlm.data.text_rows import TextRows
-from jaxvlm.data.texts import TextTokenizer
+from jaxvlm.config import DataConfig, PairDataConfig
+from jaxvlm.data.images import image_files
+from jaxvlm.data.images.processor import Processor
+from jaxvlm.data.pairs.collate_texts import TextCollator
+from jaxvlm.data.pairs.dataset import PairDataset
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.tokenizer.text_tokenizer import TextTokenizer
 from jaxvlm.types import TextStyle
 
-BASE = DataConfig(batch_size=8, max_length=32, max_skip_share=0.5)
-PAIRS = {f.name for f in dataclasses.fields(PairsConfig)}
+BASE = DataConfig(batch_size=8, max_length=32, max_skip_fraction=0.5)
+PAIRS = {f.name for f in dataclasses.fields(PairDataConfig)}
 
 
 def text_tokenizer(**style):
@@ -31,19 +31,21 @@ def text_tokenizer(**style):
 
 
 def squares():
-    return Processor(images.squares(8), 8, None, (0.5,) * 3, (0.5,) * 3)
+    return Processor(image_files.squares(8), 8, None, (0.5,) * 3, (0.5,) * 3)
 
 
-def text_rows(**style):
-    return TextRows(text_tokenizer(**style), squares())
+def text_collator(**style):
+    return TextCollator(text_tokenizer(**style), squares())
 
 
-def dataset(examples, rows, problems=(), **more):
-    pairs = PairsConfig(**{k: v for k, v in more.items() if k in PAIRS})
-    rest = {k: v for k, v in more.items() if k not in PAIRS and k not in ("seed", "document_rows")}
+def dataset(examples, collator, problems=(), **more):
+    pairs = PairDataConfig(**{k: v for k, v in more.items() if k in PAIRS})
+    rest = {
+        k: v for k, v in more.items() if k not in PAIRS and k not in ("seed", "document_collator")
+    }
     config = dataclasses.replace(BASE, pairs=pairs, **rest)
-    own = {k: v for k, v in more.items() if k in ("seed", "document_rows")}
-    return PairDataset.from_config(config, rows, read=(list(examples), list(problems)), **own)
+    own = {k: v for k, v in more.items() if k in ("seed", "document_collator")}
+    return PairDataset.from_config(config, collator, read=(list(examples), list(problems)), **own)
 
 
 def take(batches, count):

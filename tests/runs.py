@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -24,14 +26,36 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do no
     FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 
 HERE = pathlib.Path(__file__).parent / "e2e"
+
+
+def compile_cache() -> pathlib.Path:
+    """The folder of compiled programs that test runs of all clones share.
+
+    It lies outside of the clone, so that the next clone's run compiles little, and is of one kind
+    of processor, whose instructions the programs use. In the clone where the home is read-only.
+    """
+    cpu = pathlib.Path("/proc/cpuinfo")
+    kinds = ("flags", "model name", "Features")
+    said = cpu.read_text() if cpu.is_file() else platform.processor()
+    lines = sorted({line for line in said.splitlines() if line.startswith(kinds)})
+    name = hashlib.blake2b("\n".join(lines).encode(), digest_size=6).hexdigest()
+    folder = pathlib.Path.home() / ".cache" / "jaxvlm" / f"xla-tests-{name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK)
+    except OSError:
+        usable = False
+    return folder if usable else pathlib.Path(__file__).parent.parent / ".cache" / "xla-tests"
+
+
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220)}
 
 
-def write_data(folder: pathlib.Path, pictures: int = 40, name: str = "data.jsonl") -> pathlib.Path:
-    """Pictures of one colour with two questions each, as messages."""
+def write_data(folder: pathlib.Path, images: int = 40, name: str = "data.jsonl") -> pathlib.Path:
+    """Images of one colour with two questions each, as messages."""
     rng = np.random.default_rng(0)
     lines = []
-    for i in range(pictures):
+    for i in range(images):
         color = list(COLORS)[i % len(COLORS)]
         noise = rng.integers(-20, 20, (16, 16, 3))
         pixels = np.clip(np.asarray(COLORS[color]) + noise, 0, 255).astype(np.uint8)

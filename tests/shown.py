@@ -1,4 +1,4 @@
-"""What tests show of each family: docs/families.md's table is made of those that pass."""
+"""Features that tests show per model family; writes docs/families.md's table from passing tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURES = (
     "generate",
     "embed",
     "export",
-    "several pictures",
+    "several images",
     "any resolution",
     "video",
 )
@@ -31,7 +31,7 @@ def key(family: str, feature: str) -> str:
 
 
 def table(shown: Iterable[str]) -> str:
-    """Markdown: a row a family."""
+    """Markdown table with a row per family."""
     cells = {tuple(one.split(": ")) for one in shown}
     lines = [["family", *FEATURES], ["---"] * (1 + len(FEATURES))]
     for family in sorted({family for family, _ in cells}):

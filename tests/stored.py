@@ -7,10 +7,10 @@ import pathlib
 import ml_dtypes
 import numpy as np
 
-from jaxvlm.cache import files
-from jaxvlm.cache.store import Store
+from jaxvlm.cache.store import segment_files
+from jaxvlm.cache.store.rows import Store
 
-FACTS = {"weights": "5b1d", "pictures": {"size": 224, "mean": 0.5}, "platform": "cpu"}
+FACTS = {"weights": "5b1d", "images": {"size": 224, "mean": 0.5}, "platform": "cpu"}
 
 
 def key_of(i: int) -> bytes:
@@ -41,8 +41,8 @@ def filled(opened, rows=range(6), a_file: int = 3) -> Store:
 
 def segments(store: Store) -> list[pathlib.Path]:
     """By their rows: the clock of a file system is too coarse to order them."""
-    found = files.list_folder(store.folder).segments
-    return sorted(found, key=lambda path: min(files.read_segment(path).rows))
+    found = segment_files.list_folder(store.folder).segments
+    return sorted(found, key=lambda path: min(segment_files.read_segment(path).rows))
 
 
 def assert_none_wrong(store: Store, rows: range, width: int = 8) -> int:

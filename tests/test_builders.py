@@ -20,7 +20,7 @@ def some_gradients():
 
 
 def moved(grads, path, by):
-    """``grads``, one leaf off by a vector of length ``by``."""
+    """``grads``, one leaf off by an embedding of length ``by``."""
     step = np.random.default_rng(1).normal(size=grads[path].shape)
     return {**grads, path: grads[path] + step * by / norm_of(step)}
 

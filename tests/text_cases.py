@@ -1,4 +1,4 @@
-"""Settings of small text towers, in transformers' words: chosen, and drawn at random."""
+"""Settings of small decoders as transformers' config fields: chosen, and drawn at random."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2",
 
 
 def drawn(family, seed):
-    """Settings that the family knows, at random: odd widths, heads, scalings, windows, caps."""
+    """Random settings of a family: odd widths, heads, RoPE scalings, windows, caps."""
     rng = np.random.default_rng((seed, FAMILIES.index(family)))
 
     def one_of(*values):

@@ -1,4 +1,4 @@
-"""Small text towers, each in torch and in our words, and what both make of one batch."""
+"""Small decoders, each in torch and in jaxvlm, and the outputs of both for one batch."""
 
 import copy
 import functools
@@ -15,10 +15,10 @@ from flax import nnx
 from text_cases import TOWERS, VOCAB
 
 from jaxvlm.config import DecoderConfig, MeshConfig
+from jaxvlm.hf.families import llama, text_decoders
+from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.decoder import Decoder
-from jaxvlm.models.families import llama, text
-from jaxvlm.models.families.names import NameMap
 from jaxvlm.models.vlm import Stream
 from jaxvlm.nn.mask import batch_mask
 from jaxvlm.nn.param import Init, merge, split
@@ -68,7 +68,7 @@ def build(config):
 
 
 def hf_config(family, given):
-    """transformers' config of a small tower."""
+    """transformers' config of a small decoder."""
     dims = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -82,7 +82,7 @@ def hf_config(family, given):
 
 
 def family_class(family, kind):
-    """A class of transformers that its top level may not show."""
+    """A class of transformers that its top level may not export."""
     found = getattr(transformers, family + kind, None)
     if found is None:
         folder = {
@@ -144,7 +144,7 @@ def make_oracle(family, given):
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn_like(parameter)
     group = config.to_dict() | ({"tie_word_embeddings": True} if in_sections(family) else {})
-    ours = text.decoder_from_hf(group, "config.json: ")
+    ours = text_decoders.decoder_from_hf(group, "config.json: ")
     graph, shapes = build(ours)
     params = load({n: p.detach().numpy() for n, p in theirs.named_parameters()}, ours)
     assert {path: x.shape for path, x in params.items()} == {p: x.shape for p, x in shapes.items()}
@@ -152,7 +152,7 @@ def make_oracle(family, given):
 
 
 def in_sections(family):
-    """Whether its positions have three rows."""
+    """Whether its positions have three rows (M-RoPE)."""
     return "VL" in family
 
 
@@ -178,7 +178,7 @@ def load(tensors, config):
 
 
 def make_batch(spans, length, seed=0):
-    """One segment a row, over places [first, end); the last third of its tokens is weighted."""
+    """One segment per sequence, at [first, end); the last third of its tokens has loss weight."""
     rng = np.random.default_rng(seed)
     tokens, segment = np.zeros((2, len(spans), length), np.int32)
     positions, weight = np.zeros_like(tokens), np.zeros(tokens.shape, np.float32)
@@ -212,7 +212,7 @@ def ragged_case(family, model):
         batch = batch._replace(positions=rng.integers(0, 20, shape).astype(np.int32))
     inputs = torch_inputs(batch)
     if family.startswith("Gemma3"):
-        # Two pictures, one longer than the window, whose tokens see each other both ways.
+        # Two images, one longer than the window, whose tokens see each other both ways.
         group = np.zeros_like(batch.tokens)
         group[:, 6:8], group[:, 8:15] = 1, 2
         batch = batch._replace(bidirectional=np.where(batch.segment > 0, group, 0))

@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from jaxvlm.build.cached import recompute_of
-from jaxvlm.build.caching import policy_of
-from jaxvlm.build.model import build_model
-from jaxvlm.cache.order import ROW_MAJOR, Kept, parse
-from jaxvlm.cache.recompute import Recompute
+from jaxvlm.cache.cached_step import make_encode_step
+from jaxvlm.cache.encode import EncodeStep
+from jaxvlm.cache.policy import make_policy
+from jaxvlm.cache.token_order import ROW_MAJOR, TokenLayout, parse
 from jaxvlm.config import (
     CacheConfig,
     ConnectorConfig,
@@ -37,10 +36,11 @@ from jaxvlm.config import (
     TextConfig,
     VisionConfig,
 )
-from jaxvlm.data.images import decode, squares
-from jaxvlm.data.patches import Patching
+from jaxvlm.data.images.image_files import decode, squares
+from jaxvlm.data.images.patches import Patching
 from jaxvlm.models import vlm
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
 from jaxvlm.types import Batch
 
 SIZE, PATCH = 16, 4
@@ -49,7 +49,7 @@ BASE = VisionConfig(
     position="learned", activation="gelu", norm="layer", norm_eps=1e-6, position_resize="corners",
     pixel_mean=(0.48, 0.46, 0.41), pixel_std=(0.27, 0.26, 0.28),
 )  # fmt: skip
-ANY_SIZE = dataclasses.replace(BASE, packed=True, patch_layout="cthw", frames=2, block=2)
+ANY_SIZE = dataclasses.replace(BASE, packed=True, patch_layout="cthw", frames=2, merge_block=2)
 DECODER = DecoderConfig(
     vocab_size=32, width=16, depth=1, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
 )
@@ -61,14 +61,14 @@ class Case(NamedTuple):
 
     config: ModelConfig | DualConfig
     order: str = ""
-    """``config.cache.order``."""
+    """``config.cache.token_order``."""
     whole: bool = False
     """Through all of the cache's choice of images and windows, not one chunk by itself."""
 
 
 def _model(base: VisionConfig = BASE, connector: Any = None, **settings: Any) -> ModelConfig:
     vision = dataclasses.replace(base, **settings)
-    merged = ConnectorConfig(merge=vision.block)
+    merged = ConnectorConfig(merge=vision.merge_block)
     return ModelConfig(vision=vision, connector=connector or merged, decoder=DECODER)
 
 
@@ -93,7 +93,7 @@ CASES = {
         order="merge2x2",
     ),
     "frozen_blocks": Case(
-        _model(depth=4, trunk=2, class_token=True, feature_layers=(-4, -1), post_norm=False)
+        _model(depth=4, frozen_blocks=2, class_token=True, feature_layers=(-4, -1), post_norm=False)
     ),
     "windows_and_rotation": Case(
         _model(
@@ -152,7 +152,7 @@ def weights(shapes: dict[str, jax.ShapeDtypeStruct], dtype: Any) -> dict[str, np
 class Tower(NamedTuple):
     """A case, ready to run."""
 
-    recompute: Recompute
+    recompute: EncodeStep
     shapes: dict[str, jax.ShapeDtypeStruct]
     batch: Batch
     run: Callable[[Any, Batch], jax.Array]
@@ -162,16 +162,16 @@ def tower(case: Case) -> Tower:
     """The tower of a case as a run builds it, and images for it."""
     config = case.config
     model = build_model(config, make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1]))
-    cache = CacheConfig(policy="strict", chunk=2, order=case.order)
+    cache = CacheConfig(policy="strict", encode_batch=2, token_order=case.order)
     room = (SIZE // PATCH) ** 2
     windows = (room // 2, room) if config.vision.packed and case.whole else (room,)
-    recompute = recompute_of(cache, model, windows, policy_of(cache))
+    recompute = make_encode_step(cache, model, windows, make_policy(cache))
     shapes = {path: x for path, x in model.shapes.items() if path.startswith("vision/")}
     run = recompute.encode
     if case.whole:
 
         def run(params: Any, batch: Batch) -> jax.Array:
-            return recompute.features(params, None, batch, recompute.look(None, batch))
+            return recompute.features(params, None, batch, recompute.lookup(None, batch))
 
     return Tower(recompute, shapes, _batch(config.vision, case.whole), run)
 
@@ -181,7 +181,7 @@ def _batch(vision: VisionConfig, whole: bool) -> Batch:
     none = Batch(None, None, None, None)
     if not vision.packed:
         return none._replace(pixels=pixels("image", (2, 1, SIZE, SIZE, 3)))
-    cut = Patching(PATCH, vision.block, vision.frames, vision.patch_layout)
+    cut = Patching(PATCH, vision.merge_block, vision.frames, vision.patch_layout)
     sizes = [(2, 4), (4, 2), (4, 4)] if whole else [(2, 4), (4, 2)]
     given = [pixels(f"{h} x {w}", (h * PATCH, w * PATCH, 3)) for h, w in sizes]
     images = [(cut.grid(x), cut.cut(x)) for x in given]
@@ -262,8 +262,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def kept_order(name: str) -> list[int]:
     """Where a class token and the 36 tokens of an image, made row by row, are kept."""
-    kept = Kept(parse(name), ROW_MAJOR, 6)
-    return kept.keep(np.arange(37)[:, None])[:, 0].tolist()
+    kept = TokenLayout(parse(name), ROW_MAJOR, 6)
+    return kept.to_cache(np.arange(37)[:, None])[:, 0].tolist()
 
 
 def _drawn(width: int, height: int, channels: int) -> np.ndarray:

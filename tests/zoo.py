@@ -1,4 +1,4 @@
-"""Five kinds of models, each tiny, with a batch and a loss: what strategies are tried on."""
+"""Five kinds of tiny models, each with a batch and a loss, to test strategies on."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ LLAVA = dataclasses.replace(
 QWEN3 = ModelConfig(
     vision=VisionConfig(
         image_size=16, patch_size=4, width=32, depth=3, num_heads=8, mlp_dim=64, packed=True,
-        patch_layout="cthw", frames=2, block=2, rope_theta=1e4, feature_layers=(-1, -3, -2),
+        patch_layout="cthw", frames=2, merge_block=2, rope_theta=1e4, feature_layers=(-1, -3, -2),
     ),
-    connector=ConnectorConfig(hidden=64, merge=2, norm="layer", levels=2),
+    connector=ConnectorConfig(hidden=64, merge=2, norm="layer", deepstack_levels=2),
     decoder=DecoderConfig(
         vocab_size=VOCAB, width=32, depth=4, num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64,
         qk_norm=True, rope_sections=(2, 1, 1), rope_interleaved=True,
@@ -85,7 +85,7 @@ class Pairs:
 
 
 def on_stages(config: ModelConfig) -> ModelConfig:
-    """``config`` as a pipeline takes it."""
+    """``config`` adapted for pipeline parallelism."""
     if not isinstance(config, ModelConfig):
         return config
     return dataclasses.replace(
@@ -101,11 +101,11 @@ class Kind(NamedTuple):
     config: Any
     loss: Any
     batch: Any
-    """seed, packed -> Batch of ROWS rows."""
+    """(seed, packed) -> Batch of ROWS sequences."""
 
 
-def text_and_pictures(config: ModelConfig, seed: int, packed: bool) -> Batch:
-    """Rows of packed segments, or of one; a quarter of the rows has no picture."""
+def text_and_images(config: ModelConfig, seed: int, packed: bool) -> Batch:
+    """Sequences of packed segments, or of one; a quarter of them has no image."""
     batch = random_batch(seed, ROWS)
     if not packed:
         used = batch.segment > 0
@@ -114,10 +114,10 @@ def text_and_pictures(config: ModelConfig, seed: int, packed: bool) -> Batch:
             segment=used.astype(np.int32), parent=None, positions=np.where(used, place, 0)[:, None]
         )
     rng = np.random.default_rng(seed)
-    picture = np.zeros(batch.tokens.shape, bool)
-    picture[:, 1 : 1 + PATCHES] = (batch.image_start >= 0).any(1)[:, None]
+    image = np.zeros(batch.tokens.shape, bool)
+    image[:, 1 : 1 + PATCHES] = (batch.image_start >= 0).any(1)[:, None]
     if config.decoder.visual_mask == "prefix":
-        batch = batch._replace(bidirectional=picture.astype(np.int32))
+        batch = batch._replace(bidirectional=image.astype(np.int32))
     if not config.vision.packed:
         side = config.vision.image_size
         return batch._replace(pixels=rng.integers(0, 256, (ROWS, 2, side, side, 3), np.uint8))
@@ -125,14 +125,14 @@ def text_and_pictures(config: ModelConfig, seed: int, packed: bool) -> Batch:
     grid = np.where(batch.image_start[..., None] >= 0, [1, 4, 4], 0).astype(np.int32)
     positions = np.repeat(batch.positions, 3, axis=1)
     offset = np.asarray([[0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 0, 1]], np.int32)
-    there = picture[:, None, 1 : 1 + PATCHES]
+    there = image[:, None, 1 : 1 + PATCHES]
     positions[..., 1 : 1 + PATCHES] = np.where(there, 1 + offset, positions[..., 1 : 1 + PATCHES])
     patches = rng.integers(0, 256, (ROWS, 32, 96), np.uint8)
     return batch._replace(pixels=None, patches=patches, grid=grid, positions=positions)
 
 
 def pairs(seed: int, packed: bool) -> Batch:
-    """A picture and a text a row."""
+    """One image and one text per sequence."""
     rng = np.random.default_rng(seed)
     real = np.arange(12) < rng.integers(3, 13, (ROWS, 1))
     return Batch(
@@ -145,6 +145,6 @@ def pairs(seed: int, packed: bool) -> Batch:
 
 
 KINDS = {
-    name: Kind(config, NextToken(chunk=8), functools.partial(text_and_pictures, config))
+    name: Kind(config, NextToken(chunk=8), functools.partial(text_and_images, config))
     for name, config in (("llava", LLAVA), ("qwen3", QWEN3), ("moe", MOE), ("gemma3", GEMMA3))
 } | {"dual": Kind(DUAL, Pairs(), pairs)}

@@ -15,23 +15,23 @@ import numpy as np  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from benchmarks.common import serve, timed  # noqa: E402
-from jaxvlm.build.model import build_model  # noqa: E402
-from jaxvlm.build.process import keep_freed_memory  # noqa: E402
-from jaxvlm.build.training import build_training  # noqa: E402
-from jaxvlm.config import MeshConfig, OptimConfig, TrainConfig  # noqa: E402
-from jaxvlm.models.families import llava  # noqa: E402
+from jaxvlm.config import Config, MeshConfig, OptimConfig  # noqa: E402
+from jaxvlm.hf.families import llava  # noqa: E402
 from jaxvlm.parallel.mesh import make_mesh  # noqa: E402
+from jaxvlm.parallel.process import keep_freed_memory  # noqa: E402
+from jaxvlm.spmd.model import build_model  # noqa: E402
+from jaxvlm.trainer.training import build_training  # noqa: E402
 from jaxvlm.types import Batch  # noqa: E402
 
 
 def main(folder: pathlib.Path, case: str) -> None:
     imported = time.perf_counter()
-    keep_freed_memory()  # as jaxvlm.Run does
+    keep_freed_memory()  # as jaxvlm.Trainer does
     config = llava.config_from_hf(json.loads((folder / "config.json").read_text()))
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     model = build_model(config, mesh)
-    optim = OptimConfig(learning_rate=1e-4, schedule="constant", warmup_steps=0, clip_norm=0.0)
-    train = TrainConfig(model=config, optim=optim, steps=1000)
+    optim = OptimConfig(learning_rate=1e-4, schedule="constant", warmup_steps=0, max_grad_norm=0.0)
+    train = Config(model=config, optim=optim, steps=1000)
     training = build_training(train, model, 1000, lambda _: None)
     params = llava.weights(config).load(load_file(folder / "model.safetensors"))
     state = training.init(jax.device_put(params, model.shardings))

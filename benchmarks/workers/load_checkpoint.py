@@ -56,10 +56,10 @@ def our_load(folder: str, devices: int) -> tuple[Callable[[], Any], Callable[[An
     import jax
     import numpy as np
 
-    from jaxvlm.build import pretrained
-    from jaxvlm.build.model import build_model
     from jaxvlm.config import MeshConfig
+    from jaxvlm.hf import pretrained
     from jaxvlm.parallel.mesh import make_mesh
+    from jaxvlm.spmd.model import build_model
 
     source = pretrained.find(folder)
     assert source is not None

@@ -1,4 +1,4 @@
-"""The visual-token cache's state: pages of features, and what says whether they may be read."""
+"""State of the visual-token cache: pages of features, and the fields that decide on a hit."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.types import PAGE
 
 _STEP = np.uint32(0x9E3779B9)
-"""Between the last words of the keys of a picture's pages; odd, so that no two are the same."""
+"""Distance between the last words of the keys of an image's pages; odd, so that they all differ."""
 
 
 class CacheState(NamedTuple):
-    """Pages of visual tokens, split over the batch axes of the mesh and over nothing else."""
+    """Pages of visual tokens, sharded over the batch axes of the mesh and over nothing else."""
 
     pages: Any
-    """[C, PAGE, D]: what the tower made, before the connector, in its dtype."""
+    """[C, PAGE, D]: output of the vision encoder, before the connector, in the encoder's dtype."""
     key: Any
-    """u32[C, 4]: of the picture, and of which of its pages it is; zeros where a page is empty."""
-    row_version: Any
-    """i32[C]: the tower's version when the page was written."""
-    due: Any
-    """i32[C]: the version from which on it is to be made anew, where ``drift`` was measured."""
+    """u32[C, 4]: hash of the image and of the page's number in it; zeros where a page is empty."""
+    page_version: Any
+    """i32[C]: the vision encoder's version when the page was written."""
+    refresh_at: Any
+    """i32[C]: the version from which on the page is stale; used where ``drift`` was measured."""
     drift: Any
-    """f32[C]: relative change of its picture's tokens with an update at learning rate 1; 0: it was
+    """f32[C]: relative change of its image's tokens per update at learning rate 1; 0: it was
     never measured."""
-    pull: Any
-    """f32[C]: norm of the loss's gradient at its picture's tokens, when last shown."""
+    grad_norm: Any
+    """f32[C]: norm of the loss's gradient at its image's tokens, when the image was last shown."""
     version: Any
-    """i32[]: rises with each update of the tower's parameters, and with nothing else."""
-    turn: Any
-    """i32[]: rises with each step; draws are a function of it."""
-    typical: Any
-    """f32[]: mean ``drift`` of late, for pages that have none; 0: none was measured."""
+    """i32[]: rises with each update of the vision encoder's parameters, and with nothing else."""
+    step: Any
+    """i32[]: rises with each step; random draws are a function of it."""
+    mean_drift: Any
+    """f32[]: running mean of ``drift``, used for pages that have none; 0: none was measured."""
 
 
 def init(count: int, width: int, dtype: Any) -> CacheState:
-    """An empty cache; under ``jit``, so that it is born sharded.
+    """Create an empty cache; call it under ``jit`` with shardings, so that it is created sharded.
 
     Args:
-        count: C.
-        width: D.
+        count: C, number of pages.
+        width: D, channels of a token.
         dtype: of the features.
     """
     number, zero = jnp.zeros(count, jnp.int32), jnp.zeros((), jnp.int32)
@@ -58,50 +58,51 @@ def init(count: int, width: int, dtype: Any) -> CacheState:
 
 
 def advance(state: CacheState, updated: jax.Array) -> CacheState:
-    """The state behind a step; nothing else sets the version.
+    """Return the state after a step. No other function sets the version.
 
     Args:
         state: of the cache.
-        updated: bool[]: whether the step updated the tower's parameters.
+        updated: bool[]: whether the step updated the vision encoder's parameters.
     """
-    # With each update, though it may leave the tower where it is: else one that stands still made
-    # nothing old, and as nothing old was encoded it would stand still for ever.
+    # The version rises with each update, even one that leaves the parameters unchanged: otherwise
+    # an encoder that gets no gradient would make no token stale, and as only stale tokens are
+    # encoded with a gradient, it would never change again.
     return state._replace(version=state.version + updated)
 
 
 def shardings(mesh: Mesh) -> CacheState:
-    """Where each field lies."""
-    rows, whole = batch_sharding(mesh), replicated(mesh)
-    return CacheState(*[rows] * 6, *[whole] * 3)
+    """Return the sharding of each field: pages over the batch axes, scalars replicated."""
+    sharded, on_all = batch_sharding(mesh), replicated(mesh)
+    return CacheState(*[sharded] * 6, *[on_all] * 3)
 
 
-def halved(count: int, shards: int, times: int) -> int:
-    """C of a cache of ``count`` pages on so many data shards that is halved some times."""
+def pages_after_halving(count: int, shards: int, times: int) -> int:
+    """Return C of a cache of ``count`` pages on ``shards`` data shards after ``times`` halvings."""
     return (count // shards >> times) * shards
 
 
-def places(pages: jax.Array, count: int, room: int, shards: int) -> jax.Array:
-    """Where pages lie in a cache that has fewer: each shard has the first of its own.
+def renumber_pages(pages: jax.Array, count: int, allocated: int, shards: int) -> jax.Array:
+    """Renumber pages for a halved cache, in which each data shard keeps the first of its pages.
 
     Args:
-        pages: i32[..., n], each picture's among ``count``; -1 where it has none.
-        count: C of the cache that they are numbered for.
-        room: C of the one that is there.
-        shards: of the data.
+        pages: i32[..., n]: each image's pages among ``count``; -1 where it has none.
+        count: C of the cache that ``pages`` are numbered for.
+        allocated: C of the cache that is allocated, ``count`` or less.
+        shards: number of data shards.
 
     Returns:
-        i32[..., n]; -1 of all that a picture has where one is not there.
+        i32[..., n]: page numbers below ``allocated``; -1 for all of an image that has lost one.
     """
-    if room == count:
+    if allocated == count:
         return pages
-    own, kept = count // shards, room // shards
-    here = (pages < 0) | (pages % own < kept)
-    there = (pages >= 0) & jnp.all(here, axis=-1, keepdims=True)
-    return jnp.where(there, pages // own * kept + pages % own, -1)
+    per_shard, left_per_shard = count // shards, allocated // shards
+    is_present = (pages < 0) | (pages % per_shard < left_per_shard)
+    has_all = (pages >= 0) & jnp.all(is_present, axis=-1, keepdims=True)
+    return jnp.where(has_all, pages // per_shard * left_per_shard + pages % per_shard, -1)
 
 
-def page_keys(picture: jax.Array, pages: int) -> jax.Array:
-    """u32[..., pages, 4]: keys of the pages of pictures with keys u32[..., 4]."""
+def page_keys(image: jax.Array, pages: int) -> jax.Array:
+    """Return the keys u32[..., pages, 4] of the pages of images with keys u32[..., 4]."""
     number = jnp.arange(pages, dtype=jnp.uint32) * _STEP
-    picture = jnp.broadcast_to(picture[..., None, :], (*picture.shape[:-1], pages, 4))
-    return picture.at[..., 3].set(picture[..., 3] ^ number)
+    image = jnp.broadcast_to(image[..., None, :], (*image.shape[:-1], pages, 4))
+    return image.at[..., 3].set(image[..., 3] ^ number)

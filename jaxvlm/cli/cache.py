@@ -1,4 +1,4 @@
-"""``jaxvlm cache``."""
+"""``jaxvlm cache``: inspects, verifies and prunes a store of visual tokens on disk."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from absl import flags
 
-SUMMARY = "cache stat|verify|prune DIR: a store of visual tokens on disk."
+SUMMARY = "cache stat|verify|prune DIR: inspect, check or clean a store of visual tokens on disk."
 USAGE = "stat|verify|prune DIR [--unused_days=N] [--keep_gb=N] [--dry_run]"
 
-_SHOWN = 10  # bad files and rows that are listed of an identity
+_SHOWN = 10  # number of bad files and rows that are listed for an identity
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -17,25 +17,29 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_float(
         "unused_days",
         0.0,
-        "prune: remove the tokens of towers that no run has read for so many days; 0: of none.",
+        "prune: remove the tokens of vision encoders whose store no run has opened for this many "
+        "days. Default 0: remove none for that reason.",
         lower_bound=0.0,
         flag_values=values,
     )
     flags.DEFINE_float(
         "keep_gb",
         0.0,
-        "prune: remove the tokens of towers, those used least lately first, until so many GB are "
-        "left; those used last stay. 0: no limit.",
+        "prune: remove the tokens of vision encoders, the least recently used first, until this "
+        "many GB are left; the most recently used always stay. Default 0: no limit.",
         lower_bound=0.0,
         flag_values=values,
     )
     flags.DEFINE_bool(
-        "dry_run", False, "prune: say what would go, and remove nothing.", flag_values=values
+        "dry_run",
+        False,
+        "prune: report what would be removed, and remove nothing. Default: False.",
+        flag_values=values,
     )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Look after a store; verify exits 1 where something in it can't be read."""
+    """Inspect, verify or prune a store; ``verify`` exits 1 where part of it can't be read."""
     from jaxvlm.config import ConfigError
 
     verbs = {"stat": _stat, "verify": _verify, "prune": _prune}
@@ -43,21 +47,21 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(f"usage: jaxvlm cache {USAGE}")
     given = [name for name in ("unused_days", "keep_gb", "dry_run") if values[name].present]
     if given and args[0] != "prune":
-        raise ConfigError(f"cache {args[0]} takes no --{given[0]}; cache prune does")
+        raise ConfigError(f"cache {args[0]} takes no --{given[0]}; only cache prune does")
     try:
         return verbs[args[0]](args[1], values)
     except OSError as error:
         if error.strerror is None:
-            raise  # it says all itself
+            raise  # its message is complete
         raise ConfigError(f"{error.filename or args[1]}: {error.strerror}") from None
 
 
 def _stat(folder: str, values: flags.FlagValues) -> dict[str, Any]:
     import time
 
-    from jaxvlm.cache import upkeep
+    from jaxvlm.cache.store import maintenance
 
-    usages = upkeep.stat(folder)
+    usages = maintenance.stat(folder)
     rows, size = sum(usage.rows for usage in usages), sum(usage.bytes for usage in usages)
     print(f"{folder}: {_count(len(usages), 'identity', 'identities')}, {rows:,} rows, {_gb(size)}")
     for usage in usages:
@@ -75,41 +79,41 @@ def _stat(folder: str, values: flags.FlagValues) -> dict[str, Any]:
 
 
 def _verify(folder: str, values: flags.FlagValues) -> dict[str, Any]:
-    from jaxvlm.cache import upkeep
+    from jaxvlm.cache.store import maintenance
 
-    found = []
-    for checked in upkeep.verify(folder):
-        found.append(checked)
+    results = []
+    for checked in maintenance.verify(folder):
+        results.append(checked)
         state = f"{len(checked.bad):,} bad" if checked.bad else "all good"
         print(f"{checked.name}  {checked.rows:,} rows, {_gb(checked.bytes)}: {state}", flush=True)
         _list(checked.bad)
-    bad = [line for checked in found for line in checked.bad]
+    bad = [line for checked in results for line in checked.bad]
     if bad:
-        print(f"Rows that are bad are made again by runs; jaxvlm cache prune {folder} tidies up.")
+        print(f"Runs recompute bad rows; jaxvlm cache prune {folder} removes them.")
     return {
-        "rows": sum(checked.rows for checked in found),
-        "bytes": sum(checked.bytes for checked in found),
+        "rows": sum(checked.rows for checked in results),
+        "bytes": sum(checked.bytes for checked in results),
         "bad": bad,
         "exit_code": 1 if bad else 0,
     }
 
 
 def _prune(folder: str, values: flags.FlagValues) -> dict[str, Any]:
-    from jaxvlm.cache import upkeep
+    from jaxvlm.cache.store import maintenance
 
-    done = upkeep.prune(folder, values.unused_days, values.keep_gb, values.dry_run)
-    went = [
+    done = maintenance.prune(folder, values.unused_days, values.keep_gb, values.dry_run)
+    removed = [
         _count(len(done.identities), "identity", "identities"),
         _count(done.segments, "file") + " that can't be read",
-        f"{done.bad_rows:,} bad and {done.double_rows:,} double rows",
-        _count(done.temporary, "file") + " of dead writers",
+        f"{done.bad_rows:,} bad and {done.double_rows:,} duplicate rows",
+        _count(done.temporary, "temporary file") + " of dead processes",
     ]
-    verb = "would go" if values.dry_run else "removed"
-    print(f"{folder}: {verb}: {', '.join(went)}: {_gb(done.bytes)}; {_gb(done.left)} left")
+    verb = "would be removed" if values.dry_run else "removed"
+    print(f"{folder}: {verb}: {', '.join(removed)}: {_gb(done.bytes)}; {_gb(done.left)} left")
     for name in done.identities:
         print(f"    {name}")
     if values.keep_gb and done.left > values.keep_gb * 1e9:
-        print("That is over --keep_gb: the tokens used last stay.")
+        print("That is above --keep_gb: the most recently used tokens always stay.")
     return done._asdict() | {"dry_run": values.dry_run}
 
 
@@ -125,7 +129,7 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def _gb(size: int) -> str:
-    """Bytes for people, in powers of ten as ``--keep_gb``."""
+    """Format bytes with a unit, in powers of ten as ``--keep_gb``."""
     shown, unit = float(size), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if shown >= 1000:

@@ -1,4 +1,4 @@
-"""Flags of the commands that read a trained model."""
+"""Flags that the commands which load a trained model share."""
 
 from __future__ import annotations
 
@@ -7,87 +7,106 @@ from typing import Any
 
 from absl import flags
 
-VECTORS = ("embed", "eval", "mine")
-"""Commands that take encoders too."""
+EMBEDDINGS = ("embed", "eval", "mine")
+"""Commands that also accept an encoder as the model."""
 
 
 def define_model(values: flags.FlagValues, adapters: bool = True) -> None:
-    """Declare which model, and on which mesh; ``adapters``: the command's models take some."""
+    """Declare the flags that choose a model, its mesh and its dtype.
+
+    Args:
+        values: the flags to add to.
+        adapters: whether the command's models can have a PEFT adapter.
+    """
     flags.DEFINE_string(
         "checkpoint",
         "",
-        "A workdir of `jaxvlm train` (its best checkpoint is used), or a Hugging Face folder.",
+        "The model to load: a workdir of `jaxvlm train` (its best checkpoint is used), or a "
+        "Hugging Face folder.",
         flag_values=values,
     )
     if adapters:
         flags.DEFINE_string(
             "adapter",
             "",
-            "A PEFT adapter folder (LoRA, DoRA) for the Hugging Face folder.",
+            "A PEFT adapter folder (LoRA or DoRA) to load with the Hugging Face folder of "
+            "--checkpoint.",
             flag_values=values,
         )
     flags.DEFINE_string(
+        "family",
+        "",
+        "A model family of your own for the Hugging Face folder: MODULE, or FILE.py "
+        "(docs/extend.md). If not given, the built-in one of the folder's model_type.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
         "mesh",
         "",
-        "Devices along mesh axes, e.g. fsdp=4,tensor=2; all on data if not given.",
+        "The number of devices on each mesh axis, such as fsdp=4,tensor=2; by default all "
+        "devices are on the data axis.",
         flag_values=values,
     )
     flags.DEFINE_enum(
         "dtype",
         "",
         ["", "float32", "bfloat16"],
-        "Of the computation; if not given, the run's, and float32 for a Hugging Face folder.",
+        "The dtype of the computation; by default that of the run, and float32 for a Hugging Face "
+        "folder.",
         flag_values=values,
     )
 
 
 def define_instructions(values: flags.FlagValues, note: str = "") -> None:
-    """Declare what vectors are for, a flag a side; ``note`` stands before their help."""
+    """Declare the instruction flags of queries and documents; their help starts with ``note``."""
     for side in ("query", "document"):
         flags.DEFINE_string(
             f"{side}_instruction",
             "",
-            f"{note}What vectors of a {side} are for, where an item does not say it: the system's "
-            "turn of a decoder; before an encoder's text as it stands, so end it with a space.",
+            f"{note}The instruction for each {side} that has none of its own: a decoder reads it "
+            "as the system turn; an encoder reads it directly before the text, so end it with a "
+            "space.",
             flag_values=values,
         )
 
 
 def load_model(command: str, values: flags.FlagValues) -> Any:
-    """The model that the flags of :func:`define_model` name.
+    """Load the model that the flags of :func:`define_model` choose.
 
     Raises:
-        ConfigError: no checkpoint is named, or the mesh is none.
+        ConfigError: ``--checkpoint`` is missing, ``--mesh`` is malformed, or the command does not
+            accept the model.
     """
-    from jaxvlm.build.encoder import Encoder
-    from jaxvlm.build.loaded import load
     from jaxvlm.config import ConfigError
-    from jaxvlm.parallel import distributed
+    from jaxvlm.inference.encoder import Encoder
+    from jaxvlm.inference.vlm import load
+    from jaxvlm.parallel.distributed import processes
 
     if not values.checkpoint:
-        raise ConfigError(f"{command} needs --checkpoint=WORKDIR or a Hugging Face folder")
+        raise ConfigError(f"{command} needs --checkpoint: a workdir or a Hugging Face folder")
     mesh = _mesh(values.mesh)
-    distributed.initialize()
+    processes.initialize()
     adapter = values.adapter if "adapter" in values else ""
-    model = load(values.checkpoint, mesh=mesh, adapter=adapter, dtype=values.dtype)
-    if command not in VECTORS and isinstance(model, Encoder):
+    how = {"adapter": adapter, "dtype": values.dtype, "family": values.family}
+    model = load(values.checkpoint, mesh=mesh, **how)
+    if command not in EMBEDDINGS and isinstance(model, Encoder):
         raise ConfigError(
-            f"--checkpoint={values.checkpoint} is an encoder: it makes vectors, and "
+            f"--checkpoint={values.checkpoint} is an encoder, which computes embeddings; "
             "`jaxvlm embed` writes them"
         )
     return model
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print from process 0."""
-    from jaxvlm.parallel.distributed import is_silent
+    """Print ``text`` in the process that reports, and nothing in the others."""
+    from jaxvlm.parallel.distributed.processes import is_silent
 
     if not is_silent():
         print(text, end=end, flush=True)
 
 
 def _mesh(text: str) -> Any:
-    """``fsdp=4,tensor=2`` as a MeshConfig; axes that are not named have one device."""
+    """Parse ``fsdp=4,tensor=2`` into a MeshConfig; an axis that is not named gets one device."""
     from jaxvlm.config import ConfigError, MeshConfig
 
     if not text:
@@ -97,6 +116,6 @@ def _mesh(text: str) -> Any:
     for part in text.split(","):
         axis, _, size = part.partition("=")
         if axis not in axes or not size.removeprefix("-").isdecimal():
-            raise ConfigError(f"--mesh={text}: give AXIS=N,AXIS=N with the axes {', '.join(axes)}")
+            raise ConfigError(f"--mesh={text}: use AXIS=N,AXIS=N with the axes {', '.join(axes)}")
         sizes[axis] = int(size)
     return MeshConfig(**sizes)

@@ -1,43 +1,65 @@
-"""``jaxvlm data``."""
+"""Command ``jaxvlm data``."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
-SUMMARY = "data check FILE: say what training would refuse, by reason."
+from jaxvlm.cli.recipe_flag import define_recipe
+
+SUMMARY = "data check FILE: list the records that training would refuse, by reason."
 USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``data``."""
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "The recipe that FILE is for: its limits, picture size and tokenizer are used, and the "
-        "other flags here are not. Overrides as in `jaxvlm train`.",
-        flag_values=values,
-        sys_argv=["jaxvlm", *argv],  # where overrides are looked for
+    define_recipe(
+        values,
+        argv,
+        "Recipe that is to train on FILE. It sets the limits, image size and tokenizer; the other "
+        "flags of this command are then ignored. Takes overrides as in `jaxvlm train`.",
     )
     flags.DEFINE_string(
         "tokenizer",
         "",
-        "Folder of a tokenizer; else a word tokenizer is built from the file.",
+        "Sets the folder of the tokenizer. Default: a word tokenizer is built from the file.",
         flag_values=values,
     )
-    flags.DEFINE_integer("max_length", 512, "Tokens a row.", flag_values=values)
-    flags.DEFINE_integer("image_size", 64, "Pixels a side.", flag_values=values)
-    flags.DEFINE_integer("patch_size", 16, "Pixels a side of a patch.", flag_values=values)
-    flags.DEFINE_integer("max_images", 8, "Pictures (or tiles of them) a row.", flag_values=values)
+    flags.DEFINE_integer(
+        "max_length",
+        512,
+        "Sets the maximum number of tokens of a packed sequence.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "image_size",
+        64,
+        "Sets the height and width of images, in pixels.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "patch_size",
+        16,
+        "Sets the height and width of a patch, in pixels.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "max_images",
+        8,
+        "Sets the maximum number of images, or of their tiles, in a packed sequence.",
+        flag_values=values,
+    )
     flags.DEFINE_string(
-        "image_root", "", "Folder of the pictures; else the data file's.", flag_values=values
+        "image_root",
+        "",
+        "Sets the folder that image names are relative to. Default: the data file's folder.",
+        flag_values=values,
     )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Check, print, and exit 1 where records would be refused."""
+    """Check the file, print the report, and exit 1 if records would be refused."""
     from jaxvlm.config import ConfigError
 
     if len(args) != 2 or args[0] != "check":
@@ -49,53 +71,54 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 
 def _checked(values: flags.FlagValues, spec: str) -> Any:
-    """The report on a file, of pairs where the recipe trains vectors."""
-    from jaxvlm.build import pair_run
-    from jaxvlm.build.losses import of_vectors
-    from jaxvlm.config import TrainConfig, from_config_dict
-    from jaxvlm.data import check
+    """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
+    from jaxvlm.config import Config, from_config_dict
+    from jaxvlm.data import validate
+    from jaxvlm.losses.registry import trains_embeddings
+    from jaxvlm.trainer import embedding_run
 
     if values.config is None:
-        return check.check(spec, **_of_flags(values))
-    config: TrainConfig = from_config_dict(values.config)
-    if of_vectors(config):
-        return pair_run.check(config, spec)
-    return check.check(spec, **_of_recipe(config, spec))
+        return validate.validate(spec, **_of_flags(values))
+    config: Config = from_config_dict(values.config)
+    if trains_embeddings(config):
+        return embedding_run.validate_file(config, spec)
+    return validate.validate(spec, **_of_recipe(config, spec))
 
 
 def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
-    """What ``check`` needs to know, flag by flag."""
+    """Arguments of ``validate`` from the command's flags."""
     from jaxvlm.config import DataConfig
-    from jaxvlm.data import images, tokenizer
+    from jaxvlm.data.images import image_files
+    from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
 
     return {
         "config": DataConfig(
             max_length=values.max_length,
-            max_images=values.max_images,
+            max_images_per_sequence=values.max_images,
             image_root=values.image_root,
         ),
         "chat_tokenizer": tokenizer.load(values.tokenizer) if values.tokenizer else None,
-        "prepare": images.squares(values.image_size),
+        "prepare": image_files.squares(values.image_size),
         "num_patches": (values.image_size // values.patch_size) ** 2,
     }
 
 
 def _of_recipe(config: Any, spec: str) -> dict[str, Any]:
-    """The same, as a run of the recipe on ``spec`` would have it."""
-    from jaxvlm.build import pretrained
-    from jaxvlm.build.words import make_tokenizer
-    from jaxvlm.data import chat
-    from jaxvlm.data.run_data import read_records
+    """Arguments of ``validate`` as in a run of the recipe on ``spec``."""
+    from jaxvlm.data.conversations import tokenize
+    from jaxvlm.data.conversations.run_data import read_records
+    from jaxvlm.hf import pretrained
+    from jaxvlm.hf.run_tokenizer import make_tokenizer
 
-    source = pretrained.find(config.model.checkpoint)
+    source = pretrained.find_for(config.model)
     config = pretrained.with_source(config, source)
     read = read_records(config.data, spec)
-    chat_tokenizer = make_tokenizer(config, None, lambda: chat.texts(read[0]), source)
-    pictures = pretrained.pictures(config, source, chat_tokenizer)
+    chat_tokenizer = make_tokenizer(config, None, lambda: tokenize.texts(read[0]), source)
+    images = pretrained.image_format_of(config, source, chat_tokenizer)
     return {
         "config": config.data,
         "chat_tokenizer": chat_tokenizer,
-        "prepare": pictures.prepare,
-        "patching": pictures.patching,
-        "num_patches": pictures.of_file,
+        "prepare": images.prepare,
+        "patching": images.patching,
+        "num_patches": images.of_file,
     }

@@ -1,4 +1,4 @@
-"""``jaxvlm embed``."""
+"""The command ``jaxvlm embed``, which writes embeddings to a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from absl import flags
 
 from jaxvlm.cli.common import define_model, load_model, say
 
-SUMMARY = "Write vectors of texts, pictures, or both together."
+SUMMARY = "Write embeddings of texts, images, or both together."
 USAGE = (
     "--checkpoint=FOLDER [--texts=FILE] [--images=FILE] [--input=FILE.jsonl] "
     "--output=FILE.npy|npz|safetensors|parquet|jsonl"
@@ -18,115 +18,127 @@ USAGE = (
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``embed``."""
     define_model(values)
-    flags.DEFINE_multi_string("text", [], "A text", flag_values=values)
-    flags.DEFINE_string("texts", "", "File with a text a line.", flag_values=values)
-    flags.DEFINE_multi_string("image", [], "A picture file", flag_values=values)
+    flags.DEFINE_multi_string(
+        "text", [], "A text to embed; the flag can be repeated.", flag_values=values
+    )
+    flags.DEFINE_string("texts", "", "A file with one text to embed per line.", flag_values=values)
+    flags.DEFINE_multi_string(
+        "image", [], "An image file to embed; the flag can be repeated.", flag_values=values
+    )
     flags.DEFINE_string(
         "images",
         "",
-        "File with a picture's path a line, relative to the file's folder.",
+        "A file with the path of one image to embed per line, relative to the file's folder.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "input",
         "",
-        "FILE.jsonl, .csv, .parquet or .tar: `text`, `image` (a path, relative to the file's "
-        "folder), or both; `instruction`, `id`.",
+        "A .jsonl, .csv, .parquet or .tar file of items to embed: each record has `text`, "
+        "`image` (a path relative to the file's folder) or both, and optionally `instruction` "
+        "and `id`.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "output",
         "",
-        "FILE.npy, [N, E]; FILE.npz and FILE.safetensors, the same as `vectors`; FILE.parquet and "
-        "FILE.jsonl, a row each with id, text and picture as far as given, and `vector`. Texts "
-        "come first, then pictures, then the items of --input, in the order given.",
+        "The file to write: .npy holds an array [N, E]; .npz and .safetensors hold the same "
+        "array as `embeddings`; .parquet and .jsonl hold one record per item, with its id, text "
+        "and image as far as given and its `embedding`. Texts come first, then images, then the "
+        "items of --input, each in the given order.",
         flag_values=values,
     )
-    flags.DEFINE_integer("batch_size", 64, "Items at a time, over all devices.", flag_values=values)
+    flags.DEFINE_integer(
+        "batch_size", 64, "The number of items per batch, over all devices.", flag_values=values
+    )
     flags.DEFINE_integer(
         "dims",
         0,
-        "Keep the first so many dims of a vector, of unit length again (Matryoshka); 0 is all.",
+        "Truncate each embedding to this many dims and normalize it to unit length (Matryoshka); 0 "
+        "keeps all dims.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "quantize",
         "",
-        "int8, a byte a dim; binary or ubinary, a bit a dim in signed or unsigned bytes; as "
-        "sentence-transformers writes them.",
+        "Quantize the embeddings as sentence-transformers does: int8 stores one byte per dim; "
+        "binary and ubinary store one bit per dim in signed or unsigned bytes. By default they "
+        "are float32.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "ranges",
         "",
-        "For int8: a file that embed wrote with --quantize=int8, whose ranges to use (queries take "
-        "their corpus's); or FILE.npy, f32[2, E]. If not given, the least and greatest of these "
-        "vectors.",
+        "The file to take int8 quantization ranges from: one that embed wrote with "
+        "--quantize=int8 (queries use the ranges of their corpus), or a .npy file of f32[2, E]. "
+        "By default they are the minimum and maximum of each dim over these embeddings.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "instruction",
         "",
-        "What the vectors are for, of items that do not say it themselves: a decoder's system "
-        "turn, or a text encoder's prompt in front of the text: end it with a space.",
+        "The instruction for items that have none of their own: a decoder reads it as the system "
+        "turn; a text encoder reads it directly before the text, so end it with a space.",
         flag_values=values,
     )
     flags.DEFINE_integer(
         "part_size",
         4096,
-        "Items between two writes to OUTPUT.parts, from which an interrupted run goes on.",
+        "The number of items between two writes to OUTPUT.parts, from which an interrupted run "
+        "resumes.",
         flag_values=values,
     )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Embed, and say what was written."""
+    """Embed the items, write the file and return its summary."""
     import pathlib
 
-    from jaxvlm.build import embedding, items
     from jaxvlm.config import ConfigError
-    from jaxvlm.data.examples import Item
-    from jaxvlm.io import vectors
+    from jaxvlm.data.pairs.examples import Item
+    from jaxvlm.inference import embed_corpus, embedding_files, items
 
     if args:
         raise ConfigError(f"embed takes flags only, not {args[0]!r}")
     output = pathlib.Path(values.output)
-    vectors.check(output)
+    embedding_files.check(output)
     if blank := [text for text in values.text if not text.strip()]:
-        raise ConfigError(f"--text={blank[0]}: it is empty")
-    asked = [Item(text=text) for text in [*values.text, *_lines("texts", values.texts)]]
+        raise ConfigError(f"--text={blank[0]}: the text is empty; give a text to embed")
+    to_embed = [Item(text=text) for text in [*values.text, *_lines("texts", values.texts)]]
     root = pathlib.Path(values.images).parent
     images = [*values.image, *(str(root / line) for line in _lines("images", values.images))]
-    asked += [Item(image=image) for image in images]
-    ids = [""] * len(asked)
+    to_embed += [Item(image=image) for image in images]
+    ids = [""] * len(to_embed)
     if values.input:
-        found, names = items.read(values.input)
-        asked, ids = asked + found, ids + names
-    if not asked:
+        from_file, names = items.read(values.input)
+        to_embed, ids = to_embed + from_file, ids + names
+    if not to_embed:
         raise ConfigError(
-            "embed needs texts (--text, --texts), pictures (--image, --images) or both (--input)"
+            "embed needs texts (--text, --texts), images (--image, --images) or both (--input)"
         )
-    ranges = vectors.read_ranges(values.ranges) if values.ranges else None
+    ranges = embedding_files.read_ranges(values.ranges) if values.ranges else None
     model = load_model("embed", values)
-    how = embedding.Embedding(values.batch_size, values.dims, values.instruction, values.part_size)
+    settings = embed_corpus.EmbedConfig(
+        values.batch_size, values.dims, values.instruction, values.part_size
+    )
     size = values.dims or model.width
-    embedding.check(len(asked), size, values.quantize, ranges)
+    embed_corpus.check(len(to_embed), size, values.quantize, ranges)
     folder = output.with_name(output.name + ".parts")
-    parts = embedding.in_parts(model, asked, folder, how, values.checkpoint)
-    rows = [
+    parts = embed_corpus.in_parts(model, to_embed, folder, settings, values.checkpoint)
+    records = [
         {
             n: x
             for n, x in (("id", id), ("text", item.words and item.text), ("image", item.image))
             if x
         }
-        for id, item in zip(ids, asked, strict=True)
+        for id, item in zip(ids, to_embed, strict=True)
     ]
-    count, width = embedding.write(parts, rows, output, values.quantize, ranges)
+    count, width = embed_corpus.write(parts, records, output, values.quantize, ranges)
     kind = values.quantize or "float32"
-    say(f"{count} vectors of {size} dims in {kind}: {output}")
+    say(f"{count} embeddings of {size} dims in {kind}: {output}")
     return {
-        "texts": sum(not item.image for item in asked),
-        "images": sum(bool(item.image) for item in asked),
+        "texts": sum(not item.image for item in to_embed),
+        "images": sum(bool(item.image) for item in to_embed),
         "dims": size,
         "columns": width,
         "kind": kind,
@@ -134,7 +146,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 
 def _lines(flag: str, name: str) -> list[str]:
-    """The lines of a file, none of them empty; [] where no file is named."""
+    """Read the lines of a file and refuse empty ones; returns [] if no file is given."""
     import pathlib
 
     from jaxvlm.config import ConfigError
@@ -148,5 +160,8 @@ def _lines(flag: str, name: str) -> list[str]:
     lines = lines[:-1] if not lines[-1] else lines
     lines = [line.removesuffix("\r") for line in lines]
     if blank := [i + 1 for i, line in enumerate(lines) if not line.strip()]:
-        raise ConfigError(f"--{flag}={name}: line {blank[0]} is empty; vectors go by lines")
+        raise ConfigError(
+            f"--{flag}={name}: line {blank[0]} is empty; embeddings are matched to lines, so "
+            "remove it or fill it"
+        )
     return lines

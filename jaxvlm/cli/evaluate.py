@@ -1,4 +1,4 @@
-"""``jaxvlm eval``."""
+"""The command ``jaxvlm eval``, which evaluates a trained model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from absl import flags
 
 from jaxvlm.cli.common import define_instructions, define_model, load_model, say
 
-SUMMARY = "Exact match of a trained model, or what an embedding model finds; and a control."
+SUMMARY = "Evaluate a model: exact match of its answers, or the retrieval of its embeddings."
 USAGE = (
-    "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--sheet=FILE.png] [--mesh=fsdp=4,tensor=2]\n"
+    "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--prediction_grid=FILE.png]\n"
+    "                   [--mesh=fsdp=4,tensor=2]\n"
     "       jaxvlm eval --checkpoint=ENCODER --data=PAIRS.jsonl [--ks=1,5,10] [--dims=64,128]\n"
-    "       jaxvlm eval --checkpoint=ENCODER --data=PICTURES.jsonl --classes=cat,dog|NAMES.txt"
+    "       jaxvlm eval --checkpoint=ENCODER --data=IMAGES.jsonl --classes=cat,dog|NAMES.txt"
 )
-_OF_VECTORS = (
+_RETRIEVAL_FLAGS = (
     *("corpus", "ks", "dims", "precisions", "query_instruction", "document_instruction"),
     "batch_size",
 )
@@ -26,115 +27,143 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     flags.DEFINE_string(
         "data",
         "",
-        "Data file; the run's own config.data.eval if not given. Of an embedding model: examples "
-        "with `query`, `positive`, `query_image`, `positive_image` (docs/embedding_data.md).",
+        "The data file to evaluate on, by default config.data.eval of the run. For an embedding "
+        "model it holds examples with `query`, `positive`, `query_image` and `positive_image` "
+        "(docs/embedding_data.md).",
         flag_values=values,
     )
-    flags.DEFINE_integer("limit", 0, "Records at most; 0 is all.", flag_values=values)
+    flags.DEFINE_integer(
+        "limit",
+        0,
+        "The maximum number of records to evaluate; 0 evaluates all.",
+        flag_values=values,
+    )
     flags.DEFINE_string(
-        "sheet",
+        "prediction_grid",
         "",
-        "Write a contact sheet to this PNG: pictures and answers, or queries and what they found.",
+        "Write a PNG grid of images with the model's answers, or of queries with the documents "
+        "that they retrieve, to this file.",
         flag_values=values,
     )
     flags.DEFINE_bool(
         "retrieval",
         False,
-        "Measure what the model's vectors find; an encoder does nothing else.",
+        "Measure retrieval with the model's embeddings; an encoder is always evaluated so.",
         flag_values=values,
     )
     flags.DEFINE_string(
-        "corpus", "", "Retrieval: more documents, FILE.jsonl, .csv, ….", flag_values=values
+        "corpus",
+        "",
+        "Retrieval: search these documents too; a .jsonl, .csv, .parquet or .tar file of records "
+        "with `text` and `image`.",
+        flag_values=values,
     )
-    flags.DEFINE_list("ks", ["1", "5", "10"], "Retrieval: cut-offs.", flag_values=values)
     flags.DEFINE_list(
-        "dims", [], "Retrieval: prefixes of the vectors to measure too.", flag_values=values
+        "ks",
+        ["1", "5", "10"],
+        "Retrieval and zero-shot classification: report the metrics at these cut-offs k.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "dims",
+        [],
+        "Retrieval: also measure the embeddings truncated to each of these numbers of dims.",
+        flag_values=values,
     )
     flags.DEFINE_list(
         "precisions",
         [],
-        "Retrieval: int8, binary: what vectors find that are kept so, too.",
+        "Retrieval: also measure the embeddings quantized to each of these precisions, int8 or "
+        "binary.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "classes",
         "",
-        "Zero-shot classification: names of classes, A,B,C, a file of one a line, or `labels`: "
-        "those of the data, whose records have `image` and `label`.",
+        "Zero-shot classification: the class names, as A,B,C, as a file with one name per line, "
+        "or as `labels` for those in the data, whose records have `image` and `label`.",
         flag_values=values,
     )
     flags.DEFINE_multi_string(
         "template",
         ["a photo of a {}."],
-        "Zero-shot: a prompt, {} being the class; given several times, a class is their mean.",
+        "Zero-shot classification: the prompt of a class, with {} for its name; if the flag is "
+        "repeated, a class is the mean of its prompts' embeddings.",
         flag_values=values,
     )
-    define_instructions(values, "Vectors: ")
-    flags.DEFINE_integer("batch_size", 64, "Retrieval: items at a time.", flag_values=values)
+    define_instructions(values, "Embeddings: ")
+    flags.DEFINE_integer(
+        "batch_size",
+        64,
+        "Embeddings: the number of items per batch, over all devices.",
+        flag_values=values,
+    )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Evaluate and print the report."""
-    from jaxvlm.build import pair_run
-    from jaxvlm.build.encoder import Encoder
+    """Evaluate the model, print the report and return the metrics."""
     from jaxvlm.config import ConfigError
+    from jaxvlm.inference import embedding_evaluator
+    from jaxvlm.inference.encoder import Encoder
 
     if args:
         raise ConfigError(f"eval takes flags only, not {args[0]!r}")
     if values.classes:
         return _classes(values)
     if values["template"].present:
-        raise ConfigError("--template is of zero-shot classification: give --classes")
+        raise ConfigError("--template is for zero-shot classification: add --classes")
     if values.retrieval:
-        _pairs(values)  # before the model is loaded
+        _pairs(values)  # fails before the model is loaded
     model = load_model("eval", values)
-    if pair_run.is_run(model) and not values.retrieval:
-        if given := [name for name in (*_OF_VECTORS, "limit") if values[name].present]:
+    if embedding_evaluator.is_run(model) and not values.retrieval:
+        if given := [name for name in (*_RETRIEVAL_FLAGS, "limit") if values[name].present]:
             raise ConfigError(
-                f"--{given[0]} goes with --retrieval; without it a run is evaluated as in training"
+                f"--{given[0]} needs --retrieval; without it a run is evaluated as in training"
             )
-        report = pair_run.evaluate(model, values.data, sheet=values.sheet)
+        report = embedding_evaluator.evaluate(
+            model, values.data, prediction_grid=values.prediction_grid
+        )
         for line in report.lines():
             say(line)
         return report.metrics
     if values.retrieval or isinstance(model, Encoder):
         return _retrieval(values, model)
-    if given := [name for name in _OF_VECTORS if values[name].present]:
-        raise ConfigError(f"--{given[0]} is of vectors: add --retrieval")
-    report = model.evaluate(values.data, limit=values.limit, sheet=values.sheet)
+    if given := [name for name in _RETRIEVAL_FLAGS if values[name].present]:
+        raise ConfigError(f"--{given[0]} is for embeddings: add --retrieval")
+    report = model.evaluate(values.data, limit=values.limit, prediction_grid=values.prediction_grid)
     for line in report.lines():
         say(line)
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
 
 
 def _classes(values: flags.FlagValues) -> dict[str, Any]:
-    from jaxvlm.build import classify
-    from jaxvlm.build.embedding import Embedding
     from jaxvlm.config import ConfigError
+    from jaxvlm.inference import zero_shot
+    from jaxvlm.inference.embed_corpus import EmbedConfig
 
-    for name in ("corpus", "retrieval", "sheet", "dims", "precisions"):
+    for name in ("corpus", "retrieval", "prediction_grid", "dims", "precisions"):
         if values[name].present:
             raise ConfigError(f"--{name} does not go with --classes")
     if not values.data:
-        raise ConfigError("--classes needs --data=FILE of pictures: records of image and label")
-    items, labels = classify.read(values.data)
+        raise ConfigError("--classes needs --data=FILE with records of `image` and `label`")
+    items, labels = zero_shot.read(values.data)
     items, labels = items[: values.limit or None], labels[: values.limit or None]
-    names = classify.classes_of(values.classes, labels)
+    names = zero_shot.classes_of(values.classes, labels)
     ks = _numbers("ks", values.ks) if values["ks"].present else ()
     model = load_model("eval", values)
-    how = (
-        Embedding(values.batch_size, 0, x)
-        for x in (values.query_instruction, values.document_instruction)
+    settings = (
+        EmbedConfig(values.batch_size, 0, instruction)
+        for instruction in (values.query_instruction, values.document_instruction)
     )
-    report = classify.evaluate(model, (items, labels), names, values.template, ks, *how)
+    report = zero_shot.evaluate(model, (items, labels), names, values.template, ks, *settings)
     for line in report.lines():
         say(line)
     return report.metrics
 
 
 def _pairs(values: flags.FlagValues) -> Any:
-    from jaxvlm.build import examples
     from jaxvlm.config import ConfigError
+    from jaxvlm.inference import examples
 
     if not values.data:
         raise ConfigError("eval of an embedding model needs --data=FILE with queries and positives")
@@ -142,21 +171,22 @@ def _pairs(values: flags.FlagValues) -> Any:
 
 
 def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
-    from jaxvlm.build import examples, items, retrieval
-    from jaxvlm.build.embedding import Embedding
     from jaxvlm.evals.retrieval import Retrieval
+    from jaxvlm.inference import examples, items, retrieval
+    from jaxvlm.inference.embed_corpus import EmbedConfig
 
-    given = _pairs(values)
+    pairs = _pairs(values)
     more = items.read(values.corpus)[0] if values.corpus else []
     ks, dims = _numbers("ks", values.ks), _numbers("dims", values.dims)
-    if not values["ks"].present:  # those that a small corpus has room for
-        count = len(examples.gather(given, more).documents)
+    if not values["ks"].present:  # drop cut-offs beyond the corpus size
+        count = len(examples.gather(pairs, more).documents)
         ks = tuple(k for k in ks if k <= max(count, 1))
-    what = Retrieval(ks, dims)
-    query = Embedding(values.batch_size, 0, values.query_instruction)
-    document = Embedding(values.batch_size, 0, values.document_instruction)
-    few = tuple(values.precisions)
-    report = retrieval.evaluate(model, given, what, query, document, more, values.sheet, few)
+    settings = Retrieval(ks, dims)
+    query = EmbedConfig(values.batch_size, 0, values.query_instruction)
+    document = EmbedConfig(values.batch_size, 0, values.document_instruction)
+    precisions = tuple(values.precisions)
+    grid = values.prediction_grid
+    report = retrieval.evaluate(model, pairs, settings, query, document, more, grid, precisions)
     for line in report.lines():
         say(line)
     return report.metrics
@@ -166,5 +196,5 @@ def _numbers(flag: str, texts: list[str]) -> tuple[int, ...]:
     from jaxvlm.config import ConfigError
 
     if bad := [text for text in texts if not text.strip().isdecimal()]:
-        raise ConfigError(f"--{flag}={','.join(texts)}: {bad[0]!r} is no whole number")
+        raise ConfigError(f"--{flag}={','.join(texts)}: {bad[0]!r} is not a whole number")
     return tuple(int(text) for text in texts)

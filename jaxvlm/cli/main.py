@@ -1,4 +1,4 @@
-"""``jaxvlm <command>``: finds the command, parses its flags, turns errors into one line."""
+"""The entry point ``jaxvlm <command>``: parses a command's flags, runs it, reports its errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -17,17 +18,17 @@ from jaxvlm.config import ConfigError
 
 @runtime_checkable
 class Command(Protocol):
-    """A module of ``jaxvlm.cli``."""
+    """The interface of a command: each is a module of ``jaxvlm.cli``."""
 
     SUMMARY: str
     USAGE: str
 
     def define(self, values: flags.FlagValues, argv: list[str]) -> None:
-        """Declare the command's flags; ``argv`` are its arguments."""
+        """Declare the command's flags on ``values``; ``argv`` are its arguments."""
         ...
 
     def run(self, values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-        """Do it; the result is what ``--json`` prints."""
+        """Run the command and return the result that ``--json`` prints."""
         ...
 
 
@@ -96,19 +97,19 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "data": _data,
     "cache": _cache,
 }
-"""Name -> a function that imports its module: ``--help`` should not wait for JAX."""
+"""Command name -> function that imports its module, so that ``--help`` does not import JAX."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 1 a run that could not go on, 2 bad input."""
+    """Run one command and exit: 0 on success, 1 if a run had to stop, 2 on bad input."""
     code = run(list(sys.argv[1:] if argv is None else argv))
     if "jax" in sys.modules:  # a failed process must not wait for its peers
-        from jaxvlm.parallel.distributed import exit_now
+        from jaxvlm.parallel.distributed.processes import exit_now
 
         try:
             exit_now(code)
         except SystemExit:
-            if code:  # nor for threads of a library that wait for what failed
+            if code:  # nor for library threads that wait for the failed one
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
@@ -116,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Run ``argv`` (without the program's name); returns the exit code."""
+    """Run ``argv``, which does not include the program's name, and return the exit code."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0 if argv else 2
@@ -130,28 +131,33 @@ def run(argv: list[str]) -> int:
         return _fail(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}", 2)
     command = COMMANDS[name]()
     values = flags.FlagValues()
-    flags.DEFINE_bool("json", False, "Print one JSON object as the last line.", flag_values=values)
-    flags.DEFINE_bool("help", False, "Print this text.", short_name="h", flag_values=values)
+    flags.DEFINE_bool(
+        "json", False, "Print the result as one JSON object on the last line.", flag_values=values
+    )
+    flags.DEFINE_bool("help", False, "Print this help text.", short_name="h", flag_values=values)
     try:
-        command.define(values, rest)  # of plan, reads the recipe already
+        command.define(values, rest)  # for plan, this already reads the recipe
         if any(arg in ("--help", "-h", "-help") for arg in rest):
             print(_help(name, command, values))
             return 0
         args = values(["jaxvlm", *rest])[1:]
         if "config" in values and values["config"].value is not None:
-            _ = values["config"].value.items  # a recipe that failed to load says so here
+            _ = values["config"].value.items  # raises if the recipe failed to load
     except flags.Error as error:
         text = str(error)
-        if "ConfigError: " in text:  # a recipe's own word, behind a traceback
+        if "ConfigError: " in text:  # raised by a recipe, after a traceback
             return _fail(text.rsplit("ConfigError: ", 1)[1].strip(), 2)
+        if group := re.search(r"--([\w.]+)=(\S+): Failed to parse .* as a ConfigDict", text):
+            return _fail(
+                f"--{group[1]}={group[2]}: it is a group of settings; set its fields, such as "
+                f"--{group[1]}.name=value",
+                2,
+            )
         return _fail(f"{text} (see `jaxvlm {name} --help`)", 2)
     except OSError as error:
         return _fail(f"--config: no such recipe: {str(error).splitlines()[-1]}", 2)
     except Exception as error:  # whatever a recipe, somebody's Python file, can raise
-        cause = error.args[0] if error.args else None
-        if isinstance(error, AttributeError) and isinstance(cause, KeyError):  # ml_collections'
-            return _fail(f"--config: no such setting: {cause.args[0]}", 2)
-        return _fail(f"the recipe or an override of it: {type(error).__name__}: {error}", 2)
+        return _fail(_unknown_setting(error) or f"{_RECIPE}: {type(error).__name__}: {error}", 2)
     return _run(command, values, args)
 
 
@@ -167,22 +173,35 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         if code is None:
             raise
         return _fail(str(error), code)
-    if values.json and not _one_of_many():
+    if values.json and not _is_silent_process():
         print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
 
 
-def _one_of_many() -> bool:
-    """Whether another process speaks for this one."""
+_RECIPE = "the recipe or an override of it"
+
+
+def _unknown_setting(error: Exception) -> str:
+    """What ml_collections says of a key that a ConfigDict does not have; "" of other errors."""
+    cause = error.args[0] if error.args and isinstance(error, AttributeError) else error
+    text = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
+    near = re.search(r'Did you mean "(.+)" instead of "(.+)"', text)
+    unknown = near[2] if near else "".join(re.findall(r'^Key "(.+?)" does not exist', text))
+    advice = f"; did you mean {near[1]!r}?" if near else ""
+    return f"--config: no such setting: {unknown!r}{advice}" if unknown else ""
+
+
+def _is_silent_process() -> bool:
+    """Whether another process reports for this one."""
     if "jax" not in sys.modules:
         return False
-    from jaxvlm.parallel.distributed import is_silent
+    from jaxvlm.parallel.distributed.processes import is_silent
 
     return is_silent()
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with NaN and infinities as None: JSON has none of them."""
+    """Replace NaN and infinities by None, since JSON can't represent them."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -191,10 +210,10 @@ def _finite(value: Any) -> Any:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """2 for bad input, 1 for a run that could not go on, ``None`` for a bug."""
+    """The exit code for ``error``: 2 for bad input, 1 for a run that stopped, None for a bug."""
+    from jaxvlm.checkpoint.checkpointer import CheckpointError
     from jaxvlm.data.errors import DataError
-    from jaxvlm.io.checkpoint import CheckpointError
-    from jaxvlm.parallel.distributed import JoinError
+    from jaxvlm.parallel.distributed.processes import JoinError
     from jaxvlm.train.loop import TrainingStopped
 
     if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
@@ -203,7 +222,7 @@ def _exit_code(error: Exception) -> int | None:
 
 
 def _fail(text: str, code: int) -> int:
-    """One line on stderr, colourless so that it survives any log."""
+    """Print one line on stderr, without colours so that it is readable in any log."""
     print(f"jaxvlm: {' '.join(text.split())}", file=sys.stderr, flush=True)
     return code
 
@@ -219,6 +238,7 @@ def _help(name: str, command: Command, values: flags.FlagValues) -> str:
     for flag in sorted({f.name for f in values._flags().values()} - {"help"}):
         default = values[flag].default
         shown = f" (default: {default})" if default not in (None, "", False, []) else ""
-        text = " ".join(str(values[flag].help).split())  # absl adds lines of its own to some
+        text = " ".join(str(values[flag].help).split())  # absl adds lines to some helps,
+        text = text.removesuffix("; repeat this option to specify a list of values")  # and this
         lines.append(f"  --{flag}\n      {text}{shown}")
     return "\n".join(lines)

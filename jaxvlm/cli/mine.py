@@ -1,4 +1,4 @@
-"""``jaxvlm mine``."""
+"""The command ``jaxvlm mine``, which adds hard negatives to examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from absl import flags
 
 from jaxvlm.cli.common import define_instructions, define_model, load_model, say
 
-SUMMARY = "Find hard negatives: what a model takes for right and is not."
+SUMMARY = "Mine hard negatives: documents that a model wrongly ranks close to a query."
 USAGE = "--checkpoint=FOLDER --data=FILE.jsonl [--corpus=FILE.jsonl] --output=FILE.jsonl"
 
 
@@ -17,28 +17,43 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_model(values)
     _define_files(values)
     for name, default, text in (
-        ("num_negatives", 3, "Negatives of a query, at most."),
-        ("range_min", 0, "Of the candidates that the bounds leave, pass over the best so many."),
+        ("num_negatives", 3, "The maximum number of negatives to mine for each query."),
+        (
+            "range_min",
+            0,
+            "The number of best-scoring candidates to skip, after scores and margins are applied.",
+        ),
         (
             "range_max",
             0,
-            "Candidates: the best so many documents. 0: range_min and num_negatives, of these ten "
-            "times as many where a bound may strike some out.",
+            "The number of best-scoring documents to take as candidates; 0 means range_min + "
+            "num_negatives, or range_min + 10 * num_negatives if a score or a margin may exclude "
+            "candidates.",
         ),
-        ("seed", 0, "Of --sampling=random."),
-        ("batch_size", 64, "Items at a time, over all devices."),
-        ("dims", 0, "Compare the first so many dims of vectors; 0 is all."),
-        ("part_size", 4096, "Items between two writes to OUTPUT.parts."),
+        ("seed", 0, "The seed of --sampling=random."),
+        ("batch_size", 64, "The number of items per batch, over all devices."),
+        ("dims", 0, "Truncate embeddings to this many dims before the search; 0 keeps all dims."),
+        ("part_size", 4096, "The number of items between two writes to OUTPUT.parts."),
     ):
         flags.DEFINE_integer(name, default, text, flag_values=values)
     for name, text in (
-        ("max_score", "Cosine of a negative, at most."),
-        ("min_score", "Cosine of a negative, at least."),
-        ("absolute_margin", "By how much a negative scores below its query's positive."),
+        (
+            "max_score",
+            "The maximum cosine of a negative with its query; by default there is no maximum.",
+        ),
+        (
+            "min_score",
+            "The minimum cosine of a negative with its query; by default there is no minimum.",
+        ),
+        (
+            "absolute_margin",
+            "The minimum difference by which a negative must score below its query's positive; by "
+            "default there is no margin.",
+        ),
         (
             "relative_margin",
-            "The same as a share of the positive's score; 0.05 is NV-Retriever's TopK-PercPos at "
-            "95 %.",
+            "The same margin as a fraction of the positive's score; 0.05 is NV-Retriever's "
+            "TopK-PercPos at 95 %.",
         ),
     ):
         flags.DEFINE_float(name, None, text, flag_values=values)
@@ -46,7 +61,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "sampling",
         "top",
         ["top", "random"],
-        "The hardest that are left, or any of them.",
+        "Take the hardest of the remaining candidates (top), or a random choice of them (random).",
         flag_values=values,
     )
 
@@ -55,126 +70,134 @@ def _define_files(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "data",
         "",
-        "Examples, as a run is trained on them: `query`, `positive`, `negatives`, and "
-        "`query_image`, `positive_image`, `negative_images` (docs/embedding_data.md). Its "
-        "documents are the corpus.",
+        "The file of training examples with `query`, `positive`, `negatives`, `query_image`, "
+        "`positive_image` and `negative_images` (docs/embedding_data.md); its documents are the "
+        "corpus.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "corpus",
         "",
-        "More documents, FILE.jsonl, .csv, .parquet or .tar: `text`, `image`.",
+        "A .jsonl, .csv, .parquet or .tar file with more documents for the corpus: records of "
+        "`text` and `image`.",
         flag_values=values,
     )
     flags.DEFINE_string(
-        "output", "", "FILE.jsonl: the same examples with more negatives.", flag_values=values
+        "output",
+        "",
+        "The .jsonl file to write the examples to, with the mined negatives added.",
+        flag_values=values,
     )
     flags.DEFINE_bool(
         "scores",
         False,
-        "Also write `scores`, cosines of the positive and each negative.",
+        "Also write `scores`, the cosines of the query with its positive and each negative.",
         flag_values=values,
     )
     define_instructions(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Mine, and say what was found."""
+    """Mine hard negatives, write the examples and return the report."""
     import dataclasses
     import pathlib
 
-    from jaxvlm.build import examples, items, mining
     from jaxvlm.config import ConfigError
+    from jaxvlm.inference import examples, hard_negatives, items
 
     if args:
         raise ConfigError(f"mine takes flags only, not {args[0]!r}")
     output = pathlib.Path(values.output)
     if not values.data or output.suffix != ".jsonl":
         raise ConfigError("mine needs --data=FILE and --output=FILE.jsonl")
-    read = [pathlib.Path(name).resolve() for name in (values.data, values.corpus) if name]
-    if output.resolve() in read:
-        raise ConfigError(f"--output={output} is a file that is read; name another")
+    inputs = [pathlib.Path(name).resolve() for name in (values.data, values.corpus) if name]
+    if output.resolve() in inputs:
+        raise ConfigError(f"--output={output} is an input file; give another file")
     settings: dict[str, Any] = {
-        field.name: values[field.name].value for field in dataclasses.fields(mining.Mining)
+        field.name: values[field.name].value
+        for field in dataclasses.fields(hard_negatives.MiningConfig)
     }
-    how = mining.Mining(**settings)
+    mining = hard_negatives.MiningConfig(**settings)
     given = examples.read(values.data)
     more = items.read(values.corpus)[0] if values.corpus else []
     gathered = examples.gather(given, more)
-    mining.check(len(gathered.documents), how)
+    hard_negatives.check(len(gathered.documents), mining)
     model = load_model("mine", values)
     root = output.with_name(output.name + ".parts")
-    sides = _vectors(values, model, gathered, root)
-    apart = mining.excluded(gathered)
-    mined = mining.mine(*sides, gathered.right, model.model.mesh, how, apart)
-    report = _write(output, given, gathered, mined, sides if values.scores else ())
-    for line in _lines(report, mined.struck, how):
+    embeddings = _embeddings(values, model, gathered, root)
+    excluded = hard_negatives.excluded(gathered)
+    mined = hard_negatives.mine(*embeddings, gathered.positives, model.model.mesh, mining, excluded)
+    report = _write(output, given, gathered, mined, embeddings if values.scores else ())
+    for line in _lines(report, mined.excluded, mining):
         say(line)
     say(f"{len(given)} examples: {output}")
-    return report | {f"struck/{name}": count for name, count in mined.struck.items()}
+    return report | {f"struck/{name}": count for name, count in mined.excluded.items()}
 
 
-def _vectors(values: flags.FlagValues, model: Any, gathered: Any, root: Any) -> tuple[Any, Any]:
-    """Of queries and of documents, on disk."""
-    from jaxvlm.build.embedding import Embedding, in_parts
+def _embeddings(values: flags.FlagValues, model: Any, gathered: Any, root: Any) -> tuple[Any, Any]:
+    """Embed queries and documents, on disk."""
+    from jaxvlm.inference.embed_corpus import EmbedConfig, in_parts
 
-    def side(name: str, some: Any, told: str) -> Any:
-        how = Embedding(values.batch_size, values.dims, told, values.part_size)
-        return in_parts(model, some, root / name, how, values.checkpoint, title=name)
+    def embed(name: str, some: Any, instruction: str) -> Any:
+        settings = EmbedConfig(values.batch_size, values.dims, instruction, values.part_size)
+        return in_parts(model, some, root / name, settings, values.checkpoint, title=name)
 
     return (
-        side("query", gathered.queries, values.query_instruction),
-        side("document", gathered.documents, values.document_instruction),
+        embed("query", gathered.queries, values.query_instruction),
+        embed("document", gathered.documents, values.document_instruction),
     )
 
 
-def _write(output: Any, given: Any, gathered: Any, mined: Any, sides: Any) -> dict[str, Any]:
-    """The file, from process 0; the report. The vectors are removed."""
+def _write(output: Any, given: Any, gathered: Any, mined: Any, embeddings: Any) -> dict[str, Any]:
+    """Write the examples from process 0, delete the embeddings and return the report."""
     import jax
     import numpy as np
 
-    from jaxvlm.build import embedding, examples, mining
+    from jaxvlm.inference import embed_corpus, examples, hard_negatives
 
-    made, of = mining.with_negatives(given, gathered, mined)
-    scores: list[Any] = [()] * len(made)
-    if sides and not jax.process_index():
-        query = np.repeat([q for q, _, _ in gathered.places], [len(x) for x in of])
-        flat = mining.cosines(sides[0], sides[1], query, np.concatenate(of))
-        ends = np.cumsum([len(x) for x in of])[:-1]
+    written, documents = hard_negatives.with_negatives(given, gathered, mined)
+    scores: list[Any] = [()] * len(written)
+    if embeddings and not jax.process_index():
+        query = np.repeat([q for q, _, _ in gathered.indices], [len(x) for x in documents])
+        flat = hard_negatives.cosines(
+            embeddings[0], embeddings[1], query, np.concatenate(documents)
+        )
+        ends = np.cumsum([len(x) for x in documents])[:-1]
         scores = [some.tolist() for some in np.split(flat, ends)]
     if not jax.process_index():
-        pairs = zip(made, scores, strict=True)
+        pairs = zip(written, scores, strict=True)
         root = output.parent.absolute()
         examples.write(output, (examples.record(e, root, some) for e, some in pairs))
-    embedding.remove(output.with_name(output.name + ".parts"))
-    there, paired = mined.document >= 0, mined.positive[np.isfinite(mined.positive)]
-    of_query = there.sum(axis=1)
+    embed_corpus.remove(output.with_name(output.name + ".parts"))
+    is_mined, paired = mined.document >= 0, mined.positive[np.isfinite(mined.positive)]
+    of_query = is_mined.sum(axis=1)
     return {
-        "examples": len(made),
+        "examples": len(written),
         "queries": len(gathered.queries),
         "documents": len(gathered.documents),
         "negatives": int(of_query.sum()),
-        "short": int(np.sum(of_query < there.shape[1])),
+        "short": int(np.sum(of_query < is_mined.shape[1])),
         "none": int(np.sum(of_query == 0)),
         "positive_score": float(paired.mean()) if len(paired) else 0.0,
-        "negative_score": float(mined.score[there].mean()) if there.any() else 0.0,
+        "negative_score": float(mined.score[is_mined].mean()) if is_mined.any() else 0.0,
     }
 
 
-def _lines(report: dict[str, Any], struck: dict[str, int], how: Any) -> list[str]:
-    """The report for people."""
+def _lines(report: dict[str, Any], excluded: dict[str, int], mining: Any) -> list[str]:
+    """Format the report for people."""
     lines = [
         f"{report['queries']} queries, {report['documents']} documents: {report['negatives']} "
         f"negatives; mean cosine {report['negative_score']:.4f}, of positives "
         f"{report['positive_score']:.4f}"
     ]
     lines += [
-        f"  {name}={getattr(how, name):g} struck out {count} candidates"
-        for name, count in struck.items()
+        f"  {name}={getattr(mining, name):g} excluded {count} candidates"
+        for name, count in excluded.items()
     ]
     if report["short"]:
         lines.append(
-            f"  {report['short']} queries have fewer than {how.num_negatives} negatives, "
-            f"{report['none']} none: a larger --range_max or a wider bound gives more"
+            f"  {report['short']} queries have fewer than {mining.num_negatives} negatives, "
+            f"{report['none']} have none: a larger --range_max or a looser score or margin gives "
+            "more"
         )
     return lines

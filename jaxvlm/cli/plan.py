@@ -10,89 +10,117 @@ from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
-SUMMARY = "Say which strategy, on which chips, fits and how fast, before anything runs."
+from jaxvlm.cli.recipe_flag import define_recipe
+
+SUMMARY = "Estimate memory and step time, and choose a strategy, before anything runs."
 USAGE = (
     "--model=HF_FOLDER|NAME|RECIPE.py[:arg] --devices=h200:8 [--config.a.b=value ...] | "
     "--compare A.json B.json | --calibrate"
 )
 
 
+_TEXTS = {
+    "model": "Model to plan: a Hugging Face folder (its config.json is read), a published "
+    "model's name, or a recipe.",
+    "devices": "Machine to plan for: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (slices) or "
+    "cpu:8; any, with --prices, compares the prices of machines.",
+    "train": "Parameters to train: full, lora (rank 16) or connector. By default the "
+    "recipe's, or all.",
+    "objective": "Objective to train with: sft (next-token prediction) or contrastive "
+    "(pairs). By default the recipe's, or the one that the model was made for.",
+    "prices": "Read prices of a device per hour from this JSON file, with --devices=any: "
+    '{"h200": 3.5, ...}.',
+    "html": "Write an HTML page with figures to this file; it works offline.",
+    "save": "Write the plan's JSON object to this file, for --compare.",
+}
+
+
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``plan``."""
     recipe = _model_of(argv)
     is_recipe = recipe.partition(":")[0].endswith(".py")
-    config_flags.DEFINE_config_file(
-        "config",
+    define_recipe(
+        values,
+        argv,
+        "Recipe to plan, same as --model=RECIPE.py: its model, batch, length, loss, frozen parts "
+        "and adapters are used. Override settings with --config.a.b=value.",
         recipe if is_recipe else None,
-        "As --model, of a recipe: its model, batch, length, loss, frozen parts and adapters. "
-        "Override any with --config.a.b=value.",
-        flag_values=values,
-        sys_argv=["jaxvlm", *argv],  # where overrides are looked for
     )
-    text = {
-        "model": "A Hugging Face folder (config.json is read), a published model's name, or a "
-        "recipe.",
-        "devices": "Machine: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (slices), cpu:8; or any, with "
-        "--prices: where to run.",
-        "train": "full, lora (rank 16) or connector; if not given, all, or the recipe's.",
-        "objective": "sft (next tokens) or contrastive (pairs); if not given, the recipe's, or "
-        "what the model is for.",
-        "prices": 'FILE.json {"h200": price of a device for an hour, ...}, with --devices=any.',
-        "html": "Write a page with figures to this file; it opens offline.",
-        "save": "Write the plan's JSON object to this file, for --compare.",
-    }
-    for name, what in text.items():
+    for name, what in _TEXTS.items():
         flags.DEFINE_string(name, "", what, flag_values=values)
     numbers = {
         "batch": (
             0,
-            "Rows (pairs) of a step over all devices; 0: one a device, or the recipe's.",
+            "Set the batch size over all devices: packed sequences, or pairs. 0 takes the "
+            "recipe's, or one per device.",
         ),
-        "seq": (0, "Tokens of a row; 0: 2048, the most of a text encoder, or the recipe's."),
-        "images": (-1, "Pictures of a row; -1: half of its tokens are theirs, or the recipe's."),
-        "patches": (0, "Patches of a row, where pictures come in any size; 0: likewise."),
+        "seq": (
+            0,
+            "Set the tokens of a packed sequence. 0 takes the recipe's, 2048, or a text "
+            "encoder's maximum.",
+        ),
+        "images": (
+            -1,
+            "Set the images of a packed sequence. -1 takes the recipe's, or fills half of the "
+            "tokens with images.",
+        ),
+        "patches": (
+            0,
+            "Set the image patches of a packed sequence, for models with images of any size. 0 "
+            "takes the recipe's, or fills half of the tokens with images.",
+        ),
         "samples": (
             0,
-            "Rows of an epoch, for its hours, its price and what keeping visual tokens is; "
-            "0: not known, and nothing is said of these.",
+            "Set the packed sequences of an epoch, to report its hours and price and to compare "
+            "caching of visual tokens. 0 leaves these out.",
         ),
-        "top": (5, "Ways to print."),
+        "top": (5, "Print this many of the best candidates."),
     }
     for name, (default, what) in numbers.items():
         flags.DEFINE_integer(name, default, what, flag_values=values)
-    flags.DEFINE_float("price", 0.0, "Of a device for an hour; 0: not known.", flag_values=values)
     flags.DEFINE_float(
-        "budget", 0.0, "Most that an hour may cost, with --devices=any.", flag_values=values
+        "price",
+        0.0,
+        "Set the price of a device per hour, to report an epoch's price; 0: unknown.",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "budget",
+        0.0,
+        "Limit the price per hour of all devices together, with --devices=any; 0: no limit.",
+        flag_values=values,
     )
     flags.DEFINE_bool(
-        "verify", False, "Compile the best way's real step for the machine.", flag_values=values
+        "verify",
+        False,
+        "Compile the best candidate's real train step for the machine, and compare its memory.",
+        flag_values=values,
     )
     flags.DEFINE_bool(
         "calibrate",
         False,
-        "Measure what this machine's devices reach (matmuls, memory, links), and keep it for plans "
-        "of their kind.",
+        "Measure the rates of this machine's devices (matmuls, memory, links), and save them for "
+        "plans of their kind.",
         flag_values=values,
     )
-    flags.DEFINE_bool("compare", False, "Set two saved plans side by side.", flag_values=values)
+    flags.DEFINE_bool("compare", False, "Compare two saved plans.", flag_values=values)
 
 
 def _model_of(argv: list[str]) -> str:
-    """What --model says, before flags are read: a recipe brings flags of its own."""
-    found = ""
+    """Value of --model, before flags are parsed: a recipe adds flags of its own."""
+    model = ""
     for arg, after in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         if arg == "--":
             break
         name, is_given, value = arg.partition("=")
         if name in ("--model", "-model"):
-            found = value if is_given else after
-    return found
+            model = value if is_given else after
+    return model
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Plan, print, write."""
+    """Plan a run: search, print the report and write the requested files."""
     is_short = not (values.verify or values.calibrate or values.devices == "any")
     with _uncollected() if is_short else contextlib.nullcontext():
         return _run(values, args)
@@ -100,8 +128,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """No cycles are looked for, at exit neither: it would be a third of a plan's time, and what
-    traces leave behind is little."""
+    """Disable garbage collection, at exit too: it would take a third of a plan's time, and traces
+    leave little garbage.
+    """
     was = gc.isenabled()
     gc.disable()
     atexit.unregister(gc.freeze)
@@ -115,8 +144,8 @@ def _uncollected() -> Iterator[None]:
 
 def _run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.config import ConfigError, from_config_dict
-    from jaxvlm.plan import command
-    from jaxvlm.plan.question import Asked
+    from jaxvlm.planner import command
+    from jaxvlm.planner.request.request import RequestFlags
 
     if values.compare:
         if len(args) != 2:
@@ -131,8 +160,8 @@ def _run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     recipe = from_config_dict(values.config) if values.config is not None else None
     if recipe and values.model not in ("", values["config"].config_filename):
         raise ConfigError(
-            f"--model={values.model} and --config: give one; a recipe names its model, e.g. "
-            "--model=configs/finetune.py:HF_FOLDER"
+            f"--model={values.model} and --config can't be combined: a recipe names its model, "
+            "e.g. --model=configs/finetune.py:HF_FOLDER"
         )
     name = values.model or values["config"].config_filename if recipe else values.model
     if not name:
@@ -142,12 +171,12 @@ def _run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         )
     if not values.devices:
         raise ConfigError("plan needs --devices, e.g. --devices=h200:8, v5p:4x4x4 or cpu:8")
-    asked = Asked(
+    request_flags = RequestFlags(
         values.batch, values.seq, values.images, values.patches, values.train, values.objective,
         values.samples, values.price,
     )  # fmt: skip
-    wanted = command.Wanted(
+    plan_flags = command.PlanFlags(
         values.devices, values.top, values.verify, values.html, values.save, values.prices,
         values.budget,
     )  # fmt: skip
-    return command.plan(name, recipe, asked, wanted)
+    return command.plan(name, recipe, request_flags, plan_flags)

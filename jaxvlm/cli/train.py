@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
+
+from jaxvlm.cli.recipe_flag import define_recipe
 
 SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
@@ -15,13 +16,12 @@ USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``train``."""
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "The recipe: a Python file with get_config(arg) -> ConfigDict; override any setting with "
-        "--config.a.b=value. All settings: --print_config.",
-        flag_values=values,
-        sys_argv=["jaxvlm", *argv],  # where overrides are looked for
+    define_recipe(
+        values,
+        argv,
+        "The recipe: a Python file with get_config(arg) that returns a jaxvlm.Config or a "
+        "ConfigDict with the same keys. Override any setting with --config.a.b=value; "
+        "--print_config prints all settings.",
     )
     flags.DEFINE_string(
         "workdir", "", "The run's folder; a run that is in it is resumed.", flag_values=values
@@ -56,7 +56,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Train, and report the last evaluation."""
-    from jaxvlm.config import ConfigError, TrainConfig, from_config_dict, to_config_dict
+    from jaxvlm.config import Config, ConfigError, from_config_dict, to_config_dict
 
     if args:
         raise ConfigError(f"train takes flags only, not {args[0]!r}")
@@ -72,19 +72,18 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
             "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"
         )
     flag: Any = values["config"]
-    config: TrainConfig = from_config_dict(values.config)
+    config: Config = from_config_dict(values.config)
     if values.print_config:
         print("\n".join(_lines(config)))
         return to_config_dict(config).to_dict()
-    from jaxvlm.build import choice
-    from jaxvlm.build.run import Run
-    from jaxvlm.parallel import distributed
+    from jaxvlm.parallel.distributed import processes
+    from jaxvlm.trainer.trainer import Trainer
 
     if not values.workdir and not values.dry_run:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
-    distributed.initialize()
-    made = Run(config, values.workdir)
-    _check_overrides(flag.override_values, made.config, choice.autos(config))
+    processes.initialize()
+    made = Trainer(config, values.workdir)
+    _check_overrides(flag.override_values, made.config, made.auto)
     if values.dry_run:
         return made.dry_run()
     return made.fit()
@@ -105,7 +104,7 @@ def _check_overrides(overrides: dict[str, Any], config: Any, autos: list[str]) -
         group = path.split(".")[0]
         if group not in _SETTLED or path.endswith(".vocab_size"):  # 0: the tokenizer's
             continue
-        if path in autos:  # the planner's choice
+        if path in autos or path.startswith("model.family."):  # the planner's; a path made absolute
             continue
         used = config
         for name in path.split("[")[0].split("."):

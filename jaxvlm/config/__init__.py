@@ -1,62 +1,74 @@
-"""Settings: dataclasses inside, a ConfigDict at the door."""
+"""Settings of a run as frozen dataclasses, and their conversion from and to a ConfigDict."""
 
+from jaxvlm.config.cache import CacheConfig
 from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
-from jaxvlm.config.derived import feature_blocks, layer_windows, tower_blocks
-from jaxvlm.config.schema import (
-    CacheConfig,
-    CheckpointConfig,
-    ConnectorConfig,
-    DataConfig,
-    DecoderConfig,
+from jaxvlm.config.data import DataConfig, PairDataConfig, TokenizerConfig
+from jaxvlm.config.derived import (
+    GRAD_REDUCE_BITS,
+    PARAM_GATHER_DTYPES,
+    cache_halvings,
+    encoder_blocks,
+    feature_blocks,
+    grad_reduce_bits,
+    layer_windows,
+)
+from jaxvlm.config.embed import (
     DualConfig,
+    EmbeddingConfig,
     GradCacheConfig,
-    LoraConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimConfig,
     PairLossConfig,
-    PairsConfig,
+    TextConfig,
+)
+from jaxvlm.config.extensions import Extension, LossConfig
+from jaxvlm.config.model import (
+    ConnectorConfig,
+    DecoderConfig,
+    LoraConfig,
+    ModelConfig,
     RelevanceConfig,
     RopeScaling,
-    StrategyConfig,
-    TextConfig,
-    TokenizerConfig,
-    TowerConfig,
-    TrainConfig,
-    VectorConfig,
     VisionConfig,
 )
+from jaxvlm.config.optim import OptimConfig
+from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
+from jaxvlm.config.train import CheckpointConfig, Config
 from jaxvlm.config.unread import refuse_unread
 
 __all__ = [
+    "GRAD_REDUCE_BITS",
+    "PARAM_GATHER_DTYPES",
     "CacheConfig",
     "CheckpointConfig",
+    "Config",
     "ConfigError",
     "ConnectorConfig",
     "DataConfig",
     "DecoderConfig",
     "DualConfig",
+    "EmbeddingConfig",
+    "EncoderConfig",
+    "Extension",
     "GradCacheConfig",
     "LoraConfig",
+    "LossConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "PairDataConfig",
     "PairLossConfig",
-    "PairsConfig",
     "RelevanceConfig",
     "RopeScaling",
     "StrategyConfig",
     "TextConfig",
     "TokenizerConfig",
-    "TowerConfig",
-    "TrainConfig",
-    "VectorConfig",
     "VisionConfig",
+    "cache_halvings",
     "default_config",
+    "encoder_blocks",
     "feature_blocks",
     "from_config_dict",
+    "grad_reduce_bits",
     "layer_windows",
     "refuse_unread",
     "to_config_dict",
-    "tower_blocks",
 ]

@@ -1,7 +1,8 @@
-"""ConfigDict at the door, frozen dataclasses inside; wrong keys and types name the right ones."""
+"""Converts between a ConfigDict and frozen dataclasses; errors name the right key or type."""
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import difflib
 import types
@@ -10,65 +11,101 @@ from typing import Any, TypeVar
 
 import ml_collections
 
-from jaxvlm.config.schema import TrainConfig
+from jaxvlm.config.options import Options
+from jaxvlm.config.train import Config
 
 T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A setting that can't be used; the message says which, and what would do."""
+    """A setting that can't be used; the message says which one, and what to set instead."""
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
-    """The dataclass ``config`` as a ConfigDict of the same keys.
+    """Convert a dataclass to a ConfigDict with the same keys.
 
     Args:
         config: a dataclass instance, nested ones included.
 
     Returns:
-        A locked ConfigDict: assigning an unknown key raises.
+        A locked ConfigDict: assigning to an unknown key raises, but in ``options`` of an extension,
+        which are checked when the extension is imported. A whole number in a field that may be a
+        float is a float, so that both can be assigned to it.
     """
-    fields = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        fields[field.name] = to_config_dict(value) if dataclasses.is_dataclass(value) else value
-    return ml_collections.ConfigDict(fields).lock()
+    open_groups: list[ml_collections.ConfigDict] = []
+
+    def group(config: Any) -> ml_collections.ConfigDict:
+        fields, hints = {}, typing.get_type_hints(type(config))
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if isinstance(value, Options):
+                value = ml_collections.ConfigDict(value)
+                open_groups.append(value)
+            elif dataclasses.is_dataclass(value):
+                value = group(value)
+            elif type(value) is int and _may_be_float(hints[field.name]):
+                value = float(value)
+            fields[field.name] = value
+        return ml_collections.ConfigDict(fields)
+
+    result = group(config).lock()
+    for options in open_groups:
+        options.unlock()
+    return result
+
+
+def _may_be_float(kind: Any) -> bool:
+    return float in (kind, *(typing.get_args(kind) if isinstance(kind, types.UnionType) else ()))
 
 
 def default_config() -> ml_collections.ConfigDict:
-    """All defaults of a training run, to be changed by a recipe."""
-    return to_config_dict(TrainConfig())
+    """All defaults of a training run as a ConfigDict, for a recipe to change."""
+    return to_config_dict(Config())
 
 
-def from_config_dict(values: Any, schema: type[T] = TrainConfig, path: str = "config") -> T:  # type: ignore[assignment]  # a TypeVar's default
-    """``values`` as the dataclass ``schema``, checked key by key.
+def from_config_dict(values: Any, schema: type[T] = Config, path: str = "config") -> T:  # type: ignore[assignment]  # a TypeVar's default
+    """Convert a ConfigDict to the dataclass ``schema``, checking each key.
 
     Args:
-        values: mapping (ConfigDict or dict), nested like ``schema``; keys may be missing.
-        schema: the dataclass to make.
-        path: what error messages call ``values``.
+        values: mapping (ConfigDict or dict), nested like ``schema``, in which keys may be missing;
+            or a dataclass, whose values are checked too.
+        schema: dataclass to create.
+        path: path of ``values`` in error messages.
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), or a value of a wrong type.
+        ConfigError: an unknown key (the message names the nearest known one), or a value of a wrong
+            type.
     """
-    fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]  # any dataclass
+    return schema(**checked_fields(values, schema, path))
+
+
+def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
+    """Check ``values`` as arguments of the dataclass ``schema``; see :func:`from_config_dict`."""
+    if dataclasses.is_dataclass(values):
+        values = to_config_dict(values)
+    fields = {field.name: field for field in dataclasses.fields(schema)}
     hints = typing.get_type_hints(schema)
-    made = {}
+    checked = {}
     for key, value in dict(values).items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             advice = f"did you mean {path}.{near[0]}?" if near else f"known: {', '.join(fields)}"
             raise ConfigError(f"{path}.{key} is not a setting; {advice}")
-        made[key] = _checked(value, hints[key], f"{path}.{key}")
-    return schema(**made)
+        checked[key] = _checked(value, hints[key], f"{path}.{key}")
+    return checked
 
 
 def _checked(value: Any, kind: Any, path: str) -> Any:
-    """``value`` as ``kind``, or a ConfigError that names ``path``."""
+    """``value`` as ``kind``; otherwise a ConfigError that names ``path``."""
     if dataclasses.is_dataclass(kind):
         if not hasattr(value, "items"):
-            raise ConfigError(f"{path} is a group of settings, not {value!r}")
+            near = f"; did you mean {path}.name={value!r}?" if hasattr(kind, "name") else ""
+            raise ConfigError(f"{path} is a group of settings, not {value!r}{near}")
         return from_config_dict(value, kind, path)  # type: ignore[arg-type]  # a dataclass type
+    if typing.get_origin(kind) is collections.abc.Mapping:
+        if not hasattr(value, "items"):
+            raise ConfigError(f"{path} is a group of settings, not {value!r}")
+        return Options(value)
     if typing.get_origin(kind) is tuple:
         return _checked_tuple(value, typing.get_args(kind), path)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Settings that are read only where another one says so; a value elsewhere would be lost."""
+"""Refuses settings that have no effect because the setting that they depend on is not set."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxvlm.config.cache import CacheConfig
 from jaxvlm.config.convert import ConfigError
-from jaxvlm.config.schema import (
-    CacheConfig,
+from jaxvlm.config.data import PairDataConfig
+from jaxvlm.config.embed import EmbeddingConfig, TextConfig
+from jaxvlm.config.model import (
     ConnectorConfig,
     DecoderConfig,
-    PairsConfig,
     RelevanceConfig,
     RopeScaling,
-    TextConfig,
-    TowerConfig,
-    VectorConfig,
     VisionConfig,
 )
+from jaxvlm.config.parallel import EncoderConfig
 
 Rule = tuple[str, str, Callable[[Any], Any]]
 
 
 def refuse_unread(config: Any, where: str) -> None:
-    """Refuse a setting that differs from its default where nothing reads it.
+    """Refuse a setting that differs from its default but has no effect.
 
     Args:
-        config: a dataclass of the schema.
-        where: what error messages call it.
+        config: a group of settings.
+        where: path of the group in error messages.
 
     Raises:
-        ConfigError: the setting, and what it needs.
+        ConfigError: a setting that is not read; the message says which one, and what it needs.
     """
     default = type(config)()
     for names, needs, read in RULES[type(config)]:
@@ -44,7 +43,7 @@ def refuse_unread(config: Any, where: str) -> None:
 
 
 def _inside(name: str, value: Any, default: Any) -> tuple[str, Any]:
-    """The first field that differs, of a dataclass."""
+    """Path and value of the first field that differs from the default, also inside a group."""
     if not dataclasses.is_dataclass(value):
         return name, value
     fields = (field.name for field in dataclasses.fields(value))
@@ -58,7 +57,7 @@ def _kinds(*kinds: str) -> Callable[[RopeScaling], bool]:
 
 RULES: dict[type, tuple[Rule, ...]] = {
     VisionConfig: (
-        ("patch_layout frames block rope_theta window", "packed=True", lambda c: c.packed),
+        ("patch_layout frames merge_block rope_theta window", "packed=True", lambda c: c.packed),
         (
             "position_resize",
             "packed=True and position='learned'",
@@ -93,35 +92,37 @@ RULES: dict[type, tuple[Rule, ...]] = {
         ("rope_interleaved", "rope_sections", lambda c: c.rope_sections),
         ("logit_cap", "head=True", lambda c: c.head),
     ),
-    TowerConfig: (("mesh strategy wave", "devices", lambda c: c.devices),),
+    EncoderConfig: (("mesh strategy microbatches_in_flight", "devices", lambda c: c.devices),),
     CacheConfig: (
         (
-            "bound",
+            "max_staleness",
             "policy='lazy', 'hybrid' or 'adaptive'",
             lambda c: c.policy in ("lazy", "hybrid", "adaptive"),
         ),
-        ("ahead", "policy='hybrid'", lambda c: c.policy == "hybrid"),
-        ("tolerance", "policy='adaptive'", lambda c: c.policy == "adaptive"),
-        ("at_once", "refresh", lambda c: c.refresh),
+        ("prefetch_staleness", "policy='hybrid'", lambda c: c.policy == "hybrid"),
+        ("drift_threshold", "policy='adaptive'", lambda c: c.policy == "adaptive"),
+        ("refresh_burst", "refresh_fraction", lambda c: c.refresh_fraction),
         (
-            "alarm",
-            "refresh, or a tower whose tokens grow too old",
-            lambda c: c.refresh or c.policy in ("lazy", "hybrid", "adaptive"),
+            "drift_warning",
+            "refresh_fraction, or policy='lazy', 'hybrid', 'adaptive' or 'custom'",
+            lambda c: c.refresh_fraction or c.policy in ("lazy", "hybrid", "adaptive", "custom"),
         ),
-        ("refresh store memory_mb", "a policy", lambda c: c.policy != "off"),
-        ("codec trust", "a store", lambda c: c.store),
-        ("order", "a policy or chunk", lambda c: c.policy != "off" or c.chunk),
+        ("custom_policy", "policy='custom'", lambda c: c.policy == "custom"),
+        ("refresh_fraction", "a built-in policy", lambda c: c.policy not in ("off", "custom")),
+        ("store memory_mb", "a policy", lambda c: c.policy != "off"),
+        ("codec identity", "a store", lambda c: c.store),
+        ("token_order", "a policy or encode_batch", lambda c: c.policy != "off" or c.encode_batch),
         (
-            "pictures halvings spare_evaluations",
-            "a policy or a chunk",
-            lambda c: c.policy != "off" or c.chunk,
+            "max_images min_pages_fraction evict_for_eval",
+            "a policy or encode_batch",
+            lambda c: c.policy != "off" or c.encode_batch,
         ),
     ),
-    VectorConfig: (
+    EmbeddingConfig: (
         ("scale", "learn_scale=True", lambda c: c.learn_scale),
         ("bias", "learn_bias=True", lambda c: c.learn_bias),
     ),
-    PairsConfig: (("task_alpha", "tasks='homogeneous'", lambda c: c.tasks == "homogeneous"),),
+    PairDataConfig: (("task_alpha", "tasks='homogeneous'", lambda c: c.tasks == "homogeneous"),),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
-"""Group of settings -> (names, what they need, whether the group has it)."""
+"""Group of settings -> (names of fields, what they need, whether the group has it)."""

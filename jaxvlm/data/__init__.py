@@ -1,16 +1,16 @@
-"""Data: files of conversations, or of queries and documents -> batches."""
+"""Data loading: files of conversations, or of queries and documents, become training batches."""
 
-from jaxvlm.data.batch import Meta
-from jaxvlm.data.check import Report
+from jaxvlm.data.conversations.collate import Meta
+from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.errors import DataError, ImageError, Problem
-from jaxvlm.data.examples import Example, Item
-from jaxvlm.data.formats import Record, Turn
-from jaxvlm.data.iterate import TrainBatches, resume_step
-from jaxvlm.data.loader import Dataset
-from jaxvlm.data.pair_loader import PairDataset, PairMeta
-from jaxvlm.data.prompt_items import PromptRows
-from jaxvlm.data.text_rows import TextRows
-from jaxvlm.data.tokenizer import ChatTokenizer
+from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
+from jaxvlm.data.pairs.collate_texts import TextCollator
+from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.prefetch import TrainBatches, resume_step
+from jaxvlm.data.sources.conversation_formats import Record, Turn
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.data.validate import ValidationReport
 
 __all__ = [
     "ChatTokenizer",
@@ -23,11 +23,11 @@ __all__ = [
     "PairDataset",
     "PairMeta",
     "Problem",
-    "PromptRows",
+    "PromptCollator",
     "Record",
-    "Report",
-    "TextRows",
+    "TextCollator",
     "TrainBatches",
     "Turn",
+    "ValidationReport",
     "resume_step",
 ]

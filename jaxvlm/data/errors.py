@@ -1,4 +1,4 @@
-"""What data can do wrong: errors that name what, where and what to do, in one line."""
+"""Errors about data: each message is one line that says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class DataError(ValueError):
-    """Data that a run can't use; the message says what, where and what to do."""
+    """Data that a run can't use; the message says what is wrong, where, and what to do."""
 
 
 class ImageError(ValueError):
-    """A picture that can't be decoded; the message is the reason."""
+    """An image that can't be decoded; the message is the reason."""
 
 
 class Problem(NamedTuple):
@@ -19,25 +19,25 @@ class Problem(NamedTuple):
     id: str
     """The record's id, or ``file:line`` where it has none."""
     reason: str
-    """Why, in a few words that are the same for like records."""
+    """Short reason; the same words for all records with the same fault."""
     detail: str = ""
-    """What is particular to this one (a path, a count)."""
+    """Specifics of this record (a path, a count)."""
 
     def __str__(self) -> str:
         return f"{self.id}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
 
 
 def enforce(
-    problems: list[Problem], total: int, on_bad: str, max_skip_share: float, what: str
+    problems: list[Problem], total: int, on_bad_record: str, max_skip_fraction: float, what: str
 ) -> None:
-    """Stop the run where skipping isn't allowed, or where too much would be skipped.
+    """Stop the run if skipping is not allowed, or if too many records would be skipped.
 
     Args:
         problems: records that can't be used.
-        total: records in all, good and bad.
-        on_bad: ``refuse`` | ``skip``.
-        max_skip_share: share of ``total`` that may be skipped.
-        what: the data's name, for the message.
+        total: number of all records, good and bad.
+        on_bad_record: ``refuse`` | ``skip``.
+        max_skip_fraction: fraction of ``total`` that may be skipped, 0..1.
+        what: name of the data, for the message.
 
     Raises:
         DataError: one line with the count, the share and the first reasons.
@@ -45,14 +45,15 @@ def enforce(
     if not problems:
         return
     first = "; ".join(str(p) for p in problems[:3]) + ("; ..." if len(problems) > 3 else "")
-    if on_bad == "refuse":
+    if on_bad_record == "refuse":
         raise DataError(
-            f"{what}: {len(problems)} of {total} records can't be used: {first}. Mend them, or"
-            " set data.on_bad=skip (data.on_long=skip for long ones)"
+            f"{what}: {len(problems)} of {total} records can't be used: {first}. Fix them, or"
+            " set data.on_bad_record=skip (data.on_too_long=skip for long ones)"
         )
     share = len(problems) / max(total, 1)
-    if share > max_skip_share:
+    if share > max_skip_fraction:
         raise DataError(
             f"{what}: {len(problems)} of {total} records ({share:.1%}) can't be used, over"
-            f" data.max_skip_share={max_skip_share:.1%}: {first}. `jaxvlm data check` lists them"
+            f" data.max_skip_fraction={max_skip_fraction:.1%}: {first}."
+            " `jaxvlm data check` lists them"
         )

@@ -1,1 +1,1 @@
-"""Evaluation."""
+"""Evaluation metrics and prediction grids."""

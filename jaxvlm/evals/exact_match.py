@@ -1,9 +1,9 @@
 """Exact match of greedy answers, scored without generating them.
 
-Greedy decoding gives exactly the reference answer if and only if, with the reference fed in,
-the argmax at every answer place (its end token included) is the reference token. So one
-forward pass scores all answers of a packed batch. A record of several turns counts once, as right
-where every turn is, later ones with the reference's earlier answers before them.
+Greedy decoding gives exactly the reference answer if and only if, with the reference as input, the
+argmax at every answer position (including its end token) is the reference token. So one forward
+pass scores all answers of a packed batch. A record of several turns counts once, as correct if
+every turn is; later turns see the reference's earlier answers.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ import numpy as np
 from jaxvlm.types import Batch
 
 Scores = Callable[[Batch], tuple[Any, ...]]
-"""Local Batch rows -> numpy ``(nll, hit, weight)``, each f32[rows, T], place t scoring t + 1."""
+"""Maps a process's part of a batch to numpy ``(nll, hit, weight)``, each f32[sequences, T], where
+position t scores token t + 1."""
 
 
 def answers(
     hit: np.ndarray, weight: np.ndarray, segment: np.ndarray
 ) -> dict[tuple[int, int], bool]:
-    """Whether each answer of a batch is right.
+    """Determines which answers of a batch are correct.
 
     Args:
         hit: f32[B, T], 1 where the argmax at t is token t + 1.
-        weight: f32[B, T], above 0 where place t predicts a part of an answer.
-        segment: i32[B, T].
+        weight: f32[B, T], above 0 where position t predicts a token of an answer.
+        segment: i32[B, T], segment of each position of the packed sequences.
 
     Returns:
-        (row, segment) -> every predicted token of the segment is right.
+        (sequence, segment) -> whether every predicted token of the segment is correct.
     """
-    rows, places = np.nonzero(weight > 0)
-    found: dict[tuple[int, int], bool] = {}
-    for row, segment_id, ok in zip(rows, segment[rows, places], hit[rows, places] > 0):
-        key = (int(row), int(segment_id))
-        found[key] = found.get(key, True) and bool(ok)
-    return found
+    sequences, positions = np.nonzero(weight > 0)
+    correct: dict[tuple[int, int], bool] = {}
+    for sequence, segment_id, ok in zip(
+        sequences, segment[sequences, positions], hit[sequences, positions] > 0
+    ):
+        key = (int(sequence), int(segment_id))
+        correct[key] = correct.get(key, True) and bool(ok)
+    return correct
 
 
 def evaluate(
@@ -47,14 +50,14 @@ def evaluate(
     reduce: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     kinds: tuple[str, ...] = (),
 ) -> dict[str, float]:
-    """Loss, token accuracy and exact match over a data set.
+    """Computes loss, token accuracy and exact match over a data set.
 
     Args:
-        batches: this process's rows and, for each row, its (segment, record) pairs.
-        score: one forward pass.
-        kind: record -> its group in the report, or ``""``.
+        batches: this process's sequences and, for each, its (segment, record) pairs.
+        score: function that runs one forward pass.
+        kind: maps a record to its group in the report, or ``""``.
         reduce: sums an f64[n] over processes.
-        kinds: all groups, in one order for all processes.
+        kinds: all groups, in the same order on all processes.
 
     Returns:
         ``loss``, ``accuracy``, ``exact_match`` and ``exact_match/<kind>`` in 0..1, and
@@ -66,14 +69,14 @@ def evaluate(
     for batch, meta in batches:
         nll, hit, weight = (np.asarray(x, np.float64) for x in score(batch))
         sums += [np.sum(nll * weight), np.sum((hit > 0) * weight), np.sum(weight)]
-        found = answers(hit, weight, np.asarray(batch.segment))
-        for row, pairs in enumerate(meta):
+        correct = answers(hit, weight, np.asarray(batch.segment))
+        for sequence, pairs in enumerate(meta):
             for segment_id, record in pairs:
-                if (row, segment_id) not in found:
+                if (sequence, segment_id) not in correct:
                     continue
                 groups = {0, names.index(kind(record)) if kind(record) in names else 0}
                 for group in groups:
-                    right[group] += found[row, segment_id]
+                    right[group] += correct[sequence, segment_id]
                     count[group] += 1
     right, count, sums = reduce(right), reduce(count), reduce(sums)
     return _report(names, right, count, sums)

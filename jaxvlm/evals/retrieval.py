@@ -1,6 +1,6 @@
-"""How well vectors find what belongs together: recall, hits, nDCG, MRR and MAP.
+"""Retrieval metrics of embeddings: recall, hit rate, nDCG, MRR and MAP.
 
-Source: trec_eval's definitions, as BEIR's (arXiv 2104.08663) and sentence-transformers'
+Source: trec_eval's definitions, as in BEIR (arXiv 2104.08663) and in sentence-transformers'
     InformationRetrievalEvaluator. docs/embedding_eval.md says where these differ from each other.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.topk import Late, Search, nearest
+from jaxvlm.parallel.exact_search import Late, Search, nearest
 from jaxvlm.types import Array
 
 REVERSE, RANDOM = "reverse/", "random/"
@@ -22,78 +22,81 @@ REVERSE, RANDOM = "reverse/", "random/"
 
 @dataclasses.dataclass(frozen=True)
 class Relevance:
-    """Which documents are right for which query, one entry a pair."""
+    """Which documents are relevant to which query, as M (query, document) pairs."""
 
     query: np.ndarray
-    """i64[M], 0..queries."""
+    """i64[M]: index of the query, below ``queries``."""
     document: np.ndarray
-    """i64[M], 0..documents; a pair stands here once."""
+    """i64[M]: index of the document, below ``documents``; a pair occurs once."""
     grade: np.ndarray
-    """f64[M], above 0; 1 where relevance is yes or no."""
+    """f64[M]: relevance grade above 0; 1 where relevance is binary."""
     queries: int
+    """Number of queries."""
     documents: int
+    """Number of documents."""
 
     @classmethod
     def of(
-        cls, right: Sequence[Collection[int] | Mapping[int, float]], documents: int
+        cls, relevant: Sequence[Collection[int] | Mapping[int, float]], documents: int
     ) -> Relevance:
-        """From each query's right documents, or the grade of each.
+        """Builds the relation from the relevant documents of each query.
 
         Args:
-            right: indices, or index -> grade; those of grade 0 or below are not relevant.
-            documents: how many there are.
+            relevant: for each query, document indices, or index -> grade; documents of grade 0 or
+                below are not relevant.
+            documents: number of documents.
 
         Raises:
-            ConfigError: an index that no document has.
+            ConfigError: an index is negative or not below ``documents``.
         """
-        found = [
-            (i, document, float(right_ones[document] if isinstance(right_ones, Mapping) else 1))
-            for i, right_ones in enumerate(right)
-            for document in dict.fromkeys(right_ones)
+        pairs = [
+            (i, document, float(of_query[document] if isinstance(of_query, Mapping) else 1))
+            for i, of_query in enumerate(relevant)
+            for document in dict.fromkeys(of_query)
         ]
-        found = [entry for entry in found if entry[2] > 0]
-        query, document = (np.asarray([entry[i] for entry in found], np.int64) for i in (0, 1))
+        pairs = [pair for pair in pairs if pair[2] > 0]
+        query, document = (np.asarray([pair[i] for pair in pairs], np.int64) for i in (0, 1))
         if len(document) and not 0 <= document.min() <= document.max() < documents:
             raise ConfigError(
                 f"relevance: document {document.max() if document.min() >= 0 else document.min()} "
-                f"is right for a query, but there are {documents}, counted from 0"
+                f"is relevant to a query, but there are {documents} documents, counted from 0"
             )
-        return cls(query, document, np.asarray([e[2] for e in found]), len(right), documents)
+        return cls(query, document, np.asarray([p[2] for p in pairs]), len(relevant), documents)
 
     @classmethod
     def pairs(cls, count: int) -> Relevance:
-        """Query i is about document i and no other."""
+        """Builds the relation in which only document i is relevant to query i."""
         each = np.arange(count)
         return cls(each, each, np.ones(count), count, count)
 
     @property
     def reverse(self) -> Relevance:
-        """Of documents as queries."""
+        """The same relation with documents as queries."""
         return Relevance(self.document, self.query, self.grade, self.documents, self.queries)
 
 
 @dataclasses.dataclass(frozen=True)
 class Retrieval:
-    """What to measure."""
+    """Settings of which metrics to compute."""
 
     ks: tuple[int, ...] = (1, 5, 10)
-    """Cut-offs. Beyond the number of documents a cut-off cuts nothing."""
+    """Cut-offs of the metrics; one above the number of documents includes all of them."""
     dims: tuple[int, ...] = ()
-    """Prefixes of the vectors (Matryoshka) to measure beside the whole."""
+    """Numbers of dims to truncate embeddings to (Matryoshka), measured in addition to all dims."""
     both_ways: bool = True
-    """Documents look for queries too."""
+    """Whether to search queries with documents too."""
     cosine: bool = True
-    """Or products as they are."""
+    """Whether to compare by cosine instead of by dot product."""
     random: bool = True
-    """Rank at random too: the control."""
+    """Whether to measure a random ranking too, as a control."""
     seed: int = 0
-    """Of the control."""
+    """Seed of the control."""
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
-            raise ConfigError(f"ks={self.ks}: give cut-offs of at least 1")
+            raise ConfigError(f"ks={self.ks}: use cut-offs of at least 1")
         if min(self.dims, default=1) < 1:
-            raise ConfigError(f"dims={self.dims}: give numbers of dims of at least 1")
+            raise ConfigError(f"dims={self.dims}: use numbers of dims of at least 1")
 
 
 def evaluate(
@@ -101,77 +104,78 @@ def evaluate(
     documents: Array | Late,
     relevance: Relevance,
     mesh: Mesh,
-    what: Retrieval | None = None,
+    settings: Retrieval | None = None,
     exclude: Sequence[Collection[int]] | None = None,
 ) -> dict[str, float]:
-    """Search and measure.
+    """Searches all documents for each query and computes the metrics.
 
     Args:
-        queries: [Q, E], NumPy or on the devices; or :class:`~jaxvlm.parallel.topk.Late`.
-        documents: [N, E], likewise.
-        relevance: of these.
-        mesh: to search on.
-        what: see :class:`Retrieval`.
-        exclude: for each query, documents that don't count: itself, where queries are documents.
+        queries: [Q, E], NumPy or jax.Array; or :class:`~jaxvlm.parallel.exact_search.Late`.
+        documents: [N, E], of the same types.
+        relevance: which documents are relevant to which queries.
+        mesh: mesh to search on.
+        settings: see :class:`Retrieval`.
+        exclude: for each query, documents to leave out, such as the query itself.
 
     Returns:
-        ``hit@k``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``map@k`` in 0..1. Before these
-        names ``dims<n>/`` is of a prefix, ``reverse/`` of documents that look for queries,
-        ``random/`` of the control. ``queries``: how many were measured.
+        ``hit@k``, ``recall@k``, ``ndcg@k``, ``mrr@k`` and ``map@k`` in 0..1, with the prefix
+        ``dims<n>/`` for truncated embeddings, ``reverse/`` for queries searched with documents and
+        ``random/`` for the control. ``queries`` is the number of queries with a relevant document.
 
     Raises:
-        ConfigError: no query has a right document, or what :func:`nearest` refuses.
+        ConfigError: no query has a relevant document, or :func:`nearest` refuses the settings.
     """
-    what = what or Retrieval()
-    sides = (_count(queries), _count(documents))
-    if (relevance.queries, relevance.documents) != sides:
+    settings = settings or Retrieval()
+    counts = (_count(queries), _count(documents))
+    if (relevance.queries, relevance.documents) != counts:
         raise ConfigError(
-            f"relevance is of {relevance.queries} queries and {relevance.documents} documents, "
-            f"but there are vectors of {sides[0]} and {sides[1]}"
+            f"relevance covers {relevance.queries} queries and {relevance.documents} documents, "
+            f"but there are embeddings of {counts[0]} and {counts[1]}"
         )
-    left_out = None if exclude is None else Relevance.of(exclude, relevance.documents)
+    excluded = None if exclude is None else Relevance.of(exclude, relevance.documents)
     report: dict[str, float] = {}
-    for prefix, asked, known, right, out in (
-        ("", queries, documents, relevance, left_out),
-        (REVERSE, documents, queries, relevance.reverse, left_out and left_out.reverse),
-    )[: 1 + what.both_ways]:
-        depth = min(max(what.ks), right.documents)
+    for prefix, q, d, relevant, out in (
+        ("", queries, documents, relevance, excluded),
+        (REVERSE, documents, queries, relevance.reverse, excluded and excluded.reverse),
+    )[: 1 + settings.both_ways]:
+        depth = min(max(settings.ks), relevant.documents)
         forbidden = None if out is None else _lists(out)
-        for dims in (0, *what.dims):
-            how = Search(cosine=what.cosine, dims=dims)
-            found = nearest(asked, known, depth, mesh, how, forbidden).document
+        for dims in (0, *settings.dims):
+            search = Search(cosine=settings.cosine, dims=dims)
+            ranked = nearest(q, d, depth, mesh, search, forbidden).document
             name = f"{prefix}dims{dims}/" if dims else prefix
-            report |= {name + n: x for n, x in scores(found, right, what.ks).items()}
-        if what.random:
-            drawn = shuffled(right.queries, right.documents, depth, what.seed)
+            report |= {name + n: x for n, x in scores(ranked, relevant, settings.ks).items()}
+        if settings.random:
+            drawn = shuffled(relevant.queries, relevant.documents, depth, settings.seed)
             name = prefix + RANDOM
-            report |= {name + n: x for n, x in scores(drawn, right, what.ks).items()}
+            report |= {name + n: x for n, x in scores(drawn, relevant, settings.ks).items()}
     return report | {"queries": float(len(np.unique(relevance.query)))}
 
 
-def scores(found: np.ndarray, relevance: Relevance, ks: Sequence[int]) -> dict[str, float]:
-    """Means over the queries that have a right document; the others are left out, as everywhere.
+def scores(ranked: np.ndarray, relevance: Relevance, ks: Sequence[int]) -> dict[str, float]:
+    """Averages the metrics over the queries that have a relevant document, as all libraries do.
 
     Args:
-        found: i[Q, d] documents, best first; -1 is none.
-        relevance: of the Q queries.
-        ks: cut-offs; d should reach the largest, or all documents.
+        ranked: i[Q, d] document indices, best first; -1 is none.
+        relevance: relevant documents of the Q queries.
+        ks: cut-offs; d should be at least the largest, or the number of documents.
 
     Returns:
-        ``hit@k``: one at least is among the first k. ``recall@k``: the share of all right ones that
-        is. ``ndcg@k``: gains are grades, discounted by log2(1 + rank), over the same of the best
-        order. ``mrr@k``: 1 / rank of the first right one. ``map@k``: the mean, over all right
-        ones, of the precision at each that is among the first k.
+        ``hit@k``: whether at least one relevant document is among the first k. ``recall@k``: the
+        fraction of the relevant documents that are. ``ndcg@k``: the sum of grades discounted by
+        log2(1 + rank), divided by that of the best order. ``mrr@k``: 1 / rank of the first relevant
+        document. ``map@k``: the mean, over all relevant documents, of the precision at each that is
+        among the first k.
 
     Raises:
-        ConfigError: no query has a right document.
+        ConfigError: no query has a relevant document.
     """
     total = np.bincount(relevance.query, minlength=relevance.queries)
-    asked = total > 0
-    if not asked.any():
-        raise ConfigError("retrieval: no query has a right document; nothing can be measured")
-    gain, total = _gains(found, relevance)[asked], total[asked]
-    hit, rank = gain > 0, np.arange(1, found.shape[1] + 1)
+    has_relevant = total > 0
+    if not has_relevant.any():
+        raise ConfigError("retrieval: no query has a relevant document; nothing can be measured")
+    gain, total = _gains(ranked, relevance)[has_relevant], total[has_relevant]
+    hit, rank = gain > 0, np.arange(1, ranked.shape[1] + 1)
     discount = 1 / np.log2(1 + rank)
     first = np.where(hit.any(axis=1), hit.argmax(axis=1) + 1, np.inf)
     precision = np.cumsum(hit, axis=1) / rank * hit
@@ -181,7 +185,7 @@ def scores(found: np.ndarray, relevance: Relevance, ks: Sequence[int]) -> dict[s
         out |= {
             f"hit@{k}": np.mean(first <= k),
             f"recall@{k}": np.mean(hit[:, :k].sum(axis=1) / total),
-            f"ndcg@{k}": np.mean(gained / _ideal(relevance, k)[asked]),
+            f"ndcg@{k}": np.mean(gained / _ideal(relevance, k)[has_relevant]),
             f"mrr@{k}": np.mean(np.where(first <= k, 1 / first, 0)),
             f"map@{k}": np.mean(precision[:, :k].sum(axis=1) / total),
         }
@@ -189,14 +193,14 @@ def scores(found: np.ndarray, relevance: Relevance, ks: Sequence[int]) -> dict[s
 
 
 def shuffled(queries: int, documents: int, depth: int, seed: int) -> np.ndarray:
-    """i64[queries, depth]: different documents at random, a function of the arguments alone."""
+    """i64[queries, depth]: distinct random documents, a function of the arguments alone."""
     rng = np.random.default_rng([seed, queries, documents])
     drawn = [rng.choice(documents, depth, replace=False) for _ in range(queries)]
     return np.stack(drawn)
 
 
-def _count(side: Array | Late) -> int:
-    return len(side.vectors if isinstance(side, Late) else side)
+def _count(embeddings: Array | Late) -> int:
+    return len(embeddings.embeddings if isinstance(embeddings, Late) else embeddings)
 
 
 def _lists(pairs: Relevance) -> list[list[int]]:
@@ -206,18 +210,18 @@ def _lists(pairs: Relevance) -> list[list[int]]:
     return [some.tolist() for some in np.split(pairs.document[order], ends[:-1])]
 
 
-def _gains(found: np.ndarray, relevance: Relevance) -> np.ndarray:
-    """f64[Q, d]: the grade of each document that was found; 0 is not right."""
+def _gains(ranked: np.ndarray, relevance: Relevance) -> np.ndarray:
+    """f64[Q, d]: the grade of each retrieved document; 0 if it is not relevant."""
     key = relevance.query * relevance.documents + relevance.document
     order = np.argsort(key)
-    ours = np.arange(len(found))[:, None] * relevance.documents + found
-    at = np.minimum(np.searchsorted(key[order], ours), len(key) - 1)
-    is_right = (key[order][at] == ours) & (found >= 0)
-    return np.where(is_right, relevance.grade[order][at], 0)
+    retrieved = np.arange(len(ranked))[:, None] * relevance.documents + ranked
+    at = np.minimum(np.searchsorted(key[order], retrieved), len(key) - 1)
+    is_relevant = (key[order][at] == retrieved) & (ranked >= 0)
+    return np.where(is_relevant, relevance.grade[order][at], 0)
 
 
 def _ideal(relevance: Relevance, k: int) -> np.ndarray:
-    """f64[Q]: the discounted gains of the first ``k`` places in the best order."""
+    """f64[Q]: the sum of discounted gains of the first ``k`` ranks in the best order."""
     order = np.lexsort((-relevance.grade, relevance.query))
     query, grade = relevance.query[order], relevance.grade[order]
     rank = np.arange(len(query)) - np.searchsorted(query, query) + 1

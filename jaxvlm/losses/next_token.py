@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, its logits made a chunk at a time."""
+"""Next-token cross-entropy, computed over chunks of the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxvlm.losses.chunked_cross_entropy import VocabularyChunks, chunked_scores
 from jaxvlm.losses.router import busiest, load_balance
-from jaxvlm.losses.vocabulary import Cut, chunked_scores
 from jaxvlm.types import Batch, Out, Sums
 
 _AUTO_LOGITS = 8 * 2**20
-"""Logits of a row that may exist where the chunk is chosen: 32 MiB of float32."""
+"""Most logits of a sequence at once where the chunk size is automatic: 32 MiB of float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,39 +22,39 @@ class NextToken:
     """Cross-entropy of each token given the ones before it in its segment.
 
     ``-log softmax(hidden[t] @ head)[tokens[t + 1]]``, weighted by ``loss_weight[t + 1]``
-    where t and t + 1 lie in one segment; the denominator is the sum of those weights.
+    where t and t + 1 are in one segment; the denominator is the sum of those weights.
 
     Args:
-        chunk: columns of the vocabulary whose logits exist at once, about; 0 chooses from the
-            row's length.
-        router: factor of the load-balancing term of a mixture of experts; 0 has none.
+        chunk: about how many entries of the vocabulary have logits at once; 0 chooses from the
+            sequence length.
+        moe_aux_weight: factor of the load-balancing term of a mixture of experts; 0: no term.
     """
 
     chunk: int = 0
-    router: float = 0.0
+    moe_aux_weight: float = 0.0
     additive: bool = True
 
     def __post_init__(self) -> None:
-        if self.router:  # the balance of loads is one of the whole batch
+        if self.moe_aux_weight:  # load balance is a function of the whole batch
             object.__setattr__(self, "additive", False)
 
     def coefficients(self) -> Mapping[str, float]:
-        """The cross-entropy, and the router's balance where it has a factor."""
-        return {"loss": 1.0, **({"router": self.router} if self.router else {})}
+        """Return 1 for the cross-entropy, and the load-balancing term's factor if it has one."""
+        return {"loss": 1.0, **({"router": self.moe_aux_weight} if self.moe_aux_weight else {})}
 
     def weights(self, batch: Batch) -> dict[str, Any]:
-        """``loss``: the sum of the weights of predicted tokens; ``router``: 1."""
+        """Return ``loss``, the sum of the weights of predicted tokens, and ``router``, 1."""
         weights = {"loss": jnp.sum(targets(batch)[1])}
-        return weights | ({"router": jnp.float32(1)} if self.router else {})
+        return weights | ({"router": jnp.float32(1)} if self.moe_aux_weight else {})
 
     def __call__(self, out: Out, batch: Batch) -> Sums:
-        """Sums over ``batch``: the loss, ``accuracy`` of the argmax, and how experts are used."""
+        """Return sums over ``batch``: the loss, ``accuracy`` of the argmax, and experts' load."""
         labels, weight = targets(batch)
         nll, hit = token_scores(out, labels, self.chunk)
         total = jnp.sum(weight)
         terms = {"loss": jnp.sum(nll * weight)}
         metrics = {"accuracy": (jnp.sum(hit * weight), total)}
-        if self.router:
+        if self.moe_aux_weight:
             terms["router"] = load_balance(out.aux)
         if out.aux and "router_load" in out.aux:
             metrics["busiest_expert"] = (busiest(out.aux), jnp.float32(1))
@@ -62,31 +62,34 @@ class NextToken:
 
 
 def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """``(labels i32[B, T], weight f32[B, T])``: what place t predicts, and how much it counts."""
+    """Return ``(labels i32[B, T], weight f32[B, T])``: position t's target and its weight."""
     labels = jnp.roll(batch.tokens, -1, axis=1)
     same = (jnp.roll(batch.segment, -1, axis=1) == batch.segment) & (batch.segment > 0)
     weight = jnp.where(same, jnp.roll(batch.loss_weight, -1, axis=1), 0.0)
-    return labels, weight.at[:, -1].set(0.0)  # the roll wraps around the row's end
+    return labels, weight.at[:, -1].set(0.0)  # the roll wraps around the sequence's end
 
 
 def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Negative log-likelihood of each label, and whether it is the argmax.
+    """Return the negative log-likelihood of each label, and whether it is the argmax.
 
-    Logits are float32 and exist for ``chunk`` columns of the vocabulary at a time, in the backward
-    pass too, where they are made again.
+    Logits are float32 and exist for ``chunk`` entries of the vocabulary at a time; the backward
+    pass recomputes them.
 
     Args:
         out: hidden [B, T, D] and head [D, V].
         labels: i32[B, T].
-        chunk: columns; 0 chooses.
+        chunk: entries of the vocabulary at once; 0 chooses from T.
 
     Returns:
         ``(nll f32[B, T], hit f32[B, T])``.
     """
     if out.head is None:
-        raise ValueError("this model has no output matrix (config.model.decoder.head=False)")
+        raise ValueError(
+            "this model has no output matrix (config.model.decoder.head=False), and the next-token "
+            "loss needs one"
+        )
     V = out.head.shape[1]
-    cut = Cut.of(V, min(V, chunk or max(256, _AUTO_LOGITS // labels.shape[1])))
+    cut = VocabularyChunks.of(V, min(V, chunk or max(256, _AUTO_LOGITS // labels.shape[1])))
     if cut.parts > 1:
         return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
     logits = out.logits(out.hidden)
@@ -96,7 +99,7 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
 
 
 def _argmax(logits: jax.Array) -> jax.Array:
-    """``jnp.argmax(logits, -1)`` as two plain reductions: XLA's own is five times slower on CPU."""
+    """``jnp.argmax(logits, -1)`` as two plain reductions: XLA's argmax is 5x slower on CPU."""
     logits = jax.lax.stop_gradient(logits)
     best = jnp.max(logits, axis=-1, keepdims=True)
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)

@@ -1,4 +1,4 @@
-"""What a router of experts is held to, and how evenly it deals."""
+"""Load balance of a mixture of experts: the auxiliary loss and a metric."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import jax.numpy as jnp
 
 
 def load_balance(aux: Mapping[str, Any]) -> jax.Array:
-    """f32[]: E times the products of each expert's share of choices and mean probability.
+    """Return the load-balancing loss, f32[].
 
-    It is the number of experts a token chooses where all are chosen alike, and more elsewhere. All
-    layers are taken together, as transformers does. No sum over examples: parts of a batch give
-    another value than the whole.
+    It is E times the sum over experts of the fraction of choices times the mean probability: the
+    number of experts a token chooses where the load is even, and more elsewhere. All layers are
+    taken together, as in transformers. It is no sum over examples: microbatches give another value
+    than the whole batch.
 
     Args:
-        aux: of ``Out``: ``router_load`` and ``router_probability``, f32[L, E].
+        aux: ``Out.aux``, with ``router_load`` and ``router_probability``, f32[L, E].
 
     Source: Switch Transformer, arXiv 2101.03961, equations 4 to 6.
     """
@@ -27,7 +28,7 @@ def load_balance(aux: Mapping[str, Any]) -> jax.Array:
 
 
 def busiest(aux: Mapping[str, Any]) -> jax.Array:
-    """f32[]: the load of each layer's busiest expert over the mean load; 1 is even."""
+    """Return the load of each layer's busiest expert over the mean load, f32[]; 1 is even."""
     load = aux["router_load"]
     mean = jnp.maximum(jnp.mean(load, axis=-1), 1e-20)
     return jnp.mean(jnp.max(load, axis=-1) / mean)

@@ -1,4 +1,4 @@
-"""SigLIP's sigmoid loss: every pair of a query and a document is a yes or a no of its own."""
+"""SigLIP's sigmoid loss: a binary classification of every pair of a query and a document."""
 
 from __future__ import annotations
 
@@ -11,72 +11,78 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
-from jaxvlm.losses.pairs import Facts, candidates, facts, num_examples, same_example
+from jaxvlm.losses.positives import (
+    ExampleKeys,
+    candidates,
+    index_positives,
+    num_examples,
+    same_example,
+)
+from jaxvlm.losses.rank_statistics import RankStatistics
 from jaxvlm.losses.similarity import check_similarity, crossed, factor_of, prepared, tile_size
-from jaxvlm.losses.standing import Standing
-from jaxvlm.parallel.exchange import Side, meet
-from jaxvlm.types import Pairs, Sums, Vectors
+from jaxvlm.parallel.all_pairs import PairSide, all_pairs
+from jaxvlm.types import Embeddings, Pairs, Sums
 
 
 @dataclasses.dataclass(frozen=True)
 class Sigmoid:
     """``-log sigmoid(z (e^scale similarity + bias))`` of all pairs, over the number of queries.
 
-    z is 1 for a query's positives, those of its group among them, and -1 for all other documents of
-    the global batch, hard negatives too. A document that says what a positive says, under another
-    example, is left out (:mod:`jaxvlm.losses.pairs`). ``scale`` and ``bias`` are the model's, and
-    learned; the paper starts them at log 10 and -10.
+    z is 1 for a query's positives, including those of its group, and -1 for all other documents of
+    the global batch, hard negatives included. A document of another example with the same content
+    as a positive is left out (:mod:`jaxvlm.losses.positives`). ``scale`` and ``bias`` are learned
+    parameters of the model; the paper starts them at log 10 and -10.
 
     Args:
-        similarity: ``cosine`` | ``dot``; where tokens have vectors, MaxSim of these.
-        chunk: examples on a side of a tile of similarities; 0 chooses.
-        mesh: of the run; ``None``: one device. Documents go from device to device.
+        similarity: ``cosine`` | ``dot``; MaxSim where tokens have embeddings.
+        tile_size: examples on a side of a tile of similarities; 0 chooses.
+        mesh: the device mesh; ``None``: one device. Documents are passed around the devices.
 
     Source: SigLIP, arXiv 2303.15343, section 3.
     """
 
     similarity: str = "cosine"
-    chunk: int = 0
+    tile_size: int = 0
     mesh: Mesh | None = None
     additive: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_similarity(self.similarity)
-        if self.chunk < 0:
-            raise ConfigError(f"chunk={self.chunk} must be 0 or more")
+        if self.tile_size < 0:
+            raise ConfigError(f"tile_size={self.tile_size} must be 0 or more")
 
     def coefficients(self) -> Mapping[str, float]:
-        """One term."""
+        """Return one term with factor 1."""
         return {"loss": 1.0}
 
     def weights(self, batch: Pairs) -> dict[str, Any]:
-        """The number of queries."""
+        """Return the number of queries."""
         return {"loss": num_examples(batch)}
 
-    def __call__(self, out: Vectors, batch: Pairs) -> Sums:
-        """Sums over ``batch``, and how well its queries find their positives.
+    def __call__(self, out: Embeddings, batch: Pairs) -> Sums:
+        """Return sums over ``batch``, and retrieval metrics.
 
-        Metrics are ``accuracy`` and ``positive_similarity`` as InfoNCE has them, and the ``scale``
-        and ``bias`` that are learned.
+        Metrics are ``accuracy`` and ``positive_similarity`` as in InfoNCE, and the learned
+        ``scale`` and ``bias``.
 
         Raises:
             ConfigError: the model has no scale or no bias.
         """
         if out.scale is None or out.bias is None:
             raise ConfigError(
-                "the sigmoid loss learns a scale and a bias, and this model has "
-                f"no {'scale' if out.scale is None else 'bias'}; give it one, or take InfoNCE "
-                "(two towers have a bias with config.dual.has_bias=True)"
+                "the sigmoid loss needs a learned scale and bias, and this model has "
+                f"no {'scale' if out.scale is None else 'bias'}; add one, or use InfoNCE (a dual "
+                "encoder has a bias with config.dual.has_bias=True)"
             )
-        vectors = prepared(out, batch, self.similarity)
+        embeddings = prepared(out, batch, self.similarity)
         factor, bias = factor_of(out, 0.0, 0.0), jnp.asarray(out.bias, jnp.float32)
-        of, relation = facts(batch)
-        result = meet(
-            _Yes(),
-            Side(vectors.query, _Facts(of, vectors.query_seen)),
-            Side(vectors.document, _Facts(of, vectors.document_seen)),
-            Side((factor, bias), relation),
-            tile_size(vectors, self.chunk),
+        keys, index = index_positives(batch)
+        result = all_pairs(
+            _SigmoidTile(),
+            PairSide(embeddings.query, _KeysAndMask(keys, embeddings.query_mask)),
+            PairSide(embeddings.document, _KeysAndMask(keys, embeddings.document_mask)),
+            PairSide((factor, bias), index),
+            tile_size(embeddings, self.tile_size),
             self.mesh,
         )
         count = num_examples(batch)
@@ -91,42 +97,50 @@ class Sigmoid:
         return Sums({"loss": jnp.sum(result["loss"])}, metrics)
 
 
-class _Facts(NamedTuple):
-    of: Facts
-    seen: Any
+class _KeysAndMask(NamedTuple):
+    keys: ExampleKeys
+    mask: Any
 
 
-class _Yes(NamedTuple):
-    """The :class:`~jaxvlm.parallel.exchange.Meeting` of the sigmoid loss."""
+class _SigmoidTile(NamedTuple):
+    """The :class:`~jaxvlm.parallel.all_pairs.PairTile` of the sigmoid loss."""
 
-    def start(self, rows: Side) -> Any:
-        count = len(rows.facts.of.number)
-        return jnp.zeros((count,), jnp.float32), Standing.start(count)
+    def start(self, rows: PairSide) -> Any:
+        count = len(rows.metadata.keys.number)
+        return jnp.zeros((count,), jnp.float32), RankStatistics.start(count)
 
-    def tile(self, rows: Side, columns: Side, shared: Side) -> jax.Array:
-        """Logits f32[r, c, K]."""
-        factor, bias = shared.vectors
-        seen = rows.facts.seen, columns.facts.seen
-        return factor * crossed(rows.vectors, seen[0], columns.vectors, seen[1]) + bias
+    def tile(self, rows: PairSide, columns: PairSide, shared: PairSide) -> jax.Array:
+        """Return logits f32[r, c, K]."""
+        factor, bias = shared.embeddings
+        masks = rows.metadata.mask, columns.metadata.mask
+        return factor * crossed(rows.embeddings, masks[0], columns.embeddings, masks[1]) + bias
 
-    def add(self, carry: Any, tile: Any, rows: Side, columns: Side, shared: Side) -> Any:
-        loss, standing = carry
-        negative, positive = candidates(rows.facts.of, columns.facts.of, shared.facts)
-        standing = standing.add(
-            tile, negative, positive, same_example(rows.facts.of, columns.facts.of)
+    def add(
+        self, carry: Any, tile: Any, rows: PairSide, columns: PairSide, shared: PairSide
+    ) -> Any:
+        loss, ranks = carry
+        negative, positive = candidates(rows.metadata.keys, columns.metadata.keys, shared.metadata)
+        ranks = ranks.add(
+            tile, negative, positive, same_example(rows.metadata.keys, columns.metadata.keys)
         )
         each = jax.nn.softplus(jnp.where(positive, -tile, tile))
-        return loss + jnp.sum(jnp.where(negative | positive, each, 0.0), axis=(1, 2)), standing
+        return loss + jnp.sum(jnp.where(negative | positive, each, 0.0), axis=(1, 2)), ranks
 
-    def finish(self, carry: Any, rows: Side) -> dict[str, jax.Array]:
-        loss, standing = carry
-        return standing.result(loss, rows.facts.of.there[:, 0])
+    def finish(self, carry: Any, rows: PairSide) -> dict[str, jax.Array]:
+        loss, ranks = carry
+        return ranks.result(loss, rows.metadata.keys.valid[:, 0])
 
     def slope(
-        self, carry: Any, d_result: Any, tile: Any, rows: Side, columns: Side, shared: Side
+        self,
+        carry: Any,
+        d_result: Any,
+        tile: Any,
+        rows: PairSide,
+        columns: PairSide,
+        shared: PairSide,
     ) -> jax.Array:
-        negative, positive = candidates(rows.facts.of, columns.facts.of, shared.facts)
-        # Of softplus; the two ways of writing it keep small numbers exact.
+        negative, positive = candidates(rows.metadata.keys, columns.metadata.keys, shared.metadata)
+        # The derivative of softplus, in the form that is exact for small values of each sign.
         d = jnp.where(positive, -jax.nn.sigmoid(-tile), jax.nn.sigmoid(tile))
-        there = rows.facts.of.there[:, :1, None]
-        return jnp.where((negative | positive) & there, d * d_result["loss"][:, None, None], 0.0)
+        valid = rows.metadata.keys.valid[:, :1, None]
+        return jnp.where((negative | positive) & valid, d * d_result["loss"][:, None, None], 0.0)

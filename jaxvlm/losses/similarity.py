@@ -1,4 +1,4 @@
-"""How like a query and a document are: of a vector a row, or of a vector a token."""
+"""Similarities of queries and documents, with one embedding for each item or for each token."""
 
 from __future__ import annotations
 
@@ -8,135 +8,136 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError
-from jaxvlm.losses.late import maxsim
-from jaxvlm.types import Pairs, Vectors
+from jaxvlm.losses.maxsim import maxsim
+from jaxvlm.types import Embeddings, Pairs
 
 SIMILARITIES = ("cosine", "dot")
 _TILE = 4 * 2**20
-"""Products of vectors in a tile whose size is chosen: 16 MiB of float32."""
+"""Most products of embeddings in a tile of automatic size: 16 MiB of float32."""
 
 
 def check_similarity(similarity: str) -> None:
-    """Refuse one that is not known."""
+    """Refuse an unknown similarity."""
     check_choice("similarity", similarity, SIMILARITIES)
 
 
 def check_choice(field: str, value: str, known: tuple[str, ...]) -> None:
-    """Refuse a setting's value that is not known."""
+    """Refuse an unknown value of a setting."""
     if value not in known:
         raise ConfigError(f"{field}={value!r}; known: {', '.join(known)}")
 
 
-def prepared(out: Vectors, pairs: Pairs, similarity: str) -> Vectors:
-    """Vectors whose products are similarities: :func:`clean`, and of unit length for cosines."""
+def prepared(out: Embeddings, pairs: Pairs, similarity: str) -> Embeddings:
+    """Return embeddings whose products are similarities: :func:`clean`, normalized for cosines."""
     out = clean(out, pairs)
     if similarity == "cosine":
         return out._replace(query=normalised(out.query), document=normalised(out.document))
     return out
 
 
-def clean(out: Vectors, pairs: Pairs) -> Vectors:
-    """In float32; what is not there is zero, whatever stood in its place, and so is its gradient.
+def clean(out: Embeddings, pairs: Pairs) -> Embeddings:
+    """Cast embeddings to float32 and set padding, and its gradient, to zero.
 
-    Where tokens have vectors, the result says which of them are seen.
+    Where tokens have embeddings, the result has masks of them.
 
     Raises:
-        ConfigError: queries and documents have not the same kind of vectors.
+        ConfigError: queries and documents do not have the same kind of embeddings.
     """
     query, document = (jnp.asarray(x, jnp.float32) for x in (out.query, out.document))
     if document.ndim != query.ndim + 1 or query.shape[-1] != document.shape[-1]:
         raise ConfigError(
-            f"queries {query.shape} and documents {document.shape}: a loss of pairs takes [b, E] "
-            "and [b, K, E], or a vector a token, [b, T, E] and [b, K, S, E]"
+            f"queries {query.shape} and documents {document.shape}: a loss over pairs takes [b, E] "
+            "and [b, K, E], or with an embedding for each token [b, T, E] and [b, K, S, E]"
         )
-    there = jnp.asarray(pairs.there)
-    document = jnp.where(_like(there, document), document, 0.0)
-    query = jnp.where(_like(there[:, 0], query), query, 0.0)
-    query_seen = document_seen = None
+    valid = jnp.asarray(pairs.valid)
+    document = jnp.where(_like(valid, document), document, 0.0)
+    query = jnp.where(_like(valid[:, 0], query), query, 0.0)
+    query_mask = document_mask = None
     if query.ndim == 3:
-        query_seen = _seen(out.query_seen, query) & there[:, :1]
-        document_seen = _seen(out.document_seen, document) & there[:, :, None]
-        query = jnp.where(query_seen[..., None], query, 0.0)
-        document = jnp.where(document_seen[..., None], document, 0.0)
+        query_mask = _mask(out.query_mask, query) & valid[:, :1]
+        document_mask = _mask(out.document_mask, document) & valid[:, :, None]
+        query = jnp.where(query_mask[..., None], query, 0.0)
+        document = jnp.where(document_mask[..., None], document, 0.0)
     return out._replace(
-        query=query, document=document, query_seen=query_seen, document_seen=document_seen
+        query=query, document=document, query_mask=query_mask, document_mask=document_mask
     )
 
 
 def normalised(x: jax.Array) -> jax.Array:
-    """Of unit length along the last dim; a zero stays zero, and its gradient is finite."""
+    """Normalize to unit length along the last dim; zeros stay zero, with finite gradients."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
 
 
-def crossed(query: Any, query_seen: Any, document: Any, document_seen: Any) -> jax.Array:
-    """Similarities of prepared queries with all of some documents.
+def crossed(query: Any, query_mask: Any, document: Any, document_mask: Any) -> jax.Array:
+    """Return similarities of prepared queries with all of some documents.
 
     Args:
-        query: f32[r, E], or f32[r, T, E] where ``query_seen`` is bool[r, T].
-        query_seen: ``None``: a vector a row.
+        query: f32[r, E], or f32[r, T, E] where ``query_mask`` is bool[r, T].
+        query_mask: bool[r, T]; ``None``: one embedding for each query.
         document: f32[c, K, E], or f32[c, K, S, E].
-        document_seen: bool[c, K, S], or ``None``.
+        document_mask: bool[c, K, S], or ``None``.
 
     Returns:
         f32[r, c, K].
     """
-    if query_seen is None:
+    if query_mask is None:
         return _product("re,cke->rck", query, document)
     product = _product("rte,ckse->rckts", query, document)
-    return maxsim(product, query_seen[:, None, None], document_seen)
+    return maxsim(product, query_mask[:, None, None], document_mask)
 
 
-def own(vectors: Vectors) -> jax.Array:
-    """f32[b, K]: of prepared queries with their own documents."""
-    if vectors.query_seen is None:
-        return _product("be,bke->bk", vectors.query, vectors.document)
+def own(embeddings: Embeddings) -> jax.Array:
+    """Return similarities of prepared queries with their own documents, f32[b, K]."""
+    if embeddings.query_mask is None:
+        return _product("be,bke->bk", embeddings.query, embeddings.document)
 
-    @jax.checkpoint  # the products of tokens are made again rather than kept
+    @jax.checkpoint  # recompute the products of tokens rather than keep them
     def one(_: None, x: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        document, seen = x
+        document, mask = x
         return None, maxsim(
-            _product("bte,bse->bts", vectors.query, document), vectors.query_seen, seen
+            _product("bte,bse->bts", embeddings.query, document), embeddings.query_mask, mask
         )
 
-    by_document = [jnp.moveaxis(x, 1, 0) for x in (vectors.document, vectors.document_seen)]
+    by_document = [jnp.moveaxis(x, 1, 0) for x in (embeddings.document, embeddings.document_mask)]
     return jax.lax.scan(one, None, tuple(by_document))[1].T
 
 
 def _product(letters: str, query: jax.Array, document: jax.Array) -> jax.Array:
-    """In float32 on every chip: bfloat16's error times CLIP's factor of 100 is half a logit."""
+    """Multiply in float32 on every chip: bfloat16's error times CLIP's 100 is half a logit."""
     return jnp.einsum(letters, query, document, precision=jax.lax.Precision.HIGHEST)
 
 
-def tile_size(vectors: Vectors, chunk: int) -> int:
-    """Examples on a side of a tile: ``chunk``, or what keeps a tile's products in 16 MiB."""
-    if chunk:
-        return chunk
-    count = vectors.document.shape[1]
-    if vectors.query_seen is not None:
-        count *= vectors.query.shape[1] * vectors.document.shape[2]
+def tile_size(embeddings: Embeddings, size: int) -> int:
+    """Return the examples on a side of a tile: ``size``, or as many as fit in 16 MiB if it is 0."""
+    if size:
+        return size
+    count = embeddings.document.shape[1]
+    if embeddings.query_mask is not None:
+        count *= embeddings.query.shape[1] * embeddings.document.shape[2]
     return max(1, int((_TILE / count) ** 0.5))
 
 
-def factor_of(out: Vectors, temperature: float, max_scale: float) -> jax.Array:
-    """f32[]: what similarities are multiplied by: ``1 / temperature``, or what is learned.
+def factor_of(out: Embeddings, temperature: float, max_scale: float) -> jax.Array:
+    """Return the factor of similarities, f32[]: ``1 / temperature``, or the learned scale.
 
-    ``exp(min(scale, log(max_scale)))``, with no gradient at the bound and beyond it: from there
-    only weight decay brings ``scale`` back. CLIP bounds the parameter itself after each update.
+    The learned one is ``exp(min(scale, log(max_scale)))``, without gradient at the bound and above
+    it: from there only weight decay brings ``scale`` back. CLIP clips the parameter itself after
+    each update.
 
     Args:
-        out: ``scale`` is read where ``temperature`` is 0.
-        temperature: 0: learned.
-        max_scale: bound of the factor that is learned; 0: none.
+        out: the model's output; ``scale`` is read where ``temperature`` is 0.
+        temperature: a fixed temperature; 0: learned.
+        max_scale: bound of the learned factor; 0: none.
 
     Raises:
-        ConfigError: nothing is learned.
+        ConfigError: ``temperature`` is 0 and the model has no learned scale.
     """
     if temperature:
         return jnp.float32(1.0 / temperature)
     if out.scale is None:
         raise ConfigError(
-            "temperature=0 takes the model's learned scale, and this model has none; set a "
+            "temperature=0 uses the model's learned scale, and this model has none; set a "
             "temperature, e.g. 0.05"
         )
     scale = jnp.asarray(out.scale, jnp.float32)
@@ -150,5 +151,5 @@ def _like(mask: jax.Array, x: jax.Array) -> jax.Array:
     return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
 
 
-def _seen(seen: Any, x: jax.Array) -> jax.Array:
-    return jnp.ones(x.shape[:-1], bool) if seen is None else jnp.asarray(seen)
+def _mask(mask: Any, x: jax.Array) -> jax.Array:
+    return jnp.ones(x.shape[:-1], bool) if mask is None else jnp.asarray(mask)

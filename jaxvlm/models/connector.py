@@ -1,4 +1,4 @@
-"""From visual tokens to the decoder's width."""
+"""Connector (projector): maps the vision encoder's tokens to the decoder's width."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from jaxvlm.parallel.rules import Axes, shard
 
 
 class Connector(nnx.Module):
-    """Norm, merge of neighbours, then linear, activation, linear; or one linear map.
+    """Norm and merge of neighbouring patches, then an MLP with one hidden layer or a linear map.
 
-    With ``relevance``, which patches are merged depends on the picture and the question.
+    With ``relevance``, which patches are merged depends on the image and the question.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules.
+        init: parameter initialization.
+        axes: mesh and sharding rules.
         config: variant.
-        vision_width: width of the ViT's tokens, all feature layers together.
+        vision_width: width of the vision encoder's tokens, all feature layers together.
         width: D of the decoder.
     """
 
@@ -37,7 +37,7 @@ class Connector(nnx.Module):
         self, init: Init, axes: Axes, config: ConnectorConfig, vision_width: int, width: int
     ):
         check(config)
-        vision_width //= 1 + config.levels
+        vision_width //= 1 + config.deepstack_levels
         self.axes, self.config, self.vision_width = axes, config, vision_width
         merged = vision_width * (config.merge**2 if config.pool == "concat" else 1)
         normed = merged if config.norm_merged else vision_width
@@ -57,25 +57,26 @@ class Connector(nnx.Module):
         )
         chosen = config.relevance.budget > 0
         self.relevance = Relevance(init, config.relevance, vision_width, width) if chosen else None
-        behind = config.norm != "none"
-        level = dataclasses.replace(config, levels=0, newline=False, norm_merged=behind)
+        has_norm = config.norm != "none"
+        level = dataclasses.replace(config, deepstack_levels=0, newline=False, norm_merged=has_norm)
         self.levels: Any = (
-            Connector(init.stacked(config.levels), axes, level, vision_width, width)
-            if config.levels
+            Connector(init.stacked(config.deepstack_levels), axes, level, vision_width, width)
+            if config.deepstack_levels
             else None
         )
 
     def __call__(
         self, x: jax.Array, blocks: bool = False, query: jax.Array | None = None
     ) -> jax.Array:
-        """Visual tokens for the decoder's first layer.
+        """Compute visual tokens for the decoder's first layer.
 
         Args:
-            x: [B, P, D_vision], rows of a square picture or packed patches; with ``levels``,
-                their feature layers lie side by side behind the first one, which is taken here.
-                With ``relevance``, in Morton order, and their texture lies behind all.
-            blocks: the patches to merge follow each other (packed), instead of plain rows.
-            query: [B, D] that ``relevance`` goes by.
+            x: [B, P, D_vision], patches of a square image in row-major order, or packed patches.
+                With ``deepstack_levels`` D_vision is a concatenation of feature layers, of which
+                this method reads the first. With ``relevance`` patches are in Morton order, and
+                D_vision ends with their texture.
+            blocks: patches to merge are consecutive (packed), instead of in row-major order.
+            query: [B, D] question embedding, for ``relevance``.
 
         Returns:
             [B, P / merge^2, D], or [B, budget, D].
@@ -99,19 +100,19 @@ class Connector(nnx.Module):
         return x if place is None else x + place
 
     def deep(self, x: jax.Array, blocks: bool = False) -> jax.Array:
-        """What DeepStack adds to the visual tokens in the decoder's first layers.
+        """Compute what DeepStack adds to visual tokens after the decoder's first layers.
 
         Args:
-            x: [B, P, (1 + levels) * D_vision], as for :meth:`__call__`.
-            blocks: as there.
+            x: [B, P, (1 + deepstack_levels) * D_vision], as for :meth:`__call__`.
+            blocks: as for :meth:`__call__`.
 
         Returns:
-            [levels, B, P / merge^2, D].
+            [deepstack_levels, B, P / merge^2, D].
 
         Source: DeepStack, arXiv 2406.04334; Qwen3-VL, arXiv 2511.21631.
         """
         graph, params = nnx.split(self.levels)
-        parts = jnp.split(x, 1 + self.config.levels, axis=-1)[1:]
+        parts = jnp.split(x, 1 + self.config.deepstack_levels, axis=-1)[1:]
         return jnp.stack(
             [
                 nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], params))(part, blocks)
@@ -121,15 +122,15 @@ class Connector(nnx.Module):
 
 
 def check(config: ConnectorConfig) -> None:
-    """Refuse words that mean nothing.
+    """Check the connector's settings.
 
     Raises:
-        ConfigError: which field, and what would do.
+        ConfigError: a setting has an unknown value, or is not read by the chosen variant.
     """
     for field, known in _KNOWN.items():
         if getattr(config, field) not in known:
-            said = f"{field}={getattr(config, field)!r}"
-            raise ConfigError(f"config.model.connector.{said}; known: {', '.join(known)}")
+            setting = f"{field}={getattr(config, field)!r}"
+            raise ConfigError(f"config.model.connector.{setting}; known: {', '.join(known)}")
     refuse_unread(config, "config.model.connector")
 
 
@@ -139,22 +140,22 @@ _KNOWN: dict[str, Collection[str]] = {
     "pool": ("concat", "mean"),
     "norm": ("none", *NORMS),
 }
-"""Field -> the words that it may be."""
+"""Setting -> its known values."""
 
 
 def merge_patches(
     x: jax.Array, merge: int, pool: str = "concat", blocks: bool = False
 ) -> jax.Array:
-    """Join ``merge`` x ``merge`` neighbours, row by row (pixel shuffle).
+    """Merge blocks of ``merge`` x ``merge`` neighbouring patches (pixel shuffle).
 
     Args:
-        x: [B, P, D]; a square grid whose side ``merge`` divides, or any with ``blocks``.
-        merge: neighbours a side.
+        x: [B, P, D]; a square grid whose side ``merge`` divides, or any grid with ``blocks``.
+        merge: side of a block in patches.
         pool: ``concat`` or ``mean``.
-        blocks: the patches to merge follow each other already.
+        blocks: the patches of a block are consecutive already.
 
     Returns:
-        [B, P / merge^2, merge^2 * D], or [B, P / merge^2, D] of their mean.
+        [B, P / merge^2, merge^2 * D], or [B, P / merge^2, D] for ``mean``.
     """
     if merge == 1:
         return x

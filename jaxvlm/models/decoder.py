@@ -1,4 +1,4 @@
-"""The language decoder."""
+"""Language decoder."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows, refuse_unread
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.embed import Embed
-from jaxvlm.nn.grouped import MATMULS
-from jaxvlm.nn.kv import KVCache
+from jaxvlm.nn.grouped_matmul import MATMULS
+from jaxvlm.nn.kv_cache import KVCache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init
 from jaxvlm.nn.rope import SCALINGS, rope
-from jaxvlm.nn.spec import BlockSpec
-from jaxvlm.nn.stack import Local, Side, Stack
+from jaxvlm.nn.stack import BlockOutputs, Local, Stack
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Out
 
 
 class Decoder(nnx.Module):
-    """Llama's decoder (arXiv 2302.13971) and its descendants: their differences are settings.
+    """Llama's decoder (arXiv 2302.13971) and its descendants, whose differences are settings.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules of this tower.
-        config: dims and variants; ``vocab_size`` set.
-        attention: backend name.
+        init: parameter initialization.
+        axes: mesh and sharding rules of the decoder.
+        config: dims and variants; ``vocab_size`` must be set.
+        attention: attention backend.
     """
 
     def __init__(self, init: Init, axes: Axes, config: DecoderConfig, attention: str):
@@ -52,40 +52,45 @@ class Decoder(nnx.Module):
         length: jax.Array | None = None,
         deep: jax.Array | None = None,
         first: jax.Array | None = None,
-        noise: jax.Array | None = None,
-    ) -> tuple[jax.Array, Side]:
-        """Hidden states after the last block, before the final norm.
+        dropout_keys: jax.Array | None = None,
+    ) -> tuple[jax.Array, BlockOutputs]:
+        """Compute hidden states after the last block, before the final norm.
 
         Args:
             x: [B, T, D] embeddings.
             positions: i32[B, R, T]; R = 1, or one row for each of ``rope_sections``.
-            mask: who may attend to whom.
-            kv: caches [L, B, S, K, H] of tokens seen before, or ``None``.
-            length: i32[] tokens in ``kv``.
-            deep: [K, B, T, D] added behind the first K blocks (DeepStack), or ``None``.
-            first: i32[] of which block the parameters are here, and of those behind it (a
-                pipeline's stage); ``None``: all are.
-            noise: u32[B, 2] of the rows; ``None``: nothing is dropped.
+            mask: attention mask.
+            kv: KV cache [L, B, S, K, H] of earlier tokens, or ``None``.
+            length: i32[], number of tokens in ``kv``.
+            deep: [K, B, T, D] added to hidden states after the first K blocks (DeepStack), or
+                ``None``.
+            first: i32[], number of the first block if the parameters are those of a pipeline
+                stage; ``None``: of all blocks.
+            dropout_keys: u32[B, 2], a key per sequence; ``None``: no dropout.
 
         Returns:
-            [B, T, D]; ``kv`` with the new tokens, and how experts were chosen.
+            [B, T, D] hidden states; the KV cache with the new tokens, and router statistics.
         """
         c = self.config
-        noise = fold(noise, "decoder") if c.dropout else None
+        dropout_keys = fold(dropout_keys, "decoder") if c.dropout else None
         sections = (c.rope_sections, c.rope_interleaved)
-        turn = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling, *sections)
+        rotation = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling, *sections)
         if not any(layer_windows(c)):
-            return self.stack(x, Context(mask, turn, length, noise), kv, deep=deep, first=first)
-        local_turn = rope(positions, c.head_dim, c.local_rope_theta) if c.local_rope_theta else turn
-        # A window ends a picture's group (Gemma 3), but not a prompt's (PaliGemma 2).
+            context = Context(mask, rotation, length, dropout_keys)
+            return self.stack(x, context, kv, deep=deep, first=first)
+        local_rotation = rotation
+        if c.local_rope_theta:
+            local_rotation = rope(positions, c.head_dim, c.local_rope_theta)
+        # A window limits bidirectional attention of an image (Gemma 3), not of a prompt
+        # (PaliGemma 2).
         mask = mask._replace(far_groups=int(c.visual_mask == "prompt"))
-        local = Context(mask._replace(window=c.window), local_turn, length, noise)
-        everywhere = Context(mask._replace(window=0), turn, length, noise)
+        local = Context(mask._replace(window=c.window), local_rotation, length, dropout_keys)
+        everywhere = Context(mask._replace(window=0), rotation, length, dropout_keys)
         both = Local(local, c.window_pattern)
         return self.stack(x, everywhere, kv, local=both, deep=deep, first=first)
 
     def out(self, x: jax.Array, routed: Routed | None = None) -> Out:
-        """The final norm, and what a loss needs besides: [B, T, D] -> Out."""
+        """Apply the final norm to hidden states [B, T, D]; collect the inputs of a loss."""
         aux = None
         if routed is not None:
             aux = {"router_load": routed.load, "router_probability": routed.probability}
@@ -125,10 +130,10 @@ def _spec(config: DecoderConfig, attention: str) -> BlockSpec:
 
 
 def check(config: DecoderConfig) -> None:
-    """Refuse dims that do not fit each other.
+    """Check the decoder's settings.
 
     Raises:
-        ConfigError: which field, and what would do.
+        ConfigError: dims that do not fit together, an unknown value, or an unread setting.
     """
     where = "config.model.decoder"
     if config.vocab_size < 1:
@@ -193,5 +198,5 @@ def _check_positions(config: DecoderConfig, where: str) -> None:
     if not config.window_pattern:
         raise ConfigError(f"{where}.window_pattern is empty; (True,) makes every layer local")
     if any(layer_windows(config)) and sections:
-        # A picture's tokens share one place in time: there is no row to measure a window in.
+        # An image's tokens share one temporal position: no row of positions measures a window.
         raise ConfigError(f"{where}.window={config.window} has no meaning with rope_sections")

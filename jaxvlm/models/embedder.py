@@ -1,4 +1,4 @@
-"""A vision-language model whose rows become vectors."""
+"""Vision-language model that embeds sequences."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Collection
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, ModelConfig, VectorConfig, refuse_unread
+from jaxvlm.config import ConfigError, EmbeddingConfig, ModelConfig, refuse_unread
 from jaxvlm.models.vlm import VLM, encoded
 from jaxvlm.nn.norm import unit
 from jaxvlm.nn.param import Init, affine, constant, fan_in, param
-from jaxvlm.nn.pool import POOLS
+from jaxvlm.nn.pooling import POOLS
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Batch, Out
 
 TOKENS = "tokens"
-"""``VectorConfig.pool``: a vector a token."""
+"""Value of ``EmbeddingConfig.pool`` for one embedding per token (late interaction)."""
 
 
-class VectorHead(nnx.Module):
-    """What stands behind the decoder's last norm.
+class EmbeddingHead(nnx.Module):
+    """Linear projection after the decoder's final norm, and the logits' temperature and bias.
 
     Args:
-        init: source of parameters.
-        config: of the vectors.
-        width: of the decoder.
+        init: parameter initialization.
+        config: settings of the embeddings.
+        width: width of the decoder.
     """
 
-    def __init__(self, init: Init, config: VectorConfig, width: int):
+    def __init__(self, init: Init, config: EmbeddingConfig, width: int):
         E = config.dim
         self.project = param(init, (width, E), ("embed", "norm"), fan_in(width)) if E else None
         self.scale = param(init, (), (), constant(config.scale)) if config.learn_scale else None
@@ -36,76 +36,78 @@ class VectorHead(nnx.Module):
 
 
 class Embedder(VLM):
-    """A :class:`VLM` that gives a vector a row, or a vector a token.
+    """A :class:`VLM` that computes one embedding per sequence, or one per token.
 
     Args:
-        init: source of parameters.
-        axes: as of a VLM.
-        config: likewise.
-        vectors: how rows become vectors.
+        init: parameter initialization.
+        axes: mesh and sharding rules by submodule, as for a VLM.
+        config: dims and variants, as for a VLM.
+        embeddings: pooling, projection and normalization.
 
-    Source: last-token pooling as in Qwen3-VL-Embedding (arXiv 2601.04720); a vector a token as in
-        ColPali (arXiv 2407.01449).
+    Source: last-token pooling as in Qwen3-VL-Embedding (arXiv 2601.04720); one embedding per token
+        as in ColPali (arXiv 2407.01449).
     """
 
     def __init__(
-        self, init: Init, axes: dict[str, Axes], config: ModelConfig, vectors: VectorConfig
+        self, init: Init, axes: dict[str, Axes], config: ModelConfig, embeddings: EmbeddingConfig
     ):
-        check(vectors)
+        check(embeddings)
         super().__init__(init, axes, config)
-        self.vectors = vectors
-        self.head = VectorHead(init, vectors, config.decoder.width)
+        self.embeddings = embeddings
+        self.head = EmbeddingHead(init, embeddings, config.decoder.width)
 
     def embed(self, batch: Batch) -> Out:
-        """Vectors of rows of one text, some pictures, or both.
+        """Embed sequences of one text, some images, or both.
 
         Args:
-            batch: rows padded on either side.
+            batch: sequences, padded on either side.
 
         Returns:
-            ``hidden`` f32[B, E], or f32[B, T, E] where ``vectors.pool`` is ``tokens``; zero for
+            ``hidden`` f32[B, E], or f32[B, T, E] if ``embeddings.pool`` is ``tokens``; zero for
             padding.
         """
         return self.pooled(self.post(self.blocks(self.pre(batch))), batch)
 
     def pooled(self, out: Out, batch: Batch) -> Out:
-        """What :meth:`post` gives of rows, as :meth:`embed` does."""
+        """Turn the hidden states that :meth:`post` returns into embeddings, as :meth:`embed`."""
         hidden = out.hidden
-        if self.vectors.pool == TOKENS:
+        if self.embeddings.pool == TOKENS:
             x = jnp.where((batch.segment > 0)[..., None], hidden, 0).astype(jnp.float32)
         else:
-            x = POOLS[self.vectors.pool](hidden, batch.segment)
+            x = POOLS[self.embeddings.pool](hidden, batch.segment)
         if self.head.project is not None:
             x = affine(x, self.head.project, None)
         scale, bias = self.head.scale, self.head.bias
         return Out(
-            hidden=unit(x) if self.vectors.normalize else x,
+            hidden=unit(x) if self.embeddings.normalize else x,
             scale=None if scale is None else scale[...],
             bias=None if bias is None else bias[...],
         )
 
     def towers(self, batch: Batch, which: Collection[str]) -> Batch:
-        """``batch`` with what towers make of it in the place of what they make it of.
+        """Replace a batch's images by the vision encoder's features, if ``which`` has ``vision``.
 
         Args:
-            batch: as of :meth:`embed`.
-            which: of ``vision``.
+            batch: as for :meth:`embed`.
+            which: encoders to run; a VLM has ``vision`` only.
         """
         if "vision" not in which:
             return batch
-        made = encoded(self.vision, self.config, batch)
-        return batch if made is None else batch._replace(features=made, pixels=None, patches=None)
+        features = encoded(self.vision, self.config, batch)
+        if features is None:
+            return batch
+        return batch._replace(features=features, pixels=None, patches=None)
 
 
-def check(config: VectorConfig) -> None:
-    """Refuse words that mean nothing.
+def check(config: EmbeddingConfig) -> None:
+    """Check the settings of embeddings.
 
     Raises:
-        ConfigError: which field, and what would do.
+        ConfigError: a setting has an unknown value, or is not read.
     """
-    where = "config.vectors"
+    where = "config.embedding"
     if config.pool not in (*POOLS, TOKENS):
         raise ConfigError(f"{where}.pool={config.pool!r}; known: {', '.join((*POOLS, TOKENS))}")
     if config.dim < 0:
-        raise ConfigError(f"{where}.dim={config.dim}: at least 0, which has no map")
+        raise ConfigError(f"{where}.dim={config.dim} must be at least 0; 0 is no linear map")
     refuse_unread(config, where)

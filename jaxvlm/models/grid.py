@@ -1,7 +1,7 @@
-"""Where the packed patches of a row lie: integer arithmetic on patch indices.
+"""Rows, columns and images of packed patches, by integer arithmetic on patch indices.
 
-A row holds pictures of any size one after another, a video's frames one after another within
-it. Every shape is static; which patch belongs to which picture follows from ``grid`` alone.
+A packed sequence of patches holds images of any size one after another, and a video's frames one
+after another. All shapes are static; ``grid`` alone says which patch belongs to which image.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from jaxvlm.nn.rope import Rope
 
 
 class Places(NamedTuple):
-    """The place of each patch. Padding behind the last picture has segment 0."""
+    """Frame, image, row and column of each patch. Padding comes after the last image."""
 
     segment: jax.Array
-    """i32[B, P]: a number of its own for each frame of each picture, from 1."""
-    picture: jax.Array
-    """i32[B, P]: a number for each picture, from 1; 0 is padding."""
+    """i32[B, P]: a distinct number for each frame of each image, from 1; 0 is padding."""
+    image: jax.Array
+    """i32[B, P]: number of the image, from 1; 0 is padding."""
     row: jax.Array
-    """i32[B, P]: of the patch in its frame."""
+    """i32[B, P]: row of the patch in its frame."""
     column: jax.Array
-    """i32[B, P]."""
+    """i32[B, P]: column of the patch in its frame."""
     height: jax.Array
-    """i32[B, P]: patches that the frame is high; at least 1."""
+    """i32[B, P]: height of the frame in patches; at least 1."""
     width: jax.Array
-    """i32[B, P]."""
+    """i32[B, P]: width of the frame in patches; at least 1."""
 
 
 def places(grid: jax.Array, num_patches: int, block: int = 1) -> Places:
-    """The place of each patch.
+    """Compute frame, image, row and column of each patch.
 
     Args:
-        grid: i32[B, I, 3] (t, h, w) in patches; zeros where there is no picture.
+        grid: i32[B, I, 3] (t, h, w) in patches; zeros in unused slots.
         num_patches: P.
-        block: a frame's patches come in blocks of ``block`` x ``block``, blocks row by row,
-            each row by row; 1 is plain rows. It divides h and w.
+        block: a frame's patches are in blocks of ``block`` x ``block``, blocks in row-major order
+            and patches in row-major order within each; 1 is row-major. It divides h and w.
     """
     count = jnp.prod(grid, axis=-1)
     end = jnp.cumsum(count, axis=-1)
     index = jnp.arange(num_patches, dtype=jnp.int32)
-    before = index[None, :, None] >= end[:, None, :]  # the picture ends before this patch
-    picture = jnp.minimum(jnp.sum(before, axis=-1), grid.shape[1] - 1)
+    before = index[None, :, None] >= end[:, None, :]  # the image ends before this patch
+    image = jnp.minimum(jnp.sum(before, axis=-1), grid.shape[1] - 1)
 
     def of_patch(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, picture, axis=1)
+        return jnp.take_along_axis(x, image, axis=1)
 
     height, width = (jnp.maximum(of_patch(grid[..., i]), 1) for i in (1, 2))
     inside = index - of_patch(end - count)
@@ -56,43 +56,47 @@ def places(grid: jax.Array, num_patches: int, block: int = 1) -> Places:
     blocks_wide = jnp.maximum(width // block, 1)
     row = block_of // blocks_wide * block + rest // block
     column = block_of % blocks_wide * block + rest % block
-    # The index of a frame's first patch tells it from all others.
+    # The index of a frame's first patch identifies the frame.
     real = index < end[:, -1:]
     segment = jnp.where(real, index - within + 1, 0)
-    return Places(segment, jnp.where(real, picture + 1, 0), row, column, height, width)
+    return Places(segment, jnp.where(real, image + 1, 0), row, column, height, width)
 
 
 def token_index(grid: jax.Array, start: jax.Array, num_tokens: int, block: int) -> jax.Array:
-    """Where in a decoder's row the visual tokens of packed pictures go.
+    """Compute the index in the decoder's sequence of each visual token of packed images.
 
     Args:
         grid: i32[B, I, 3] (t, h, w) in patches.
-        start: i32[B, I]: place of a picture's first token.
-        num_tokens: Q: tokens of a row, padding and all; one of ``block`` x ``block`` patches.
+        start: i32[B, I]: sequence index of an image's first token.
+        num_tokens: Q, visual tokens per sequence, padding included; each is a merge of ``block`` x
+            ``block`` patches.
         block: see :func:`places`.
 
     Returns:
-        i32[B, Q]: each its own; those of padding lie past every row.
+        i32[B, Q], all distinct; padding has indices past every sequence.
     """
-    picture = places(grid, num_tokens * block**2).picture[:, :: block**2]
+    image = places(grid, num_tokens * block**2).image[:, :: block**2]
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     count = jnp.prod(grid, axis=-1) // block**2
-    # A picture's tokens follow each other in both: they differ by one distance.
+    # An image's tokens are consecutive in both sequences, so one offset per image maps them.
     distance = jnp.take_along_axis(
-        start - (jnp.cumsum(count, axis=-1) - count), jnp.maximum(picture - 1, 0), axis=1
+        start - (jnp.cumsum(count, axis=-1) - count), jnp.maximum(image - 1, 0), axis=1
     )
-    return jnp.where(picture > 0, index + distance, _PAST + index)
+    return jnp.where(image > 0, index + distance, _PAST + index)
 
 
-_PAST = 2**30  # no row is as long
+_PAST = 2**30  # longer than any sequence
 
 
 def windows(at: Places, side: int) -> jax.Array:
-    """i32[B, P]: segments that part each frame into squares of ``side`` patches, cut at its end.
+    """Number the attention windows: squares of ``side`` patches of a frame, cut at its borders.
 
     Args:
-        at: of :func:`places`.
-        side: patches.
+        at: result of :func:`places`.
+        side: side of a window in patches.
+
+    Returns:
+        i32[B, P], a segment id per window; 0 is padding.
     """
     wide = -(-at.width // side)
     inside = at.row // side * wide + at.column // side
@@ -101,10 +105,10 @@ def windows(at: Places, side: int) -> jax.Array:
 
 
 def rope2d(at: Places, head_dim: int, theta: float) -> Rope:
-    """Half of the wavelengths turn with a patch's row, half with its column.
+    """Compute 2-D RoPE: half of the wavelengths use a patch's row, half its column.
 
     Args:
-        at: of :func:`places`.
+        at: result of :func:`places`.
         head_dim: H, a multiple of 4.
         theta: base of the wavelengths.
 
@@ -117,16 +121,16 @@ def rope2d(at: Places, head_dim: int, theta: float) -> Rope:
 
 
 def resample(table: jax.Array, at: Places, how: str) -> jax.Array:
-    """A square table of positions, stretched over each picture's grid.
+    """Interpolate a square table of position embeddings to each image's grid.
 
-    One matmul with the weights of all the table's places: its gradient has no scatter-add, and
-    it costs a ViT of 24 layers less than a hundredth.
+    One matmul with interpolation weights over the whole table: its gradient has no scatter-add, and
+    it costs less than a hundredth of a ViT of 24 layers.
 
     Args:
-        table: [S * S, D], row by row.
-        at: of :func:`places`.
-        how: ``corners`` (bilinear; the corners of table and picture meet) or ``antialias``
-            (bilinear between centres, over all that a patch covers where the picture is smaller).
+        table: [S * S, D], in row-major order.
+        at: result of :func:`places`.
+        how: ``corners`` (bilinear with aligned corners) or ``antialias`` (bilinear between centres,
+            averaged over the area of a patch where the image's grid is smaller than the table).
 
     Returns:
         [B, P, D] of ``table``'s dtype.
@@ -158,4 +162,5 @@ def _hat(x: jax.Array) -> jax.Array:
 
 
 AXES = {"corners": _corners, "antialias": _antialias}
-"""Name -> weights of (index i32[B, P], size i32[B, P], S) along one axis."""
+"""Name -> interpolation weights f32[B, P, S] from (index i32[B, P], size i32[B, P], S), along one
+direction."""

@@ -1,4 +1,4 @@
-"""Pictures to patch embeddings."""
+"""Patch embedding of images: linear or convolutional stem."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxvlm.nn.param import Init, contract, fan_in, normal, param, zeros
 
 
 class LinearStem(nnx.Module):
-    """One matmul a patch: patchify is a reshape (arXiv 2010.11929).
+    """Linear patch embedding; patchify is a reshape (arXiv 2010.11929).
 
-    Patches that come packed are flat already; how they lie there is ``config.patch_layout``.
+    Packed patches are flat already, in the layout ``config.patch_layout``.
     """
 
     def __init__(self, init: Init, config: VisionConfig):
@@ -29,7 +29,11 @@ class LinearStem(nnx.Module):
         self.b = param(init, (config.width,), ("norm",), zeros) if config.patch_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, H, W, 3] -> [B, P, D], patches row by row; or [B, P, patch_dim] -> [B, P, D]."""
+        """Embed images [B, H, W, 3] (patches in row-major order) or packed [B, P, patch_dim].
+
+        Returns:
+            [B, P, D].
+        """
         if x.ndim == 4:
             B, H, W, C = x.shape
             p = self.patch_size
@@ -43,10 +47,10 @@ class LinearStem(nnx.Module):
 
 
 class ConvStem(nnx.Module):
-    """3x3 stride-2 convolutions down to one place a patch (arXiv 2106.14881).
+    """Stem of 3x3 stride-2 convolutions down to one output per patch (arXiv 2106.14881).
 
-    Channels double from a quarter of the ViT's width up to it. Small models from scratch learn
-    shapes with it that a linear patch embedding misses.
+    Channels double from a quarter of the ViT's width up to it. Small models trained from scratch
+    learn shapes with it that a linear patch embedding misses.
     """
 
     def __init__(self, init: Init, config: VisionConfig):
@@ -57,13 +61,13 @@ class ConvStem(nnx.Module):
         self.convs: nnx.List = nnx.List()
         self.biases: nnx.List = nnx.List()
         for c_in, c_out in itertools.pairwise(channels):
-            # Twice the variance of fan_in keeps the scale behind a ReLU-like activation.
+            # Twice the variance of fan_in keeps the scale after a ReLU-like activation.
             draw = normal(math.sqrt(2.0 / (9 * c_in)))
             self.convs.append(param(init, (3, 3, c_in, c_out), axes, draw))
             self.biases.append(param(init, (c_out,), ("norm",), zeros))
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """[B, H, W, 3] -> [B, P, D]."""
+        """Embed images [B, H, W, 3] as [B, P, D]."""
         x = pixels
         for i, (w, b) in enumerate(zip(self.convs, self.biases)):
             x = _conv3x3_stride2(x, w[...]) + b[...].astype(x.dtype)
@@ -73,9 +77,9 @@ class ConvStem(nnx.Module):
 
 
 def _conv3x3_stride2(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[B, H, W, C] x [3, 3, C, E] -> [B, H/2, W/2, E], zero padding of one.
+    """Convolve [B, H, W, C] with [3, 3, C, E] to [B, H/2, W/2, E], zero padding of 1.
 
-    Nine shifted views and one matmul: XLA's CPU convolution has a slow gradient.
+    Nine shifted views and one matmul, since XLA's CPU convolution has a slow gradient.
     """
     H, W = x.shape[1] // 2, x.shape[2] // 2
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -93,7 +97,7 @@ def _conv3x3_stride2(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def conv_channels(width: int, steps: int) -> list[int]:
-    """Channels after each convolution of a :class:`ConvStem`; the last is ``width``."""
+    """Return the channels after each convolution of a :class:`ConvStem`; the last is ``width``."""
     return [max(8, width >> max(0, 2 - i)) for i in range(steps - 1)] + [width]
 
 

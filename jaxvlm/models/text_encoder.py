@@ -1,4 +1,4 @@
-"""The text encoder: a transformer over whole texts, and one vector a text."""
+"""Text encoder: a transformer over unpacked texts, pooled to one embedding per text."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, TextConfig, refuse_unread
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, dropout, fold
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import LayerNorm
 from jaxvlm.nn.param import Init, affine, fan_in, normal, param, zeros
-from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.nn.stack import Stack
 from jaxvlm.parallel.rules import Axes, shard
 
 
 class TextEncoder(nnx.Module):
-    """CLIP's and SigLIP's text towers (pre-norm) and BERT (post-norm): one text a row.
+    """Text tower of CLIP and SigLIP (pre-norm), or BERT (post-norm); one text per sequence.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules of this tower.
-        config: dims and variants; ``vocab_size`` set.
-        attention: backend name.
+        init: parameter initialization.
+        axes: mesh and sharding rules of the text tower.
+        config: dims and variants; ``vocab_size`` must be set.
+        attention: attention backend.
 
     Source: arXiv 2103.00020, 2303.15343, 1810.04805.
     """
@@ -44,7 +44,7 @@ class TextEncoder(nnx.Module):
             if config.num_types
             else None
         )
-        # One norm either way: behind the embeddings, or behind the last block.
+        # One norm in both variants: after the embeddings, or after the last block.
         self.norm = LayerNorm(init, D, config.norm_eps)
         self.stack = Stack(init, axes, _spec(config, attention), config.depth, config.remat)
         self.w_pool = param(init, (D, D), ("embed", "norm"), fan_in(D)) if config.pooler else None
@@ -57,46 +57,46 @@ class TextEncoder(nnx.Module):
         positions: jax.Array,
         dtype: Any = jnp.float32,
         types: jax.Array | None = None,
-        noise: jax.Array | None = None,
+        dropout_keys: jax.Array | None = None,
     ) -> jax.Array:
-        """Hidden states of every token.
+        """Compute the hidden states of all tokens.
 
         Args:
             tokens: i32[B, T].
-            segment: i32[B, T]: 0 is padding, which nothing sees; on either side of the text.
-            positions: i32[B, T], rows of the table of positions.
-            dtype: of the computation.
-            types: i32[B, T] token types; all are 0 if ``None``.
-            noise: u32[B, 2] of the rows; ``None``: nothing is dropped.
+            segment: i32[B, T]: 0 is padding, to which no token attends; on either side of the text.
+            positions: i32[B, T], indices into the position embedding table.
+            dtype: compute dtype.
+            types: i32[B, T] token type ids; ``None``: all are 0.
+            dropout_keys: u32[B, 2], a key per sequence; ``None``: no dropout.
 
         Returns:
-            [B, T, D] of ``dtype``; places of padding see the text too.
+            [B, T, D] in ``dtype``; padding tokens attend to the text too.
 
         Raises:
-            ValueError: token types without a table of them.
+            ValueError: token types for an encoder without a table of them.
         """
         if types is not None and self.types is None:
             raise ValueError("config.dual.text.num_types=0: this encoder has no token types")
-        # Sums of tables' rows are rounded once, however many tables there are.
+        # The sum over embedding tables is rounded to ``dtype`` once, however many tables there are.
         x = self.table[...][tokens] + self.position[...][positions]
         if self.types is not None:
             x = x + (self.types[0] if types is None else self.types[...][types])
         x = shard(self.axes, x.astype(dtype), "batch", "stream", "embed")
         x = self.norm(x) if self.config.norm_after else x
         if not (self.config.dropout or self.config.attention_dropout):
-            noise = None
-        noise = fold(noise, "text")
-        x = dropout(x, self.config.dropout, fold(noise, "embeddings"))
-        x, _ = self.stack(x, Context(self._mask(segment), noise=noise))
+            dropout_keys = None
+        dropout_keys = fold(dropout_keys, "text")
+        x = dropout(x, self.config.dropout, fold(dropout_keys, "embeddings"))
+        x, _ = self.stack(x, Context(self._mask(segment), dropout_keys=dropout_keys))
         return x if self.config.norm_after else self.norm(x)
 
     def pooled(self, x: jax.Array, tokens: jax.Array, segment: jax.Array) -> jax.Array:
-        """One vector a text.
+        """Pool hidden states into one embedding per text.
 
         Args:
-            x: [B, T, D] of :meth:`__call__`.
-            tokens: as there.
-            segment: as there.
+            x: [B, T, D] hidden states from :meth:`__call__`.
+            tokens: i32[B, T].
+            segment: i32[B, T]: 0 is padding.
 
         Returns:
             [B, D].
@@ -111,17 +111,17 @@ class TextEncoder(nnx.Module):
         return jnp.tanh(affine(x, self.w_pool, self.b_pool)) if self.config.pool == "pooler" else x
 
     def _mask(self, segment: jax.Array) -> Mask:
-        # Padding is a query like any other: what is read at the row's end may be padding.
-        seen = Mask(q_segment=jnp.ones_like(segment), k_segment=jnp.minimum(segment, 1))
+        # Padding tokens are queries too: the token pooled at the sequence's end may be padding.
+        mask = Mask(q_segment=jnp.ones_like(segment), k_segment=jnp.minimum(segment, 1))
         if not self.config.causal:
-            return seen
+            return mask
         index = jnp.arange(segment.shape[1], dtype=jnp.int32)[None]
-        return seen._replace(q_index=index, k_index=index)
+        return mask._replace(q_index=index, k_index=index)
 
 
-def _first(here: jax.Array) -> jax.Array:
-    """i32[B]: the first place of each row where ``here``, bool[B, T], is true; 0 if none is."""
-    return jnp.argmax(here, axis=1)
+def _first(condition: jax.Array) -> jax.Array:
+    """Return i32[B], the first index per sequence where bool[B, T] is true; 0 if none is."""
+    return jnp.argmax(condition, axis=1)
 
 
 def _last(real: jax.Array, _tokens: jax.Array, _eos: int) -> jax.Array:
@@ -136,7 +136,8 @@ PLACES: dict[str, Callable[[jax.Array, jax.Array, int], jax.Array]] = {
     "largest": lambda real, tokens, _eos: jnp.argmax(jnp.where(real, tokens, -1), axis=1),
     "eos": lambda real, tokens, eos: _first(real & (tokens == eos)),
 }
-"""``TextConfig.pool`` -> (bool[B, T] real, i32[B, T] tokens, eos) -> i32[B], the place taken."""
+"""``TextConfig.pool`` -> function (bool[B, T] not padding, i32[B, T] tokens, EOS id) -> i32[B],
+index of the pooled token."""
 
 
 def _spec(config: TextConfig, attention: str) -> BlockSpec:
@@ -161,14 +162,14 @@ def _spec(config: TextConfig, attention: str) -> BlockSpec:
 
 
 def check(config: TextConfig, where: str = "config.dual.text") -> None:
-    """Refuse dims that do not fit each other, and words that mean nothing.
+    """Check the settings of a text encoder.
 
     Args:
-        config: of the tower.
-        where: what error messages call it.
+        config: settings of the encoder.
+        where: the settings group that error messages name.
 
     Raises:
-        ConfigError: which field, and what would do.
+        ConfigError: dims that do not fit together, an unknown value, or an unread setting.
     """
     for field, known in (("pool", ("mean", *PLACES)), ("activation", tuple(ACTIVATIONS))):
         if (value := getattr(config, field)) not in known:
@@ -178,12 +179,12 @@ def check(config: TextConfig, where: str = "config.dual.text") -> None:
         check_rate(getattr(config, field), f"{where}.{field}")
     for field in ("vocab_size", "depth", "max_length"):
         if getattr(config, field) < 1:
-            raise ConfigError(f"{where}.{field}={getattr(config, field)}: at least 1")
+            raise ConfigError(f"{where}.{field}={getattr(config, field)} must be at least 1")
     if config.width % config.num_heads:
         raise ConfigError(
             f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}"
         )
     if config.pool == "eos" and not 0 <= config.eos_id < config.vocab_size:
-        raise ConfigError(f"{where}.eos_id={config.eos_id} is no token; pool='eos' needs one")
+        raise ConfigError(f"{where}.eos_id={config.eos_id} is no token id; pool='eos' needs one")
     if config.pool == "pooler" and not config.pooler:
-        raise ConfigError(f"{where}.pool='pooler' without pooler=True")
+        raise ConfigError(f"{where}.pool='pooler' needs {where}.pooler=True")

@@ -1,7 +1,7 @@
-"""What a patch looks like, in thirteen numbers from its pixels; nothing is learned.
+"""Texture of a patch: thirteen hand-made channels computed from pixels, with no parameters.
 
-Each is standardised over its own picture and knows no other, so that it can be kept beside the
-picture's tokens, whoever else is in the batch.
+Each channel is standardized over its own image and reads no other image, so that it can be cached
+with the image's tokens, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 NAMES = (
     *("red", "green", "blue"),
     *("lab_a", "lab_b"),  # green to red, blue to yellow: CIELAB (D65), without its lightness
-    *("sobel_x", "sobel_y", "sobel_magnitude"),  # of lightness, the mean over the patch
-    *("y", "x", "eccentricity"),  # of its centre; the distance from the picture's
-    "contrast",  # standard deviation of lightness inside of the patch
-    "surround",  # distance in CIELAB from the mean of the nine patches around
+    *("sobel_x", "sobel_y", "sobel_magnitude"),  # of lightness, averaged over the patch
+    *("y", "x", "eccentricity"),  # of the patch's centre; its distance from the image's centre
+    "contrast",  # standard deviation of lightness within the patch
+    "surround",  # CIELAB distance from the mean of the 3 x 3 patches around it
 )
 CHANNELS = len(NAMES)
 _EPS = 1e-6
@@ -28,14 +28,15 @@ _WHITE = np.asarray([0.95047, 1.0, 1.08883], np.float32)
 
 
 def texture(pixels: jax.Array, patch: int) -> jax.Array:
-    """Thirteen channels of each patch; see :data:`NAMES`.
+    """Compute the thirteen channels of each patch; see :data:`NAMES`.
 
     Args:
-        pixels: values in 0..255, [B, H, W, 3]; what fills no patch right and below is left out.
-        patch: pixels a side.
+        pixels: values in 0..255, [B, H, W, 3]; an incomplete patch at the right or bottom is left
+            out.
+        patch: side of a patch in pixels.
 
     Returns:
-        f32[B, P, 13], patches row by row; mean 0 and variance 1 (or 0) over each picture.
+        f32[B, P, 13], patches in row-major order; mean 0 and variance 1 (or 0) over each image.
     """
     rgb = pixels.astype(jnp.float32) / 255.0
     colour = lab(rgb) / 100.0
@@ -46,16 +47,16 @@ def texture(pixels: jax.Array, patch: int) -> jax.Array:
     mean = jnp.mean(of_pixel, axis=3)
     lights = _cells(light, patch)[..., 0]
     contrast = jnp.std(lights, axis=3)
-    at = jnp.broadcast_to(_places(*mean.shape[1:3]), (*mean.shape[:3], 3))
-    far = _surround(jnp.mean(_cells(colour, patch), axis=3))
-    found = jnp.concatenate([mean, at, contrast[..., None], far[..., None]], axis=-1)
-    found = found.reshape(len(pixels), -1, CHANNELS)
-    found = found - jnp.mean(found, axis=1, keepdims=True)
-    return found * jax.lax.rsqrt(jnp.mean(jnp.square(found), axis=1, keepdims=True) + _EPS)
+    centre = jnp.broadcast_to(_centres(*mean.shape[1:3]), (*mean.shape[:3], 3))
+    surround = _surround(jnp.mean(_cells(colour, patch), axis=3))
+    channels = jnp.concatenate([mean, centre, contrast[..., None], surround[..., None]], axis=-1)
+    channels = channels.reshape(len(pixels), -1, CHANNELS)
+    channels = channels - jnp.mean(channels, axis=1, keepdims=True)
+    return channels * jax.lax.rsqrt(jnp.mean(jnp.square(channels), axis=1, keepdims=True) + _EPS)
 
 
 def lab(rgb: jax.Array) -> jax.Array:
-    """CIELAB of sRGB in 0..1, under D65; f32[..., 3], lightness in 0..100.
+    """Convert sRGB in 0..1 to CIELAB under D65; f32[..., 3], lightness in 0..100.
 
     Source: IEC 61966-2-1 (sRGB); ISO/CIE 11664-4 (CIELAB).
     """
@@ -68,7 +69,7 @@ def lab(rgb: jax.Array) -> jax.Array:
 
 
 def _sobel(light: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Slopes of [B, H, W] to the right and down, edges repeated."""
+    """Return the Sobel gradients of [B, H, W] to the right and down, with edge padding."""
     p = jnp.pad(light, ((0, 0), (1, 1), (1, 1)), mode="edge")
     across = p[:, :, 2:] - p[:, :, :-2]
     along = p[:, 2:] - p[:, :-2]
@@ -78,7 +79,7 @@ def _sobel(light: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _cells(x: jax.Array, patch: int) -> jax.Array:
-    """[B, H, W, C] -> [B, rows, columns, patch * patch, C]."""
+    """Cut [B, H, W, C] into patches [B, rows, columns, patch * patch, C]."""
     B, H, W, C = x.shape
     rows, columns = H // patch, W // patch
     x = x[:, : rows * patch, : columns * patch].reshape(B, rows, patch, columns, patch, C)
@@ -86,14 +87,14 @@ def _cells(x: jax.Array, patch: int) -> jax.Array:
 
 
 def _surround(colour: jax.Array) -> jax.Array:
-    """[B, rows, columns]: how far each patch is from its neighbourhood's mean."""
+    """Return the distance of each patch from its neighbourhood's mean, [B, rows, columns]."""
     rows, columns = colour.shape[1:3]
     p = jnp.pad(colour, ((0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
     near = sum(p[:, i : i + rows, j : j + columns] for i in range(3) for j in range(3))
     return jnp.sqrt(jnp.sum(jnp.square(colour - near / 9), axis=-1))
 
 
-def _places(rows: int, columns: int) -> np.ndarray:
-    """f32[rows, columns, 3]: y and x of patches' centres in -1..1, and the distance from 0."""
+def _centres(rows: int, columns: int) -> np.ndarray:
+    """Return f32[rows, columns, 3]: y and x of patch centres in -1..1, and the distance from 0."""
     y, x = np.meshgrid(*(2 * (np.arange(n) + 0.5) / n - 1 for n in (rows, columns)), indexing="ij")
     return np.stack([y, x, np.hypot(y, x)], axis=-1).astype(np.float32)

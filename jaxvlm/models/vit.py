@@ -1,4 +1,4 @@
-"""The vision encoder: a pre-norm ViT."""
+"""Vision encoder: a pre-norm ViT, of images of one size or of packed patches."""
 
 from __future__ import annotations
 
@@ -11,42 +11,38 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvlm.config import (
-    ConfigError,
-    VisionConfig,
-    feature_blocks,
-    refuse_unread,
-    tower_blocks,
-)
+from jaxvlm.config import ConfigError, VisionConfig, encoder_blocks, feature_blocks, refuse_unread
+from jaxvlm.models.attention_pool import AttentionPool
 from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
-from jaxvlm.models.pool import AttentionPool
 from jaxvlm.models.stem import STEMS
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import NORMS, LayerNorm
 from jaxvlm.nn.param import Init, normal, param
-from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.nn.stack import Local, Stack
 from jaxvlm.parallel.rules import Axes, shard
 
 BLOCKS = "vision/stack/"
-"""Parameters of a tower that are a layer each; those behind a trunk are in ``top/stack/``."""
-ABOVE_TRUNK = ("vision/norm/", "vision/head/")
-"""Those that lie behind the last block; with a trunk in ``top/``."""
+"""Prefix of parameters with a dim of layers; those above frozen blocks are at
+``vision_top/stack/``."""
+ABOVE_FROZEN = ("vision/norm/", "vision/head/")
+"""Prefixes of parameters after the last block; with frozen blocks they are at ``vision_top/``."""
 
 
 class ViT(nnx.Module):
-    """Pictures of one fixed size, or packed patches of any, to visual tokens.
+    """Encodes images of one fixed size, or packed patches of images of any size, as visual tokens.
 
-    With ``config.trunk`` it is the trunk alone, and :class:`Top` makes visual tokens of its output.
+    With ``config.frozen_blocks`` it has the frozen blocks only, and :class:`VisionTop` computes
+    visual tokens from its output.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules of this tower.
+        init: parameter initialization.
+        axes: mesh and sharding rules of the vision encoder.
         config: dims and variants.
-        attention: backend name.
+        attention: attention backend.
     """
 
     def __init__(self, init: Init, axes: Axes, config: VisionConfig, attention: str):
@@ -63,69 +59,80 @@ class ViT(nnx.Module):
             param(init, (tokens, D), ("position", "embed"), normal(0.02)) if learned else None
         )
         self.pre_norm = LayerNorm(init, D, config.norm_eps) if config.pre_norm else None
-        spec, depth = block_spec(config, attention), config.trunk or config.depth
+        spec, depth = block_spec(config, attention), config.frozen_blocks or config.depth
         self.stack = Stack(init, axes, spec, depth, config.remat)
-        self.norm, self.head = (None, None) if config.trunk else _ends(init, axes, config, spec)
+        self.norm, self.head = (
+            (None, None) if config.frozen_blocks else _final_layers(init, axes, config, spec)
+        )
 
     def __call__(
-        self, x: jax.Array, grid: jax.Array | None = None, noise: jax.Array | None = None
+        self, x: jax.Array, grid: jax.Array | None = None, dropout_keys: jax.Array | None = None
     ) -> jax.Array:
-        """Visual tokens of normalised pictures.
+        """Encode normalized images.
 
         Args:
             x: [B, H, W, 3], about unit variance, in the compute dtype; or packed patches
                 [B, P, patch_dim], with their ``grid``.
-            grid: i32[B, I, 3] (t, h, w) of each picture in a row; zeros where there is none.
-            noise: u32[n, 2] of the batch's n rows, which have as many pictures each; ``None``:
-                nothing is dropped. A trunk drops nothing.
+            grid: i32[B, I, 3] (t, h, w) of each image in a packed sequence; zeros in unused slots.
+            dropout_keys: u32[n, 2], a key for each of the batch's n sequences, which have the same
+                number of images; ``None``: no dropout. Frozen blocks have no dropout.
 
         Returns:
-            [B, P, D], a row of tokens a picture or a row of packed patches. The class token is
-            dropped unless it is kept, and lies first then; several feature layers lie side by
-            side in D. Of a trunk: all tokens, and the streams of ``tower_blocks`` side by side.
+            [B, P, D], one sequence of tokens per image, or per packed sequence. The class token
+            comes first if ``keep_class_token``, and is removed otherwise. Several feature layers
+            are concatenated in D. With ``frozen_blocks``: all tokens, and the hidden states after
+            each of ``encoder_blocks(config)``, concatenated in D.
 
         Raises:
-            ValueError: a grid for fixed pictures, or none for packed patches.
+            ValueError: a grid for images of fixed size, or none for packed patches.
         """
         at = _places(self.config, x, grid)
-        taps = tower_blocks(self.config)
-        noise = None if self.config.trunk else noise
-        seen = _through(self.stack, self.config, self._embed(x, at), at, taps, noise=noise)
-        return _beside(seen, taps) if self.config.trunk else _tokens(seen, self.config, self.norm)
+        taps = encoder_blocks(self.config)
+        dropout_keys = None if self.config.frozen_blocks else dropout_keys
+        hidden = _run_blocks(
+            self.stack, self.config, self._embed(x, at), at, taps, dropout_keys=dropout_keys
+        )
+        return (
+            _concatenate(hidden, taps)
+            if self.config.frozen_blocks
+            else _tokens(hidden, self.config, self.norm)
+        )
 
     def pooled(
-        self, x: jax.Array, grid: jax.Array | None = None, noise: jax.Array | None = None
+        self, x: jax.Array, grid: jax.Array | None = None, dropout_keys: jax.Array | None = None
     ) -> jax.Array:
-        """One vector a picture, from the tower's last output.
+        """Compute one embedding per image from the hidden states after the last block.
 
         Args:
             x: as for :meth:`__call__`.
-            grid: as there.
-            noise: as there.
+            grid: as for :meth:`__call__`.
+            dropout_keys: as for :meth:`__call__`.
 
         Returns:
-            [B, D], or [B, I, D] of the pictures in each row of packed patches; what stands
-            where there is no picture means nothing.
+            [B, D], or [B, I, D] for the images of packed sequences; undefined for unused slots.
 
         Raises:
-            ValueError: the tower has no ``pool``.
+            ValueError: the vision encoder has no ``pool``.
         """
         depth, at = self.config.depth, _places(self.config, x, grid)
         x = self._embed(x, at)
-        x = _through(self.stack, self.config, x, at, (depth,), noise=noise)[depth]
+        x = _run_blocks(self.stack, self.config, x, at, (depth,), dropout_keys=dropout_keys)[depth]
         if self.config.pool == "class" and self.norm is not None:
             return self.norm(x[:, 0])
         if self.head is None or self.norm is None:
-            raise ValueError("config.model.vision.pool='none': this tower makes tokens alone")
+            raise ValueError(
+                "config.model.vision.pool='none': this vision encoder computes tokens only, no "
+                "embedding"
+            )
         x = self.norm(x)
         if at is None or grid is None:
             return self.head(x, Mask(), 1)[:, 0]
-        # Of a picture's frames together: numbered by the picture, not by the frame.
+        # All frames of an image are pooled together: segments are images, not frames.
         number = jnp.broadcast_to(jnp.arange(1, grid.shape[1] + 1), grid.shape[:2])
-        return self.head(x, Mask(q_segment=number, k_segment=at.picture), grid.shape[1])
+        return self.head(x, Mask(q_segment=number, k_segment=at.image), grid.shape[1])
 
     def _embed(self, x: jax.Array, at: Places | None) -> jax.Array:
-        """[B, P, D] before the first block, the class token first if there is one."""
+        """Compute the first block's input [B, P, D], with the class token first if there is one."""
         x = self.stem(x)
         x = shard(self.axes, x, "batch", "stream", "embed")
         if self.class_token is not None:
@@ -146,55 +153,55 @@ class ViT(nnx.Module):
         return x
 
 
-class Top(nnx.Module):
-    """The blocks behind a tower's trunk: what it gives, to visual tokens.
+class VisionTop(nnx.Module):
+    """The vision encoder's blocks above its frozen blocks, which compute visual tokens.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules of the tower.
-        config: of the tower, with its ``trunk``.
-        attention: backend name.
+        init: parameter initialization.
+        axes: mesh and sharding rules of these blocks.
+        config: settings of the whole vision encoder, with ``frozen_blocks``.
+        attention: attention backend.
     """
 
     def __init__(self, init: Init, axes: Axes, config: VisionConfig, attention: str):
         self.axes, self.config = axes, config
         spec = block_spec(config, attention)
-        self.stack = Stack(init, axes, spec, config.depth - config.trunk, config.remat)
-        self.norm, self.head = _ends(init, axes, config, spec)
+        self.stack = Stack(init, axes, spec, config.depth - config.frozen_blocks, config.remat)
+        self.norm, self.head = _final_layers(init, axes, config, spec)
 
     def __call__(
-        self, x: jax.Array, grid: jax.Array | None = None, noise: jax.Array | None = None
+        self, x: jax.Array, grid: jax.Array | None = None, dropout_keys: jax.Array | None = None
     ) -> jax.Array:
-        """Visual tokens.
+        """Compute visual tokens from the output of the frozen blocks.
 
         Args:
-            x: what the trunk, a :class:`ViT`, gives.
-            grid: as it was given.
-            noise: likewise, to a tower without a trunk.
+            x: output of the :class:`ViT` with the frozen blocks.
+            grid: the ``grid`` of that call.
+            dropout_keys: as for a :class:`ViT` without frozen blocks.
 
         Returns:
-            As a :class:`ViT` without a trunk does.
+            Visual tokens, as from a :class:`ViT` without frozen blocks.
 
         Raises:
-            ValueError: a grid for fixed pictures, or none for packed patches.
+            ValueError: a grid for images of fixed size, or none for packed patches.
         """
-        config, given = self.config, tower_blocks(self.config)
+        config, given = self.config, encoder_blocks(self.config)
         x = shard(self.axes, x, "batch", "stream", "embed")
-        seen = dict(zip(given, jnp.split(x, len(given), axis=-1)))
-        at, begin = _places(config, x, grid), config.trunk
+        hidden = dict(zip(given, jnp.split(x, len(given), axis=-1)))
+        at, begin = _places(config, x, grid), config.frozen_blocks
         taps = tuple(n for n in feature_blocks(config) if n > begin)
-        seen |= _through(self.stack, config, seen[begin], at, taps, begin, noise)
-        return _tokens(seen, config, self.norm)
+        hidden |= _run_blocks(self.stack, config, hidden[begin], at, taps, begin, dropout_keys)
+        return _tokens(hidden, config, self.norm)
 
 
-class Tower(nnx.Module):
-    """The vision tower of a model by itself, or its trunk; parameters at the same paths.
+class VisionEncoder(nnx.Module):
+    """A model's vision encoder (or its frozen blocks) on its own, with the same parameter paths.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules of the tower.
-        config: of the whole model.
-        encode: (tower, config, batch) -> ``Batch.features``, or ``None`` without pictures.
+        init: parameter initialization.
+        axes: mesh and sharding rules of the vision encoder.
+        config: settings of the whole model.
+        encode: (ViT, config, batch) -> ``Batch.features``, or ``None`` without images.
     """
 
     def __init__(self, init: Init, axes: Axes, config: Any, encode: Callable[..., Any]):
@@ -202,57 +209,58 @@ class Tower(nnx.Module):
         self.vision = ViT(init, axes, config.vision, config.attention)
 
     def __call__(self, batch: Any) -> jax.Array | None:
-        """``Batch.features`` of a batch."""
+        """Compute ``Batch.features`` of a batch; ``None`` without images."""
         return self.encode(self.vision, self.config, batch)
 
 
-def _ends(
+def _final_layers(
     init: Init, axes: Axes, config: VisionConfig, spec: BlockSpec
 ) -> tuple[LayerNorm | None, AttentionPool | None]:
-    """What lies behind the last block. Like the blocks behind feature_layer, what is not used is
-    kept for export.
+    """Create the layers after the last block.
+
+    Layers that are not used, as blocks after ``feature_layer``, exist so that they are exported.
     """
     norm = LayerNorm(init, config.width, config.norm_eps) if config.post_norm else None
     return norm, AttentionPool(init, axes, spec) if config.pool == "attention" else None
 
 
-def _through(
+def _run_blocks(
     stack: Stack,
     config: VisionConfig,
     x: jax.Array,
     at: Places | None,
     taps: tuple[int, ...],
     begin: int = 0,
-    noise: jax.Array | None = None,
+    dropout_keys: jax.Array | None = None,
 ) -> dict[int, jax.Array]:
-    """The stream behind the tower's first n blocks, for each n of ``taps``.
+    """Compute the hidden states after the vision encoder's first n blocks, for each n of ``taps``.
 
     Args:
-        stack: the tower's blocks, those before ``begin`` left out.
-        config: of the tower.
-        x: [B, P, D], behind the first ``begin`` blocks.
-        at: of packed patches.
-        taps: ``begin`` at least.
-        begin: how many blocks ``x`` has been through.
-        noise: of the batch's rows; ``None``: nothing is dropped.
+        stack: the blocks, without those before ``begin``.
+        config: settings of the vision encoder.
+        x: [B, P, D], hidden states after the first ``begin`` blocks.
+        at: rows, columns and images of packed patches.
+        taps: numbers of blocks, at least ``begin``.
+        begin: number of blocks that ``x`` is the output of.
+        dropout_keys: u32[n, 2], a key for each of the batch's sequences; ``None``: no dropout.
     """
     context, local = _contexts(config, at)
-    noise = fold(noise, "vision") if config.dropout else None
-    context = context._replace(noise=noise)
+    dropout_keys = fold(dropout_keys, "vision") if config.dropout else None
+    context = context._replace(dropout_keys=dropout_keys)
     if local is not None:
-        local = Local(local.context._replace(noise=noise), local.pattern[begin:])
-    run, seen = stack.within(context, local), dict[int, jax.Array]()
-    # A scan over all blocks would keep every layer's output; this one is cut at the taps.
+        local = Local(local.context._replace(dropout_keys=dropout_keys), local.pattern[begin:])
+    run, hidden = stack.within(context, local), dict[int, jax.Array]()
+    # One scan over all blocks would save every layer's output; these end at the taps.
     for first, last in itertools.pairwise([begin, *sorted(set(taps))]):
         if last > first:
             skip = begin + stack.depth - last
             x, _ = run(x, skip_first=first - begin, skip_last=skip)
-        seen[last] = x
-    return seen
+        hidden[last] = x
+    return hidden
 
 
 def _contexts(config: VisionConfig, at: Places | None) -> tuple[Context, Local | None]:
-    """What all blocks share, and what those that see a window share."""
+    """Return the inputs shared by blocks with full attention and by those with windows."""
     if at is None:
         return Context(Mask()), None
     theta, head_dim = config.rope_theta, config.width // config.num_heads
@@ -267,24 +275,28 @@ def _contexts(config: VisionConfig, at: Places | None) -> tuple[Context, Local |
 
 def _places(config: VisionConfig, x: jax.Array, grid: jax.Array | None) -> Places | None:
     if (grid is not None) != config.packed:
-        raise ValueError("a grid goes with packed patches, and only with them")
-    return None if grid is None else places(grid, x.shape[1], config.block)
+        raise ValueError("packed patches need a grid, and images of fixed size take none")
+    return None if grid is None else places(grid, x.shape[1], config.merge_block)
 
 
-def _tokens(seen: dict[int, jax.Array], config: VisionConfig, norm: LayerNorm | None) -> jax.Array:
-    """Visual tokens from the streams that they are made of."""
-    if norm is not None and config.final_norm and config.depth in seen:
-        seen[config.depth] = norm(seen[config.depth])
-    x = _beside(seen, feature_blocks(config))
+def _tokens(
+    hidden: dict[int, jax.Array], config: VisionConfig, norm: LayerNorm | None
+) -> jax.Array:
+    """Concatenate the feature layers' hidden states into visual tokens."""
+    if norm is not None and config.final_norm and config.depth in hidden:
+        hidden[config.depth] = norm(hidden[config.depth])
+    x = _concatenate(hidden, feature_blocks(config))
     return x[:, 1:] if config.class_token and not config.keep_class_token else x
 
 
-def _beside(seen: dict[int, jax.Array], taps: tuple[int, ...]) -> jax.Array:
-    return jnp.concatenate([seen[n] for n in taps], axis=-1) if len(taps) > 1 else seen[taps[0]]
+def _concatenate(hidden: dict[int, jax.Array], taps: tuple[int, ...]) -> jax.Array:
+    if len(taps) == 1:
+        return hidden[taps[0]]
+    return jnp.concatenate([hidden[n] for n in taps], axis=-1)
 
 
 def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
-    """The tower's block."""
+    """Return the specification of the vision encoder's blocks."""
     return BlockSpec(
         width=config.width,
         num_heads=config.num_heads,
@@ -306,25 +318,28 @@ def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
 
 
 def per_value(channels: tuple[float, float, float], config: VisionConfig) -> np.ndarray:
-    """f32[3] for pictures, f32[patch_dim] for packed patches: a number a channel, value by value.
+    """Broadcast one number per channel over the values of a pixel or a packed patch.
 
     Args:
         channels: red, green, blue.
-        config: says how a patch lies.
+        config: settings of the vision encoder; ``patch_layout`` is the layout of a packed patch.
+
+    Returns:
+        f32[3] for images, f32[patch_dim] for packed patches.
     """
     if not config.packed:
         return np.asarray(channels, np.float32)
     count = config.frames * config.patch_size**2
-    lay = np.tile if config.patch_layout == "hwc" else np.repeat
-    return lay(np.asarray(channels, np.float32), count)
+    expand = np.tile if config.patch_layout == "hwc" else np.repeat
+    return expand(np.asarray(channels, np.float32), count)
 
 
 def normalised(pixels: jax.Array, config: VisionConfig) -> jax.Array:
-    """What the tower takes of pixels.
+    """Normalize pixels by the vision encoder's mean and standard deviation per channel.
 
     Args:
         pixels: values in 0..255, [..., 3] or packed patches [..., patch_dim].
-        config: of the tower.
+        config: settings of the vision encoder.
 
     Returns:
         f32 of the same shape, about unit variance.
@@ -334,24 +349,24 @@ def normalised(pixels: jax.Array, config: VisionConfig) -> jax.Array:
 
 
 def num_patches(config: VisionConfig) -> int:
-    """P: patches a picture, or places of the position table of a packed tower."""
+    """Return P: patches per image, or rows of the position table for packed patches."""
     return (config.image_size // config.patch_size) ** 2
 
 
 def check(config: VisionConfig, where: str = "config.model.vision") -> None:
-    """Refuse dims that do not fit each other.
+    """Check the settings of a vision encoder.
 
     Args:
-        config: of the tower.
-        where: what error messages call it.
+        config: settings of the encoder.
+        where: the settings group that error messages name.
 
     Raises:
-        ConfigError: which field, and what would do.
+        ConfigError: dims that do not fit together, an unknown value, or an unread setting.
     """
     for field, known in _KNOWN.items():
         if getattr(config, field) not in known:
-            said = f"{field}={getattr(config, field)!r}"
-            raise ConfigError(f"{where}.{said}; known: {', '.join(known)}")
+            setting = f"{field}={getattr(config, field)!r}"
+            raise ConfigError(f"{where}.{setting}; known: {', '.join(known)}")
     refuse_unread(config, where)
     check_rate(config.dropout, f"{where}.dropout")
     if config.image_size % config.patch_size and not (config.crop_rest and config.stem == "linear"):
@@ -360,7 +375,7 @@ def check(config: VisionConfig, where: str = "config.model.vision") -> None:
             f"patch_size={config.patch_size}"
         )
     if config.depth < 1:
-        raise ConfigError(f"{where}.depth={config.depth}: at least 1 layer")
+        raise ConfigError(f"{where}.depth={config.depth}: at least 1 layer is needed")
     if config.width % config.num_heads:
         raise ConfigError(
             f"{where}.width={config.width} is not a multiple of num_heads={config.num_heads}"
@@ -374,37 +389,38 @@ def check(config: VisionConfig, where: str = "config.model.vision") -> None:
                 f"{where}.{name}={layer} counts from the end: -{config.depth + 1}..-1"
             )
     run = max(feature_blocks(config))
-    if config.trunk and not 0 < config.trunk < run:
+    if config.frozen_blocks and not 0 < config.frozen_blocks < run:
         raise ConfigError(
-            f"{where}.trunk={config.trunk}: the trunk has a block, and one behind it is run; "
-            f"{run} of {config.depth} are on the way to visual tokens"
+            f"{where}.frozen_blocks={config.frozen_blocks} must leave at least one block below and "
+            f"one above: visual tokens come from the first {run} of {config.depth} blocks; 0 is off"
         )
     if config.stem == "conv" and not config.patch_bias:
         raise ConfigError(f"{where}.patch_bias=False has no meaning for stem='conv'")
     if config.stem == "conv" and (config.patch_size < 2 or config.patch_size.bit_count() > 1):
         raise ConfigError(
-            f"{where}.patch_size={config.patch_size}: stem='conv' halves the picture at each step, "
+            f"{where}.patch_size={config.patch_size}: stem='conv' halves the image at each step, "
             "so it must be a power of two, at least 2"
         )
     if config.pool == "class" and not config.class_token:
-        raise ConfigError(f"{where}.pool='class' without class_token")
+        raise ConfigError(f"{where}.pool='class' needs {where}.class_token=True")
     if config.pool != "none" and not config.post_norm:
-        raise ConfigError(f"{where}.pool={config.pool!r} without post_norm")
+        raise ConfigError(f"{where}.pool={config.pool!r} needs {where}.post_norm=True")
     _check_packed(config, where)
 
 
 def _check_packed(config: VisionConfig, where: str) -> None:
-    """The half of :func:`check` about packed patches."""
+    """Check the settings of packed patches."""
     if config.packed:
         if config.stem == "conv" or config.position == "sincos2d" or config.class_token:
             raise ConfigError(
                 f"{where}.packed=True takes stem='linear', position='learned' or 'none', and no "
                 "class token"
             )
-        side = config.patch_size * config.block
-        if config.block < 1 or config.window % side:
+        side = config.patch_size * config.merge_block
+        if config.merge_block < 1 or config.window % side:
             raise ConfigError(
-                f"{where}.window={config.window} is not a multiple of patch_size x block = {side}"
+                f"{where}.window={config.window} is not a multiple of patch_size x merge_block = "
+                f"{side}"
             )
         head_dim = config.width // config.num_heads
         if config.rope_theta and head_dim % 4:
@@ -426,11 +442,11 @@ _KNOWN: dict[str, Collection[str]] = {
     "patch_layout": ("hwc", "cthw"),
     "position_resize": AXES,
 }
-"""Field -> the words that it may be."""
+"""Setting -> its known values."""
 
 
 def sincos2d(config: VisionConfig) -> np.ndarray:
-    """f32[P, D] fixed 2-D positions, half the width a direction (MoCo v3, arXiv 2104.02057)."""
+    """Return fixed 2-D sine-cosine positions f32[P, D] (MoCo v3, arXiv 2104.02057)."""
     side, quarter = config.image_size // config.patch_size, config.width // 4
     omega = 10_000.0 ** -(np.arange(quarter) / quarter)
     y, x = np.mgrid[:side, :side].reshape(2, -1, 1) * omega

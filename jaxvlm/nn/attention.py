@@ -1,4 +1,4 @@
-"""The one attention layer of ViT and decoder."""
+"""Multi-head attention layer, shared by vision encoders, text encoders and decoders."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jaxvlm.nn.attention_backends import Scores, attend, check_heads
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
-from jaxvlm.nn.kernels import Scores, attend, check_heads
-from jaxvlm.nn.kv import KVCache, append
+from jaxvlm.nn.kv_cache import KVCache, append
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.norm import NORMS, RMSNorm
 from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
 from jaxvlm.nn.rope import Rope, rotate
-from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
-_NORM_ALL_EPS = 1e-6  # whatever the blocks' own norms have
+_NORM_ALL_EPS = 1e-6  # independent of the epsilon of the block's other norms
 
 
 class Context(NamedTuple):
-    """What every layer of a stack shares in one call."""
+    """Inputs that all layers of a stack share in one forward pass."""
 
     mask: Mask
     rope: Rope | None = None
-    """Rotation of the new tokens; ``None`` without rotary positions."""
+    """Rotation of the query tokens; ``None``: no rotary positions."""
     length: Any = None
-    """i32[]: tokens already in the KV cache; ``None`` without one."""
-    noise: Any = None
-    """u32[B, 2]: keys of the tower, or inside of a block of the block; ``None``: nothing is
-    dropped."""
+    """i32[]: number of tokens already in the KV cache; ``None``: no KV cache."""
+    dropout_keys: Any = None
+    """u32[B, 2]: dropout keys of the encoder or decoder, and within a block of that block;
+    ``None``: no dropout."""
 
 
 class Attention(nnx.Module):
-    """Multi-head attention with grouped queries.
+    """Grouped-query attention.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules.
-        spec: the block's; K divides N.
+        init: parameter initialization.
+        axes: mesh and sharding rules.
+        spec: dims and variants of the block; ``num_kv_heads`` divides ``num_heads``.
     """
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
@@ -69,18 +69,18 @@ class Attention(nnx.Module):
         kv: KVCache | None = None,
         source: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache | None]:
-        """[B, T, D] -> [B, T, D], and the KV cache with the new tokens in it.
+        """Attend; return [B, T, D] and the KV cache with the new tokens appended.
 
         Args:
-            x: the queries' tokens.
-            context: what the layers share.
-            kv: tokens seen before.
-            source: [B, S, D] the keys' and values' tokens, if they are others.
+            x: [B, T, D] hidden states that queries are computed from.
+            context: inputs shared by the layers.
+            kv: keys and values of earlier tokens.
+            source: [B, S, D] hidden states for keys and values in cross-attention; ``None``: ``x``.
         """
-        seen = x if source is None else source
+        source = x if source is None else source
         q = self._project(x, self.wq, self.bq, "heads")
-        k = self._project(seen, self.wk, self.bk, "kv_heads")
-        v = self._project(seen, self.wv, self.bv, "kv_heads")
+        k = self._project(source, self.wk, self.bk, "kv_heads")
+        v = self._project(source, self.wv, self.bv, "kv_heads")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.q_norm_all is not None and self.k_norm_all is not None:
@@ -92,9 +92,9 @@ class Attention(nnx.Module):
             k, v = kv.k, kv.v
         scores = Scores(self.spec.query_scale, self.spec.attention_cap)
         drop = None
-        if self.spec.attention_dropout and context.noise is not None:
-            rate, noise = self.spec.attention_dropout, fold(context.noise, "shares")
-            drop = functools.partial(dropout, rate=rate, noise=noise)
+        if self.spec.attention_dropout and context.dropout_keys is not None:
+            rate, keys = self.spec.attention_dropout, fold(context.dropout_keys, "shares")
+            drop = functools.partial(dropout, rate=rate, keys=keys)
         out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores, drop)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
         split = self.axes.splits_rows(x.shape[1])
@@ -106,5 +106,5 @@ class Attention(nnx.Module):
 
 
 def _norm_all(x: jax.Array, norm: RMSNorm) -> jax.Array:
-    """[B, T, N, H] -> [B, T, N, H], normed over N and H together."""
+    """Normalize [B, T, N, H] over N and H together."""
     return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)

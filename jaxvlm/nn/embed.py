@@ -1,4 +1,4 @@
-"""Token embedding and output head, and the places of visual tokens."""
+"""Token embedding, output projection, and insertion of visual tokens into sequences."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jaxvlm.parallel.rules import Axes, shard
 
 
 class Embed(nnx.Module):
-    """A vocabulary, its embedding and its output matrix.
+    """Token embedding and output projection.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules.
+        init: parameter initialization.
+        axes: mesh and sharding rules.
         vocab_size: V.
         width: D.
-        tied: the output matrix is the embedding's transpose.
-        scale: of the embeddings; the output matrix has none.
-        head: whether there is an output matrix.
+        tied: the output projection is the embedding table's transpose.
+        scale: factor of the input embeddings; not applied to the output projection.
+        head: whether there is an output projection.
     """
 
     def __init__(
@@ -43,90 +43,90 @@ class Embed(nnx.Module):
         self.out = param(init, (D, V), ("embed", "vocab"), fan_in(D)) if own else None
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        """i32[B, T] -> [B, T, D] of ``dtype``."""
+        """Embed tokens i32[B, T] as [B, T, D] of ``dtype``."""
         x = lookup(self.table[...], tokens, dtype)
         if self.scale != 1.0:
             x = x * jnp.asarray(self.scale, dtype)
         return shard(self.axes, x, "batch", "stream", "embed")
 
     def head(self) -> jax.Array | None:
-        """[D, V]; ``None`` where there is none."""
+        """Return the output projection [D, V], or ``None`` if the model has none."""
         if self.tied:
             return self.table[...].T
         return None if self.out is None else self.out[...]
 
 
 def lookup(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of ``table`` [V, D] as ``dtype``; their gradients add up in float32.
+    """Look up rows of ``table`` [V, D] as ``dtype``; the table's gradient is summed in float32.
 
-    A token may stand in a batch thousands of times. Added up in bfloat16, its gradient stops to
-    grow at some 256 times one part: a third of it is gone at 4,096.
+    A token may occur in a batch thousands of times. Summed in bfloat16, its gradient stops growing
+    at some 256 times one summand: a third of it is lost at 4,096 occurrences.
 
     Returns:
         [*tokens.shape, D].
     """
-    shape, kind = table.shape, table.dtype
+    shape, table_dtype = table.shape, table.dtype
 
     @jax.custom_vjp
     def rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return table.astype(dtype)[tokens]
 
-    def back(tokens: jax.Array, grads: jax.Array) -> tuple[jax.Array, Any]:
-        whole = jnp.zeros(shape, jnp.float32).at[tokens].add(grads.astype(jnp.float32))
-        return whole.astype(kind), np.zeros(tokens.shape, jax.dtypes.float0)
+    def rows_bwd(tokens: jax.Array, grads: jax.Array) -> tuple[jax.Array, Any]:
+        total = jnp.zeros(shape, jnp.float32).at[tokens].add(grads.astype(jnp.float32))
+        return total.astype(table_dtype), np.zeros(tokens.shape, jax.dtypes.float0)
 
-    rows.defvjp(lambda table, tokens: (rows(table, tokens), tokens), back)
+    rows.defvjp(lambda table, tokens: (rows(table, tokens), tokens), rows_bwd)
     return rows(table, tokens)
 
 
 def image_places(start: jax.Array, num_tokens: int, length: int) -> jax.Array:
-    """Where in a row the visual tokens of pictures of one size go.
+    """Compute the sequence index of each visual token, for images of one size.
 
     Args:
-        start: i32[B, I], the place of a picture's first token; -1 is no picture.
-        num_tokens: of a picture.
-        length: T, of the row.
+        start: i32[B, I], sequence index of an image's first token; -1 is an unused slot.
+        num_tokens: visual tokens per image.
+        length: T, tokens of the sequence.
 
     Returns:
         i32[B, I * num_tokens], for :func:`place_tokens`.
     """
     index = start[:, :, None] + jnp.arange(num_tokens)
-    # Places of absent pictures lie past the row, each its own, and are dropped: a set with
+    # Tokens of unused slots get distinct indices past the sequence, and are dropped: a set with
     # unique indices has a gather for a gradient, never a scatter-add.
     beyond = length + jnp.arange(index.shape[1] * num_tokens).reshape(index.shape[1:])
     return jnp.where(start[:, :, None] >= 0, index, beyond).reshape(len(start), -1)
 
 
 def token_places(source: jax.Array, count: int) -> jax.Array:
-    """The other way round: from the feature of each token to the place of each feature.
+    """Invert a map from tokens to features: compute the sequence index of each feature.
 
     Args:
-        source: i32[B, T], each feature of the row at most once; below 0 is none.
-        count: Q, features of a row.
+        source: i32[B, T], the feature of each token, each feature at most once; below 0 is none.
+        count: Q, features per sequence.
 
     Returns:
-        i32[B, Q], for :func:`place_tokens`; features that no token holds lie past the row.
+        i32[B, Q], for :func:`place_tokens`; past the sequence for features that no token holds.
     """
     T = source.shape[1]
     at, beyond = jnp.arange(T), T + jnp.arange(count)
 
     def one_row(row: jax.Array) -> jax.Array:
-        where = jnp.where(row >= 0, row, count + at)
-        return beyond.at[where].set(at, mode="drop", unique_indices=True)
+        feature = jnp.where(row >= 0, row, count + at)
+        return beyond.at[feature].set(at, mode="drop", unique_indices=True)
 
     return jax.vmap(one_row)(source)
 
 
 def mix_tokens(x: jax.Array, visual: jax.Array, source: jax.Array, weight: jax.Array) -> jax.Array:
-    """Put weighted sums of visual tokens in the row, instead of what stands there.
+    """Replace embeddings of image tokens by weighted sums of visual tokens.
 
-    Several tokens may hold a part of the same feature, so the gradient is a scatter-add.
+    Several tokens may read the same visual token, so the gradient is a scatter-add.
 
     Args:
-        x: [B, T, D].
-        visual: [B, Q, D].
-        source: i32[B, T, K]; a token whose first is below 0 stays.
-        weight: f32[B, T, K].
+        x: [B, T, D] token embeddings.
+        visual: [B, Q, D] visual tokens.
+        source: i32[B, T, K] visual tokens to sum; a token whose first is below 0 is kept.
+        weight: f32[B, T, K] their weights.
 
     Returns:
         [B, T, D].
@@ -140,12 +140,13 @@ def mix_tokens(x: jax.Array, visual: jax.Array, source: jax.Array, weight: jax.A
 
 
 def place_tokens(x: jax.Array, visual: jax.Array, index: jax.Array) -> jax.Array:
-    """Put visual tokens at places in the row, instead of what stands there.
+    """Replace embeddings of image tokens by visual tokens.
 
     Args:
-        x: [B, T, D].
-        visual: [B, Q, D].
-        index: i32[B, Q]; each its own, and past the row where a token has no place.
+        x: [B, T, D] token embeddings.
+        visual: [B, Q, D] visual tokens.
+        index: i32[B, Q] their sequence indices, all distinct; past the sequence for a visual token
+            that is not used.
 
     Returns:
         [B, T, D].

@@ -1,4 +1,4 @@
-"""Who may attend to whom, described by what a kernel can use rather than as a matrix."""
+"""Attention masks, as per-token ids that kernels can use instead of a [T, S] matrix."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from jaxvlm.types import Batch
 
 
 class Mask(NamedTuple):
-    """A query attends to a key when
+    """Conditions under which a query attends to a key. All of them hold:
 
-    (same segment, or the key's segment is the query's parent) and
-    (the key is not later, or both are in one bidirectional group) and
-    (the key's position is less than ``window`` before the query's).
+    * segment: the key has the query's segment, or its segment is the query's parent;
+    * causal: the key is not after the query, or both are in one bidirectional group;
+    * sliding window: the key's position is less than ``window`` before the query's.
 
-    A window is measured in positions, not in places of the row: a packed child goes on where its
-    parent's positions end, so it sees what it would see in a row of its own.
+    A window is measured in rotary positions, not in indices of the packed sequence: the positions
+    of a child segment continue its parent's, so it attends to what it would in an unpacked
+    sequence.
 
-    ``None`` means that the condition is not in use. Segment 0 is padding: nothing else
-    attends to it.
+    ``None`` turns a condition off. Segment 0 is padding: no other token attends to it.
     """
 
     q_index: Any = None
-    """i32[1 or B, T]: place in the row; ``None`` is not causal."""
+    """i32[1 or B, T]: index in the sequence; ``None``: not causal."""
     k_index: Any = None
     """i32[1 or B, S]."""
     q_segment: Any = None
-    """i32[B, T]."""
+    """i32[B, T]: segment id."""
     k_segment: Any = None
     """i32[B, S]."""
     q_parent: Any = None
-    """i32[B, T]."""
+    """i32[B, T]: id of another segment that the query attends to; 0 is none."""
     q_group: Any = None
     """i32[B, T]: bidirectional group, 0 is none."""
     k_group: Any = None
     """i32[B, S]."""
     window: Any = None
-    """i32[]: positions that a query sees, its own counted; 0 is no limit."""
+    """i32[]: positions that a query attends to, its own included; 0 is no limit."""
     q_position: Any = None
-    """i32[B, T]; read where there is a window."""
+    """i32[B, T]: rotary position; read if there is a window."""
     k_position: Any = None
     """i32[B, S]."""
 
     far_groups: Any = None
-    """i32[]: 1 where a bidirectional group is seen beyond the window too."""
+    """i32[]: 1 if tokens of a bidirectional group attend to each other beyond the window too."""
 
     def dense(self) -> jax.Array | None:
-        """bool[1 or B, T, S], or ``None`` where everything is allowed."""
+        """Return the mask as bool[1 or B, T, S], or ``None`` if everything is allowed."""
         allowed = None
         if self.q_index is not None:
             allowed = self.q_index[:, :, None] >= self.k_index[:, None, :]
@@ -74,7 +74,7 @@ class Mask(NamedTuple):
 
 
 def batch_mask(batch: Batch) -> Mask:
-    """The decoder's mask over a batch's own tokens."""
+    """Return the decoder's mask for a batch of packed sequences."""
     index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
     return Mask(
         q_index=index,

@@ -1,4 +1,4 @@
-"""The MLP of ViT and decoder, plain or gated."""
+"""MLP of a transformer block, plain or gated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 import jax
 from flax import nnx
 
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
-from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -25,9 +25,9 @@ class MLP(nnx.Module):
     """``act(x W_in) W_out``, or ``(act(x W_gate) * x W_in) W_out`` when gated.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules.
-        spec: the block's; gated is SwiGLU-like (arXiv 2002.05202).
+        init: parameter initialization.
+        axes: mesh and sharding rules.
+        spec: dims and variants of the block; gated is SwiGLU-like (arXiv 2002.05202).
     """
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
@@ -41,7 +41,7 @@ class MLP(nnx.Module):
         self.b_out = param(init, (D,), ("norm",), zeros) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         act = ACTIVATIONS[self.activation]
         split = self.axes.splits_rows(x.shape[1])
         h = affine(x, self.w_in, self.b_in, split=split)  # BTD,DF->BTF

@@ -1,4 +1,4 @@
-"""A mixture of experts in an MLP's place: each token goes to its best few, and none is dropped."""
+"""Mixture of experts instead of an MLP: top-k routing that drops no token."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.nn.grouped import grouped_matmul, has_kernel
+from jaxvlm.nn.block_spec import BlockSpec
+from jaxvlm.nn.grouped_matmul import grouped_matmul, has_kernel
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.param import Init, contract, fan_in, param
-from jaxvlm.nn.spec import BlockSpec
-from jaxvlm.parallel.local import per_device
+from jaxvlm.parallel.per_device import per_device
 from jaxvlm.parallel.rules import Axes
 
-TOKEN = ("batch", "seq", "embed")  # of a token: its values, its experts, their shares
+TOKEN = ("batch", "seq", "embed")  # logical axes of hidden states, expert indices and weights
 
 
 class Routed(NamedTuple):
-    """How a layer's tokens were dealt out; sums over real tokens, so parts of a batch add up."""
+    """Router statistics of a layer; sums over non-padding tokens, which add over microbatches."""
 
     load: Any
-    """f32[E]: tokens that chose each expert."""
+    """f32[E]: number of tokens routed to each expert."""
     probability: Any
-    """f32[E]: the sum of each expert's probabilities, chosen or not; in all, the tokens."""
+    """f32[E]: sum of each expert's router probability over all tokens, whether routed to it or not;
+    the sum over experts is the number of tokens."""
 
 
 class MoE(nnx.Module):
-    """``sum_e p_e (act(x W_gate_e) * x W_in_e) W_out_e`` over a token's ``top`` experts.
+    """``sum_e p_e (act(x W_gate_e) * x W_in_e) W_out_e`` over a token's top experts.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules.
-        spec: the block's; ``mlp_dim`` is one expert's.
+        init: parameter initialization.
+        axes: mesh and sharding rules.
+        spec: dims and variants of the block; ``mlp_dim`` is the width of one expert.
 
     Source: Qwen3, arXiv 2505.09388; dropless by sorting: MegaBlocks, arXiv 2211.15841.
     """
@@ -48,7 +49,12 @@ class MoE(nnx.Module):
         self.w_out = param(init, (E, F, D), ("experts", "mlp", "embed"), fan_in(F))
 
     def __call__(self, x: jax.Array, real: jax.Array | None) -> tuple[jax.Array, Routed]:
-        """[B, T, D] -> [B, T, D], and what the router did where ``real`` (bool[B, T])."""
+        """Map [B, T, D] to [B, T, D]; return router statistics of tokens in ``real`` too.
+
+        Args:
+            x: [B, T, D] hidden states.
+            real: bool[B, T], tokens that are not padding; ``None``: all.
+        """
         split = self.axes.splits_rows(x.shape[1])
         logits = contract(x, self.router[...], 1, split)  # BTD,DE->BTE
         probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -96,60 +102,61 @@ def run_experts(
     kernel: bool = False,
     axis: str = "",
 ) -> jax.Array:
-    """Tokens sorted by expert, a grouped matmul, and back.
+    """Run a token's experts on it: sort tokens by expert, grouped matmuls, and sort back.
 
-    Where experts are split over devices, each gathers the others' tokens, lets its own experts
-    work on those that chose them, and sends each device the sum for its tokens. With as many
-    choices a token as devices that is what an all-to-all would send, and no token is dropped.
+    With expert parallelism each device all-gathers the tokens, runs its own experts on the tokens
+    routed to them, and reduce-scatters the results. With as many experts per token as devices this
+    sends as much as an all-to-all would, and no token is dropped.
 
     Args:
-        x: [B, T, D].
+        x: [B, T, D] hidden states.
         chosen: i32[B, T, top] experts of each token.
-        share: [B, T, top], what each contributes.
+        share: [B, T, top] router weights of these experts.
         w_gate: [E, D, F].
         w_in: [E, D, F].
         w_out: [E, F, D].
         activation: a name in ``ACTIVATIONS``.
-        kernel: see :func:`jaxvlm.nn.grouped.grouped_matmul`.
-        axis: the mesh axis that E is split over, and B with it; "" is none.
+        kernel: see :func:`jaxvlm.nn.grouped_matmul.grouped_matmul`.
+        axis: mesh axis that E is sharded over, as is B; "" is none.
 
     Returns:
         [B, T, D].
     """
-    own = w_gate.shape[0]
+    num_local = w_gate.shape[0]
     expert = chosen
     if axis:
         x, expert, share = (
             jax.lax.all_gather(each, axis, axis=0, tiled=True) for each in (x, chosen, share)
         )
-        expert = expert - jax.lax.axis_index(axis) * own
-        expert = jnp.where((expert >= 0) & (expert < own), expert, own)  # others lie behind
+        expert = expert - jax.lax.axis_index(axis) * num_local
+        # Tokens of other devices' experts are sorted after those of local ones.
+        expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     (B, T, D), top = x.shape, chosen.shape[2]
     expert = expert.reshape(-1)
     order = jnp.argsort(expert, stable=True)
-    back = jnp.argsort(order)
-    sizes = jnp.bincount(expert, length=own + 1).astype(jnp.int32)[:own]
+    inverse = jnp.argsort(order)
+    sizes = jnp.bincount(expert, length=num_local + 1).astype(jnp.int32)[:num_local]
     grouped = functools.partial(grouped_matmul, sizes=sizes, kernel=kernel, tail=bool(axis))
     copies = jnp.broadcast_to(x[:, :, None], (B, T, top, D)).reshape(-1, D)
-    rows = permute(copies, order, back)
+    rows = permute(copies, order, inverse)
     h = ACTIVATIONS[activation](grouped(rows, w_gate)) * grouped(rows, w_in)
-    y = permute(grouped(h, w_out), back, order)
+    y = permute(grouped(h, w_out), inverse, order)
     out = jnp.einsum("BTKD,BTK->BTD", y.reshape(B, T, top, D), share)
     return jax.lax.psum_scatter(out, axis, scatter_dimension=0, tiled=True) if axis else out
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    """``x[order]``; ``back`` undoes it, so that the gradient is a gather and no scatter."""
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Return ``x[order]``; with the ``inverse`` permutation, the gradient is a gather."""
     return x[order]
 
 
-def _permute_fwd(x: jax.Array, order: jax.Array, back: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x[order], back
+def _permute_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x[order], inverse
 
 
-def _permute_bwd(back: jax.Array, d_out: jax.Array) -> tuple[jax.Array, None, None]:
-    return d_out[back], None, None
+def _permute_bwd(inverse: jax.Array, d_out: jax.Array) -> tuple[jax.Array, None, None]:
+    return d_out[inverse], None, None
 
 
 permute.defvjp(_permute_fwd, _permute_bwd)

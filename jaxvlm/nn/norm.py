@@ -16,10 +16,10 @@ class RMSNorm(nnx.Module):
     """``x / rms(x) * scale`` (arXiv 1910.07467).
 
     Args:
-        init: source of parameters.
+        init: parameter initialization.
         width: D.
         eps: added to the mean square.
-        plus_one: the factor is ``1 + scale``, and is applied before the dtype is restored.
+        plus_one: multiply by ``1 + scale`` (Gemma), in float32 before the cast to ``x``'s dtype.
     """
 
     def __init__(self, init: Init, width: int, eps: float, plus_one: bool = False):
@@ -27,7 +27,7 @@ class RMSNorm(nnx.Module):
         self.scale = param(init, (width,), ("norm",), zeros if plus_one else ones)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D], the dtype kept."""
+        """Normalize [..., D] over D, in ``x``'s dtype."""
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.plus_one:
@@ -44,7 +44,7 @@ class LayerNorm(nnx.Module):
         self.bias = param(init, (width,), ("norm",), zeros)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] -> [..., D], the dtype kept."""
+        """Normalize [..., D] over D, in ``x``'s dtype."""
         y = x.astype(jnp.float32)
         y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
@@ -56,10 +56,10 @@ NORMS: dict[str, Any] = {
     "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
     "layer": LayerNorm,
 }
-"""Name -> norm of ``(init, width, eps)``."""
+"""Name -> norm layer, built with ``(init, width, eps)``."""
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """``x`` [..., E] at length 1 along its last dim; zeros stay zeros."""
+    """Scale ``x`` [..., E] to L2 norm 1 along its last dim; zeros stay zeros."""
     square = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))

@@ -14,7 +14,7 @@ from jaxvlm.config import RopeScaling
 
 
 class Rope(NamedTuple):
-    """The rotation of each token, computed once and used by every layer."""
+    """Cosines and sines of each token's rotation, computed once and used by every layer."""
 
     cos: jax.Array
     """f32[B, T, H/2]."""
@@ -33,19 +33,19 @@ def rope(
     sections: tuple[int, ...] = (),
     interleaved: bool = False,
 ) -> Rope:
-    """Rotation angles.
+    """Compute the rotation of each token.
 
     Args:
         positions: i32[B, R, T]; R = 1, or the number of sections.
         head_dim: H, even.
         theta: base of the wavelengths.
-        scaling: how they are stretched.
-        sections: how many of the H/2 wavelengths follow each row of positions; () is one row.
-        interleaved: the rows take turns (0 1 2 0 1 2 …) for as long as a section lasts, and what
-            remains follows row 0; else one section lies behind the other.
+        scaling: RoPE scaling of the wavelengths, for longer contexts.
+        sections: how many of the H/2 wavelengths use each row of positions; () is one row.
+        interleaved: wavelengths use the rows alternately (0 1 2 0 1 2 …) up to the length of a
+            section, and the remaining ones use row 0; else sections are consecutive.
 
     Raises:
-        ValueError: rows of positions that the sections do not fit.
+        ValueError: the number of rows of positions does not match the sections.
 
     Source: RoFormer, arXiv 2104.09864, eq. 15; sections: Qwen2-VL, arXiv 2409.12191, and
         Qwen3-VL, arXiv 2511.21631.
@@ -70,7 +70,7 @@ def rope(
 
 
 def section_rows(count: int, sections: tuple[int, ...], interleaved: bool) -> np.ndarray:
-    """i64[count]: the row of positions that each wavelength follows; see :func:`rope`."""
+    """Return i64[count], the row of positions that each wavelength uses; see :func:`rope`."""
     if not interleaved:
         return np.repeat(np.arange(len(sections)), sections)
     row = np.zeros(count, np.int64)
@@ -88,7 +88,7 @@ def _linear(theta: float, exponent: jax.Array, to: RopeScaling, _: jax.Array) ->
 
 
 def _dynamic(theta: float, exponent: jax.Array, to: RopeScaling, positions: jax.Array) -> jax.Array:
-    """A larger base as soon as the longest row outgrows what was trained on."""
+    """Increase the base once the longest sequence is longer than the training context."""
     head_dim = 2 * exponent.shape[0]
     longest = jnp.maximum(jnp.max(positions) + 1, to.original_length).astype(jnp.float32)
     growth = to.factor * longest / to.original_length - (to.factor - 1)
@@ -96,19 +96,19 @@ def _dynamic(theta: float, exponent: jax.Array, to: RopeScaling, positions: jax.
 
 
 def _llama3(theta: float, exponent: jax.Array, to: RopeScaling, _: jax.Array) -> jax.Array:
-    """Long wavelengths are stretched, short ones are not, those between partly.
+    """Stretch long wavelengths, keep short ones, and interpolate between the two.
 
     Source: Llama 3.1's reference code, ``apply_scaling``.
     """
     frequency = theta**-exponent
     turns = to.original_length * frequency / (2 * math.pi)
-    kept = (turns - to.low_factor) / (to.high_factor - to.low_factor)
-    kept = jnp.clip(kept, 0.0, 1.0)
-    return frequency * (kept + (1 - kept) / to.factor)
+    unscaled = (turns - to.low_factor) / (to.high_factor - to.low_factor)
+    unscaled = jnp.clip(unscaled, 0.0, 1.0)
+    return frequency * (unscaled + (1 - unscaled) / to.factor)
 
 
 def _yarn(theta: float, exponent: jax.Array, to: RopeScaling, _: jax.Array) -> jax.Array:
-    """As llama3, between two dims that turn ``beta_fast`` and ``beta_slow`` times.
+    """Interpolate as llama3 does, between dims that rotate ``beta_fast`` and ``beta_slow`` times.
 
     Source: YaRN, arXiv 2309.00071, section 3.2.
     """
@@ -134,19 +134,20 @@ SCALINGS: dict[str, Callable[[float, jax.Array, RopeScaling, jax.Array], jax.Arr
     "llama3": _llama3,
     "yarn": _yarn,
 }
-"""Kind -> frequencies f32[H/2] of (base, exponents f32[H/2], scaling, positions i32[B, R, T])."""
+"""Kind -> function (base, exponents f32[H/2], scaling, positions i32[B, R, T]) -> frequencies
+f32[H/2]."""
 
 
-def rotate(x: jax.Array, turn: Rope) -> jax.Array:
-    """Rotate the two halves of each head: Hugging Face's ``rotate_half`` layout.
+def rotate(x: jax.Array, rotation: Rope) -> jax.Array:
+    """Rotate queries or keys, in Hugging Face's ``rotate_half`` layout of the head dim.
 
     Args:
         x: [B, T, N, H].
-        turn: of the same B, T and H.
+        rotation: for the same B, T and H.
 
     Returns:
-        [B, T, N, H], the dtype kept; computed in float32.
+        [B, T, N, H] in ``x``'s dtype; computed in float32.
     """
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = turn.cos[:, :, None], turn.sin[:, :, None]
+    cos, sin = rotation.cos[:, :, None], rotation.sin[:, :, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

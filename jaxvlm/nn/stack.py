@@ -1,4 +1,4 @@
-"""A transformer block, and a scan over many of them."""
+"""A transformer block, and a stack of blocks run by a scan over layers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxvlm.config import ConfigError
 from jaxvlm.nn.attention import Attention, Context
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
-from jaxvlm.nn.kv import KVCache
+from jaxvlm.nn.kv_cache import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.moe import MoE, Routed
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init, constant, param
-from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.rules import Axes, shard
 
 
-class Side(NamedTuple):
-    """What a block gives besides the stream; with a leading dim L from a stack."""
+class BlockOutputs(NamedTuple):
+    """Outputs of a block in addition to hidden states; a stack's have a leading dim L."""
 
     kv: KVCache | None
-    """The KV cache with the new tokens in it."""
+    """KV cache with the new tokens appended."""
     routed: Routed | None
-    """Of a mixture of experts."""
+    """Router statistics of a mixture of experts."""
 
 
 class Block(nnx.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``; what is added may be normed too.
+    """Transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
-    With ``norm_after``: ``norm(x + attention(x))``, then ``norm(x + mlp(x))`` (arXiv 1706.03762).
+    With ``post_norms`` the outputs of attention and MLP have a norm as well. With ``norm_after``:
+    ``norm(x + attention(x))``, then ``norm(x + mlp(x))`` (arXiv 1706.03762).
     """
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec):
@@ -53,19 +54,19 @@ class Block(nnx.Module):
 
     def __call__(
         self, x: jax.Array, context: Context, kv: KVCache | None = None
-    ) -> tuple[jax.Array, Side]:
-        """[B, T, D] -> [B, T, D], and what else comes of it."""
+    ) -> tuple[jax.Array, BlockOutputs]:
+        """Map hidden states [B, T, D] to [B, T, D]; return the other outputs too."""
         after = self.norm_after
         y, kv = self.attn(x if after else self.norm1(x), context, kv)
-        x = x + self._dropped(_added(y, self.post_norm1, self.scale1), context, "attn")
+        x = x + self._dropout(_residual(y, self.post_norm1, self.scale1), context, "attn")
         x = self.norm1(x) if after else x
         y, routed = self._mlp(x if after else self.norm2(x), context)
-        x = x + self._dropped(_added(y, self.post_norm2, self.scale2), context, "mlp")
+        x = x + self._dropout(_residual(y, self.post_norm2, self.scale2), context, "mlp")
         x = self.norm2(x) if after else x
-        return shard(self.axes, x, "batch", "stream", "embed"), Side(kv, routed)
+        return shard(self.axes, x, "batch", "stream", "embed"), BlockOutputs(kv, routed)
 
-    def _dropped(self, y: jax.Array, context: Context, half: str) -> jax.Array:
-        return dropout(y, self.dropout, fold(context.noise, half)) if self.dropout else y
+    def _dropout(self, y: jax.Array, context: Context, name: str) -> jax.Array:
+        return dropout(y, self.dropout, fold(context.dropout_keys, name)) if self.dropout else y
 
     def _mlp(self, x: jax.Array, context: Context) -> tuple[jax.Array, Routed | None]:
         if not isinstance(self.mlp, MoE):
@@ -74,32 +75,32 @@ class Block(nnx.Module):
         return self.mlp(x, None if segment is None else segment > 0)
 
 
-def _added(y: jax.Array, norm: Any, scale: Any) -> jax.Array:
-    """What a half of a block adds to the stream."""
+def _residual(y: jax.Array, norm: Any, scale: Any) -> jax.Array:
+    """Apply post-norm and LayerScale to the output of attention or MLP."""
     y = y if norm is None else norm(y)
     return y if scale is None else y * scale[...].astype(y.dtype)
 
 
 class Local(NamedTuple):
-    """A second context, and which layers take it: sliding windows, another rotary base."""
+    """A second context for some layers: those with sliding windows or another RoPE base."""
 
     context: Context
-    """``None`` in the same places as the first one."""
+    """The second context; its fields are ``None`` where those of the first are."""
     pattern: tuple[bool, ...]
-    """True where a layer takes it; static, and repeated over the depth."""
+    """True for layers that use it; static, repeated over the depth."""
 
 
 class Stack(nnx.Module):
-    """``depth`` blocks, their parameters stacked on a leading dim and scanned over.
+    """``depth`` blocks with parameters stacked on a leading dim, run by a scan over layers.
 
-    A scan compiles one block's program whatever the depth.
+    The scan compiles one block, whatever the depth.
 
     Args:
-        init: source of parameters.
-        axes: mesh and rules.
-        spec: the block.
+        init: parameter initialization.
+        axes: mesh and sharding rules.
+        spec: dims and variants of the block.
         depth: L, at least 1.
-        remat: a name in :data:`REMAT`: what of a block is kept for the backward pass.
+        remat: a name in :data:`REMAT`: the activations of a block saved for the backward pass.
     """
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec, depth: int, remat: str):
@@ -116,41 +117,43 @@ class Stack(nnx.Module):
         local: Local | None = None,
         deep: jax.Array | None = None,
         first: jax.Array | None = None,
-    ) -> tuple[jax.Array, Side]:
-        """[B, T, D] -> [B, T, D] through all blocks; see :meth:`within`, and what it returns."""
+    ) -> tuple[jax.Array, BlockOutputs]:
+        """Run all blocks on hidden states [B, T, D]; arguments and results as :meth:`within`."""
         return self.within(context, local, deep)(x, kv, first=first)
 
     def within(
         self, context: Context, local: Local | None = None, deep: jax.Array | None = None
-    ) -> Callable[..., tuple[jax.Array, Side]]:
-        """What runs the blocks: however often it is called, a block is traced once.
+    ) -> Callable[..., tuple[jax.Array, BlockOutputs]]:
+        """Return a function that runs the blocks; a block is traced once over all of its calls.
 
         Args:
-            context: what the blocks share; closed over, so nothing of it is stacked.
-            local: what some layers share instead of ``context``.
-            deep: [K, B, T, D] what is added to the stream behind the first K blocks, one a block.
+            context: inputs shared by the blocks; closed over, so that they are not stacked.
+            local: a second context, for some of the layers.
+            deep: [K, B, T, D] added to the hidden states after the first K blocks, one per block
+                (DeepStack).
 
         Returns:
-            ``run(x, kv=None, skip_first=0, skip_last=0, first=None)``, [B, T, D] -> [B, T, D]:
-            the residual stream; caches with a leading dim L, or ``None``; blocks left out at the
-            start (they were run before) and at the end (a tower read before its last layers);
-            i32[] the number of the first block whose parameters are here, those of some of the
-            blocks in a row, ``None``: all are here.
+            ``run(x, kv=None, skip_first=0, skip_last=0, first=None)``, which maps hidden states
+            [B, T, D] to hidden states and :class:`BlockOutputs`. ``kv`` is a KV cache with a
+            leading dim L. ``skip_first`` blocks are left out at the start (they were run before),
+            ``skip_last`` at the end (an encoder whose features come from an earlier layer).
+            ``first``, i32[], is the number of the first block, if the parameters are those of
+            consecutive blocks of a larger stack (a pipeline stage); ``None``: of the whole stack.
         """
         graph, every = nnx.split(self.blocks)
 
         @functools.cache
         def block(is_local: bool) -> Any:
-            own = local.context if local is not None and is_local else context
+            default = local.context if local is not None and is_local else context
 
             def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
                 params, kv, chosen, i = layer
-                # All that follows depends on the named value alone, so that an offloaded one
-                # leaves nothing of the residual stream on the device.
+                # Everything below reads the named value only, so that when it is offloaded no copy
+                # of the residual stream stays on the device.
                 x = checkpoint_name(x, _BLOCK_INPUT)
-                shared = own if local is None else _choose(chosen, local.context, own)
-                if shared.noise is not None:
-                    shared = shared._replace(noise=fold(shared.noise, i))
+                shared = default if local is None else _choose(chosen, local.context, default)
+                if shared.dropout_keys is not None:
+                    shared = shared._replace(dropout_keys=fold(shared.dropout_keys, i))
                 x, side = nnx.merge(graph, params)(x, shared, kv)
                 return x if deep is None else x + _level(deep, i), side
 
@@ -162,17 +165,17 @@ class Stack(nnx.Module):
             skip_first: int = 0,
             skip_last: int = 0,
             first: jax.Array | None = None,
-        ) -> tuple[jax.Array, Side]:
+        ) -> tuple[jax.Array, BlockOutputs]:
             params, layers = every, range(skip_first, self.depth - skip_last)
             if len(layers) < self.depth:
                 params = jax.tree.map(lambda p: p[layers.start : layers.stop], params)
-            here = jnp.arange(jax.tree.leaves(params)[0].shape[0])
-            choice, is_local = _chosen(local, layers, here, first)
+            index = jnp.arange(jax.tree.leaves(params)[0].shape[0])
+            choice, is_local = _chosen(local, layers, index, first)
             # One scan, not one for the first blocks and one for the others: each would copy its
-            # part of all parameters.
+            # slice of all parameters.
             number = None
-            if deep is not None or context.noise is not None:
-                number = here if first is None else first + here
+            if deep is not None or context.dropout_keys is not None:
+                number = index if first is None else first + index
                 number = number + layers.start if layers.start else number
             return jax.lax.scan(block(is_local), x, (params, kv, choice, number))
 
@@ -180,30 +183,30 @@ class Stack(nnx.Module):
 
 
 def _chosen(
-    local: Local | None, layers: range, here: jax.Array, first: jax.Array | None
+    local: Local | None, layers: range, index: jax.Array, first: jax.Array | None
 ) -> tuple[jax.Array | None, bool]:
-    """Which of these layers are local, where not all are alike; and whether all are."""
+    """Return which layers use the local context, if only some do; and whether all do."""
     if local is None:
         return None, False
     each = [local.pattern[i % len(local.pattern)] for i in layers]
     if len(set(each)) == 1:
         return None, each[0]
     choice = jnp.asarray(each)
-    return (choice if first is None else choice[first + here]), False
+    return (choice if first is None else choice[first + index]), False
 
 
 def _level(deep: jax.Array, i: jax.Array) -> jax.Array:
-    """``deep[i]``, or zeros behind the last level."""
+    """Return ``deep[i]``, or zeros after the last level."""
     last = len(deep) - 1
-    found = jax.lax.dynamic_index_in_dim(deep, jnp.minimum(i, last), keepdims=False)
-    return jnp.where(i <= last, found, 0)
+    level = jax.lax.dynamic_index_in_dim(deep, jnp.minimum(i, last), keepdims=False)
+    return jnp.where(i <= last, level, 0)
 
 
 _BLOCK_INPUT = "block_input"
 
 
 def _choose(is_local: jax.Array | None, local: Context, context: Context) -> Context:
-    """One of two contexts, leaf by leaf; where both hold one array, that array."""
+    """Select one of two contexts, leaf by leaf; an array that both hold is passed through."""
     if is_local is None:
         return context
 
@@ -225,7 +228,7 @@ def _offload(body: Any) -> Any:
 
 REMAT: dict[str, Any] = {
     "none": lambda body: body,
-    # Matmuls with weights are kept; attention's products and all elementwise work are redone.
+    # Outputs of matmuls with weights are saved; attention and elementwise ops are recomputed.
     "dots": lambda body: jax.checkpoint(
         body,
         policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -234,4 +237,5 @@ REMAT: dict[str, Any] = {
     "full": lambda body: jax.checkpoint(body, prevent_cse=False),
     "offload": _offload,
 }
-"""Name -> what wraps a block. ``offload`` keeps each block's input in pinned host memory."""
+"""Name -> rematerialization of a block. ``offload`` saves each block's input in pinned host
+memory."""

@@ -1,4 +1,4 @@
-"""Which parameters are frozen, decayed, or learn at another rate: path patterns."""
+"""Path patterns of parameters, and the weight-decay mask."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def matches(path: str, patterns: Iterable[str]) -> bool:
 
 
 def check_patterns(field: str, patterns: Sequence[str], paths: Iterable[str]) -> None:
-    """Refuse a pattern that no parameter matches: it would silently do nothing.
+    """Refuse a pattern that no parameter matches: it would silently have no effect.
 
     Raises:
-        ConfigError: the pattern, and the parameters' leading names.
+        ConfigError: names the pattern, and the parameters' top-level names.
     """
     paths = list(paths)
     for pattern in patterns:
@@ -30,14 +30,14 @@ def check_patterns(field: str, patterns: Sequence[str], paths: Iterable[str]) ->
 def decayed(
     logical: dict[str, Logical], decay: Sequence[str], no_decay: Sequence[str]
 ) -> dict[str, bool]:
-    """Which parameters weight decay applies to: matrices between widths, and what is asked for.
+    """Return the weight-decay mask: matrices, and what ``decay`` adds.
 
-    Norms, biases, embeddings and positions are left alone.
+    Norms, biases, embeddings and positions are not decayed by default.
 
     Args:
-        logical: path -> words.
-        decay: patterns to decay besides.
-        no_decay: patterns never to decay.
+        logical: path -> logical axes.
+        decay: patterns of further parameters to decay.
+        no_decay: patterns of parameters never to decay.
     """
 
     def is_matrix(path: str, words: Logical) -> bool:
@@ -52,5 +52,5 @@ def decayed(
 
 
 def _bias(words: Sequence[str]) -> bool:
-    """A bias of split heads has two dims and no input."""
+    """Whether the axes are those of a bias of split heads, which has two dims but no input."""
     return tuple(words) in (("heads", "head_dim"), ("kv_heads", "head_dim"))

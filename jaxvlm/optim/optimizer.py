@@ -1,4 +1,4 @@
-"""AdamW with decoupled decay, clipping and per-module rates."""
+"""AdamW with decoupled weight decay, gradient clipping and learning-rate multipliers."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def make_optimizer(
     logical: dict[str, Logical],
     used_layers: Mapping[str, int] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer over the trainable parameters.
+    """Build the optimizer over the trainable parameters.
 
     Args:
-        config: rates, decay, clipping.
+        config: learning rates, weight decay, clipping.
         schedule: step -> learning rate.
-        logical: trainable path -> words; decides what is decayed.
-        used_layers: path pattern of a stack -> how many of its layers are run. Those behind have
-            no gradient, and are kept from decay too.
+        logical: trainable path -> logical axes; decides which parameters are decayed.
+        used_layers: path pattern of a stack -> how many of its layers are run. Layers after these
+            have no gradient, and no weight decay either.
 
     Returns:
-        An optax transformation over ``{path: array}``, all trainable parameters or some: then
-        ``update`` is told the ``global_norm`` f32[] of all gradients.
+        An optax transformation over ``{path: array}``, all trainable parameters or a part of them;
+        with a part, ``update`` needs the ``global_norm`` f32[] of all gradients.
 
     Raises:
-        ConfigError: a pattern that matches nothing.
+        ConfigError: a pattern that matches no parameter.
     """
     check_patterns("config.optim.decay", config.decay, logical)
     check_patterns("config.optim.no_decay", config.no_decay, logical)
     decays = decayed(logical, config.decay, config.no_decay)
-    scaled = [pattern for pattern, _ in config.learning_rate_scale]
-    check_patterns("config.optim.learning_rate_scale", scaled, logical)
-    # A stage in either case: a run may be resumed with clipping switched on or off.
-    clip = _clip(config.clip_norm) if config.clip_norm else optax.identity()
+    scaled = [pattern for pattern, _ in config.lr_multipliers]
+    check_patterns("config.optim.lr_multipliers", scaled, logical)
+    # Present in either case, so that a run can be resumed with clipping switched on or off.
+    clip = _clip(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     parts = [
         clip,
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
@@ -52,15 +52,15 @@ def make_optimizer(
         ),
         optax.scale_by_learning_rate(schedule),
     ]
-    if config.learning_rate_scale:
-        parts.append(_scale_by_path(config.learning_rate_scale))
+    if config.lr_multipliers:
+        parts.append(_scale_by_path(config.lr_multipliers))
     if used_layers:
         parts.append(_keep_unused(used_layers))
     return optax.chain(*parts)
 
 
 def _clip(most: float) -> optax.GradientTransformationExtraArgs:
-    """``optax.clip_by_global_norm`` by a norm that may be of more gradients than are here."""
+    """``optax.clip_by_global_norm``, by a norm that may include gradients not passed here."""
 
     def update(
         updates: Params, state: Any, _params: Any = None, *, global_norm: Any = None, **_: Any
@@ -73,7 +73,7 @@ def _clip(most: float) -> optax.GradientTransformationExtraArgs:
 
 
 def _keep_unused(used_layers: Mapping[str, int]) -> optax.GradientTransformation:
-    """No update for layers that are not run: decay alone would wear them away."""
+    """Zero the updates of layers that are not run: weight decay alone would shrink them."""
 
     def kept(path: str, update: jax.Array) -> jax.Array:
         used = next((n for pattern, n in used_layers.items() if matches(path, (pattern,))), None)
@@ -86,7 +86,7 @@ def _keep_unused(used_layers: Mapping[str, int]) -> optax.GradientTransformation
 
 
 def _scale_by_path(scales: tuple[tuple[str, float], ...]) -> optax.GradientTransformation:
-    """Multiply updates, decay included, by the factor of the first pattern that matches."""
+    """Multiply updates, weight decay included, by the factor of the first matching pattern."""
 
     def factor(path: str) -> float:
         return next((value for pattern, value in scales if matches(path, (pattern,))), 1.0)
@@ -98,10 +98,10 @@ def _scale_by_path(scales: tuple[tuple[str, float], ...]) -> optax.GradientTrans
 
 
 def split_frozen(params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
-    """``(trainable, frozen)`` parts of a flat dict.
+    """Split a flat dict of parameters into ``(trainable, frozen)``.
 
     Raises:
-        ConfigError: a pattern that matches nothing.
+        ConfigError: a pattern that matches no parameter.
     """
     check_patterns("config.optim.frozen", patterns, params)
     frozen = {path: x for path, x in params.items() if matches(path, patterns)}

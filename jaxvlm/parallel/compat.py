@@ -1,8 +1,7 @@
-"""The few places where JAX offers no public name, all in one file.
+"""Uses of JAX's private API, all in one file.
 
-``jax.distributed`` keeps its key-value store to itself; Orbax reaches for it in the same way. A
-scan's equation says how its inputs are divided in a form of each version's own.
-Checked with jax 0.10.2 and 0.12.0.
+``jax.distributed`` has no public access to its key-value store; Orbax uses it in the same way. How
+a scan's equation divides its inputs differs between versions. Checked with jax 0.10.2 and 0.12.0.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from jax._src import distributed
 
 
 def scan_inputs(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants and carries a scan's equation takes, from its parameters."""
+    """Return the numbers of constants and carries of a scan's equation, from its parameters."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carries, _ = params["ft_in"].unpack()  # jax 0.12
@@ -21,21 +20,21 @@ def scan_inputs(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def coordinator_host() -> str:
-    """The host part of the coordinator's address, brackets of IPv6 dropped."""
+    """Return the host part of the coordinator's address, without the brackets of IPv6."""
     address = distributed.global_state.coordinator_address or ""
     return address.rsplit(":", 1)[0].strip("[]")
 
 
 def put(key: str, value: str) -> None:
-    """Stores a value where every process can read it."""
+    """Store a value in the key-value store that every process can read."""
     _client().key_value_set(key, value)
 
 
 def get(key: str, timeout_s: float) -> str:
-    """The value, waiting until some process has put it.
+    """Return a value of the key-value store; blocks until some process has put it.
 
     Raises:
-        RuntimeError: nobody did within ``timeout_s`` seconds.
+        RuntimeError: no process put it within ``timeout_s`` seconds.
     """
     return _client().blocking_key_value_get(key, int(timeout_s * 1000))
 

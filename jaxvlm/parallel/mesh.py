@@ -1,4 +1,4 @@
-"""Device meshes from a config field."""
+"""Device meshes: build a ``jax.sharding.Mesh`` from ``config.mesh``."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from jax.experimental import mesh_utils
 
 from jaxvlm.config import ConfigError, MeshConfig
 
-AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")
-"""Mesh axes, slowest links first."""
+AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+"""Mesh axes, from the slowest links to the fastest."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
-"""The mesh axes that batch rows are split over."""
+"""The mesh axes that the batch dimension is sharded over."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """A mesh of ``config``'s shape.
+    """Build the device mesh that ``config`` describes.
 
     Args:
-        config: devices along each axis; one may be -1, which takes all that are left.
-        devices: which devices; all of them if ``None``.
+        config: number of devices along each axis; one axis may be -1 and takes the remaining
+            devices.
+        devices: the devices to use; all of them if ``None``.
 
     Returns:
-        A mesh with the axes :data:`AXES`, of type Auto: the compiler completes shardings.
+        A mesh with the axes :data:`AXES`, of type Auto: the compiler propagates shardings.
 
     Raises:
-        ConfigError: the shape does not use exactly the devices there are.
+        ConfigError: the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     sized = resolved(config, len(devices))
     shape = tuple(getattr(sized, axis) for axis in AXES)
-    # Explicit axes are JAX's new default; Auto is named here, once (optax's losses need it).
+    # JAX's new default is Explicit axes; optax's losses need Auto.
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     slices = num_hosts(devices)
     if devices[0].platform == "tpu" and slices > 1:
         if shape[0] % slices:
             raise ConfigError(
-                f"config.mesh.data={shape[0]} is not a multiple of the {slices} slices: the slow "
-                "links between them are for data alone"
+                f"config.mesh.data={shape[0]} is not a multiple of the {slices} TPU slices: only "
+                "the data axis may cross the slow links between slices"
             )
         inside, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
         grid = mesh_utils.create_hybrid_device_mesh(
@@ -50,7 +51,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
         return jax.sharding.Mesh(grid, AXES, axis_types=auto)
     if devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(  # knows the torus
+        grid = mesh_utils.create_device_mesh(  # follows the physical torus
             shape, devices, allow_split_physical_axes=True
         )
         return jax.sharding.Mesh(grid, AXES, axis_types=auto)
@@ -58,30 +59,33 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def num_hosts(devices: Sequence[Any]) -> int:
-    """Groups of devices with fast links among them: slices of a TPU, else processes."""
+    """Count groups of devices with fast links among them: slices on TPU, processes elsewhere."""
     if devices[0].platform == "tpu":
         return len({getattr(device, "slice_index", 0) for device in devices})
     return len({device.process_index for device in devices})
 
 
 def mesh_text(mesh: jax.sharding.Mesh) -> str:
-    """Its axes, for people."""
+    """Format the mesh's axes and sizes, e.g. ``data=2 x fsdp=4``."""
     return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
-    """How many parts batch rows are split into."""
+    """Return the number of shards of the batch dimension."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def shards_here(mesh: jax.sharding.Mesh) -> int:
-    """Likewise, by the compiler: without the axes of a ``shard_map`` around."""
+    """Return the number of batch shards that the compiler makes.
+
+    Inside of a ``shard_map``, its manual axes are left out.
+    """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis not in manual)
 
 
 def _nearest(sizes: Sequence[int], num_devices: int) -> str:
-    """What the first axis that can mend it would have to be."""
+    """Suggest a size for the first axis that can make the mesh fit ``num_devices``."""
     for axis, size in zip(AXES, sizes):
         others = math.prod(n for a, n in zip(AXES, sizes) if a != axis and n > 0)
         if size > 1 and num_devices % others == 0:
@@ -91,25 +95,27 @@ def _nearest(sizes: Sequence[int], num_devices: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """Return the divisors of ``number``, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def nearest_divisor(number: int, to: int) -> int:
-    """The divisor of ``number`` that is nearest to ``to``."""
+    """Return the divisor of ``number`` that is nearest to ``to``."""
     return min(divisors(number), key=lambda n: abs(n - to))
 
 
 def resolved(config: MeshConfig, num_devices: int) -> MeshConfig:
-    """``config`` with a number in the place of -1.
+    """Replace the -1 in ``config`` by the number of devices that it stands for.
 
     Raises:
-        ConfigError: the sizes do not use exactly ``num_devices``.
+        ConfigError: the product of the sizes is not ``num_devices``.
     """
     sizes = [getattr(config, axis) for axis in AXES]
     text = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes))
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
-        raise ConfigError(f"config.mesh ({text}): sizes are positive; one may be -1 (the rest)")
+        raise ConfigError(
+            f"config.mesh ({text}): sizes must be positive; one may be -1 (all remaining devices)"
+        )
     known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and num_devices % known == 0:
         sizes[sizes.index(-1)] = num_devices // known

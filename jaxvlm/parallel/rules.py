@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis lies on."""
+"""Sharding rules: which mesh axes each logical axis of a parameter or activation is split over."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ PARAMETERS: dict[str, Place] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "vocab": ("tensor", "stage"),
+    "vocab": ("tensor", "pipeline"),
     "experts": "expert",
-    "norm": None,  # vectors of a norm or an output bias: too small to be worth a gather
+    "norm": None,  # scales of a norm or an output bias: too small to be worth an all-gather
     "patch": None,  # pixels of a patch, or of a convolution's window
     "position": None,
-    "rank": None,  # of a low-rank adapter
+    "rank": None,  # the rank of a low-rank adapter
 }
-"""Parameters: Megatron pairs over ``tensor``, everything wide over ``fsdp``."""
+"""Rules for parameters: Megatron's column- and row-parallel pairs over ``tensor``, model width
+over ``fsdp``."""
 
 ACTIVATIONS: dict[str, Place] = {
     "batch": BATCH_AXES,
     "seq": "context",
-    "stream": "context",  # as seq, between blocks
-    "row": None,  # a whole row of tokens
+    "stream": "context",  # the sequence dim of the residual stream, between blocks
+    "row": None,  # the sequence dim where all of a sequence's tokens are needed
     "embed": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "vocab": ("tensor", "stage"),
+    "vocab": ("tensor", "pipeline"),
     "experts": "expert",
 }
-"""Activations: rows over the data axes, their tokens over ``context``, heads and MLP width over
-``tensor``."""
+"""Rules for activations: the batch over the batch axes, tokens of a sequence over ``context``,
+heads and MLP width over ``tensor``."""
 WHOLE_ROWS: dict[str, Place] = {
     **ACTIVATIONS,
     "seq": None,
@@ -59,36 +60,39 @@ WHOLE_ROWS: dict[str, Place] = {
     "heads": ("context", "tensor"),
     "kv_heads": ("context", "tensor"),
 }
-"""Inside of Ulysses' attention (arXiv 2309.14509): rows are whole, and heads are split more."""
-PICTURES: dict[str, Place] = {
+"""Rules inside of Ulysses attention (arXiv 2309.14509): sequences are not split; heads are split
+over ``context`` too."""
+IMAGES: dict[str, Place] = {
     **ACTIVATIONS,
-    "batch": (*BATCH_AXES, "context", "stage"),
+    "batch": (*BATCH_AXES, "context", "pipeline"),
     "seq": None,
     "stream": None,
 }
-"""Of a tower that takes pictures one by one: they are dealt over ``context`` and ``stage`` too."""
-PACKED: dict[str, Place] = {**ACTIVATIONS, "batch": (*BATCH_AXES, "stage")}
-"""Of a tower that takes rows of packed patches: rows are dealt over ``stage`` too."""
+"""Rules of a vision encoder that takes images one by one: images are split over ``context`` and
+``pipeline`` too."""
+PACKED: dict[str, Place] = {**ACTIVATIONS, "batch": (*BATCH_AXES, "pipeline")}
+"""Rules of a vision encoder that takes sequences of packed patches: sequences are split over
+``pipeline`` too."""
 
 
 _LEFT_OUT = {
-    "batch": ("stage", "context"),
+    "batch": ("pipeline", "context"),
     "seq": ("context",),
     "stream": ("tensor", "context"),
     "kv_heads": ("tensor",),
-    "vocab": ("stage",),
+    "vocab": ("pipeline",),
 }
-"""Word -> the mesh axes that a dim need not be a multiple of, those to be left out first first."""
+"""Logical axis -> mesh axes that are left out, in this order, where they do not divide the dim."""
 
 
 def split_over(axes: tuple[str, ...], cut: bool = False) -> tuple[tuple[str, Place], ...]:
-    """:data:`PARAMETERS` with wide dims split over ``axes`` of the batch instead of ``fsdp``.
+    """Return :data:`PARAMETERS` with model width split over ``axes`` instead of ``fsdp``.
 
     Args:
-        axes: of the mesh.
-        cut: whether the tower's layers are a pipeline's.
+        axes: batch axes of the mesh.
+        cut: whether the submodel's layers are split over the stages of a pipeline.
     """
-    own: dict[str, Place] = {"embed": axes or None, "layers": "stage" if cut else None}
+    own: dict[str, Place] = {"embed": axes or None, "layers": "pipeline" if cut else None}
     return tuple({**PARAMETERS, **own}.items())
 
 
@@ -96,7 +100,7 @@ _QUIET = contextvars.ContextVar("quiet", default=False)
 
 
 def say_once(line: str) -> None:
-    """Log what holds for the whole run, however often it is traced."""
+    """Log a line once per process, however often the code that logs it is traced."""
     if not _QUIET.get():
         _say(line)
 
@@ -108,7 +112,7 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it nothing is said: of a trace that is not run."""
+    """Context manager that silences :func:`say_once`, for traces that are never run."""
     before = _QUIET.set(True)
     try:
         yield
@@ -118,34 +122,36 @@ def quiet() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """A mesh and the rules of one tower, kept by each module. Static and hashable."""
+    """A mesh and the sharding rules of one submodel, held by each module. Static and hashable."""
 
     mesh: jax.sharding.Mesh
     parameters: tuple[tuple[str, Place], ...] = tuple(PARAMETERS.items())
     activations: tuple[tuple[str, Place], ...] = tuple(ACTIVATIONS.items())
     context: str = "gather"
-    """How split rows attend; see :class:`jaxvlm.config.StrategyConfig`."""
+    """Attention over split sequences; see :class:`jaxvlm.config.StrategyConfig`."""
 
     @property
     def platform(self) -> str:
-        """``cpu``, ``gpu`` or ``tpu``: where this tower runs."""
+        """The platform that this submodel runs on: ``cpu``, ``gpu`` or ``tpu``."""
         return self.mesh.devices.flat[0].platform
 
     def parameter(self, name: str, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of parameter ``name``; key heads fewer than ``tensor`` are whole.
+        """Return the sharding of parameter ``name``.
+
+        Key/value heads are replicated where there are fewer of them than ``tensor``.
 
         Raises:
-            ConfigError: a word without a rule, two dims on one mesh axis, or a dim that its
-                mesh axes do not divide.
+            ConfigError: a logical axis without a rule, two dims on one mesh axis, or a dim that
+                its mesh axes do not divide.
         """
         rules = dict(self.parameters)
         return self._sharding(name, logical, shape, self._fitting(rules, logical, shape))
 
     def activation(self, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
-        """The sharding of an activation; raises like :meth:`parameter`.
+        """Return the sharding of an activation; raises like :meth:`parameter`.
 
-        Tokens that ``context`` or ``tensor`` does not divide (a class token's row, one new token)
-        are not split over it.
+        A sequence dim that ``context`` or ``tensor`` does not divide (patches and a class token,
+        a single decoded token) is not split over that axis.
         """
         rules = dict(self.activations)
         return self._sharding("an activation", logical, shape, self._fitting(rules, logical, shape))
@@ -153,13 +159,13 @@ class Axes:
     def _fitting(
         self, rules: dict[str, Place], logical: Logical, shape: tuple[int, ...]
     ) -> dict[str, Place]:
-        """``rules`` without the axes of :data:`_LEFT_OUT` that do not divide a dim."""
+        """Drop from ``rules`` the axes of :data:`_LEFT_OUT` that do not divide a dim."""
         for word, size in zip(logical, shape):
             for axis in _LEFT_OUT.get(word, ()):
                 axes = _as_tuple(rules.get(word))
                 if axis in axes and size % math.prod(map(self._size, axes)):
                     if size > 1 and self._size(axis) > 1:
-                        say_once(f"{word!r} of {size}: whole on each device of {axis!r}")
+                        say_once(f"{word!r} of {size}: replicated over mesh axis {axis!r}")
                     rules[word] = tuple(a for a in axes if a != axis) or None
         return rules
 
@@ -169,11 +175,11 @@ class Axes:
         return parts > 1 and dict(self.activations)["seq"] == "context" and length % parts == 0
 
     def mesh_axes(self, word: str) -> tuple[str, ...]:
-        """The mesh axes that an activation's ``word`` is split over."""
+        """Return the mesh axes that an activation's logical axis ``word`` is split over."""
         return tuple(a for a in _as_tuple(dict(self.activations)[word]) if self._size(a) > 1)
 
     def _size(self, axis: str) -> int:
-        """Devices that the compiler may split over: one where a ``shard_map`` around has them."""
+        """Devices that the compiler may split over: 1 for manual axes of an outer ``shard_map``."""
         return 1 if axis in jax.sharding.get_abstract_mesh().manual_axes else self.mesh.shape[axis]
 
     def _sharding(
@@ -181,7 +187,7 @@ class Axes:
     ) -> NamedSharding:
         if len(logical) != len(shape):
             raise ConfigError(
-                f"{name}: {len(shape)} dims {shape} but {len(logical)} words {logical}"
+                f"{name}: {len(shape)} dims {shape} but {len(logical)} logical axes {logical}"
             )
         used: dict[str, str] = {}
         places: list[Place] = []
@@ -206,17 +212,17 @@ class Axes:
                 )
             split = tuple(a for a in axes if self._size(a) > 1)
             places.append(split if len(split) > 1 else next(iter(split), None))
-        around = jax.sharding.get_abstract_mesh()  # says which axes a shard_map around has
+        around = jax.sharding.get_abstract_mesh()  # has the manual axes of an outer shard_map
         return NamedSharding(self.mesh if around.empty else around, PartitionSpec(*places))
 
 
 def shard(axes: Axes, x: jax.Array, *logical: str) -> jax.Array:
-    """``x``, its layout pinned by the meaning of its dims.
+    """Constrain the sharding of an activation by its logical axes.
 
     Args:
-        axes: the tower's mesh and rules.
+        axes: the submodel's mesh and rules.
         x: an activation, any dtype.
-        *logical: one word a dim of ``x``.
+        *logical: one logical axis for each dim of ``x``.
     """
     if axes.mesh.size == 1:
         return x

@@ -1,4 +1,4 @@
-"""Shardings of whole trees, and global arrays from each process's rows."""
+"""Shardings of parameter and state trees, and global arrays from each process's local batch."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ Rows = TypeVar("Rows", Batch, Pairs)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """Return the sharding of a value that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of every field of a Batch: rows over the data axes."""
+    """Return the sharding of every field of a Batch: the leading dim over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """The rows of the global batch that this process's devices hold.
+    """Return the indices into the global batch that this process's devices hold.
 
     Args:
-        mesh: the mesh.
-        batch_size: rows of the global batch.
+        mesh: the device mesh.
+        batch_size: packed sequences (or pairs) of the global batch.
 
     Returns:
-        i64[rows], ascending.
+        i64[local batch], ascending.
 
     Raises:
-        ConfigError: the mesh's data axes do not divide ``batch_size``.
+        ConfigError: ``batch_size`` is not divisible by the product of the mesh's batch axes.
     """
     shards = batch_shards(mesh)
     if batch_size % shards:
         raise ConfigError(
-            f"config.data.batch_size={batch_size} is not divisible by the {shards} parts of "
-            f"mesh axes {'×'.join(BATCH_AXES)}; take {_near(batch_size, shards)}"
+            f"config.data.batch_size={batch_size} is not divisible by the {shards} shards of "
+            f"mesh axes {'×'.join(BATCH_AXES)}; set it to {_near(batch_size, shards)}"
         )
     index = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
     parts = [where[0] for where in index.values() if where is not None]
@@ -52,21 +52,21 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
 
 
 def _near(size: int, parts: int) -> str:
-    """The multiples of ``parts`` around ``size``."""
+    """Format the multiples of ``parts`` next to ``size``."""
     below = size // parts * parts
     return f"{below} or {below + parts}" if below else str(parts)
 
 
 def to_global(mesh: Mesh, local: Rows, batch_size: int) -> Rows:
-    """This process's rows as its part of the global batch.
+    """Build the global batch from each process's local part of it.
 
     Args:
-        mesh: the mesh.
-        local: numpy fields, the rows of :func:`local_rows` in order.
-        batch_size: rows of the global batch.
+        mesh: the device mesh.
+        local: numpy fields; the sequences of :func:`local_rows`, in order.
+        batch_size: packed sequences (or pairs) of the global batch.
 
     Returns:
-        The same as global ``jax.Array``s.
+        The batch with global ``jax.Array``s as fields.
     """
     sharding = batch_sharding(mesh)
 
@@ -77,14 +77,14 @@ def to_global(mesh: Mesh, local: Rows, batch_size: int) -> Rows:
 
 
 def follow(tree: Any, like: dict[str, NamedSharding], mesh: Mesh) -> Any:
-    """Shardings of an optimizer state: a leaf of a parameter's name and shape lies as it does.
+    """Return shardings of an optimizer state: moments get the sharding given for their parameter.
 
-    ``jax.jit(tx.init)`` would replicate the moments, so they are named here.
+    ``jax.jit(tx.init)`` alone would replicate the moments, so their shardings are explicit.
 
     Args:
         tree: the state as ShapeDtypeStructs (``jax.eval_shape(tx.init, params)``).
         like: parameter path -> sharding.
-        mesh: for all other leaves, which are replicated.
+        mesh: the mesh on which all other leaves are replicated.
     """
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -95,17 +95,17 @@ def follow(tree: Any, like: dict[str, NamedSharding], mesh: Mesh) -> Any:
 
 
 def constrain(shardings: Mapping[str, NamedSharding]) -> Callable[[Params], Params]:
-    """A function that pins where parameters, or their gradients, lie.
+    """Return a function that constrains parameters, or their gradients, to ``shardings``.
 
     Args:
-        shardings: by path; of more paths than it will be given.
+        shardings: sharding by parameter path; may have more paths than the function is given.
     """
 
     def one(path: str, x: jax.Array) -> jax.Array:
         wanted, around = shardings[path], jax.sharding.get_abstract_mesh()
         if wanted.mesh.size == 1:
             return x
-        if not around.empty:  # a shard_map, over axes that ``wanted`` does not name
+        if not around.empty:  # inside of a shard_map over axes that ``wanted`` does not name
             wanted = NamedSharding(around, wanted.spec)
         return jax.lax.with_sharding_constraint(x, wanted)
 
@@ -113,22 +113,22 @@ def constrain(shardings: Mapping[str, NamedSharding]) -> Callable[[Params], Para
 
 
 HOST = "pinned_host"
-"""The kind of memory that a device can read and is not its own."""
+"""JAX's memory kind of host memory that a device can read (host offload)."""
 
 
 def to_device(tree: Any) -> Any:
-    """``tree`` with what lies in host memory brought to the devices, inside of ``jit``."""
+    """Copy leaves in host memory to device memory; to be called inside of ``jit``."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
 def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:
-    """The rows of a global array that this process answers for: each row belongs to one.
+    """Return the examples of a global array that this process owns; each has exactly one owner.
 
     Args:
-        x: [B, ...] with the batch's sharding; copies on other devices are left out.
+        x: [B, ...] with the batch's sharding; replicas other than the first are skipped.
 
     Returns:
-        global row -> numpy row.
+        Global index in the batch -> numpy array of that example.
     """
     rows: dict[int, np.ndarray] = {}
     for part in x.addressable_shards:
@@ -139,12 +139,12 @@ def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:
 
 
 def sum_over_processes(x: np.ndarray) -> np.ndarray:
-    """The sum of each process's ``x`` f64[n], on every process."""
+    """All-reduce over processes: the sum of each process's ``x`` f64[n], on every process."""
     if jax.process_count() == 1:
         return x
     from jax.experimental import multihost_utils
 
-    # Two float32 halves carry a float64's counts exactly up to 2**48.
+    # Two float32 parts carry a float64's counts exactly up to 2**48.
     high = x.astype(np.float32)
     halves = np.stack([high, (x - high).astype(np.float32)])
     return np.asarray(multihost_utils.process_allgather(halves), np.float64).sum(axis=(0, 1))

@@ -1,4 +1,4 @@
-"""Strategies by the names that users know: which mesh, and what lies split over its axes."""
+"""Parallelism presets (ddp, zero1, fsdp, ...): the mesh, and what is sharded over its axes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from typing import Any
 
 import jax
 
-from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
+from jaxvlm.config import (
+    GRAD_REDUCE_BITS,
+    PARAM_GATHER_DTYPES,
+    ConfigError,
+    MeshConfig,
+    StrategyConfig,
+)
+from jaxvlm.parallel.grad_reduce import ORDER
 from jaxvlm.parallel.mesh import num_hosts, resolved
-from jaxvlm.parallel.reduce import BITS, ORDER
-from jaxvlm.parallel.schedule import SCHEDULES
+from jaxvlm.parallel.pipeline.schedule import SCHEDULES
 
 CONTEXTS = ("gather", "ring", "ulysses")
-# fsdp first: a shard of both is a piece of a shard of fsdp, so that gathering over data alone
-# moves nothing else.
+# fsdp first: a shard over both axes is then a piece of an fsdp shard, so that an all-gather over
+# data alone moves nothing else.
 _ALL, _INNER, _NONE = ORDER, ("fsdp",), ()
-_FIELDS = ("params", "gathered", "gradients", "optimizer")
+_FIELDS = ("params", "all_gathered", "gradients", "optimizer")
 _NOT_SET = MeshConfig()
 _TWO_LEVELS = ("hybrid_shard", "hpz")
 
@@ -25,34 +31,35 @@ _TWO_LEVELS = ("hybrid_shard", "hpz")
 def resolve(
     strategy: StrategyConfig, mesh: MeshConfig, devices: Sequence[Any]
 ) -> tuple[MeshConfig, StrategyConfig]:
-    """The mesh and the split that settings ask for.
+    """Resolve a preset and a mesh into explicit sizes and shardings.
 
     Args:
-        strategy: a preset's name, or fields of one's own.
-        mesh: the preset's axis takes all devices that the mesh does not give to others.
-        devices: of the run, or what stands for them (``plan.absent``).
+        strategy: a preset's name, or explicit fields without a name.
+        mesh: sizes of axes; the preset's axis takes all devices that no other axis takes.
+        devices: the run's devices, or abstract ones (``jaxvlm.planner``'s abstract devices).
 
     Returns:
         Both with the preset filled in; resolving them again changes nothing.
 
     Raises:
-        ConfigError: an unknown name, fields or a mesh that contradict it, or a split that is none.
+        ConfigError: an unknown name, fields or a mesh that contradict the preset, or shardings
+            that contradict each other.
     """
     where = "config.strategy"
     if strategy.name:
         if strategy.name not in PRESETS:
             known = ", ".join(PRESETS)
             raise ConfigError(f"{where}.name={strategy.name!r}; known: {known}")
-        made = PRESETS[strategy.name]
+        preset = PRESETS[strategy.name]
         default = StrategyConfig()
         for field in _FIELDS:
-            given, wanted = getattr(strategy, field), getattr(made, field)
+            given, wanted = getattr(strategy, field), getattr(preset, field)
             if given not in (getattr(default, field), wanted):
                 raise ConfigError(
-                    f"{where}.{field}={given} is not {strategy.name}, which has {wanted}; leave "
-                    f"one of {where}.{field} and {where}.name out"
+                    f"{where}.{field}={given} contradicts {where}.name={strategy.name!r}, whose "
+                    f"value is {wanted}; leave one of {where}.{field} and {where}.name out"
                 )
-        split = {field: getattr(made, field) for field in _FIELDS}
+        split = {field: getattr(preset, field) for field in _FIELDS}
         strategy = dataclasses.replace(strategy, **split)
         mesh = _MESHES.get(strategy.name, _fsdp)(mesh, devices)
     alone = strategy.name == "single"
@@ -67,57 +74,64 @@ def resolve(
     strategy = dataclasses.replace(strategy, **in_order)
     _check(strategy, where)
     _check_choice(f"{where}.context", strategy.context, CONTEXTS, "context", mesh)
-    if strategy.gather_bits not in (8, 32):
-        raise ConfigError(f"{where}.gather_bits={strategy.gather_bits}; known: 8, 32")
-    if strategy.gather_bits == 8 and strategy.gathered == strategy.params:
+    if strategy.param_gather_dtype not in PARAM_GATHER_DTYPES:
+        known = ", ".join(PARAM_GATHER_DTYPES)
         raise ConfigError(
-            f"{where}.gather_bits=8 is of the gather at a step's begin, and there is none: "
-            f"gathered={strategy.gathered} is params; 'hpz' and 'fsdp_no_reshard' have one"
+            f"{where}.param_gather_dtype={strategy.param_gather_dtype!r}; known: {known}"
+        )
+    if strategy.param_gather_dtype == "int8" and strategy.all_gathered == strategy.params:
+        raise ConfigError(
+            f"{where}.param_gather_dtype='int8' applies to the all-gather at the beginning of a "
+            "step, and "
+            f"there is none: all_gathered={strategy.all_gathered} equals params; 'hpz' and "
+            "'fsdp_no_reshard' have one"
         )
     _check_offload(strategy, devices, where)
     _check_reduce(strategy, mesh, where)
     _check_pipeline(strategy, mesh, where)
-    if strategy.sequence and mesh.tensor == 1:
-        raise ConfigError(f"{where}.sequence=True is not read with config.mesh.tensor=1")
+    if strategy.sequence_parallel and mesh.tensor == 1:
+        raise ConfigError(f"{where}.sequence_parallel=True is not read with config.mesh.tensor=1")
     return mesh, strategy
 
 
 def _check_offload(strategy: StrategyConfig, devices: Sequence[Any], where: str) -> None:
     if unknown := set(strategy.offload) - {"optimizer"}:
         raise ConfigError(
-            f"{where}.offload names {unknown.pop()!r}; known: 'optimizer'. Activations are "
-            "offloaded by config.model.decoder.remat='offload'"
+            f"{where}.offload names {unknown.pop()!r}; known: 'optimizer'; to offload "
+            "activations, set config.model.decoder.remat='offload'"
         )
     if strategy.offload and devices[0].platform == "gpu":
         raise ConfigError(
             f"{where}.offload={strategy.offload}: on GPU, JAX cannot write to pinned host memory "
-            "inside of a step; split the moments further (name='zero1') or train adapters"
+            "inside of a step; shard the moments further (name='zero1') or train adapters"
         )
 
 
 def _check_reduce(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
-    bits = f"{where}.reduce_bits={strategy.reduce_bits}"
-    if strategy.reduce_bits not in BITS:
-        raise ConfigError(f"{bits}; known: {', '.join(map(str, BITS))}")
-    if strategy.reduce_bits < 32 and not reduced_axes(strategy, mesh):
+    dtype = f"{where}.grad_reduce_dtype={strategy.grad_reduce_dtype!r}"
+    if strategy.grad_reduce_dtype not in GRAD_REDUCE_BITS:
+        raise ConfigError(f"{dtype}; known: {', '.join(GRAD_REDUCE_BITS)}")
+    if strategy.grad_reduce_dtype != "float32" and not reduced_axes(strategy, mesh):
         raise ConfigError(
-            f"{bits} is of gradients that are added up when a step's backward pass is done, and "
-            f"here all are added layer by layer: gathered={strategy.gathered}; 'ddp', 'zero1', "
+            f"{dtype} applies to gradients that are reduced after the backward pass, and here all "
+            f"are reduced layer by layer: all_gathered={strategy.all_gathered}; 'ddp', 'zero1', "
             "'zero2', 'fsdp_no_reshard', and 'hybrid_shard' and 'hpz' over data, have some"
         )
-    if strategy.error_feedback and strategy.reduce_bits == 32:
-        raise ConfigError(f"{where}.error_feedback=True is not read with reduce_bits=32")
+    if strategy.error_feedback and strategy.grad_reduce_dtype == "float32":
+        raise ConfigError(
+            f"{where}.error_feedback=True is not read with grad_reduce_dtype='float32'"
+        )
 
 
 def reduced_axes(strategy: StrategyConfig, mesh: MeshConfig) -> tuple[str, ...]:
-    """Batch axes that a step's gradients are added over behind its backward pass."""
-    return tuple(a for a in ORDER if getattr(mesh, a) > 1 and a not in strategy.gathered)
+    """Return the batch axes that gradients are all-reduced over after the backward pass."""
+    return tuple(a for a in ORDER if getattr(mesh, a) > 1 and a not in strategy.all_gathered)
 
 
 def _check_choice(
     field: str, value: str, known: tuple[str, ...], axis: str, mesh: MeshConfig
 ) -> None:
-    """Refuse what is not known, and a choice where the mesh has no such axis."""
+    """Refuse an unknown value, and a non-default one where the mesh axis has size 1."""
     if value not in known:
         raise ConfigError(f"{field}={value!r}; known: {', '.join(known)}")
     if value != known[0] and getattr(mesh, axis) == 1:
@@ -125,25 +139,27 @@ def _check_choice(
 
 
 def _check_pipeline(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
-    _check_choice(f"{where}.schedule", strategy.schedule, SCHEDULES, "stage", mesh)
-    if (strategy.chunks > 1) != (strategy.schedule == "interleaved") or strategy.chunks < 1:
+    _check_choice(f"{where}.schedule", strategy.schedule, SCHEDULES, "pipeline", mesh)
+    if (strategy.virtual_stages > 1) != (
+        strategy.schedule == "interleaved"
+    ) or strategy.virtual_stages < 1:
         raise ConfigError(
-            f"{where}.chunks={strategy.chunks} with schedule={strategy.schedule!r}: 'interleaved' "
-            "takes 2 or more, the others 1"
+            f"{where}.virtual_stages={strategy.virtual_stages} with "
+            f"schedule={strategy.schedule!r}: 'interleaved' takes 2 or more, the others 1"
         )
 
 
 def _check_used(strategy: StrategyConfig, mesh: MeshConfig) -> None:
-    """Refuse a mesh on which a preset would not be what it is called."""
+    """Refuse a mesh on which a preset would shard nothing over the axis that defines it."""
     needs: tuple[str, ...] = ("fsdp", "data") if strategy.name in _TWO_LEVELS else ("fsdp",)
     if strategy.name in ("", "single", "ddp"):
         needs = ()
     for axis in needs:
         if getattr(mesh, axis) == 1:
             raise ConfigError(
-                f"config.strategy.name={strategy.name!r} is about config.mesh.{axis}, which has "
-                f"one device here: {mesh}"
-                + ("; there is one host, so say how many groups" if axis == "data" else "")
+                f"config.strategy.name={strategy.name!r} shards over config.mesh.{axis}, which has "
+                f"size 1 here: {mesh}"
+                + ("; there is one host, so set config.mesh.data" if axis == "data" else "")
             )
 
 
@@ -156,11 +172,12 @@ def _check(strategy: StrategyConfig, where: str) -> None:
             )
         if len(set(value)) < len(value):
             raise ConfigError(f"{where}.{field}={value} names an axis twice")
-    for inner, outer in (("gathered", "params"), ("params", "optimizer")):
+    for inner, outer in (("all_gathered", "params"), ("params", "optimizer")):
         if extra := set(getattr(strategy, inner)) - set(getattr(strategy, outer)):
             raise ConfigError(
                 f"{where}.{inner}={getattr(strategy, inner)} is split over {extra.pop()!r}, which "
-                f"{where}.{outer}={getattr(strategy, outer)} is not"
+                f"{where}.{outer}={getattr(strategy, outer)} does not contain; add it there, or "
+                "remove it here"
             )
 
 
@@ -169,21 +186,21 @@ def _single(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
     if mesh not in (_NOT_SET, one):
         raise ConfigError(f"config.strategy.name='single' takes one device, not {mesh}")
     if jax.process_count() > 1:
-        raise ConfigError("config.strategy.name='single' takes one process: start one")
+        raise ConfigError("config.strategy.name='single' takes one process; start only one")
     return one
 
 
 def _data(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
     if mesh.fsdp != 1:
         raise ConfigError(
-            f"config.mesh.fsdp={mesh.fsdp}: config.strategy.name='ddp' splits nothing over fsdp; "
-            "its devices lie on config.mesh.data"
+            f"config.mesh.fsdp={mesh.fsdp}: config.strategy.name='ddp' shards nothing over fsdp; "
+            "put its devices on config.mesh.data"
         )
     return mesh
 
 
 def _fsdp(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
-    """All devices that the mesh gives to no axis on ``fsdp``."""
+    """Put all devices that no other axis takes on ``fsdp``."""
     if mesh.data == -1 and mesh.fsdp == 1:
         mesh = dataclasses.replace(mesh, data=1)
     free = -1 not in dataclasses.astuple(mesh) and mesh.fsdp == 1
@@ -191,7 +208,7 @@ def _fsdp(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
 
 
 def _hybrid(mesh: MeshConfig, devices: Sequence[Any]) -> MeshConfig:
-    """``data`` over hosts or slices unless the mesh says how many, ``fsdp`` inside each."""
+    """Put ``data`` over hosts or slices unless the mesh sets it, and ``fsdp`` inside each."""
     if mesh.data == -1 and mesh.fsdp == 1:
         mesh = dataclasses.replace(mesh, data=num_hosts(devices))
     return _fsdp(mesh, devices)
@@ -208,8 +225,8 @@ PRESETS: dict[str, StrategyConfig] = {
     "hybrid_shard": StrategyConfig("", _INNER, _INNER, _INNER, _INNER),
     "hpz": StrategyConfig("", _ALL, _INNER, _ALL, _ALL),
 }
-"""Name -> what is split over which mesh axes. Sources: ZeRO, arXiv 1910.02054; FSDP, arXiv
-2304.11277; hpZ of ZeRO++, arXiv 2306.10209."""
+"""Name -> which mesh axes each part of the state is sharded over. Sources: ZeRO, arXiv 1910.02054;
+FSDP, arXiv 2304.11277; hpZ of ZeRO++, arXiv 2306.10209."""
 _MESHES: dict[str, Callable[[MeshConfig, Sequence[Any]], MeshConfig]] = {
     "single": _single,
     "ddp": _data,

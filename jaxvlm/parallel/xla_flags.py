@@ -1,7 +1,7 @@
-"""What the compilers and the transport are told before JAX starts, by platform, in one place.
+"""Flags of XLA, libtpu and NCCL that are set before JAX starts, by platform.
 
 Sources: JAX's "GPU performance tips", NVIDIA's JAX-Toolbox, and the flags that MaxText publishes
-for TPU. The tests check that each exists: a compiler ends the process over one it does not know.
+for TPU. The tests check that each exists: XLA ends the process over a flag that it does not know.
 """
 
 from __future__ import annotations
@@ -60,19 +60,21 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     },
     "cpu": {},
 }
-"""Platform -> group -> the variable that holds flags ("": each is a variable), and the flags.
+"""Platform -> group -> the environment variable that holds flags ("": each flag is a variable of
+its own), and the flags.
 
-``overlap`` sends while it computes; ``collective_matmul`` cuts matmuls under ``tensor`` into pieces
-that are sent while others are computed; ``nccl`` gives small messages across hosts their buffers.
+``overlap`` overlaps collectives with computation; ``collective_matmul`` splits tensor-parallel
+matmuls into pieces that are sent while others are computed; ``nccl`` sets buffers for small
+messages between hosts.
 """
 KNOWN = ("overlap", "collective_matmul", "nccl")
 
 
 def platform(environ: MutableMapping[str, str] = os.environ) -> str:
-    """``gpu``, ``tpu`` or ``cpu``: what JAX will start on, without starting it."""
-    asked = environ.get("JAX_PLATFORMS", "").split(",")[0]
-    if asked:
-        return {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}.get(asked, "cpu")
+    """Return the platform that JAX will use, without starting it: ``gpu``, ``tpu`` or ``cpu``."""
+    requested = environ.get("JAX_PLATFORMS", "").split(",")[0]
+    if requested:
+        return {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}.get(requested, "cpu")
     if pathlib.Path("/dev/nvidiactl").exists():
         return "gpu"
     tpu = any(pathlib.Path(path).exists() for path in ("/dev/accel0", "/dev/vfio/0"))
@@ -80,16 +82,16 @@ def platform(environ: MutableMapping[str, str] = os.environ) -> str:
 
 
 def apply(groups: Iterable[str], environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Set the variables of some groups for this machine's platform, before JAX starts.
+    """Set the environment variables of some flag groups for this platform, before JAX starts.
 
-    What a variable says already is left as it is: a user's flag is stronger.
+    Flags and variables that the user has set already take precedence and are not changed.
 
     Args:
-        groups: of :data:`KNOWN`; those that the platform does not have do nothing.
-        environ: of the process.
+        groups: names in :data:`KNOWN`; groups that the platform does not have do nothing.
+        environ: the process's environment.
 
     Returns:
-        The variables that were changed.
+        The variables that were changed, with their new values.
 
     Raises:
         ConfigError: an unknown group.
@@ -97,7 +99,7 @@ def apply(groups: Iterable[str], environ: MutableMapping[str, str] = os.environ)
     changed = {}
     for name in groups:
         if name not in KNOWN:
-            raise ConfigError(f"--xla_flags={name}; known: {', '.join(KNOWN)}, or nothing")
+            raise ConfigError(f"--xla_flags={name}; known: {', '.join(KNOWN)}, or empty")
         variable, flags = GROUPS[platform(environ)].get(name, ("", {}))
         for flag, value in flags.items():
             key = variable or flag
@@ -110,7 +112,7 @@ def apply(groups: Iterable[str], environ: MutableMapping[str, str] = os.environ)
 
 
 def table() -> list[str]:
-    """A line for each flag: platform, group, the flag."""
+    """Format one line for each flag: platform, group, flag."""
     return [
         f"{of} {group}: {variable + ' ' if variable else ''}{flag}={value}"
         for of, groups in GROUPS.items()

@@ -1,4 +1,4 @@
-"""The training loop: takes steps, reads their metrics one step late, and calls hooks.
+"""The training loop: takes steps, reads their metrics one step late, and calls the callbacks.
 
 It knows a state, a step and an iterator; what they are made of is decided elsewhere.
 """
@@ -7,57 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxvlm.train.clock import Clock
-from jaxvlm.train.programs import Programs
-from jaxvlm.train.room import Room
+from jaxvlm.train.cache_memory import CacheMemory
+from jaxvlm.train.callbacks import Callback, CallbackList
+from jaxvlm.train.compiled_steps import CompiledSteps
+from jaxvlm.train.step_clock import Clock
 from jaxvlm.types import Batch, Pairs, TrainState
 
-_NO_ROOM = Room()
+_NO_CACHE_MEMORY = CacheMemory()
 
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on; the message says why and what to do."""
-
-
-@runtime_checkable
-class Hooks(Protocol):
-    """What happens around steps."""
-
-    def dispatched(self, metrics: dict[str, Any]) -> None:
-        """Right after a step is sent to the devices; takes out of ``metrics`` what is no scalar."""
-        ...
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Every ``log_every`` steps: means since the last call, and the clock's figures."""
-        ...
-
-    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
-        """At checkpoints, and after each evaluation.
-
-        ``data`` is the iterator's state after ``step`` batches.
-        """
-        ...
-
-    def evaluate(self, step: int, state: TrainState) -> bool:
-        """At evaluations, the last step's too; True ends the run (no better for too long)."""
-        ...
-
-    def should_stop(self, step: int) -> bool:
-        """After every step: True if the machine is being taken away."""
-        ...
-
-    def done(self, step: int, metrics: dict[str, float]) -> None:
-        """Each step in turn is done; takes out of ``metrics`` what is not to be logged."""
-        ...
-
-    def bad_step(self, step: int, what: str) -> None:
-        """A step whose update was skipped."""
-        ...
 
 
 @runtime_checkable
@@ -92,14 +57,14 @@ class Schedule:
 
 def train(
     state: TrainState,
-    programs: Programs,
+    programs: CompiledSteps,
     batches: Batches,
     schedule: Schedule,
-    hooks: Hooks,
+    callbacks: Sequence[Callback],
     *,
     start: int,
     leaves: list[str],
-    room: Room = _NO_ROOM,
+    cache_memory: CacheMemory = _NO_CACHE_MEMORY,
 ) -> tuple[TrainState, str]:
     """Take steps ``start`` to ``schedule.steps``.
 
@@ -111,19 +76,20 @@ def train(
         programs: the step; consumes its state.
         batches: positioned at batch ``start``.
         schedule: when to log, evaluate and save.
-        hooks: what that does.
+        callbacks: what happens around steps.
         start: steps taken before.
         leaves: parameter names in the order of the step's ``bad_leaf``.
-        room: of the state's cache.
+        cache_memory: the device memory of the state's cache.
 
     Returns:
-        The last state, whose cache may have been given back to ``room``, and why it ended:
+        The last state, whose cache may have been given back to ``cache_memory``, and why it ended:
         ``done``, ``preempted`` or ``no better``.
 
     Raises:
         TrainingStopped: too many non-finite steps in a row.
     """
-    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, hooks)
+    calls = CallbackList(callbacks)
+    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, calls)
     pending: tuple[int, dict[str, Any]] | None = None
     why = "done"
     with contextlib.ExitStack() as stack:
@@ -134,54 +100,54 @@ def train(
                 if pending is not None and not pending[1]["loss"].is_ready():
                     clock.hide()  # the device was still at work: nothing was lost
             with clock.paused():
-                state = room.mended(state)
+                state = cache_memory.restored(state)
                 programs.get(state, batch)  # compiles where the shape is new
             with clock.dispatching():
-                state, metrics = _step(programs, room, state, batch)
-                hooks.dispatched(metrics)
+                state, metrics = _step(programs, cache_memory, state, batch)
+                calls.on_dispatch(metrics)
             with clock.computing():
                 window.read(pending)
                 pending = (step, metrics)
                 last = step == schedule.steps
                 logs = last or _due(step, schedule.log_every)
-                stop = hooks.should_stop(step)
+                stop = calls.should_stop(step)
                 evaluates = not stop and (last or _due(step, schedule.eval_every))
                 saves = stop or evaluates or _due(step, schedule.save_every)
                 if logs or saves:
                     window.read(pending)
                     pending = None
             if logs:
-                hooks.log(step, window.means() | clock.lap(step))
+                calls.on_log(step, window.means() | clock.lap(step))
             with clock.paused():
                 if stop:
                     why = "preempted"
-                if evaluates and hooks.evaluate(step, state) and not last:
+                if evaluates and calls.on_evaluate(step, state) and not last:
                     why = "no better"
                 if saves:
-                    hooks.save(step, state, batches.state())
+                    calls.save(step, state, batches.state())
             if why != "done":
                 break
     return state, why
 
 
 def _step(
-    programs: Programs, room: Room, state: TrainState, batch: Batch | Pairs
+    programs: CompiledSteps, cache_memory: CacheMemory, state: TrainState, batch: Batch | Pairs
 ) -> tuple[TrainState, dict[str, Any]]:
     """A step; where memory is short before the state is consumed, one with less of a cache."""
     while True:
         try:
             return programs.get(state, batch)(state, batch)
         except jax.errors.JaxRuntimeError as error:
-            state = room.instead(state, error)
+            state = cache_memory.retry_smaller(state, error)
 
 
 class _Window:
     """Means of metrics between two log lines, and the watch over skipped updates."""
 
-    def __init__(self, leaves: list[str], max_bad_steps: int, hooks: Hooks):
-        self.leaves, self.max_bad_steps, self.hooks = leaves, max_bad_steps, hooks
+    def __init__(self, leaves: list[str], max_bad_steps: int, callbacks: CallbackList):
+        self.leaves, self.max_bad_steps, self.callbacks = leaves, max_bad_steps, callbacks
         self.sums: dict[str, float] = {}
-        self.most: dict[str, float] = {}
+        self.maxima: dict[str, float] = {}
         self.count = 0
 
     def read(self, pending: tuple[int, dict[str, Any]] | None) -> None:
@@ -190,7 +156,7 @@ class _Window:
             return
         step, metrics = pending
         values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        self.hooks.done(step, values)
+        self.callbacks.on_step_end(step, values)
         in_a_row, bad_leaf = int(values.pop("bad_in_a_row")), int(values.pop("bad_leaf"))
         self.skipped = values.pop("skipped")
         if in_a_row:
@@ -198,28 +164,28 @@ class _Window:
             return
         self.count += 1
         for name, value in values.items():
-            if name.endswith("_most"):
-                self.most[name] = max(self.most.get(name, value), value)
+            if name.endswith("_max"):
+                self.maxima[name] = max(self.maxima.get(name, value), value)
             else:
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
     def means(self) -> dict[str, float]:
-        """Means since the last call, of steps that were not skipped; of ``_most``, the most."""
+        """Means since the last call over steps that were not skipped; of ``*_max``, the largest."""
         count = max(self.count, 1)
-        out = {name: value / count for name, value in self.sums.items()} | self.most
-        self.sums, self.most, self.count = {}, {}, 0
+        out = {name: value / count for name, value in self.sums.items()} | self.maxima
+        self.sums, self.maxima, self.count = {}, {}, 0
         return out | {"skipped_updates": self.skipped}
 
     def _bad(self, step: int, in_a_row: int, bad_leaf: int, loss: float) -> None:
         where = f"the gradient of {self.leaves[bad_leaf]}" if bad_leaf >= 0 else "the loss"
         what = f"{where} is not finite (loss {loss:g}); the update is skipped"
-        self.hooks.bad_step(step, what)
+        self.callbacks.on_bad_step(step, what)
         if in_a_row >= self.max_bad_steps:
             raise TrainingStopped(
                 f"step {step}: {where} is not finite, {in_a_row} steps in a row "
                 f"(config.max_bad_steps={self.max_bad_steps}); lower "
                 "config.optim.learning_rate, raise config.optim.warmup_steps, set "
-                "config.optim.clip_norm, or look at the data with `jaxvlm data check`"
+                "config.optim.max_grad_norm, or look at the data with `jaxvlm data check`"
             )
 
 

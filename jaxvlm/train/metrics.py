@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl`` always, TensorBoard and wandb where asked."""
+"""Metric writers: ``metrics.jsonl`` always, TensorBoard and Weights & Biases on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = "metrics.jsonl"
 
 
 class MetricWriter:
-    """Writes scalars and pictures from process 0; elsewhere every call does nothing."""
+    """Writes scalars and images from process 0; in other processes every call does nothing."""
 
     def __init__(
         self,
@@ -29,17 +29,17 @@ class MetricWriter:
         wandb_project: str = "",
         resume_step: int = -1,
     ):
-        """Opens the files; lines of a future that the run has left are dropped.
+        """Open the files; lines after the step that the run resumes from are dropped.
 
         Args:
-            workdir: made if it is not there.
+            workdir: the run's folder; created if missing.
             tensorboard: also write TensorBoard events to ``workdir/tensorboard``.
             wandb_project: also log to this Weights & Biases project; "" is off.
-            resume_step: the step that was restored; lines of later ones are dropped, as they
-                will be written again. Below 0 starts a new file.
+            resume_step: the step that was restored; lines of later steps are dropped, as these
+                steps are run again. Below 0 starts a new file.
 
         Raises:
-            ConfigError: wandb is asked for but not installed.
+            ConfigError: ``wandb_project`` is set but wandb is not installed.
         """
         self._active = jax.process_index() == 0
         self._board: Any = None
@@ -56,16 +56,16 @@ class MetricWriter:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            # purge_step makes TensorBoard forget the abandoned events, too.
+            # purge_step makes TensorBoard discard the events of later steps too.
             self._board = SummaryWriter(
                 str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step >= 0 else 0
             )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line of scalars.
+        """Write one line of scalars.
 
         Args:
-            step: steps taken.
+            step: steps taken so far.
             values: name -> number or 0-d array; names carry their prefix (``train/loss``).
                 Strings go to the file only. A non-finite number becomes "nan", "inf" or "-inf".
         """
@@ -74,7 +74,7 @@ class MetricWriter:
         plain = {name: _plain(value) for name, value in values.items()}
         line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3)}
         line |= {name: _jsonable(value) for name, value in plain.items()}
-        # One write and a flush a line: after a kill at most the last line is cut.
+        # One write and one flush for each line: after a kill at most the last line is truncated.
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
@@ -85,30 +85,30 @@ class MetricWriter:
             self._wandb.log(numbers, step=int(step))
 
     def images(self, step: int, name: str, array: Any) -> None:
-        """One picture or a row of them, for TensorBoard and wandb.
+        """Write one image or several, to TensorBoard and wandb.
 
         Args:
-            step: steps taken.
+            step: steps taken so far.
             name: with prefix, e.g. ``eval/samples``.
             array: u8[H, W, 3] or u8[n, H, W, 3].
         """
         if not self._active:
             return
-        pictures = np.asarray(array)
-        pictures = pictures[None] if pictures.ndim == 3 else pictures
-        if pictures.ndim != 4 or pictures.shape[-1] != 3 or pictures.dtype != np.uint8:
+        images = np.asarray(array)
+        images = images[None] if images.ndim == 3 else images
+        if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8:
             raise ValueError(
-                f"{name}: pictures are u8[n, H, W, 3], not {pictures.dtype}{list(pictures.shape)}"
+                f"{name}: images must be u8[n, H, W, 3], not {images.dtype}{list(images.shape)}"
             )
         if self._board is not None:
-            self._board.add_images(name, pictures, step, dataformats="NHWC")
+            self._board.add_images(name, images, step, dataformats="NHWC")
         if self._wandb is not None:
             import wandb
 
-            self._wandb.log({name: [wandb.Image(picture) for picture in pictures]}, step=int(step))
+            self._wandb.log({name: [wandb.Image(image) for image in images]}, step=int(step))
 
     def close(self) -> None:
-        """Writes what is left and closes the files; calling it again does nothing."""
+        """Flush and close the files; calling it again does nothing."""
         if not self._active:
             return
         self._active = False
@@ -120,7 +120,7 @@ class MetricWriter:
 
 
 def keep_until(path: Path, last_step: int) -> None:
-    """Drops from a metrics file what lies after ``last_step``, and lines cut by a kill.
+    """Drop from a metrics file the lines after ``last_step``, and truncated lines.
 
     Args:
         path: the file; it may be missing.
@@ -134,14 +134,14 @@ def keep_until(path: Path, last_step: int) -> None:
             if json.loads(line)["step"] <= last_step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # half a line
-    beside = path.with_name(path.name + ".new")
-    beside.write_text("".join(kept), encoding="utf-8")
-    os.replace(beside, path)
+            continue  # a truncated line
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(kept), encoding="utf-8")
+    os.replace(new, path)
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics file, oldest first; non-finite numbers are floats again."""
+    """Read a run's metrics file, oldest line first; non-finite numbers become floats again."""
     path = Path(workdir) / FILE
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     words = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -162,7 +162,7 @@ def _plain(value: Any) -> int | float | str:
 
 
 def _jsonable(value: int | float | str) -> int | float | str:
-    """JSON has no nan and no infinity; their names are strings that readers can tell."""
+    """Replace nan and infinities, which JSON does not have, by their names as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
@@ -176,9 +176,9 @@ def _start_wandb(project: str, folder: Path) -> Any:
             f"config.wandb_project is {project!r}, but wandb is not installed: "
             "pip install 'jaxvlm[wandb]', or leave wandb_project empty"
         ) from error
-    # A resumed run goes on in its own chart; the id is made once and kept in the folder.
-    kept = folder / "wandb_id"
-    if not kept.is_file():
-        kept.write_text(uuid.uuid4().hex, encoding="utf-8")
-    name = kept.read_text(encoding="utf-8").strip()
+    # The id is created once and kept in the folder, so that a resumed run continues its charts.
+    id_file = folder / "wandb_id"
+    if not id_file.is_file():
+        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    name = id_file.read_text(encoding="utf-8").strip()
     return wandb.init(project=project, dir=str(folder), name=folder.name, id=name, resume="allow")

@@ -1,4 +1,4 @@
-"""From a loss's sums to one number: the protocol's side of a loss (see ``jaxvlm.types.Loss``)."""
+"""The scalar objective of a loss's sums and weights (see ``jaxvlm.types.Loss``)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxvlm.types import Batch, Loss, Pairs, Sums
 
 
 def scales(loss: Loss, batch: Batch | Pairs) -> dict[str, jax.Array]:
-    """``coefficient_k / W_k`` of each term over the global batch; 0 where nothing is weighted.
+    """Return ``coefficient_k / W_k`` of each term over the global batch; 0 where W_k is 0.
 
     Args:
         loss: the loss.
-        batch: the whole global batch, before it is cut into microbatches.
+        batch: the whole global batch, before it is split into microbatches.
     """
     weights = loss.weights(batch)
     return {
@@ -25,5 +25,5 @@ def scales(loss: Loss, batch: Batch | Pairs) -> dict[str, jax.Array]:
 
 
 def total(sums: Sums, scale: Mapping[str, jax.Array]) -> jax.Array:
-    """f32[]: ``sum_k scale_k * S_k``."""
+    """Return ``sum_k scale_k * S_k``, f32[]."""
     return sum((scale[name] * value for name, value in sums.terms.items()), jnp.float32(0))

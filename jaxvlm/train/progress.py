@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""Progress of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-# Name in the values, what is printed, how the number is written.
+# Metric name, label, number format.
 COLUMNS = (
     ("loss", "loss", "{:.4f}"),
     ("tokens_per_s", "tok/s", "{}"),
-    ("pictures_per_s", "pic/s", "{}"),
+    ("images_per_s", "img/s", "{}"),
     ("mfu", "MFU", "{:.1%}"),
 )
 
 
 class Progress:
-    """Shows how far a run is. Only process 0 prints; elsewhere every call does nothing."""
+    """Shows a run's progress. Only process 0 prints; elsewhere every call does nothing."""
 
     def __init__(
         self, total: int, start: int = 0, title: str = "train", console: Console | None = None
     ):
-        """Starts the bar.
+        """Start the bar.
 
         Args:
             total: steps of the whole run.
-            start: steps already taken when it resumed.
-            title: stands before the bar.
-            console: where to print; stderr by default, so that stdout keeps to results.
+            start: steps already taken when the run resumed.
+            title: label in front of the bar.
+            console: where to print; stderr by default, so that stdout has results only.
         """
         self._console = console or Console(stderr=True)
         self._active = jax.process_index() == 0
@@ -54,12 +54,12 @@ class Progress:
             self._bar.start()
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Shows a step.
+        """Show a step.
 
         Args:
-            step: steps taken.
-            values: what to show; ``loss``, ``tokens_per_s``, ``pictures_per_s`` and ``mfu``
-                (a share of 1) come first, in this order; others follow as they are.
+            step: steps taken so far.
+            values: metrics to show; ``loss``, ``tokens_per_s``, ``images_per_s`` and ``mfu``
+                (a fraction of 1) come first, in this order; others follow under their own names.
         """
         if not self._active:
             return
@@ -71,12 +71,12 @@ class Progress:
         self._print(f"{self._title} {step}/{self._total} {shown} left {left}")
 
     def log(self, line: str) -> None:
-        """Prints a line above the bar."""
+        """Print a line above the bar."""
         if self._active:
             self._print(line)
 
     def close(self) -> None:
-        """Leaves the bar as it stands; calling it again does nothing."""
+        """Stop the bar in its current state; calling it again does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -95,7 +95,7 @@ class Progress:
 
 
 def summary(values: Mapping[str, Any]) -> str:
-    """``values`` in one short line: ``loss 0.1234 tok/s 12.3k pic/s 45.0 MFU 41.0%``."""
+    """Format ``values`` in one short line: ``loss 0.1234 tok/s 12.3k img/s 45.0 MFU 41.0%``."""
     parts = []
     known = {name for name, _, _ in COLUMNS}
     for name, title, form in COLUMNS:
@@ -109,7 +109,7 @@ def summary(values: Mapping[str, Any]) -> str:
 
 
 def short(number: float | int) -> str:
-    """Three digits and a unit: 12345 -> ``12.3k``."""
+    """Format a number with three digits and a unit: 12345 -> ``12.3k``."""
     if not math.isfinite(number) or number == 0:
         return f"{number:g}"
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -119,12 +119,12 @@ def short(number: float | int) -> str:
 
 
 def time_left(seconds: float | int, done: int, remaining: int) -> str:
-    """An estimate from the mean so far: ``1:02:03``, or ``?`` before the first step.
+    """Estimate the remaining time from the mean so far: ``1:02:03``, or ``?`` at first.
 
     Args:
-        seconds: spent on ``done`` steps.
-        done: steps taken since then.
-        remaining: steps to go.
+        seconds: seconds spent on ``done`` steps.
+        done: steps taken in that time.
+        remaining: steps left.
     """
     if done <= 0:
         return "?"

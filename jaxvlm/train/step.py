@@ -1,4 +1,4 @@
-"""The training step, on one screen."""
+"""The train step: loss and gradients, gradient reduction, the optimizer's update, metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxvlm.train import noise as noises
+from jaxvlm.train.dropout_keys import DropoutKeys, no_dropout
 from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch, Cache, Guard, Loss, Pairs, Params, Runner, Sums, TrainState
 
@@ -17,16 +17,16 @@ Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
 class Placement(NamedTuple):
-    """Where a step pins what it computes; each takes and gives parameters or gradients."""
+    """Sharding and communication of a step's parameters, gradients and optimizer state."""
 
-    gathered: Callable[[Params], Params] = lambda params: params
-    """Parameters before the first layer."""
-    update: Callable[[Params], Params] = lambda params: params
-    """Gradients, and the parameters that they change."""
-    moments: Callable[[Any], Any] = lambda opt_state: opt_state
-    """The optimizer's state from where it lies between steps."""
+    all_gather: Callable[[Params], Params] = lambda params: params
+    """All-gathers parameters at the beginning of a step."""
+    constrain: Callable[[Params], Params] = lambda params: params
+    """Constrains gradients, and the parameters to update, to the optimizer's sharding."""
+    load_moments: Callable[[Any], Any] = lambda opt_state: opt_state
+    """Loads the optimizer's state from where it is between steps (host offload)."""
     reduce: Callable[[Params, Any], tuple[Params, Any]] = lambda grads, comm: (grads, comm)
-    """What the runner gives, and TrainState.comm -> gradients, and the new one."""
+    """Reduces gradients: the runner's gradients, TrainState.comm -> gradients, the new comm."""
 
 
 ANYWHERE = Placement()
@@ -40,7 +40,7 @@ def init_state(
     comm: Any = (),
     cache: Any = (),
 ) -> TrainState:
-    """The state before the first step; under ``jit``, so that it is born sharded."""
+    """Return the state before the first step; call it under ``jit`` to create it sharded."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, frozen, tx.init(params), cache, comm, Guard(zero, zero))
 
@@ -51,64 +51,63 @@ def make_step(
     tx: optax.GradientTransformation,
     place: Placement = ANYWHERE,
     cache: Cache = NO_CACHE,
-    noise: noises.Noise = noises.none,
+    dropout_keys: DropoutKeys = no_dropout,
 ) -> Step:
-    """``step(state, batch) -> (state, metrics)``, pure and ready for ``jax.jit``.
+    """Make ``step(state, batch) -> (state, metrics)``, a pure function ready for ``jax.jit``.
 
     Args:
-        runner: how the model is run.
-        loss: sums and weights.
+        runner: runs the model and takes gradients: at once, in microbatches or pipelined.
+        loss: the loss, as sums and weights.
         tx: the optimizer over trainable parameters.
-        place: what a strategy splits over the mesh.
-        cache: where visual tokens come from.
-        noise: what gives rows the keys of their dropout.
+        place: sharding and communication, by the strategy.
+        cache: source of visual tokens.
+        dropout_keys: adds the keys for dropout to a batch.
 
     Returns:
-        The step, of a Batch or of Pairs. Its metrics are scalars, but for tokens that a cache
-        gives: the loss and, where it has several, its terms as ``loss/<term>``, scaled as they add
-        up; ``grad_norm``, ``skipped``, ``bad_in_a_row``,
-        ``bad_leaf`` (the index, in the order of sorted paths, of the first gradient that is not
-        finite, or -1), ``tokens`` and ``pictures`` in the batch, each of the loss's metrics as a
-        mean, and the cache's.
+        The step, over a Batch or Pairs. Its metrics are scalars, except for tokens that a cache
+        returns: the loss and, where it has several, its terms as ``loss/<term>``, scaled as they
+        add up; ``grad_norm``, ``skipped``, ``bad_in_a_row``, ``bad_leaf`` (the index, in the order
+        of sorted paths, of the first gradient that is not finite, or -1), ``tokens`` and ``images``
+        in the batch, each of the loss's metrics as a mean, and the cache's metrics.
     """
 
     def step(state: TrainState, batch: Batch | Pairs) -> tuple[TrainState, dict[str, Any]]:
-        scale, batch = scales(loss, batch), noise(state.step, batch)
-        params, frozen = place.gathered(state.params), place.gathered(state.frozen)
+        scale, batch = scales(loss, batch), dropout_keys(state.step, batch)
+        params, frozen = place.all_gather(state.params), place.all_gather(state.frozen)
         read = cache.read(state.cache, params, frozen, batch)
         sums, given = runner.loss_grad(read.params, read.frozen, read.batch, loss, scale)
         grads, comm = place.reduce(read.back(given), state.comm)
-        grads = place.update(grads)
+        grads = place.constrain(grads)
         verdict = judge(total(sums, scale), squares(grads))
         changed = update(verdict, state.params, state.opt_state, grads, tx, place)
-        kept, noted = cache.write(state.cache, read, given, verdict.ok)
-        new = finish(state, verdict, *changed, comm)._replace(cache=kept)
-        return new, {**report(new, verdict, sums, scale, batch), **read.metrics, **noted}
+        new_cache, cache_metrics = cache.write(state.cache, read, given, verdict.ok)
+        new = finish(state, verdict, *changed, comm)._replace(cache=new_cache)
+        return new, {**report(new, verdict, sums, scale, batch), **read.metrics, **cache_metrics}
 
     return step
 
 
 class Verdict(NamedTuple):
-    """What an update goes by: of the gradients of all parameters together."""
+    """Whether to update, decided on the loss and the gradients of all parameters together."""
 
     value: Any
     """f32[]: the loss."""
     norm: Any
-    """f32[]: the global norm."""
+    """f32[]: the global norm of the gradients."""
     ok: Any
-    """bool[]: all is finite."""
+    """bool[]: the loss and all gradients are finite."""
     bad_leaf: Any
-    """i32[]: index of the first gradient that is not; -1: none."""
+    """i32[]: index of the first gradient that is not finite; -1: none."""
 
 
 def squares(grads: Params) -> jax.Array:
-    """f32[n]: each gradient's squared norm, in the order of sorted paths."""
+    """Return each gradient's squared norm, f32[n], in the order of sorted paths."""
     each = [jnp.sum(jnp.square(g.astype(jnp.float32))) for _, g in sorted(grads.items())]
     return jnp.stack(each) if each else jnp.zeros(0, jnp.float32)
 
 
 def judge(value: jax.Array, norms: jax.Array) -> Verdict:
-    """The verdict on a loss and the :func:`squares` of its gradients."""
+    """Decide on an update from a loss and the :func:`squares` of its gradients."""
     ok = jnp.isfinite(value) & jnp.isfinite(jnp.sum(norms))
     bad_leaf = jnp.where(jnp.all(jnp.isfinite(norms)), -1, jnp.argmin(jnp.isfinite(norms)))
     return Verdict(value, jnp.sqrt(jnp.sum(norms)), ok, bad_leaf.astype(jnp.int32))
@@ -122,8 +121,8 @@ def update(
     tx: optax.GradientTransformation,
     place: Placement = ANYWHERE,
 ) -> tuple[Params, Any]:
-    """Parameters and the optimizer's state after a step; as they were where it is bad."""
-    old, moments = place.update(params), place.moments(opt_state)
+    """Update parameters and the optimizer's state; a bad step leaves them unchanged."""
+    old, moments = place.constrain(params), place.load_moments(opt_state)
     tx = optax.with_extra_args_support(tx)
     updates, new = tx.update(grads, moments, old, global_norm=verdict.norm)
     params = optax.apply_updates(old, updates)
@@ -133,7 +132,7 @@ def update(
 def finish(
     state: TrainState, verdict: Verdict, params: Params, opt_state: Any, comm: Any
 ) -> TrainState:
-    """The state after a step that changed these."""
+    """Return the train state after a step with these new values."""
     ok = verdict.ok
     return state._replace(
         step=state.step + 1,
@@ -150,16 +149,16 @@ def finish(
 def report(
     new: TrainState, verdict: Verdict, sums: Sums, scale: Mapping[str, Any], batch: Batch | Pairs
 ) -> dict[str, Any]:
-    """A step's metrics; see :func:`make_step`."""
-    rows = [batch.query, batch.document] if isinstance(batch, Pairs) else [batch]
+    """Return a step's metrics; see :func:`make_step`."""
+    batches = [batch.query, batch.document] if isinstance(batch, Pairs) else [batch]
     metrics = {
         "loss": verdict.value,
         "grad_norm": verdict.norm,
         "skipped": new.guard.skipped,
         "bad_in_a_row": new.guard.in_a_row,
         "bad_leaf": verdict.bad_leaf,
-        "tokens": sum(jnp.sum(x.segment > 0) for x in rows),
-        "pictures": sum(jnp.sum(x.image_start >= 0) for x in rows if x.image_start is not None),
+        "tokens": sum(jnp.sum(x.segment > 0) for x in batches),
+        "images": sum(jnp.sum(x.image_start >= 0) for x in batches if x.image_start is not None),
     }
     terms = {f"loss/{name}": scale[name] * s for name, s in sums.terms.items()}
     metrics |= terms if len(terms) > 1 else {}
@@ -167,5 +166,5 @@ def report(
 
 
 def _select(ok: jax.Array, new: Any, old: Any) -> Any:
-    """``new`` where the step is good, else ``old``, bit for bit."""
+    """Select ``new`` where the step is good, else ``old``, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)

@@ -10,7 +10,7 @@ from PIL import Image
 from benchmarks.captions import Captioned, groups, key, split
 
 
-def picture(seed):
+def image(seed):
     """8 x 8 blocks of any colour."""
     pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
     return np.kron(pixels, np.ones((8, 8, 1), np.uint8))
@@ -31,8 +31,8 @@ def test_a_caption_is_of_whom_it_shows_the_same():
 
 
 def test_what_is_alike_is_on_one_side():
-    darker = (picture(0) * 0.8).astype(np.uint8)
-    seen = [picture(0), darker, picture(1), picture(2), *(picture(n) for n in range(9, 89))]
+    darker = (image(0) * 0.8).astype(np.uint8)
+    seen = [image(0), darker, image(1), image(2), *(image(n) for n in range(9, 89))]
     names = ["a hat", "a cap", "man singing", "woman singing", *(f"thing {n}" for n in range(80))]
     found = [Captioned(str(i), name, png(x)) for i, (name, x) in enumerate(zip(names, seen))]
     of = groups(found)

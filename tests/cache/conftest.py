@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stored import FACTS
 
-from jaxvlm.cache.store import Store
+from jaxvlm.cache.store.rows import Store
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The codecs' promises: exact is exact, others keep their bounds, and bytes stay what they are."""
+"""The codecs: exact is lossless, others stay within their bounds, and the format is pinned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxvlm.cache import codec
+from jaxvlm.cache.store import codec
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
@@ -80,7 +80,7 @@ def test_errors_stay_under_the_bound(name, dtype):
 @DTYPES
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_bound_is_no_idle_one(name, dtype):
-    """All numbers between two neighbouring values: the worst comes near the bound."""
+    """All numbers between two neighboring values: the worst error is close to the bound."""
     x = np.linspace(0.6, 1.0, 200 * codec.BLOCK).astype(np.float32).reshape(-1, codec.BLOCK)
     x[:, -1] = np.linspace(1.0, 2.0, len(x))
     x = x.astype(dtype)
@@ -173,7 +173,7 @@ def test_quantised_codecs_refuse_what_is_not_finite(bad, dtype):
     [
         (np.ones((2, 4), np.float32), "zip", "known: exact, int8, fp8, int4"),
         (np.ones((2, 4), np.float16), "exact", r"float16\[2, 4\]"),
-        (np.ones((0, 4), np.float32), "exact", "none of them 0"),
+        (np.ones((0, 4), np.float32), "exact", "with T and D above 0"),
         (np.ones((2, 3), np.float32), "int4", "even width, not 3"),
     ],
 )

@@ -18,15 +18,15 @@ import pytest
 from PIL import Image
 from token_cases import FINDERS
 
-from jaxvlm.cache import order
-from jaxvlm.cache.files import TOKENS_VERSION
+from jaxvlm.cache import token_order
+from jaxvlm.cache.store.segment_files import TOKENS_VERSION
 from jaxvlm.config import derived
-from jaxvlm.data import images
+from jaxvlm.data.images import image_files
+from jaxvlm.grid_order import permutation
 from jaxvlm.models import vit, vlm
 from jaxvlm.models.grid import AXES, rope2d
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import LayerNorm
-from jaxvlm.order import permutation
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "tokens.json"
 BOUND = 1e-9
@@ -42,7 +42,7 @@ def golden():
 
 
 def differs(name, was, now):
-    """Whether what was found is something else, and not only rounded otherwise."""
+    """Whether the values differ by more than rounding."""
     if name.startswith("tokens/"):
         if was["shape"] != now["shape"]:
             return True
@@ -82,7 +82,7 @@ def verdict(held, found, version):
         return (
             f"What is computed as visual tokens has changed: {', '.join(other)}. Stores on disk "
             "hold the tokens of before. If the change is meant, raise TOKENS_VERSION in "
-            f"jaxvlm/cache/files.py, so that they are not read, and then run {UPDATE}"
+            f"jaxvlm/cache/store/segment_files.py, so that they are not read, and then run {UPDATE}"
         )
     if odd := sorted(held["found"].keys() ^ found.keys()):
         return f"{GOLDEN.name} has other cases than the test: {', '.join(odd)}. Run {UPDATE}"
@@ -156,7 +156,9 @@ def _normalisation(patch):
 
 
 def _order(patch):
-    patch.setattr(order, "permutation", lambda _, *sides: permutation(order.MORTON, *sides))
+    patch.setattr(
+        token_order, "permutation", lambda _, *sides: permutation(token_order.MORTON, *sides)
+    )
 
 
 def _norm_in_bfloat16(patch):
@@ -170,7 +172,7 @@ def _norm_in_bfloat16(patch):
 
 def _resize(patch):
     patch.setattr(
-        images, "_fit", lambda x, size, how: x.resize((size, size), Image.Resampling.BILINEAR)
+        image_files, "_fit", lambda x, size, how: x.resize((size, size), Image.Resampling.BILINEAR)
     )
 
 
@@ -184,9 +186,9 @@ FAULTS = {
     "another order": (_order, "order/merge2x2"),
     "a norm that stays in bfloat16": (_norm_in_bfloat16, "bfloat16/class_token_left_out"),
     "another resize": (_resize, "pixels/colours, squash"),
-    "another grey": (lambda patch: patch.setattr(images, "PAD", 127), "pixels/colours, pad"),
+    "another grey": (lambda patch: patch.setattr(image_files, "PAD", 127), "pixels/colours, pad"),
     "transparency ignored": (
-        lambda patch: patch.setattr(images, "rgb", lambda image: image.convert("RGB")),
+        lambda patch: patch.setattr(image_files, "rgb", lambda image: image.convert("RGB")),
         "pixels/transparent, squash",
     ),
 }

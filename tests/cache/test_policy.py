@@ -1,4 +1,4 @@
-"""When kept tokens are made anew: by draw, when due, ahead; never later than the bound."""
+"""When cached tokens are recomputed: by draw, by drift, early; never after max_staleness."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from builders import ROWS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recompute import PER_ROW, PICTURES, Made, picture, showing
+from test_encode import IMAGES, PER_ROW, Made, image, showing
 
-from jaxvlm.build.parts import tower_part
 from jaxvlm.cache.policy import NEVER, Policy, draw, draw_step
+from jaxvlm.spmd.submodels import vision_encoder_part
 from jaxvlm.types import Batch
 
 DRAWS = 2000
@@ -21,7 +21,7 @@ DRAWS = 2000
 
 @pytest.mark.parametrize("need", [None, "zeros", "skewed"])
 def test_draws(need):
-    """Exactly k, each as often as said, none next to never."""
+    """Exactly k, each as often as its probability says, none almost never."""
     rng = np.random.default_rng(0)
     allowed = jnp.asarray(rng.random(40) < 0.8)
     given = {None: None, "zeros": jnp.zeros(40)}.get(
@@ -73,11 +73,11 @@ def test_nothing_to_draw_from():
 
 
 def test_due():
-    """Intervals are powers of two below tolerance / drift, from 1 up to the bound."""
+    """Intervals are powers of two below threshold / drift, from 1 up to max_staleness."""
     drift = jnp.asarray([0.0, 1e-3, 0.012, 0.03, 0.9, jnp.inf])
-    due = Policy(bound=100, tolerance=0.05).next_due(jnp.int32(7), drift)
+    due = Policy(max_staleness=100, drift_threshold=0.05).next_refresh(jnp.int32(7), drift)
     assert due.tolist() == [7 + 64, 7 + 32, 7 + 4, 7 + 1, 7 + 1, 7 + 1]
-    assert Policy(bound=100).next_due(jnp.int32(7), drift).tolist() == [NEVER] * 6
+    assert Policy(max_staleness=100).next_refresh(jnp.int32(7), drift).tolist() == [NEVER] * 6
 
 
 def one_a_row(seed, which=0):
@@ -88,9 +88,9 @@ def one_a_row(seed, which=0):
 
 @pytest.mark.long
 def test_gradients_by_draw_are_right_in_the_mean():
-    """Of 2,000 draws, against the gradient with every picture encoded; one picture a row."""
+    """Of 2,000 draws, against the gradient with every image encoded; one image a row."""
     # A clipped gradient's mean is not the mean's.
-    made = Made("one", "lazy", (), bound=NEVER, refresh=0.375, chunk=4, clip=0.0)
+    made = Made("one", "lazy", (), bound=NEVER, refresh_fraction=0.375, chunk=4, clip=0.0)
     full = Made("one", "off", (), chunk=4, clip=0.0)
     first, second = (made.place(one_a_row(seed)) for seed in (0, 1))
     state, _ = made.step(made.init(made.model.init(0)), first)
@@ -103,7 +103,7 @@ def test_gradients_by_draw_are_right_in_the_mean():
         return {p: x for p, x in moved.items() if p.startswith("vision/")}, metrics
 
     def drawn(turn):
-        there = state._replace(cache=state.cache._replace(turn=turn))
+        there = state._replace(cache=state.cache._replace(step=turn))
         return gradient(made, there, second)
 
     state = jax.tree.map(jnp.asarray, at)
@@ -124,7 +124,8 @@ def test_gradients_by_draw_are_right_in_the_mean():
 
 def test_need_is_drawn_more_often():
     """A row that teaches nothing has no gradient at its tokens, and waits."""
-    made = Made("one", "adaptive", (), bound=NEVER, refresh=0.25, tolerance=1e9, chunk=4)
+    more = {"refresh_fraction": 0.25, "drift_threshold": 1e9}
+    made = Made("one", "adaptive", (), bound=NEVER, chunk=4, **more)
     batch = one_a_row(0)
     weight = batch.loss_weight.copy()
     weight[: ROWS // 2] = 0
@@ -132,12 +133,12 @@ def test_need_is_drawn_more_often():
     state, _ = made.step(made.init(made.model.init(0)), batch)
     for _ in range(3):
         state, _ = made.step(state, batch)
-    pull = np.asarray(state.cache.pull).reshape(ROWS, PER_ROW)[:, 0]
+    pull = np.asarray(state.cache.grad_norm).reshape(ROWS, PER_ROW)[:, 0]
     assert np.all(pull[: ROWS // 2] == 0) and np.all(pull[ROWS // 2 :] > 0)
     begin, made_at = int(state.cache.version), []
     for _ in range(40):
         state, _ = made.step(state, batch)
-        made_at.append(np.asarray(state.cache.row_version).reshape(ROWS, PER_ROW)[:, 0].copy())
+        made_at.append(np.asarray(state.cache.page_version).reshape(ROWS, PER_ROW)[:, 0].copy())
     often = [len(set(x[x >= begin])) for x in np.stack(made_at, 1)]
     assert sum(often[ROWS // 2 :]) > 1.8 * sum(often[: ROWS // 2])
 
@@ -145,25 +146,25 @@ def test_need_is_drawn_more_often():
 @pytest.mark.long
 def test_hybrid_fills_the_last_chunk():
     for policy, encoded in (("lazy", 1), ("hybrid", 4)):
-        more = {"ahead": 1} if policy == "hybrid" else {}
+        more = {"prefetch_staleness": 1} if policy == "hybrid" else {}
         made = Made("one", policy, (), bound=6, chunk=4, **more)
         state, _ = made.step(made.init(made.model.init(0)), made.place(one_a_row(0)))
         for _ in range(2):
             state, metrics = made.step(state, made.place(one_a_row(0)))
-        assert int(metrics["cache/encoded"]) == 0  # no chunk runs, so nothing fills it
+        assert int(metrics["cache/encoded"]) == 0  # no encode batch runs, so none is filled
         batch = one_a_row(0)
-        batch.image_key[0] += 5  # one picture is another
+        batch.image_key[0] += 5  # one image is another
         state, metrics = made.step(state, made.place(batch))
         assert int(metrics["cache/encoded"]) == encoded
-        assert int(metrics["cache/lag_most"]) == 3
+        assert int(metrics["cache/staleness_max"]) == 3
 
 
 def test_tokens_are_due_by_their_drift():
     tolerance = 0.3
-    made = Made("one", "adaptive", (), bound=1000, tolerance=tolerance, chunk=4)
-    tower = tower_part(made.model, made.mesh, made.model.strategies["vision"])
+    made = Made("one", "adaptive", (), bound=1000, drift_threshold=tolerance, chunk=4)
+    tower = vision_encoder_part(made.model, made.mesh, made.model.strategies["vision"])
     run = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
-    pixels = np.stack([picture(r, 0) for r in range(ROWS)])[:, None]
+    pixels = np.stack([image(r, 0) for r in range(ROWS)])[:, None]
     batch, state = made.place(one_a_row(0)), made.init(made.model.init(0))
     tokens, encoded = [], []
     for _ in range(3):
@@ -174,8 +175,8 @@ def test_tokens_are_due_by_their_drift():
     # Never measured: due at once. Measured: as long as it takes to move so far.
     assert encoded[:2] == [ROWS, ROWS]
     apart = np.linalg.norm(tokens[1] - tokens[0], axis=1) / np.linalg.norm(tokens[0], axis=1)
-    due = np.asarray(state.cache.due).reshape(ROWS, PER_ROW)[:, 0]
-    made_at = np.asarray(state.cache.row_version).reshape(ROWS, PER_ROW)[:, 0]
+    due = np.asarray(state.cache.refresh_at).reshape(ROWS, PER_ROW)[:, 0]
+    made_at = np.asarray(state.cache.page_version).reshape(ROWS, PER_ROW)[:, 0]
     interval = 2 ** np.floor(np.log2(np.clip(tolerance / apart, 1, None)))
     still = made_at == 1
     assert encoded[2] == ROWS - still.sum() == np.sum(interval <= 1)
@@ -185,8 +186,8 @@ def test_tokens_are_due_by_their_drift():
 @pytest.fixture(scope="module")
 def policies():
     return [
-        Made("data8", "adaptive", (), bound=3, tolerance=0.2, refresh=0.25, chunk=2),
-        Made("data2_fsdp2_tensor2", "hybrid", (), bound=3, ahead=1, chunk=2),
+        Made("data8", "adaptive", (), bound=3, drift_threshold=0.2, refresh_fraction=0.25, chunk=2),
+        Made("data2_fsdp2_tensor2", "hybrid", (), bound=3, prefetch_staleness=1, chunk=2),
     ]
 
 
@@ -202,12 +203,12 @@ def test_no_policy_reads_past_its_bound(policies, which, moves):
     for good, seed in moves:
         rng = np.random.default_rng(seed)
         shape = (ROWS, 2)
-        batch = showing(seed, rng.integers(0, PICTURES, shape), rng.integers(-1, PER_ROW, shape))
+        batch = showing(seed, rng.integers(0, IMAGES, shape), rng.integers(-1, PER_ROW, shape))
         if not good:
             batch = batch._replace(loss_weight=batch.loss_weight * np.nan)
         before = jax.tree.map(np.asarray, state.cache)
         state, metrics = made.step(state, made.place(batch))
-        assert int(metrics["cache/lag_most"]) <= 3
+        assert int(metrics["cache/staleness_max"]) <= 3
         assert int(state.cache.version) == int(before.version) + good
         if not good:
             for name in ("pages", "key", "row_version", "due"):

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 from stored import FACTS, assert_none_wrong, filled, key_of, row_of, same, segments
 
-from jaxvlm.cache import codec, files
+from jaxvlm.cache.store import codec, segment_files
 
 
 def test_rows_are_there_at_once_and_in_the_next_run(opened):
@@ -31,7 +31,7 @@ def test_rows_are_there_at_once_and_in_the_next_run(opened):
     assert all(same(again.get(key_of(i)), i) for i in range(6))
     assert again.get(key_of(6)) is None
     counts = again.counts()
-    assert counts.rows == counts.found == 6 and counts.absent == 1
+    assert counts.rows == counts.hits == 6 and counts.misses == 1
     assert counts.raw_bytes == sum(row_of(i).nbytes for i in range(6))
     assert counts.bytes == sum(path.stat().st_size for path in segments(again))
     assert not opened.said
@@ -77,7 +77,7 @@ def test_segments_are_as_large_as_they_should_be(opened):
         store.put(key_of(i), x + i)
         store.flush() if i % 4 == 3 else None
     store.close()
-    assert [len(files.read_segment(path).rows) for path in segments(store)] == [4, 4, 2]
+    assert [len(segment_files.read_segment(path).rows) for path in segments(store)] == [4, 4, 2]
 
 
 def test_full_segments_are_written_without_being_asked(opened):
@@ -91,12 +91,12 @@ def test_full_segments_are_written_without_being_asked(opened):
 
 def test_facts_that_differ_by_an_ulp_share_nothing(opened, tmp_path):
     filled(opened)
-    ulp = FACTS | {"pictures": {"size": 224, "mean": float(np.nextafter(0.5, 1))}}
+    ulp = FACTS | {"images": {"size": 224, "mean": float(np.nextafter(0.5, 1))}}
     other = opened(ulp)
     assert other.get(key_of(1)) is None and other.counts().rows == 0
     assert opened(dict(reversed(FACTS.items()))).counts().rows == 6  # order is no fact
     assert len(list((tmp_path / "store").iterdir())) == 2
-    words = json.loads((other.folder / files.IDENTITY).read_text())
+    words = json.loads((other.folder / segment_files.IDENTITY).read_text())
     assert words["facts"] == ulp and words["codec"] == "exact"
 
 
@@ -179,7 +179,7 @@ def test_foreign_files_are_skipped_with_one_warning_each(opened, kind):
     assert assert_none_wrong(again, range(6)) == 6
     assert len(opened.said) == 2
     assert sum(str(path) in line for line in opened.said) == 1
-    assert sum("notes.txt" in line and "left alone" in line for line in opened.said) == 1
+    assert sum("notes.txt" in line and "ignored" in line for line in opened.said) == 1
 
 
 def test_a_file_cut_anywhere_gives_no_wrong_row(opened):
@@ -212,7 +212,7 @@ def test_a_damaged_row_is_made_again_and_then_found(opened):
 
 def test_a_damaged_identity_file_is_mended(opened):
     store = filled(opened)
-    path = store.folder / files.IDENTITY
+    path = store.folder / segment_files.IDENTITY
     text = path.read_text()
     path.write_text(text[:-9])
     assert assert_none_wrong(opened(), range(6)) == 6
@@ -223,11 +223,11 @@ def test_segments_are_plain_safetensors_and_their_bytes_are_pinned(opened):
     store = opened(name="int8")
     store.put(key_of(7), np.asarray([[1.0, -2.0]], np.float32))
     store.close()
-    assert store.identity.name == "c9efdfdcb4ea007abc2d0b4eb603d981"
+    assert store.identity.name == "6997fc87e4c351db95c57b20c07b4aba"
     (path,) = segments(store)
     ((name, row),) = safetensors.numpy.load(path.read_bytes()).items()
     assert name == key_of(7).hex()
-    assert row.tobytes().hex() == "6a767674010100000100000002000000813c4081b7242d5f39f3ff09"
+    assert row.tobytes().hex() == "6a767674010100000100000002000000813c4081b6e648101316c633"
     length = int.from_bytes(path.read_bytes()[:8], "little")
     about = json.loads(path.read_bytes()[8 : 8 + length])["__metadata__"]
     assert about == {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from stored import assert_none_wrong, filled, key_of, row_of, same, segments
 
-from jaxvlm.cache import files, upkeep
+from jaxvlm.cache.store import maintenance, segment_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -30,9 +30,9 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(opened, monkeypatch, where
         raise OSError(28, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr(files, "open", full, raising=False)
+        monkeypatch.setattr(segment_files, "open", full, raising=False)
     else:
-        monkeypatch.setattr(files.os, where, full)
+        monkeypatch.setattr(segment_files.os, where, full)
     for i in range(6, 12):
         store.put(key_of(i), row_of(i))
         if i == 8:
@@ -44,7 +44,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(opened, monkeypatch, where
     assert "No space left on device" in opened.said[0] and "jaxvlm cache prune" in opened.said[0]
     assert assert_none_wrong(store, range(6)) == 6 and store.get(key_of(7)) is None
     assert store.counts().dropped == 6
-    assert len(segments(store)) == 2 and not files.list_folder(store.folder).temporary
+    assert len(segments(store)) == 2 and not segment_files.list_folder(store.folder).temporary
 
 
 CHILD = textwrap.dedent(
@@ -86,7 +86,7 @@ def test_a_real_write_that_fails_in_the_midst(opened, tmp_path):
     assert said.count("\n") == 1 and "File too large" in said
     store = opened()
     assert assert_none_wrong(store, range(6)) == 1
-    assert not files.list_folder(store.folder).temporary and not opened.said
+    assert not segment_files.list_folder(store.folder).temporary and not opened.said
 
 
 def test_a_folder_that_can_not_be_made_or_written(opened, tmp_path, monkeypatch):
@@ -110,11 +110,11 @@ def test_a_read_only_folder_is_read(opened, monkeypatch):
     def no(*args, **more):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(files, "open", frozen, raising=False)
-    monkeypatch.setattr(files.os, "utime", no)
-    monkeypatch.setattr(files.os, "replace", no)
+    monkeypatch.setattr(segment_files, "open", frozen, raising=False)
+    monkeypatch.setattr(segment_files.os, "utime", no)
+    monkeypatch.setattr(segment_files.os, "replace", no)
     store = opened()
-    assert assert_none_wrong(store, range(6)) == 6 and not opened.said  # nothing to complain of
+    assert assert_none_wrong(store, range(6)) == 6 and not opened.said  # nothing to warn of
     store.put(key_of(6), row_of(6))
     store.flush()
     store.put(key_of(7), row_of(7))
@@ -125,7 +125,7 @@ def test_a_read_only_folder_is_read(opened, monkeypatch):
 def test_rows_that_come_too_fast_are_dropped_and_the_run_does_not_wait(opened, monkeypatch):
     go, real = threading.Event(), os.fsync
     store = opened(segment_mb=1)
-    monkeypatch.setattr(files.os, "fsync", lambda handle: (go.wait(30), real(handle)))
+    monkeypatch.setattr(segment_files.os, "fsync", lambda handle: (go.wait(30), real(handle)))
     x = np.zeros((256, 1024), np.float32)  # a whole segment
     begin = time.monotonic()
     for i in range(8):
@@ -144,7 +144,7 @@ def test_rows_that_come_too_fast_are_dropped_and_the_run_does_not_wait(opened, m
 def test_a_store_that_is_pruned_under_a_run(opened):
     filled(opened)
     store = opened()
-    for path in [*segments(store), store.folder / files.IDENTITY]:
+    for path in [*segments(store), store.folder / segment_files.IDENTITY]:
         path.unlink()
     store.folder.rmdir()
     assert assert_none_wrong(store, range(6)) == 0
@@ -175,7 +175,7 @@ def test_threads_share_a_store(opened):
         assert not thread.is_alive()
     store.close()
     assert not wrong and not opened.said
-    written = [key for path in segments(store) for key in files.read_segment(path).rows]
+    written = [key for path in segments(store) for key in segment_files.read_segment(path).rows]
     assert len(written) == len(set(written)) == store.counts().rows
     assert assert_none_wrong(opened(), range(60)) == len(written)
 
@@ -190,7 +190,7 @@ for i in range({first}, 100000):
 
 
 def test_killed_at_any_moment(opened, tmp_path):
-    """``kill -9`` of a process that writes without pause: what it said is there, all is right."""
+    """``kill -9`` of a process that writes without pause: what it reported is there and right."""
     rng, width = random.Random(), 30_000
     for first in (0, 1000, 2000, 3000):
         process = child(tmp_path, WRITES.format(first=first, width=width))
@@ -203,7 +203,7 @@ def test_killed_at_any_moment(opened, tmp_path):
         assert assert_none_wrong(store, range(first, last + 1), width) == last + 1 - first
         assert_none_wrong(store, range(last + 1, last + 20), width)
     assert not opened.said
-    assert not any(checked.bad for checked in upkeep.verify(tmp_path / "store"))
+    assert not any(checked.bad for checked in maintenance.verify(tmp_path / "store"))
 
 
 def test_two_processes_write_at_the_same_time(opened, tmp_path):

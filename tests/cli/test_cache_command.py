@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxvlm.cache import files, upkeep
-from jaxvlm.cache.store import Store
+from jaxvlm.cache.store import maintenance, segment_files
+from jaxvlm.cache.store.rows import Store
 from jaxvlm.cli.main import run
 
 DAY = 86_400
@@ -36,7 +36,7 @@ def write(folder, tower: str, rows=range(6), days_ago: float = 0.0) -> pathlib.P
             if i % 2:
                 store.flush()
     used = time.time() - days_ago * DAY
-    os.utime(store.folder / files.IDENTITY, (used, used))
+    os.utime(store.folder / segment_files.IDENTITY, (used, used))
     return store.folder
 
 
@@ -49,7 +49,7 @@ def found(folder, tower: str, rows=range(6)) -> list[int]:
 
 def damage(folder: pathlib.Path) -> None:
     """One file that can't be read, one row in another that can't."""
-    first, second, *_ = files.list_folder(folder).segments
+    first, second, *_ = segment_files.list_folder(folder).segments
     first.write_bytes(first.read_bytes()[:-1])
     data = bytearray(second.read_bytes())
     data[-1] ^= 1
@@ -94,42 +94,51 @@ def test_verify_names_what_is_bad_and_prune_removes_it(capsys, tmp_path):
     write(tmp_path, "siglip")
     damage(folder)
     text, told = says(capsys, "verify", tmp_path, code=1)
-    assert "2 bad" in text and "cut short" in text and "checksum" in text
+    assert "2 bad" in text and "truncated" in text and "checksum" in text
     assert f"jaxvlm cache prune {tmp_path}" in text
     assert len(told["bad"]) == 2 and told["rows"] == 9 and told["exit_code"] == 1
     before = sorted((p, p.stat().st_size) for p in tmp_path.rglob("*"))
     text, would = says(capsys, "prune", tmp_path, "--dry_run")
-    assert "would go: 0 identities, 1 file that can't be read, 1 bad and 0 double rows" in text
+    assert (
+        "would be removed: 0 identities, 1 file that can't be read, 1 bad and 0 duplicate rows"
+        in text
+    )
     assert sorted((p, p.stat().st_size) for p in tmp_path.rglob("*")) == before
     text, went = says(capsys, "prune", tmp_path)
     assert "removed: 0 identities, 1 file that can't be read" in text
     assert would == went | {"dry_run": True}
     assert says(capsys, "verify", tmp_path)[1]["rows"] == 9
     assert len(found(tmp_path, "clip")) == 3 and len(found(tmp_path, "siglip")) == 6
-    assert upkeep.prune(tmp_path)[:6] == ([], 0, 0, 0, 0, 0)
+    assert maintenance.prune(tmp_path)[:6] == ([], 0, 0, 0, 0, 0)
 
 
 def test_prune_keeps_one_of_rows_that_are_there_twice(tmp_path):
     folder = write(tmp_path, "clip", range(4))
-    for path in files.list_folder(folder).segments:
+    for path in segment_files.list_folder(folder).segments:
         os.rename(path, tmp_path / path.name)
     write(tmp_path, "clip", range(2, 8))
     for path in tmp_path.glob("*.safetensors"):
         os.rename(path, folder / path.name)
-    assert upkeep.prune(tmp_path).double_rows == 2
+    assert maintenance.prune(tmp_path).double_rows == 2
     assert found(tmp_path, "clip", range(8)) == list(range(8))
-    assert sum(len(files.read_segment(p).rows) for p in files.list_folder(folder).segments) == 8
+    assert (
+        sum(
+            len(segment_files.read_segment(p).rows)
+            for p in segment_files.list_folder(folder).segments
+        )
+        == 8
+    )
 
 
 def test_prune_keeps_a_good_row_where_its_double_is_bad(tmp_path):
     folder = write(tmp_path, "clip", range(2))
-    (path,) = files.list_folder(folder).segments
+    (path,) = segment_files.list_folder(folder).segments
     bad = bytearray(path.read_bytes())
     bad[-1] ^= 1
     newer = folder / f"{'0' * 32}.safetensors"
     newer.write_bytes(bad)
     os.utime(newer, (time.time() + 9,) * 2)
-    pruned = upkeep.prune(tmp_path)
+    pruned = maintenance.prune(tmp_path)
     assert (pruned.bad_rows, pruned.double_rows) == (1, 1)
     assert found(tmp_path, "clip", range(2)) == [0, 1]
 
@@ -140,7 +149,7 @@ def test_prune_removes_what_dead_writers_left_and_no_live_ones(tmp_path):
     for path in (dead, live):
         path.write_bytes(b"half a segment")
     os.utime(dead, (time.time() - 1.1 * DAY,) * 2)
-    assert upkeep.prune(tmp_path).temporary == 1
+    assert maintenance.prune(tmp_path).temporary == 1
     assert live.exists() and not dead.exists()
 
 
@@ -155,13 +164,13 @@ def test_prune_removes_what_no_run_has_read_for_long(capsys, tmp_path):
 
 def test_prune_keeps_so_much_of_what_was_used_last(capsys, tmp_path):
     folders = [write(tmp_path, f"tower {i}", days_ago=3 - i) for i in range(3)]
-    size = upkeep.stat(tmp_path)[0].bytes
+    size = maintenance.stat(tmp_path)[0].bytes
     _, would = says(capsys, "prune", tmp_path, f"--keep_gb={2.5 * size / 1e9}", "--dry_run")
     _, went = says(capsys, "prune", tmp_path, f"--keep_gb={2.5 * size / 1e9}")
     assert went["identities"] == would["identities"] == [folders[0].name]
     assert went["bytes"] == size and went["left"] == would["left"] == 2 * size
     text, went = says(capsys, "prune", tmp_path, "--keep_gb=1e-9")
-    assert went["identities"] == [folders[1].name] and "over --keep_gb" in text
+    assert went["identities"] == [folders[1].name] and "above --keep_gb" in text
     assert found(tmp_path, "tower 2") == list(range(6))
 
 
@@ -178,7 +187,7 @@ def test_what_is_no_store_is_never_touched(capsys, tmp_path):
         assert "no store of visual tokens" in fails(capsys, verb, other)
         assert "no store of visual tokens" in fails(capsys, verb, tmp_path / "nowhere")
         assert "no store of visual tokens" in fails(capsys, verb, tmp_path / "a file")
-        assert "part of a store" in fails(capsys, verb, folder)
+        assert "one identity of a store" in fails(capsys, verb, folder)
     assert theirs.read_bytes() == b"precious"
 
 

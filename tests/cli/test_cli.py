@@ -1,4 +1,4 @@
-"""The command line as a person meets it: help, one-line errors, exit codes, JSON."""
+"""The command line: help, one-line errors, exit codes, JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_command_and_unknown_command(capsys):
         ("--config.optim.learning_rat=1", "learning_rate"),
         ("--config.optim.learning_rate=fast", "learning_rate"),
         ("--config.mesh.data=3", r"does not fit 8 devices"),
-        ("--config.data.batch_size=12", "not divisible by the 8 parts"),
+        ("--config.data.batch_size=12", "on 8 data shards of config.mesh does not divide"),
         ("--config.model.vision.patch_size=7", "not a multiple of patch_size=7"),
         ("--config.model.vision.stem=cnov", "known: linear, conv"),
         ("--config.model.dtype=float8", "known: float32, bfloat16"),
@@ -62,18 +62,18 @@ def test_no_command_and_unknown_command(capsys):
         ("--config.model.decoder.depth=0", "at least 1 layer"),
         ("--config.eval_every=5", "config.data.eval names no data"),
         ("--config.early_stop=2", "needs evaluations on the way"),
-        ("--config.loss=focal", "known: next_token"),
+        ("--config.loss.name=focal", "known: next_token"),
         ("--config.checkpoint.mode=best", "known: max, min"),
         ("--config.checkpoint.keep=0", "at least 1"),
     ],
 )
 def test_bad_settings_are_one_line(capsys, tmp_path, flag, says):
-    data = write_data(tmp_path, pictures=8)
+    data = write_data(tmp_path, images=8)
     args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}", flag]
     assert says in fails(capsys, *args)
 
 
-def test_missing_pieces_are_one_line(capsys, tmp_path):
+def test_missing_inputs_are_one_line(capsys, tmp_path):
     assert "--config=FILE" in fails(capsys, "train", f"--workdir={tmp_path}")
     missing = fails(capsys, "train", "--config=nope.py", f"--workdir={tmp_path}")
     assert "no such recipe" in missing and "nope.py" in missing
@@ -97,17 +97,17 @@ def test_print_config_prints_what_would_be_used(capsys, tmp_path):
     assert json.loads(last)["data"]["train"] == "x.jsonl"
 
 
-def test_a_space_does_as_well_as_an_equals_sign(capsys):
-    args = ["--config", f"{RECIPE}:x.jsonl", "--config.seed", "7", "--config.loss", "focal"]
+def test_a_space_is_accepted_for_an_equals_sign(capsys):
+    args = ["--config", f"{RECIPE}:x.jsonl", "--config.seed", "7", "--config.loss.name", "focal"]
     assert run(["train", *args, "--config.optim.frozen", "('vision/*',)", "--print_config"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    said = ("data.train='x.jsonl'", "seed=7", "loss='focal'", "optim.frozen=('vision/*',)")
+    said = ("data.train='x.jsonl'", "seed=7", "loss.name='focal'", "optim.frozen=('vision/*',)")
     assert {f"config.{line}" for line in said} <= set(lines)
     assert "no such recipe" in fails(capsys, "train", "--config", "nope.py:x", "--workdir", "w")
 
 
 def test_dry_run_shows_the_loss_mask_and_writes_nothing(capsys, tmp_path):
-    data = write_data(tmp_path, pictures=8)
+    data = write_data(tmp_path, images=8)
     before = sorted(tmp_path.iterdir())
     assert run(["train", f"--config={RECIPE}:{data}", "--dry_run", "--json"]) == 0
     out = capsys.readouterr().out
@@ -117,8 +117,8 @@ def test_dry_run_shows_the_loss_mask_and_writes_nothing(capsys, tmp_path):
 
 
 def broken_records(folder):
-    """One record for each way to be bad, and what is said of it."""
-    write_data(folder, pictures=40)
+    """One record for each kind of bad record, and the expected message."""
+    write_data(folder, images=40)
     (folder / "empty.png").write_bytes(b"")
     rng = np.random.default_rng(0)
     Image.fromarray(rng.integers(0, 255, (64, 64, 3)).astype(np.uint8)).save(folder / "cut.jpg")
@@ -126,9 +126,9 @@ def broken_records(folder):
     (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     Image.new("1", (10_000, 10_000)).save(folder / "bomb.png")
 
-    def record(name, picture, text="<image>\nwhat?"):
+    def record(name, image, text="<image>\nwhat?"):
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "red"}]
-        return {"id": name, "messages": turns, "images": [picture]}
+        return {"id": name, "messages": turns, "images": [image]}
 
     bad = [
         record("gone", "gone.png"),
@@ -153,12 +153,12 @@ def test_data_check_names_every_bad_record(capsys, tmp_path):
     report = json.loads(out.splitlines()[-1])
     found = {name for ids in report["problems"].values() for name in ids}
     assert set(names) <= found
-    assert len(found) == len(names) + 2  # and two lines that are no JSON
+    assert len(found) == len(names) + 2  # and two lines that are not JSON
     assert report["good"] == 80
 
 
 def test_data_check_takes_a_recipes_limits(capsys, tmp_path):
-    data = write_data(tmp_path, pictures=8)
+    data = write_data(tmp_path, images=8)
     assert run(["data", "check", str(data), f"--config={RECIPE}:{data}"]) == 0
     capsys.readouterr()
     limit = "--config.data.max_length=8"
@@ -167,7 +167,7 @@ def test_data_check_takes_a_recipes_limits(capsys, tmp_path):
 
 
 def test_a_metric_that_is_not_evaluated_is_refused_before_the_first_step(capsys, tmp_path):
-    data = write_data(tmp_path, pictures=8)
+    data = write_data(tmp_path, images=8)
     args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}"]
     more = [f"--config.data.eval={data}", "--config.checkpoint.metric=exact_macht"]
     says = fails(capsys, *args, *more)
@@ -178,11 +178,11 @@ def test_bad_records_are_counted_and_too_many_stop_the_run(capsys, tmp_path):
     path, _ = broken_records(tmp_path)
     args = ["train", f"--config={RECIPE}:{path}", f"--workdir={tmp_path / 'run'}"]
     says = fails(capsys, *args)
-    assert "max_skip_share" in says and "%" in says
+    assert "max_skip_fraction" in says and "%" in says
     code = run(
         [
             *args,
-            "--config.data.max_skip_share=0.2",
+            "--config.data.max_skip_fraction=0.2",
             "--config.steps=0",
             "--config.epochs=1.0",
             "--json",
@@ -191,7 +191,7 @@ def test_bad_records_are_counted_and_too_many_stop_the_run(capsys, tmp_path):
     captured = capsys.readouterr()
     assert code == 0, captured.err
     assert json.loads(captured.out.splitlines()[-1])["skipped_records"] >= 7
-    assert "cut: truncated file" in captured.err  # found only when it was decoded
+    assert "cut: truncated file" in captured.err  # detected only when it was decoded
 
 
 def test_train_eval_generate(capsys, tmp_path):
@@ -210,40 +210,48 @@ def test_train_eval_generate(capsys, tmp_path):
     assert document["versions"]["jax"] and document["devices"].startswith("8 x ")
 
     assert (
-        run(["eval", f"--checkpoint={run_folder}", f"--sheet={tmp_path / 's.png'}", "--json"]) == 0
+        run(
+            [
+                "eval",
+                f"--checkpoint={run_folder}",
+                f"--prediction_grid={tmp_path / 's.png'}",
+                "--json",
+            ]
+        )
+        == 0
     )
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["exact_match"] == pytest.approx(result["exact_match"])
     assert report["answers"] == 80
-    with Image.open(tmp_path / "s.png") as sheet:
-        assert sheet.size[0] > 500
+    with Image.open(tmp_path / "s.png") as grid:
+        assert grid.size[0] > 500
 
-    picture = str(tmp_path / "0.png")
-    ask = ["generate", f"--checkpoint={run_folder}", f"--image={picture}", "--prompt=is it red?"]
-    assert run([*ask, "--max_new=4", "--json"]) == 0
+    image = str(tmp_path / "0.png")
+    ask = ["generate", f"--checkpoint={run_folder}", f"--image={image}", "--prompt=is it red?"]
+    assert run([*ask, "--max_new_tokens=4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])["answer"]
     assert isinstance(answer, str)
-    assert run([*ask, "--max_new=4", "--json", "--mesh=data=2,fsdp=2,tensor=2"]) == 0
+    assert run([*ask, "--max_new_tokens=4", "--json", "--mesh=data=2,fsdp=2,tensor=2"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answer"] == answer
     assert "--mesh=fsbp=8" in fails(capsys, *ask, "--mesh=fsbp=8")
     assert "does not fit 8 devices" in fails(capsys, *ask, "--mesh=tensor=2")
-    assert "2 pictures" in fails(capsys, *ask[:3], f"--image={picture}", "--prompt=<image> what?")
+    assert "2 images" in fails(capsys, *ask[:3], f"--image={image}", "--prompt=<image> what?")
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"x")
     assert "bad.png" in fails(capsys, ask[0], ask[1], f"--image={bad}", "--prompt=what?")
 
 
 def test_one_run_at_a_time_in_a_folder(capsys, tmp_path):
-    from jaxvlm.build.record import locked
+    from jaxvlm.checkpoint.run_record import locked
 
-    data = write_data(tmp_path, pictures=8)
+    data = write_data(tmp_path, images=8)
     with locked(tmp_path / "run"):
         args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}"]
-        assert "another run is writing there" in fails(capsys, *args)
+        assert "another run is writing to it" in fails(capsys, *args)
 
 
-def test_an_answer_that_the_tokenizer_has_no_word_for_is_never_right(capsys, tmp_path):
-    data = write_data(tmp_path, pictures=8)
+def test_an_answer_with_an_unknown_token_is_never_correct(capsys, tmp_path):
+    data = write_data(tmp_path, images=8)
     folder = tmp_path / "run"
     assert run(["train", f"--config={RECIPE}:{data}", f"--workdir={folder}", "--json"]) == 0
     other = tmp_path / "other.jsonl"
@@ -255,14 +263,14 @@ def test_an_answer_that_the_tokenizer_has_no_word_for_is_never_right(capsys, tmp
     assert report["exact_match"] <= 0.5, "half of the records answer with unknown words"
 
 
-def test_a_lost_tokenizer_is_not_made_anew(capsys, tmp_path):
+def test_a_lost_tokenizer_is_not_trained_again(capsys, tmp_path):
     import shutil
 
-    data = write_data(tmp_path, pictures=8)
+    data = write_data(tmp_path, images=8)
     args = ["train", f"--config={RECIPE}:{data}", f"--workdir={tmp_path / 'run'}", "--json"]
     assert run([*args, "--config.steps=4"]) == 0
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     capsys.readouterr()
-    assert "is gone" in fails(capsys, *args)
+    assert "is missing" in fails(capsys, *args)
     ask = ["generate", f"--checkpoint={tmp_path / 'run'}", "--prompt=what?"]
-    assert "is gone" in fails(capsys, *ask)
+    assert "is missing" in fails(capsys, *ask)

@@ -1,4 +1,4 @@
-"""A setting that nothing would read is refused, not ignored."""
+"""A setting that has no effect is refused, not ignored."""
 
 import dataclasses
 
@@ -34,13 +34,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "asked", "needs"), CASES)
-def test_what_nothing_reads_is_refused(config, asked, needs):
-    (name,) = asked
-    refuse_unread(config, "here")
-    with pytest.raises(ConfigError, match=rf"here\.{name}(\.\w+)*=.* is not read without"):
-        refuse_unread(dataclasses.replace(config, **asked), "here")
-    refuse_unread(dataclasses.replace(config, **asked, **needs), "here")
+@pytest.mark.parametrize(("config", "changed", "needs"), CASES)
+def test_a_setting_without_effect_is_refused(config, changed, needs):
+    (name,) = changed
+    refuse_unread(config, "config.group")
+    with pytest.raises(ConfigError, match=rf"config\.group\.{name}(\.\w+)*=.* is not read without"):
+        refuse_unread(dataclasses.replace(config, **changed), "config.group")
+    refuse_unread(dataclasses.replace(config, **changed, **needs), "config.group")
 
 
 def other(value):
@@ -60,8 +60,8 @@ def test_every_rule_holds(kind):
     default = kind()
     for names, _, read in RULES[kind]:
         for name in names.split():
-            asked = dataclasses.replace(default, **{name: other(getattr(default, name))})
-            if read(asked):
+            changed = dataclasses.replace(default, **{name: other(getattr(default, name))})
+            if read(changed):
                 continue
-            with pytest.raises(ConfigError, match=rf"here\.{name}(\.\w+)*="):
-                refuse_unread(asked, "here")
+            with pytest.raises(ConfigError, match=rf"config\.group\.{name}(\.\w+)*="):
+                refuse_unread(changed, "config.group")

@@ -1,4 +1,4 @@
-"""Small conversations and pictures, written to a temporary folder."""
+"""Small conversations and images, written to a temporary folder."""
 
 import json
 import pathlib
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxvlm.data import images, tokenizer
-from jaxvlm.data.examples import Example, Item
-from jaxvlm.data.formats import Record, Turn
-from jaxvlm.data.prompt_items import PromptRows
+from jaxvlm.data.images import image_files
+from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.sources.conversation_formats import Record, Turn
+from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
 from jaxvlm.types import Span
 
 
@@ -21,8 +22,8 @@ def word_tokenizer():
 
 
 @pytest.fixture
-def picture(tmp_path):
-    """``picture(name, color)`` writes a small PNG and returns its path."""
+def image(tmp_path):
+    """``image(name, color)`` writes a small PNG and returns its path."""
 
     def write(name="a.png", color=(255, 0, 0), size=(24, 16)) -> str:
         path = tmp_path / name
@@ -60,12 +61,12 @@ def record(identifier, paths=(), question="what color is the shape?", answer="re
 
 @pytest.fixture
 def album(tmp_path):
-    """Records about ``num_pictures`` pictures, a few questions each, and some without one."""
+    """Records about ``num_images`` images, a few questions each, and some without one."""
 
-    def write(num_pictures=12, questions=3, blind=2) -> list[Record]:
+    def write(num_images=12, questions=3, blind=2) -> list[Record]:
         rng = np.random.default_rng(0)
         records = []
-        for i in range(num_pictures):
+        for i in range(num_images):
             path = str(tmp_path / f"{i}.png")
             Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
             for q in range(questions + i % 2):
@@ -83,20 +84,20 @@ def chat_tokenizer():
 
 
 @pytest.fixture(scope="session")
-def prompt_rows(chat_tokenizer):
+def prompt_collator(chat_tokenizer):
     before = [chat_tokenizer.unk_id]
 
     def span(width, height):
         return Span.of(chat_tokenizer.image_id, 1 + width // 8, before, before)
 
-    pictures = images.PictureFormat(images.squares(8), 8, span, fixed=False)
-    return PromptRows(chat_tokenizer, pictures)
+    images = image_files.ImageFormat(image_files.squares(8), 8, span, fixed=False)
+    return PromptCollator(chat_tokenizer, images)
 
 
 @pytest.fixture(scope="session")
 def examples(tmp_path_factory):
-    """Texts, pictures and both, on both sides; some positives are of several queries."""
-    folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    """Texts, images and both, on both sides; some positives are of several queries."""
+    folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
 
     def item(kind, words, name):
         path = ""

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.formats import Turn, read
+from jaxvlm.data.sources.conversation_formats import Turn, read
 from tests.data.conftest import llava
 
 QUESTION = "<image>what color is it?"  # no line break: see formats.tidy
@@ -26,7 +26,7 @@ def part(**image):
     [
         llava(),
         llava(image=["a.png"]),
-        llava(text="what color is it?"),  # no placeholder, one picture: it stands first
+        llava(text="what color is it?"),  # no placeholder, one image: it stands first
         messages(images=["a.png"]),
         messages(part(), images=["a.png"]),
         messages(part(image="a.png")),
@@ -47,37 +47,37 @@ def test_formats_agree(item, lines, write_json, tmp_path):
 def test_image_root_and_roles(write_json):
     item = llava(image=None, text="hello")
     item["conversations"].insert(0, {"from": "system", "value": "be brief"})
-    with_picture = llava("y", "sub/a.png")
-    records, _ = read(write_json([item, with_picture]), image_root="/pictures")
+    with_image = llava("y", "sub/a.png")
+    records, _ = read(write_json([item, with_image]), image_root="/images")
     assert [t.role for t in records[0].turns] == ["system", "user", "assistant"]
-    assert records[1].images == ("/pictures/sub/a.png",)
+    assert records[1].images == ("/images/sub/a.png",)
 
 
 BAD = {
-    "placeholders and pictures differ": llava(text="<image><image> what?"),
-    "placeholders and pictures differ in number": llava(image=["a.png", "b.png"], text="what?"),
+    "placeholders and images differ": llava(text="<image><image> what?"),
+    "placeholders and images differ in number": llava(image=["a.png", "b.png"], text="what?"),
     "empty conversation": {"id": "x", "conversations": []},
     "no assistant turn": {"id": "x", "messages": [{"role": "user", "content": "hi"}]},
     "every assistant turn is empty": llava(answer=" "),
-    "a picture in an assistant turn": llava(text="draw", answer="<image>"),
+    "an image in an assistant turn": llava(text="draw", answer="<image>"),
     "unknown role": {"id": "x", "conversations": [{"from": "cat", "value": "miau"}]},
     "a turn without 'role'": {"id": "x", "messages": [{"content": "hi"}]},
     "a turn without 'from'": {"id": "x", "conversations": [{"value": "hi"}]},
     "a turn is not an object": {"id": "x", "conversations": ["hi"]},
     "neither 'conversations'": {"id": "x", "text": "hi"},
-    "a picture that is not a file": llava(image="https://example.com/a.png"),
+    "an image that is not a file": llava(image="https://example.com/a.png"),
     "a content item of unknown type": messages([{"type": "video", "video": "a.mp4"}]),
-    "pictures named both": messages(part(image="a.png"), images=["b.png"]),
+    "images named both": messages(part(image="a.png"), images=["b.png"]),
     "neither text nor a list": messages(content=None),
     "text that is not valid Unicode": llava(answer="\ud83d"),
     "both 'conversations' and 'messages'": llava() | messages("hi"),
     "both 'image' and 'images'": llava(image="a.png") | {"images": ["b.png"]},
-    "a field that is not used here": llava() | {"tools": ["search"]},
-    "a turn's field that is not used here": {
+    "a field that jaxvlm does not read": llava() | {"tools": ["search"]},
+    "a turn's field that jaxvlm does not read": {
         "id": "x",
         "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [1]}],
     },
-    "a turn that says how much": {
+    "a turn with a training weight other than 1": {
         "id": "x",
         "messages": [
             {"role": "user", "content": "hi"},

@@ -1,4 +1,4 @@
-"""Pictures against Pillow, and every way in which a file can be bad."""
+"""Images against Pillow, and every way in which a file can be bad."""
 
 import struct
 import zlib
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxvlm.data import images
 from jaxvlm.data.errors import ImageError
+from jaxvlm.data.images import image_files
 
 RNG = np.random.default_rng(0)
 COLORS = RNG.integers(0, 256, (16, 16, 3), np.uint8)
@@ -32,7 +32,7 @@ def test_modes_as_pillow(mode, tmp_path):
     image = Image.fromarray(COLORS).convert(mode)
     image.save(path)
     np.testing.assert_array_equal(
-        images.load(str(path), images.squares(16)), np.asarray(image.convert("RGB"))
+        image_files.load(str(path), image_files.squares(16)), np.asarray(image.convert("RGB"))
     )
 
 
@@ -40,23 +40,23 @@ def test_alpha_lies_over_white(tmp_path):
     for mode in ("RGBA", "LA"):
         image = Image.new("RGBA", (16, 16), (200, 200, 200, 0)).convert(mode)
         image.save(tmp_path / "a.png")
-        assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 255).all()
+        assert (image_files.load(str(tmp_path / "a.png"), image_files.squares(16)) == 255).all()
     half = Image.new("RGBA", (16, 16), (0, 0, 0, 128))
     half.save(tmp_path / "a.png")
-    assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 127).all()
+    assert (image_files.load(str(tmp_path / "a.png"), image_files.squares(16)) == 127).all()
 
 
 def test_palette_with_transparency(tmp_path):
     image = Image.new("P", (16, 16), 0)
     image.putpalette([10, 20, 30] + [0] * 765)
     image.save(tmp_path / "a.png", transparency=0)
-    assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 255).all()
+    assert (image_files.load(str(tmp_path / "a.png"), image_files.squares(16)) == 255).all()
 
 
 def test_sixteen_bits_are_scaled(tmp_path):
     values = np.full((16, 16), 257 * 100, np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
-    assert (images.load(str(tmp_path / "a.png"), images.squares(16)) == 100).all()
+    assert (image_files.load(str(tmp_path / "a.png"), image_files.squares(16)) == 100).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -71,24 +71,24 @@ def test_exif_orientation(orientation, tmp_path):
     if orientation > 1:
         stored = stored.transpose(Image.Transpose[turn[orientation]])
     stored.save(tmp_path / "a.jpg", exif=exif, quality=95)
-    got = images.load(str(tmp_path / "a.jpg"), images.squares(16))
+    got = image_files.load(str(tmp_path / "a.jpg"), image_files.squares(16))
     assert got[:6, :6].min() > 200
     assert got[10:].max() < 50
     opened = Image.open(tmp_path / "a.jpg")
     size = opened.size
-    np.testing.assert_array_equal(images.convert(opened, images.squares(16)), got)
-    assert opened.size == size  # the caller's picture stays as it was
+    np.testing.assert_array_equal(image_files.convert(opened, image_files.squares(16)), got)
+    assert opened.size == size  # the caller's image stays as it was
 
 
-@pytest.mark.parametrize("resize", images.RESIZE)
+@pytest.mark.parametrize("resize", image_files.RESIZE)
 @pytest.mark.parametrize("shape", [(1, 40), (40, 1), (7, 300), (16, 16)])
 def test_any_shape_fits(resize, shape, tmp_path):
     Image.new("RGB", shape, (9, 9, 9)).save(tmp_path / "a.png")
-    got = images.load(str(tmp_path / "a.png"), images.squares(16, resize))
+    got = image_files.load(str(tmp_path / "a.png"), image_files.squares(16, resize))
     assert got.shape == (16, 16, 3)
     assert got.dtype == np.uint8
     if resize == "pad" and shape[0] != shape[1]:
-        assert (got == images.PAD).any()
+        assert (got == image_files.PAD).any()
         assert (got == 9).any()
     else:
         assert (got == 9).all()
@@ -98,21 +98,23 @@ def test_squash_as_pillow(tmp_path):
     image = Image.fromarray(RNG.integers(0, 256, (50, 30, 3), np.uint8))
     image.save(tmp_path / "a.png")
     want = np.asarray(image.resize((16, 16), Image.Resampling.BICUBIC))
-    np.testing.assert_array_equal(images.load(str(tmp_path / "a.png"), images.squares(16)), want)
+    np.testing.assert_array_equal(
+        image_files.load(str(tmp_path / "a.png"), image_files.squares(16)), want
+    )
 
 
 def test_large_jpeg_is_close_to_pillow(tmp_path):
     smooth = Image.fromarray(COLORS).resize((400, 400), Image.Resampling.BICUBIC)
     smooth.save(tmp_path / "a.jpg", quality=95)
     want = np.asarray(Image.open(tmp_path / "a.jpg").resize((16, 16), Image.Resampling.BICUBIC))
-    got = images.load(str(tmp_path / "a.jpg"), images.squares(16))
+    got = image_files.load(str(tmp_path / "a.jpg"), image_files.squares(16))
     assert np.abs(got.astype(int) - want).max() <= 6
 
 
 def test_bad_files(tmp_path):
     missing, empty, text, short = (tmp_path / n for n in ("no.png", "0.png", "t.png", "s.jpg"))
     empty.write_bytes(b"")
-    text.write_text("not a picture")
+    text.write_text("not an image")
     Image.fromarray(RNG.integers(0, 256, (64, 64, 3), np.uint8)).save(short)
     short.write_bytes(short.read_bytes()[:1500])
     large = tmp_path / "large.png"
@@ -121,56 +123,56 @@ def test_bad_files(tmp_path):
     bomb(huge, 100_000, 100_000)
     hollow = tmp_path / "hollow.png"
     bomb(hollow, 100, 100)
-    by_header = {missing: "missing file", empty: "0-byte", text: "not a picture"}
+    by_header = {missing: "missing file", empty: "0-byte", text: "not an image"}
     by_header |= {large: "max_pixels", huge: "max_pixels", tmp_path: "can't be read"}
     for path, reason in by_header.items():
-        assert reason in (images.check(str(path), 50_000_000) or "")
+        assert reason in (image_files.check(str(path), 50_000_000) or "")
         with pytest.raises(ImageError, match=reason):
-            images.load(str(path), images.squares(16))
+            image_files.load(str(path), image_files.squares(16))
     for path in (short, hollow):
-        assert images.check(str(path), 50_000_000) is None
+        assert image_files.check(str(path), 50_000_000) is None
         with pytest.raises(ImageError, match="truncated"):
-            images.load(str(path), images.squares(16))
+            image_files.load(str(path), image_files.squares(16))
 
 
 def test_key_is_of_bytes_preprocessing_and_augmentation():
     a, b = b"a" * 16, b"b" * 16
     keys = [(a, "64"), (b, "64"), (a, "32"), (a, "64", (1, 0, 0)), (a, "64", (0, 1, 0))]
-    seen = {images.key(*k).tobytes() for k in keys}
+    seen = {image_files.key(*k).tobytes() for k in keys}
     assert len(seen) == len(keys)
-    key = images.key(a, "64")
+    key = image_files.key(a, "64")
     assert key.shape == (4,)
-    np.testing.assert_array_equal(key, images.key(a, "64"))
+    np.testing.assert_array_equal(key, image_files.key(a, "64"))
 
 
 def test_augment():
     pixels = COLORS
-    assert images.augment(pixels, ()) is pixels
-    np.testing.assert_array_equal(images.augment(pixels, (1, 0, 0)), pixels[:, ::-1])
-    moved = images.augment(pixels, (0, 2, -3))
+    assert image_files.augment(pixels, ()) is pixels
+    np.testing.assert_array_equal(image_files.augment(pixels, (1, 0, 0)), pixels[:, ::-1])
+    moved = image_files.augment(pixels, (0, 2, -3))
     np.testing.assert_array_equal(moved[2:, :-3], pixels[:-2, 3:])
-    drawn = {images.draw(np.random.default_rng(i), True, 2) for i in range(200)}
+    drawn = {image_files.draw(np.random.default_rng(i), True, 2) for i in range(200)}
     assert {d[1] for d in drawn if d} == {-2, -1, 0, 1, 2}
-    assert images.draw(np.random.default_rng(0), False, 0) == ()
+    assert image_files.draw(np.random.default_rng(0), False, 0) == ()
 
 
-def test_cache_is_bounded(picture, monkeypatch):
-    paths = [picture(f"{i}.png", (i, i, i)) for i in range(6)]
-    pictures = images.Pictures(images.squares(256), 10**6, cache_mb=1)  # room for five
+def test_cache_is_bounded(image, monkeypatch):
+    paths = [image(f"{i}.png", (i, i, i)) for i in range(6)]
+    images = image_files.ImageCache(image_files.squares(256), 10**6, cache_mb=1)  # room for five
     for path in paths:
-        pictures.get(path)
+        images.get(path)
     opened = []
-    read = images._bytes
-    monkeypatch.setattr(images, "_bytes", lambda path: opened.append(path) or read(path))
+    read = image_files._bytes
+    monkeypatch.setattr(image_files, "_bytes", lambda path: opened.append(path) or read(path))
     for path in paths[::-1]:
-        assert pictures.get(path).pixels[0, 0, 0] == paths.index(path)
+        assert images.get(path).pixels[0, 0, 0] == paths.index(path)
     assert opened == [paths[0]]
-    assert pictures.get(paths[0]).digest != pictures.get(paths[1]).digest
+    assert images.get(paths[0]).digest != images.get(paths[1]).digest
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what it finds
 @pytest.mark.parametrize("kind", ["png", "jpg", "gif", "webp", "tiff", "bmp"])
-def test_damaged_files_are_pictures_or_image_errors(kind, tmp_path):
+def test_damaged_files_are_images_or_image_errors(kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     Image.fromarray(COLORS).save(path)
     good = np.frombuffer(path.read_bytes(), np.uint8)
@@ -181,7 +183,11 @@ def test_damaged_files_are_pictures_or_image_errors(kind, tmp_path):
         data[rng.integers(len(data), size=4)] = rng.integers(256, size=4)
         path.write_bytes(data.tobytes()[: rng.integers(1, 2 * len(data))])
         try:
-            assert images.load(str(path), images.squares(16), max_pixels=10**6).shape == (16, 16, 3)
+            assert image_files.load(str(path), image_files.squares(16), max_pixels=10**6).shape == (
+                16,
+                16,
+                3,
+            )
         except ImageError as error:
             assert "\n" not in str(error)
             refused += 1

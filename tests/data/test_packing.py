@@ -6,27 +6,28 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import chat, packing, tokenizer
-from jaxvlm.data.batch import Layout, assemble
+from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.data.conversations.collate import Layout, collate
+from jaxvlm.data.conversations.sequence_order import SequenceOrder
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.order import Order
+from jaxvlm.data.tokenizer import chat_tokenizer
 from tests.data.conftest import record
 
-TOKENIZER = tokenizer.build(["what color is the shape? red is it a circle"])
+TOKENIZER = chat_tokenizer.build(["what color is the shape? red is it a circle"])
 PATCHES = 5
 
 
 @st.composite
 def albums(draw, least=8):
-    """Records with 0 to 2 pictures from a few, and questions of different length."""
-    pictures = st.sampled_from(["a", "b", "c", "d", "e"])
-    one = st.tuples(st.lists(pictures, max_size=2), st.integers(1, 8))
+    """Records with 0 to 2 images from a few, and questions of different length."""
+    images = st.sampled_from(["a", "b", "c", "d", "e"])
+    one = st.tuples(st.lists(images, max_size=2), st.integers(1, 8))
     rows = draw(st.lists(one, min_size=least, max_size=40))
     return [record(i, paths, "circle " * words) for i, (paths, words) in enumerate(rows)]
 
 
 def build(records, max_length=40, max_images=3, share=True):
-    corpus, problems = chat.encode(records, TOKENIZER, PATCHES)
+    corpus, problems = tokenize.encode(records, TOKENIZER, PATCHES)
     assert not problems
     pieces, long = packing.build_pieces(
         corpus, TOKENIZER.image_id, packing.Limits(max_length, max_images), share
@@ -40,7 +41,7 @@ def records_of(pieces, chosen):
 
 
 def config(**more):
-    return DataConfig(**{"max_length": 40, "max_images": 3, "batch_size": 2} | more)
+    return DataConfig(**{"max_length": 40, "max_images_per_sequence": 3, "batch_size": 2} | more)
 
 
 fast = hypothesis.settings(deadline=None, max_examples=40)
@@ -55,7 +56,7 @@ def test_every_record_is_in_one_piece_that_fits(records, share, max_length, max_
     assert (pieces.num_tokens <= max_length).all()
     assert (pieces.num_images <= max_images).all()
     for i, *_ in long:
-        assert corpus.length[i] > max_length or len(corpus.pictures[i]) > max_images
+        assert corpus.length[i] > max_length or len(corpus.images[i]) > max_images
     if not share:
         assert (pieces.record >= 0).all()
 
@@ -65,13 +66,13 @@ def test_every_record_is_in_one_piece_that_fits(records, share, max_length, max_
 def test_a_pass_is_every_record_once(records, seed, virtual_shards, packed):
     _, pieces, _ = build(records)
     hypothesis.assume(len(pieces.num_tokens) >= 2)
-    order = Order(pieces, config(virtual_shards=virtual_shards, packing=packed), seed)
+    order = SequenceOrder(pieces, config(virtual_shards=virtual_shards, packing=packed), seed)
     assert order.num_shards % 2 == 0
     assert all(len(shard) for shard in order.shards)
     first_pass = []
     for step in range(order.steps_per_epoch):
         for r in range(2):
-            row = order.row(step, r)
+            row = order.sequence(step, r)
             assert pieces.num_tokens[row.pieces].sum() <= 40
             assert pieces.num_images[row.pieces].sum() <= 3
             assert packed or len(row.pieces) == 1
@@ -84,9 +85,9 @@ def test_a_pass_is_every_record_once(records, seed, virtual_shards, packed):
 def test_later_passes_too_and_from_any_step(records, seed):
     _, pieces, _ = build(records)
     hypothesis.assume(len(pieces.num_tokens) >= 2)
-    whole = Order(pieces, config(), seed)
+    whole = SequenceOrder(pieces, config(), seed)
     steps = 4 * whole.steps_per_epoch + 3
-    seen = [[whole.row(step, r) for r in range(2)] for step in range(steps)]
+    seen = [[whole.sequence(step, r) for r in range(2)] for step in range(steps)]
     for v in range(whole.num_shards):
         r, phase = divmod(v, whole.turns)
         visits = [seen[step][r] for step in range(phase, steps, whole.turns)]
@@ -94,24 +95,24 @@ def test_later_passes_too_and_from_any_step(records, seed):
             found = np.concatenate([row.pieces for row in visits if row.pass_ == pass_])
             assert sorted(found.tolist()) == whole.shards[v].tolist()
     for step in (steps - 1, steps // 2, 0):  # a fresh process that begins here
-        fresh = Order(pieces, config(), seed)
+        fresh = SequenceOrder(pieces, config(), seed)
         for r in (1, 0):
-            row = fresh.row(step, r)
+            row = fresh.sequence(step, r)
             assert row.pass_ == seen[step][r].pass_
             np.testing.assert_array_equal(row.pieces, seen[step][r].pieces)
 
 
 @fast
 @hypothesis.given(albums(), st.integers(0, 3), st.booleans())
-def test_a_picture_stays_in_its_shard(records, seed, share):
+def test_a_image_stays_in_its_shard(records, seed, share):
     _, pieces, _ = build(records, share=share)
     members = packing.units(pieces, 1)
     shards = packing.assign(pieces, members, packing.effective_shards(8, 1, len(members)), seed)
     home = {}
     for number, shard in enumerate(shards):
         for piece in shard.tolist():
-            if pieces.pictures[piece]:
-                assert home.setdefault(pieces.pictures[piece], number) == number
+            if pieces.images[piece]:
+                assert home.setdefault(pieces.images[piece], number) == number
 
 
 def test_shards_are_even_and_the_seed_matters():
@@ -130,7 +131,7 @@ def test_shards_are_even_and_the_seed_matters():
 def test_too_few_pieces_is_an_error():
     _, pieces, _ = build([record(i, ["a"]) for i in range(3)])
     with pytest.raises(DataError, match="lower it to 1"):
-        Order(pieces, config(), 0)
+        SequenceOrder(pieces, config(), 0)
 
 
 def visible(batch):
@@ -149,16 +150,16 @@ def test_a_shared_record_is_seen_as_if_alone(records, seed):
     """Ids, positions, loss and what each token sees: as in a row of its own."""
     corpus, pieces, _ = build(records)
     hypothesis.assume(len(pieces.num_tokens) >= 2)
-    order = Order(pieces, config(), seed)
-    rows = [order.row(0, r).pieces for r in range(2)] + [np.zeros(0, np.int32)]
+    order = SequenceOrder(pieces, config(), seed)
+    rows = [order.sequence(0, r).pieces for r in range(2)] + [np.zeros(0, np.int32)]
     shared = bool((pieces.record < 0).any())
     layout = Layout(TOKENIZER.image_id, TOKENIZER.pad_id, 3, shared, "prefix")
-    batch, meta, places = assemble(corpus, pieces, rows, 40, layout)
+    batch, meta, places = collate(corpus, pieces, rows, 40, layout)
     mask = visible(batch)
     assert not batch.segment[2].any()
     assert (batch.tokens[batch.segment == 0] == TOKENIZER.pad_id).all()
     held = 0
-    for row, found in enumerate(meta.by_row()):
+    for row, found in enumerate(meta.by_sequence()):
         for segment, source in found:
             last = np.flatnonzero(batch.segment[row] == segment)[-1]
             seen = np.flatnonzero(mask[row, last])
@@ -184,7 +185,7 @@ def test_a_shared_record_is_seen_as_if_alone(records, seed):
     assert (batch.bidirectional > 0).sum() == PATCHES * len(places.row)
 
 
-def test_sharing_encodes_a_picture_once():
+def test_sharing_encodes_a_image_once():
     records = [record(i, ["a"]) for i in range(3)] + [record("b", ["b"])]
     corpus, pieces, _ = build(records, max_length=60)
     assert len(pieces.num_tokens) == 2
@@ -196,12 +197,12 @@ def test_sharing_encodes_a_picture_once():
 
 
 def test_a_record_without_header_before_its_loss_is_not_shared():
-    bare = tokenizer.ChatTokenizer(
+    bare = chat_tokenizer.ChatTokenizer(
         TOKENIZER.backend, "{% for m in messages %}{{ m.content }}{% endfor %}", TOKENIZER.special
     )
     records = [record(i, ["a"], question="") for i in range(2)]
-    corpus, _ = chat.encode(records, bare, PATCHES)
-    assert corpus.loss[1]  # right after the picture
+    corpus, _ = tokenize.encode(records, bare, PATCHES)
+    assert corpus.loss[1]  # right after the image
     pieces, _ = packing.build_pieces(corpus, bare.image_id, packing.Limits(40, 3), True)
     assert (pieces.record >= 0).all()
 

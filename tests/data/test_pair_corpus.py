@@ -9,71 +9,75 @@ from pair_data import (
     BASE,
     dataset,
     take,
-    text_rows,
+    text_collator,
     texts,
 )
 
-from jaxvlm.build.examples import gather
-from jaxvlm.config import ConfigError, PairsConfig
+from jaxvlm.config import ConfigError, PairDataConfig
+from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.examples import Example, Item
-from jaxvlm.data.loader import Dataset
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.inference.examples import gather
 
 
-def test_long_texts_are_cut_and_counted(chat_tokenizer, prompt_rows, caplog):
+def test_long_texts_are_cut_and_counted(chat_tokenizer, prompt_collator, caplog):
     long = Item(" ".join(f"w{k}" for k in range(40)))
     made = [Example("a", long, long), Example("b", Item("w1"), Item("w2"))]
     more = {"max_query_length": 10, "batch_size": 1}
     with caplog.at_level(logging.WARNING, "jaxvlm.data"):
-        data = dataset(made, text_rows(), **more)
-    assert data.cut == {"query": 1, "document": 1}
-    assert "1 of 2 query texts are longer than 10 tokens and were cut" in caplog.text
+        data = dataset(made, text_collator(), **more)
+    assert data.truncated == {"query": 1, "document": 1}
+    assert "1 of 2 query texts are longer than 10 tokens and were truncated" in caplog.text
     assert data.queries.encoded.ids(0).tolist() == [1, *range(4, 12), 2]
     assert len(data.documents.encoded.ids(0)) == 24  # the model's, less than data.max_length
 
-    assert "1 of 2 document texts are longer than 24 tokens and were cut" in caplog.text
-    with pytest.raises(DataError, match="rows of 2 tokens have no room beside 2 special ones"):
-        dataset(made, text_rows(), max_query_length=2)
+    assert "1 of 2 document texts are longer than 24 tokens and were truncated" in caplog.text
+    with pytest.raises(
+        DataError, match="a length of 2 tokens leaves no room for text next to 2 special"
+    ):
+        dataset(made, text_collator(), max_query_length=2)
 
-    data = dataset(made, prompt_rows, max_query_length=20, max_length=60, batch_size=1)
-    assert data.cut == {"query": 1, "document": 0}
+    data = dataset(made, prompt_collator, max_query_length=20, max_length=60, batch_size=1)
+    assert data.truncated == {"query": 1, "document": 0}
     whole, cut = data.documents.encoded.ids(0), data.queries.encoded.ids(0)
     words = [chat_tokenizer.backend.token_to_id(f"w{k}") for k in range(40)]
     at = whole.tolist().index(words[0])
     assert len(cut) == 20 and whole.tolist()[at : at + 40] == words
-    rest = len(whole) - at - 40  # the header of the answer, which the vector stands on
+    rest = len(whole) - at - 40  # the header of the answer, which the embedding stands on
     assert cut.tolist() == whole[: 20 - rest].tolist() + whole[-rest:].tolist()
 
 
-def test_a_picture_is_never_cut(examples, prompt_rows):
+def test_a_image_is_never_cut(examples, prompt_collator):
     example = next(e for e in examples if e.query.image and e.query.words)
     shown = [example._replace(negatives=(), positive=Item("w1"))] * 1
-    (whole,) = dataset(shown, prompt_rows, batch_size=1).queries.num_tokens
+    (whole,) = dataset(shown, prompt_collator, batch_size=1).queries.num_tokens
     words = len(example.query.words.split())
     least = int(whole) - words
     for length in (int(whole), least + 1, least):
-        data = dataset(shown, prompt_rows, batch_size=1, max_query_length=length)
+        data = dataset(shown, prompt_collator, batch_size=1, max_query_length=length)
         assert data.queries.num_tokens.tolist() == [length]
-        assert data.cut["query"] == (length < whole)
+        assert data.truncated["query"] == (length < whole)
         pairs, _ = next(data.train(np.arange(1)))
         assert (pairs.query.image_start >= 0).all()
-    with pytest.raises(DataError, match=rf"longer than the longest row \({least} of {least - 1}"):
-        dataset(shown, prompt_rows, batch_size=1, max_query_length=least - 1)
+    with pytest.raises(
+        DataError, match=rf"longer than the maximum length \({least} of {least - 1}"
+    ):
+        dataset(shown, prompt_collator, batch_size=1, max_query_length=least - 1)
 
 
 def test_negatives_are_drawn_anew_each_pass():
     negatives = tuple(Item(f"w{k} w2") for k in range(6))
     made = [e._replace(negatives=negatives, scores=(1, *range(6))) for e in texts(8)]
-    data = dataset(made, text_rows(), max_negatives=2)
+    data = dataset(made, text_collator(), max_negatives=2)
     drawn = set()
     for pairs, _ in take(data.train(np.arange(8)), 20):
-        assert pairs.there.all() and pairs.teacher.shape == (8, 3)
+        assert pairs.valid.all() and pairs.teacher.shape == (8, 3)
         for keys, scores in zip(pairs.document_key, pairs.teacher, strict=True):
             names = [data.corpus.contents[key] for key in keys[1:]]
             assert names == [f"w{int(score)} w2" for score in scores[1:]]
             drawn.add(tuple(names))
     assert len(drawn) == 15
-    assert dataset(made, text_rows(), max_negatives=0).corpus.num_documents == 1
+    assert dataset(made, text_collator(), max_negatives=0).corpus.num_documents == 1
 
 
 def test_labels_scores_and_known_positives(caplog):
@@ -84,13 +88,13 @@ def test_labels_scores_and_known_positives(caplog):
         Example("d", Item("w1"), Item("w3"), (), "y", (1.0,)),
     ]
     with caplog.at_level(logging.WARNING, "jaxvlm.data"):
-        data = dataset(made, text_rows(), batch_size=1)
-    assert "1 hard negatives were left out: they are positives of the same query" in caplog.text
+        data = dataset(made, text_collator(), batch_size=1)
+    assert "1 hard negatives were dropped: they are positives of the same query" in caplog.text
     found = {m.example[0]: p for p, m in take(data.train(np.arange(1)), 4)}
     group = [int(found[i].group[0]) for i in range(4)]
     assert group[0] == group[1] >= 0 > group[2] and group[3] not in group[:3]
     assert found[0].teacher.tolist() == [[1.0, 0.5]] and found[2].teacher.tolist() == [[0.75, 0.0]]
-    assert found[2].there.tolist() == [[True, False]]
+    assert found[2].valid.tolist() == [[True, False]]
     # w1 finds w2 and w3, its own, and w6, of its label; w5 likewise w2.
     names = [item.text for item in data.documents.items]
     relevant = [[names[d] for d in row] for row in data.relevance()]
@@ -106,7 +110,7 @@ def test_relevance_is_by_content():
         Example("b", Item("w1", instruction="find "), Item("w3")),
         Example("c", Item("w4"), Item("w2", instruction="two")),
     ]
-    data = dataset(made, text_rows(), batch_size=1)
+    data = dataset(made, text_collator(), batch_size=1)
     assert [list(x) for x in data.relevance()] == [[0, 1, 2], [0, 1, 2], [0, 2]]
     keys = {m.example[0]: p for p, m in take(data.train(np.arange(1)), 3)}
     assert keys[0].query_key == keys[1].query_key != keys[2].query_key
@@ -133,7 +137,7 @@ def test_what_is_right_is_as_defined():
             if e.query.content == query.content or e.label in labels
         )
 
-    data = dataset(made, text_rows(), batch_size=1)
+    data = dataset(made, text_collator(), batch_size=1)
     documents = data.documents.items
     expected = [
         [n for n, d in enumerate(documents) if right(query, d)] for query in data.queries.items
@@ -142,17 +146,20 @@ def test_what_is_right_is_as_defined():
     assert 0 < sum(map(len, expected)) < len(expected) * len(documents)
     found = gather(data.examples)  # which evaluates files
     assert found.queries == data.queries.items and found.documents == documents
-    assert found.right == expected
+    assert found.positives == expected
 
 
-def test_instructions_stand_before_texts(prompt_rows):
+def test_instructions_stand_before_texts(prompt_collator):
     made = [Example("a", Item("w1"), Item("w2")), Example("b", Item("w1", "", "find "), Item("w3"))]
-    data = dataset(made, text_rows(), batch_size=1, query_instruction="query: ")
-    said = [data.queries.rows.tokenizer.backend.decode(data.queries.encoded.ids(i)) for i in (0, 1)]
+    data = dataset(made, text_collator(), batch_size=1, query_instruction="query: ")
+    said = [
+        data.queries.collator.tokenizer.backend.decode(data.queries.encoded.ids(i)) for i in (0, 1)
+    ]
     assert said == ["<s> query: w1 </s>", "<s> find w1 </s>"]
-    data = dataset(made, prompt_rows, batch_size=1, document_instruction="find it")
+    data = dataset(made, prompt_collator, batch_size=1, document_instruction="find it")
     told = [
-        prompt_rows.tokenizer.decode(side.encoded.ids(0)) for side in (data.queries, data.documents)
+        prompt_collator.tokenizer.decode(side.encoded.ids(0))
+        for side in (data.queries, data.documents)
     ]
     assert told[0].split()[:2] == ["represent", "the"] and told[1].split()[:2] == ["find", "it"]
 
@@ -160,25 +167,25 @@ def test_instructions_stand_before_texts(prompt_rows):
 def test_bad_examples_before_the_first_step(examples):
     made = texts(10)
     made[0] = made[0]._replace(query=Item.of("", "/gone.png"))
-    data = dataset(made, text_rows(), [Problem("p", "not JSON")])
+    data = dataset(made, text_collator(), [Problem("p", "not JSON")])
     assert [(p.id, p.reason) for p in data.problems] == [("p", "not JSON"), ("t0", "missing file")]
     with pytest.raises(DataError, match=r"2 of 11 records .*p: not JSON; t0: missing file"):
-        dataset(made, text_rows(), [Problem("p", "not JSON")], on_bad="refuse")
-    with pytest.raises(DataError, match=r"data\.max_skip_share=5\.0%"):
-        dataset(made, text_rows(), max_skip_share=0.05)
+        dataset(made, text_collator(), [Problem("p", "not JSON")], on_bad_record="refuse")
+    with pytest.raises(DataError, match=r"data\.max_skip_fraction=5\.0%"):
+        dataset(made, text_collator(), max_skip_fraction=0.05)
     some = [e._replace(negatives=(Item("w9"),)) if i else e for i, e in enumerate(texts(10))]
-    data = dataset(some, text_rows(), require_negatives=True)
-    assert data.problems == [
-        Problem("t0", "no negative, which data.pairs.require_negatives asks for")
-    ]
+    data = dataset(some, text_collator(), require_negatives=True)
+    assert data.problems == [Problem("t0", "no negative, but data.pairs.require_negatives is set")]
     some = [e._replace(scores=(0.5,)) if i else e for i, e in enumerate(texts(10))]
-    assert dataset(some, text_rows()).problems == [Problem("t0", "no score, which others have")]
+    assert dataset(some, text_collator()).problems == [
+        Problem("t0", "no score, but other records have one")
+    ]
 
 
-def test_forged_turns_are_refused(prompt_rows):
+def test_forged_turns_are_refused(prompt_collator):
     made = [*texts(9), Example("x", Item("w1 <assistant> w2"), Item("w3"))]
-    assert dataset(made, prompt_rows).problems == [
-        Problem("x", "the text holds a special token", "<assistant>")
+    assert dataset(made, prompt_collator).problems == [
+        Problem("x", "the text contains a special token", "<assistant>")
     ]
 
 
@@ -195,14 +202,14 @@ def test_forged_turns_are_refused(prompt_rows):
 )
 def test_settings_are_checked(more, says):
     with pytest.raises(DataError, match=says):
-        dataset(texts(), text_rows(), **more).train(np.arange(1))
+        dataset(texts(), text_collator(), **more).train(np.arange(1))
 
 
 def test_settings_that_nothing_would_read_are_refused(word_tokenizer):
     with pytest.raises(ConfigError, match=r"task_alpha=0\.5 is not read without tasks="):
-        dataset(texts(), text_rows(), task_alpha=0.5)
-    with pytest.raises(ConfigError, match=r"data\.packing=False is read of conversations alone"):
-        dataset(texts(), text_rows(), packing=False)
-    config = dataclasses.replace(BASE, pairs=PairsConfig(tasks="homogeneous"))
-    with pytest.raises(DataError, match="pairs is set, but these data are conversations"):
+        dataset(texts(), text_collator(), task_alpha=0.5)
+    with pytest.raises(ConfigError, match=r"data\.packing=False is read for conversations only"):
+        dataset(texts(), text_collator(), packing=False)
+    config = dataclasses.replace(BASE, pairs=PairDataConfig(tasks="homogeneous"))
+    with pytest.raises(DataError, match="pairs is set, but this run trains on conversations"):
         Dataset.from_config(config, word_tokenizer, image_size=8, num_patches=4, read=([], []))

@@ -10,9 +10,10 @@ import tarfile
 import pytest
 from PIL import Image
 
-from jaxvlm.data import images, pair_formats
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.examples import Example, Item
+from jaxvlm.data.images import image_files
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.sources import pair_formats
 
 FOUND = Example("x", Item("what is it?"), Item("a cat"), (Item("a dog"), Item("a cow")))
 SEEN = Example("x", Item("<image>what is it?", "a.png"), Item("<image>", "b.png"))
@@ -39,7 +40,7 @@ TEXTS = [
     {"messages": user("what is it?"), "positive_messages": [user("a cat")]}
     | {"negative_messages": [user("a dog"), user("a cow")]},
 ]
-PICTURES = [
+IMAGES = [
     {"query": "what is it?", "query_image": "a.png", "positive_image": "b.png"},
     {"query": "<image>what is it?", "query_image": "a.png", "positive_image": ["b.png"]},
     {"query": "<image>\nwhat is it?", "query_image": {"path": "a.png"}, "positive_images": "b.png"},
@@ -65,7 +66,7 @@ def located(example, root):
 
 @pytest.mark.parametrize(
     ("item", "want"),
-    [(item, FOUND) for item in TEXTS] + [(item, SEEN) for item in PICTURES],
+    [(item, FOUND) for item in TEXTS] + [(item, SEEN) for item in IMAGES],
 )
 def test_formats_agree(item, want, write_json, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jaxvlm.data"):
@@ -79,7 +80,7 @@ def test_columns_are_mapped(write_json):
     mapping = [("question", "query"), ("passage", "positive"), ("hard", "negative"), ("n", "id")]
     (found,), problems = pair_formats.read(write_json(rows), "", mapping)
     assert found == Example("3", Item("a"), Item("b"), (Item("c"),)) and not problems
-    with pytest.raises(DataError, match=r"names 'answer', which no record has: .*passage"):
+    with pytest.raises(DataError, match=r"names 'answer', which no record has; .*passage"):
         pair_formats.read(write_json(rows), "", [("answer", "positive")])
     _, (problem,) = pair_formats.read(write_json(rows), "", [("question", "query"), ("n", "query")])
     assert problem.reason == "two columns for 'query'"
@@ -123,35 +124,35 @@ def good(**more):
 BAD = {
     "not a JSON object": [1],
     "no positive": {"query": "a"},
-    "neither text nor a picture": good(query=" "),
+    "neither text nor an image": good(query=" "),
     "'query' is a list; a record has one query": good(query=["a"]),
     "'positive' is not text": good(positive=[3]),
-    "'negative' has not a picture (or null) for each text": good(
+    "'negative' needs an image (or null) for each text": good(
         negatives=["c", "d"], negative_images=["c.png"]
     ),
-    "placeholders and pictures differ in number": good(query="<image> what?"),
-    "not one score for each positive and then each negative": good(scores=[1, 2]),
-    "a score that is no number": good(score="high"),
-    "a field that is not used here": good(videos=["a.mp4"]),
+    "placeholders and images differ in number": good(query="<image> what?"),
+    "needs one score for each positive and then each negative": good(scores=[1, 2]),
+    "a score that is not a finite number": good(score="high"),
+    "a field that jaxvlm does not read": good(videos=["a.mp4"]),
     "both 'score' and 'scores'; which one is meant?": good(score=1, scores=[1]),
     "both 'anchor' and 'query'; which one is meant?": good(anchor="c"),
     "both 'qry' and 'positive_messages'; which one is meant?": good(qry="a", positive_messages=[1]),
     "both 'instruction' and 'query_instruction'; which one is meant?": good(
         instruction="a", query_instruction="b"
     ),
-    "two pictures for 'query'": good(query={"image": "a.png"}, query_image="b.png"),
-    "'query' has a field that is not used here": good(query={"txt": "a"}),
-    "a picture inside of the table; give files, or tar shards": good(query_image={"bytes": "x"}),
-    "a picture that is not a file": good(query_image="https://example.com/a.png"),
-    "a picture's name is not text": good(query_image=3),
+    "two images for 'query'": good(query={"image": "a.png"}, query_image="b.png"),
+    "'query' has a field that jaxvlm does not read": good(query={"txt": "a"}),
+    "an image embedded in the table; give files, or tar shards": good(query_image={"bytes": "x"}),
+    "an image that is not a file": good(query_image="https://example.com/a.png"),
+    "an image's name is not text": good(query_image=3),
     "text that is not valid Unicode": good(query="\ud83d"),
     "'label' is neither text nor a number": good(label=[1]),
-    "several pictures in one item": {
+    "several images in one item": {
         "messages": user("<image><image>"),
         "images": ["a.png", "b.png"],
         "positive_messages": [user("a")],
     },
-    "'messages' is more than a system and a user turn": {
+    "'messages' is not a user turn, or a system and a user turn": {
         "messages": [*user("a"), {"role": "assistant", "content": "b"}],
         "positive_messages": [user("a")],
     },
@@ -159,7 +160,7 @@ BAD = {
         "messages": user("a"),
         "positive_messages": ["a"],
     },
-    "'positive_images' has not a list for each of 'positive_messages'": {
+    "'positive_images' needs a list for each of 'positive_messages'": {
         "messages": user("a"),
         "positive_messages": [user("<image>")],
         "positive_images": [["a.png"], ["b.png"]],
@@ -182,7 +183,7 @@ def test_nothing_is_lost_silently(write_json, caplog):
     with caplog.at_level(logging.WARNING, "jaxvlm.data"):
         pair_formats.read(write_json(rows))
     assert "fields that are not read (records): source (2), rank (1)" in caplog.text
-    with pytest.raises(DataError, match=r"ids that several records have: 7 \(1 in all\)"):
+    with pytest.raises(DataError, match=r"ids that several records share: 7 \(1 in all\)"):
         pair_formats.read(write_json([good(id=7), good(id="7"), good(id=8)]))
 
 
@@ -197,7 +198,7 @@ def test_csv(tmp_path):
     assert [(p.id, p.reason) for p in problems] == [
         ("a.csv:3", "more cells than columns"),
         ("a.csv:4", "no positive"),
-        ("a.csv:5", "a score that is no number"),
+        ("a.csv:5", "a score that is not a finite number"),
     ]
     path.rename(path.with_suffix(".tsv"))
     path.with_suffix(".tsv").write_text("query\tpositive\na\tb\n")
@@ -224,14 +225,14 @@ def test_parquet(tmp_path, monkeypatch):
         ]
         assert not problems
         path.write_bytes(b"PAR1")
-        with pytest.raises(DataError, match="not Parquet that can be read"):
+        with pytest.raises(DataError, match="can't be read as Parquet"):
             pair_formats.read(str(path))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"pip install 'jaxvlm\[parquet\]'"):
         pair_formats.read(str(path))
 
 
-def picture(color):
+def image(color):
     out = io.BytesIO()
     Image.new("RGB", (6, 4), color).save(out, "PNG")
     return out.getvalue()
@@ -250,43 +251,43 @@ def write_tar(path, members, mode="w"):
 def test_tar_shards(tmp_path):
     write_tar(
         tmp_path / "0.tar",
-        {"a/000.png": picture("red"), "a/000.txt": "red", "001.png": picture("blue")}
+        {"a/000.png": image("red"), "a/000.txt": "red", "001.png": image("blue")}
         | {"001.json": json.dumps({"positive": "blue", "id": "b", "width": 3})},
     )
     mixed = {"query": "find", "positive": {"image": "002.dot.png"}, "negatives": ["green"]}
     write_tar(
         tmp_path / "1.tar",
-        {"002.json": json.dumps(mixed), "002.dot.png": picture("green")}
-        | {"003.query_image.png": picture("lime"), "003.positive.txt": "lime", "004.txt": "alone"}
+        {"002.json": json.dumps(mixed), "002.dot.png": image("green")}
+        | {"003.query_image.png": image("lime"), "003.positive.txt": "lime", "004.txt": "alone"}
         | {"README": "x", "005.json": "{"},
     )
     found, problems = pair_formats.read(str(tmp_path / "*.tar"))
     assert [e.id for e in found] == ["0.tar:a/000", "b", "1.tar:002", "1.tar:003"]
     assert [e.task for e in found] == ["0.tar", "0.tar", "1.tar", "1.tar"]
     shown = [found[0].query, found[1].query, found[2].positive, found[3].query]
-    prepare = images.squares(4)
+    prepare = image_files.squares(4)
     for item, color in zip(shown, ("red", "blue", "green", "lime"), strict=True):
-        assert images.check(item.image, 100) is None
-        assert images.check(item.image, 10) == "more than data.max_pixels=10 pixels"
-        assert (images.load(item.image, prepare) == Image.new("RGB", (4, 4), color)).all()
+        assert image_files.check(item.image, 100) is None
+        assert image_files.check(item.image, 10) == "more than data.max_pixels=10 pixels"
+        assert (image_files.load(item.image, prepare) == Image.new("RGB", (4, 4), color)).all()
     assert [found[i].positive.text for i in (0, 1, 3)] == ["red", "blue", "lime"]
     assert sorted((p.id, p.reason) for p in problems) == [
-        ("1.tar:004", "neither text nor a picture"),
+        ("1.tar:004", "neither text nor an image"),
         ("1.tar:005", "not JSON"),
-        ("1.tar:README", "a tar's member that is no plain file with an extension"),
+        ("1.tar:README", "a tar member that is not a regular file with an extension"),
     ]
     (tmp_path / "0.tar").write_bytes((tmp_path / "0.tar").read_bytes()[:600])
-    assert "shorter than it was" in images.check(found[1].query.image, 100)
+    assert "truncated since it was indexed" in image_files.check(found[1].query.image, 100)
 
 
 def test_tar_by_mapping_and_compressed(tmp_path):
-    members = {"0.txt": "red", "0.png": picture("red")}
+    members = {"0.txt": "red", "0.png": image("red")}
     path = write_tar(tmp_path / "a.tar", members)
     mapping = [("txt", "query"), ("png", "positive_image")]
     (found,), problems = pair_formats.read(path, "", mapping)
     assert found.query == Item("red") and found.positive.text == "<image>" and not problems
     path = write_tar(tmp_path / "b.tar", members, "w:gz")
-    with pytest.raises(DataError, match="not an uncompressed tar"):
+    with pytest.raises(DataError, match="can't be read as an uncompressed tar"):
         pair_formats.read(path)
 
 
@@ -298,8 +299,8 @@ def test_several_files_are_tasks(tmp_path):
     assert [e.id for e in found] == ["a/train.jsonl:1", "b/train.jsonl:1"]
     assert [e.task for e in found] == ["a/train.jsonl", "b/train.jsonl"]
     assert [e.query.image for e in found] == [str(tmp_path / n / "1.png") for n in "ab"]
-    rooted, _ = pair_formats.read(str(tmp_path / "*" / "train.jsonl"), "/pictures")
-    assert rooted[0].query.image == "/pictures/1.png"
+    rooted, _ = pair_formats.read(str(tmp_path / "*" / "train.jsonl"), "/images")
+    assert rooted[0].query.image == "/images/1.png"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_several_files_are_tasks(tmp_path):
     [
         ("none.jsonl", None, "no such file; give one of .jsonl, .json"),
         ("a.txt", b"a", "not a file of examples"),
-        ("a.json", b"[]", "holds no record"),
+        ("a.json", b"[]", "contains no record"),
         ("a.jsonl", b"", "empty"),
         ("a.csv", b"query,positive\n\xff,b\n", "not UTF-8"),
     ],

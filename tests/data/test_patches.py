@@ -1,4 +1,4 @@
-"""Pictures of any size: cut as transformers cuts them, packed so that no row overflows."""
+"""Images of any size: cut as transformers cuts them, packed so that no row overflows."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import dataclasses
 import json
 
 import numpy as np
-import odd_pictures
+import odd_images
 import pytest
 from PIL import Image, ImageOps
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import images, packing, processor, resize
-from jaxvlm.data.check import check
+from jaxvlm.data.conversations import packing
+from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.loader import Dataset
-from jaxvlm.data.patches import Patching
-from jaxvlm.models.families import qwen_vl
+from jaxvlm.data.images import image_files, processor, resize
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.validate import validate
+from jaxvlm.hf.families import qwen_vl
 from tests.data.conftest import llava, record
 
 SIDE, BOUNDS = 8, (64, 1024)
@@ -38,7 +39,7 @@ def write_processor(folder, settings):
     return folder
 
 
-def some_pictures(sizes=SIZES):
+def some_images(sizes=SIZES):
     rng = np.random.default_rng(0)
     for i, (width, height) in enumerate(sizes):
         rgb = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
@@ -51,7 +52,7 @@ def qwen(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [QWEN, NAFLEX], ids=["qwen", "naflex"])
-def test_fifty_odd_pictures(settings, tmp_path):
+def test_fifty_odd_images(settings, tmp_path):
     import transformers  # slow to import
 
     found = processor.load(write_processor(tmp_path, settings))
@@ -63,7 +64,7 @@ def test_fifty_odd_pictures(settings, tmp_path):
     lay = np.tile if found.patching.layout == "hwc" else np.repeat
     mean, std = (lay(np.float32(x), count // 3) for x in (found.mean, found.std))
     grids = set()
-    for path in odd_pictures.write(tmp_path):
+    for path in odd_images.write(tmp_path):
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image)
             upright.load()
@@ -71,7 +72,7 @@ def test_fifty_odd_pictures(settings, tmp_path):
             upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
         # SigLIP 2's gives one or four channels of what is not RGB, which its model can't take.
         want = theirs(upright, do_convert_rgb=True, return_tensors="np")
-        pixels = images.load(path, found.prepare)
+        pixels = image_files.load(path, found.prepare)
         patches, (t, h, w) = found.patching.cut(pixels), found.patching.grid(pixels)
         assert (patches.dtype, t) == (np.uint8, 1)
         np.testing.assert_array_equal(
@@ -95,13 +96,13 @@ def test_bounds_of_the_recipe(qwen, tmp_path):
     assert (qwen.bounds, tight.bounds) == (BOUNDS, (256, 512))
     assert processor.load(tmp_path, (0, 512)).bounds == (64, 512)
     assert tight.prepare.fingerprint != qwen.prepare.fingerprint
-    for picture in some_pictures():
-        height, width = tight.prepare.convert(picture).shape[:2]
-        assert (width, height) == resize.fit(*picture.size, SIDE, 256, 512)
+    for image in some_images():
+        height, width = tight.prepare.convert(image).shape[:2]
+        assert (width, height) == resize.fit(*image.size, SIDE, 256, 512)
         assert height * width <= 512 or SIDE in (height, width)
-    with pytest.raises(DataError, match="pictures of 2000 to 1024 pixels"):
+    with pytest.raises(DataError, match="minimum of 2000 pixels is over the maximum of 1024"):
         processor.load(tmp_path, (2000, 0))
-    with pytest.raises(DataError, match=r"takes no data\.picture_pixels"):
+    with pytest.raises(DataError, match=r"does not support data\.image_pixels_range"):
         processor.load(write_processor(tmp_path, NAFLEX), (256, 0))
     with pytest.raises(DataError, match="do_resize=False"):
         processor.load(write_processor(tmp_path, QWEN | {"do_resize": False}))
@@ -111,7 +112,9 @@ def test_bounds_of_the_recipe(qwen, tmp_path):
     assert processor.load(tmp_path).bounds == BOUNDS
 
 
-BASE = DataConfig(batch_size=2, max_length=96, max_images=3, virtual_shards=2, max_skip_share=0.5)
+BASE = DataConfig(
+    batch_size=2, max_length=96, max_images_per_sequence=3, virtual_shards=2, max_skip_fraction=0.5
+)
 
 
 def span_of(tokenizer):
@@ -124,7 +127,7 @@ def span_of(tokenizer):
 
 @pytest.fixture
 def ragged(tmp_path):
-    """Records about pictures of many sizes: one or two pictures, shared by some questions."""
+    """Records about images of many sizes: one or two images, shared by some questions."""
     records, rng = [], np.random.default_rng(0)
     for i in range(12):
         width, height = SIZES[i % (len(SIZES) - 1)]
@@ -137,20 +140,20 @@ def ragged(tmp_path):
 
 
 def dataset(records, qwen, word_tokenizer, **more):
-    pictures = images.PictureFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
+    images = image_files.ImageFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
     return Dataset.from_config(
         dataclasses.replace(BASE, **more),
         word_tokenizer,
         read=(records, []),
         image_size=0,
-        num_patches=pictures.of_file,
-        prepare=pictures.prepare,
-        patching=pictures.patching,
+        num_patches=images.of_file,
+        prepare=images.prepare,
+        patching=images.patching,
     )
 
 
-def pictures_of(batch, row, patching):
-    """The row's pictures, put together again."""
+def images_of(batch, row, patching):
+    """The row's images, put together again."""
     first = 0
     for (t, h, w), start in zip(batch.grid[row].tolist(), batch.image_start[row].tolist()):
         assert (t > 0) == (start >= 0)
@@ -161,9 +164,11 @@ def pictures_of(batch, row, patching):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"packing": False}, {"share_pictures": False}, {"max_patches": 80}], ids=str
+    "more",
+    [{}, {"packing": False}, {"share_images": False}, {"max_patches_per_sequence": 80}],
+    ids=str,
 )
-def test_rows_hold_their_pictures(more, ragged, qwen, word_tokenizer):
+def test_rows_hold_their_images(more, ragged, qwen, word_tokenizer):
     data = dataset(ragged, qwen, word_tokenizer, **more)
     patching, seen, shapes = qwen.patching, [], set()
     for batch, meta in data.eval(np.arange(2), 2):
@@ -171,32 +176,32 @@ def test_rows_hold_their_pictures(more, ragged, qwen, word_tokenizer):
         assert batch.pixels is None
         assert batch.patches.shape[2] == 3 * 2 * 4 * 4
         assert batch.positions.shape[1] == 3
-        if "max_patches" in more:
+        if "max_patches_per_sequence" in more:
             assert (batch.grid.prod(-1).sum(-1) <= 80).all()
-        for row, found in enumerate(meta.by_row()):
+        for row, found in enumerate(meta.by_sequence()):
             want = []  # each group's once
             for _, source in found:
                 seen.append(source)
                 paths = list(data.records[source].images)
-                if paths and (not data.config.share_pictures or want[-len(paths) :] != paths):
+                if paths and (not data.config.share_images or want[-len(paths) :] != paths):
                     want += paths
-            shown = list(pictures_of(batch, row, patching))
+            shown = list(images_of(batch, row, patching))
             assert len(shown) == len(want)
             for (pixels, start), path in zip(shown, want, strict=True):
-                picture = Image.open(path)
-                np.testing.assert_array_equal(pixels, qwen.prepare.convert(picture))
-                span = span_of(word_tokenizer)(*picture.size)
+                image = Image.open(path)
+                np.testing.assert_array_equal(pixels, qwen.prepare.convert(image))
+                span = span_of(word_tokenizer)(*image.size)
                 at = slice(start, start + len(span.ids))
                 np.testing.assert_array_equal(batch.tokens[row, at], span.ids)
                 offset = batch.positions[row, :, start - 1].max() + 1
                 np.testing.assert_array_equal(batch.positions[row, :, at] - offset, span.positions)
     assert sorted(seen) == list(range(len(ragged)))
-    assert shapes <= set(data.row_shapes)
-    assert len(data.row_shapes) == (1 if data.config.packing else BASE.buckets)
+    assert shapes <= set(data.sequence_shapes)
+    assert len(data.sequence_shapes) == (1 if data.config.packing else BASE.buckets)
 
 
 def test_any_split_of_rows_and_augmentation(ragged, qwen, word_tokenizer):
-    more = {"flip": True, "shift": 2, "packing": False, "max_patches": 100}
+    more = {"flip": True, "max_shift": 2, "packing": False, "max_patches_per_sequence": 100}
     data = dataset(ragged, qwen, word_tokenizer, **more)
     whole, plain = data.train(np.arange(2)), dataset(ragged, qwen, word_tokenizer, packing=False)
     changed = 0
@@ -215,60 +220,73 @@ def test_any_split_of_rows_and_augmentation(ragged, qwen, word_tokenizer):
     whole.close(), others.close(), [part.close() for part in parts]
 
 
-def test_blind_control_shows_another_picture_in_the_same_size(ragged, qwen, word_tokenizer):
+def test_blind_control_shows_another_image_in_the_same_size(ragged, qwen, word_tokenizer):
     data = dataset(ragged, qwen, word_tokenizer)
-    pairs = zip(data.eval(np.arange(2), 2), data.eval(np.arange(2), 2, shuffled_pictures=True))
+    pairs = zip(data.eval(np.arange(2), 2), data.eval(np.arange(2), 2, shuffled_images=True))
     for (true, _), (blind, _) in pairs:
         np.testing.assert_array_equal(true.grid, blind.grid)
         np.testing.assert_array_equal(true.tokens, blind.tokens)
         for row in range(2):
-            shown = zip(*(pictures_of(b, row, qwen.patching) for b in (true, blind)), strict=True)
+            shown = zip(*(images_of(b, row, qwen.patching) for b in (true, blind)), strict=True)
             assert all((a != b).any() for (a, _), (b, _) in shown)
 
 
 def test_what_fits_no_row_is_named(ragged, qwen, word_tokenizer, tmp_path, write_json):
-    with pytest.raises(DataError, match=r"data\.max_patches=20 patches \(.* data\.picture_pixels"):
-        dataset(ragged, qwen, word_tokenizer, max_patches=20)
-    with pytest.raises(DataError, match=r"\(24 tokens, 16 of them pictures'; data\.picture_pix"):
+    with pytest.raises(
+        DataError, match=r"data\.max_patches_per_sequence=20 patches \(.* data\.image_pixels"
+    ):
+        dataset(ragged, qwen, word_tokenizer, max_patches_per_sequence=20)
+    with pytest.raises(DataError, match=r"\(24 tokens, 16 of them images'; data\.image_pix"):
         dataset(ragged, qwen, word_tokenizer, max_length=20)
-    kept = dataset(ragged, qwen, word_tokenizer, max_patches=40, on_long="skip", max_skip_share=0.9)
+    kept = dataset(
+        ragged,
+        qwen,
+        word_tokenizer,
+        max_patches_per_sequence=40,
+        on_too_long="skip",
+        max_skip_fraction=0.9,
+    )
     assert 0 < len(kept.problems) < len(ragged)
     Image.new("RGB", (1000, 2)).save(tmp_path / "thin.png")
     thin = record("thin", [str(tmp_path / "thin.png")])
     (problem,) = dataset([*ragged, thin], qwen, word_tokenizer).problems
     assert problem.id == "thin"
     assert problem.reason == "one side is over 200 times the other"
-    pictures = images.PictureFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
+    images = image_files.ImageFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
     path = write_json([llava(), llava("thin", "thin.png"), llava("gone", "gone.png")])
     Image.new("RGB", (30, 40)).save(tmp_path / "a.png")
-    report = check(
+    report = validate(
         path,
-        dataclasses.replace(BASE, max_patches=40),
+        dataclasses.replace(BASE, max_patches_per_sequence=40),
         chat_tokenizer=word_tokenizer,
         prepare=qwen.prepare,
-        num_patches=pictures.of_file,
+        num_patches=images.of_file,
         patching=qwen.patching,
     )
     reasons = {name: why for why, names in report.problems.items() for name in names}
     assert reasons["gone"] == "missing file"
-    assert reasons["x"] == "more than data.max_patches=40 patches"
+    assert reasons["x"] == "more than data.max_patches_per_sequence=40 patches"
     assert "200 times" in reasons["thin"]
 
 
 def test_another_size_than_the_header_says_is_left_out(ragged, qwen, word_tokenizer):
-    data = dataset(ragged, qwen, word_tokenizer, max_skip_share=1.0)
+    data = dataset(ragged, qwen, word_tokenizer, max_skip_fraction=1.0)
     path = data.corpus.paths[3]
     Image.new("RGB", (60, 11)).save(path)  # since the corpus was made
     seen = {int(i) for _, meta in data.eval(np.arange(2), 2) for i in meta.record}
     lost = {i for i, r in enumerate(ragged) if path in r.images}
     assert seen == set(range(len(ragged))) - lost
-    assert all("another size than its header" in p.reason for p in data.skipped)
+    assert all("differs from the size in its header" in p.reason for p in data.skipped)
 
 
 def test_room_and_packing():
     patching = Patching(4, 2, 2)
-    assert (patching.room(0), patching.room(128), patching.room(129)) == (128, 128, 256)
-    assert Patching(4, 3).room(1) == 1152, "whole blocks of nine"
+    assert (patching.padded_count(0), patching.padded_count(128), patching.padded_count(129)) == (
+        128,
+        128,
+        256,
+    )
+    assert Patching(4, 3).padded_count(1) == 1152, "whole blocks of nine"
     rng = np.random.default_rng(0)
     count = 200
     patches = rng.integers(0, 60, count).astype(np.int32)

@@ -1,8 +1,8 @@
-"""Pictures and their tokens are what transformers' whole processors make of them.
+"""Images and their tokens are what transformers' whole processors make of them.
 
 But for two things. Sixteen bits of grey: Pillow's conversion, which theirs uses, clips them at 255
 to white; we scale them. Files with ``do_convert_rgb=false``: theirs then fails on what is not RGB,
-or gives pictures of 1, 2 or 4 channels; we convert.
+or gives images of 1, 2 or 4 channels; we convert.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ import functools
 import json
 
 import numpy as np
-import odd_pictures
+import odd_images
 import pytest
 from PIL import Image, ImageOps
 
-from jaxvlm.build.pretrained import Source, pictures
-from jaxvlm.build.published import published
-from jaxvlm.config import TrainConfig
-from jaxvlm.data import chat, images, processor, spans, tiling, tokenizer
-from jaxvlm.data.formats import Turn
-from jaxvlm.models.families import FAMILIES
+from jaxvlm.config import Config
+from jaxvlm.data import image_placeholders
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.images import image_files, processor, tiling
+from jaxvlm.data.sources.conversation_formats import Turn
+from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.hf.families import FAMILIES
+from jaxvlm.hf.model_zoo import published_config
+from jaxvlm.hf.pretrained import Source, image_format_of
 
 pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -145,10 +148,12 @@ TOKENS = {
 
 @functools.cache
 def made(name, root):
-    """(our tokenizer, our pictures, mean and deviation, their whole processor) of a folder."""
+    """(our tokenizer, our images, mean and deviation, their whole processor) of a folder."""
     (image_kind, settings), config, (whole, given) = CASES[name]
     folder = root / name.replace(" ", "_")
-    built = tokenizer.build(["here are some crops to help you see better\n\n what?"], "bpe", 400)
+    built = chat_tokenizer.build(
+        ["here are some crops to help you see better\n\n what?"], "bpe", 400
+    )
     named = TOKENS.get(config["model_type"], {"image_token": "<image>"})
     backend = built.backend
     backend.add_special_tokens([*dict.fromkeys(named.values())])
@@ -157,15 +162,15 @@ def made(name, root):
     special = {**built.special, "image_token": image_token, "bos_token": "<user>"}
     family = FAMILIES[config["model_type"]]
     template = family.chat_style(config).template or TEMPLATE.replace("IMAGE", written)
-    tokenizer.ChatTokenizer(backend, template, special).save(folder)
+    chat_tokenizer.ChatTokenizer(backend, template, special).save(folder)
     getattr(transformers, image_kind + "ImageProcessorPil")(**settings).save_pretrained(folder)
     image_id = backend.token_to_id(image_token)
     config = {"text_config": TEXT, "image_token_id": image_id, **config}
     (folder / "config.json").write_text(json.dumps(config))
 
-    ours = tokenizer.load(folder, family.chat_style(config))
+    ours = chat_tokenizer.load(folder, family.chat_style(config))
     source = Source(folder, folder, config, family)
-    model = TrainConfig(model=family.config_from_hf(config))
+    model = Config(model=family.config_from_hf(config))
     found = processor.load(folder)
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"),
@@ -182,14 +187,14 @@ def made(name, root):
             return type(value)
 
     theirs = WithoutVideos(image_processor=cut, tokenizer=fast, **given)
-    return ours, pictures(model, source, ours), found, theirs
+    return ours, image_format_of(model, source, ours), found, theirs
 
 
 def held_to_transformers(name, root, paths):
-    """Pixels, tiles and ids of each picture; returns how many tiles there were."""
+    """Pixels, tiles and ids of each image; returns how many tiles there were."""
     ours, wanted, found, theirs = made(name, root)
     style, tiles = ours.style, set()
-    first = "paligemma" in name  # its pictures stand before all text
+    first = "paligemma" in name  # its images stand before all text
     turn = Turn("user", "<image>what? or" if first else "what <image>? or")
     text = ours.render([turn], add_generation_prompt=True)
     if first:
@@ -197,7 +202,7 @@ def held_to_transformers(name, root, paths):
     elif style.written:
         text = text.replace(style.seen, style.written)
     for path in paths:
-        pixels = images.load(path, wanted.prepare)
+        pixels = image_files.load(path, wanted.prepare)
         span = wanted.of_file(path)
         assert len(span.starts) == len(pixels)
         tiles.add(len(pixels))
@@ -215,8 +220,10 @@ def held_to_transformers(name, root, paths):
         mine = (pixels / 255 - np.asarray(found.mean)) / np.asarray(found.std)
         assert values.shape == mine.shape, path
         np.testing.assert_allclose(mine, values, atol=1e-3, rtol=0, err_msg=path)
-        ids = chat.prompt_ids([turn], ours, [span.lead])
-        row = spans.expand(ids, ours.image_id, [span], spans.most_taps([span]))
+        ids = tokenize.prompt_ids([turn], ours, [span.lead])
+        row = image_placeholders.expand(
+            ids, ours.image_id, [span], image_placeholders.max_taps([span])
+        )
         np.testing.assert_array_equal(row.ids, out["input_ids"][0], err_msg=path)
     return tiles
 
@@ -229,14 +236,14 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def odd(root):
     (root / "odd").mkdir()
-    return odd_pictures.write(root / "odd")
+    return odd_images.write(root / "odd")
 
 
 WHOLE = ("llava", "paligemma", "gemma3", "smolvlm, not split")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fifty_odd_pictures(name, root, odd, shows):
+def test_fifty_odd_images(name, root, odd, shows):
     assert len(odd) == 50
     tiles = held_to_transformers(name, root, odd)
     if len(tiles) > 1:
@@ -262,7 +269,7 @@ def test_grids_of_published_sizes(kind):
         if kind == "SmolVLM"
         else {}
     )
-    asked = tiling.asked(theirs)
+    asked = tiling.processor_overrides(theirs)
     grid = tiling.grid(theirs)
     for width, height in sizes():
         found = theirs.get_number_of_image_patches(height, width, asked)
@@ -275,7 +282,7 @@ def test_grids_of_published_sizes(kind):
 
 @pytest.mark.parametrize("name", ["llava-next-mistral-7b", "llava-onevision-7b"])
 def test_token_counts_of_published_sizes(name):
-    config = published(name)
+    config = published_config(name)
     kind = {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}[config["model_type"]]
     side, patch = (config["vision_config"][n] for n in ("image_size", "patch_size"))
     pins = config["image_grid_pinpoints"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sampler import Sampler
+from jaxvlm.data.pairs.sampler import Sampler
 
 SETTINGS = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -176,12 +176,12 @@ def test_what_is_not_possible_is_said(contents, batch_size, more, says):
 def test_what_only_a_search_could_tell_is_said_too():
     """Each content in few enough examples, but no two of the examples can share a batch."""
     found = sampler([(0, 1), (1, 2), (2, 0)], 2)
-    with pytest.raises(DataError, match=r"no batches without two .* found in pass 0; lower"):
+    with pytest.raises(DataError, match=r"without duplicate queries or positives in pass 0; lower"):
         found.batch(0)
 
 
 def test_the_batch_size_that_is_named_works():
-    with pytest.raises(DataError, match=r"may each have it once; set data\.pairs"):
+    with pytest.raises(DataError, match=r"may each hold it once; set data\.pairs"):
         sampler(pairs(range(30), [0] * 30), 30)  # no size but 1
     for count, often in ((10, 5), (100, 7), (31, 2), (64, 30)):
         contents = pairs(range(count), [0] * often + list(range(1, count - often + 1)))

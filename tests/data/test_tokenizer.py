@@ -6,9 +6,9 @@ import sys
 import pytest
 from tokenizers import AddedToken
 
-from jaxvlm.data import tokenizer
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.formats import Turn
+from jaxvlm.data.sources.conversation_formats import Turn
+from jaxvlm.data.tokenizer import chat_tokenizer
 
 TEXTS = ["What color is the shape?", "red, blue; don't know", "is it a circle", "Grüße, 世界"]
 TURNS = [
@@ -18,7 +18,7 @@ TURNS = [
     Turn("user", "is it a circle"),
     Turn("assistant", "don't know"),
 ]
-# Like ChatML (Qwen), with the picture wrapped the way Qwen-VL does.
+# Like ChatML (Qwen), with the image wrapped the way Qwen-VL does.
 CHATML = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}
 {% for part in message['content'] %}
@@ -38,10 +38,10 @@ def messages(turns):
 def test_transformers_gives_the_same_ids(kind, tmp_path):
     from transformers import AutoTokenizer
 
-    ours = tokenizer.build(TEXTS, kind, 400)
+    ours = chat_tokenizer.build(TEXTS, kind, 400)
     ours.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    loaded = tokenizer.load(tmp_path)
+    loaded = chat_tokenizer.load(tmp_path)
     for count in range(1, len(TURNS) + 1):
         prompt = TURNS[count - 1].role == "user"
         want = theirs.apply_chat_template(
@@ -59,45 +59,45 @@ def test_transformers_gives_the_same_ids(kind, tmp_path):
 
 
 def test_word_kind_knows_its_words_only():
-    ours = tokenizer.build(TEXTS, "word")
+    ours = chat_tokenizer.build(TEXTS, "word")
     ids = ours.encode("Red BLUE elephant")
     assert ours.decode(ids, skip_special=False) == "red blue <unk>"
     assert ours.decode([*ids, ours.eos_id, ours.pad_id]) == "red blue"
 
 
 def test_bpe_gives_every_text_back():
-    ours = tokenizer.build(TEXTS, "bpe", 300)
+    ours = chat_tokenizer.build(TEXTS, "bpe", 300)
     for text in ["Zebra  \n\t x", "日本語 🙂", "a\x00b"]:
         assert ours.decode(ours.encode(text)) == text
 
 
 def test_build_is_deterministic():
     for kind in ("word", "bpe"):
-        built = [tokenizer.build(TEXTS, kind, 300).backend.to_str() for _ in range(2)]
+        built = [chat_tokenizer.build(TEXTS, kind, 300).backend.to_str() for _ in range(2)]
         assert built[0] == built[1]
 
 
 def test_build_refuses():
     with pytest.raises(DataError, match="use word or bpe"):
-        tokenizer.build(TEXTS, "char")
-    with pytest.raises(DataError, match="bpe needs 263"):
-        tokenizer.build(TEXTS, "bpe", 100)
+        chat_tokenizer.build(TEXTS, "char")
+    with pytest.raises(DataError, match="bpe needs at least 263"):
+        chat_tokenizer.build(TEXTS, "bpe", 100)
 
 
 def chatml_folder(folder, template=CHATML):
     """A folder as Qwen-VL's: other special tokens, template in a file of its own."""
-    base = tokenizer.build(TEXTS, "bpe", 300)
+    base = chat_tokenizer.build(TEXTS, "bpe", 300)
     names = ["<|im_start|>", "<|im_end|>", "<|vision|>", "<|/vision|>", "<|image_pad|>", "<|end|>"]
     base.backend.add_special_tokens([AddedToken(n, normalized=False) for n in names])
     special = {"eos_token": "<|end|>", "pad_token": "<|end|>", "image_token": "<|image_pad|>"}
-    tokenizer.ChatTokenizer(base.backend, template, special).save(folder)
+    chat_tokenizer.ChatTokenizer(base.backend, template, special).save(folder)
     return folder
 
 
-def test_template_that_takes_pictures(tmp_path):
+def test_template_that_takes_images(tmp_path):
     from transformers import AutoTokenizer
 
-    ours = tokenizer.load(chatml_folder(tmp_path))
+    ours = chat_tokenizer.load(chatml_folder(tmp_path))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     parts = [{"type": "image"}, {"type": "text", "text": "\nWhat color is the shape?"}]
     listed = messages(TURNS)
@@ -110,47 +110,48 @@ def test_template_that_takes_pictures(tmp_path):
     assert ours.stop_ids == (theirs.eos_token_id, end)
 
 
-def test_template_of_text_gets_the_picture_token_inside_it(tmp_path):
+def test_template_of_text_gets_the_image_token_inside_it(tmp_path):
     plain = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
-    ours = tokenizer.load(chatml_folder(tmp_path, plain))
+    ours = chat_tokenizer.load(chatml_folder(tmp_path, plain))
     assert ours.render(TURNS[1:2]) == "[user] <|image_pad|>\nWhat color is the shape?<|im_end|>"
 
 
-def test_folder_without_a_picture_token_gets_one(tmp_path):
+def test_folder_without_a_image_token_gets_one(tmp_path):
     chatml_folder(tmp_path)
     for name in ("tokenizer_config.json", "tokenizer.json"):
         text = (tmp_path / name).read_text()
         text = text.replace("<|image_pad|>", "<|other|>").replace("<image>", "<|old|>")
         (tmp_path / name).write_text(text)
-    before = tokenizer.tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    ours = tokenizer.load(tmp_path)
+    before = chat_tokenizer.tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ours = chat_tokenizer.load(tmp_path)
     assert ours.special["image_token"] == "<|other|>"  # still the one that the config names
     config = tmp_path / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"image_token"', '"unused_token"'))
-    ours = tokenizer.load(tmp_path)
+    ours = chat_tokenizer.load(tmp_path)
     assert ours.image_id == before.get_vocab_size()
     assert ours.vocab_size == ours.image_id + 1
 
 
 def test_load_refuses(tmp_path):
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
-        tokenizer.load(tmp_path)
+        chat_tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="can't be read"):
-        tokenizer.load(tmp_path)
-    tokenizer.build(TEXTS).save(tmp_path)
+        chat_tokenizer.load(tmp_path)
+    chat_tokenizer.build(TEXTS).save(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     config = tmp_path / "tokenizer_config.json"
     config.write_text(config.read_text().replace("chat_template", "gone"))
     with pytest.raises(DataError, match="no chat template"):
-        tokenizer.load(tmp_path)
+        chat_tokenizer.load(tmp_path)
 
 
 def test_data_needs_neither_torch_nor_transformers():
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from jaxvlm.data import Dataset, tokenizer\n"
-        "t = tokenizer.build(['a b'])\n"
+        "from jaxvlm.data import Dataset\n"
+        "from jaxvlm.data.tokenizer import chat_tokenizer\n"
+        "t = chat_tokenizer.build(['a b'])\n"
         "assert t.encode('b a')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jaxvlm.data import formats
+from jaxvlm.data.sources import conversation_formats
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 def test_examples_are_read(text, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(text, encoding="utf-8")
-    (record,), problems = formats.read(str(path))
+    (record,), problems = conversation_formats.read(str(path))
     assert not problems
     assert record.images[0] == str(tmp_path / "cat.png")
     assert record.turns[0].content.count("<image>") == len(record.images)
@@ -26,7 +26,7 @@ def test_examples_are_read(text, tmp_path):
 
 def test_every_reason_is_in_the_table():
     table = PAGE.replace("'from' / 'role'", "'from'").replace("a turn without 'role'", "")
-    for name in ("formats", "chat", "packing"):
+    for name in ("sources/conversation_formats", "conversations/tokenize", "conversations/packing"):
         source = (ROOT / "jaxvlm" / "data" / f"{name}.py").read_text(encoding="utf-8")
         plain = re.findall(r'(?:BadItem\(|Problem\(\w+(?:\.\w+)?, )"([^"]+)"', source)
         for reason in set(plain) - {"a turn without 'role'"}:

@@ -8,10 +8,13 @@ import re
 
 import pytest
 
-from jaxvlm.build import pretrained
 from jaxvlm.config import from_config_dict
-from jaxvlm.data import Dataset, chat, formats, tokenizer
-from jaxvlm.data.run_data import make_dataset
+from jaxvlm.data import Dataset
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.run_data import make_dataset
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.hf import pretrained
 from jaxvlm.models.vlm import num_visual_tokens
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,10 +44,10 @@ def test_figures_of_the_quickstart():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = from_config_dict(module.get_config())
-    read = formats.read(config.data.train)
-    built = tokenizer.build(chat.texts(read[0]))
+    read = conversation_formats.read(config.data.train)
+    built = chat_tokenizer.build(tokenize.texts(read[0]))
     data: Dataset = make_dataset(
-        config, config.data.train, built, pretrained.pictures(config, None, built), read
+        config, config.data.train, built, pretrained.image_format_of(config, None, built), read
     )
     design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))
     order = data.order
@@ -54,8 +57,8 @@ def test_figures_of_the_quickstart():
     assert f"V = {order.num_shards} virtual shards" in design
     rows, length = config.data.batch_size, config.data.max_length
     side = config.model.vision.image_size
-    assert f"{rows} rows of {length} tokens, pictures of {side} pixels" in design
-    assert f"picture's one token becomes {num_visual_tokens(config.model)}" in design
-    shards = f"{order.num_shards} shards of {min(visits)} to {max(visits)} rows"
-    epoch = f"{rows} rows a batch, so {order.steps_per_epoch} steps"
+    assert f"{rows} rows of {length} tokens, images of {side} pixels" in design
+    assert f"image's one token becomes {num_visual_tokens(config.model)}" in design
+    shards = f"{order.num_shards} shards of {min(visits)} to {max(visits)} sequences"
+    epoch = f"{rows} sequences a batch, so {order.steps_per_epoch} steps"
     assert f"records in {pieces:,} pieces, {shards}, {epoch}" in page

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from jaxvlm.config import PairsConfig
-from jaxvlm.data import pair_formats, tables
+from jaxvlm.config import PairDataConfig
+from jaxvlm.data.sources import pair_formats, tables
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "embedding_data.md").read_text(encoding="utf-8")
@@ -30,8 +30,8 @@ def test_examples_are_read(text, tmp_path, caplog):
 
 def test_every_field_and_setting_is_on_the_page():
     known = pair_formats.FORMATS
-    fields = {f for _, names in known.values() for f in names} | set(pair_formats.OURS)
+    fields = {f for _, names in known.values() for f in names} | set(pair_formats.OWN_FIELDS)
     spelled = {"negative_image", "positive_images", "positive_image"}  # one or several
-    settings = {field.name for field in dataclasses.fields(PairsConfig)}
+    settings = {field.name for field in dataclasses.fields(PairDataConfig)}
     for name in (fields - spelled) | settings | set(tables.READERS):
         assert re.search(rf"(?<![a-z_]){re.escape(name)}(?![a-z_])", PAGE), name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 
@@ -11,73 +10,68 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import ROWS, VOCAB, random_batch
-from runs import losses, recipe, write_data
 
-import jaxvlm
-from jaxvlm.build.losses import LOSSES
-from jaxvlm.config import MeshConfig
-from jaxvlm.data import formats
+from jaxvlm.cache.policy import Policy
+from jaxvlm.config import Config, LossConfig, MeshConfig
 from jaxvlm.losses.next_token import targets
+from jaxvlm.losses.registry import make_loss
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.types import Loss, Out
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "extend.md"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGE, EXAMPLES = ROOT / "docs" / "extend.md", ROOT / "examples"
 
 
-@pytest.fixture(autouse=True)
-def names_are_forgotten(monkeypatch):
-    """What a block adds to a dict is gone after its test."""
-    monkeypatch.setattr("jaxvlm.build.losses.LOSSES", LOSSES.copy())
-    monkeypatch.setattr("jaxvlm.data.formats.FORMATS", formats.FORMATS.copy())
+def section_blocks(title: str) -> list[str]:
+    """The Python blocks of a section."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert blocks, title
+    return blocks
 
 
 def run_section(title: str) -> dict:
     """The names that a section's Python blocks define."""
-    section = PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert blocks, title
     names = {"__name__": "extend"}
-    for block in blocks:
+    for block in section_blocks(title):
         exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)
     return names
 
 
-def test_the_loss_trains(tmp_path):
-    run_section("A loss")
-    data = write_data(tmp_path, pictures=8)
-    config = recipe(data)
-    config.loss, config.steps, config.optim.warmup_steps = "focal", 2, 0
-    jaxvlm.Run(config, tmp_path / "run", jax.devices()[:1]).fit()
-    assert 0 < losses(tmp_path / "run")[2] < losses(tmp_path / "run")[1]
+@pytest.mark.parametrize(
+    ("title", "file"), [("A loss", "custom_loss.py"), ("A data format", "custom_data.py")]
+)
+def test_the_page_shows_the_examples(title, file):
+    """tests/e2e/test_extensions.py trains with them."""
+    blocks = section_blocks(title)
+    assert all(block.strip() in (EXAMPLES / file).read_text() for block in blocks)
 
 
 def test_the_loss_is_what_it_says():
-    focal = run_section("A loss")["Focal"]()
-    assert isinstance(focal, Loss)
+    group = LossConfig(target=str(EXAMPLES / "custom_loss.py:Focal"), options={"gamma": 3})
+    focal = make_loss(Config(loss=group, loss_chunk=5))
+    assert isinstance(focal, Loss) and (focal.gamma, focal.loss_chunk) == (3.0, 5)
     batch = jax.tree.map(jnp.asarray, random_batch())
     hidden = jnp.ones((*batch.tokens.shape, 1))
     head = jnp.log(jnp.arange(1.0, VOCAB + 1))[None]  # token t has t + 1 parts of the probability
     rows, places = np.nonzero(np.asarray(targets(batch)[1]))
     likely = (np.asarray(targets(batch)[0])[rows, places] + 1) / (VOCAB * (VOCAB + 1) / 2)
-    expected = np.sum((1 - likely) ** 2 * -np.log(likely))
+    expected = np.sum((1 - likely) ** 3 * -np.log(likely))
     parts = [jax.tree.map(lambda x, i=i: x[i::2], (hidden, batch)) for i in range(2)]
-    sums = [focal(Out(h, head), b).terms["focal"] for h, b in [(hidden, batch), *parts]]
+    sums = [focal(Out(h, head), b).terms["loss"] for h, b in [(hidden, batch), *parts]]
     np.testing.assert_allclose(sums[0], expected, rtol=1e-5)
     np.testing.assert_allclose(sums[0], sums[1] + sums[2], rtol=1e-6)
-    assert focal.weights(batch)["focal"] == len(rows)
+    assert focal.weights(batch)["loss"] == len(rows)
 
 
-def test_the_data_format_is_read(tmp_path):
-    run_section("A data format")
-    path = tmp_path / "data.jsonl"
-    good = {"question": "what is it?", "answer": "a cat", "image": "cat.png"}
-    path.write_text(f"{json.dumps(good)}\n{json.dumps(good | {'answer': 3})}\n")
-    (record,), (problem,) = formats.read(str(path))
-    assert record.turns[0] == formats.Turn("user", "<image>what is it?")
-    assert record.turns[1] == formats.Turn("assistant", "a cat")
-    assert record.images == (str(tmp_path / "cat.png"),)
-    assert str(problem) == "data.jsonl:2: 'answer' is not text (3)"
+def test_the_policy_is_one():
+    policy = run_section("A cache policy")["EveryFew"](every=2, seed=7)
+    assert isinstance(policy, Policy) and policy.refresh_fraction > 0
+    allowed = jnp.asarray([True, False, True])
+    for step, drawn in ((4, [True, False, True]), (5, [False] * 3)):
+        made, chance = policy.draw(allowed, None, step)
+        assert made.tolist() == drawn and chance.tolist() == [0.5, 0.0, 0.5]
 
 
 def test_the_shell_line_runs(capsys):

@@ -13,14 +13,14 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def captions(tmp_path_factory):
-    """Pictures of one colour and what to call them; three in a batch would be too many."""
+    """Images of one colour and what to call them; three in a batch would be too many."""
     folder = tmp_path_factory.mktemp("captions")
     write_data(folder)
     lines = [
         {
             "id": str(i),
             "query_image": f"{i}.png",
-            "positive": f"a {list(COLORS)[i % 3]} picture number {i}",
+            "positive": f"a {list(COLORS)[i % 3]} image number {i}",
             "negatives": [f"a {list(COLORS)[(i + 1) % 3]} one"],
             "label": list(COLORS)[i % 3],
         }

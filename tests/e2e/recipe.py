@@ -6,8 +6,8 @@ from jaxvlm.config import default_config
 def get_config(data: str):
     config = default_config()
     config.data.train = data
-    config.data.batch_size, config.data.max_length, config.data.max_images = 8, 64, 2
-    config.data.flip, config.data.shift = True, 1
+    config.data.batch_size, config.data.max_length, config.data.max_images_per_sequence = 8, 64, 2
+    config.data.flip, config.data.max_shift = True, 1
     vision = config.model.vision
     vision.image_size, vision.patch_size, vision.stem = 16, 8, "conv"
     vision.width, vision.depth, vision.num_heads, vision.mlp_dim = 16, 1, 2, 32

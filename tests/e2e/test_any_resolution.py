@@ -1,4 +1,4 @@
-"""A LLaVA-NeXT folder, whose pictures are cut in tiles, through the ordinary commands."""
+"""A LLaVA-NeXT folder, whose images are cut in tiles, through the ordinary commands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from PIL import Image
 from runs import HERE
 
 import jaxvlm
-from jaxvlm.build import prompts
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import MeshConfig
+from jaxvlm.inference import prompts
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -29,7 +29,7 @@ DIMS = [
 ]
 
 
-def torch_logits(folder, pictures, prompt):
+def torch_logits(folder, images, prompt):
     """What transformers alone makes of a folder: its processor, its tokenizer, its model."""
     processor = transformers.LlavaNextProcessor(
         transformers.LlavaNextImageProcessorPil.from_pretrained(folder),
@@ -39,7 +39,7 @@ def torch_logits(folder, pictures, prompt):
         vision_feature_select_strategy="default",
     )
     text = f"<user>{prompt}<assistant>"
-    inputs = processor(text=text, images=[Image.open(p) for p in pictures], return_tensors="pt")
+    inputs = processor(text=text, images=[Image.open(p) for p in images], return_tensors="pt")
     model = transformers.LlavaNextForConditionalGeneration.from_pretrained(folder)
     with torch.no_grad():
         logits = model.eval()(**inputs).logits[0]
@@ -54,8 +54,12 @@ def test_trains_answers_and_comes_out(data, tmp_path, capsys):
     workdir, out = tmp_path / "run", tmp_path / "out"
     train = ["train", f"--config={HERE / 'recipe.py'}:{data}", f"--workdir={workdir}"]
     train += [f"--config.model.checkpoint={folder}", "--config.steps=2"]
-    train += ["--config.data.flip=False", "--config.data.shift=0", "--config.optim.warmup_steps=0"]
-    train += ["--config.data.max_images=10", "--config.data.max_length=128"]
+    train += [
+        "--config.data.flip=False",
+        "--config.data.max_shift=0",
+        "--config.optim.warmup_steps=0",
+    ]
+    train += ["--config.data.max_images_per_sequence=10", "--config.data.max_length=128"]
     assert cli([*train, *DIMS]) == 0
     assert cli(["export", f"--workdir={workdir}", f"--output={out}"]) == 0
     paths = []
@@ -68,12 +72,14 @@ def test_trains_answers_and_comes_out(data, tmp_path, capsys):
     before, _ = torch_logits(folder, paths, prompt)
     assert np.linalg.norm(before - logits) > 1e-2 * np.linalg.norm(logits), "training changed it"
     model = jaxvlm.load(out, mesh=MeshConfig(data=1, fsdp=4, tensor=2))
-    batch = prompts.batch([(paths, prompt)], model.model, model.tokenizer, model.pictures, 10**6)
+    batch = prompts.batch(
+        [(paths, prompt)], model.model, model.tokenizer, model.image_format, 10**6
+    )
     assert batch.pixels.shape[1] == (1 + 2 * 2) + (1 + 2), "tiles"
     made = model.model.apply(model.params, batch)
     ours = np.asarray(made.hidden @ made.head)[0][np.asarray(batch.segment)[0] > 0]
     assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
     capsys.readouterr()
     ask = ["generate", f"--checkpoint={workdir}", f"--image={paths[0]}", f"--image={paths[1]}"]
-    assert cli([*ask, f"--prompt={prompt}", "--max_new=8", "--json"]) == 0
+    assert cli([*ask, f"--prompt={prompt}", "--max_new_tokens=8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answer"] == answer

@@ -1,6 +1,6 @@
-"""Checkpoints that take pictures of any size, through the ordinary commands.
+"""Checkpoints that take images of any size, through the ordinary commands.
 
-A Qwen-VL folder goes in, trains on odd pictures, answers, and comes out as transformers has it.
+A Qwen-VL folder goes in, trains on odd images, answers, and comes out as transformers has it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from PIL import Image
 from runs import without_torch
 
 import jaxvlm
-from jaxvlm.build import prompts
 from jaxvlm.config import ConfigError, MeshConfig, default_config
+from jaxvlm.inference import prompts
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import Microbatched, PlainRunner
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -34,7 +34,7 @@ KINDS = ("Qwen2_5_VL", pytest.param("Qwen3VL", marks=pytest.mark.long))
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Questions about one picture, and about two, of many sizes."""
+    """Questions about one image, and about two, of many sizes."""
     folder = tmp_path_factory.mktemp("odd")
     rng, lines = np.random.default_rng(0), []
     for i in range(20):
@@ -65,7 +65,7 @@ def torch_model(folder):
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def torch_inputs(folder, pictures, prompt):
+def torch_inputs(folder, images, prompt):
     """What transformers' processor, tokenizer and model make of a question."""
     processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -77,7 +77,7 @@ def torch_inputs(folder, pictures, prompt):
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    found = processor([Image.open(p) for p in pictures], return_tensors="pt")
+    found = processor([Image.open(p) for p in images], return_tensors="pt")
     grid = found["image_grid_thw"]
     for count in (grid.prod(-1) // 4).tolist():
         text = text.replace(pad, "<seen>" * count, 1)
@@ -90,8 +90,8 @@ def torch_inputs(folder, pictures, prompt):
     return inputs | {"pixel_values": found["pixel_values"]}, positions[:, 0].numpy()
 
 
-def torch_logits(folder, pictures, prompt, new=8):
-    inputs, _ = torch_inputs(folder, pictures, prompt)
+def torch_logits(folder, images, prompt, new=8):
+    inputs, _ = torch_inputs(folder, images, prompt)
     model = torch_model(folder)
     model.model.rope_deltas = None
     with torch.no_grad():
@@ -108,13 +108,13 @@ def assert_same_pixels(patches, vision, expected):
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 
-def our_batch(model, pictures, prompt):
-    asked = [(pictures, prompt)]
-    return prompts.batch(asked, model.model, model.tokenizer, model.pictures, 10**6)
+def our_batch(model, images, prompt):
+    asked = [(images, prompt)]
+    return prompts.batch(asked, model.model, model.tokenizer, model.image_format, 10**6)
 
 
-def our_logits(model, pictures, prompt):
-    batch = our_batch(model, pictures, prompt)
+def our_logits(model, images, prompt):
+    batch = our_batch(model, images, prompt)
     out = jax.jit(model.model.apply)(model.params, batch)
     return np.asarray(out.logits(out.hidden))[0][np.asarray(batch.segment)[0] > 0]
 
@@ -123,7 +123,7 @@ def settings(odd, folder, kind):
     config = default_config()
     config.model.checkpoint = str(folder(kind))
     config.data.train = str(odd)
-    config.data.batch_size, config.data.max_length, config.data.max_images = 8, 64, 3
+    config.data.batch_size, config.data.max_length, config.data.max_images_per_sequence = 8, 64, 3
     config.optim.warmup_steps, config.optim.schedule = 0, "constant"
     config.steps, config.tensorboard, config.log_every = 2, False, 1
     return config
@@ -146,7 +146,7 @@ def test_a_folder_is_read_as_transformers_reads_it(kind, folder, odd, two):
     np.testing.assert_array_equal(batch.tokens[real], theirs["input_ids"][0].numpy())
     np.testing.assert_array_equal(batch.positions[:, real], positions)
     np.testing.assert_array_equal(batch.grid, theirs["image_grid_thw"].numpy())
-    assert len({tuple(g) for g in batch.grid.tolist()}) == 2, "pictures of two shapes"
+    assert len({tuple(g) for g in batch.grid.tolist()}) == 2, "images of two shapes"
     count = len(theirs["pixel_values"])
     assert_same_pixels(batch.patches, vision, theirs["pixel_values"])
     assert not batch.patches[count:].any()
@@ -157,23 +157,23 @@ def test_a_folder_is_read_as_transformers_reads_it(kind, folder, odd, two):
     print(f"{kind}: logits {error:.1e}, at most {np.abs(ours - logits).max():.1e}")
     assert error < 1e-4
     answer = model.tokenizer.decode(ids.tolist())
-    assert model.generate(two, PROMPT, max_new=8) == answer.strip()
+    assert model.generate(two, PROMPT, max_new_tokens=8) == answer.strip()
 
 
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "Qwen3VL"])
 def test_a_batch_of_training_is_what_transformers_prepares(kind, folder, odd):
     config = settings(odd, folder, kind)
-    config.data.share_pictures = False
-    run = jaxvlm.Run(config)
+    config.data.share_images = False
+    run = jaxvlm.Trainer(config)
     (wanted,) = (i for i, record in enumerate(run.dataset.records) if record.id == "6")
     record = run.dataset.records[wanted]
     theirs, positions = torch_inputs(folder(kind), record.images, record.turns[0].content)
     ids, grid = theirs["input_ids"][0].numpy(), theirs["image_grid_thw"].numpy()
-    assert len({tuple(g) for g in grid.tolist()}) == 2, "pictures of two shapes"
+    assert len({tuple(g) for g in grid.tolist()}) == 2, "images of two shapes"
     ((batch, _, segment),) = (
         (jax.tree.map(lambda x, row=row: x[row], batch), row, segment)
         for batch, meta in run.dataset.eval(np.arange(4), 4)
-        for row, found in enumerate(meta.by_row())
+        for row, found in enumerate(meta.by_sequence())
         for segment, source in found
         if source == wanted
     )
@@ -190,19 +190,19 @@ def test_a_batch_of_training_is_what_transformers_prepares(kind, folder, odd):
     assert_same_pixels(batch.patches[before:], run.config.model.vision, theirs["pixel_values"])
 
 
-def test_rows_of_any_pictures_answer_as_each_alone(folder, odd, two):
+def test_rows_of_any_images_answer_as_each_alone(folder, odd, two):
     model = jaxvlm.load(folder("Qwen2_5_VL"))
     small, large = str(odd.parent / "2.png"), str(odd.parent / "3.png")
     asked = [(two, PROMPT), ([], "is it red?"), ([small], "which color is it?"), ([large], "it?")]
-    together = model.generate_batch(asked, max_new=12)
-    assert together == [model.generate(p, prompt, max_new=12) for p, prompt in asked]
-    assert "".join(model.stream([small], "it?", max_new=12)).strip() == model.generate(
-        Image.open(small), "it?", max_new=12
+    together = model.generate_batch(asked, max_new_tokens=12)
+    assert together == [model.generate(p, prompt, max_new_tokens=12) for p, prompt in asked]
+    assert "".join(model.stream([small], "it?", max_new_tokens=12)).strip() == model.generate(
+        Image.open(small), "it?", max_new_tokens=12
     )
     shapes = {our_batch(model, [p], "it?").patches.shape for p in (small, large)}
     assert len(shapes) == 1, "one program for both sizes"
     report = model.evaluate(str(odd), limit=6)
-    assert report.metrics["loss"] != report.blind["loss"], "another picture, another loss"
+    assert report.metrics["loss"] != report.blind["loss"], "another image, another loss"
     with pytest.raises(jaxvlm.data.errors.DataError, match="one side is over 200 times"):
         model.generate(np.zeros((1, 300, 3), np.uint8), "it?")
 
@@ -210,13 +210,13 @@ def test_rows_of_any_pictures_answer_as_each_alone(folder, odd, two):
 def loss_and_gradients(config, name, parts=1):
     mesh = MESHES[name]
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = mesh.data, mesh.fsdp, mesh.tensor
-    run = jaxvlm.Run(config, devices=devices_of(mesh))
+    run = jaxvlm.Trainer(config, devices=devices_of(mesh))
     local = next(run.dataset.train(np.arange(8)))[0]
     assert len(np.unique(local.grid.prod(-1).sum(-1))) > 4, "ragged rows"
-    assert local.parent is not None, "shared pictures"
-    params = jaxvlm.build.pretrained.read_params(run.source, run.model.config, run.model.abstract())
+    assert local.parent is not None, "shared images"
+    params = jaxvlm.hf.pretrained.read_params(run.source, run.model.config, run.model.abstract())
     batch = to_global(run.mesh, local, 8)
-    runner, loss = Microbatched(PlainRunner(run.model.apply), parts), NextToken()
+    runner, loss = GradAccumulation(PlainRunner(run.model.apply), parts), NextToken()
 
     def objective(params, batch):
         scale = scales(loss, batch)
@@ -249,14 +249,14 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from jaxvlm.cli.main import run
-folder, workdir, data, recipe, picture = sys.argv[1:]
+folder, workdir, data, recipe, image = sys.argv[1:]
 common = [f"--config={recipe}", f"--config.data.train={data}"]
-common += [f"--config.model.checkpoint={folder}", "--config.data.max_images=3"]
-common += ["--config.data.picture_pixels=(0, 768)"]
+common += [f"--config.model.checkpoint={folder}", "--config.data.max_images_per_sequence=3"]
+common += ["--config.data.image_pixels_range=(0, 768)"]
 assert run(["data", "check", data, *common]) == 0
 mesh = ["--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
 assert run(["train", *common, *mesh, f"--workdir={workdir}", "--config.steps=2"]) == 0
-ask = [f"--checkpoint={workdir}", "--prompt=is it red?", f"--image={picture}", "--max_new=4"]
+ask = [f"--checkpoint={workdir}", "--prompt=is it red?", f"--image={image}", "--max_new_tokens=4"]
 assert run(["generate", *ask]) == 0
 assert run(["export", f"--workdir={workdir}", f"--output={workdir}/out"]) == 0
 """
@@ -285,7 +285,7 @@ def test_trained_and_exported_without_torch(folder, odd, two, tmp_path):
     assert told["size"]["longest_edge"] == 768  # as the run had them, and so for transformers
     logits, _ = torch_logits(workdir / "out", two, PROMPT, new=1)
     untrained, _ = torch_logits(source, two, PROMPT, new=1)
-    assert len(logits) < len(untrained)  # of smaller pictures
+    assert len(logits) < len(untrained)  # of smaller images
     new, old = (torch_model(x).state_dict() for x in (workdir / "out", source))
     assert any((new[name] - old[name]).abs().max() > 1e-3 for name in new)
     ours = our_logits(jaxvlm.load(workdir, "latest"), two, PROMPT)
@@ -297,10 +297,10 @@ def test_trained_and_exported_without_torch(folder, odd, two, tmp_path):
 def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
     config = settings(odd, folder, "Qwen2_5_VL")
     config.data.resize = "pad"
-    with pytest.raises(ConfigError, match=r"data\.resize=pad makes squares"):
-        jaxvlm.Run(config)
-    config.data.resize, config.data.picture_pixels = "auto", (64, 128)
-    run = jaxvlm.Run(config)
+    with pytest.raises(ConfigError, match=r"data\.resize=pad resizes to squares"):
+        jaxvlm.Trainer(config)
+    config.data.resize, config.data.image_pixels_range = "auto", (64, 128)
+    run = jaxvlm.Trainer(config)
     largest = max(len(span.ids) for span in run.dataset.corpus.spans)
     assert largest <= 9, "8 x 64 pixels is one row of tokens that can't be made shorter"
     other = tmp_path / "other"
@@ -313,33 +313,35 @@ def test_settings_that_do_not_fit_are_named(folder, odd, tmp_path):
     plain = default_config()
     plain.data.train, plain.model.vision.packed, plain.steps = str(odd), True, 1
     with pytest.raises(ConfigError, match=r"vision\.packed=True: .* config\.model\.checkpoint"):
-        jaxvlm.Run(plain)
-    plain.model.vision.packed, plain.data.picture_pixels = False, (0, 100)
-    with pytest.raises(ConfigError, match=r"picture_pixels=\(0, 100\): this model's pictures have"):
-        jaxvlm.Run(plain)
+        jaxvlm.Trainer(plain)
+    plain.model.vision.packed, plain.data.image_pixels_range = False, (0, 100)
+    with pytest.raises(
+        ConfigError, match=r"image_pixels_range=\(0, 100\): this model takes images"
+    ):
+        jaxvlm.Trainer(plain)
     config.model.checkpoint = str(other)
-    with pytest.raises(ConfigError, match="the processor cuts pictures by"):
-        jaxvlm.Run(config)
+    with pytest.raises(ConfigError, match="the image processor cuts images by"):
+        jaxvlm.Trainer(config)
 
 
 @pytest.mark.long
 def test_kept_tokens_change_no_bit(folder, odd, tmp_path):
-    """A frozen tower's tokens of pictures of many sizes, read instead of encoded."""
+    """A frozen tower's tokens of images of many sizes, read instead of encoded."""
     seen = {}
     for name in ("off", "strict", "first", "second"):
         config = settings(odd, folder, "Qwen2_5_VL")
         config.steps, config.optim.frozen = 10, ("vision/*",)
-        config.cache.policy, config.cache.chunk = "off" if name == "off" else "strict", 2
+        config.cache.policy, config.cache.encode_batch = "off" if name == "off" else "strict", 2
         if name in ("first", "second"):  # the second reads from disk what the first made
             config.cache.store = str(tmp_path / "store")
-        jaxvlm.Run(config, tmp_path / name, devices=jax.devices()[:2]).fit()
+        jaxvlm.Trainer(config, tmp_path / name, devices=jax.devices()[:2]).fit()
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows = [m for m in map(json.loads, lines) if "train/loss" in m]
         seen[name] = [m["train/loss"] for m in rows]
-        found = [m["train/cache/found"] for m in rows]
+        found = [m["train/cache/hit_rate"] for m in rows]
         assert found[0] == (name == "second") and found[-1] == (name != "off")
         if name == "second":
-            assert {m["train/cache/stored"] for m in rows} == {1.0}
+            assert {m["train/cache/from_store"] for m in rows} == {1.0}
     assert seen["off"] == seen["strict"] and len(seen["off"]) == 10
     assert seen["first"] == seen["second"]
     np.testing.assert_allclose(seen["first"], seen["off"], rtol=1e-5)

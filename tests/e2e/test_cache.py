@@ -10,17 +10,17 @@ import pytest
 from runs import losses, recipe
 
 import jaxvlm
+from jaxvlm.checkpoint.checkpointer import restore_params
 from jaxvlm.config import ConfigError
-from jaxvlm.data import images
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.slots import Written
-from jaxvlm.io.checkpoint import restore_params
+from jaxvlm.data.images import image_files
+from jaxvlm.data.page_allocation import WrittenPages
 from jaxvlm.train.loop import TrainingStopped
 
 
 def made(data, policy="off", frozen=True, **cache):
     config = recipe(data)
-    config.data.flip, config.data.shift = False, 0
+    config.data.flip, config.data.max_shift = False, 0
     config.cache.policy = policy
     for name, value in cache.items():
         config.cache[name] = value
@@ -47,25 +47,25 @@ def metric(run, name):
 
 def test_frozen_tower(data, tmp_path, capsys):
     """With the cache, without it, and killed in the middle: one run, and its tower rests."""
-    off = jaxvlm.Run(made(data, chunk=2), tmp_path / "off")
+    off = jaxvlm.Trainer(made(data, encode_batch=2), tmp_path / "off")
     off.fit()
     capsys.readouterr()
-    on = jaxvlm.Run(made(data, "strict", chunk=2), tmp_path / "on")
-    assert "visual tokens (strict): room for 40 pictures in" in capsys.readouterr().out
+    on = jaxvlm.Trainer(made(data, "strict", encode_batch=2), tmp_path / "on")
+    assert "visual tokens (strict): room for 40 images in" in capsys.readouterr().out
     on.fit()
     assert_same_run(off, on)
-    found = metric(on, "train/cache/found")
+    found = metric(on, "train/cache/hit_rate")
     assert found[0] == 0 and found[-1] == 1  # twelve steps go through the data twice
     assert metric(on, "train/cache/encoded")[-1] == 0
     spared = metric(on, "train/cache/saved_ms")
     assert spared[0] == 0 < spared[-1]
     assert metric(on, "train/cache/device_mib")[-1] > 0
-    assert set(metric(off, "train/cache/found")) == {0}
-    config = made(data, "strict", chunk=2)
+    assert set(metric(off, "train/cache/hit_rate")) == {0}
+    config = made(data, "strict", encode_batch=2)
     config.steps = 7
-    jaxvlm.Run(config, tmp_path / "broken").fit()
+    jaxvlm.Trainer(config, tmp_path / "broken").fit()
     config.steps = 12
-    again = jaxvlm.Run(config, tmp_path / "broken")
+    again = jaxvlm.Trainer(config, tmp_path / "broken")
     again.fit()
     assert_same_run(off, again)
     # What can be made again is not saved.
@@ -74,72 +74,74 @@ def test_frozen_tower(data, tmp_path, capsys):
 
 
 def with_and_without(data, folder, monkeypatch, change, devices=1):
-    """Runs of eight passes, and how many pictures each decoded; ``change`` gets their configs."""
-    decode, counts, runs = images.decode, [], []
+    """Runs of eight passes, and how many images each decoded; ``change`` gets their configs."""
+    decode, counts, runs = image_files.decode, [], []
 
     def counted(*args):
         counts[-1] += 1
         return decode(*args)
 
-    monkeypatch.setattr(images, "decode", counted)
+    monkeypatch.setattr(image_files, "decode", counted)
     for policy in ("off", "strict"):
         counts.append(0)
-        config = made(data, policy, chunk=2)
+        config = made(data, policy, encode_batch=2)
         config.data.image_cache_mb, config.data.workers, config.data.prefetch = 0, 1, 1
         config.steps, config.checkpoint.every = 48, 0
         change(config)
-        runs.append(jaxvlm.Run(config, folder / policy, devices=jax.devices()[:devices]))
+        runs.append(jaxvlm.Trainer(config, folder / policy, devices=jax.devices()[:devices]))
         runs[-1].fit()
     assert_same_run(*runs)
     return runs, counts
 
 
 @pytest.mark.long
-def test_pictures_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
+def test_images_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
     """The first pass decodes all, none later but what was read ahead of it."""
     _, counts = with_and_without(data, tmp_path, monkeypatch, lambda config: None)
     assert 40 <= counts[1] < counts[0] / 2
 
 
 @pytest.mark.long
-def test_pictures_in_pages_on_a_mesh_whose_evaluations_take_the_pages(data, tmp_path, monkeypatch):
+def test_images_in_pages_on_a_mesh_whose_evaluations_take_the_pages(data, tmp_path, monkeypatch):
     """Data 2 x tensor 2. Behind an evaluation all are decoded once more, and no bit differs."""
 
     def change(config):
         config.mesh.data, config.mesh.tensor = 2, 2
         config.data.eval, config.eval_every, config.eval_records = str(data), 24, 8
-        config.cache.spare_evaluations = config.cache.policy == "strict"
+        config.cache.evict_for_eval = config.cache.policy == "strict"
 
     runs, counts = with_and_without(data, tmp_path, monkeypatch, change, devices=4)
-    found = metric(runs[1], "train/cache/found")
+    found = metric(runs[1], "train/cache/hit_rate")
     assert found[0] == 0 and found[23] == 1 and found[24] == 0 and found[-1] == 1
     assert 80 <= counts[1] < counts[0] * 2 / 3
 
 
 @pytest.mark.long
 def test_pages_that_are_not_what_they_were_said_to_be(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(Written, "has", lambda self, page, key: page >= 0)
-    run = jaxvlm.Run(made(data, "strict", chunk=2), tmp_path / "run", devices=jax.devices()[:1])
-    with pytest.raises(TrainingStopped, match=r"step 1: the visual tokens of \d+ pictures are not"):
+    monkeypatch.setattr(WrittenPages, "has", lambda self, page, key: page >= 0)
+    run = jaxvlm.Trainer(
+        made(data, "strict", encode_batch=2), tmp_path / "run", devices=jax.devices()[:1]
+    )
+    with pytest.raises(TrainingStopped, match=r"step 1: the visual tokens of \d+ images are not"):
         run.fit()
 
 
 @pytest.mark.long
 def test_tower_that_learns(data, tmp_path):
     """Tokens of up to three updates ago: resumed to the same bits, and on another mesh."""
-    config = made(data, "lazy", False, bound=3)
-    whole = jaxvlm.Run(config, tmp_path / "whole", devices=jax.devices()[:1])
+    config = made(data, "lazy", False, max_staleness=3)
+    whole = jaxvlm.Trainer(config, tmp_path / "whole", devices=jax.devices()[:1])
     whole.fit()
-    assert max(metric(whole, "train/cache/lag")) > 0
+    assert max(metric(whole, "train/cache/staleness")) > 0
     for name, devices in (("broken", 1), ("moved", 4)):
         config.steps = 7
-        jaxvlm.Run(config, tmp_path / name, devices=jax.devices()[:1]).fit()
+        jaxvlm.Trainer(config, tmp_path / name, devices=jax.devices()[:1]).fit()
         config.steps = 12
-        again = jaxvlm.Run(config, tmp_path / name, devices=jax.devices()[:devices])
+        again = jaxvlm.Trainer(config, tmp_path / name, devices=jax.devices()[:devices])
         again.fit()
         if devices == 1:
             assert_same_run(whole, again)
-        assert metric(again, "train/cache/found") == metric(whole, "train/cache/found")
+        assert metric(again, "train/cache/hit_rate") == metric(whole, "train/cache/hit_rate")
         for step, value in losses(whole.workdir).items():
             assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value), step
 
@@ -152,20 +154,20 @@ def test_rows_of_several_lengths(data, tmp_path):
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text("\n".join(lines + [x.replace('"id": "', '"id": "l') for x in longer]) + "\n")
     for policy in ("off", "strict"):
-        config = made(mixed, policy, chunk=3)
+        config = made(mixed, policy, encode_batch=3)
         config.data.image_root = str(data.parent)
         config.data.packing, config.data.batch_size, config.steps = False, 4, 40
-        run = jaxvlm.Run(config, tmp_path / policy, devices=jax.devices()[:1])
+        run = jaxvlm.Trainer(config, tmp_path / policy, devices=jax.devices()[:1])
         run.fit()
         seen.append(losses(tmp_path / policy))
     np.testing.assert_allclose(list(seen[0].values()), list(seen[1].values()), rtol=1e-5)
-    assert metric(run, "train/cache/found")[-1] == 1
+    assert metric(run, "train/cache/hit_rate")[-1] == 1
     assert len(run.training.step.compiled) > 1
 
 
-def test_a_part_of_the_pictures(data):
-    config = made(data, "strict", pictures=16)
-    run = jaxvlm.Run(config)
+def test_a_part_of_the_images(data):
+    config = made(data, "strict", max_images=16)
+    run = jaxvlm.Trainer(config)
     seen = {}
     for _, (batch, _) in zip(range(24), run.dataset.train(run.rows)):
         for key, page in zip(
@@ -180,15 +182,27 @@ def test_a_part_of_the_pictures(data):
     "settings, words",
     [
         ({"cache.policy": "lru"}, "known: off, strict, lazy"),
-        ({"cache.bound": 4}, "config.cache.bound=4 is not read without policy='lazy'"),
+        (
+            {"cache.max_staleness": 4},
+            "config.cache.max_staleness=4 is not read without policy='lazy'",
+        ),
         ({"cache.policy": "strict", "data.flip": True}, "config.data.flip=False"),
-        ({"cache.policy": "strict", "tower.devices": 1}, "config.tower.devices"),
-        ({"cache.policy": "strict", "cache.pictures": 3}, "cache.pictures=3"),
-        ({"cache.policy": "strict", "cache.chunk": -1}, "config.cache.chunk=-1"),
-        ({"cache.chunk": 2, "strategy.reduce_bits": 8}, "reduce_bits=8"),
-        ({"cache.order": "morton"}, "config.cache.order='morton' is not read without a policy"),
-        ({"cache.policy": "strict", "cache.order": "spiral"}, "is no order; known: morton, row"),
-        ({"cache.policy": "strict", "cache.order": "tiled(3)"}, "multiples of 3"),
+        ({"cache.policy": "strict", "encoder.devices": 1}, "config.encoder.devices"),
+        ({"cache.policy": "strict", "cache.max_images": 3}, "cache.max_images=3"),
+        ({"cache.policy": "strict", "cache.encode_batch": -1}, "config.cache.encode_batch=-1"),
+        (
+            {"cache.encode_batch": 2, "strategy.grad_reduce_dtype": "int8"},
+            "grad_reduce_dtype='int8'",
+        ),
+        (
+            {"cache.token_order": "morton"},
+            "config.cache.token_order='morton' is not read without a policy",
+        ),
+        (
+            {"cache.policy": "strict", "cache.token_order": "spiral"},
+            "is no order; known: morton, row",
+        ),
+        ({"cache.policy": "strict", "cache.token_order": "tiled(3)"}, "multiples of 3"),
     ],
 )
 def test_refused(data, settings, words):
@@ -197,4 +211,4 @@ def test_refused(data, settings, words):
         group, field = name.split(".")
         config[group][field] = value
     with pytest.raises((ConfigError, DataError), match=words.replace("(", r"\(")):
-        jaxvlm.Run(config, devices=jax.devices()[:2])
+        jaxvlm.Trainer(config, devices=jax.devices()[:2])

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from test_encoders import their_vectors, write
+from test_encoders import their_embeddings, write
 
 from jaxvlm.cli.main import run as cli
 
@@ -20,7 +20,7 @@ TEMPLATES = ("a photo of {}", "{}")
 def root(tmp_path_factory):
     from PIL import Image
 
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     rows = []
     for i in range(12):
         name = list(COLOURS)[i % 3 if i < 8 else 0]
@@ -33,12 +33,12 @@ def root(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long  # the oracle takes its time to be imported
-def test_shares_are_those_of_transformers(root, capsys):
+@pytest.mark.long  # importing the oracle is slow
+def test_accuracies_are_those_of_transformers(root, capsys):
     model = transformers.CLIPModel.from_pretrained(root / "clip").eval()
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(root / "clip")
     rows = [json.loads(line) for line in (root / "data.jsonl").read_text().splitlines()]
-    _, seen, _ = their_vectors(root / "clip", [str(root / row["image"]) for row in rows])
+    _, seen, _ = their_embeddings(root / "clip", [str(root / row["image"]) for row in rows])
     prompts = [t.replace("{}", name) for name in COLOURS for t in TEMPLATES]
     with torch.no_grad():
         found = model.get_text_features(**tokenizer(prompts, padding=True, return_tensors="pt"))
@@ -58,7 +58,7 @@ def test_shares_are_those_of_transformers(root, capsys):
         assert [report[f"top{k}"] for k in (1, 2)] == pytest.approx(list(expected.values()))
         assert report["majority/top1"] == pytest.approx(7 / 12) and report["classes"] == 3
         assert report["chance/top2"] == pytest.approx(2 / 3)
-        assert "12 pictures, 3 classes" in said
+        assert "12 images, 3 classes" in said
 
 
 def test_bad_input_is_one_line(root, tmp_path, capsys):
@@ -69,16 +69,16 @@ def test_bad_input_is_one_line(root, tmp_path, capsys):
         return line
 
     names = "--classes=red,blue,big square"
-    assert "'big square', which is a picture's label, is not among" in said("--classes=red,blue")
-    assert "give two names or more" in said("--classes=red")
-    assert "'red' is named twice" in said("--classes=red,red")
+    assert "'big square', the label of an image, is not among" in said("--classes=red,blue")
+    assert "give at least two names" in said("--classes=red")
+    assert "'red' occurs twice" in said("--classes=red,red")
     assert "none.txt can't be read" in said(f"--classes={tmp_path / 'none.txt'}")
-    assert "write {} once" in said(names, "--template=a photo")
-    assert "--template is of zero-shot" in said("--template={}")
-    assert "any class is among the first 3 of 3" in said(names, "--ks=1,3")
+    assert "write {} exactly once" in said(names, "--template=a photo")
+    assert "--template is for zero-shot" in said("--template={}")
+    assert "with 3 classes the label is always among the first 3" in said(names, "--ks=1,3")
     assert "--dims does not go with --classes" in said(names, "--dims=3")
     (tmp_path / "a.jsonl").write_text('{"image": "0.png"}\n')
-    assert "no class: 'label' is its name" in said(names, data=tmp_path / "a.jsonl")
+    assert "no class: give its name as 'label'" in said(names, data=tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_text('{"label": "red", "text": "x"}\n')
-    assert "no picture: 'image' is its path" in said(names, data=tmp_path / "b.jsonl")
-    assert "needs --data=FILE of pictures" in said(names, data="")
+    assert "no image: give its path as 'image'" in said(names, data=tmp_path / "b.jsonl")
+    assert "needs --data=FILE with records" in said(names, data="")

@@ -1,4 +1,4 @@
-"""``jaxvlm embed``: every format, fewer dims, fewer bits; what was interrupted goes on."""
+"""``jaxvlm embed``: every format, truncation, quantization; an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from safetensors.numpy import load_file
 from test_encoders import WORDS, write
 
 import jaxvlm
-from jaxvlm.build import embedding, examples, items
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError
-from jaxvlm.data.examples import Item
-from jaxvlm.io.parts import Parts
+from jaxvlm.data.pairs.examples import Item
+from jaxvlm.inference import embed_corpus, examples, items
+from jaxvlm.inference.resumable_array import ResumableArray
 
 pytest.importorskip("torch", reason="makes the weights; Python 3.11 only")
 TEXTS = [f"{a} {b} {c}" for a in ("a", "the") for b in WORDS[1:4] for c in WORDS[3:6]]
@@ -40,7 +40,7 @@ def model(folder):
 
 
 @pytest.fixture(scope="module")
-def vectors(model):
+def embeddings(model):
     return model.encode_text(TEXTS)
 
 
@@ -55,7 +55,7 @@ def file(tmp_path_factory):
 @pytest.fixture
 def embed(model, folder, monkeypatch, capsys):
     """The command, in this process, with the model loaded once."""
-    monkeypatch.setattr("jaxvlm.build.load", lambda *args, **kwargs: model)
+    monkeypatch.setattr("jaxvlm.inference.vlm.load", lambda *args, **kwargs: model)
 
     def call(*args):
         code = cli(["embed", f"--checkpoint={folder}", "--json", *args])
@@ -66,41 +66,41 @@ def embed(model, folder, monkeypatch, capsys):
 
 
 def read(path):
-    """What others read: (vectors, rows, ranges)."""
+    """What other libraries read: (embeddings, records, ranges)."""
     if path.suffix == ".npy":
         return np.load(path), None, None
     if path.suffix in (".npz", ".safetensors"):
         held = np.load(path) if path.suffix == ".npz" else load_file(path)
-        return held["vectors"], None, held.get("ranges")
+        return held["embeddings"], None, held.get("ranges")
     if path.suffix == ".parquet":
         pq = pytest.importorskip("pyarrow.parquet", reason="pip install 'jaxvlm[parquet]'")
         rows = pq.read_table(path).to_pylist()
     else:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return np.asarray([row.pop("vector") for row in rows]), rows, None
+    return np.asarray([row.pop("embedding") for row in rows]), rows, None
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "jsonl", "parquet"])
-def test_every_format_holds_the_vectors(embed, file, vectors, tmp_path, suffix):
+def test_every_format_holds_the_embeddings(embed, file, embeddings, tmp_path, suffix):
     if suffix == "parquet":
         pytest.importorskip("pyarrow", reason="pip install 'jaxvlm[parquet]'")
     out = tmp_path / f"out.{suffix}"
     code, said = embed(f"--input={file}", f"--output={out}", "--part_size=7")
     assert code == 0 and said["texts"] == len(TEXTS) and said["dims"] == E
     held, rows, _ = read(out)
-    np.testing.assert_allclose(held, vectors, atol=2e-6)
+    np.testing.assert_allclose(held, embeddings, atol=2e-6)
     if rows is not None:
         assert rows == [{"id": f"n{i}", "text": text} for i, text in enumerate(TEXTS)]
-    assert [p.name for p in tmp_path.iterdir()] == [out.name]  # nothing is left behind
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]  # no temporary file is left
 
 
-def test_a_prefix_is_of_unit_length(embed, file, vectors, tmp_path):
+def test_truncated_embeddings_have_unit_length(embed, file, embeddings, tmp_path):
     out = tmp_path / "out.npy"
     assert embed(f"--input={file}", f"--output={out}", "--dims=8")[0] == 0
-    wanted = vectors[:, :8] / np.linalg.norm(vectors[:, :8], axis=1, keepdims=True)
+    wanted = embeddings[:, :8] / np.linalg.norm(embeddings[:, :8], axis=1, keepdims=True)
     np.testing.assert_allclose(np.load(out), wanted, atol=1e-5)
     util = pytest.importorskip("sentence_transformers.util", reason="the oracle")
-    theirs = util.normalize_embeddings(util.truncate_embeddings(torch_of(vectors), 8))
+    theirs = util.normalize_embeddings(util.truncate_embeddings(torch_of(embeddings), 8))
     np.testing.assert_allclose(np.load(out), theirs.numpy(), atol=1e-5)
 
 
@@ -108,7 +108,7 @@ def torch_of(x):
     return pytest.importorskip("torch", reason="the oracle's arrays").from_numpy(x)
 
 
-def test_fewer_bits_are_sentence_transformers(embed, file, tmp_path):
+def test_quantized_embeddings_are_sentence_transformers(embed, file, tmp_path):
     theirs = pytest.importorskip("sentence_transformers.quantization", reason="the oracle")
     assert embed(f"--input={file}", f"--output={tmp_path / 'f.npy'}")[0] == 0
     x = np.load(tmp_path / "f.npy")
@@ -125,7 +125,7 @@ def test_fewer_bits_are_sentence_transformers(embed, file, tmp_path):
             code == 0 and said["kind"] == kind and said["columns"] == (E if kind == "int8" else 3)
         )
         np.testing.assert_array_equal(read(out)[0], theirs.quantize_embeddings(x, kind))
-        if kind == "int8":  # and a query of it takes the corpus's ranges
+        if kind == "int8":  # and a query uses the ranges of the corpus
             one = tmp_path / "one.npy"
             given = (f"--output={one}", "--quantize=int8", f"--ranges={out}")
             assert embed("--text=a big photo", *given)[0] == 0
@@ -135,9 +135,9 @@ def test_fewer_bits_are_sentence_transformers(embed, file, tmp_path):
             np.testing.assert_array_equal(np.load(one), expected)
 
 
-def test_what_was_interrupted_goes_on(embed, model, file, vectors, tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes(embed, model, file, embeddings, tmp_path, monkeypatch):
     out, begun = tmp_path / "out.npy", tmp_path / "out.npy.parts"
-    made, real = [], embedding.embed_items
+    made, real = [], embed_corpus.embed_items
 
     def failing(model, some, *args):
         if len(made) == 3:
@@ -145,11 +145,11 @@ def test_what_was_interrupted_goes_on(embed, model, file, vectors, tmp_path, mon
         made.append(len(some))
         return real(model, some, *args)
 
-    monkeypatch.setattr(embedding, "embed_items", failing)
+    monkeypatch.setattr(embed_corpus, "embed_items", failing)
     given = (f"--input={file}", f"--output={out}", "--part_size=4")
     assert embed(*given)[0] == 130 and not out.exists()
     assert made == [4, 4, 4] and len(list(begun.glob("*.npy"))) == 3
-    (begun / "000001.npy").write_bytes((begun / "000001.npy").read_bytes()[:200])  # cut short
+    (begun / "000001.npy").write_bytes((begun / "000001.npy").read_bytes()[:200])  # truncated
     before = (begun / "000002.npy").read_bytes()
     for other, named in (
         (("--dims=8", *given), "other settings"),
@@ -159,48 +159,48 @@ def test_what_was_interrupted_goes_on(embed, model, file, vectors, tmp_path, mon
         code, line = embed(*other)
         assert code == 2 and named in line and f"{begun} holds" in line and line.count("\n") == 1
     made.clear()
-    monkeypatch.setattr(embedding, "embed_items", lambda *args: made.append(1) or real(*args))
+    monkeypatch.setattr(embed_corpus, "embed_items", lambda *args: made.append(1) or real(*args))
     assert (begun / "000002.npy").read_bytes() == before
-    assert embed(*given)[0] == 0 and len(made) == 3  # one mended, two that were missing
-    np.testing.assert_allclose(np.load(out), vectors, atol=2e-6)
+    assert embed(*given)[0] == 0 and len(made) == 3  # one repaired, two that were missing
+    np.testing.assert_allclose(np.load(out), embeddings, atol=2e-6)
     assert not begun.exists()
 
 
-def test_other_weights_and_pictures_are_other_vectors(model, folder, tmp_path):
-    how = embedding.Embedding()
-    picture = tmp_path / "a.png"
-    Image.new("RGB", (4, 4)).save(picture)
-    some = [Item("a"), Item("", str(picture))]
-    first = embedding.identity(model, some, how, str(folder))
-    assert first == embedding.identity(model, some, how, str(folder))
-    Image.new("RGB", (40, 40)).save(picture)
-    second = embedding.identity(model, some, how, str(folder))
+def test_other_weights_and_images_change_the_identity(model, folder, tmp_path):
+    how = embed_corpus.EmbedConfig()
+    image = tmp_path / "a.png"
+    Image.new("RGB", (4, 4)).save(image)
+    some = [Item("a"), Item("", str(image))]
+    first = embed_corpus.identity(model, some, how, str(folder))
+    assert first == embed_corpus.identity(model, some, how, str(folder))
+    Image.new("RGB", (40, 40)).save(image)
+    second = embed_corpus.identity(model, some, how, str(folder))
     assert [name for name in first if first[name] != second[name]] == ["items"]
     name = min(model.params)
     changed = model.params | {name: model.params[name].at[0].add(1e-3)}
     other = type(model)(model.source, model.model, changed, model.tokenizer, None)
-    third = embedding.identity(other, some, how, str(folder))
+    third = embed_corpus.identity(other, some, how, str(folder))
     assert [name for name in first if second[name] != third[name]] == ["model"]
     small = shutil.ignore_patterns("*.safetensors")
     shutil.copytree(folder, tmp_path / "m", ignore=small)
     (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
-    fourth = embedding.identity(model, some, how, str(tmp_path / "m"))
+    fourth = embed_corpus.identity(model, some, how, str(tmp_path / "m"))
     assert fourth["model"] != second["model"]
 
 
 def test_parts_are_one_array(tmp_path):
     x = np.random.default_rng(0).normal(size=(23, 3)).astype(np.float32)
-    parts = Parts(tmp_path / "p", x.shape, 5)
+    parts = ResumableArray(tmp_path / "p", x.shape, 5)
     assert parts.begin({"a": "1"}) == [False] * 5 and not parts.folder.exists()
     for i, some in enumerate(parts.slices):
         parts.write(i, x[some])
-    again = Parts(tmp_path / "p", x.shape, 5)
+    again = ResumableArray(tmp_path / "p", x.shape, 5)
     assert again.begin({"a": "1"}) == [True] * 5 and len(again) == 23
     np.testing.assert_array_equal(np.asarray(again), x)
     np.testing.assert_array_equal(again[3:17], x[3:17])
     where = np.asarray([22, 0, 7, 7, 4])
     np.testing.assert_array_equal(again[where], x[where])
-    with pytest.raises(ConfigError, match="with other a; give what was given then"):
+    with pytest.raises(ConfigError, match="with other a; use the same as that run"):
         again.begin({"a": "2"})
     (tmp_path / "p" / "made_from.json").write_text("{")
     with pytest.raises(ConfigError, match="delete that folder"):
@@ -213,25 +213,25 @@ def test_bad_input_is_one_line(embed, file, tmp_path):
     said = functools.partial(refused, embed)
 
     assert "written to --output=FILE.npy" in said("--text=a", "--output=x.csv")
-    assert "dims=25: the model's vectors have 24" in said("--text=a", out, "--dims=25")
+    assert "dims=25: the model's embeddings have 24" in said("--text=a", out, "--dims=25")
     assert "quantize=int4" in said("--text=a", out, "--quantize=int4")
-    assert "from one vector" in said("--text=a", out, "--quantize=int8")
+    assert "from one embedding" in said("--text=a", out, "--quantize=int8")
     assert "part_size=0" in said("--text=a", out, "--part_size=0")
     assert "--ranges=none.npy" in said("--text=a", out, "--quantize=int8", "--ranges=none.npy")
     np.save(tmp_path / "r.npy", np.zeros((2, 5), np.float32))
     given = ("--text=a", out, f"--ranges={tmp_path / 'r.npy'}")
-    assert "are of 5 dims, the vectors have 24" in said(*given, "--quantize=int8")
-    assert "give --quantize=int8" in said(*given)
+    assert "has 5 dims, but the embeddings have 24" in said(*given, "--quantize=int8")
+    assert "add --quantize=int8" in said(*given)
     np.save(tmp_path / "r.npy", np.zeros((3, 5), np.float32))
-    assert "two rows of floats" in said(*given)
+    assert "have shape [2, E]" in said(*given)
     for name, text, line in (
         ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2: "),
-        ("b.jsonl", '{"text": ""}\n', "b.jsonl:1: neither text nor a picture"),
-        ("b.jsonl", '{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}\n', "id '1' is there twice"),
+        ("b.jsonl", '{"text": ""}\n', "b.jsonl:1: neither text nor an image"),
+        ("b.jsonl", '{"id": 1, "text": "a"}\n{"id": 1, "text": "b"}\n', "id '1' occurs twice"),
         ("c.jsonl", '{"text": 3}\n', "c.jsonl:1: 'text' is not text"),
-        ("d.jsonl", '{"text": "<image>a"}\n', "d.jsonl:1: placeholders and pictures differ"),
+        ("d.jsonl", '{"text": "<image>a"}\n', "d.jsonl:1: placeholders and images differ"),
         ("e.csv", "text\na,b\n", "e.csv:2: more cells than columns"),
-        ("f.csv", "", "f.csv: holds no record"),
+        ("f.csv", "", "f.csv: contains no record"),
         ("g.txt", "a", "g.txt: not a file of examples"),
     ):
         (tmp_path / name).write_text(text)
@@ -247,7 +247,7 @@ def test_a_missing_package_is_named(embed, monkeypatch):
     def hidden(name, *rest):
         return None if name == "pyarrow" else find(name, *rest)
 
-    monkeypatch.setattr("jaxvlm.io.vectors.importlib.util.find_spec", hidden)
+    monkeypatch.setattr("jaxvlm.inference.embedding_files.importlib.util.find_spec", hidden)
     code, line = embed("--text=a", "--output=x.parquet")
     assert code == 2 and "pip install 'jaxvlm[parquet]'" in line
 
@@ -262,12 +262,12 @@ def test_an_encoder_reads_instructions_as_prompts(embed, model, tmp_path):
     expected = model.encode_text(["the a circle", "photo of a square"])
     np.testing.assert_allclose(np.load(out), expected, atol=1e-6)
     both = [Item("a circle", "cat.png")]
-    with pytest.raises(ConfigError, match=r"cat\.png: it has a picture and a text"):
+    with pytest.raises(ConfigError, match=r"cat\.png: it has an image and a text"):
         items.embed_items(model, both)
 
 
 @pytest.mark.long  # a decoder is compiled
-def test_a_decoder_takes_pictures_and_texts_together(data, tmp_path, capsys):
+def test_a_decoder_takes_images_and_texts_together(data, tmp_path, capsys):
     folder = write_llava(tmp_path / "hf", data, "float32")
     vlm = jaxvlm.load(folder)
     for i in range(3):
@@ -286,30 +286,30 @@ def test_a_decoder_takes_pictures_and_texts_together(data, tmp_path, capsys):
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["texts"], said["images"], said["dims"]) == (2, 3, 8)
     held = np.load(out)
-    for row, vector in zip(rows, held, strict=True):
-        pictures = [str(tmp_path / row["image"])] if "image" in row else []
+    for row, embedding in zip(rows, held, strict=True):
+        images = [str(tmp_path / row["image"])] if "image" in row else []
         told = row.get("instruction", "is it")
-        (expected,) = vlm.embed([(pictures, row.get("text", ""))], told, 8)
-        np.testing.assert_allclose(vector, expected, atol=1e-5)
+        (expected,) = vlm.embed([(images, row.get("text", ""))], told, 8)
+        np.testing.assert_allclose(embedding, expected, atol=1e-5)
 
 
-@pytest.mark.long  # a tower is compiled
-def test_pictures_in_a_tar_are_found_by_what_they_are(tmp_path, capsys):
-    """Items, examples and a sheet from a tar's members, as from files."""
+@pytest.mark.long  # an encoder is compiled
+def test_images_in_a_tar_are_embedded(tmp_path, capsys):
+    """Items, examples and a grid from a tar's members, as from files."""
     folder = write(tmp_path / "clip", "clip")
     rng = np.random.default_rng(0)
     with tarfile.open(tmp_path / "pairs.tar", "w") as tar:
         for i, word in enumerate(WORDS[1:5]):
-            picture = rng.integers(0, 255, (20, 16 + i, 3), np.uint8)
-            Image.fromarray(picture).save(tmp_path / f"{i}.png")
+            image = rng.integers(0, 255, (20, 16 + i, 3), np.uint8)
+            Image.fromarray(image).save(tmp_path / f"{i}.png")
             (tmp_path / f"{i}.txt").write_text(word)
             for suffix in ("png", "txt"):
                 tar.add(tmp_path / f"{i}.{suffix}", f"{i}.{suffix}")
-    sheet, out = tmp_path / "sheet.png", tmp_path / "out.jsonl"
+    grid, out = tmp_path / "predictions.png", tmp_path / "out.jsonl"
     given = [f"--checkpoint={folder}", f"--data={tmp_path / 'pairs.tar'}", "--json"]
-    assert cli(["eval", *given, f"--sheet={sheet}", "--ks=1,4"]) == 0
+    assert cli(["eval", *given, f"--prediction_grid={grid}", "--ks=1,4"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["recall@4"] == 1
-    with Image.open(sheet) as drawn:
+    with Image.open(grid) as drawn:
         assert drawn.size == (5 * 190 + 8, 4 * 212 + 8)
     assert cli(["mine", *given, f"--output={out}", "--num_negatives=2"]) == 0
     clip = jaxvlm.load(folder)

@@ -1,4 +1,4 @@
-"""Folders of encoders are loaded, give the vectors that transformers gives, and are written."""
+"""Folders of encoders are loaded, give the embeddings of transformers, and are exported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import jaxvlm
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.data.errors import DataError
-from jaxvlm.io import hf
+from jaxvlm.hf import safetensors
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -103,8 +103,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    root, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(1)
+def images(tmp_path_factory):
+    root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(1)
     found = []
     for i, (w, h) in enumerate([(40, 23), (16, 50), (16, 16)]):
         Image.fromarray(rng.integers(0, 255, (h, w, 3), np.uint8)).save(root / f"{i}.png")
@@ -112,8 +112,8 @@ def pictures(tmp_path_factory):
     return found
 
 
-def their_vectors(folder, paths):
-    """What transformers alone makes of a folder: texts, pictures, logits."""
+def their_embeddings(folder, paths):
+    """The embeddings of texts and images and the logits that transformers computes."""
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -134,15 +134,16 @@ def error(ours, theirs):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
-def test_vectors_are_transformers(kind, folders, pictures, tmp_path, shows):
-    """On a mesh of eight devices, in batches that do not divide; then written and read again."""
+def test_embeddings_are_transformers(kind, folders, images, tmp_path, shows):
+    """On a mesh of eight devices, in batches that do not divide; then exported and loaded again."""
     shows(kind, "export", *(["any resolution"] if kind == "siglip2" else []))
-    texts, images, logits = their_vectors(folders[kind], pictures)
+    text_embeddings, image_embeddings, logits = their_embeddings(folders[kind], images)
     model = jaxvlm.load(folders[kind], mesh=MESH)
-    ours = model.encode_text(TEXTS, batch_size=3), model.encode_image(pictures, batch_size=2)
-    assert error(ours[0], texts) < 1e-4 and error(ours[1], images) < 1e-4
+    ours = model.encode_text(TEXTS, batch_size=3), model.encode_image(images, batch_size=2)
+    assert error(ours[0], text_embeddings) < 1e-4
+    assert error(ours[1], image_embeddings) < 1e-4
     assert error(model.similarity(ours[1], ours[0]), logits) < 1e-4
-    opened = [Image.open(path) for path in pictures]
+    opened = [Image.open(path) for path in images]
     np.testing.assert_array_equal(model.encode_image(opened, batch_size=2), ours[1])
 
     model.export(tmp_path / "out")
@@ -150,10 +151,10 @@ def test_vectors_are_transformers(kind, folders, pictures, tmp_path, shows):
 
 
 def same_folder(source, written):
-    """The same files, and for transformers the same tensors, nothing missing or left over."""
+    """The same files, and for transformers the same tensors, none missing or unexpected."""
     names = {path.name for path in source.iterdir()}
     assert {path.name for path in written.iterdir()} == names
-    assert hf.read_layout(written) == hf.read_layout(source)
+    assert safetensors.read_layout(written) == safetensors.read_layout(source)
     before = transformers.AutoModel.from_pretrained(source).state_dict()
     after, info = transformers.AutoModel.from_pretrained(written, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -161,7 +162,7 @@ def same_folder(source, written):
         assert torch.equal(x, before[name]), name
 
 
-def test_changed_weights_leave_in_another_dtype(folders, tmp_path):
+def test_changed_weights_are_exported_in_another_dtype(folders, tmp_path):
     model = jaxvlm.load(folders["bert"])
     model.params = jax.tree.map(lambda x: 2 * x, model.params)
     model.export(tmp_path / "out", "bfloat16")
@@ -172,32 +173,32 @@ def test_changed_weights_leave_in_another_dtype(folders, tmp_path):
         assert torch.equal(x, (2 * before[name]).bfloat16()), name
 
 
-def test_texts_that_are_cut_are_counted(folders, caplog):
+def test_truncated_texts_are_counted(folders, caplog):
     model = jaxvlm.load(folders["bert"])
     long = ("a " * 30).strip()
     with caplog.at_level(logging.WARNING, "jaxvlm"):
-        vectors = model.encode_text([long, "a", ("a " * 10).strip()])
+        embeddings = model.encode_text([long, "a", ("a " * 10).strip()])
     assert "1 of 3 texts are longer than 12 tokens" in caplog.text
-    np.testing.assert_array_equal(vectors[0], vectors[2])
+    np.testing.assert_array_equal(embeddings[0], embeddings[2])
     with pytest.raises(ConfigError, match="takes a list of texts"):
         model.encode_text("a")
     with pytest.raises(ConfigError, match="one tower has no logits"):
-        model.similarity(vectors, vectors)
+        model.similarity(embeddings, embeddings)
     assert model.encode_text([]).shape == (0, 24)
 
 
-def test_embed_writes_vectors(folders, pictures, tmp_path, capsys):
-    """The command line, and Python with torch blocked, give what the Python API gives."""
+def test_embed_writes_embeddings(folders, images, tmp_path, capsys):
+    """The command line, also with torch blocked, writes the embeddings of the Python API."""
     model = jaxvlm.load(folders["clip"])
-    expected = np.concatenate([model.encode_text(TEXTS), model.encode_image(pictures)])
+    expected = np.concatenate([model.encode_text(TEXTS), model.encode_image(images)])
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS[1:]) + "\n")
-    (tmp_path / "images.txt").write_text("\n".join(pictures[1:]) + "\n")
+    (tmp_path / "images.txt").write_text("\n".join(images[1:]) + "\n")
     args = [
         "embed",
         f"--checkpoint={folders['clip']}",
         f"--text={TEXTS[0]}",
         f"--texts={tmp_path / 'texts.txt'}",
-        f"--image={pictures[0]}",
+        f"--image={images[0]}",
         f"--images={tmp_path / 'images.txt'}",
         "--json",
     ]
@@ -212,8 +213,8 @@ def test_embed_writes_vectors(folders, pictures, tmp_path, capsys):
     }
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line.get("text") for line in lines] == [*TEXTS, None, None, None]
-    assert [line.get("image") for line in lines[5:]] == pictures
-    np.testing.assert_allclose([line["vector"] for line in lines], expected, atol=1e-6)
+    assert [line.get("image") for line in lines[5:]] == images
+    np.testing.assert_allclose([line["embedding"] for line in lines], expected, atol=1e-6)
 
     code = "import sys; sys.modules['torch'] = None; from jaxvlm.cli.main import main; main()"
     done = subprocess.run(
@@ -226,7 +227,7 @@ def test_embed_writes_vectors(folders, pictures, tmp_path, capsys):
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
 
 
-def test_bad_input_is_one_line(folders, pictures, tmp_path, capsys):
+def test_bad_input_is_one_line(folders, images, tmp_path, capsys):
     def said(*args):
         assert cli(["embed", *args]) == 2
         return capsys.readouterr().err
@@ -235,17 +236,17 @@ def test_bad_input_is_one_line(folders, pictures, tmp_path, capsys):
     assert "--output=FILE.npy, FILE.npz" in said(clip, "--text=a", "--output=x.txt")
     assert "embed needs texts" in said(clip, out)
     (tmp_path / "gap.txt").write_text("a\n\nb\n")
-    assert "--text=: it is empty" in said(clip, out, "--text=")
+    assert "--text=: the text is empty" in said(clip, out, "--text=")
     assert "line 2 is empty" in said(clip, out, f"--texts={tmp_path / 'gap.txt'}")
     assert "none.txt can't be read" in said(clip, out, f"--texts={tmp_path / 'none.txt'}")
-    assert "encodes texts, no pictures" in said(
-        f"--checkpoint={folders['bert']}", out, f"--image={pictures[0]}"
+    assert "encodes texts, not images" in said(
+        f"--checkpoint={folders['bert']}", out, f"--image={images[0]}"
     )
-    (tmp_path / "no.png").write_text("not a picture")
+    (tmp_path / "no.png").write_text("not an image")
     assert "no.png" in said(clip, out, f"--image={tmp_path / 'no.png'}")
     assert "batch_size=0" in said(clip, out, "--text=a", "--batch_size=0")
     assert cli(["generate", clip, "--prompt=a"]) == 2
-    assert "makes vectors" in capsys.readouterr().err
+    assert "computes embeddings" in capsys.readouterr().err
     assert not (tmp_path / "x.npy").exists()
 
 
@@ -259,14 +260,14 @@ def test_files_that_do_not_fit_are_named(folders, tmp_path):
         (folder / name).write_text(json.dumps(said | fields))
         return folder
 
-    with pytest.raises(ConfigError, match="makes pictures of 8 pixels, but the model takes 16"):
+    with pytest.raises(ConfigError, match="returns images of 8 pixels, but the model takes 16"):
         size = {"height": 8, "width": 8}
         jaxvlm.load(changed("siglip", "preprocessor_config.json", size=size))
-    with pytest.raises(ConfigError, match="makes pictures of any pixels, but the model takes 16"):
+    with pytest.raises(ConfigError, match="returns images of any pixels, but the model takes 16"):
         jaxvlm.load(changed("siglip", "preprocessor_config.json", **NAFLEX_PROCESSOR))
     with pytest.raises(DataError, match="no pad_token"):
         jaxvlm.load(changed("bert", "tokenizer_config.json", pad_token="<none>"))
-    with pytest.raises(DataError, match="the tokenizer has 14 tokens, the model 13"):
+    with pytest.raises(DataError, match="the tokenizer has 14 tokens, but the model 13"):
         jaxvlm.load(changed("bert", "config.json", vocab_size=13))
     with pytest.raises(ConfigError, match=r"missing: encoder\.layer\.2\.attention\.output"):
         jaxvlm.load(changed("bert", "config.json", num_hidden_layers=3))

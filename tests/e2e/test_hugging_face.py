@@ -11,10 +11,10 @@ from PIL import Image
 from runs import HERE, recipe, without_torch
 
 import jaxvlm
-from jaxvlm.build import prompts
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, MeshConfig, default_config
-from jaxvlm.io import hf
+from jaxvlm.hf import safetensors
+from jaxvlm.inference import prompts
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -30,7 +30,7 @@ def settings(data, folder):
     config.update(recipe(data))
     config.model = default_config().model
     config.model.checkpoint = str(folder)
-    config.data.flip, config.data.shift = False, 0
+    config.data.flip, config.data.max_shift = False, 0
     return config
 
 
@@ -40,7 +40,7 @@ def torch_model(folder):
     ).eval()
 
 
-def torch_logits(folder, picture, prompt, dtype=None):
+def torch_logits(folder, image, prompt, dtype=None):
     """What transformers alone makes of a folder: its processor, its tokenizer, its model."""
     processor = transformers.CLIPImageProcessorPil.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -50,7 +50,7 @@ def torch_logits(folder, picture, prompt, dtype=None):
     )
     text = text.replace("<image>", "<image>" * 4)
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    pixels = processor(Image.open(picture), return_tensors="pt").pixel_values
+    pixels = processor(Image.open(image), return_tensors="pt").pixel_values
     model = torch_model(folder).to(dtype)
     inputs = {"input_ids": ids, "pixel_values": pixels.to(dtype)}
     with torch.no_grad():
@@ -59,9 +59,9 @@ def torch_logits(folder, picture, prompt, dtype=None):
     return logits.float().numpy(), tokenizer.decode(new, skip_special_tokens=True)
 
 
-def our_logits(model, picture, prompt):
+def our_logits(model, image, prompt):
     batch = prompts.batch(
-        [([picture], prompt)], model.model, model.tokenizer, model.pictures, 10**6
+        [([image], prompt)], model.model, model.tokenizer, model.image_format, 10**6
     )
     out = model.model.apply(model.params, batch)
     logits = np.asarray(out.hidden @ out.head)
@@ -69,21 +69,21 @@ def our_logits(model, picture, prompt):
 
 
 def test_a_folder_answers_as_transformers_does(data, folder):
-    picture = Image.fromarray(np.random.default_rng(2).integers(0, 255, (23, 40, 3), np.uint8))
+    image = Image.fromarray(np.random.default_rng(2).integers(0, 255, (23, 40, 3), np.uint8))
     path = str(folder.parent / "odd.png")
-    picture.save(path)
+    image.save(path)
     logits, answer = torch_logits(folder, path, "which color is it?")
     model = jaxvlm.load(folder, mesh=MeshConfig(data=1, fsdp=4, tensor=2))
     ours = our_logits(model, path, "which color is it?")
     assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
-    assert model.generate(path, "which color is it?", max_new=8) == answer
+    assert model.generate(path, "which color is it?", max_new_tokens=8) == answer
     several = [([path], "which color is it?"), ([], "what?"), ([path, path], "<image> or <image>")]
-    together = model.generate_batch(several, max_new=40)
+    together = model.generate_batch(several, max_new_tokens=40)
     assert together[0].startswith(answer)
-    assert together == [model.generate(p, prompt, max_new=40) for p, prompt in several]
+    assert together == [model.generate(p, prompt, max_new_tokens=40) for p, prompt in several]
     most = 0
     for seed in range(4):
-        drawn = {"max_new": 40, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": seed}
+        drawn = {"max_new_tokens": 40, "temperature": 2.0, "top_k": 50, "top_p": 0.9, "seed": seed}
         pieces = list(model.stream([], "what?", **drawn))
         assert "".join(pieces).strip() == model.generate([], "what?", **drawn)
         most = max(most, len(pieces))
@@ -93,18 +93,20 @@ def test_a_folder_answers_as_transformers_does(data, folder):
 def test_what_is_not_trained_comes_out_bit_for_bit(data, folder, tmp_path):
     config = settings(data, folder)
     config.steps, config.optim.learning_rate, config.optim.warmup_steps = 1, 0.0, 0
-    jaxvlm.Run(config, tmp_path / "run").fit()
+    jaxvlm.Trainer(config, tmp_path / "run").fit()
     out = tmp_path / "out"
     assert cli(["export", f"--workdir={tmp_path / 'run'}", f"--output={out}"]) == 0
-    assert hf.read_layout(out) == hf.read_layout(folder), "names, shapes, dtypes and files"
-    index = json.loads((out / hf.INDEX).read_text())
-    assert index["weight_map"] == json.loads((folder / hf.INDEX).read_text())["weight_map"]
+    assert safetensors.read_layout(out) == safetensors.read_layout(folder), (
+        "names, shapes, dtypes and files"
+    )
+    index = json.loads((out / safetensors.INDEX).read_text())
+    assert index["weight_map"] == json.loads((folder / safetensors.INDEX).read_text())["weight_map"]
     before, after = torch_model(folder).state_dict(), torch_model(out).state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     same = {p.name for p in folder.iterdir() if p.suffix != ".safetensors"}
     assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == same
-    for name in same - {hf.INDEX}:
+    for name in same - {safetensors.INDEX}:
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
 
 
@@ -114,7 +116,7 @@ def test_a_step_on_a_mesh_is_exported(data, folder, tmp_path, capsys):
     config.steps, config.optim.learning_rate, config.optim.warmup_steps = 1, 1e-2, 0
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, 4, 2
     config.optim.frozen = ("vision/pre_norm/*",)
-    jaxvlm.Run(config, tmp_path / "run").fit()
+    jaxvlm.Trainer(config, tmp_path / "run").fit()
     out = tmp_path / "out"
     export = ["export", f"--workdir={tmp_path / 'run'}", f"--output={out}", "--dtype=float32"]
     assert cli(export) == 0
@@ -127,9 +129,9 @@ def test_a_step_on_a_mesh_is_exported(data, folder, tmp_path, capsys):
             continue  # its gradient is rounding alone
         assert torch.equal(x, after[name]) == any(part in name for part in still), name
     model = jaxvlm.load(tmp_path / "run", "latest")
-    picture = str(data.parent / "0.png")
-    logits, _ = torch_logits(out, picture, "is it red?")
-    ours = our_logits(model, picture, "is it red?")
+    image = str(data.parent / "0.png")
+    logits, _ = torch_logits(out, image, "is it red?")
+    ours = our_logits(model, image, "is it red?")
     assert np.linalg.norm(ours - logits) < 1e-4 * np.linalg.norm(logits)
     capsys.readouterr()
     assert cli(export) == 2
@@ -137,10 +139,10 @@ def test_a_step_on_a_mesh_is_exported(data, folder, tmp_path, capsys):
 
 
 def test_bfloat16_is_no_further_off_than_torch_s(data, folder):
-    picture, prompt = str(data.parent / "0.png"), "is it red?"
-    exact, _ = torch_logits(folder, picture, prompt)
-    theirs, _ = torch_logits(folder, picture, prompt, torch.bfloat16)
-    ours = our_logits(jaxvlm.load(folder, dtype="bfloat16"), picture, prompt).astype(np.float32)
+    image, prompt = str(data.parent / "0.png"), "is it red?"
+    exact, _ = torch_logits(folder, image, prompt)
+    theirs, _ = torch_logits(folder, image, prompt, torch.bfloat16)
+    ours = our_logits(jaxvlm.load(folder, dtype="bfloat16"), image, prompt).astype(np.float32)
     off, allowed = (np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (ours, theirs))
     assert 1e-4 < off < 1.5 * allowed
 
@@ -153,7 +155,8 @@ folder, workdir, data, recipe = sys.argv[1:]
 common = [f"--config={recipe}:{folder}", f"--config.data.train={data}", f"--workdir={workdir}"]
 assert run(["train", *common, "--config.steps=1", "--config.epochs=0.0"]) == 0
 assert run(["export", f"--workdir={workdir}", f"--output={workdir}/out"]) == 0
-assert run(["generate", f"--checkpoint={workdir}/out", "--prompt=is it red?", "--max_new=2"]) == 0
+flags = [f"--checkpoint={workdir}/out", "--prompt=is it red?", "--max_new_tokens=2"]
+assert run(["generate", *flags]) == 0
 assert run(["data", "check", data, common[0]]) == 0
 """
 
@@ -174,7 +177,7 @@ def test_a_folder_that_does_not_fit_is_named(data, folder, tmp_path, capsys):
     config = settings(data, folder)
     config.model.decoder.width = 48
     with pytest.raises(ConfigError, match=r"decoder\.width=48, but the checkpoint says 32"):
-        jaxvlm.Run(config)
+        jaxvlm.Trainer(config)
     recipe = HERE.parents[1] / "configs" / "finetune.py"
     args = ["train", f"--config={recipe}:{folder}", f"--config.data.train={data}", "--dry_run"]
     assert cli([*args, "--config.model.decoder.width=64"]) == 2  # the default, but asked for
@@ -182,17 +185,17 @@ def test_a_folder_that_does_not_fit_is_named(data, folder, tmp_path, capsys):
     broken = copy(folder, tmp_path / "a")
     text = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(text | {"model_type": "llama5"}))
-    with pytest.raises(ConfigError, match="model_type='llama5' is no family"):
+    with pytest.raises(ConfigError, match="model_type='llama5' is not supported"):
         jaxvlm.load(broken)
     (broken / "config.json").write_text(json.dumps(text | {"image_token_index": 90}))
-    with pytest.raises(ConfigError, match="picture token has id"):
+    with pytest.raises(ConfigError, match="image token has id"):
         jaxvlm.load(broken)
     (broken / "config.json").write_text(json.dumps(text))
-    kinds = ("Transformer", "Pooling", "Dense")  # a folder that makes vectors
+    kinds = ("Transformer", "Pooling", "Dense")  # a folder that makes embeddings
     modules = [{"path": n, "type": f"sentence_transformers.models.{n}"} for n in kinds]
     (broken / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ConfigError, match="Dense module makes vectors, and a loss of tokens"):
-        jaxvlm.Run(settings(data, broken))
+    with pytest.raises(ConfigError, match="Dense module computes embeddings, and a token loss"):
+        jaxvlm.Trainer(settings(data, broken))
     (broken / "modules.json").unlink()
     first = sorted(broken.glob("*.safetensors"))[0]
     whole = first.read_bytes()
@@ -205,4 +208,4 @@ def test_a_folder_that_does_not_fit_is_named(data, folder, tmp_path, capsys):
         jaxvlm.load(broken)
     with pytest.raises(ConfigError, match="no such folder"):
         config = settings(data, "/no/where")
-        jaxvlm.Run(config)
+        jaxvlm.Trainer(config)

@@ -16,17 +16,19 @@ from runs import losses, recipe
 from safetensors.numpy import load_file
 
 import jaxvlm
-from jaxvlm.build import adapters, prompts, published
-from jaxvlm.build.model import build_model
 from jaxvlm.cli.main import run as cli
-from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, default_config
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, default_config, to_config_dict
+from jaxvlm.hf import model_zoo, peft_folder
+from jaxvlm.hf.families import FAMILIES
+from jaxvlm.hf.families import peft_adapters as names
+from jaxvlm.inference import prompts
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.families import FAMILIES
-from jaxvlm.models.families import peft as names
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.grad_accum import PlainRunner
 from jaxvlm.train.objective import scales, total
-from jaxvlm.train.runner import PlainRunner
+from jaxvlm.trainer.run_files import write_run_files
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -80,10 +82,10 @@ def adapter(request, folder, tmp_path_factory):
 
 
 def asked(model, data):
-    """A prompt about a picture: our batch, and transformers' inputs."""
-    picture = str(data.parent / "0.png")
+    """A prompt about an image: our batch, and transformers' inputs."""
+    image = str(data.parent / "0.png")
     batch = prompts.batch(
-        [([picture], PROMPT)], model.model, model.tokenizer, model.pictures, 10**6
+        [([image], PROMPT)], model.model, model.tokenizer, model.image_format, 10**6
     )
     real = np.asarray(batch.segment)[0] > 0
     pixels = np.asarray(batch.pixels, np.float32)[0] / 255
@@ -155,7 +157,7 @@ def test_logits_and_gradients_of_an_adapter_are_pefts(data, folder, adapter):
 
 
 def names_of(model):
-    from jaxvlm.models.families import llava
+    from jaxvlm.hf.families import llava
 
     return llava.weights(model.config.model)
 
@@ -167,9 +169,9 @@ def settings(data, folder, **lora):
     config = default_config()
     config.update(recipe(data))
     arg = ",".join([str(folder), *([lora.pop("checkpoint")] if "checkpoint" in lora else [])])
-    config.model = runpy.run_path(str(RECIPE))["get_config"](arg).model
+    config.model = to_config_dict(runpy.run_path(str(RECIPE))["get_config"](arg)).model
     config.model.lora.update(lora)
-    config.data.flip, config.data.shift = False, 0
+    config.data.flip, config.data.max_shift = False, 0
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, 4, 2
     config.optim.learning_rate, config.optim.warmup_steps = 1e-2, 0
     config.steps, config.microbatches = 6, 2
@@ -185,9 +187,9 @@ def trained(data, folder, tmp_path_factory):
     lora["dropout"] = 0.05
     config = settings(data, folder, **lora)
     config.steps = 3
-    jaxvlm.Run(config, workdir).fit()
+    jaxvlm.Trainer(config, workdir).fit()
     config.steps = 6
-    run = jaxvlm.Run(config, workdir)
+    run = jaxvlm.Trainer(config, workdir)
     run.fit()
     return run, workdir
 
@@ -200,7 +202,7 @@ def test_a_run_trains_adapters_alone_and_resumes(data, folder, trained, tmp_path
     assert run.state.frozen.keys() == before.keys()
     for path, x in run.state.frozen.items():
         assert np.array_equal(x, before[path]), path
-    unbroken = jaxvlm.Run(run.config, tmp_path / "unbroken")
+    unbroken = jaxvlm.Trainer(run.config, tmp_path / "unbroken")
     unbroken.fit()
     for path, x in run.state.params.items():
         assert is_adapter(path) and np.array_equal(x, unbroken.state.params[path]), path
@@ -220,10 +222,10 @@ def test_a_runs_adapter_is_pefts_and_merges(data, folder, trained, tmp_path, cap
 
     assert cli([*common, f"--output={tmp_path / 'merged'}", "--merged"]) == 0
     assert logits_error(model, base_model(tmp_path / "merged"), data) < 1e-4
-    picture = str(data.parent / "0.png")
-    answer = model.generate(picture, PROMPT, max_new=8)
+    image = str(data.parent / "0.png")
+    answer = model.generate(image, PROMPT, max_new_tokens=8)
     capsys.readouterr()
-    ask = [f"--image={picture}", f"--prompt={PROMPT}", "--max_new=8"]
+    ask = [f"--image={image}", f"--prompt={PROMPT}", "--max_new_tokens=8"]
     given = [f"--checkpoint={folder}", f"--adapter={tmp_path / 'adapter'}"]
     assert cli(["generate", *given, *ask]) == 0
     assert capsys.readouterr().out.split("\n")[0] == answer
@@ -231,11 +233,11 @@ def test_a_runs_adapter_is_pefts_and_merges(data, folder, trained, tmp_path, cap
 
 def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     config, workdir = settings(data, folder, checkpoint=str(adapter)), tmp_path / "run"
-    run = jaxvlm.Run(config, workdir)
-    run.write_down(workdir)
-    params = adapters.read_params(run.source, run.model, 0)
-    adapters.export(workdir, tmp_path / "out", params, run.model)
-    assert adapters.origin(run.config.model.lora).endswith(f"{adapter}, with dropout 0.05")
+    run = jaxvlm.Trainer(config, workdir)
+    write_run_files(run, workdir)
+    params = peft_folder.read_params(run.source, run.model, 0)
+    peft_folder.export(workdir, tmp_path / "out", params, run.model)
+    assert peft_folder.origin(run.config.model.lora).endswith(f"{adapter}, with dropout 0.05")
     folders = (adapter, tmp_path / "out")
     given, written = (load_file(f / "adapter_model.safetensors") for f in folders)
     assert given.keys() == written.keys()
@@ -244,8 +246,8 @@ def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     for name in ("r", "lora_alpha", "use_dora", "use_rslora", "lora_dropout"):
         assert after[name] == before[name]
     config.model.lora.base = "int8"  # read one map at a time
-    eight = jaxvlm.Run(config)
-    kept = adapters.read_params(eight.source, eight.model, 0)
+    eight = jaxvlm.Trainer(config)
+    kept = peft_folder.read_params(eight.source, eight.model, 0)
     assert kept.keys() == eight.model.shapes.keys()
     plain = {path: params[path] for path in eight.model.base()}
     for path, x in eight.model.stored(plain).items():
@@ -254,7 +256,7 @@ def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     # What a run has written down is enough to resume it.
     adapter.rename(adapter.with_name("away"))
     try:
-        again = jaxvlm.Run(config, workdir)
+        again = jaxvlm.Trainer(config, workdir)
     finally:
         adapter.with_name("away").rename(adapter)
     assert again.config.model.lora == run.config.model.lora
@@ -264,7 +266,7 @@ def test_an_adapter_that_does_not_fit_is_named(data, folder, tmp_path):
     def refused(text, where=None, **lora):
         config = settings(data, folder, **({"checkpoint": str(where)} if where else {}), **lora)
         with pytest.raises(ConfigError, match=text):
-            jaxvlm.Run(config)
+            jaxvlm.Trainer(config)
 
     good = write_adapter(folder, tmp_path / "good", target_modules=["q_proj"])
     refused("no such folder", tmp_path / "nowhere")
@@ -288,13 +290,13 @@ def test_an_adapter_that_does_not_fit_is_named(data, folder, tmp_path):
     head = write_adapter(folder, tmp_path / "head", target_modules=["lm_head"])
     with pytest.raises(ConfigError, match=r"adapt no linear map of this model: .*lm_head"):
         jaxvlm.load(folder, adapter=head)
-    with pytest.raises(ConfigError, match="is a run, which has its own weights"):
+    with pytest.raises(ConfigError, match="is a run, whose weights include its adapters"):
         jaxvlm.load(tmp_path, adapter=good)
 
 
 KINDS = {}  # one published model of each kind of towers
-for _name in published.names():
-    _config = published.published(_name)
+for _name in model_zoo.names():
+    _config = model_zoo.published_config(_name)
     if _config["model_type"] in FAMILIES:
         _parts = (
             _config.get(part, {}).get("model_type") for part in ("text_config", "vision_config")
@@ -304,7 +306,7 @@ for _name in published.names():
 
 @pytest.mark.parametrize("name", KINDS.values())
 def test_all_linear_is_what_peft_takes(name, shows):
-    given = published.published(name)
+    given = model_zoo.published_config(name)
     shows(given["model_type"], "LoRA")
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**given)

@@ -45,7 +45,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def run(files, monkeypatch, capsys, model):
-    monkeypatch.setattr("jaxvlm.build.load", lambda *args, **kwargs: model)
+    monkeypatch.setattr("jaxvlm.inference.vlm.load", lambda *args, **kwargs: model)
 
     def call(*args):
         given = [f"--checkpoint={FOLDER}", f"--data={files / 'data.jsonl'}", "--json"]
@@ -66,7 +66,7 @@ def lines(path):
 
 
 class Columns(dict):
-    """The table that the oracle is given and gives: as much of datasets.Dataset as it asks for."""
+    """Stand-in for datasets.Dataset with the methods that the oracle calls."""
 
     column_names = property(list)
     to_pandas = count = lambda self: self
@@ -86,7 +86,7 @@ class Columns(dict):
 
 @pytest.fixture
 def oracle(monkeypatch):
-    """sentence-transformers' function; datasets, which it keeps its rows in, need not be there."""
+    """sentence-transformers with a stand-in for datasets, which need not be installed."""
     theirs = pytest.importorskip("sentence_transformers", reason="the oracle")
     module = types.ModuleType("datasets")
     module.Dataset = Columns
@@ -99,7 +99,7 @@ def oracle(monkeypatch):
     return theirs
 
 
-@pytest.mark.long  # torch takes its time to be imported
+@pytest.mark.long  # importing torch is slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,13 +184,13 @@ def test_bad_input_is_one_line(files, run, tmp_path):
     said = functools.partial(refused, run)
 
     assert "mine needs --data" in said("--output=x.npy")
-    assert "is a file that is read" in said("--data=x.jsonl", "--output=./x.jsonl")
+    assert "is an input file" in said("--data=x.jsonl", "--output=./x.jsonl")
     assert "num_negatives=13, but the corpus has 12 documents" in said(out, "--num_negatives=13")
     assert "range_max=13, but the corpus has 12" in said(out, "--range_max=13")
-    assert "leave no room" in said(out, "--range_max=2")
-    assert "dims=385: the model's vectors have 384" in said(out, "--dims=385")
+    assert "holds fewer candidates" in said(out, "--range_max=2")
+    assert "dims=385: the model's embeddings have 384" in said(out, "--dims=385")
     (tmp_path / "one.jsonl").write_text('{"query": "a", "positive": "b"}\n')
-    assert "a corpus of 1 has nothing" in said(out, f"--data={tmp_path / 'one.jsonl'}")
+    assert "the corpus has 1 documents" in said(out, f"--data={tmp_path / 'one.jsonl'}")
     (tmp_path / "one.jsonl").write_text("")
     assert "the file is empty" in said(out, f"--data={tmp_path / 'one.jsonl'}")
     assert not (tmp_path / "x.jsonl.parts").exists()

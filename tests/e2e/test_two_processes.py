@@ -46,7 +46,7 @@ def test_two_processes_give_one_processs_losses(data, tmp_path):
         assert abs(got[step] - loss) <= 1e-6 * abs(loss), step
     assert "80 answers" in outputs[0], "each record is scored once, not once a process"
     assert "train 12/12" in outputs[0] and "train" not in outputs[1], "process 0 alone speaks"
-    assert (both / "sheet.png").is_file()
+    assert (both / "predictions.png").is_file()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Retrieval metrics: against sentence-transformers' evaluator, scikit-learn, and plain loops."""
+"""Retrieval metrics compared with sentence-transformers, scikit-learn and plain loops."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.evals.retrieval import Relevance, Retrieval, evaluate, scores, shuffled
+from jaxvlm.parallel.exact_search import Search, nearest
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.parallel.topk import Search, nearest
 
 Q, N, E, KS = 17, 60, 12, (1, 3, 5, 10)
 
@@ -21,14 +21,14 @@ def mesh():
 
 
 @pytest.fixture(scope="module")
-def vectors():
+def embeddings():
     rng = np.random.default_rng(0)
     return rng.normal(size=(Q, E)).astype(np.float32), rng.normal(size=(N, E)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
 def grades():
-    """Document -> grade of each query; up to seven right ones, two queries with none."""
+    """Document -> grade, for each query; up to seven relevant documents, two queries with none."""
     rng = np.random.default_rng(1)
     counts = rng.integers(1, 8, Q)
     counts[[3, 9]] = 0
@@ -43,7 +43,7 @@ def unit(x):
 
 
 def plainly(ranked, grades, k):
-    """The definitions, a query and a rank at a time."""
+    """The definitions as loops over queries and ranks."""
     sums = dict.fromkeys(("hit", "recall", "ndcg", "mrr", "map"), 0.0)
     asked = [i for i, right in enumerate(grades) if right]
     for i in asked:
@@ -68,10 +68,10 @@ def close(ours, expected):
         assert ours[name] == pytest.approx(value, abs=1e-12), name
 
 
-def test_both_ways_and_every_prefix_are_plain_loops(mesh, vectors, grades):
-    queries, documents = vectors
+def test_both_directions_and_every_number_of_dims_are_plain_loops(mesh, embeddings, grades):
+    queries, documents = embeddings
     what = Retrieval(ks=KS, dims=(4, 8))
-    report = evaluate(*vectors, Relevance.of(grades, N), mesh, what)
+    report = evaluate(*embeddings, Relevance.of(grades, N), mesh, what)
     turned = [{i: grades[i][n] for i in range(Q) if n in grades[i]} for n in range(N)]
     for prefix, one, other, right in (
         ("", queries, documents, grades),
@@ -92,9 +92,9 @@ def test_both_ways_and_every_prefix_are_plain_loops(mesh, vectors, grades):
     assert on_devices == evaluate(queries[:16], documents[:56], relevance, mesh, what)
 
 
-def test_scikit_learns_ndcg(mesh, vectors, grades):
+def test_scikit_learns_ndcg(mesh, embeddings, grades):
     metrics = pytest.importorskip("sklearn.metrics", reason="the oracle")
-    queries, documents = vectors
+    queries, documents = embeddings
     found = nearest(queries, documents, 10, mesh, Search()).document
     asked = [i for i in range(Q) if grades[i]]
     truth = np.zeros((Q, N))
@@ -108,7 +108,7 @@ def test_scikit_learns_ndcg(mesh, vectors, grades):
         )
 
 
-def test_sentence_transformers_evaluator(mesh, vectors, grades):
+def test_sentence_transformers_evaluator(mesh, embeddings, grades):
     pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
     theirs = pytest.importorskip("sentence_transformers.evaluation", reason="the oracle")
     right = {str(i): {f"{n:03d}" for n in found} for i, found in enumerate(grades) if found}
@@ -123,7 +123,7 @@ def test_sentence_transformers_evaluator(mesh, vectors, grades):
         mrr_at_k=KS,
         map_at_k=KS,
     )
-    found = nearest(*vectors, 10, mesh, Search())
+    found = nearest(*embeddings, 10, mesh, Search())
     hits = [
         [
             {"corpus_id": names[n], "score": float(s)}
@@ -135,13 +135,13 @@ def test_sentence_transformers_evaluator(mesh, vectors, grades):
     ours = scores(found.document, Relevance.of([set(x) for x in grades], N), KS)
     for name, called in (("hit", "accuracy"), ("recall", "recall"), ("ndcg", "ndcg"), ("mrr",) * 2):
         close(ours, {f"{name}@{k}": expected[f"{called}@k"][k] for k in KS})
-    # Theirs divides by min(k, right ones): the same from k = 7 on, more below.
+    # Theirs divides by min(k, relevant documents): the same from k = 7 on, more below.
     close(ours, {"map@10": expected["map@k"][10]})
     assert all(ours[f"map@{k}"] < expected["map@k"][k] for k in (1, 3))
 
 
 def test_the_control_is_chance(mesh):
-    """Ranked at random, a query's one right document is among the first k of N in k / N."""
+    """In a random ranking, a query's one relevant document is among the first k of N with k / N."""
     queries, documents = 4000, 50
     right = Relevance.of([[i % documents] for i in range(queries)], documents)
     drawn = shuffled(queries, documents, 10, seed=3)
@@ -156,12 +156,12 @@ def test_the_control_is_chance(mesh):
     assert known["random/hit@1"] < 0.2 > known["reverse/random/hit@1"]
     assert known == evaluate(a, a, Relevance.pairs(40), mesh)
     assert evaluate(a, b, Relevance.pairs(40), mesh)["hit@1"] < 0.3
-    # A query that is a document of the corpus does not find itself.
+    # A query that is a document of the corpus does not retrieve itself.
     itself = evaluate(a, a, Relevance.pairs(40), mesh, exclude=[[i] for i in range(40)])
     assert itself["hit@10"] == itself["reverse/hit@10"] == 0
 
 
-def test_a_cut_off_beyond_the_documents_cuts_nothing(mesh):
+def test_a_cut_off_beyond_the_documents_includes_all(mesh):
     x = np.eye(3, dtype=np.float32)
     report = evaluate(x, x[:1], Relevance.of([[0], [0], []], 1), mesh, Retrieval(ks=(5,)))
     assert report["recall@5"] == 1 and report["reverse/recall@5"] == 1
@@ -175,17 +175,20 @@ def test_a_cut_off_beyond_the_documents_cuts_nothing(mesh):
             lambda x, mesh: evaluate(x, x, Relevance.pairs(3), mesh),
             "3 documents, but .* of 4",
         ),
-        (lambda x, mesh: evaluate(x, x, Relevance.of([[]] * 4, 4), mesh), "no query has a right"),
-        (lambda x, mesh: Relevance.of([[4]], 4), "document 4 is right .* there are 4"),
-        (lambda x, mesh: Relevance.of([[-1]], 4), "document -1 is right"),
+        (
+            lambda x, mesh: evaluate(x, x, Relevance.of([[]] * 4, 4), mesh),
+            "no query has a relevant",
+        ),
+        (lambda x, mesh: Relevance.of([[4]], 4), "document 4 is relevant .* there are 4"),
+        (lambda x, mesh: Relevance.of([[-1]], 4), "document -1 is relevant"),
         (lambda x, mesh: Retrieval(ks=(0,)), r"ks=\(0,\)"),
         (lambda x, mesh: Retrieval(dims=(0,)), r"dims=\(0,\)"),
         (
             lambda x, mesh: evaluate(x, x, Relevance.pairs(4), mesh, Retrieval(dims=(9,))),
-            "dims=9: the vectors have 4",
+            "dims=9 is more than the embeddings",
         ),
     ],
 )
-def test_what_cannot_be_measured_is_said(mesh, make, said):
+def test_what_cannot_be_measured_is_refused(mesh, make, said):
     with pytest.raises(ConfigError, match=said):
         make(np.eye(4, dtype=np.float32), mesh)

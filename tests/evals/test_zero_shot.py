@@ -1,4 +1,4 @@
-"""Zero-shot classification: against CLIP's recipe in torch and scikit-learn's accuracy."""
+"""Zero-shot classification compared with CLIP's recipe in torch and scikit-learn's accuracy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.evals.zero_shot import class_vectors, evaluate
+from jaxvlm.evals.zero_shot import class_embeddings, evaluate
 from jaxvlm.parallel.mesh import make_mesh
 
 NAMES = ["cat", "dog", "red ball", "tree", "house", "boat", "cup", "{} of tea"]
@@ -21,7 +21,7 @@ def mesh():
 
 
 def encode(texts):
-    """Not of unit length, so that it matters when prompts are made so."""
+    """Embeddings not of unit length, so that it matters when prompts are normalized."""
     seeds = [zlib.crc32(text.encode()) for text in texts]
     drawn = [np.random.default_rng(seed).normal(size=10) * (1 + seed % 5) for seed in seeds]
     return np.asarray(drawn, np.float32)
@@ -32,31 +32,31 @@ def test_classes_and_accuracy_are_clips(mesh):
     metrics = pytest.importorskip("sklearn.metrics", reason="the oracle")
     weights = []
     for name in NAMES:  # as in CLIP's Prompt_Engineering_for_ImageNet.ipynb
-        vectors = torch.from_numpy(encode([t.replace("{}", name) for t in TEMPLATES]))
-        vectors /= vectors.norm(dim=-1, keepdim=True)
-        mean = vectors.mean(dim=0)
+        embeddings = torch.from_numpy(encode([t.replace("{}", name) for t in TEMPLATES]))
+        embeddings /= embeddings.norm(dim=-1, keepdim=True)
+        mean = embeddings.mean(dim=0)
         weights.append(mean / mean.norm())
     weights = torch.stack(weights)
-    ours = class_vectors(encode, NAMES, TEMPLATES)
+    ours = class_embeddings(encode, NAMES, TEMPLATES)
     np.testing.assert_allclose(ours, weights.numpy(), atol=1e-6)
     rng = np.random.default_rng(0)
     labels = rng.integers(0, len(NAMES), 70)
-    pictures = (ours[labels] + 1.0 * rng.normal(size=(70, 10))).astype(np.float32)
-    report = evaluate(pictures, ours, labels.tolist(), mesh, (1, 3, 20))
-    logits = torch.nn.functional.normalize(torch.from_numpy(pictures)) @ weights.T
+    images = (ours[labels] + 1.0 * rng.normal(size=(70, 10))).astype(np.float32)
+    report = evaluate(images, ours, labels.tolist(), mesh, (1, 3, 20))
+    logits = torch.nn.functional.normalize(torch.from_numpy(images)) @ weights.T
     for k in (1, 3):
         expected = metrics.top_k_accuracy_score(labels, logits.numpy(), k=k)
         assert report[f"top{k}"] == pytest.approx(expected) and 0.3 < expected < 1
         assert report[f"chance/top{k}"] == k / len(NAMES)
         often = sorted(np.unique(labels, return_counts=True)[1])[-k:]
         assert report[f"majority/top{k}"] == pytest.approx(sum(often) / 70)
-    assert report["top20"] == report["chance/top20"] == 1 and report["pictures"] == 70
+    assert report["top20"] == report["chance/top20"] == 1 and report["images"] == 70
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"labels": [0, 1]}, "2 labels for 3 pictures"),
+        ({"labels": [0, 1]}, "2 labels for 3 images"),
         ({"labels": [0, 1, 2]}, "labels are 0..1, and one is 2"),
         ({"ks": (0,)}, r"ks=\(0,\)"),
     ],
@@ -67,8 +67,8 @@ def test_bad_input_is_named(mesh, change, said):
         evaluate(np.eye(3, dtype=np.float32), np.eye(2, 3, dtype=np.float32), mesh=mesh, **given)
 
 
-def test_templates_hold_one_place(mesh):
+def test_templates_have_one_placeholder(mesh):
     with pytest.raises(ConfigError, match="template 'a photo'"):
-        class_vectors(encode, ["cat"], ["a photo"])
-    with pytest.raises(ConfigError, match="needs names"):
-        class_vectors(encode, [])
+        class_embeddings(encode, ["cat"], ["a photo"])
+    with pytest.raises(ConfigError, match="needs class names"):
+        class_embeddings(encode, [])

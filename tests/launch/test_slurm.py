@@ -14,7 +14,7 @@ LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 PROGRAM = """
 import signal, sys, time
-from jaxvlm.parallel import distributed
+from jaxvlm.parallel.distributed import processes as distributed
 
 assert distributed.initialize()
 import jax

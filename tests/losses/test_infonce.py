@@ -9,13 +9,13 @@ from builders import worst_gradient
 from pair_cases import (
     B,
     K,
+    embeddings_of,
     gradients,
     in_torch,
     is_additive,
     pairs_of,
     relation,
     tangled,
-    vectors_of,
 )
 
 from jaxvlm.config import ConfigError
@@ -54,7 +54,7 @@ def close(ours, expected):
 def test_equals_sentence_transformers(directions, partition, similarity, k):
     from sentence_transformers.util import cos_sim, dot_score
 
-    vectors, temperature = vectors_of(k=k), 0.5
+    embeddings, temperature = embeddings_of(k=k), 0.5
     theirs = st_losses.MultipleNegativesRankingLoss(
         None,
         scale=1 / temperature,
@@ -62,17 +62,19 @@ def test_equals_sentence_transformers(directions, partition, similarity, k):
         directions=tuple(GTE[d] for d in directions),
         partition_mode={"joint": "joint", "each": "per_direction"}[partition],
     )
-    loss = InfoNCE(temperature, directions=directions, partition=partition, similarity=similarity)
-    expected = in_torch(
-        torch, lambda q, d: theirs.compute_loss_from_embeddings([q, *d], None), vectors
+    loss = InfoNCE(
+        temperature, directions=directions, softmax_scope=partition, similarity=similarity
     )
-    close(gradients(loss, vectors, pairs_of(k=k)), expected)
+    expected = in_torch(
+        torch, lambda q, d: theirs.compute_loss_from_embeddings([q, *d], None), embeddings
+    )
+    close(gradients(loss, embeddings, pairs_of(k=k)), expected)
 
 
 def test_a_learned_scale_is_clips():
-    vectors = vectors_of(k=1, learned=True)
+    embeddings = embeddings_of(k=1, learned=True)
     query, document, scale = (
-        torch.tensor(x, requires_grad=True) for x in (vectors.query, vectors.document, 1.7)
+        torch.tensor(x, requires_grad=True) for x in (embeddings.query, embeddings.document, 1.7)
     )
     normal = torch.nn.functional.normalize
     logits = scale.exp() * normal(query, dim=-1) @ normal(document[:, 0], dim=-1).T
@@ -80,8 +82,8 @@ def test_a_learned_scale_is_clips():
     entropy = torch.nn.functional.cross_entropy
     wanted = (entropy(logits, labels) + entropy(logits.T, labels)) / 2
     wanted.backward()
-    loss = InfoNCE(temperature=0.0, directions=(QD, DQ), partition="each")
-    value, grads, sums = gradients(loss, vectors, pairs_of(k=1))
+    loss = InfoNCE(temperature=0.0, directions=(QD, DQ), softmax_scope="each")
+    value, grads, sums = gradients(loss, embeddings, pairs_of(k=1))
     np.testing.assert_allclose(value, wanted.item(), rtol=TOLERANCE)
     expected = {"query": query.grad, "document": document.grad, "scale": scale.grad}
     worst_gradient(grads, {n: g.numpy() for n, g in expected.items()} | {"bias": 0 * grads["bias"]})
@@ -93,21 +95,21 @@ def test_a_learned_scale_is_clips():
 
 
 def test_a_learned_scale_has_a_bound():
-    vectors, loss = vectors_of(learned=True), InfoNCE(temperature=0.0, max_scale=4.0)
-    value, grads, sums = gradients(loss, vectors, pairs_of())
+    embeddings, loss = embeddings_of(learned=True), InfoNCE(temperature=0.0, max_scale=4.0)
+    value, grads, sums = gradients(loss, embeddings, pairs_of())
     assert grads["scale"] == 0  # log 4 is below 1.7
     np.testing.assert_allclose(sums.metrics["scale"][0], 4.0, rtol=1e-6)
-    fixed = gradients(InfoNCE(temperature=0.25), vectors, pairs_of())
+    fixed = gradients(InfoNCE(temperature=0.25), embeddings, pairs_of())
     np.testing.assert_allclose(value, fixed[0], rtol=1e-6)
-    at = vectors._replace(scale=np.float32(np.log(np.float32(4))))
+    at = embeddings._replace(scale=np.float32(np.log(np.float32(4))))
     assert gradients(loss, at, pairs_of())[1]["scale"] == 0
-    free = gradients(InfoNCE(temperature=0.0, max_scale=0.0), vectors, pairs_of())
+    free = gradients(InfoNCE(temperature=0.0, max_scale=0.0), embeddings, pairs_of())
     assert free[1]["scale"] != 0
 
 
 def documents_of(i, pairs, numbers, keys):
     """Documents that example i may be told apart from, as (example, place)."""
-    real = np.argwhere(pairs.there & pairs.there[:, :1])
+    real = np.argwhere(pairs.valid & pairs.valid[:, :1])
     return [
         (j, k)
         for j, k in real.tolist()
@@ -115,14 +117,14 @@ def documents_of(i, pairs, numbers, keys):
     ]
 
 
-def brute_force(vectors, pairs, loss):
+def brute_force(embeddings, pairs, loss):
     """The mean over examples, one pair after the other."""
-    inputs = [torch.tensor(x, dtype=torch.float64) for x in (vectors.query, vectors.document)]
+    inputs = [torch.tensor(x, dtype=torch.float64) for x in (embeddings.query, embeddings.document)]
     for x in inputs:
         x.requires_grad_()
     q, d = (torch.nn.functional.normalize(x, dim=-1) for x in inputs)
     numbers, keys = relation(pairs)
-    losses, hits, real = [], 0, np.flatnonzero(pairs.there[:, 0]).tolist()
+    losses, hits, real = [], 0, np.flatnonzero(pairs.valid[:, 0]).tolist()
     for i in real:
         own = (q[i] @ d[i, 0]).item()
         by = {"none": np.inf, "absolute": loss.margin, "relative": loss.margin * abs(own)}
@@ -136,13 +138,13 @@ def brute_force(vectors, pairs, loss):
             QQ: [q[i] @ q[j] for j in far if query[i] != query[j]],
             DD: [d[i, 0] @ d[j, k] for j, k in others if j != i],
         }
-        limit = own + by[loss.mask]
+        limit = own + by[loss.false_negative_filter]
         terms = {way: [s for s in negatives[way] if s.item() <= limit] for way in loss.directions}
         rival = max((s.item() for s in terms[QD]), default=-np.inf)
         hits += max(s.item() for s in positives[QD]) > rival
         for way in {QD, DQ} & set(terms):
             terms[way] += positives[way]
-        if loss.partition == "joint":
+        if loss.softmax_scope == "joint":
             terms = {QD: [s for way in terms for s in terms[way]]}
         each = [
             torch.logsumexp(torch.stack(of) / loss.temperature, 0)
@@ -158,9 +160,11 @@ def brute_force(vectors, pairs, loss):
 
 CASES = {
     "groups and keys": InfoNCE(0.3, directions=DIRECTIONS),
-    "each": InfoNCE(0.3, directions=(QD, DQ), partition="each", chunk=4),
-    "above by": InfoNCE(0.3, directions=(QD, QQ, DD), mask="absolute", margin=0.1, chunk=5),
-    "share of": InfoNCE(0.3, directions=DIRECTIONS, mask="relative", margin=-0.05),
+    "each": InfoNCE(0.3, directions=(QD, DQ), softmax_scope="each", tile_size=4),
+    "above by": InfoNCE(
+        0.3, directions=(QD, QQ, DD), false_negative_filter="absolute", margin=0.1, tile_size=5
+    ),
+    "share of": InfoNCE(0.3, directions=DIRECTIONS, false_negative_filter="relative", margin=-0.05),
 }
 
 
@@ -170,13 +174,13 @@ CASES = {
     + [pytest.param(case, seed, marks=pytest.mark.long) for case in CASES for seed in (1, 2, 3)],
 )
 def test_positives_and_false_negatives_are_those_of_a_brute_force(case, seed):
-    vectors, pairs = vectors_of(seed=seed), tangled(seed=seed)
-    value, grads, sums = gradients(CASES[case], vectors, pairs)
-    wanted, wanted_grads, hits = brute_force(vectors, pairs, CASES[case])
+    embeddings, pairs = embeddings_of(seed=seed), tangled(seed=seed)
+    value, grads, sums = gradients(CASES[case], embeddings, pairs)
+    wanted, wanted_grads, hits = brute_force(embeddings, pairs, CASES[case])
     np.testing.assert_allclose(value, wanted, rtol=TOLERANCE)
     worst_gradient(grads, wanted_grads, TOLERANCE)
     assert sums.metrics["accuracy"] == hits
-    assert not np.any(grads["document"][~pairs.there]) and not np.any(grads["query"][4])
+    assert not np.any(grads["document"][~pairs.valid]) and not np.any(grads["query"][4])
 
 
 @pytest.mark.parametrize(
@@ -202,22 +206,26 @@ def test_masks_are_gists(kind, margin):
         similarity_fct=torch.nn.CosineSimilarity(dim=-1),
         cross_entropy_loss=torch.nn.CrossEntropyLoss(), model=Given(), guide=Given(),
     )  # fmt: skip
-    vectors = vectors_of(k=1)
-    expected = in_torch(torch, lambda q, d: theirs([{"x": x} for x in (q, *d)], None), vectors)
-    loss = InfoNCE(0.5, directions=(QD, QQ, DD), mask=kind, margin=-margin)
-    close(gradients(loss, vectors, pairs_of(k=1)), expected)
-    assert gradients(InfoNCE(0.5, directions=(QD, QQ, DD)), vectors, pairs_of(k=1))[0] > expected[0]
+    embeddings = embeddings_of(k=1)
+    expected = in_torch(torch, lambda q, d: theirs([{"x": x} for x in (q, *d)], None), embeddings)
+    loss = InfoNCE(0.5, directions=(QD, QQ, DD), false_negative_filter=kind, margin=-margin)
+    close(gradients(loss, embeddings, pairs_of(k=1)), expected)
+    assert (
+        gradients(InfoNCE(0.5, directions=(QD, QQ, DD)), embeddings, pairs_of(k=1))[0] > expected[0]
+    )
 
 
 @pytest.mark.parametrize(
     "chunk", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 12, 100))]
 )
 def test_tiles_change_neither_loss_nor_gradient(chunk):
-    vectors, pairs = vectors_of(learned=True), tangled()
+    embeddings, pairs = embeddings_of(learned=True), tangled()
 
     def run(size):
-        loss = InfoNCE(0.0, directions=DIRECTIONS, mask="absolute", margin=0.2, chunk=size)
-        return gradients(loss, vectors, pairs)
+        loss = InfoNCE(
+            0.0, directions=DIRECTIONS, false_negative_filter="absolute", margin=0.2, tile_size=size
+        )
+        return gradients(loss, embeddings, pairs)
 
     (whole, expected, sums), (value, grads, parts) = run(B), run(chunk)
     np.testing.assert_allclose(value, whole, rtol=1e-6)
@@ -226,38 +234,42 @@ def test_tiles_change_neither_loss_nor_gradient(chunk):
 
 
 def test_own_negatives_are_a_cross_entropy_and_a_sum_over_examples():
-    vectors, pairs = vectors_of(), tangled()._replace(group=None)
+    embeddings, pairs = embeddings_of(), tangled()._replace(group=None)
     pairs.document_key[0, 1] = pairs.document_key[0, 0]
-    pairs.there[0, 1] = True
-    loss = InfoNCE(0.5, negatives="own")
+    pairs.valid[0, 1] = True
+    loss = InfoNCE(0.5, negatives_from="own")
 
     def theirs(query, documents):
         logits = torch.cosine_similarity(query[:, None], torch.stack(documents, 1), dim=-1) / 0.5
-        kept = torch.tensor(pairs.there & (pairs.document_key != pairs.document_key[:, :1]))
-        kept[:, 0] = torch.tensor(pairs.there[:, 0])
+        kept = torch.tensor(pairs.valid & (pairs.document_key != pairs.document_key[:, :1]))
+        kept[:, 0] = torch.tensor(pairs.valid[:, 0])
         logits = logits.masked_fill(~kept, -torch.inf)[kept[:, 0]]
         return torch.nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=int))
 
-    close(gradients(loss, vectors, pairs), in_torch(torch, theirs, vectors))
+    close(gradients(loss, embeddings, pairs), in_torch(torch, theirs, embeddings))
     assert loss.additive and not InfoNCE().additive and isinstance(loss, Loss)
-    is_additive(loss, vectors, pairs)
+    is_additive(loss, embeddings, pairs)
 
 
 def test_what_is_not_there_is_never_read():
-    pairs, vectors = tangled(), vectors_of(learned=True)
-    spoiled = vectors._replace(document=np.where(pairs.there[..., None], vectors.document, np.nan))
+    pairs, embeddings = tangled(), embeddings_of(learned=True)
+    spoiled = embeddings._replace(
+        document=np.where(pairs.valid[..., None], embeddings.document, np.nan)
+    )
     spoiled.query[4] = np.nan
-    clean = vectors._replace(query=np.nan_to_num(spoiled.query))
-    loss = InfoNCE(0.0, directions=DIRECTIONS, mask="relative", margin=-0.05, chunk=4)
+    clean = embeddings._replace(query=np.nan_to_num(spoiled.query))
+    loss = InfoNCE(
+        0.0, directions=DIRECTIONS, false_negative_filter="relative", margin=-0.05, tile_size=4
+    )
     ours, expected = (gradients(loss, x, pairs)[:2] for x in (spoiled, clean))
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
     pairs = pairs._replace(group=None)
-    own = gradients(InfoNCE(negatives="own"), spoiled, pairs)[1]
+    own = gradients(InfoNCE(negatives_from="own"), spoiled, pairs)[1]
     assert all(np.all(np.isfinite(g)) for g in own.values())
 
 
 def test_a_model_that_says_one_thing_has_no_hits():
-    same = vectors_of()._replace(query=np.ones((B, 8), "f4"), document=np.ones((B, K, 8), "f4"))
+    same = embeddings_of()._replace(query=np.ones((B, 8), "f4"), document=np.ones((B, K, 8), "f4"))
     assert gradients(InfoNCE(), same, pairs_of())[2].metrics["accuracy"][0] == 0
 
 
@@ -266,14 +278,14 @@ def test_a_model_that_says_one_thing_has_no_hits():
     [
         ({"similarity": "l2"}, "similarity='l2'; known: cosine, dot"),
         ({"directions": ("up",)}, "directions='up'; known: query_to_document"),
-        ({"directions": (QQ,)}, "'query_to_document' holds the positives; add it"),
-        ({"directions": (QD, QQ), "partition": "each"}, "holds no positive of its own"),
-        ({"directions": (QD, DQ), "negatives": "own"}, "is about other examples"),
-        ({"negatives": "none"}, "negatives='none'; known: batch, shard, own"),
-        ({"mask": "top"}, "mask='top'; known"),
-        ({"margin": 0.1}, "margin=0.1 is not read with mask='none'"),
+        ({"directions": (QQ,)}, "'query_to_document' has the positives; add it"),
+        ({"directions": (QD, QQ), "softmax_scope": "each"}, "has no positives; set softmax_scope"),
+        ({"directions": (QD, DQ), "negatives_from": "own"}, "compares with other examples"),
+        ({"negatives_from": "none"}, "negatives_from='none'; known: batch, shard, own"),
+        ({"false_negative_filter": "top"}, "false_negative_filter='top'; known"),
+        ({"margin": 0.1}, "margin=0.1 is not read with false_negative_filter='none'"),
         ({"temperature": -1.0}, "temperature=-1.0 must be 0 or more"),
-        ({"chunk": -1}, "chunk=-1 must be 0 or more"),
+        ({"tile_size": -1}, "tile_size=-1 must be 0 or more"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
@@ -282,14 +294,18 @@ def test_settings_that_make_no_sense(settings, message):
 
 
 @pytest.mark.parametrize(
-    ("loss", "vectors", "message"),
+    ("loss", "embeddings", "message"),
     [
-        (InfoNCE(temperature=0.0), vectors_of(), "this model has none; set a temperature"),
-        (InfoNCE(negatives="own"), vectors_of(k=1), "a positive alone"),
-        (InfoNCE(), vectors_of(tokens=(3, 4))._replace(query=vectors_of().query), "takes"),
-        (InfoNCE(directions=(QD, QQ)), vectors_of(tokens=(3, 4)), "of a query and a document"),
+        (InfoNCE(temperature=0.0), embeddings_of(), "this model has none; set a temperature"),
+        (InfoNCE(negatives_from="own"), embeddings_of(k=1), "have only a positive"),
+        (InfoNCE(), embeddings_of(tokens=(3, 4))._replace(query=embeddings_of().query), "takes"),
+        (
+            InfoNCE(directions=(QD, QQ)),
+            embeddings_of(tokens=(3, 4)),
+            "compares queries with documents only",
+        ),
     ],
 )
-def test_vectors_that_do_not_fit(loss, vectors, message):
+def test_embeddings_that_do_not_fit(loss, embeddings, message):
     with pytest.raises(ConfigError, match=message):
-        jax.eval_shape(loss, vectors, pairs_of(k=vectors.document.shape[1]))
+        jax.eval_shape(loss, embeddings, pairs_of(k=embeddings.document.shape[1]))

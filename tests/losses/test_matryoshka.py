@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from builders import worst_gradient
-from pair_cases import B, K, gradients, in_torch, is_additive, pairs_of, tangled, vectors_of
+from pair_cases import B, K, embeddings_of, gradients, in_torch, is_additive, pairs_of, tangled
 
 from jaxvlm.config import ConfigError
 from jaxvlm.losses.contrastive import InfoNCE
@@ -30,14 +30,14 @@ class Given(torch.nn.Module):
 
 
 def equal(ours, theirs, labels, pairs):
-    vectors, model = vectors_of(), theirs.model
+    embeddings, model = embeddings_of(), theirs.model
     theirs = st_losses.MatryoshkaLoss(model, theirs, list(DIMS), list(WEIGHTS))
 
     def run(query, documents):
         return theirs([{"x": x} for x in (query, *documents)], labels)
 
-    wanted, expected = in_torch(torch, run, vectors)
-    value, grads, sums = gradients(Matryoshka(ours, DIMS, WEIGHTS), vectors, pairs)
+    wanted, expected = in_torch(torch, run, embeddings)
+    value, grads, sums = gradients(Matryoshka(ours, DIMS, WEIGHTS), embeddings, pairs)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     worst_gradient(grads, expected, 1e-5)
     assert set(sums.terms) == {"loss_8", "loss_5", "loss_2"}
@@ -49,12 +49,12 @@ def test_around_infonce():
     theirs = st_losses.MultipleNegativesRankingLoss(Given(), scale=2.0)
     sums = equal(InfoNCE(0.5), theirs, None, pairs_of())
     assert set(sums.metrics) >= {"accuracy_8", "accuracy_2"}
-    whole = gradients(InfoNCE(0.5), vectors_of(), pairs_of())[2]
+    whole = gradients(InfoNCE(0.5), embeddings_of(), pairs_of())[2]
     np.testing.assert_allclose(sums.terms["loss_8"], whole.terms["loss"], rtol=1e-6)
 
 
 def test_around_margins_of_dots():
-    """Prefixes have unit length, the whole vector too, so that a dot is a cosine."""
+    """Prefixes have unit length, the whole embedding too, so that a dot is a cosine."""
     theirs = st_losses.MarginMSELoss(Given())
     margins = torch.tensor(TEACHER[:, :1] - TEACHER[:, 1:])
     equal(MarginMSE(), theirs, margins, pairs_of(teacher=TEACHER))
@@ -63,13 +63,15 @@ def test_around_margins_of_dots():
 def test_it_is_additive_where_its_loss_is():
     loss = Matryoshka(MarginMSE(), (8, 4))
     assert loss.additive and isinstance(loss, Loss) and not Matryoshka(CoSENT(), (8,)).additive
-    is_additive(loss, vectors_of(), pairs_of(teacher=TEACHER))
+    is_additive(loss, embeddings_of(), pairs_of(teacher=TEACHER))
 
 
 def test_what_is_not_there_is_never_read():
-    pairs, vectors = tangled(), vectors_of()
-    spoiled = vectors._replace(document=np.where(pairs.there[..., None], vectors.document, np.nan))
-    ours, wanted = (gradients(Matryoshka(InfoNCE(), (5,)), v, pairs) for v in (spoiled, vectors))
+    pairs, embeddings = tangled(), embeddings_of()
+    spoiled = embeddings._replace(
+        document=np.where(pairs.valid[..., None], embeddings.document, np.nan)
+    )
+    ours, wanted = (gradients(Matryoshka(InfoNCE(), (5,)), v, pairs) for v in (spoiled, embeddings))
     np.testing.assert_array_equal(ours[0], wanted[0])
     worst_gradient(ours[1], wanted[1], 1e-7)
 
@@ -77,12 +79,12 @@ def test_what_is_not_there_is_never_read():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dims": ()}, "give one or more, each above 0 and once"),
-        ({"dims": (4, 0)}, "give one or more, each above 0 and once"),
-        ({"dims": (4, 4)}, "give one or more, each above 0 and once"),
-        ({"dims": (8, 4), "weights_of_dims": (1.0,)}, r"dim_weights=\(1.0,\): 1 for 2 dims"),
-        ({"dims": (8, 4), "weights_of_dims": (1.0, -5.0)}, "each 0 or more"),
-        ({"dims": (8,), "loss": "infonce"}, "goes around a loss, not 'infonce'"),
+        ({"dims": ()}, "give one or more different ones, each above 0"),
+        ({"dims": (4, 0)}, "give one or more different ones, each above 0"),
+        ({"dims": (4, 4)}, "give one or more different ones, each above 0"),
+        ({"dims": (8, 4), "weights_of_dims": (1.0,)}, r"matryoshka_weights=\(1.0,\): 1 for 2 dims"),
+        ({"dims": (8, 4), "weights_of_dims": (1.0, -5.0)}, "each must be 0 or more"),
+        ({"dims": (8,), "loss": "infonce"}, "wraps a loss, not 'infonce'"),
     ],
 )
 def test_settings_that_make_no_sense(settings, message):
@@ -90,6 +92,6 @@ def test_settings_that_make_no_sense(settings, message):
         Matryoshka(**{"loss": InfoNCE(), **settings})
 
 
-def test_a_dim_wider_than_the_vectors():
-    with pytest.raises(ConfigError, match="16 is more than the vectors' width of 8"):
-        Matryoshka(InfoNCE(), (16, 4))(vectors_of(), pairs_of())
+def test_a_dim_wider_than_the_embeddings():
+    with pytest.raises(ConfigError, match="16 is more than the embeddings' width of 8"):
+        Matryoshka(InfoNCE(), (16, 4))(embeddings_of(), pairs_of())

@@ -1,4 +1,4 @@
-"""Cross-entropy against torch, whole and in chunks."""
+"""Chunked cross-entropy and next-token cross-entropy against torch."""
 
 from __future__ import annotations
 

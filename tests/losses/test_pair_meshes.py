@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import assert_gradients_close
-from pair_cases import gradients, mesh_of, tangled, vectors_of
+from pair_cases import embeddings_of, gradients, mesh_of, tangled
 
 from jaxvlm.config import ConfigError
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.matryoshka import Matryoshka
-from jaxvlm.losses.quantized import Quantized
+from jaxvlm.losses.quantized_embeddings import QuantizedEmbeddings
 from jaxvlm.losses.ranking import CoSENT, MarginMSE
 from jaxvlm.losses.sigmoid import Sigmoid
 from jaxvlm.losses.softmax import DIRECTIONS
@@ -28,16 +28,23 @@ MESHES = {
 }
 LOSSES = {
     "infonce": lambda mesh: InfoNCE(
-        0.0, directions=DIRECTIONS, mask="absolute", margin=0.1, chunk=2, mesh=mesh
+        0.0,
+        directions=DIRECTIONS,
+        false_negative_filter="absolute",
+        margin=0.1,
+        tile_size=2,
+        mesh=mesh,
     ),
-    "sigmoid": lambda mesh: Sigmoid(chunk=2, mesh=mesh),
-    "symmetric": lambda mesh: InfoNCE(0.0, directions=DIRECTIONS[:2], partition="each", mesh=mesh),
+    "sigmoid": lambda mesh: Sigmoid(tile_size=2, mesh=mesh),
+    "symmetric": lambda mesh: InfoNCE(
+        0.0, directions=DIRECTIONS[:2], softmax_scope="each", mesh=mesh
+    ),
     "cosent": lambda mesh: CoSENT(),
     "margin": lambda mesh: MarginMSE(),
     "matryoshka": lambda mesh: Matryoshka(Sigmoid(mesh=mesh), (8, 3)),
-    "own": lambda mesh: InfoNCE(0.0, negatives="own"),
-    "quantized": lambda mesh: Quantized(
-        InfoNCE(0.0, chunk=2, mesh=mesh), ("float32", "int8", "binary")
+    "own": lambda mesh: InfoNCE(0.0, negatives_from="own"),
+    "quantized": lambda mesh: QuantizedEmbeddings(
+        InfoNCE(0.0, tile_size=2, mesh=mesh), ("float32", "int8", "binary")
     ),
 }
 FAST = [("infonce", "data2_fsdp4"), ("sigmoid", "data8")]
@@ -51,13 +58,13 @@ CASES = [
 def inputs(tokens=()):
     teacher = np.random.default_rng(5).uniform(size=(B, 3)).astype(np.float32)
     pairs = tangled(B)._replace(teacher=teacher)
-    return vectors_of(B, tokens=tokens, learned=True), pairs
+    return embeddings_of(B, tokens=tokens, learned=True), pairs
 
 
-def agree(loss, kind, vectors, pairs):
+def agree(loss, kind, embeddings, pairs):
     mesh = mesh_of(**MESHES[kind])
-    wanted, expected, wanted_sums = gradients(loss(None), vectors, pairs)
-    value, grads, sums = gradients(loss(mesh), vectors, pairs, mesh)
+    wanted, expected, wanted_sums = gradients(loss(None), embeddings, pairs)
+    value, grads, sums = gradients(loss(mesh), embeddings, pairs, mesh)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     assert_gradients_close(grads, expected)
     for a, b in zip(jax.tree.leaves(sums), jax.tree.leaves(wanted_sums), strict=True):
@@ -71,10 +78,10 @@ def test_eight_devices_give_what_one_gives(loss, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["sigmoid", "late"])
-def test_so_do_they_of_a_vector_a_token(loss):
+def test_so_do_they_of_a_embedding_a_token(loss):
     made = {
         "sigmoid": LOSSES["sigmoid"],
-        "late": lambda mesh: InfoNCE(0.5, directions=DIRECTIONS[:2], chunk=2, mesh=mesh),
+        "late": lambda mesh: InfoNCE(0.5, directions=DIRECTIONS[:2], tile_size=2, mesh=mesh),
     }
     agree(made[loss], "data2_fsdp4", *inputs((3, 4)))
 
@@ -82,80 +89,87 @@ def test_so_do_they_of_a_vector_a_token(loss):
 @pytest.mark.long
 def test_negatives_of_a_devices_own_shard():
     """The mean of what each device would have alone, with the relation of all examples."""
-    vectors, pairs = vectors_of(B), tangled(B)._replace(group=None)
+    embeddings, pairs = embeddings_of(B), tangled(B)._replace(group=None)
     unique = np.arange(B * 3, dtype=np.int32).reshape(B, 3)
     pairs = pairs._replace(document_key=unique, query_key=unique[:, 0])
     mesh = mesh_of(data=8)
-    made = gradients(InfoNCE(negatives="shard", mesh=mesh), vectors, pairs, mesh)
+    made = gradients(InfoNCE(negatives_from="shard", mesh=mesh), embeddings, pairs, mesh)
     loss, parts = InfoNCE(), []
 
     def alone(query, document):
         def one(x):
             q, d, there, keys = x
-            part = pairs._replace(there=there, document_key=keys, query_key=keys[:, 0])
-            return loss(vectors._replace(query=q, document=d), part).terms["loss"]
+            part = pairs._replace(valid=there, document_key=keys, query_key=keys[:, 0])
+            return loss(embeddings._replace(query=q, document=d), part).terms["loss"]
 
         cut = [
             jnp.reshape(x, (8, B // 8, *x.shape[1:]))
-            for x in (query, document, pairs.there, unique)
+            for x in (query, document, pairs.valid, unique)
         ]
         return sum(one([x[i] for x in cut]) for i in range(8)) / loss.weights(pairs)["loss"]
 
-    wanted, parts = jax.jit(jax.value_and_grad(alone, (0, 1)))(*vectors[:2])
+    wanted, parts = jax.jit(jax.value_and_grad(alone, (0, 1)))(*embeddings[:2])
     np.testing.assert_allclose(made[0], wanted, rtol=1e-5)
     assert_gradients_close(made[1], dict(zip(("query", "document"), parts)))
 
 
 def test_a_batch_that_the_devices_do_not_divide():
-    with pytest.raises(ConfigError, match="10 examples can't be split over the 8 parts"):
-        gradients(InfoNCE(mesh=mesh_of(data=8)), vectors_of(10), tangled(10))
+    with pytest.raises(ConfigError, match="10 examples can't be split over the 8 shards"):
+        gradients(InfoNCE(mesh=mesh_of(data=8)), embeddings_of(10), tangled(10))
 
 
 def compiled(loss, b, mesh, e, tokens=()):
     """The loss and its gradients for ``b`` examples, which need not exist."""
-    small, pairs = vectors_of(8, e=e, tokens=tokens, learned=True), tangled(8)
+    small, pairs = embeddings_of(8, e=e, tokens=tokens, learned=True), tangled(8)
 
-    def value(query, document, vectors, pairs):
-        return loss(vectors._replace(query=query, document=document), pairs).terms["loss"]
+    def value(query, document, embeddings, pairs):
+        return loss(embeddings._replace(query=query, document=document), pairs).terms["loss"]
 
     def wide(x):
         split = mesh and batch_sharding(mesh)
         shape = (b, *x.shape[1:]) if x.ndim else ()
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=split if x.ndim else None)
 
-    vectors, pairs = jax.tree.map(wide, jax.tree.map(jnp.asarray, (small, pairs)))
-    return jax.jit(jax.value_and_grad(value, (0, 1))).lower(*vectors[:2], vectors, pairs).compile()
+    embeddings, pairs = jax.tree.map(wide, jax.tree.map(jnp.asarray, (small, pairs)))
+    return (
+        jax.jit(jax.value_and_grad(value, (0, 1)))
+        .lower(*embeddings[:2], embeddings, pairs)
+        .compile()
+    )
 
 
 WIDE = {
     "infonce": (
-        lambda mesh: InfoNCE(directions=DIRECTIONS, mask="absolute", chunk=64, mesh=mesh), ()
+        lambda mesh: InfoNCE(
+            directions=DIRECTIONS, false_negative_filter="absolute", tile_size=64, mesh=mesh
+        ),
+        (),
     ),
-    "sigmoid": (lambda mesh: Sigmoid(chunk=64, mesh=mesh), ()),
-    "late": (lambda mesh: InfoNCE(directions=DIRECTIONS[:2], chunk=8, mesh=mesh), (4, 6)),
+    "sigmoid": (lambda mesh: Sigmoid(tile_size=64, mesh=mesh), ()),
+    "late": (lambda mesh: InfoNCE(directions=DIRECTIONS[:2], tile_size=8, mesh=mesh), (4, 6)),
 }  # fmt: skip
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("kind", WIDE)
-def test_memory_grows_with_vectors_and_never_with_pairs(kind, devices):
+def test_memory_grows_with_embeddings_and_never_with_pairs(kind, devices):
     (make, tokens), e, few, many = WIDE[kind], 64, 256, 4096
     mesh = mesh_of(data=2, fsdp=4) if devices == 8 else None
     used = [
         compiled(make(mesh), b, mesh, e, tokens).memory_analysis().temp_size_in_bytes
         for b in (few, many)
     ]
-    of_vectors = 4 * e * (1 + 3 if not tokens else tokens[0] + 3 * tokens[1])
+    of_embeddings = 4 * e * (1 + 3 if not tokens else tokens[0] + 3 * tokens[1])
     more = (used[1] - used[0]) / (many - few) * devices
-    assert more < 9 * of_vectors, (used, more / of_vectors)
+    assert more < 9 * of_embeddings, (used, more / of_embeddings)
     pairs = many * many * 3 * 4 * (tokens[0] * tokens[1] if tokens else 1)
     assert used[1] < pairs / devices / 5, (used, pairs)
 
 
 def test_no_device_is_sent_all_documents():
     mesh, e = mesh_of(data=2, fsdp=4), 64
-    text = compiled(Sigmoid(chunk=64, mesh=mesh), 512, mesh, e).as_text()
+    text = compiled(Sigmoid(tile_size=64, mesh=mesh), 512, mesh, e).as_text()
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     sent = [line for line in text.splitlines() if re.search(rf" ({kinds})(-start)?\(", line)]
     alone = "replica_groups={{0},{1}"  # groups of one device: nothing is sent

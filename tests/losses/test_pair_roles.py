@@ -1,4 +1,4 @@
-"""Who is whose positive, and who is known, against sets."""
+"""Positives and known positives of queries, against Python sets."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 from pair_cases import pairs_of, relation, tangled
 
-from jaxvlm.losses.pairs import candidates, facts, known, num_examples, same_group
+from jaxvlm.losses.positives import (
+    candidates,
+    index_positives,
+    is_known_positive,
+    num_examples,
+    same_group,
+)
 
 
 def roles(pairs):
-    of, table = facts(pairs)
-    return *candidates(of, of, table), known(of, of, table)
+    of, table = index_positives(pairs)
+    return *candidates(of, of, table), is_known_positive(of, of, table)
 
 
 run = jax.jit(roles)
@@ -26,25 +32,25 @@ def test_roles_are_those_of_sets(seed, groups):
     rng = np.random.default_rng(seed)
     few = 2 + 2 * seed
     pairs = pairs._replace(
-        document_key=np.where(pairs.there, rng.integers(0, few, pairs.there.shape), -1).astype(
+        document_key=np.where(pairs.valid, rng.integers(0, few, pairs.valid.shape), -1).astype(
             "i4"
         ),
-        query_key=rng.integers(-5, few, len(pairs.there)).astype(np.int32),
+        query_key=rng.integers(-5, few, len(pairs.valid)).astype(np.int32),
         group=pairs.group if groups else None,
     )
     negative, positive, same = (np.asarray(x) for x in run(pairs))
     numbers, keys = relation(pairs)
     for i, j, k in np.ndindex(negative.shape):
-        real = pairs.there[i, 0] and pairs.there[j, k]
+        real = pairs.valid[i, 0] and pairs.valid[j, k]
         is_known = int(pairs.document_key[j, k]) in keys[i]
         assert positive[i, j, k] == (real and k == 0 and j in numbers[i])
         assert negative[i, j, k] == (real and not is_known)
         if real:
             assert same[i, j, k] == is_known
-    assert num_examples(pairs) == pairs.there[:, 0].sum()
+    assert num_examples(pairs) == pairs.valid[:, 0].sum()
 
 
 def test_examples_without_a_group_are_alone():
     pairs = pairs_of(group=np.full(13, -1, np.int32))
-    of, _ = facts(pairs)
+    of, _ = index_positives(pairs)
     np.testing.assert_array_equal(same_group(of, of), np.eye(13, dtype=bool))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from builders import worst_gradient
-from pair_cases import B, K, gradients, in_torch, is_additive, pairs_of, vectors_of
+from pair_cases import B, K, embeddings_of, gradients, in_torch, is_additive, pairs_of
 
 from jaxvlm.config import ConfigError
 from jaxvlm.losses.ranking import CoSENT, CosineRegression, Distill, MarginMSE, Triplet
@@ -21,18 +21,20 @@ def holes(**fields):
     """Examples of fewer documents than others, and one of none."""
     there = np.ones((B, K), bool)
     there[2, 2] = there[5, 1:] = there[7] = False
-    return pairs_of(there=there, **fields)
+    return pairs_of(valid=there, **fields)
 
 
-def spoiled(vectors, pairs):
+def spoiled(embeddings, pairs):
     """With nonsense where nothing is."""
-    return vectors._replace(document=np.where(pairs.there[..., None], vectors.document, np.inf))
+    return embeddings._replace(
+        document=np.where(pairs.valid[..., None], embeddings.document, np.inf)
+    )
 
 
 def check(loss, pairs, theirs, k=K, tolerance=TOLERANCE):
-    vectors = vectors_of(k=k)
-    wanted, expected = in_torch(torch, theirs, vectors)
-    value, grads, sums = gradients(loss, spoiled(vectors, pairs), pairs)
+    embeddings = embeddings_of(k=k)
+    wanted, expected = in_torch(torch, theirs, embeddings)
+    value, grads, sums = gradients(loss, spoiled(embeddings, pairs), pairs)
     np.testing.assert_allclose(value, wanted, rtol=tolerance)
     worst_gradient(grads, expected, tolerance)
     assert isinstance(loss, Loss) and all(np.any(g) for g in grads.values())
@@ -44,7 +46,7 @@ def test_triplets(distance):
     metric = getattr(st_losses.TripletDistanceMetric, distance.upper())
     loss = st_losses.TripletLoss(None, metric, 0.4)
     pairs = holes()
-    rows, places = np.nonzero(pairs.there[:, 1:] & pairs.there[:, :1])
+    rows, places = np.nonzero(pairs.valid[:, 1:] & pairs.valid[:, :1])
 
     def theirs(query, documents):
         negative = torch.stack(documents, 1)[rows, places + 1]
@@ -56,7 +58,7 @@ def test_triplets(distance):
 
 def test_cosines_are_pulled_to_gold():
     loss, pairs = st_losses.CosineSimilarityLoss(None), holes(teacher=TEACHER)
-    rows, places = np.nonzero(pairs.there)
+    rows, places = np.nonzero(pairs.valid)
     gold = torch.tensor(TEACHER[rows, places])
 
     def theirs(query, documents):
@@ -70,8 +72,8 @@ def test_cosines_are_pulled_to_gold():
 def test_cosent(k):
     loss = st_losses.CoSENTLoss(None, scale=5.0)
     pairs = holes(teacher=TEACHER)
-    pairs = pairs._replace(there=pairs.there[:, :k], teacher=TEACHER[:, :k])
-    rows, places = np.nonzero(pairs.there)
+    pairs = pairs._replace(valid=pairs.valid[:, :k], teacher=TEACHER[:, :k])
+    rows, places = np.nonzero(pairs.valid)
     gold = torch.tensor(TEACHER[rows, places])
 
     def theirs(query, documents):
@@ -87,7 +89,7 @@ def test_margins_of_a_teacher(similarity):
 
     like = {"dot": util.pairwise_dot_score, "cosine": util.pairwise_cos_sim}[similarity]
     loss, pairs = st_losses.MarginMSELoss(None, like), holes(teacher=TEACHER)
-    rows, places = np.nonzero(pairs.there[:, 1:] & pairs.there[:, :1])
+    rows, places = np.nonzero(pairs.valid[:, 1:] & pairs.valid[:, :1])
     margin = torch.tensor(TEACHER[rows, 0] - TEACHER[rows, places + 1])
 
     def theirs(query, documents):
@@ -121,12 +123,12 @@ def test_a_teachers_distribution_over_fewer_documents():
 
     def theirs(query, documents):
         total = 0.0
-        for i in np.flatnonzero(pairs.there[:, 0]):
-            n = int(pairs.there[i].sum())
+        for i in np.flatnonzero(pairs.valid[:, 0]):
+            n = int(pairs.valid[i].sum())
             mine = torch.log_softmax(torch.stack([d[i] @ query[i] for d in documents[:n]]), 0)
             gold = torch.softmax(torch.tensor(TEACHER[i, :n]), 0)
             total += torch.nn.functional.kl_div(mine, gold, reduction="sum")
-        return total / int(pairs.there[:, 0].sum())
+        return total / int(pairs.valid[:, 0].sum())
 
     sums = check(Distill(), pairs, theirs)
     assert sums.metrics["agreement"][1] == B - 1
@@ -135,15 +137,15 @@ def test_a_teachers_distribution_over_fewer_documents():
 @pytest.mark.parametrize("loss", [Triplet(0.4), CosineRegression(), MarginMSE(), Distill()])
 def test_sums_over_examples(loss):
     assert loss.additive
-    is_additive(loss, vectors_of(), holes(teacher=TEACHER))
+    is_additive(loss, embeddings_of(), holes(teacher=TEACHER))
 
 
 def test_a_rank_among_all_is_no_sum():
     assert not CoSENT().additive
 
 
-def test_equal_vectors_have_a_finite_gradient():
-    same = vectors_of()._replace(query=np.ones((B, 8), "f4"), document=np.ones((B, K, 8), "f4"))
+def test_equal_embeddings_have_a_finite_gradient():
+    same = embeddings_of()._replace(query=np.ones((B, 8), "f4"), document=np.ones((B, K, 8), "f4"))
     grads = gradients(Triplet(), same, pairs_of())[1]
     assert all(np.all(np.isfinite(g)) for g in grads.values())
 
@@ -151,15 +153,15 @@ def test_equal_vectors_have_a_finite_gradient():
 @pytest.mark.parametrize("loss", [CosineRegression(), CoSENT(), MarginMSE(), Distill()])
 def test_a_teacher_is_asked_for(loss):
     with pytest.raises(ConfigError, match=r"\(Pairs.teacher\); add them to the data"):
-        loss(vectors_of(), pairs_of())
-    with pytest.raises(ConfigError, match="must have a score for each"):
-        loss(vectors_of(), pairs_of(teacher=TEACHER[:, :2]))
+        loss(embeddings_of(), pairs_of())
+    with pytest.raises(ConfigError, match="must have one score for each"):
+        loss(embeddings_of(), pairs_of(teacher=TEACHER[:, :2]))
 
 
 @pytest.mark.parametrize("loss", [Triplet(), MarginMSE(), Distill()])
 def test_negatives_are_asked_for(loss):
     with pytest.raises(ConfigError, match=r"these examples have none \(K=1\)"):
-        loss(vectors_of(k=1), pairs_of(k=1, teacher=TEACHER[:, :1]))
+        loss(embeddings_of(k=1), pairs_of(k=1, teacher=TEACHER[:, :1]))
 
 
 @pytest.mark.parametrize(
@@ -179,5 +181,5 @@ def test_settings_that_make_no_sense(kind, settings, message):
 
 
 def test_no_distance_of_tokens():
-    with pytest.raises(ConfigError, match="take distance='cosine'"):
-        Triplet()(vectors_of(tokens=(3, 4)), pairs_of())
+    with pytest.raises(ConfigError, match="set distance='cosine'"):
+        Triplet()(embeddings_of(tokens=(3, 4)), pairs_of())

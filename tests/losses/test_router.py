@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvlm.build.losses import make_loss
-from jaxvlm.config import ConfigError, TrainConfig
+from jaxvlm.config import Config, ConfigError
 from jaxvlm.losses.next_token import NextToken
+from jaxvlm.losses.registry import make_loss
 from jaxvlm.losses.router import busiest, load_balance
+from jaxvlm.train.grad_accum import check_microbatches
 from jaxvlm.train.objective import scales, total
-from jaxvlm.train.runner import check_parts
 from jaxvlm.types import Batch, Out
 
 L, B, T, E, TOP = 3, 2, 5, 6, 2
@@ -52,14 +52,14 @@ def test_it_is_a_term_with_a_factor_of_the_whole_batch():
     batch = Batch(tokens, ones.astype(np.float32), np.zeros((B, 1, T), np.int32), ones)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((B, T, 4), (4, 9)))
     out = Out(hidden, head, aux=aux_of(rng.normal(size=(L, B, T, E)), ones))
-    plain, held = NextToken(), NextToken(router=0.25)
+    plain, held = NextToken(), NextToken(moe_aux_weight=0.25)
     values = [total(loss(out, batch), scales(loss, batch)) for loss in (plain, held)]
     np.testing.assert_allclose(values[1] - values[0], 0.25 * load_balance(out.aux), rtol=1e-4)
     assert "busiest_expert" in plain(out, batch).metrics
     with pytest.raises(ConfigError, match="not a sum over examples"):
-        check_parts(2, held, B)
+        check_microbatches(2, held, B)
 
 
 def test_a_model_without_a_router_has_no_such_loss():
     with pytest.raises(ConfigError, match="there is no router where"):
-        make_loss(TrainConfig(router_loss=0.1))
+        make_loss(Config(moe_aux_loss_weight=0.1))

@@ -1,4 +1,4 @@
-"""Small Qwen-VLs of every generation, in torch and ours, and batches of pictures of any size."""
+"""Small Qwen-VLs of every generation, in torch and jaxvlm, and batches of images of any size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 import transformers
 from towers import shaken
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig
-from jaxvlm.data import resize, spans, tiling
-from jaxvlm.models.families import qwen_vl
+from jaxvlm.data import image_placeholders
+from jaxvlm.data.images import resize, tiling
+from jaxvlm.hf.families import qwen_vl
 from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
 from jaxvlm.types import Batch
 
 IMAGE, VIDEO, VOCAB, LENGTH, PATCHES = 95, 94, 96, 26, 56
@@ -146,14 +147,14 @@ def named(theirs, of):
 
 
 def make_batch(ours, hf, rows, side="right", seed=0, length=LENGTH, video=None):
-    """Rows are lists of text lengths and pictures' (width, height); a row's last third is trained.
+    """Rows are lists of text lengths and images' (width, height); a row's last third is trained.
 
     Spans, and so positions, are the family's own. ``"video"`` stands for ``video``, three frames
     of 2 x 3 tokens.
     """
     rng = np.random.default_rng(seed)
     vision, B, most = ours.config.vision, len(rows), 2 if video is None else 4
-    factor = vision.patch_size * vision.block
+    factor = vision.patch_size * vision.merge_block
     find = qwen_vl.span(ours.config, hf, lambda text: [], tiling.blocks(factor, PIXELS))
     patch_dim = 3 * vision.frames * vision.patch_size**2
     tokens, segment = np.zeros((B, length), np.int32), np.zeros((B, length), np.int32)
@@ -172,7 +173,7 @@ def make_batch(ours, hf, rows, side="right", seed=0, length=LENGTH, video=None):
                 width, height = resize.fit(*part, factor, *PIXELS)
                 grid[b, len(found)] = 1, height // vision.patch_size, width // vision.patch_size
                 found.append(find(*part))
-        whole = spans.expand(np.asarray(ids), IMAGE, found)
+        whole = image_placeholders.expand(np.asarray(ids), IMAGE, found)
         n, used = len(whole.ids), int(grid[b].prod(-1).sum())
         first = 0 if side == "right" else length - n
         here = slice(first, first + n)
@@ -195,7 +196,7 @@ def make_batch(ours, hf, rows, side="right", seed=0, length=LENGTH, video=None):
 
 
 def torch_inputs(batch, vision):
-    """What their processor makes of it; positions are left to their model."""
+    """Output of transformers' processor; positions are left to transformers' model."""
     inputs = {
         "input_ids": torch.from_numpy(batch.tokens).long(),
         "attention_mask": torch.from_numpy((batch.segment > 0).astype(np.int64)),
@@ -210,7 +211,7 @@ def torch_inputs(batch, vision):
     return inputs
 
 
-# Pictures are wide, high and square; the rows of one batch hold all kinds.
+# Images are wide, high and square; the rows of one batch hold all kinds.
 ROWS = {
     "padding right": ([[(24, 16), 6], [2, (16, 33), 3, (20, 9), 4], [11]], "right"),
     "padding left": ([[1, (40, 8), 5], [(16, 16), 1, (8, 17), 9], [7]], "left"),
@@ -219,7 +220,7 @@ ROWS = {
 
 
 def drawn(kind, seed):
-    """Fields that the family knows, at random: odd widths and heads, scalings, windows, levels."""
+    """Random fields of the family: odd widths and heads, scalings, windows, DeepStack levels."""
     rng = np.random.default_rng((seed, KINDS.index(kind)))
 
     def one_of(*values):

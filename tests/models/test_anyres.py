@@ -1,4 +1,4 @@
-"""Any-resolution spans: which features tokens hold, and what is refused."""
+"""Any-resolution spans: the features that tokens hold, and refused configs."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.models.families import FAMILIES, anyres
+from jaxvlm.hf.families import FAMILIES, anyres
 from jaxvlm.nn import embed
 from jaxvlm.types import NEWLINE
 
@@ -53,7 +53,7 @@ def test_the_rest_is_taken():
 
 
 def test_unpadding_and_newlines():
-    """40 x 10 pixels on 1 x 2 tiles of 4 x 4 patches: 2 rows of 8 are the picture's."""
+    """40 x 10 pixels on 1 x 2 tiles of 4 x 4 patches: 2 rows of 8 are the image's."""
     rows, columns = anyres.unpadded(40, 10, 4, 8)
     assert (rows, columns) == ((1, 3), (0, 8))
     span = anyres.span(9, 4, (1, 2), rows, columns)
@@ -63,7 +63,7 @@ def test_unpadding_and_newlines():
     assert span.starts.tolist() == [0, 0, 0] and span.ids.tolist() == [9] * len(found)
 
 
-def test_a_picture_of_nothing_but_padding_has_its_whole_view():
+def test_a_image_of_nothing_but_padding_has_its_whole_view():
     rows, columns = anyres.unpadded(1000, 1, 4, 12)
     span = anyres.span(9, 4, (1, 3), rows, columns)
     assert span.sources.feature[:, 0].tolist() == list(range(16)) and span.sources.tiles == 4

@@ -1,4 +1,4 @@
-"""The decoder's variants all at once: on a mesh, under remat, through every verb of a runner."""
+"""All variants of the decoder at once: on a mesh, with remat, with each method of a runner."""
 
 import dataclasses
 import json
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from builders import MESHES, ROWS, TINY, assert_gradients_close, devices_of, random_batch
 
-from jaxvlm.build.model import build_model
-from jaxvlm.config import RopeScaling, TrainConfig, from_config_dict, to_config_dict
+from jaxvlm.config import Config, RopeScaling, from_config_dict, to_config_dict
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.grad_accum import PlainRunner
 from jaxvlm.train.objective import scales, total
-from jaxvlm.train.runner import PlainRunner
 
 EVERYTHING = dataclasses.replace(
     TINY.decoder,
@@ -39,7 +39,7 @@ EVERYTHING = dataclasses.replace(
 
 
 def test_settings_survive_the_command_lines_form():
-    config = TrainConfig(model=dataclasses.replace(TINY, decoder=EVERYTHING))
+    config = Config(model=dataclasses.replace(TINY, decoder=EVERYTHING))
     assert from_config_dict(to_config_dict(config)) == config
     assert from_config_dict(json.loads(to_config_dict(config).to_json())) == config
 
@@ -49,7 +49,7 @@ def loss_and_gradients(mesh="one", remat="none"):
     place = make_mesh(MESHES[mesh], devices_of(MESHES[mesh]))
     model = build_model(dataclasses.replace(TINY, decoder=decoder), place)
     batch = to_global(place, random_batch(), ROWS)
-    runner, loss = PlainRunner(model.apply), NextToken(router=0.1)
+    runner, loss = PlainRunner(model.apply), NextToken(moe_aux_weight=0.1)
 
     def run(params, batch):
         scale = scales(loss, batch)
@@ -91,7 +91,7 @@ def test_a_cotangent_of_every_output_goes_back():
     place = make_mesh(MESHES["one"], devices_of(MESHES["one"]))
     model = build_model(dataclasses.replace(TINY, decoder=EVERYTHING), place)
     params, batch = model.init(0), jax.tree.map(jnp.asarray, random_batch())
-    runner, loss = PlainRunner(model.apply), NextToken(router=0.1)
+    runner, loss = PlainRunner(model.apply), NextToken(moe_aux_weight=0.1)
     scale = scales(loss, batch)
 
     def back(params, batch):

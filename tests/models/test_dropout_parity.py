@@ -1,4 +1,4 @@
-"""Our masks in the hands of transformers' BERT and of PEFT: the same outputs and gradients."""
+"""Our dropout masks in transformers' BERT and in PEFT: the same outputs and gradients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from builders import worst_gradient
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig
-from jaxvlm.models.families import bert
+from jaxvlm.hf.families import bert
 from jaxvlm.models.lora import Adapted
 from jaxvlm.nn.dropout import dropout, fold
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.train.noise import seeded
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
@@ -79,7 +79,7 @@ def test_bert_in_training_is_torchs(monkeypatch):
     batch = seeded(3)(jnp.int32(7), batch)
     weight = rng.normal(size=(B, T, D)).astype(np.float32)
 
-    asked = masks_of(batch.noise)
+    asked = masks_of(batch.dropout_keys)
 
     def masked(x, p=0.5, training=True, inplace=False):
         rate, mask = next(asked)
@@ -94,9 +94,9 @@ def test_bert_in_training_is_torchs(monkeypatch):
     @jax.jit
     def run(params, batch):
         def objective(params):
-            encoder = model.module(params, batch.noise).text
+            encoder = model.module(params, batch.dropout_keys).text
             given = (batch.tokens, batch.segment, batch.positions[:, 0])
-            x = encoder(*given, noise=batch.noise)
+            x = encoder(*given, dropout_keys=batch.dropout_keys)
             return jnp.sum(x * weight), x
 
         return jax.value_and_grad(objective, has_aux=True)(params)
@@ -106,12 +106,12 @@ def test_bert_in_training_is_torchs(monkeypatch):
     none = torch.zeros(())  # of the pooler, which has no say
     theirs_grads = {n: none.expand(p.shape) if p.grad is None else p.grad for n, p in named.items()}
     worst_gradient(grads, names.load({n: g.numpy() for n, g in theirs_grads.items()}))
-    (_, still), _ = run(params, batch._replace(noise=None))
+    (_, still), _ = run(params, batch._replace(dropout_keys=None))
     assert relative(still, expected) > 0.1
 
 
 class Masked(torch.nn.Module):
-    """In the place of PEFT's dropout."""
+    """Replaces PEFT's dropout."""
 
     def __init__(self, mask):
         super().__init__()
@@ -134,7 +134,9 @@ def test_an_adapters_dropout_is_pefts(dora):
         for name, x in theirs.named_parameters():
             if "lora" in name:
                 x += 0.3 * torch.rand_like(x)
-    noise = fold(seeded(0)(jnp.int32(0), Batch(np.zeros((B, T)), None, None, None)).noise, "map")
+    noise = fold(
+        seeded(0)(jnp.int32(0), Batch(np.zeros((B, T)), None, None, None)).dropout_keys, "map"
+    )
     theirs.lora_dropout["default"] = Masked(drawn((B, T, D), 0.3, noise))
     x = torch.randn(B, T, D)
     weight = torch.randn(B, T, 10)

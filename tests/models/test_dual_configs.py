@@ -1,4 +1,4 @@
-"""What the encoders' families read of a config.json, and what they refuse by name."""
+"""Fields of config.json that families of encoders read, and those that they refuse by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import types
 import jax
 import pytest
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, DualConfig, LoraConfig, MeshConfig, TextConfig, VisionConfig
-from jaxvlm.models.dual import check
-from jaxvlm.models.families import ENCODERS, dual, family, sentences
+from jaxvlm.hf.families import ENCODERS, dual_encoders, family, sentences
+from jaxvlm.models.dual_encoder import check
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
 
 CLIP = {"model_type": "clip"}
 SIGLIP = {"model_type": "siglip"}
@@ -157,7 +157,7 @@ def test_sentence_transformers_pooling_is_read(pooling, pool):
     ("modules", "pooling", "message"),
     [
         ([*MODULES, NORMALIZE, DENSE], {}, "Pooling, Normalize, Dense is not supported"),
-        ([*MODULES, DENSE], {}, "in_features=3, out_features=2; it stands behind 768 dims"),
+        ([*MODULES, DENSE], {}, "in_features=3, out_features=2; the module before it has 768 dims"),
         (MODULES[:1], {}, "modules.json: Transformer is not"),
         (MODULES, {"pooling_mode": "max"}, "pooling by max is not supported"),
         (
@@ -206,18 +206,21 @@ TEXT = TextConfig(vocab_size=9)
         ),
         (
             {"towers": ("text",), "project": ("text",), "has_bias": True},
-            "has_bias=True is of logits",
+            "has_bias=True applies to logits",
         ),
         ({"project": ("vision",), "embed_dim": 32}, "text.width=64 is not embed_dim=32"),
-        ({"vision": VisionConfig()}, "vision.pool='none' gives no vector"),
-        ({"bias": 1.0}, "bias=1.0 without has_bias"),
-        ({"vision": VisionConfig(pool="attention", trunk=1)}, "of vision-language models; here"),
+        ({"vision": VisionConfig()}, "vision.pool='none' gives no embedding"),
+        ({"bias": 1.0}, "bias=1.0 has no effect without has_bias"),
+        (
+            {"vision": VisionConfig(pool="attention", frozen_blocks=1)},
+            "works for vision-language models only; in a dual encoder",
+        ),
         ({"vision": VisionConfig(pool="attention", depth=0)}, "config.dual.vision.depth=0"),
         (
             {"vision": VisionConfig(image_size=72, patch_size=24, pool="attention", stem="conv")},
             "config.dual.vision.patch_size=24: stem='conv' .* must be a power of two",
         ),
-        ({"text": TextConfig()}, "config.dual.text.vocab_size=0: at least 1"),
+        ({"text": TextConfig()}, "config.dual.text.vocab_size=0 must be at least 1"),
         ({"dtype": "int8"}, "dtype='int8'"),
         ({"attention": "magic"}, "config.dual.attention='magic'"),
     ],
@@ -259,15 +262,15 @@ def test_siglips_texts_are_made_plain():
         theirs = types.SimpleNamespace(do_lower_case=lower)
         theirs.remove_punctuation = functools.partial(scope["remove_punctuation"], theirs)
         tokenizer = {"tokenizer_class": "SiglipTokenizer", "do_lower_case": lower}
-        clean = dual.text_style(config, tokenizer).clean
+        clean = dual_encoders.text_style(config, tokenizer).clean
         for said in ("A  photo, of TWO cats!", " (yes)\tit's\n", "", "Ünï-Cöde… “quoted”"):
             assert clean(said) == scope["canonicalize_text"](theirs, said)
 
 
 def test_siglip_2s_texts_are_lower_case():
     """As transformers' docs of its tokenizer say: Gemma's, with lower case before it."""
-    style = dual.text_style(read(SIGLIP2), {"tokenizer_class": "GemmaTokenizer"})
+    style = dual_encoders.text_style(read(SIGLIP2), {"tokenizer_class": "GemmaTokenizer"})
     assert style.clean("A  Photo, two!") == "a  photo, two!"
     assert style.see_padding and style.max_length == 64
     with pytest.raises(ConfigError, match="padding_side='left' is not supported, only 'right'"):
-        dual.text_style(read(SIGLIP2), {"padding_side": "left"})
+        dual_encoders.text_style(read(SIGLIP2), {"padding_side": "left"})

@@ -1,4 +1,4 @@
-"""A dual encoder gives one device's vectors and gradients on every mesh."""
+"""A dual encoder gives one device's embeddings and gradients on every mesh."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from builders import MESHES, assert_gradients_close, devices_of
 from jax.sharding import PartitionSpec as P
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import DualConfig, TextConfig, VisionConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
 from jaxvlm.types import Batch
 
 ROWS, LENGTH = 8, 12
@@ -68,11 +68,11 @@ def reference():
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long) for n in ("fsdp8", "data2_fsdp2_tensor2")]
 )
-def test_vectors_and_gradients_equal_one_device(name, reference):
+def test_embeddings_and_gradients_equal_one_device(name, reference):
     model, _, loss, hidden, grads = run(name)
-    _, _, expected, vectors, gradients = reference
+    _, _, expected, embeddings, gradients = reference
     assert abs(loss - expected) <= 1e-5 * abs(expected)
-    np.testing.assert_allclose(hidden, vectors, atol=1e-5)
+    np.testing.assert_allclose(hidden, embeddings, atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(hidden, axis=-1), 1, atol=1e-6)
     assert_gradients_close(grads, gradients)
     if name != "fsdp8":
@@ -87,7 +87,7 @@ def test_vectors_and_gradients_equal_one_device(name, reference):
 
 
 def test_rows_hold_what_they_hold(reference):
-    """A picture alone, a text alone, both; and what is no row of a dual encoder is refused."""
+    """Sequences of an image, of a text, of both; other sequences are refused."""
     model, params, _, hidden, _ = reference
     full = batch()
     apply = jax.jit(model.apply)
@@ -97,13 +97,13 @@ def test_rows_hold_what_they_hold(reference):
         assert out.hidden.shape == (ROWS, 1, 20)
         np.testing.assert_allclose(out.hidden[:, 0], hidden[:, where], atol=1e-5)
     two = full._replace(pixels=np.concatenate([full.pixels] * 2, axis=1))
-    with pytest.raises(ValueError, match="one picture a row"):
+    with pytest.raises(ValueError, match="one image per sequence"):
         apply(params, two)
     with pytest.raises(ValueError, match="nothing that this model encodes"):
         apply(params, full._replace(pixels=None, tokens=full.tokens[:, :0]))
 
 
-def test_bfloat16_vectors_are_near(reference):
+def test_bfloat16_embeddings_are_near(reference):
     model, params, _, hidden, _ = reference
     half = build_model(dataclasses.replace(CONFIG, dtype="bfloat16"), model.mesh)
     out = jax.jit(half.apply)(params, batch())

@@ -17,10 +17,10 @@ transformers = pytest.importorskip("transformers", reason="the oracle")
 
 from towers import packed, shaken  # noqa: E402  # after the oracle
 
-from jaxvlm.build.model import build_model  # noqa: E402
 from jaxvlm.config import MeshConfig  # noqa: E402
-from jaxvlm.models.families import ENCODERS  # noqa: E402
+from jaxvlm.hf.families import ENCODERS  # noqa: E402
 from jaxvlm.parallel.mesh import make_mesh  # noqa: E402
+from jaxvlm.spmd.model import build_model  # noqa: E402
 from jaxvlm.types import Batch  # noqa: E402
 
 VOCAB, LENGTH, EOS, PAD = 40, 9, 37, 3
@@ -42,7 +42,7 @@ VISION = {
     "patch_size": 4,
 }
 GRIDS = [[(1, 4, 6)], [(1, 2, 8)], [(1, 7, 3)], [(1, 1, 5)]]
-"""Patches down and across of each row's one picture."""
+"""Patches down and across of each row's one image."""
 
 
 def texts(seed=0):
@@ -79,7 +79,7 @@ def text_batch(see_padding=False):
 
 
 def squares(model, mean, std, see_padding=False):
-    """Texts with pictures of one size."""
+    """Texts with images of one size."""
     batch, inputs = text_batch(see_padding)
     side = model.config.vision_config.image_size
     pixels = np.random.default_rng(1).integers(0, 256, (4, 1, side, side, 3)).astype(np.uint8)
@@ -107,7 +107,7 @@ def siglip(see_padding, vision=VISION, **fields):
 
 
 def siglip2(see_padding=True, vision=VISION, num_patches=16, **fields):
-    """Pictures of four shapes, not one of them square."""
+    """Images of four shapes, not one of them square."""
     config = transformers.Siglip2Config(
         text_config=TEXT | {"projection_size": vision["hidden_size"]} | fields,
         vision_config=vision | {"num_patches": num_patches},
@@ -166,8 +166,8 @@ def relative(ours, theirs):
 
 def contrastive(out):
     """CLIP's loss, or SigLIP's where the logits have a bias; and logits_per_image."""
-    pictures, texts = out.hidden[:, 0], out.hidden[:, 1]
-    logits = jnp.exp(out.scale) * pictures @ texts.T
+    images, texts = out.hidden[:, 0], out.hidden[:, 1]
+    logits = jnp.exp(out.scale) * images @ texts.T
     if out.bias is not None:
         logits = logits + out.bias
         sign = 2 * jnp.eye(len(logits)) - 1
@@ -179,7 +179,7 @@ def contrastive(out):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vectors_logits_and_gradients_are_torchs(name, record_property, shows):
+def test_embeddings_logits_and_gradients_are_torchs(name, record_property, shows):
     case = CASES[name]()
     shows(case.model.config.model_type, "import", "embed")
     errors = compare(case)
@@ -189,7 +189,7 @@ def test_vectors_logits_and_gradients_are_torchs(name, record_property, shows):
 
 
 def compare(case):
-    """Relative errors of vectors, logits, loss and the worst gradient, each checked."""
+    """Relative errors of embeddings, logits, loss and the worst gradient, each checked."""
     model, params, weights = built(case.model.config.to_dict(), dict(case.model.named_parameters()))
     theirs = case.model(**case.inputs, return_loss=True)
     theirs.loss.backward()
@@ -202,7 +202,7 @@ def compare(case):
     run = jax.jit(jax.value_and_grad(objective, has_aux=True))
     (loss, (hidden, logits)), grads = run(params, case.batch)
     errors = {
-        "pictures": relative(hidden[:, 0], theirs.image_embeds),
+        "images": relative(hidden[:, 0], theirs.image_embeds),
         "texts": relative(hidden[:, 1], theirs.text_embeds),
         "logits": relative(logits, theirs.logits_per_image),
         "loss": relative(loss, theirs.loss),

@@ -8,11 +8,11 @@ import pytest
 from builders import worst_gradient
 from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.hf.families import llava
 from jaxvlm.losses.next_token import NextToken, targets, token_scores
-from jaxvlm.models.families import llava
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
 from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch
 
@@ -141,8 +141,8 @@ def relative(ours, theirs):
 
 # Of one shape, so that a configuration compiles once.
 BATCHES = {
-    "one picture": ([["image", 5], [3, "image", 9]], "right"),
-    "several pictures": ([["image", 2, "image", 5], [1, "image", 7]], "right"),
+    "one image": ([["image", 5], [3, "image", 9]], "right"),
+    "several images": ([["image", 2, "image", 5], [1, "image", 7]], "right"),
     "a row of text": ([["image", 6], [12]], "right"),
     "padding left": ([["image", 2, "image", 9], [5]], "left"),
 }
@@ -171,7 +171,7 @@ def test_logits_loss_and_gradients_are_torchs(name, kind):
     assert all(np.any(their_grads[p]) for p in ("vision/stem/w", "connector/w_in"))
 
 
-def test_questions_packed_behind_one_picture_lose_what_separate_rows_lose():
+def test_questions_packed_behind_one_image_lose_what_separate_rows_lose():
     theirs, ours, params = oracle("gqa-tied")
     rng = np.random.default_rng(5)
     head = [7, *[IMAGE] * PATCHES, 8]
@@ -336,5 +336,5 @@ def test_missing_extra_and_misshapen_tensors_are_one_error():
     broken |= {"adapter.weight": written[norm], table: written[table][:-1]}
     with pytest.raises(ConfigError) as caught:
         llava.weights(ours.config).load(broken)
-    for line in (f"1 missing: {norm}", "1 with no place here: adapter.weight", f"{table} (has [95"):
+    for line in (f"1 missing: {norm}", "1 extra: adapter.weight", f"{table} (has [95"):
         assert line in str(caught.value)

@@ -1,4 +1,4 @@
-"""Packed patches: their places, their tokens' places in the row, the tower on any mesh."""
+"""Packed patches: rows and columns, sequence indices of their tokens, the encoder on any mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from builders import LENGTH, MESHES, TINY, VOCAB, assert_gradients_close, devices_of
 from flax import nnx
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, ConnectorConfig, VisionConfig
 from jaxvlm.models.connector import Connector
 from jaxvlm.models.grid import places, token_index, windows
@@ -20,6 +19,7 @@ from jaxvlm.models.vlm import check, num_visual_tokens
 from jaxvlm.nn.param import Init, logical_axes, merge, split
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
+from jaxvlm.spmd.model import build_model
 from jaxvlm.types import Batch
 
 VISION = VisionConfig(
@@ -37,12 +37,12 @@ VISION = VisionConfig(
     packed=True,
     patch_layout="cthw",
     frames=2,
-    block=2,
+    merge_block=2,
     rope_theta=1e4,
     window=8,
     full_layers=(1,),
 )
-CONNECTOR = ConnectorConfig(hidden=64, merge=2, norm="rms", levels=1)
+CONNECTOR = ConnectorConfig(hidden=64, merge=2, norm="rms", deepstack_levels=1)
 GRIDS = [[(1, 4, 6), (2, 2, 4)], [(1, 2, 2), (0, 0, 0)], [(3, 4, 4), (1, 2, 4)], [(1, 6, 8)] * 1]
 
 
@@ -102,22 +102,22 @@ def test_every_patch_knows_its_place():
     np.testing.assert_array_equal(at.row[0, 8:16], [0, 0, 1, 1, 2, 2, 3, 3])
     segments = [1] * 8 + [9] * 8 + [17] * 8 + [0] * 4
     np.testing.assert_array_equal(at.segment[0], segments)
-    np.testing.assert_array_equal(at.picture[0], [1] * 8 + [2] * 16 + [0] * 4)
+    np.testing.assert_array_equal(at.image[0], [1] * 8 + [2] * 16 + [0] * 4)
     near = [1] * 4 + [2] * 4 + [9] * 4 + [10] * 4 + [17] * 4 + [18] * 4 + [0] * 4
     np.testing.assert_array_equal(windows(at, 2)[0], near)
 
 
-def test_tokens_go_where_their_picture_starts():
+def test_tokens_go_where_their_image_starts():
     grid = jnp.asarray([[(1, 2, 4), (2, 2, 2), (0, 0, 0)]])
     index = np.asarray(token_index(grid, jnp.asarray([[7, 2, -1]]), 6, 2))[0]
     np.testing.assert_array_equal(index[:4], [7, 8, 2, 3])
     assert len(set(index[4:])) == 2 and min(index[4:]) > 1e9  # padding has no place
 
 
-def test_the_whole_model_takes_packed_pictures():
+def test_the_whole_model_takes_packed_images():
     vision = dataclasses.replace(VISION, feature_layers=())
     config = dataclasses.replace(
-        TINY, vision=vision, connector=dataclasses.replace(CONNECTOR, levels=0)
+        TINY, vision=vision, connector=dataclasses.replace(CONNECTOR, deepstack_levels=0)
     )
     mesh = make_mesh(MESHES["one"], devices_of(MESHES["one"]))
     model = build_model(config, mesh)
@@ -154,9 +154,9 @@ def test_the_whole_model_takes_packed_pictures():
 @pytest.mark.parametrize(
     ("connector", "says"),
     [
-        ({"merge": 1}, "vision.block=2"),
-        ({"levels": 2}, "feature_layers"),
-        ({"newline": True}, "pictures of one size"),
+        ({"merge": 1}, "vision.merge_block=2"),
+        ({"deepstack_levels": 2}, "feature_layers"),
+        ({"newline": True}, "images of one size"),
     ],
 )
 def test_connectors_that_do_not_fit_are_refused(connector, says):
@@ -177,6 +177,6 @@ def test_values_are_normed_where_their_channel_lies():
     np.testing.assert_allclose(per_value(mean, flat).reshape(p, p, 3)[1, 2], np.float32(mean))
 
 
-def test_pictures_of_any_size_have_no_fixed_count():
+def test_images_of_any_size_have_no_fixed_count():
     with pytest.raises(ConfigError, match="depends on its size"):
         num_visual_tokens(dataclasses.replace(TINY, vision=VISION, connector=CONNECTOR))

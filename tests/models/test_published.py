@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-import jaxvlm.build.published as table
+import jaxvlm.hf.model_zoo as table
 from jaxvlm.config import ConfigError
-from jaxvlm.io import hf
-from jaxvlm.models.families import ENCODERS
+from jaxvlm.hf import safetensors
+from jaxvlm.hf.families import ENCODERS
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the oracle")
 
 @pytest.mark.parametrize("name", table.names())
 def test_parameters_are_as_many_as_transformers(name):
-    given = table.published(name)
+    given = table.published_config(name)
     config = transformers.AutoConfig.for_model(**given)
     encoder = given["model_type"] in ENCODERS
     kind = transformers.AutoModel if encoder else transformers.AutoModelForImageTextToText
@@ -54,11 +54,11 @@ SMALLER = {
 
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_folder_of_random_weights_is_loaded(name, tmp_path):
-    given = json.loads(json.dumps(table.published(name)))
+    given = json.loads(json.dumps(table.published_config(name)))
     for field, value in SMALLER[name].items():
         given[field] = given[field] | value if isinstance(value, dict) else value
     size = table.write_random(given, tmp_path, shard_bytes=2**23)
-    layout = hf.read_layout(tmp_path)
+    layout = safetensors.read_layout(tmp_path)
     assert len({stored.file for stored in layout.values()}) > 2
     assert size == sum(2 * np.prod(stored.shape) for stored in layout.values())
     model, info = transformers.AutoModelForImageTextToText.from_pretrained(
@@ -117,4 +117,4 @@ def test_an_encoder_of_random_weights_is_loaded_whole(kind, tmp_path):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigError, match="no published model 'gpt-9'; known: llava"):
-        table.published("gpt-9")
+        table.published_config("gpt-9")

@@ -1,4 +1,4 @@
-"""Every field of a Qwen-VL's config is read or refused; sizes of pictures are transformers'."""
+"""Every field of a Qwen-VL's config is read or refused; sizes of images are transformers'."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.data import resize
-from jaxvlm.models.families import qwen_vl
-from jaxvlm.models.families.fields import METADATA
+from jaxvlm.data.images import resize
+from jaxvlm.hf.families import qwen_vl
+from jaxvlm.hf.families.config_reader import METADATA
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -78,7 +78,7 @@ def test_no_field_is_overlooked(name):
     assert len(seen) >= 16, seen
 
 
-def test_a_picture_is_given_transformers_size():
+def test_a_image_is_given_transformers_size():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     rng = np.random.default_rng(0)

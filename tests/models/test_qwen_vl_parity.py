@@ -14,8 +14,8 @@ import pytest
 from builders import worst_gradient
 from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
 
+from jaxvlm.hf.families import qwen_vl
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.families import qwen_vl
 from jaxvlm.train.objective import scales, total
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
@@ -57,7 +57,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("name", "rows"), CHOSEN)
 def test_logits_loss_and_gradients_are_torchs(name, rows, shows):
-    shows(hf_config(name).model_type, "import", "train", "several pictures")
+    shows(hf_config(name).model_type, "import", "train", "several images")
     assert_torch_agrees(name, rows)
 
 
@@ -114,13 +114,13 @@ def test_positions_are_torchs(name, rows, shows):
 def test_greedy_generation_gives_transformers_ids(name, shows):
     shows(hf_config(name).model_type, "generate")
     theirs, ours, params = oracle(name)
-    # No row ends in a picture: there torch counts on from its last token, row by row.
+    # No row ends in an image: there torch counts on from its last token, row by row.
     rows = [[(24, 16), 6], [2, (8, 30), 3, (16, 16), 1], [5]]
     batch = make_batch(ours, hf_config(name).to_dict(), rows, "left", seed=2)
     made = torch_greedy(theirs, torch_inputs(batch, ours.config.vision))
     found = our_greedy(ours.module, params, batch, ours.config.decoder)
     assert_same_choices(found, made, sure_of=0.25, words=8)
-    # Behind the first choice that is not clear: what ours says of torch's own words.
+    # After the first ambiguous token: what our model says of torch's own tokens.
     out = jax.jit(ours.apply)(params, forced(batch, made))
     assert_same_words(out.logits(out.hidden), made)
 

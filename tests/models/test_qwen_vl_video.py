@@ -1,4 +1,4 @@
-"""Videos, and vectors, of Qwen-VLs: transformers' torch models are the oracle."""
+"""Videos, and embeddings, of Qwen-VLs: transformers' torch models are the oracle."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.infer.embed import embed
-from jaxvlm.models.families import qwen_video, qwen_vl
+from jaxvlm.hf.families import qwen_video, qwen_vl
+from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.nn.norm import unit
-from jaxvlm.nn.pool import last_token
+from jaxvlm.nn.pooling import last_token
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -68,7 +68,7 @@ def test_a_config_without_a_videos_token_is_told_so():
 
 @pytest.mark.parametrize("name", PLAIN[:3])
 def test_a_video_is_torchs(name, shows):
-    """A picture, then a video of three frames: positions and logits."""
+    """An image, then a video of three frames: positions and logits."""
     shows(hf_config(name).model_type, "video")
     theirs, ours, params = oracle(name)
     hf = hf_config(name).to_dict() | {"vision_start_token_id": 92, "vision_end_token_id": 93}
@@ -103,7 +103,7 @@ def test_a_video_is_torchs(name, shows):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_pooled_vectors_are_torchs(rows):
+def test_pooled_embeddings_are_torchs(rows):
     """Qwen3-VL-Embedding is a Qwen3-VL whose last token's state is scaled to unit length."""
     theirs, ours, params = oracle("qwen3-vl")
     batch = make_batch(ours, hf_config("qwen3-vl").to_dict(), *ROWS[rows])
@@ -114,20 +114,20 @@ def test_pooled_vectors_are_torchs(rows):
     seen = given["attention_mask"] * torch.arange(LENGTH)
     expected = hidden[torch.arange(len(hidden)), seen.argmax(1)]
     wanted = torch.nn.functional.normalize(expected, dim=-1).numpy()
-    vectors = np.asarray(pooled("qwen3-vl")(params, batch))
-    cosine = (vectors * wanted).sum(-1)
+    embeddings = np.asarray(pooled("qwen3-vl")(params, batch))
+    cosine = (embeddings * wanted).sum(-1)
     np.testing.assert_allclose(cosine, 1.0, atol=1e-6)
-    np.testing.assert_allclose(vectors, wanted, atol=1e-5)
+    np.testing.assert_allclose(embeddings, wanted, atol=1e-5)
     print(f"{rows}: cosine {cosine.min():.8f}")
 
 
 @functools.cache
 def pooled(name):
     ours = oracle(name)[1]
-    return jax.jit(lambda params, batch: embed(ours.module(params), batch))
+    return jax.jit(lambda params, batch: embed_sequences(ours.module(params), batch))
 
 
-def test_a_row_of_padding_has_no_vector():
+def test_a_row_of_padding_has_no_embedding():
     hidden = jnp.ones((2, 3, 4))
     segment = jnp.asarray([[0, 0, 0], [1, 0, 0]])
 

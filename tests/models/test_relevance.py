@@ -1,4 +1,4 @@
-"""Tokens that are chosen: which, what they hold, what they know of, and what learns by them."""
+"""Relevance pooling: which cells are split, what tokens hold, inputs of scores, gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import on_stages
 
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.cached import make_cache
-from jaxvlm.build.model import build_model
-from jaxvlm.build.parts import rest_of, tower_part
-from jaxvlm.build.trunk import recut
+from jaxvlm.cache.cached_step import make_cache
 from jaxvlm.config import (
     CacheConfig,
     ConfigError,
@@ -30,7 +26,9 @@ from jaxvlm.config import (
     OptimConfig,
     RelevanceConfig,
 )
+from jaxvlm.grid_order import MORTON, permutation
 from jaxvlm.losses.next_token import NextToken
+from jaxvlm.models.frozen_blocks import recut
 from jaxvlm.models.relevance import (
     Relevance,
     cell_index,
@@ -40,14 +38,16 @@ from jaxvlm.models.relevance import (
     question,
 )
 from jaxvlm.models.texture import CHANNELS
-from jaxvlm.models.vlm import num_visual_tokens, tower_tokens, tower_width
+from jaxvlm.models.vlm import encoder_tokens, encoder_width, num_visual_tokens
 from jaxvlm.nn.param import Init
 from jaxvlm.optim.optimizer import make_optimizer, split_frozen
-from jaxvlm.order import MORTON, permutation
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.submodels import vision_encoder_part, without_vision_encoder
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.grad_accum import PlainRunner
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import PlainRunner
 from jaxvlm.types import Batch
 
 ROWS, LENGTH, SIDE, BUDGET = 8, 40, 8, 10
@@ -63,18 +63,18 @@ MESHES = {
     "fsdp8": MeshConfig(1, 8),
     "data4_tensor2": MeshConfig(4, 1, 2),
     "data2_context2_tensor2": MeshConfig(data=2, context=2, tensor=2),
-    "data2_stage2": MeshConfig(data=2, stage=2),
+    "data2_stage2": MeshConfig(data=2, pipeline=2),
 }
 FROZEN = ("vision/*",)
 
 
 def turns_of(row):
-    """(text, picture, question, answer, question, answer), (picture, question, answer)."""
+    """(text, image, question, answer, question, answer), (image, question, answer)."""
     return [(1, BUDGET, 4 - row % 2, 2, 2, 2), (0, BUDGET, 3, 1 + row % 3)]
 
 
 def some_batch(seed=0):
-    """Rows of two conversations, each about a picture of its own; the first has two answers."""
+    """Packed sequences of two conversations with an image each; the first has two answers."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(5, VOCAB, (ROWS, LENGTH)).astype(np.int32)
     segment, start = np.zeros_like(tokens), np.full((ROWS, 2), -1, np.int32)
@@ -83,17 +83,17 @@ def some_batch(seed=0):
     for row in range(ROWS):
         at = 0
         for number, turn in enumerate(turns_of(row)):
-            before, picture, asked, *rest = turn
+            before, image, asked, *rest = turn
             size = sum(turn)
             segment[row, at : at + size] = number + 1
             positions[row, 0, at : at + size] = np.arange(size)
             start[row, number] = at + before
-            answer = at + before + picture + asked
+            answer = at + before + image + asked
             weight[row, answer : answer + rest[0]] = 1
             if len(rest) > 1:
                 weight[row, at + size - rest[2] : at + size] = 1
             at += size
-    start[3, 1] = -1  # a conversation without its picture: those places are text
+    start[3, 1] = -1  # a conversation without its image: those places are text
     return Batch(
         tokens=tokens, loss_weight=weight, positions=positions, segment=segment,
         pixels=rng.integers(0, 256, (ROWS, 2, 16, 16, 3)).astype(np.uint8), image_start=start,
@@ -149,7 +149,7 @@ def test_the_best_cell_is_split_again_and_again(levels, coarse, share, seed, tie
     pieces = jax.tree.map(np.asarray, choose(jnp.asarray(score), levels, budget))
     for first, level, row in zip(pieces.first, pieces.level, score):
         assert len(first) == budget
-        # All of the picture, once, in Morton order; and cut no further than it may be.
+        # All of the image, once, in Morton order; and cut no further than it may be.
         ends = first + 4**level
         np.testing.assert_array_equal(first, [0, *ends[:-1]])
         assert ends[-1] == patches and level.min() >= 0 and level.max() <= levels
@@ -166,7 +166,7 @@ def test_the_usual_budgets_fit_the_usual_grids(budget, levels):
         connector=ConnectorConfig(relevance=RelevanceConfig(budget=budget, levels=levels)),
     )
     assert num_visual_tokens(model) == budget
-    assert tower_width(model) == MODEL.vision.width + CHANNELS
+    assert encoder_width(model) == MODEL.vision.width + CHANNELS
 
 
 def module_and_input(levels=2, side=8, budget=25, query=True, seed=0):
@@ -230,7 +230,7 @@ def test_all_patches_and_all_scores_learn():
     assert float(jnp.abs(jax.grad(by_score)(score)).min()) > 0
 
 
-def test_scores_are_of_one_picture_and_one_question():
+def test_scores_are_of_one_image_and_one_question():
     made, x, texture, query = module_and_input()
     alone = made.score(x[:1], texture[:1], query[:1])
     others = made.score(x.at[1:].mul(7.0), texture, query.at[1:].add(2.0))
@@ -239,7 +239,7 @@ def test_scores_are_of_one_picture_and_one_question():
     assert np.isfinite(blind).all() and float(jnp.abs(blind - alone).max()) > 1e-3
     nothing = made.score(0 * x, 0 * texture, query)
     np.testing.assert_allclose(nothing, 0, atol=1e-3)
-    with pytest.raises(ValueError, match="takes the question"):
+    with pytest.raises(ValueError, match="needs the question's embedding"):
         made.score(x, texture, None)
 
 
@@ -249,14 +249,14 @@ def test_the_question_is_what_stands_before_the_first_answer():
     found = np.asarray(question(eye, batch, BUDGET)).reshape(ROWS, 2, LENGTH)
     for row in range(ROWS):
         at = 0
-        for number, (before, picture, asked, *rest) in enumerate(turns_of(row)):
+        for number, (before, image, asked, *rest) in enumerate(turns_of(row)):
             expected = np.zeros(LENGTH)
             if batch.image_start[row, number] >= 0:
                 expected[at : at + before] = 1
-                expected[at + before + picture :][:asked] = 1
+                expected[at + before + image :][:asked] = 1
                 expected /= expected.sum()
             np.testing.assert_allclose(found[row, number], expected, atol=1e-6)
-            at += before + picture + asked + sum(rest)
+            at += before + image + asked + sum(rest)
 
 
 def test_no_answer_is_seen_before_it_is_given(one):
@@ -276,7 +276,7 @@ def test_no_answer_is_seen_before_it_is_given(one):
             np.testing.assert_array_equal(changed[row, :at], plain[row, :at])
             np.testing.assert_array_equal(changed[row, end:], plain[row, end:])
             assert np.abs(changed[row, at] - plain[row, at]).max() > 0
-        # But the question changes the picture's tokens.
+        # But the question changes the image's tokens.
         tokens = batch.tokens.copy()
         tokens[row, answers[0] - 1] = (tokens[row, answers[0] - 1] + 1) % VOCAB
         changed = np.asarray(run(batch._replace(tokens=tokens)))
@@ -317,7 +317,7 @@ def test_a_pipeline_gives_one_devices_gradients():
     seen = []
     for mesh, model, parts in (("one", MODEL, 1), ("data2_stage2", on_stages(MODEL), 2)):
         made = build_model(model, make_mesh(MESHES[mesh], devices_of(MESHES[mesh])))
-        tx = make_optimizer(OptimConfig(clip_norm=0.0), lambda step: 1e-2, made.logical)
+        tx = make_optimizer(OptimConfig(max_grad_norm=0.0), lambda step: 1e-2, made.logical)
         step, _, init = assemble(made, NextToken(), tx, parts, ())
         state, metrics = step(init(made.init(0)), to_global(made.mesh, some_batch(), ROWS))
         # Of one step: a tenth of the gradients.
@@ -327,10 +327,10 @@ def test_a_pipeline_gives_one_devices_gradients():
 
 
 def run_steps(mesh, dtype, policy, pages):
-    """Metrics and parameters behind five steps that show two sets of pictures in turn."""
+    """Metrics and parameters after five steps that alternate between two sets of images."""
     model = built(mesh, dtype=dtype)
     own, _ = split_frozen(model.shapes, FROZEN)
-    cache = make_cache(CacheConfig(policy, chunk=1), model, own, 4 * ROWS, (SIDE**2,))
+    cache = make_cache(CacheConfig(policy, encode_batch=1), model, own, 4 * ROWS, (SIDE**2,))
     tx = make_optimizer(OptimConfig(), lambda step: 1e-2, model.logical)
     step, _, init = assemble(model, NextToken(), tx, 1, FROZEN, cache)
     state, seen = init(model.init(0)), []
@@ -359,28 +359,28 @@ def run_steps(mesh, dtype, policy, pages):
     ],
 )
 def test_kept_tokens_change_no_bit(mesh, dtype):
-    """They are kept before the choice, with their texture: other questions find the same pages."""
+    """Tokens are cached before pooling, with their texture: other questions hit the same pages."""
     off, on = (run_steps(mesh, dtype, *of) for of in (("off", False), ("strict", True)))
     assert on[0].cache.pages.shape[-1] == MODEL.vision.width + CHANNELS
     for path, x in off[0].params.items():
         assert x.tobytes() == on[0].params[path].tobytes(), path
     assert [x["loss"].tobytes() for x in off[1]] == [x["loss"].tobytes() for x in on[1]]
-    assert [float(x["cache/found"]) for x in on[1]] == [0, 0, 1, 1, 1]
+    assert [float(x["cache/hit_rate"]) for x in on[1]] == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"budget": 11}, "budget=11: .* 10 would do|12 would do|13 would do"),
+        ({"budget": 11}, "budget=11 is not .* 10 would do"),
         ({"budget": 100}, "at most 64; 64 would do"),
-        ({"levels": 4}, "cells of 16 x 16 do not fill a picture of 8 x 8"),
-        ({"levels": 0}, "levels=0: at least 1"),
-        ({"width": 0}, "width=0: at least 1"),
+        ({"levels": 4}, "cells of 16 x 16 do not fill an image of 8 x 8"),
+        ({"levels": 0}, "levels=0 must be at least 1"),
+        ({"width": 0}, "width=0 must be at least 1"),
         ({"budget": 0}, "levels=3 is not read without a budget"),
         ({"connector.merge": 2}, "leave config.model.connector.merge at its default"),
         ({"connector.newline": True}, "leave config.model.connector.newline at its default"),
         ({"vision.class_token": True, "vision.keep_class_token": True}, "keep_class_token"),
-        ({"vision.packed": True, "vision.block": 1}, "leave config.model.vision.packed"),
+        ({"vision.packed": True, "vision.merge_block": 1}, "leave config.model.vision.packed"),
     ],
 )
 def test_refused(changes, words):
@@ -395,25 +395,28 @@ def test_refused(changes, words):
 
 
 @pytest.mark.long
-def test_relevance_above_a_trunk():
-    """Whose features have a texture beside them, and a class token that has none."""
+def test_relevance_above_frozen_blocks():
+    """Features have texture channels, and a class token without them."""
     vision = dataclasses.replace(MODEL.vision, depth=3, class_token=True)
     mesh, batch = make_mesh(MeshConfig(1), jax.devices()[:1]), some_batch()
     whole, cut = (
         build_model(
-            dataclasses.replace(MODEL, vision=dataclasses.replace(vision, trunk=trunk)), mesh
+            dataclasses.replace(MODEL, vision=dataclasses.replace(vision, frozen_blocks=frozen)),
+            mesh,
         )
-        for trunk in (0, 2)
+        for frozen in (0, 2)
     )
     params = whole.init(0)
     below = recut(params, 2)
     expected = jax.jit(whole.apply)(params, batch).hidden
     found = jax.jit(cut.apply)(below, batch).hidden
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    tower = tower_part(cut, mesh, cut.strategies["vision"])
+    tower = vision_encoder_part(cut, mesh, cut.strategies["vision"])
     own = {path: x for path, x in below.items() if path.startswith("vision/")}
     features = jax.jit(lambda p, batch: tower.module(p)(batch))(own, batch)
-    assert features.shape[-2:] == (tower_tokens(cut.config), tower_width(cut.config))
+    assert features.shape[-2:] == (encoder_tokens(cut.config), encoder_width(cut.config))
     rest = {path: x for path, x in below.items() if path not in own}
-    fed = jax.jit(rest_of(cut).apply)(rest, batch._replace(pixels=None, features=features)).hidden
+    fed = jax.jit(without_vision_encoder(cut).apply)(
+        rest, batch._replace(pixels=None, features=features)
+    ).hidden
     np.testing.assert_allclose(fed, expected, rtol=1e-4, atol=1e-5)

@@ -83,7 +83,7 @@ def test_sincos_rows_are_distinct_and_bounded():
         ({"window": 32}, "without packed"),
         ({"rope_theta": 1e4}, "without packed"),
         ({"packed": True, "stem": "conv"}, "takes stem='linear'"),
-        ({"packed": True, "block": 2, "window": 48}, "patch_size x block = 32"),
+        ({"packed": True, "merge_block": 2, "window": 48}, "patch_size x merge_block = 32"),
         ({"packed": True, "rope_theta": 1e4, "width": 24}, "heads of 4n dims, not 6"),
         ({"packed": True, "frames": 2}, "patch_layout='cthw'"),
         ({"packed": True, "window": 32, "full_layers": (2,)}, "not all in 0..1"),

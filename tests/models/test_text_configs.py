@@ -8,9 +8,9 @@ from text_cases import MIXED, TOWERS
 from text_towers import family_class, hf_config
 
 from jaxvlm.config import ConfigError, DecoderConfig, RopeScaling
+from jaxvlm.hf.families import text_decoders
+from jaxvlm.hf.families.llama import IGNORED
 from jaxvlm.models.decoder import check
-from jaxvlm.models.families import text
-from jaxvlm.models.families.llama import IGNORED
 
 REFUSED = [
     ("llama: biases, llama3, tied", "hidden_act", "mish"),
@@ -52,12 +52,12 @@ def test_what_it_cannot_do_is_named(name, field, value):
     if field == "rope_scaling":
         del group["rope_parameters"]
     with pytest.raises(ConfigError, match=field if name[:5] != "qwen2" else "layer_types|" + field):
-        text.decoder_from_hf(group, "config.json: ")
+        text_decoders.decoder_from_hf(group, "config.json: ")
 
 
 def test_an_unknown_tower_is_named():
     with pytest.raises(ConfigError, match="model_type='mamba'; known: llama"):
-        text.decoder_from_hf({"model_type": "mamba"}, "config.json: ")
+        text_decoders.decoder_from_hf({"model_type": "mamba"}, "config.json: ")
 
 
 # As the hub has them: the spelling before transformers 5, and fields left to their defaults.
@@ -224,7 +224,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read(name):
     group, expected = PUBLISHED[name]
-    config = text.decoder_from_hf(group, "config.json: ")
+    config = text_decoders.decoder_from_hf(group, "config.json: ")
     check(config)
     assert {field: getattr(config, field) for field in expected} == expected
     # What transformers makes of the file, in the new spelling, says the same.
@@ -238,7 +238,7 @@ def test_published_configs_are_read(name):
     given = copy.deepcopy({k: v for k, v in group.items() if k != "model_type"})
     again = family_class(kind, "Config")(**given).to_dict()
     again.setdefault("tie_word_embeddings", config.tied_embeddings)
-    assert text.decoder_from_hf(again, "config.json: ") == config
+    assert text_decoders.decoder_from_hf(again, "config.json: ") == config
 
 
 # Fields that say nothing where another one rules, in torch as here.
@@ -251,7 +251,7 @@ MOOT |= {"router_aux_loss_coef"}  # output_router_logits is off
 def test_no_field_is_overlooked(name):
     """Any field with another value makes another decoder, or is refused by name."""
     group = hf_config(*TOWERS[name]).to_dict()
-    config = text.decoder_from_hf(group, "config.json: ")
+    config = text_decoders.decoder_from_hf(group, "config.json: ")
     other = {bool: lambda v: not v, int: lambda v: 2 * v, float: lambda v: v / 2 + 0.5}
     seen = 0
     for field, value in group.items():
@@ -261,7 +261,7 @@ def test_no_field_is_overlooked(name):
             continue
         seen += 1
         try:
-            changed = text.decoder_from_hf(group | {field: other[type(value)](value)}, "")
+            changed = text_decoders.decoder_from_hf(group | {field: other[type(value)](value)}, "")
         except ConfigError as error:
             assert field in str(error)
         else:

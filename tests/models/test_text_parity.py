@@ -28,8 +28,8 @@ from text_towers import (
     torch_inputs,
 )
 
-from jaxvlm.models.families import llama
-from jaxvlm.models.families.names import NameMap
+from jaxvlm.hf.families import llama
+from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.nn.param import merge
 from jaxvlm.types import Batch
 
@@ -93,7 +93,7 @@ def test_packed_questions_see_through_a_window_what_separate_rows_see(name):
     whole = np.concatenate(pieces)[None]
     segment = np.repeat(np.arange(1, 5, dtype=np.int32), sizes)[None]
     places = [np.arange(n, dtype=np.int32) + (head if i else 0) for i, n in enumerate(sizes)]
-    # The parent's tokens see both ways, as a picture's may.
+    # The parent's tokens see both ways, as an image's may.
     group = (segment == 1).astype(np.int32)
     packed = Batch(
         whole,

@@ -1,4 +1,4 @@
-"""A patch's texture, against slow and independent ways to say it."""
+"""Texture of patches, against slow and independent implementations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KNOWN = {  # sRGB -> CIELAB under D65, as published tables have it
 }
 
 
-def some_pictures(count=3, height=24, width=24, seed=0):
+def some_images(count=3, height=24, width=24, seed=0):
     """Smooth colours with noise and edges."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (count, height // 4, width // 4, 3))
@@ -42,10 +42,10 @@ def test_dark_colours_take_the_straight_piece():
     np.testing.assert_allclose(made[0], 24389 / 27 * (2 / 255 / 12.92), rtol=1e-3)
 
 
-def slow(picture, p):
+def slow(image, p):
     """[P, 13] before it is standardised, in loops."""
-    height, width, _ = picture.shape
-    colour = np.asarray(lab(jnp.asarray(picture, jnp.float32) / 255), np.float64) / 100
+    height, width, _ = image.shape
+    colour = np.asarray(lab(jnp.asarray(image, jnp.float32) / 255), np.float64) / 100
     light = colour[..., 0]
 
     def at(y, x):
@@ -74,7 +74,7 @@ def slow(picture, p):
         edge = [gx[part].mean(), gy[part].mean(), np.sqrt(gx[part] ** 2 + gy[part] ** 2).mean()]
         out.append(
             [
-                *(picture[part].reshape(-1, 3).mean(0) / 255),
+                *(image[part].reshape(-1, 3).mean(0) / 255),
                 *means[r, c][1:],
                 *edge,
                 *(y, x, math.hypot(y, x)),
@@ -87,21 +87,21 @@ def slow(picture, p):
 
 @pytest.mark.parametrize("shape, patch", [((24, 24), 4), ((18, 27), 5)])
 def test_channels_are_what_loops_make(shape, patch):
-    pictures = some_pictures(2, 24, 28)[:, : shape[0], : shape[1]]
-    made = np.asarray(texture(jnp.asarray(pictures), patch))
+    images = some_images(2, 24, 28)[:, : shape[0], : shape[1]]
+    made = np.asarray(texture(jnp.asarray(images), patch))
     assert made.shape == (2, (shape[0] // patch) * (shape[1] // patch), CHANNELS)
     assert CHANNELS == len(NAMES) == 13
-    for picture, got in zip(pictures, made):
-        expected = slow(picture, patch)
+    for image, got in zip(images, made):
+        expected = slow(image, patch)
         expected = expected - expected.mean(0)
         expected /= np.sqrt((expected**2).mean(0) + textures._EPS)
         np.testing.assert_allclose(got, expected, atol=2e-3)
 
 
-def test_a_picture_has_its_own_texture_whoever_is_beside_it():
-    pictures = some_pictures(4)
-    together = np.asarray(texture(jnp.asarray(pictures), 4))
-    other = np.concatenate([pictures[:1], some_pictures(3, seed=9)])
+def test_a_image_has_its_own_texture_whoever_is_beside_it():
+    images = some_images(4)
+    together = np.asarray(texture(jnp.asarray(images), 4))
+    other = np.concatenate([images[:1], some_images(3, seed=9)])
     beside_others = np.asarray(texture(jnp.asarray(other), 4))
     np.testing.assert_array_equal(together[0], beside_others[0])
     np.testing.assert_allclose(together.mean(1), 0, atol=1e-5)
@@ -110,14 +110,14 @@ def test_a_picture_has_its_own_texture_whoever_is_beside_it():
 
 def test_no_channel_is_a_copy_of_others():
     """Of none is more than nine tenths a linear function of the twelve others."""
-    x = np.asarray(texture(jnp.asarray(some_pictures(64, seed=1)), 4), np.float64).reshape(-1, 13)
+    x = np.asarray(texture(jnp.asarray(some_images(64, seed=1)), 4), np.float64).reshape(-1, 13)
     for i, name in enumerate(NAMES):
         others = np.delete(x, i, axis=1)
         rest = x[:, i] - others @ np.linalg.lstsq(others, x[:, i], rcond=None)[0]
         assert (rest**2).mean() > 0.1 * (x[:, i] ** 2).mean() or name in NAMES[:5], name
 
 
-def test_a_blank_picture_has_no_texture_but_its_places():
+def test_a_blank_image_has_no_texture_but_its_places():
     made = np.asarray(texture(jnp.full((1, 16, 16, 3), 77, jnp.uint8), 4))
     assert np.isfinite(made).all()
     places = [NAMES.index(name) for name in ("y", "x", "eccentricity")]

@@ -1,12 +1,12 @@
-"""What Hugging Face's vision configs say is read or refused."""
+"""Every field of Hugging Face's vision configs is read or refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxvlm.config import ConfigError, VisionConfig
-from jaxvlm.models.families import clip, connectors, internvit, qwen_vision, siglip
-from jaxvlm.models.families.fields import METADATA, Features, rope_base, square
+from jaxvlm.hf.families import clip, connectors, internvit, qwen_vision, siglip
+from jaxvlm.hf.families.config_reader import METADATA, FeatureLayers, rope_base, square
 
 transformers = pytest.importorskip("transformers", reason="the oracle")
 
@@ -17,19 +17,19 @@ def configs():
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
-    def simple(tower, take=Features()):  # noqa: B008  # a constant
+    def simple(tower, take=FeatureLayers()):  # noqa: B008  # a constant
         return lambda group: tower.vision_from_hf(group, take, "vision_config.")
 
     def of(family):
         return lambda group: qwen_vision.towers_from_hf(group, family, 3584, "vision_config.")
 
     return {
-        "clip": (transformers.CLIPVisionConfig(), simple(clip, Features(-2))),
+        "clip": (transformers.CLIPVisionConfig(), simple(clip, FeatureLayers(-2))),
         "siglip": (transformers.SiglipVisionConfig(), simple(siglip)),
         "siglip2": (transformers.Siglip2VisionConfig(), simple(siglip)),
         "idefics3": (transformers.Idefics3Config().vision_config, simple(siglip)),
         "smolvlm": (transformers.SmolVLMVisionConfig(), simple(siglip)),
-        "internvl": (transformers.InternVLVisionConfig(), simple(internvit, Features(-1))),
+        "internvl": (transformers.InternVLVisionConfig(), simple(internvit, FeatureLayers(-1))),
         "qwen2_vl": (Qwen2VLVisionConfig(), of("qwen2_vl")),
         "qwen2_5_vl": (Qwen2_5_VLVisionConfig(), of("qwen2_5_vl")),
         "qwen3_vl": (Qwen3VLVisionConfig(), of("qwen3_vl")),
@@ -72,8 +72,8 @@ def test_no_field_is_overlooked(name):
     [
         (lambda: connectors.shuffled_mlp(1 / 3, "gelu"), "downsample_ratio"),
         (lambda: connectors.pooled_linear(VisionConfig(), 7), "mm_tokens_per_image=7"),
-        (lambda: Features([-1, 9]).layers(3), "vision_feature_layer"),
-        (lambda: Features("last").layers(3), "vision_feature_layer"),
+        (lambda: FeatureLayers([-1, 9]).layers(3), "vision_feature_layer"),
+        (lambda: FeatureLayers("last").layers(3), "vision_feature_layer"),
         (lambda: square([2, 3], "image_size"), "image_size"),
         (lambda: rope_base({"rope_type": "linear"}, "rope_parameters"), "rope_parameters"),
     ],
@@ -94,7 +94,7 @@ def test_published_towers_are_read():
     )
     assert (vision.window, vision.full_layers, connector.hidden) == (112, (7, 15, 23, 31), 5120)
     group = {"image_size": 364, "patch_size": 14, "model_type": "idefics3", "hidden_size": 1152}
-    tower = siglip.vision_from_hf(group, Features(), "vision_config.")
+    tower = siglip.vision_from_hf(group, FeatureLayers(), "vision_config.")
     assert (tower.image_size, tower.num_heads) == (364, 16)
     # The tower of a decoder with experts is the same.
     moe = transformers.Qwen3VLMoeConfig().vision_config

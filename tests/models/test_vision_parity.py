@@ -10,17 +10,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
 
-from towers import Case, compare, packed, shaken  # noqa: E402  # after the oracle is known to be there
+from towers import Case, compare, packed, shaken  # noqa: E402  # once the oracle is known to be there
 
-from jaxvlm.models.families import (  # noqa: E402
-    clip,
-    connectors,
-    internvit,
-    qwen_vision,
-    siglip,
-)
-from jaxvlm.models.families.fields import Features  # noqa: E402
-from jaxvlm.models.families.names import NameMap  # noqa: E402
+from jaxvlm.hf.families import clip, connectors, internvit, qwen_vision, siglip  # noqa: E402
+from jaxvlm.hf.families.config_reader import FeatureLayers  # noqa: E402
+from jaxvlm.hf.families.name_map import NameMap  # noqa: E402
 
 WIDTH = 20
 TEXT = {
@@ -33,7 +27,7 @@ TEXT = {
     "vocab_size": 32,
 }
 ROWS = [[(1, 4, 6), (1, 2, 8), (3, 4, 4)], [(1, 6, 4), (2, 2, 6)]]
-"""Grids of the pictures in each row; the third is a video of three frames."""
+"""Grids of the images in each row; the third is a video of three frames."""
 LENGTH = 112
 """Patches of a row, padding and all."""
 
@@ -58,7 +52,7 @@ _ALIASES = (("^model\\.", ""),)
 
 
 def towered(model, vision, connector, connector_entries, tower=siglip, model_name="vision_tower."):
-    """The case of a VLM of transformers with pictures of one size."""
+    """The case of a VLM of transformers with images of one size."""
     entries = (*tower.entries(model_name, vision), *connector_entries)
     x = pixels(vision.image_size)
 
@@ -93,7 +87,7 @@ def paligemma():
         text_config=transformers.GemmaConfig(**TEXT),
         projection_dim=WIDTH,
     )
-    vision = siglip.vision_from_hf(hf(config.vision_config), Features(), "vision_config.")
+    vision = siglip.vision_from_hf(hf(config.vision_config), FeatureLayers(), "vision_config.")
     entries = connectors.linear_entries("")
     model = transformers.PaliGemmaModel(config)
     return towered(model, vision, connectors.linear(), entries)
@@ -105,7 +99,7 @@ def gemma3():
         text_config=transformers.Gemma3TextConfig(**TEXT),
         mm_tokens_per_image=9,
     )
-    vision = siglip.vision_from_hf(hf(config.vision_config), Features(), "vision_config.")
+    vision = siglip.vision_from_hf(hf(config.vision_config), FeatureLayers(), "vision_config.")
     config.vision_config.image_size = 24  # their projector takes no list
     connector = connectors.pooled_linear(vision, config.mm_tokens_per_image)
     model = transformers.Gemma3Model(config)
@@ -121,7 +115,7 @@ def llava(vision_config, tower, layer, strategy, bias):
         multimodal_projector_bias=bias,
         projector_hidden_act="gelu_pytorch_tanh",
     )
-    take = Features(layer, strategy == "full")
+    take = FeatureLayers(layer, strategy == "full")
     vision = tower.vision_from_hf(hf(config.vision_config), take, "vision_config.")
     connector = connectors.mlp("gelu_tanh", bias)
     model = transformers.LlavaModel(config)
@@ -146,7 +140,7 @@ def idefics3(config, model, **fields):
     config = config(
         vision_config=base | fields, text_config={"model_type": "llama", **TEXT}, scale_factor=3
     )
-    vision = siglip.vision_from_hf(hf(config.vision_config), Features(), "vision_config.")
+    vision = siglip.vision_from_hf(hf(config.vision_config), FeatureLayers(), "vision_config.")
     connector = connectors.shuffled_linear(config.scale_factor)
     entries = connectors.shuffled_linear_entries("")
     case = towered(model(config), vision, connector, entries, model_name="vision_model.")
@@ -172,7 +166,9 @@ def internvl(layer, ratio, **fields):
         downsample_ratio=ratio,
         projector_hidden_act="relu",
     )
-    vision = internvit.vision_from_hf(hf(config.vision_config), Features(layer), "vision_config.")
+    vision = internvit.vision_from_hf(
+        hf(config.vision_config), FeatureLayers(layer), "vision_config."
+    )
     connector = connectors.shuffled_mlp(ratio, "relu")
     entries = connectors.mlp_entries("", connector)
     return towered(transformers.InternVLModel(config), vision, connector, entries, internvit)
@@ -183,8 +179,8 @@ def qwen(family, config, model):
     vision, connector = qwen_vision.towers_from_hf(hf(config), family, WIDTH, "vision_config.")
     grids = [[(t, h // 2 * merge, w // 2 * merge) for t, h, w in row] for row in ROWS]
     x, grid, flat, thw = packed(grids, LENGTH * merge**2 // 4, 3 * vision.frames * 4 * 4)
-    entries = qwen_vision.entries(family, "", vision, connector.levels)
-    depths = {"vision": vision.depth, "connector": connector.levels}
+    entries = qwen_vision.entries(family, "", vision, connector.deepstack_levels)
+    depths = {"vision": vision.depth, "connector": connector.deepstack_levels}
     weights = NameMap(entries, qwen_vision.dims(vision, WIDTH), depths)
 
     def run(model):
@@ -229,17 +225,17 @@ def qwen3(**fields):
 
 
 def siglip2(grids, **fields):
-    """One picture a row for torch; ours holds several."""
+    """One image a row for torch; ours holds several."""
     base = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
     base |= {"num_attention_heads": 3, "patch_size": 4, "vision_use_head": False}
     config = transformers.Siglip2VisionConfig(**base | fields)
-    vision = siglip.vision_from_hf(hf(config), Features(), "vision_config.")
+    vision = siglip.vision_from_hf(hf(config), FeatureLayers(), "vision_config.")
     x, grid, flat, thw = packed(grids, LENGTH, 3 * 4 * 4)
     count = thw.prod(-1).tolist()
     alone = torch.zeros(len(count), max(count), flat.shape[1])
     mask = torch.zeros(alone.shape[:2], dtype=torch.long)
-    for row, seen, picture in zip(alone, mask, flat.split(count), strict=True):
-        row[: len(picture)], seen[: len(picture)] = picture, 1
+    for row, seen, image in zip(alone, mask, flat.split(count), strict=True):
+        row[: len(image)], seen[: len(image)] = image, 1
 
     def run(model):
         out = model(alone, mask, thw[:, 1:])
@@ -253,7 +249,7 @@ def siglip2(grids, **fields):
 
 
 def pooled(vision_config, model, tower):
-    vision = tower.vision_from_hf(hf(vision_config), Features(), "vision_config.")
+    vision = tower.vision_from_hf(hf(vision_config), FeatureLayers(), "vision_config.")
     vision = dataclasses.replace(vision, pool="class") if tower is clip else vision
     x, weights = pixels(vision.image_size), names(vision, tower.entries("", vision))
 

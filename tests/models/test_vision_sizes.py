@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxvlm.config import MeshConfig
-from jaxvlm.models.families import clip, internvit, qwen_vision, siglip
-from jaxvlm.models.families.fields import Features
+from jaxvlm.hf.families import clip, internvit, qwen_vision, siglip
+from jaxvlm.hf.families.config_reader import FeatureLayers
 from jaxvlm.nn.param import Init, split
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
@@ -94,9 +94,9 @@ def ours(group):
         width = group.get("out_hidden_size", group["hidden_size"])
         return (*qwen_vision.towers_from_hf(group, kind, width, ""), width)
     if kind == "internvl":
-        return internvit.vision_from_hf(group, Features(-1), ""), None, 0
+        return internvit.vision_from_hf(group, FeatureLayers(-1), ""), None, 0
     tower = clip if kind.startswith("clip") else siglip
-    return tower.vision_from_hf(group, Features(), ""), None, 0
+    return tower.vision_from_hf(group, FeatureLayers(), ""), None, 0
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

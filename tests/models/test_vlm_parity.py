@@ -14,13 +14,13 @@ from greedy import assert_same_choices, assert_same_words, forced, our_greedy, t
 from text_cases import VOCAB
 from text_cases import drawn as drawn_text
 
-from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig
-from jaxvlm.data import spans
+from jaxvlm.data import image_placeholders
+from jaxvlm.hf.families import FAMILIES
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.models.families import FAMILIES
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import build_model
 from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch
 
@@ -51,7 +51,7 @@ TEXT = {
     "head_dim": 8,
     "initializer_range": 0.2,
 }
-# Gemma 3's window is shorter than a row, so that pictures are seen across its border.
+# Gemma 3's window is shorter than a row, so that images are seen across its border.
 GEMMA3 = TEXT | {
     "model_type": "gemma3_text",
     "sliding_window": 6,
@@ -134,7 +134,7 @@ CASES = {
             "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32], [48, 16], [16, 48]],
         },
     ),
-    # A bound so low that most pictures' features are resampled.
+    # A bound so low that most images' features are resampled.
     "llava-onevision": (
         "LlavaOnevision",
         {
@@ -178,7 +178,7 @@ def oracle(name):
 
 
 def split(text):
-    """Ids of a text: the picture's token, and one for all between two of them."""
+    """Ids of a text: the image's token, and one for all between two of them."""
     return [IMAGE if part == "<image>" else 7 for part in re.split("(<image>)", text) if part]
 
 
@@ -198,16 +198,16 @@ def span_of(name, config):
 
 
 def make_batch(name, rows, side="right", seed=0):
-    """Rows are lists of text lengths and of pictures' sizes; a row's last third is trained."""
+    """Rows are lists of text lengths and of images' sizes; a row's last third is trained."""
     config = oracle(name)[1].config
     rng = np.random.default_rng(seed)
     of = span_of(name, config)
     found = [[of(*part) for part in row if isinstance(part, tuple)] for row in rows]
-    taps = spans.most_taps(span for row in found for span in row)
+    taps = image_placeholders.max_taps(span for row in found for span in row)
     laid = []
     for row, own in zip(rows, found, strict=True):
         ids = [[IMAGE] if isinstance(n, tuple) else rng.integers(3, 90, n) for n in row]
-        laid.append(spans.expand(np.concatenate(ids), IMAGE, own, taps))
+        laid.append(image_placeholders.expand(np.concatenate(ids), IMAGE, own, taps))
     B, size, most = len(rows), config.vision.image_size, max(len(row.starts) for row in laid)
     T = LENGTH if most <= 2 else -(-max(len(row.ids) for row in laid) // LENGTH) * LENGTH
     tokens, segment = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
@@ -251,7 +251,7 @@ def torch_inputs(batch, name, rows, prompt=False):
     pixels = batch.pixels.astype(np.float32) / 255
     pixels = (pixels - np.float32(config.vision.pixel_mean)) / np.float32(config.vision.pixel_std)
     pixels = np.moveaxis(pixels, -1, 2)
-    if kind in ("Idefics3", "SmolVLM"):  # zeros are no pictures to them
+    if kind in ("Idefics3", "SmolVLM"):  # zeros are no images to them
         given = torch.from_numpy(np.where(used[..., None, None, None], pixels, 0).copy())
     else:
         given = torch.from_numpy(pixels[used].copy())
@@ -274,13 +274,13 @@ def torch_inputs(batch, name, rows, prompt=False):
 
 ONE = (16, 16)
 ROWS = {
-    "one picture": ([[ONE, 5], [3, ONE, 9]], "right"),
-    "several pictures, a row of text, padding left": ([[1, ONE, 9], [12]], "left"),
+    "one image": ([[ONE, 5], [3, ONE, 9]], "right"),
+    "several images, a row of text, padding left": ([[1, ONE, 9], [12]], "left"),
 }
 TWO = ([[2, ONE, 3, ONE, 6], [1, ONE, 4]], "left")
 ANYRES = {
-    "one picture": ([[(32, 14), 5], [3, (9, 50), 9]], "right"),
-    "several pictures, a row of text, padding left": (
+    "one image": ([[(32, 14), 5], [3, (9, 50), 9]], "right"),
+    "several images, a row of text, padding left": (
         [[1, (60, 55), 2, (300, 20), 12], [12], [(31, 40), 4]],
         "left",
     ),
@@ -290,9 +290,9 @@ ANYRES = {
 def rows_of(name, rows):
     if "image_grid_pinpoints" in CASES[name][1]:
         return ANYRES[rows]
-    # A picture of 16 tokens leaves no room for a second one.
+    # An image of 16 tokens leaves no room for a second one.
     few = num_visual_tokens(oracle(name)[1].config) <= 4
-    return TWO if rows != "one picture" and few else ROWS[rows]
+    return TWO if rows != "one image" and few else ROWS[rows]
 
 
 @functools.cache
@@ -310,7 +310,7 @@ def loss_and_grad(name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_logits_loss_and_gradients_are_torchs(name, rows, shows):
-    several = [] if rows == "one picture" else ["several pictures"]
+    several = [] if rows == "one image" else ["several images"]
     shows(oracle(name)[0].config.model_type, "import", "train", *several)
     assert_torch_agrees(name, rows)
 

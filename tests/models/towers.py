@@ -1,4 +1,4 @@
-"""Vision towers and connectors of transformers' torch models, and ours with their weights."""
+"""Vision encoders and connectors of transformers' torch models, and ours with their weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from builders import worst_gradient
 from flax import nnx
 
 from jaxvlm.config import MeshConfig
+from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.models.connector import Connector
-from jaxvlm.models.families.names import NameMap
 from jaxvlm.models.vit import ViT
 from jaxvlm.nn.param import Init, merge, split
 from jaxvlm.parallel.mesh import make_mesh
@@ -71,7 +71,7 @@ def shaken(model):
 
 
 def packed(grids, length, patch_dim):
-    """Rows of patches with padding behind, their grids, and the same for torch."""
+    """Packed patches with padding at the end, their grids, and the same for torch."""
     rng = np.random.default_rng(2)
     x = rng.normal(size=(len(grids), length, patch_dim)).astype(np.float32)
     grid = np.zeros((len(grids), max(map(len, grids)) + 1, 3), np.int32)
@@ -134,7 +134,7 @@ def real_tokens(case, count):
     """Indices of the tokens that are no padding, in all rows one after another."""
     if case.grid is None:
         return np.arange(count)
-    if case.connector is None and case.vision.pool != "none":  # one a picture
+    if case.connector is None and case.vision.pool != "none":  # one an image
         return np.flatnonzero(case.grid.prod(-1))
     rows = case.x.shape[1] // case.merge**2
     used = case.grid.prod(-1).sum(-1) // case.merge**2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.nn import kernels
+from jaxvlm.nn import attention_backends
 from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
@@ -32,7 +32,7 @@ def arrays(num_kv_heads=K):
 
 
 def segments():
-    """Two packed pieces and padding in row 0; one piece to the end in row 1."""
+    """Two packed segments and padding in sequence 0; one segment to the end in sequence 1."""
     ids = np.ones((B, T), np.int32)
     ids[0, 50:], ids[0, 110:] = 2, 0
     return jnp.asarray(ids)
@@ -59,7 +59,7 @@ def test_kernels_give_xlas_output_and_gradients(backend, case):
     causal, packed, mesh = CASES[case]
     q, k, v, d_out = arrays()
     mask = masks(causal, packed)
-    kernel = functools.partial(kernels.BACKENDS[backend], interpret=True)
+    kernel = functools.partial(attention_backends.BACKENDS[backend], interpret=True)
     real = (segments() > 0)[:, :, None, None] if packed else True
 
     def run(attention, place):
@@ -69,7 +69,7 @@ def test_kernels_give_xlas_output_and_gradients(backend, case):
 
         return jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True))(q, k, v, mask)
 
-    (_, expected), expected_grads = run(kernels.BACKENDS["xla"], axes())
+    (_, expected), expected_grads = run(attention_backends.BACKENDS["xla"], axes())
     (_, got), grads = run(kernel, axes(mesh))
     np.testing.assert_allclose(got, expected, atol=2e-5)
     for name, a, b in zip("qkv", grads, expected_grads, strict=True):
@@ -112,11 +112,13 @@ def test_the_dense_mask_is_its_definition():
     assert Mask().dense() is None
 
 
-@pytest.mark.parametrize("scores", [kernels.Scores(), kernels.Scores(0.3, 2.0)])
+@pytest.mark.parametrize(
+    "scores", [attention_backends.Scores(), attention_backends.Scores(0.3, 2.0)]
+)
 def test_xla_is_a_softmax_over_allowed_keys(scores):
     q, k, v, _ = (np.asarray(x, np.float64) for x in arrays())
     ids = np.asarray(segments())
-    out = kernels.attend(*arrays()[:3], masks(True, True), axes(), "xla", scores)
+    out = attention_backends.attend(*arrays()[:3], masks(True, True), axes(), "xla", scores)
     for b, t, n in [(0, 0, 0), (0, 60, 3), (1, 127, 2), (0, 49, 1)]:
         keys = [s for s in range(t + 1) if ids[b, s] == ids[b, t]]
         score = np.asarray([q[b, t, n] @ k[b, s, n // (N // K)] for s in keys])
@@ -134,7 +136,7 @@ def test_a_backend_that_cannot_serve_says_why():
 
     def refuses(match, backend, q=q, k=k, v=v, mask=mask):
         with pytest.raises(ConfigError, match=match):
-            kernels.attend(q, k, v, mask, axes(), backend)
+            attention_backends.attend(q, k, v, mask, axes(), backend)
 
     for backend in ("splash", "triton"):
         refuses("not their parents", backend, mask=mask._replace(q_parent=segments()))
@@ -144,7 +146,9 @@ def test_a_backend_that_cannot_serve_says_why():
         refuses("no sliding windows", backend, mask=mask._replace(window=4))
     for backend in ("splash", "triton", "cudnn"):
         with pytest.raises(ConfigError, match="no soft cap"):
-            kernels.attend(q, k, v, mask, axes(), backend, kernels.Scores(cap=50.0))
+            attention_backends.attend(
+                q, k, v, mask, axes(), backend, attention_backends.Scores(cap=50.0)
+            )
     refuses("not float32", "cudnn")
     half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     wide = [jnp.tile(x, (1, 1, 1, 3)) for x in half]
@@ -154,9 +158,11 @@ def test_a_backend_that_cannot_serve_says_why():
 def test_auto_passes_over_what_cannot_serve():
     q, k, _, _ = arrays()
     parents = masks(True, True)._replace(q_parent=segments())
-    assert kernels._choose(q, k, masks(True, True), "cpu", "auto") == "xla"
-    assert kernels._choose(q, k, masks(True, True), "tpu", "auto") == "splash"
-    assert kernels._choose(q, k, parents, "tpu", "auto") == "xla"
-    assert kernels._choose(q, k, masks(True, True), "gpu", "auto") == "xla"
+    assert attention_backends._choose(q, k, masks(True, True), "cpu", "auto") == "xla"
+    assert attention_backends._choose(q, k, masks(True, True), "tpu", "auto") == "splash"
+    assert attention_backends._choose(q, k, parents, "tpu", "auto") == "xla"
+    assert attention_backends._choose(q, k, masks(True, True), "gpu", "auto") == "xla"
     half = q.astype(jnp.bfloat16)
-    assert kernels._choose(half, k.astype(jnp.bfloat16), parents, "gpu", "auto") == "cudnn"
+    assert (
+        attention_backends._choose(half, k.astype(jnp.bfloat16), parents, "gpu", "auto") == "cudnn"
+    )

@@ -1,4 +1,4 @@
-"""Masks: how many values they keep, and of what they are a function."""
+"""Dropout masks: the share of values kept, and what masks are a function of."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import ConfigError, MeshConfig
-from jaxvlm.nn import kernels
+from jaxvlm.nn import attention_backends
 from jaxvlm.nn.dropout import check_rate, dropout, fold
 from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.parallel.sharding import batch_sharding
-from jaxvlm.train.noise import seeded
+from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.types import Batch, Pairs
 
 ROWS, RATE = 8, 0.3
@@ -24,7 +24,7 @@ ROWS, RATE = 8, 0.3
 
 def keys(seed=0, step=0, rows=ROWS):
     tokens = jnp.zeros((rows, 4), jnp.int32)
-    return seeded(seed)(jnp.int32(step), Batch(tokens, None, None, None)).noise
+    return seeded(seed)(jnp.int32(step), Batch(tokens, None, None, None)).dropout_keys
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -49,7 +49,7 @@ def test_no_two_rows_steps_seeds_or_places_have_one_mask():
     masks = [*kept(noise), *kept(keys(step=1)), *kept(keys(seed=1))]
     for place in ("attn", "mlp", 0, 1, "decoder/stack/blocks/attn/wq"):
         masks += [*kept(fold(noise, place)), *kept(fold(fold(noise, place), 1))]
-    masks += [*kept(noise, (2 * ROWS, 16, 32))]  # two pictures a row
+    masks += [*kept(noise, (2 * ROWS, 16, 32))]  # two images a row
     assert len({x.tobytes() for x in masks}) == len(masks) == (3 + 10 + 2) * ROWS
     # Independent: two masks agree as often as chance has it.
     pairs = np.stack(masks[::2]) > 0, np.stack(masks[1::2]) > 0
@@ -58,7 +58,7 @@ def test_no_two_rows_steps_seeds_or_places_have_one_mask():
 
 
 def test_a_mask_is_the_rows_own_wherever_it_lies():
-    """Some of the rows, a longer row, or a mesh: no bit differs."""
+    """A part of the batch, a longer sequence, or a mesh: no bit differs."""
     noise = keys()
     mask = kept(noise)
     assert np.array_equal(kept(noise[3:5], (2, 16, 32)), mask[3:5])
@@ -80,23 +80,25 @@ def test_each_side_of_a_pair_has_keys_of_its_own():
     there = jnp.ones((3, 2), bool)
     nothing = Batch(None, None, None, None)
     made = seeded(0)(jnp.int32(5), Pairs(nothing, nothing, there, None, None))
-    assert made.query.noise.shape == (3, 2) and made.document.noise.shape == (3, 2, 2)
-    both = np.concatenate([made.query.noise, made.document.noise.reshape(-1, 2)])
+    assert made.query.dropout_keys.shape == (3, 2) and made.document.dropout_keys.shape == (3, 2, 2)
+    both = np.concatenate([made.query.dropout_keys, made.document.dropout_keys.reshape(-1, 2)])
     assert len({x.tobytes() for x in both}) == 9
-    # More negatives beside it change no key of an example.
+    # More negatives in the batch change no key of an example.
     more = seeded(0)(jnp.int32(5), Pairs(nothing, nothing, jnp.ones((3, 4), bool), None, None))
-    assert np.array_equal(more.query.noise, made.query.noise)
-    assert np.array_equal(more.document.noise[:, :2], made.document.noise)
+    assert np.array_equal(more.query.dropout_keys, made.query.dropout_keys)
+    assert np.array_equal(more.document.dropout_keys[:, :2], made.document.dropout_keys)
 
 
 def test_no_key_or_no_rate_is_no_dropout():
     x = jnp.ones((ROWS, 4))
     assert dropout(x, RATE, None) is x and dropout(x, 0.0, keys()) is x
     assert fold(None, "attn") is None
-    with pytest.raises(ValueError, match="5 rows for"):
+    with pytest.raises(ValueError, match="5 items are not a multiple of 2 keys"):
         dropout(jnp.ones((5, 4)), RATE, keys()[:2])
     for rate in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"here=.*: a share, from 0 \(none\) to below 1"):
+        with pytest.raises(
+            ConfigError, match=r"here=.*: a dropout rate is at least 0 \(off\) and below 1"
+        ):
             check_rate(rate, "here")
 
 
@@ -105,11 +107,11 @@ def test_shares_are_dropped_where_xla_has_them_all():
     axes = Axes(make_mesh(MeshConfig(1), jax.devices()[:1]))
 
     def run(backend="auto", axes=axes):
-        return kernels.attend(*rows, Mask(), axes, backend, drop=lambda share: 2 * share)
+        return attention_backends.attend(*rows, Mask(), axes, backend, drop=lambda share: 2 * share)
 
-    assert np.array_equal(run(), 2 * np.asarray(kernels.attend(*rows, Mask(), axes)))
+    assert np.array_equal(run(), 2 * np.asarray(attention_backends.attend(*rows, Mask(), axes)))
     with pytest.raises(ConfigError, match="attention='splash': it has no dropout; use 'auto'"):
         run("splash")
     mesh = make_mesh(MeshConfig(data=1, context=2), jax.devices()[:2])
-    with pytest.raises(ConfigError, match=r"attention_dropout does not go with .*'ring'"):
+    with pytest.raises(ConfigError, match=r"attention_dropout does not work with .*'ring'"):
         run(axes=Axes(mesh, context="ring"))

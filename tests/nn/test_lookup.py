@@ -1,4 +1,4 @@
-"""Gradients of a table's rows, added up."""
+"""Gradients of an embedding table are summed in float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxvlm.nn.embed import lookup
 
 @pytest.mark.parametrize("repeats", [1, 512, 4096])
 def test_a_token_that_stands_there_often_loses_nothing_in_bfloat16(repeats):
-    """Against a sum in float64 of the same bfloat16 parts."""
+    """Against a float64 sum of the same bfloat16 gradients."""
     rng = np.random.default_rng(0)
     parts = jnp.asarray(rng.normal(0.3, 1.0, (repeats, 16)), jnp.bfloat16)
     tokens = jnp.full(repeats, 5)

@@ -11,10 +11,10 @@ from flax import nnx
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.models.decoder import check
-from jaxvlm.nn.grouped import by_tiles
+from jaxvlm.nn.block_spec import BlockSpec
+from jaxvlm.nn.grouped_matmul import by_tiles
 from jaxvlm.nn.moe import MoE
 from jaxvlm.nn.param import Init, logical_axes, merge, split
-from jaxvlm.nn.spec import BlockSpec
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 

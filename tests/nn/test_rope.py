@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvlm.models.families.positions import read_rotary
+from jaxvlm.hf.families.positions import read_rotary
 from jaxvlm.nn.rope import SCALINGS, rope, rotate, section_rows
 
 H, LENGTH = 16, 64

@@ -1,4 +1,4 @@
-"""Blocks run in parts, one behind the other."""
+"""Blocks run in parts, one after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ DEPTH, LENGTH = 4, 6
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_parts_of_a_stack_are_the_whole_and_a_block_is_traced_once(remat, monkeypatch):
     spec = dataclasses.replace(decoder._spec(TINY.decoder, "xla"), qk_norm=False)
-    axes = Axes(jax.make_mesh((1,) * 6, ("data", "fsdp", "tensor", "context", "expert", "stage")))
+    axes = Axes(
+        jax.make_mesh((1,) * 6, ("data", "fsdp", "tensor", "context", "expert", "pipeline"))
+    )
     stack = Stack(Init(nnx.Rngs(params=0)), axes, spec, DEPTH, remat)
     x = jax.random.normal(jax.random.key(1), (2, LENGTH, spec.width))
     at = jnp.arange(LENGTH)[None]

@@ -15,7 +15,7 @@ SAID = {
         "found in the last step: 1.0",
         "the run that writes: from the store 0% in its first step",
         "the run that reads: from the store 100% in its first step, 100% in its last",
-        "96 pictures, exact",
+        "96 images, exact",
     ),
 }
 

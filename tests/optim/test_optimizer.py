@@ -28,7 +28,7 @@ LOGICAL = {
 def test_adamw_with_clipping_equals_torch():
     torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
     config = OptimConfig(
-        learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5, warmup_steps=0, schedule="constant"
+        learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=0, schedule="constant"
     )
     rng = np.random.default_rng(0)
     w = rng.normal(size=(4, 3)).astype(np.float32)
@@ -58,7 +58,7 @@ def test_what_is_decayed():
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_schedules(kind):
-    config = OptimConfig(learning_rate=2.0, schedule=kind, warmup_steps=10, final_share=0.1)
+    config = OptimConfig(learning_rate=2.0, schedule=kind, warmup_steps=10, min_lr_ratio=0.1)
     schedule = make_schedule(config, 110)
     share = {
         "constant": lambda t: 1.0,

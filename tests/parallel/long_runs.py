@@ -1,4 +1,4 @@
-"""Runs of 300 steps, to see what fewer bits on the wire do to them."""
+"""Runs of 300 steps that show the effect of quantized gradient reduction."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import optax
 from zoo import KINDS, ROWS
 
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
 
 BATCHES = 20
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from jaxvlm.parallel import distributed
-from jaxvlm.parallel.distributed import Place, find_place, first_host
+from jaxvlm.parallel.distributed import processes
+from jaxvlm.parallel.distributed.processes import ProcessPlace, find_place, first_host
 
 PROGRAM = """
 import sys, time
-from jaxvlm.parallel import distributed
+from jaxvlm.parallel.distributed import processes as distributed
 
 assert distributed.initialize()
 import jax
@@ -142,23 +142,23 @@ def test_sigterm_stops_both_at_one_step(started):
 def test_sigterm_in_a_single_process():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        distributed.catch_sigterm()
-        assert not distributed.should_stop(1)
+        processes.catch_sigterm()
+        assert not processes.should_stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert distributed.should_stop(2)
+        assert processes.should_stop(2)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        distributed.catch_sigterm()
-        assert not distributed.should_stop(3)
+        processes.catch_sigterm()
+        assert not processes.should_stop(3)
     finally:
         signal.signal(signal.SIGTERM, before)
-        distributed._asked_to_stop.clear()
+        processes._asked_to_stop.clear()
 
 
 def test_the_environment_says_where():
     assert find_place({}) is None
-    assert not distributed.initialize()
+    assert not processes.initialize()
     given = {"JAXVLM_COORDINATOR": "h:1", "JAXVLM_NUM_PROCESSES": "2", "JAXVLM_PROCESS_ID": "1"}
-    assert find_place(given) == Place("h:1", 2, 1, None)
+    assert find_place(given) == ProcessPlace("h:1", 2, 1, None)
     assert find_place(given | {"JAXVLM_NUM_PROCESSES": "1", "JAXVLM_PROCESS_ID": "0"}) is None
     with pytest.raises(ValueError, match="JAXVLM_PROCESS_ID is not: set all three"):
         find_place({name: given[name] for name in list(given)[:2]})
@@ -177,7 +177,7 @@ def test_slurm_variables():
         "SLURM_LOCALID": "1",
         "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
     }
-    assert find_place(step) == Place("gpu07:61447", 4, 3, None)
+    assert find_place(step) == ProcessPlace("gpu07:61447", 4, 3, None)
     assert find_place(step | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}).local_devices == [1]
     assert find_place({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
 

@@ -1,4 +1,4 @@
-"""Each strategy keeps on a device what its name says: read from compiled programs."""
+"""Memory: each strategy keeps on a device what its name says, read from compiled programs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from zoo import LLAVA, QWEN3, text_and_pictures
+from zoo import LLAVA, QWEN3, text_and_images
 
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import MeshConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.parallel.strategies import resolve
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
 
 WIDE = dataclasses.replace(
     LLAVA,
@@ -45,7 +45,7 @@ def compiled(strategy):
     step, abstract, _ = assemble(model, NextToken(), optax.adamw(1e-3), microbatches=2)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(here)),
-        text_and_pictures(WIDE, 0, True),
+        text_and_images(WIDE, 0, True),
     )
     return model, step.lower(abstract, batch).compile(), batch
 
@@ -60,7 +60,7 @@ def step_of(preset, wanted, kind=WIDE, **fields):
     step, abstract, _ = assemble(model, NextToken(), optax.sgd(1e-3))
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(here)),
-        text_and_pictures(config, 0, True),
+        text_and_images(config, 0, True),
     )
     return step.lower(abstract, batch).compile()
 
@@ -79,7 +79,9 @@ LONG = pytest.mark.long
         pytest.param("ddp", MeshConfig(), {}, marks=LONG),
         pytest.param("fsdp", MeshConfig(), {}, marks=LONG),
         pytest.param("ddp", MeshConfig(2, tensor=4), {}, marks=LONG),
-        pytest.param("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence": True}, marks=LONG),
+        pytest.param(
+            "fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence_parallel": True}, marks=LONG
+        ),
         ("ddp", MeshConfig(2, context=4), {}),
         pytest.param("ddp", MeshConfig(2, context=4), {"context": "ring"}, marks=LONG),
         pytest.param("ddp", MeshConfig(4, context=2), {"context": "ulysses"}, marks=LONG),

@@ -11,27 +11,27 @@ import pytest
 from builders import TINY, assert_gradients_close, devices_of
 from test_pipeline import stepped_from
 from test_strategies import recorded
-from zoo import ROWS, on_stages, text_and_pictures
+from zoo import ROWS, on_stages, text_and_images
 
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
-from jaxvlm.build.runners import runner_of
 from jaxvlm.config import LoraConfig, MeshConfig, StrategyConfig
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.matryoshka import Matryoshka
 from jaxvlm.losses.sigmoid import Sigmoid
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.train.pairs import Chunk
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.runners import runner_of
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.gradcache import Chunk
 from jaxvlm.types import Out
-from tests.train.test_pairs import VECTORS, pairs_of, texts
+from tests.train.test_gradcache import EMBEDDINGS, pairs_of, texts
 
 LORA = LoraConfig(rank=2, targets=("decoder/stack/*",))
-DDP = {"params": (), "gathered": (), "gradients": (), "optimizer": ()}
+DDP = {"params": (), "all_gathered": (), "gradients": (), "optimizer": ()}
 LOSSES = {
-    "info_nce": lambda mesh: InfoNCE(temperature=0.0, chunk=8, mesh=mesh),
-    "sigmoid": lambda mesh: Sigmoid(chunk=8, mesh=mesh),
-    "matryoshka": lambda mesh: Matryoshka(Sigmoid(chunk=8, mesh=mesh), (8, 24), (0.5, 1.0)),
+    "info_nce": lambda mesh: InfoNCE(temperature=0.0, tile_size=8, mesh=mesh),
+    "sigmoid": lambda mesh: Sigmoid(tile_size=8, mesh=mesh),
+    "matryoshka": lambda mesh: Matryoshka(Sigmoid(tile_size=8, mesh=mesh), (8, 24), (0.5, 1.0)),
 }
 SMALL = dataclasses.replace(TINY, decoder=dataclasses.replace(TINY.decoder, depth=4))
 WIDE = dataclasses.replace(SMALL.decoder, width=256, mlp_dim=1024, depth=8)
@@ -45,8 +45,8 @@ FIRST: dict[str, dict] = {}
 
 
 def small_pairs():
-    """A text finds a picture with text."""
-    one, two = (text_and_pictures(SMALL, seed, packed=False) for seed in (2, 3))
+    """A text finds an image with text."""
+    one, two = (text_and_images(SMALL, seed, packed=False) for seed in (2, 3))
     document = jax.tree.map(lambda a, b: np.concatenate([a, b]), one, two)
     return pairs_of(texts(np.random.default_rng(4), ROWS), document)
 
@@ -54,7 +54,9 @@ def small_pairs():
 def stepper(kind, loss, mesh, chunks, strategy=()):
     config, frozen = KINDS[kind]
     here = make_mesh(mesh, devices_of(mesh))
-    model = build_model(on_stages(config), here, StrategyConfig(**dict(strategy)), vectors=VECTORS)
+    model = build_model(
+        on_stages(config), here, StrategyConfig(**dict(strategy)), embeddings=EMBEDDINGS
+    )
     tx = optax.chain(recorded(), optax.sgd(1e-2))
     cut = tuple(Chunk(rows) for rows in chunks)
     step, abstract, init = assemble(model, LOSSES[loss](here), tx, frozen=frozen, chunks=cut)
@@ -84,22 +86,22 @@ def one():
     return of
 
 
-STAGE2 = MeshConfig(1, stage=2)
+STAGE2 = MeshConfig(1, pipeline=2)
 
 
-def test_vectors_and_gradients_go_through_stages():
+def test_embeddings_and_gradients_go_through_stages():
     """Of one side, for any cotangents."""
     found, rng = {}, np.random.default_rng(5)
     document = jax.tree.map(lambda x: x[:, 0], small_pairs().document)
     d_out = Out(
-        hidden=rng.normal(size=(ROWS, VECTORS.dim)).astype(np.float32),
+        hidden=rng.normal(size=(ROWS, EMBEDDINGS.dim)).astype(np.float32),
         scale=np.float32(0.3),
         bias=np.float32(-0.7),
     )
     for mesh, parts in ((MeshConfig(1), 1), (STAGE2, 4)):
         here = make_mesh(mesh, devices_of(mesh))
-        model = build_model(on_stages(SMALL), here, vectors=VECTORS)
-        runner = runner_of(model, parts, vectors=True)
+        model = build_model(on_stages(SMALL), here, embeddings=EMBEDDINGS)
+        runner = runner_of(model, parts, embeddings=True)
 
         def run(params, batch, d, runner=runner):
             return runner.fwd(params, {}, batch), runner.vjp(params, {}, batch, d)
@@ -118,15 +120,15 @@ def test_vectors_and_gradients_go_through_stages():
 @pytest.mark.parametrize(
     "kind, loss, mesh, chunks, strategy",
     [
-        ("full", "info_nce", MeshConfig(2, stage=2), (3, 5), {**DDP, "schedule": "gpipe"}),
+        ("full", "info_nce", MeshConfig(2, pipeline=2), (3, 5), {**DDP, "schedule": "gpipe"}),
         (
             "locked",
             "matryoshka",
-            MeshConfig(1, stage=2, tensor=2),
+            MeshConfig(1, pipeline=2, tensor=2),
             (0, 6),
             {"schedule": "zero_bubble"},
         ),
-        ("lora", "sigmoid", STAGE2, (1, 7), {"schedule": "interleaved", "chunks": 2}),
+        ("lora", "sigmoid", STAGE2, (1, 7), {"schedule": "interleaved", "virtual_stages": 2}),
     ],
 )
 def test_stages_give_one_devices_gradient(kind, loss, mesh, chunks, strategy, one):
@@ -142,14 +144,16 @@ def test_a_stage_holds_its_layers_alone():
     """Gradients, their sums and moments of a quarter of the layers; there alone, no activations."""
     used, rows = {}, small_pairs()
     for stages in (1, 4):
-        step, abstract, _, model = stepper("wide", "sigmoid", MeshConfig(1, stage=stages), (2, 2))
+        step, abstract, _, model = stepper(
+            "wide", "sigmoid", MeshConfig(1, pipeline=stages), (2, 2)
+        )
         batch = to_global(model.mesh, rows, ROWS)
         used[stages] = step.lower(abstract, batch).compile().memory_analysis()
     assert used[4].argument_size_in_bytes < 0.3 * used[1].argument_size_in_bytes
     assert used[4].temp_size_in_bytes < 0.5 * used[1].temp_size_in_bytes
 
     def there(times):
-        runner = runner_of(model, 8 * times, vectors=True)
+        runner = runner_of(model, 8 * times, embeddings=True)
         query = jax.tree.map(lambda x: np.concatenate([x] * times), rows.query)
         made = jax.jit(lambda params, batch: runner.fwd(params, {}, batch).hidden)
         batch = to_global(model.mesh, query, ROWS * times)

@@ -12,12 +12,12 @@ import pytest
 from builders import assert_gradients_close, recorded
 from zoo import KINDS, ROWS, on_stages
 
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
 
 LORA = LoraConfig(rank=2, targets=("decoder/stack/*",))
 
@@ -37,7 +37,7 @@ def rows(batch, count):
 
 
 def temporaries(schedule, parts):
-    mesh = MeshConfig(data=1, stage=4)
+    mesh = MeshConfig(data=1, pipeline=4)
     split = StrategyConfig(schedule=schedule)
     step, abstract, _, here, _ = stepper("llava", mesh, parts, split, devices=4)
     batch = to_global(here, rows(KINDS["llava"].batch(0, True), 4 * parts), 4 * parts)
@@ -56,7 +56,7 @@ def test_memory_is_flat_in_microbatches_with_1f1b_and_grows_with_gpipe():
 
 
 def test_no_matmul_is_done_twice_for_a_smaller_bubble():
-    mesh, counts = MeshConfig(data=1, stage=4), []
+    mesh, counts = MeshConfig(data=1, pipeline=4), []
     for schedule in ("1f1b", "zero_bubble"):
         step, abstract, _, here, _ = stepper(
             "qwen3", mesh, 4, StrategyConfig(schedule=schedule), devices=4
@@ -95,8 +95,8 @@ def branches(text):
 )
 def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
     """Stages count in the branch that works: the share is the lock-step formula's."""
-    mesh = MeshConfig(data=4, stage=2)
-    split = StrategyConfig(schedule=schedule, chunks=chunks)
+    mesh = MeshConfig(data=4, pipeline=2)
+    split = StrategyConfig(schedule=schedule, virtual_stages=chunks)
     step, abstract, init, here, model = stepper("llava", mesh, parts, split)
     batch = to_global(here, rows(KINDS["llava"].batch(0, True), 32), 32)
     program = step.lower(abstract, batch).compile()
@@ -114,12 +114,12 @@ def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_adapters_on_stages(schedule):
     found = {}
-    for name, mesh, parts in (("one", MeshConfig(1), 1), ("many", MeshConfig(4, stage=2), 2)):
+    for name, mesh, parts in (("one", MeshConfig(1), 1), ("many", MeshConfig(4, pipeline=2), 2)):
         step, _, init, here, model = stepper(
             "llava",
             mesh,
             parts,
-            StrategyConfig(schedule=schedule if mesh.stage > 1 else "1f1b"),
+            StrategyConfig(schedule=schedule if mesh.pipeline > 1 else "1f1b"),
             change=lambda config: dataclasses.replace(config, lora=LORA),
             devices=here_devices(mesh),
         )
@@ -134,7 +134,7 @@ def test_adapters_on_stages(schedule):
 
 
 def here_devices(mesh):
-    return 8 if mesh.stage > 1 else 1
+    return 8 if mesh.pipeline > 1 else 1
 
 
 def stepped_from(first, model):
@@ -152,17 +152,22 @@ def stepped_from(first, model):
     [
         (
             "llava",
-            {"stage": 8},
+            {"pipeline": 8},
             {},
-            r"mesh\.stage=8 does not divide the decoder's 4 layers; .* 2, 4",
+            r"mesh\.pipeline=8 does not divide the decoder's 4 layers; .* 2, 4",
         ),
         (
             "llava",
-            {"stage": 4, "data": 2},
-            {"schedule": "interleaved", "chunks": 2},
-            r"stage=4 x config\.strategy\.chunks=2 does not divide .* that do: 2",
+            {"pipeline": 4, "data": 2},
+            {"schedule": "interleaved", "virtual_stages": 2},
+            r"pipeline=4 x config\.strategy\.virtual_stages=2 does not divide .* that do: 2",
         ),
-        ("dual", {"stage": 2, "data": 4}, {}, "cuts a decoder's layers, and this model has none"),
+        (
+            "dual",
+            {"pipeline": 2, "data": 4},
+            {},
+            "splits a decoder's layers, and this model has none",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(kind, mesh, strategy, message):
@@ -175,14 +180,14 @@ def test_what_cannot_be_cut_is_refused(kind, mesh, strategy, message):
 def test_copies_of_weights_are_not_kept(remat):
     config = on_stages(KINDS["llava"].config)
     config = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, remat=remat))
-    with pytest.raises(ConfigError, match=rf"decoder\.remat='{remat}' with config\.mesh\.stage=2"):
-        build_model(config, make_mesh(MeshConfig(data=4, stage=2)))
+    with pytest.raises(ConfigError, match=rf"decoder\.remat='{remat}' with config\.mesh\.pipe"):
+        build_model(config, make_mesh(MeshConfig(data=4, pipeline=2)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_bfloat16_goes_through_stages(schedule):
-    mesh = MeshConfig(data=4, stage=2)
+    mesh = MeshConfig(data=4, pipeline=2)
     step, _, init, here, model = stepper(
         "llava",
         mesh,

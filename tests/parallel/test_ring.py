@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxvlm.config import MeshConfig
-from jaxvlm.nn.kernels import Scores, attend
+from jaxvlm.nn.attention_backends import Scores, attend
 from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
@@ -29,7 +29,7 @@ MASKS = {
     "none": {},
     "causal": CAUSAL,
     "packed with parents": PACKED,
-    "pictures both ways": GROUPED,
+    "images both ways": GROUPED,
     "window": GROUPED | PLACE | {"window": np.int32(5), "far_groups": np.int32(1)},
 }
 

@@ -1,11 +1,11 @@
-"""Tables of pipelines: what they promise, checked by playing them."""
+"""Pipeline schedules: what they promise, checked by simulation."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.schedule import chunk_moves, one_way, rounds, timetable
+from jaxvlm.parallel.pipeline.schedule import chunk_moves, one_way, rounds, timetable
 
 CASES = [
     (name, S, M, V)
@@ -107,7 +107,7 @@ def test_in_flight_is_bounded_by_stages():
 
 
 def test_microbatches_that_stages_do_not_divide():
-    with pytest.raises(ConfigError, match=r"config\.microbatches=6 is no multiple"):
+    with pytest.raises(ConfigError, match=r"config\.microbatches=6 is not a multiple"):
         timetable("interleaved", 4, 6, 2)
 
 

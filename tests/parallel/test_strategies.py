@@ -21,12 +21,12 @@ import shown
 from builders import recorded, worst_gradient
 from zoo import KINDS, ROWS, on_stages
 
-from jaxvlm.build.assemble import assemble
-from jaxvlm.build.model import build_model
 from jaxvlm.config import ConfigError, MeshConfig, StrategyConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import PRESETS, resolve
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
 
 STRATEGIES = {
     **{name: (name, MeshConfig()) for name in PRESETS if name not in ("single", "fsdp")},
@@ -46,29 +46,33 @@ STRATEGIES = {
     ),
     "expert": ("fsdp", MeshConfig(1, fsdp=2, expert=4)),
     "expert x tensor": ("fsdp", MeshConfig(1, fsdp=2, expert=2, tensor=2)),
-    "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence": True}),
+    "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence_parallel": True}),
     "vision whole": ("fsdp", MeshConfig(), {"whole": ("vision",)}),
-    "gpipe": ("ddp", MeshConfig(stage=4), {"schedule": "gpipe"}),
-    "1f1b": ("ddp", MeshConfig(stage=4)),
-    "interleaved": ("ddp", MeshConfig(stage=2), {"schedule": "interleaved", "chunks": 2}),
-    "stage x fsdp x tensor": ("fsdp", MeshConfig(1, fsdp=2, tensor=2, stage=2)),
-    "stage x context": ("ddp", MeshConfig(1, context=2, stage=4), {"context": "ring"}),
+    "gpipe": ("ddp", MeshConfig(pipeline=4), {"schedule": "gpipe"}),
+    "1f1b": ("ddp", MeshConfig(pipeline=4)),
+    "interleaved": (
+        "ddp",
+        MeshConfig(pipeline=2),
+        {"schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "stage x fsdp x tensor": ("fsdp", MeshConfig(1, fsdp=2, tensor=2, pipeline=2)),
+    "stage x context": ("ddp", MeshConfig(1, context=2, pipeline=4), {"context": "ring"}),
     "moments on the host": ("zero1", MeshConfig(), {"offload": ("optimizer",)}),
     "sequence x context": (
         "ddp",
         MeshConfig(2, tensor=2, context=2),
-        {"context": "ulysses", "sequence": True},
+        {"context": "ulysses", "sequence_parallel": True},
     ),
-    "zero bubble": ("ddp", MeshConfig(stage=4), {"schedule": "zero_bubble"}),
+    "zero bubble": ("ddp", MeshConfig(pipeline=4), {"schedule": "zero_bubble"}),
     "zero bubble x fsdp x tensor": (
         "fsdp",
-        MeshConfig(1, fsdp=2, tensor=2, stage=2),
+        MeshConfig(1, fsdp=2, tensor=2, pipeline=2),
         {"schedule": "zero_bubble"},
     ),
     "hpz, vision whole": ("hpz", MeshConfig(data=2), {"whole": ("vision",)}),
     "stage x fsdp, vision whole": (
         "fsdp",
-        MeshConfig(data=2, fsdp=2, stage=2),
+        MeshConfig(data=2, fsdp=2, pipeline=2),
         {"whole": ("vision",)},
     ),
 }
@@ -88,7 +92,7 @@ def trained(kind, strategy, frozen=False, packed=True, parts=1):
     asked = StrategyConfig(preset, **(more[0] if more else {}))
     mesh, split = resolve(asked, wanted, jax.devices())
     here = make_mesh(mesh, jax.devices()[:1] if preset == "single" else jax.devices())
-    config = on_stages(config) if mesh.stage > 1 else config
+    config = on_stages(config) if mesh.pipeline > 1 else config
     model = build_model(config, here, split)
     # A large epsilon: Adam makes rounding of gradients near zero as large as a step.
     tx = optax.chain(recorded(), optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-2))
@@ -139,7 +143,7 @@ FOUND = os.environ.get("JAXVLM_WHOLE_MATRIX", "")
 
 
 def parts_of(kind, strategy, parts):
-    if STRATEGIES[strategy][1].stage > 1:
+    if STRATEGIES[strategy][1].pipeline > 1:
         return 4
     return 1 if kind == "dual" else parts  # its loss is no sum over examples
 
@@ -148,8 +152,8 @@ def refusal(kind, strategy):
     """Why a strategy cannot serve a model."""
     if "expert" in strategy and kind != "moe":
         return r"mesh\.expert=\d: this model has no experts"
-    if STRATEGIES[strategy][1].stage > 1 and kind == "dual":
-        return "cuts a decoder's layers, and this model has"
+    if STRATEGIES[strategy][1].pipeline > 1 and kind == "dual":
+        return "splits a decoder's layers, and this model has"
     return ""
 
 
@@ -194,7 +198,7 @@ def test_names_fill_in_mesh_and_split():
     two = resolve(StrategyConfig("zero2"), MeshConfig(tensor=2), devices)[0]
     assert two == MeshConfig(data=1, fsdp=4, tensor=2)
     assert resolve(StrategyConfig("zero2"), MeshConfig(2, 4), devices)[0] == MeshConfig(2, 4)
-    free = StrategyConfig(params=("data", "fsdp"), gathered=(), optimizer=("data", "fsdp"))
+    free = StrategyConfig(params=("data", "fsdp"), all_gathered=(), optimizer=("data", "fsdp"))
     assert resolve(free, MeshConfig(), devices)[1].params == ("fsdp", "data")
 
 
@@ -203,33 +207,49 @@ def test_names_fill_in_mesh_and_split():
     [
         ({"name": "zero4"}, {}, r"name='zero4'; known: single, ddp, zero1"),
         ({"name": "zero1", "params": ()}, {}, None),
-        ({"name": "zero3", "params": ()}, {}, r"params=\(\) is not zero3, which has \('fsdp',\)"),
-        ({"name": "ddp"}, {"fsdp": 2}, r"mesh\.fsdp=2: .*'ddp' splits nothing over fsdp"),
+        (
+            {"name": "zero3", "params": ()},
+            {},
+            r"params=\(\) contradicts .*'zero3', whose value is \('fsdp',\)",
+        ),
+        ({"name": "ddp"}, {"fsdp": 2}, r"mesh\.fsdp=2: .*'ddp' shards nothing over fsdp"),
         ({"name": "single"}, {"data": 8}, "'single' takes one device"),
-        ({"name": "hybrid_shard"}, {}, r"there is one host, so say how many groups"),
-        ({"name": "zero3"}, {"data": 8}, r"'zero3' is about config\.mesh\.fsdp, which has one"),
-        ({"name": "hpz"}, {"fsdp": 8}, r"'hpz' is about config\.mesh\.data, .* how many groups"),
+        ({"name": "hybrid_shard"}, {}, r"there is one host, so set config\.mesh\.data"),
+        ({"name": "zero3"}, {"data": 8}, r"'zero3' shards over config\.mesh\.fsdp, .* size 1"),
+        ({"name": "hpz"}, {"fsdp": 8}, r"'hpz' shards over config\.mesh\.data, .* so set config"),
         ({"context": "ring"}, {"data": 8, "context": -1}, r"not read with config\.mesh\.context=1"),
         ({"params": ("tensor",)}, {}, "'tensor' is none of fsdp, data"),
         ({"params": ("data", "data")}, {}, "names an axis twice"),
-        ({"params": (), "gathered": ("fsdp",)}, {}, r"gathered=.* is split over 'fsdp'"),
+        ({"params": (), "all_gathered": ("fsdp",)}, {}, r"all_gathered=.* is split over 'fsdp'"),
         (
             {"optimizer": ()},
             {},
             r"params=.* is split over 'fsdp', which config\.strategy\.optimizer",
         ),
-        ({"name": "zero3", "gather_bits": 8}, {}, r"is of the gather at a step's begin"),
-        ({"name": "fsdp_no_reshard", "gather_bits": 4}, {}, "gather_bits=4; known: 8, 32"),
-        ({"sequence": True}, {}, r"is not read with config\.mesh\.tensor=1"),
+        (
+            {"name": "zero3", "param_gather_dtype": "int8"},
+            {},
+            r"applies to the all-gather at the beg",
+        ),
+        (
+            {"name": "fsdp_no_reshard", "param_gather_dtype": "int4"},
+            {},
+            "param_gather_dtype='int4'; kn",
+        ),
+        ({"sequence_parallel": True}, {}, r"is not read with config\.mesh\.tensor=1"),
         ({"offload": ("activations",)}, {}, r"names 'activations'; known: 'optimizer'. .*remat="),
         (
             {"schedule": "2f2b"},
-            {"stage": 2},
+            {"pipeline": 2},
             "schedule='2f2b'; known: 1f1b, interleaved, gpipe",
         ),
-        ({"schedule": "gpipe"}, {}, r"is not read with config\.mesh\.stage=1"),
-        ({"chunks": 2}, {"stage": 2}, "chunks=2 with schedule='1f1b': 'interleaved' takes 2 or"),
-        ({"schedule": "interleaved"}, {"stage": 2}, "chunks=1 with schedule='interleaved'"),
+        ({"schedule": "gpipe"}, {}, r"is not read with config\.mesh\.pipeline=1"),
+        (
+            {"virtual_stages": 2},
+            {"pipeline": 2},
+            "virtual_stages=2 with schedule='1f1b': 'interleaved' takes 2 or",
+        ),
+        ({"schedule": "interleaved"}, {"pipeline": 2}, "virtual_stages=1 with schedule='inter"),
         ({"context": "rings"}, {"context": 2}, "known: gather, ring, ulysses"),
         ({"context": "ring"}, {}, r"is not read with config\.mesh\.context=1"),
     ],

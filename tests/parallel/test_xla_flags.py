@@ -53,7 +53,7 @@ def test_libtpu_knows_each_flag():
     pytest.importorskip("libtpu", reason="the compiler; pip install 'jaxvlm[aot]'")
     environ = {"JAX_PLATFORMS": "tpu"}
     xla_flags.apply(["overlap", "collective_matmul"], environ)
-    program = "from jaxvlm.plan import topology; topology.devices('v5e:2x2')"
+    program = "from jaxvlm.planner import topology; topology.devices('v5e:2x2')"
     known = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = starts(program, **known, LIBTPU_INIT_ARGS=environ["LIBTPU_INIT_ARGS"])
     assert done.returncode == 0, done.stderr[-1000:]

@@ -16,13 +16,13 @@ from builders import (
     train_config,
 )
 
-from jaxvlm.build.model import build_model
-from jaxvlm.build.training import build_training
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.grad_accum import PlainRunner
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import PlainRunner
+from jaxvlm.trainer.training import build_training
 
 MIXED = "data2_fsdp2_tensor2"
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "specs.json"

@@ -67,7 +67,7 @@ def test_tensorboard_events(tmp_path):
     writer.write(3, {"train/loss": 0.25})
     writer.images(3, "eval/samples", np.zeros((2, 4, 5, 3), np.uint8))
     writer.images(3, "eval/one", np.zeros((4, 5, 3), np.uint8))
-    with pytest.raises(ValueError, match="pictures are u8"):
+    with pytest.raises(ValueError, match="images must be u8"):
         writer.images(3, "eval/bad", np.zeros((4, 5, 3)))
     writer.close()
     data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
@@ -85,7 +85,7 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
     logged, started = [], []
 
     class Wandb:
-        Image = staticmethod(lambda picture: picture.shape)
+        Image = staticmethod(lambda image: image.shape)
 
         def init(self, **settings):
             started.append(settings["id"])
@@ -113,13 +113,13 @@ def test_plain_lines_where_there_is_no_terminal():
         10, start=2, console=Console(file=out, force_terminal=False, width=40)
     ) as progress:
         progress.log("step time 0.1 s [data 2%]")
-        values = {"loss": 0.12345, "tokens_per_s": 12345, "pictures_per_s": 45, "mfu": 0.41}
+        values = {"loss": 0.12345, "tokens_per_s": 12345, "images_per_s": 45, "mfu": 0.41}
         progress.update(4, values | {"wait": "1%"})
     progress.update(5, {})
     lines = out.getvalue().splitlines()
     assert lines[0] == "step time 0.1 s [data 2%]"
     assert lines[1].startswith(
-        "train 4/10 loss 0.1235 tok/s 12.3k pic/s 45 MFU 41.0% wait 1% left 0:"
+        "train 4/10 loss 0.1235 tok/s 12.3k img/s 45 MFU 41.0% wait 1% left 0:"
     )
     assert len(lines) == 2
 

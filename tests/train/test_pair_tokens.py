@@ -1,4 +1,4 @@
-"""Frozen towers' tokens that come with a batch of pairs: the same bits, and the tower rests."""
+"""A frozen encoder's tokens that come with a batch of pairs: same bits, no encoder run."""
 
 from __future__ import annotations
 
@@ -11,38 +11,48 @@ import numpy as np
 import optax
 import pytest
 from builders import assert_gradients_close, devices_of
-from test_pairs import FSDP, KINDS, MESHES, VECTORS, Softmax, both, dual_pairs, pairs_of, pictures
-from zoo import DUAL, LLAVA, QWEN3, ROWS, text_and_pictures
+from test_gradcache import (
+    EMBEDDINGS,
+    FSDP,
+    KINDS,
+    MESHES,
+    Softmax,
+    both,
+    dual_pairs,
+    images,
+    pairs_of,
+)
+from zoo import DUAL, LLAVA, QWEN3, ROWS, text_and_images
 
-from jaxvlm.build.assemble import assemble, split
-from jaxvlm.build.cached import TOKENS
-from jaxvlm.build.model import build_model
-from jaxvlm.build.pair_cache import make_pair_cache
-from jaxvlm.build.parts import features_of
+from jaxvlm.cache.cached_step import TOKENS
+from jaxvlm.cache.pair_batches import make_pair_cache
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, MeshConfig, OptimConfig
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.plan import collectives
-from jaxvlm.train.pairs import Chunk
+from jaxvlm.planner.compiled import collectives
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.submodels import feature_shape
+from jaxvlm.spmd.train_step import assemble, split
+from jaxvlm.train.gradcache import Chunk
 
 NAFLEX = dataclasses.replace(
     DUAL,
     vision=dataclasses.replace(DUAL.vision, packed=True, patch_size=4, position="learned"),
 )
-TRUNK = dataclasses.replace(
-    LLAVA, vision=dataclasses.replace(LLAVA.vision, trunk=1, feature_layer=-1)
+FROZEN = dataclasses.replace(
+    LLAVA, vision=dataclasses.replace(LLAVA.vision, frozen_blocks=1, feature_layer=-1)
 )
 
 
-def pictures_on_both_sides():
+def images_on_both_sides():
     rng = np.random.default_rng(3)
-    return pairs_of(pictures(rng, ROWS), both(rng, 2 * ROWS))
+    return pairs_of(images(rng, ROWS), both(rng, 2 * ROWS))
 
 
 def patches_on_one_side():
-    """Pictures of several sizes, of which a tower makes a vector each."""
+    """Images of several sizes, of each of which an encoder computes one embedding."""
     rng, made = np.random.default_rng(4), dual_pairs()
     grid = np.asarray([(1, 2, 4), (1, 4, 4), (1, 1, 2)], np.int32)[np.arange(ROWS) % 3]
     query = made.query._replace(
@@ -52,7 +62,7 @@ def patches_on_one_side():
 
 
 def of_fixed_size():
-    one, two, three = (text_and_pictures(LLAVA, seed, packed=False) for seed in (2, 3, 4))
+    one, two, three = (text_and_images(LLAVA, seed, packed=False) for seed in (2, 3, 4))
     document = jax.tree.map(lambda a, b: np.concatenate([a, b]), one, two)
     return pairs_of(three, document)
 
@@ -63,12 +73,12 @@ STAGED = dataclasses.replace(
     decoder=dataclasses.replace(LLAVA.decoder, remat="dots"),
 )
 CASES = {
-    "dual": (DUAL, pictures_on_both_sides, ("vision/*",), (1,)),
+    "dual": (DUAL, images_on_both_sides, ("vision/*",), (1,)),
     "dual, any size": (NAFLEX, patches_on_one_side, ("vision/*",), (1,)),
     "vlm": (LLAVA, of_fixed_size, ("vision/*",), (4,)),
     "vlm, any size": (QWEN3, KINDS["vlm"][1], ("vision/*",), (4, 8, 16)),
     "vlm, stages": (STAGED, of_fixed_size, ("vision/*",), (4,)),
-    "vlm, trunk": (TRUNK, of_fixed_size, (), (5,)),
+    "vlm, frozen": (FROZEN, of_fixed_size, (), (5,)),
 }
 
 
@@ -78,13 +88,15 @@ class Made:
     def __init__(self, case, mesh="one", dtype="float32", chunks=(0, 0), cached=True, fed=False):
         config, self.batch, frozen, windows = CASES[case]
         self.config = config = dataclasses.replace(config, dtype=dtype)
-        where = {**MESHES, "stage2": MeshConfig(1, stage=2)}[mesh]
-        vectors = None if isinstance(config, DualConfig) else VECTORS
-        self.model = build_model(config, make_mesh(where, devices_of(where)), FSDP, vectors=vectors)
+        where = {**MESHES, "stage2": MeshConfig(1, pipeline=2)}[mesh]
+        embeddings = None if isinstance(config, DualConfig) else EMBEDDINGS
+        self.model = build_model(
+            config, make_mesh(where, devices_of(where)), FSDP, embeddings=embeddings
+        )
         own, _ = split(self.model, self.model.shapes, frozen)
-        asked = CacheConfig("strict", memory_mb=1, chunk=2)
+        asked = CacheConfig("strict", memory_mb=1, encode_batch=2)
         cache = make_pair_cache(asked, self.model, own, windows) if cached else None
-        tx = make_optimizer(OptimConfig(clip_norm=0.0), lambda step: 1e-2, self.model.logical)
+        tx = make_optimizer(OptimConfig(max_grad_norm=0.0), lambda step: 1e-2, self.model.logical)
         cut = tuple(Chunk(rows) for rows in chunks)
         step, abstract, self.init = assemble(
             self.model, Softmax(), tx, frozen=frozen, cache=cache, chunks=cut
@@ -98,7 +110,7 @@ class Made:
         return to_global(self.model.mesh, batch, ROWS)
 
     def with_room(self, query=None, document=None, found=lambda here: here & False):
-        """The batch, with the tokens of the pictures that are ``found`` in their pixels' place."""
+        """The batch, with tokens instead of pixels for the images that are ``found``."""
         batch = self.batch()
         sides = [
             self._room(side, tokens, found)
@@ -110,7 +122,7 @@ class Made:
         given = rows.pixels if rows.patches is None else rows.patches
         if given is None:
             return rows
-        (count, width), lead = features_of(self.config), rows.image_start.shape
+        (count, width), lead = feature_shape(self.config), rows.image_start.shape
         shape = (*lead, count, width) if count else (*rows.patches.shape[:-1], width)
         here = found(rows.image_start >= 0)
         stored = np.zeros(shape, DTYPES[self.config.dtype])
@@ -125,7 +137,7 @@ class Made:
         return rows._replace(**{name: given}, stored=stored, is_stored=here)
 
     def _of(self, rows, here):
-        """bool[..., P, 1]: which patches are of pictures that are ``here``."""
+        """bool[..., P, 1]: which patches are of images that are ``here``."""
         upto = np.cumsum(rows.grid.prod(-1), -1)
         which = np.arange(rows.patches.shape[-2])[:, None] >= upto[..., None, :]
         which = np.minimum(which.sum(-1), here.shape[-1] - 1)
@@ -170,7 +182,7 @@ def long(*case):
         long("dual, any size", "one", "float32", (0, 0)),
         long("vlm", "data4", "bfloat16", (1, 3)),
         long("vlm, any size", "one", "float32", (0, 0)),
-        long("vlm, trunk", "one", "float32", (0, 0)),
+        long("vlm, frozen", "one", "float32", (0, 0)),
         long("vlm, stages", "stage2", "float32", (1, 3)),
     ],
 )
@@ -183,21 +195,21 @@ def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, chunks):
     every = step.with_room(*tokens, found=lambda here: here)
     on = step.run([step.with_room(), mixed, every])
     same_bits(off, on)
-    share = [float(x["cache/found"]) for x in on[2]]
+    share = [float(x["cache/hit_rate"]) for x in on[2]]
     assert share[0] == 0 < share[1] < 1 == share[2]
     assert on[2][2]["cache/encoded"] == 0 < off[2][2]["cache/encoded"]
-    # A tower that gives no number for anything is not missed.
+    # An encoder that gives NaN for everything changes nothing.
     spoilt = step.run([every] * 3, lambda x: jnp.full_like(x, jnp.nan))
     same_bits(off, spoilt)
 
 
 def test_a_top_does_not_learn_from_tokens_that_a_codec_changes():
-    config, _, frozen, windows = CASES["vlm, trunk"]
+    config, _, frozen, windows = CASES["vlm, frozen"]
     where = MESHES["one"]
-    model = build_model(config, make_mesh(where, devices_of(where)), FSDP, vectors=VECTORS)
+    model = build_model(config, make_mesh(where, devices_of(where)), FSDP, embeddings=EMBEDDINGS)
     own, _ = split(model, model.shapes, frozen)
-    asked = CacheConfig("strict", store="tokens", codec="int8", chunk=2)
-    with pytest.raises(ConfigError, match="codec='int8' with a tower whose top learns"):
+    asked = CacheConfig("strict", store="tokens", codec="int8", encode_batch=2)
+    with pytest.raises(ConfigError, match="codec='int8' with trained blocks above frozen_blocks"):
         make_pair_cache(asked, model, own, windows)
 
 
@@ -223,5 +235,7 @@ def test_no_collective_carries_a_feature():
 
 def test_a_tower_that_learns_is_refused():
     model = build_model(DUAL, make_mesh(MESHES["one"], jax.devices()[:1]))
-    with pytest.raises(ConfigError, match=r"config.cache.policy='strict' .* freeze the tower"):
-        make_pair_cache(CacheConfig("strict", memory_mb=1, chunk=2), model, model.shapes, (1,))
+    with pytest.raises(ConfigError, match=r"config.cache.policy='strict' .* freeze the encoder"):
+        make_pair_cache(
+            CacheConfig("strict", memory_mb=1, encode_batch=2), model, model.shapes, (1,)
+        )

@@ -20,15 +20,15 @@ from builders import (
     train_config,
 )
 
-from jaxvlm.build.model import build_model
-from jaxvlm.build.training import build_training
 from jaxvlm.config import ConfigError
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
+from jaxvlm.spmd.model import build_model
+from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, check_microbatches
 from jaxvlm.train.objective import scales
-from jaxvlm.train.runner import Microbatched, PlainRunner, check_parts
 from jaxvlm.train.step import init_state, make_step
+from jaxvlm.trainer.training import build_training
 
 MESH = MESHES["one"]
 
@@ -74,7 +74,7 @@ def test_microbatches_give_the_whole_batchs_gradient(model, params):
     scale = scales(loss, batch)
     whole_sums, whole = jax.jit(lambda p: plain.loss_grad(p, {}, batch, loss, scale))(params)
     for parts in (2, 4):
-        runner = Microbatched(plain, parts)
+        runner = GradAccumulation(plain, parts)
         sums, grads = jax.jit(lambda p, r=runner: r.loss_grad(p, {}, batch, loss, scale))(params)
         np.testing.assert_allclose(sums.terms["loss"], whole_sums.terms["loss"], rtol=1e-6)
         assert_gradients_close(grads, whole)
@@ -84,11 +84,11 @@ def test_a_loss_that_is_no_sum_refuses_microbatches(model, params):
     loss = dataclasses.replace(NextToken(), additive=False)
     batch = on_device()
     with pytest.raises(ConfigError, match="not a sum over examples"):
-        Microbatched(PlainRunner(model.apply), 2).loss_grad(params, {}, batch, loss, {})
+        GradAccumulation(PlainRunner(model.apply), 2).loss_grad(params, {}, batch, loss, {})
 
 
 def test_a_loss_that_is_no_sum_runs_undivided():
-    check_parts(1, dataclasses.replace(NextToken(), additive=False), 8)
+    check_microbatches(1, dataclasses.replace(NextToken(), additive=False), 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def test_terms_are_reported_as_they_add_up(model, params):
 
 def test_microbatches_that_do_not_divide_are_refused(model, params):
     with pytest.raises(ConfigError, match=r"microbatches=3 does not divide data\.batch_size=8"):
-        runner = Microbatched(PlainRunner(model.apply), 3)
+        runner = GradAccumulation(PlainRunner(model.apply), 3)
         runner.loss_grad(params, {}, on_device(), NextToken(), {})
 
 
@@ -171,7 +171,7 @@ def test_a_skipped_update_changes_nothing_but_the_counts(model, params):
 
 @pytest.mark.long
 def test_learning_rate_scale_is_exact(model, params):
-    half = train_config(learning_rate_scale=(("vision/*", 0.5),), weight_decay=0.1)
+    half = train_config(lr_multipliers=(("vision/*", 0.5),), weight_decay=0.1)
     full = train_config(weight_decay=0.1)
     a, _ = run(made(model, half), model, params, [random_batch()])
     b, _ = run(made(model, full), model, params, [random_batch()])

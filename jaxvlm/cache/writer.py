@@ -1,0 +1,405 @@
+"""Cache writer of a frozen vision encoder: keeps its tokens in host memory and on disk.
+
+Tokens that steps encode are written by a thread; the input pipeline reads them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvlm.cache.policy import make_policy
+from jaxvlm.cache.run_inputs import CacheInputs
+from jaxvlm.cache.store import segment_files
+from jaxvlm.cache.store.codec import error_bound
+from jaxvlm.cache.store.rows import Store
+from jaxvlm.cache.store.segment_files import Identity
+from jaxvlm.cache.store.tiers import Tiers
+from jaxvlm.cache.token_order import TokenLayout
+from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
+from jaxvlm.config import CacheConfig, ConfigError, DualConfig, LoraConfig, VisionConfig
+from jaxvlm.data.image_inputs import Lookup
+from jaxvlm.models.vlm import DTYPES
+from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
+from jaxvlm.spmd.model import Model
+from jaxvlm.spmd.submodels import feature_shape
+from jaxvlm.train.disaggregated import is_vision_path
+from jaxvlm.types import Batch, Params
+
+IDENTITIES = ("all", "weights")
+_SEEDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+_FLUSH_SECONDS = 20.0
+_WAITING = 4
+"""Steps whose tokens may wait for the writer's thread. While as many wait, further steps' tokens
+are dropped: training does not wait."""
+
+
+class EncodedTokens(NamedTuple):
+    """A step's visual tokens of a frozen vision encoder, for the cache writer."""
+
+    tokens: Any
+    """As ``Batch.features``, in the cache's token order."""
+    encoded: Any
+    """bool[B, I]: encoded in this step, not read from the cache."""
+
+
+class CacheWriter:
+    """Writes the tokens that steps encoded to host memory and disk, in a thread of its own.
+
+    Args:
+        tiers: host memory and disk.
+        rows: indices of this process's sequences in the global batch, ascending.
+        say: takes a line for the log.
+        find: looks tokens up by key, also in other token orders; ``None``: ``tiers.get``.
+    """
+
+    def __init__(
+        self, tiers: Tiers, rows: np.ndarray, say: Callable[[str], None], find: Lookup | None = None
+    ):
+        self.tiers, self._say, self._find = tiers, say, find or tiers.get
+        self._local = {row: i for i, row in enumerate(rows.tolist())}
+        self._failed, self._flushed = False, time.monotonic()
+        self._change = 0.0
+        self._audited: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.Queue[tuple[Batch, EncodedTokens] | None] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._work, name="tokens", daemon=True)
+        self._thread.start()
+
+    def write(self, batch: Batch, made: EncodedTokens) -> None:
+        """Queue a step's tokens for writing; returns at once.
+
+        Args:
+            batch: this process's sequences, NumPy arrays; the same number for each example of the
+                global batch.
+            made: tokens that the step returned, sharded as a batch is.
+        """
+        fresh = batch.image_key[(batch.image_start >= 0) & ~batch.is_stored]
+        if not self._failed and any(self._is_wanted(key.tobytes()) for key in fresh):
+            with contextlib.suppress(queue.Full):  # then the image's next show is another chance
+                self._queue.put_nowait((batch, made))
+
+    def max_drift(self) -> float:
+        """Return the largest relative difference, since the last call, between cached tokens and
+        the same tokens encoded once more for an audit.
+        """
+        with self._lock:
+            largest, self._change = self._change, 0.0
+        return largest
+
+    def close(self) -> None:
+        """Wait until all queued tokens are written."""
+        self._queue.put(None)
+        self._thread.join()
+        self.tiers.close()
+
+    def _is_wanted(self, key: bytes) -> bool:
+        if self.tiers.is_new(key):
+            return False
+        is_cached = self.tiers.has(key)
+        return key not in self._audited if is_cached else self.tiers.takes
+
+    def _work(self) -> None:
+        while True:
+            left = max(0.0, self._flushed + _FLUSH_SECONDS - time.monotonic())
+            try:
+                item: Any = self._queue.get(timeout=None if self._failed else left)
+            except queue.Empty:
+                item = ()
+            if item is None:
+                return
+            if self._failed:  # drain the queue, so that close() does not wait for room in it
+                continue
+            try:
+                if item:
+                    self._write_images(*item)
+                self._flush()
+            except Exception as error:  # training goes on without the cache writer
+                self._failed = True
+                self._say(
+                    "visual tokens are no longer written to the cache: "
+                    f"{type(error).__name__}: {error}"
+                )
+
+    def _write_images(self, batch: Batch, made: EncodedTokens) -> None:
+        per_row = len(batch.image_key) // len(self._local)  # documents of an example
+        encoded = owned_rows(made.encoded)
+        for row, data in owned_rows(made.tokens).items():
+            at = self._local[row // per_row] * per_row + row % per_row
+            for place in np.flatnonzero((batch.image_start[at] >= 0) & ~batch.is_stored[at]):
+                key = batch.image_key[at, place].tobytes()
+                if self._is_wanted(key):
+                    tokens = tokens_of_image(data, batch, at, int(place))
+                    self._put_or_audit(key, tokens, bool(encoded[row][place]))
+
+    def _flush(self) -> None:
+        """Flush the store every ``_FLUSH_SECONDS``, whether or not new tokens arrive, so that a
+        killed run loses little and other runs see its tokens soon.
+        """
+        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            if self.tiers.store:
+                self.tiers.store.flush()
+            self._flushed = time.monotonic()
+
+    def _put_or_audit(self, key: bytes, tokens: np.ndarray, encoded: bool) -> None:
+        cached = self._find(key)
+        if cached is None:
+            self.tiers.put(key, tokens)
+            return
+        if not encoded:  # read from its pages, so not a recomputation to compare with
+            return
+        self._audited.add(key)
+        new, old = tokens.astype(np.float32), cached.astype(np.float32)
+        change = float(np.linalg.norm(new - old)) / max(float(np.linalg.norm(old)), 1e-30)
+        with self._lock:
+            self._change = max(self._change, change)
+
+
+def tokens_of_image(tokens: np.ndarray, batch: Batch, row: int, place: int) -> np.ndarray:
+    """Return one image's tokens [P, D] of a sequence's, as a view.
+
+    Args:
+        tokens: [I, P, D], or [Q, D] of packed patches.
+        batch: NumPy arrays, with ``grid`` where patches are packed.
+        row: number of the sequence in ``batch``.
+        place: number of the image in the sequence.
+    """
+    if tokens.ndim == 3:
+        return tokens[place]
+    sizes = batch.grid[row].prod(axis=1)
+    first = int(sizes[:place].sum())
+    return tokens[first : first + int(sizes[place])]
+
+
+def is_outside_devices(config: CacheConfig) -> bool:
+    """Whether tokens are cached outside of the devices: in host memory or on disk."""
+    return bool(config.store) or config.memory_mb > 0
+
+
+def processes_share_sequences(run: CacheInputs) -> bool:
+    """Whether several processes hold the same sequences, so that their cache hits would have to
+    agree.
+    """
+    count = sum_over_processes(np.asarray([len(run.rows)], np.float64))[0]
+    return bool(count > run.config.data.batch_size)
+
+
+def refuse_shared_sequences(run: CacheInputs) -> None:
+    """Refuse a host or disk cache where several processes hold the same sequences.
+
+    Raises:
+        ConfigError: they do.
+    """
+    name = "store" if run.config.cache.store else "memory_mb"
+    if processes_share_sequences(run):
+        raise ConfigError(
+            f"config.cache.{name}: processes that share sequences (config.mesh.tensor, context or "
+            "stage spans several processes) may have different cache hits; leave it out, or keep "
+            "these axes within a process"
+        )
+
+
+def open_cache_writer(
+    run: CacheInputs,
+    params: Callable[[], Params],
+    encode_batch: int,
+    layout: TokenLayout,
+    say: Callable[[str], None],
+) -> CacheWriter | None:
+    """Open the cache writer of a run; ``None`` where tokens are cached on the devices alone, or the
+    vision encoder is trained.
+
+    Args:
+        run: its settings and its dataset, which looks images up in the cache from now on.
+        params: returns all of the model's parameters.
+        encode_batch: images that the vision encoder takes at once on a data shard.
+        layout: order of the cached tokens.
+        say: takes a line for the log.
+
+    Raises:
+        ConfigError: processes share sequences, or the run's list of segment files can't be read.
+    """
+    config = run.config.cache
+    if not is_outside_devices(config) or run.learns:
+        return None
+    refuse_shared_sequences(run)
+    store = None
+    if config.store:
+        facts = identity(run, params(), encode_batch)
+        folder = pathlib.Path(config.store).expanduser()
+        only = None
+        if config.codec != "exact" and run.workdir:
+            name = Identity.of(facts, config.codec).name
+            if not jax.process_index():
+                only = segments_at_start(run.workdir, folder / name, say)
+            sum_over_processes(np.zeros(1))  # a barrier: the others read process 0's list
+            if jax.process_index():
+                only = segments_at_start(run.workdir, folder / name, lambda line: None)
+        store = Store(folder, facts, config.codec, say, only=only)
+        counts = store.counts()
+        trusted = "" if config.identity == "all" else ", encoded on any kind of machine"
+        say(
+            f"visual tokens on disk: {store.folder}: {counts.rows:,} images of this vision encoder"
+            f"{trusted}, {counts.bytes / 2**20:.1f} MiB"
+        )
+    tiers = Tiers(store, config.memory_mb, DTYPES[run.config.network.dtype])
+    find = functools.partial(layout.find, tiers.get)
+    run.dataset.look_up(find, make_policy(config).refresh_fraction)
+    return CacheWriter(tiers, run.rows, say, find)
+
+
+def segments_at_start(
+    workdir: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]
+) -> set[str]:
+    """Return the names of the segment files that ``folder`` held when the run in ``workdir`` began.
+
+    A run does not read tokens that it wrote itself with a lossy codec, however often it is stopped
+    and resumed: its losses would depend on when it was stopped. The names are recorded in the
+    workdir when the run first opens the store.
+
+    Args:
+        workdir: of the run.
+        folder: of the store's identity.
+        say: takes a line for the log.
+
+    Raises:
+        ConfigError: the run's record of them can't be read.
+    """
+    path = workdir / "cache_segments.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        at_start = record.get(folder.name)
+        at_start = at_start if at_start is None else set(map(str, at_start))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: can't be read ({error}), so it is unknown which tokens in {folder} this run "
+            "may read; remove it to read all of them, the run's own too, in which case its losses "
+            "differ from those of an uninterrupted run"
+        ) from None
+    present = set[str]()
+    try:
+        present = {file.name for file in segment_files.list_folder(folder).segments}
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return present  # the store warns why
+    if at_start is None:
+        at_start = present
+        segment_files.write_whole(
+            path, json.dumps(record | {folder.name: sorted(present)}).encode()
+        )
+        if present and any(x.name.isdigit() for x in (workdir / "checkpoints").glob("*")):
+            say(
+                f"{path} does not list the token files that {folder} held when this run began, so "
+                "all are read; if this run wrote some of them, its losses differ from those of an "
+                "uninterrupted run"
+            )
+    if missing := at_start - present:
+        say(
+            f"{folder}: {len(missing)} of {len(at_start)} token files that were there when this "
+            "run began are missing, or were rewritten by `jaxvlm cache prune`; images that no "
+            "other file holds are encoded, and losses differ from those of an uninterrupted run"
+        )
+    return at_start
+
+
+def default_drift_warning(codec: str) -> float:
+    """Return the relative change of a frozen vision encoder's tokens above which neither rounding
+    nor the codec explains it.
+    """
+    return max(1e-3, 10 * float(error_bound(codec, 1.0)))
+
+
+def _without_dropout(part: VisionConfig | LoraConfig) -> dict[str, Any]:
+    """Return the settings with dropout 0: a frozen part, whose output is cached, has no dropout."""
+    return dataclasses.asdict(dataclasses.replace(part, dropout=0.0))
+
+
+def identity(run: CacheInputs, params: Params, encode_batch: int) -> dict[str, Any]:
+    """Collect all facts that tokens depend on in addition to the image.
+
+    Args:
+        run: its settings, model and dataset.
+        params: of the model.
+        encode_batch: images that the vision encoder takes at once on a data shard.
+
+    Returns:
+        JSON values; two runs with equal facts compute equal tokens of the same image.
+    """
+    config, model, pages = run.config, run.model, run.pages
+    network = config.network
+    assert pages is not None
+    facts: dict[str, Any] = {
+        "weights": weights_digest(params),
+        "tower": _without_dropout(network.vision),
+        "width": feature_shape(network)[1],
+        "pooled": isinstance(network, DualConfig),
+        # Adapters above frozen blocks do not change the cached hidden states below.
+        "adapters": {} if model.has_frozen_blocks else _without_dropout(network.lora),
+        "images": run.dataset.preparation.fingerprint,
+        "libraries": {name: version(name) for name in ("pillow", "transformers")},
+        "tokens": segment_files.TOKENS_VERSION,
+    }
+    if config.cache.identity == "all":
+        device = jax.devices()[0]
+        facts |= {
+            "platform": f"{device.device_kind} {device.client.platform_version}",
+            "jax": f"{jax.__version__} {jax.lib.__version__}",
+            "flags": [
+                os.environ.get("XLA_FLAGS", ""),
+                str(jax.config.values["jax_default_matmul_precision"]),
+            ],
+            "dtype": network.dtype,
+            "attention": network.attention,
+            "layout": _layout(model),
+            "chunk": [*pages.windows, encode_batch],
+        }
+    return facts
+
+
+def weights_digest(params: Params) -> str:
+    """Return a digest of the vision encoder's parameters that is the same on every mesh."""
+    paths = sorted(path for path in params if is_vision_path(path))
+    sums = _mixed(tuple(params[path] for path in paths))
+    facts = [(p, str(params[p].dtype), params[p].shape) for p in paths]
+    return hashlib.blake2b(repr((facts, np.asarray(sums).tolist())).encode()).hexdigest()[:32]
+
+
+@jax.jit
+def _mixed(leaves: tuple[jax.Array, ...]) -> jax.Array:
+    """Return u32[leaves, 4]: sums of words mixed with their positions. Mixing keeps changes in
+    several words from cancelling, as they may in a sum of products; a sum does not depend on the
+    order of its terms, so it is the same on every mesh.
+    """
+    lanes = []
+    for leaf in leaves:
+        words = bit_words(leaf)
+        place = flat_index(words.shape)
+        lane = [
+            jnp.sum(mix(words ^ mix(place + jnp.uint32(seed))), dtype=jnp.uint32) for seed in _SEEDS
+        ]
+        lanes.append(jnp.stack(lane))
+    return jnp.stack(lanes)
+
+
+def _layout(model: Model) -> dict[str, Any]:
+    """Describe how the vision encoder is sharded. The number of data shards is left out, since it
+    does not change how one image is computed.
+    """
+    mesh = {axis: size for axis, size in model.mesh.shape.items() if axis != "data"}
+    return {"mesh": mesh, "strategy": dataclasses.asdict(model.strategies["vision"])}

@@ -1,0 +1,133 @@
+"""The manifest of a checkpoint: one JSON file with a checksum.
+
+It holds the step, the caller's extra state, the metrics, and a table of every array: name,
+shape, dtype and digest. The table distinguishes a changed configuration (other names or shapes)
+from damage (other bits) before any array is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from etils import epath
+
+NAMED = 5  # number of leaves that an error message lists
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint can't be used; the message names it, the reason, and what to do."""
+
+
+class StructureError(CheckpointError):
+    """The checkpoint is intact, but its arrays are not those that the caller wants."""
+
+
+class Leaf(NamedTuple):
+    """An entry of the table: one array of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+
+
+class Manifest(NamedTuple):
+    """The content of the JSON file."""
+
+    step: int
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+    leaves: dict[str, Leaf]
+
+
+def names_of(tree: Any) -> list[str]:
+    """Names each leaf of ``tree``, in flattening order, such as ``params/decoder/wq``.
+
+    Raises:
+        ValueError: two leaves have the same name.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two leaves of the state are named {name}; rename one")
+        seen.add(name)
+    return names
+
+
+def encode(record: Manifest) -> dict[str, Any]:
+    """Encodes the record as a JSON object that carries its own checksum.
+
+    Raises:
+        TypeError: ``extra`` or ``metrics`` hold a value that JSON can't represent.
+    """
+    try:
+        body = json.loads(json.dumps(record._asdict()))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"a checkpoint's extra state must be JSON: {error}") from error
+    return {"sha256": _sha256(body), "record": body}
+
+
+def read(step_folder: epath.Path) -> Manifest:
+    """Reads the manifest of one checkpoint and verifies its checksum.
+
+    Raises:
+        OSError: the file does not exist or can't be read.
+        ValueError: its content is not what was written.
+    """
+    document = json.loads((step_folder / "record" / "metadata").read_text())
+    body = document["record"]
+    if _sha256(body) != document["sha256"]:
+        raise ValueError("record: the checksum differs")
+    leaves = {
+        name: Leaf(tuple(shape), dtype, digest)
+        for name, (shape, dtype, digest) in body["leaves"].items()
+    }
+    return Manifest(body["step"], body["extra"], body["metrics"], leaves)
+
+
+def check_structure(
+    saved: Mapping[str, Leaf], wanted: Mapping[str, Any], checkpoint: str, partial: bool = False
+) -> None:
+    """Checks that a checkpoint holds the wanted arrays.
+
+    Args:
+        saved: table of the checkpoint.
+        wanted: name -> array or ShapeDtypeStruct.
+        checkpoint: name of the checkpoint in the error message.
+        partial: whether the checkpoint may hold more arrays than are wanted.
+
+    Raises:
+        StructureError: arrays differ; the message names up to five and says what to do.
+    """
+    wrong = [f"{name} is missing from the checkpoint" for name in wanted if name not in saved]
+    if not partial:
+        wrong += [f"{name} is only in the checkpoint" for name in saved if name not in wanted]
+    for name, leaf in wanted.items():
+        if name not in saved:
+            continue
+        have = f"{saved[name].dtype}{list(saved[name].shape)}"
+        want = f"{leaf.dtype}{list(leaf.shape)}"
+        if have != want:
+            wrong.append(f"{name} is {have} in the checkpoint, {want} in this run")
+    if wrong:
+        more = f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+        advice = (
+            "Use the model settings of its workdir's config.json"
+            if partial
+            else "The config changed since it was written: use the settings in the workdir's "
+            "config.json, or, if the model is the same, a new workdir with "
+            "--config.init_from=OLD_WORKDIR to take over its weights"
+        )
+        raise StructureError(
+            f"{checkpoint} does not fit this configuration: {'; '.join(wrong[:NAMED])}{more}. "
+            f"{advice}"
+        )
+
+
+def _sha256(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

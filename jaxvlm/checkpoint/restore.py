@@ -1,0 +1,234 @@
+"""Reads checkpoints: lists them, verifies them, and places their arrays on any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxvlm.checkpoint import digest, manifest
+from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
+
+_log = logging.getLogger(__name__)
+
+SelectArrays = Callable[[Mapping[str, Leaf]], dict[str, Any]]
+"""Maps a checkpoint's table to the arrays to read: saved name -> ShapeDtypeStruct."""
+
+
+def committed_steps(folder: epath.Path) -> list[int]:
+    """Committed steps, oldest first."""
+    if not folder.exists():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if _is_committed(path))
+
+
+def scores(folder: epath.Path, steps: Iterable[int], metric: str) -> Iterator[tuple[int, float]]:
+    """(step, value of ``metric``) of each step that has a finite one."""
+    for step in steps:
+        try:
+            saved = manifest.read(folder / str(step))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged; reported when it is restored
+        yield from score(step, saved.metrics, metric)
+
+
+def score(step: int, metrics: Mapping[str, float], metric: str) -> Iterator[tuple[int, float]]:
+    """(step, value of ``metric``), or nothing if there is no finite value."""
+    if math.isfinite(metrics.get(metric, math.nan)):
+        yield step, metrics[metric]
+
+
+def sign(mode: str) -> int:
+    """The sign of an improvement: +1 for ``max``, -1 for ``min``.
+
+    Raises:
+        ValueError: ``mode`` is neither.
+    """
+    if mode not in ("max", "min"):
+        raise ValueError(f"checkpoint.mode is {mode!r}; use max or min")
+    return 1 if mode == "max" else -1
+
+
+def try_read(
+    step_folder: epath.Path, select: SelectArrays
+) -> tuple[dict[str, jax.Array], Manifest] | str:
+    """Reads the arrays that ``select`` wants and the manifest, or says in one line what is damaged.
+
+    All processes must call it, and all get the same kind of result.
+
+    Raises:
+        StructureError: raised by ``select``.
+    """
+    saved = _agreed(lambda: manifest.read(step_folder))
+    if isinstance(saved, str):
+        return saved
+    wanted = {name: _placed(leaf) for name, leaf in select(saved.leaves).items()}
+    arrays = _agreed(lambda: _read_arrays(step_folder / "state", wanted))
+    if isinstance(arrays, str):
+        return arrays
+    values = digest.digests(list(arrays.values()))
+    damaged = [name for name, value in zip(arrays, values) if saved.leaves[name].digest != value]
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        return f"the bits of {damaged[0]}{more} are not those that were written"
+    return arrays, saved
+
+
+def restore_params(
+    folder: str | Path,
+    abstract_params: dict[str, Any],
+    which: str = "latest",
+    metric: str = "",
+    mode: str = "max",
+    on_warning: Callable[[str], None] = _log.warning,
+) -> dict[str, Any]:
+    """Restores the weights alone, in one flat dict, whether they were saved as trainable or frozen.
+
+    It never changes the folder, so a run may be writing to it.
+
+    Args:
+        folder: the folder of a ``Checkpointer``.
+        abstract_params: name -> ShapeDtypeStruct with the wanted sharding.
+        which: ``latest``, or ``best`` by ``metric`` (the latest if no checkpoint has the metric).
+        metric: metric that decides which is ``best``.
+        mode: ``max`` or ``min``, used with ``best``.
+        on_warning: called with one line for each damaged checkpoint that is skipped.
+
+    Returns:
+        name -> array, for each name of ``abstract_params``.
+
+    Raises:
+        StructureError: an array is missing from the checkpoint, or its shape or dtype differs.
+        CheckpointError: there is no checkpoint, or all are damaged.
+        ValueError: ``which`` or ``mode`` is unknown.
+    """
+    root = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
+    failures: list[str] = []
+    for step in _by_preference(root, which, metric, sign(mode)):
+        step_folder = root / str(step)
+        names: dict[str, str] = {}  # saved name -> its name in abstract_params
+
+        def select(
+            table: Mapping[str, Leaf], step_folder=step_folder, names=names
+        ) -> dict[str, Any]:
+            prefixes = {
+                name: "frozen" if f"frozen/{name}" in table else "params"
+                for name in abstract_params
+            }
+            names.update({f"{prefixes[name]}/{name}": name for name in abstract_params})
+            wanted = {full: abstract_params[name] for full, name in names.items()}
+            manifest.check_structure(table, wanted, str(step_folder), partial=True)
+            return wanted
+
+        result = try_read(step_folder, select)
+        if isinstance(result, str):
+            failures.append(f"{step_folder} is damaged ({result})")
+            on_warning(failures[-1])
+            continue
+        return {names[full]: array for full, array in result[0].items()}
+    raise CheckpointError(f"no usable checkpoint in {root}: {'; '.join(failures) or 'it has none'}")
+
+
+def barrier(name: str) -> None:
+    """Waits for all processes; does nothing in a single one."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _by_preference(root: epath.Path, which: str, metric: str, better: int) -> list[int]:
+    """Committed steps, the preferred one first."""
+    if which not in ("latest", "best"):
+        raise ValueError(f"which is {which!r}; use latest or best")
+    steps = committed_steps(root)
+    values = dict(scores(root, steps, metric)) if which == "best" else {}
+    return sorted(
+        steps, key=lambda s: (better * values.get(s, -better * math.inf), s), reverse=True
+    )
+
+
+def _is_committed(path: epath.Path) -> bool:
+    """Whether a folder is a committed step: renamed on file systems, marked on object stores."""
+    if not path.name.isdigit():
+        return False
+    return "://" not in str(path) or (path / "commit_success.txt").exists()
+
+
+def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """``leaf`` with a sharding: the first device where it has none."""
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _read_arrays(folder: epath.Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    if not wanted:
+        return {}
+    # The handler is used directly: a manager would wait for all processes after each read,
+    # forever if one of them failed.
+    arrays = ocp.PyTreeCheckpointHandler().restore(
+        folder,
+        args=ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args={
+                name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, strict=True)
+                for name, leaf in wanted.items()
+            },
+            partial_restore=True,
+        ),
+    )
+    arrays = {name: jax.block_until_ready(arrays[name]) for name in wanted}
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array):  # a partial read returns a missing array so
+            raise ValueError(f"{name} is missing")
+        if (array.shape, array.dtype) != (wanted[name].shape, wanted[name].dtype):
+            raise ValueError(f"{name} was read as {array.dtype}{list(array.shape)}")
+    return arrays
+
+
+def _agreed(read: Callable[[], Any]) -> Any:
+    """Calls ``read``; returns its result, or one line on the failure if any process failed.
+
+    Storage libraries raise many kinds of errors on damaged bytes, so every exception counts.
+    """
+    value, problem = None, ""
+    with _silence_abandoned_reads():
+        try:
+            value = read()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        if problem:
+            time.sleep(0.2)  # lets the reads that run in parallel with the failed one end
+            gc.collect()
+    if jax.process_count() > 1:
+        failed = multihost_utils.process_allgather(np.asarray(bool(problem)))
+        if np.any(failed) and not problem:
+            problem = f"process {int(np.argmax(failed))} could not read it"
+    return problem or value
+
+
+@contextlib.contextmanager
+def _silence_abandoned_reads() -> Iterator[None]:
+    """Silences the unraisable errors of abandoned reads; each would print a page."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, truncated to 300 characters."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:300]

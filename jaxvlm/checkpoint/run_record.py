@@ -1,0 +1,198 @@
+"""The record of a run: ``config.json`` with its settings, versions, commit and devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from collections.abc import Collection, Iterator
+from importlib import metadata
+from typing import Any
+
+from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, from_config_dict
+from jaxvlm.config.merge import RECIPE_FIELDS
+
+_PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_FILE = "config.json"
+
+
+def local_folder(setting: str, folder: str | os.PathLike[str]) -> None:
+    """Refuses a URL where a local folder is wanted, since it would create a folder of that name.
+
+    Raises:
+        ConfigError: ``folder`` is a URL such as ``gs://bucket/run``.
+    """
+    if "://" in str(folder):
+        raise ConfigError(
+            f"{setting}={folder}: object stores are not supported yet; mount the bucket "
+            "(gcsfuse, a PersistentVolume) and pass the mounted folder"
+        )
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Locks ``workdir`` so that no other run writes to it at the same time.
+
+    Raises:
+        ConfigError: another run holds the lock.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--workdir={workdir}: another run is writing to it; wait until that run ends, or "
+                "choose another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def write_config(workdir: pathlib.Path, config: Config, devices: str) -> None:
+    """Writes ``config.json`` with settings, versions, commit and devices."""
+    document = {
+        "config": dataclasses.asdict(config),
+        "versions": _versions(),
+        "commit": source_commit(),
+        "devices": devices,
+    }
+    text = json.dumps(document, indent=2) + "\n"
+    # A kill during the write must leave either the old file or the new one.
+    partial = workdir / f"{_FILE}.tmp"
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, workdir / _FILE)
+
+
+def is_begun(workdir: str | pathlib.Path) -> bool:
+    """Whether a folder holds a ``config.json``, as that of a run does."""
+    return (pathlib.Path(workdir) / _FILE).is_file()
+
+
+def read_config(workdir: str | pathlib.Path) -> Config:
+    """Reads the settings of the run in ``workdir``.
+
+    Raises:
+        ConfigError: ``workdir`` holds no run, or its ``config.json`` is damaged.
+    """
+    path = pathlib.Path(workdir) / _FILE
+    if not path.is_file():
+        advice = ""
+        if path.with_name("adapter_config.json").is_file():
+            advice = (
+                "; it is a PEFT adapter: pass its base model as --checkpoint and this folder as "
+                "--adapter"
+            )
+        if path.with_name("router_config.json").is_file():
+            advice = (
+                "; it is a Router of sentence-transformers: pass the run that it was exported from"
+            )
+        raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return from_config_dict(document["config"])
+    except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from None
+
+
+def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
+    """Lists the settings that differ from those of the last start of the run in ``workdir``."""
+    try:
+        old = read_config(workdir)
+    except ConfigError as error:  # the file is about to be rewritten
+        return [str(error)]
+    return [f"changed since this run began: {line}" for line in changes(old, config)]
+
+
+def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
+    """Refuses weights of a different model whose arrays happen to have the same shapes.
+
+    Args:
+        workdir: folder of the run that the weights come from.
+        config: settings of the run that starts from them.
+
+    Returns:
+        The model settings of ``workdir``: equal to those of ``config``, except that adapters may be
+        missing where ``config`` has some.
+
+    Raises:
+        ConfigError: the models differ; the message lists the settings.
+    """
+    source, model = read_config(workdir), config.network
+    old, lora = source.network, source.network.lora
+    if type(old) is not type(model) or source.embedding != config.embedding:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another kind of model: "
+            f"{'; '.join(changes(source, config)[:5])}"
+        )
+    old = dataclasses.replace(old, lora=lora if lora.rank else model.lora)
+    # The vocabulary size is filled in later, and is checked by the arrays' shapes.
+    text_model = "decoder" if isinstance(model, ModelConfig) else "text"
+    size = getattr(model, text_model).vocab_size
+    tower = dataclasses.replace(getattr(old, text_model), vocab_size=size)
+    old = dataclasses.replace(old, **{text_model: tower})
+    # Settings of how the model is computed and where its weights come from, not of what it is.
+    ignored = {
+        *RECIPE_FIELDS,
+        "attention",
+        "dtype",
+        "checkpoint",
+        "vision_checkpoint",
+        "text_checkpoint",
+        *("target", "options"),  # of a family: what reads the checkpoint
+    }
+    # With adapters, frozen_blocks must agree too: it splits a tower's stack of blocks in two.
+    ignored -= {"frozen_blocks"} if lora.rank else set()
+    path = "config.model" if isinstance(model, ModelConfig) else "config.dual"
+    differ = [line for line in changes(old, model, path) if not _is_one_of(line, ignored)]
+    if differ:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another model: {'; '.join(differ)}; "
+            "use the settings of that run"
+        )
+    return dataclasses.replace(old, lora=lora)
+
+
+def _is_one_of(line: str, names: Collection[str]) -> bool:
+    return line.split(":")[0].rsplit(".", 1)[-1] in names
+
+
+def changes(old: Any, new: Any, path: str = "config") -> list[str]:
+    """Lists the settings that differ between two configs, as ``path: old -> new``."""
+    if not dataclasses.is_dataclass(old):
+        return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
+    names = [field.name for field in dataclasses.fields(old)]
+    differing = (changes(getattr(old, n), getattr(new, n), f"{path}.{n}") for n in names)
+    return [line for lines in differing for line in lines]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def source_commit() -> str:
+    """The source tree's commit, with ``+changes`` if its code differs; "" outside a checkout."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    git = ["git", "-C", str(root)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        dirty = subprocess.run(
+            [*git, "status", "--porcelain", "--", "*.py"], capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    if commit.returncode:
+        return ""
+    return commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")

@@ -1,0 +1,124 @@
+"""Settings of the data: files, tokenizer, packing, images, pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxvlm.config.extensions import Extension
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """Chooses the tokenizer: a folder with ``tokenizer.json``, or one built from the training text.
+
+    A checkpoint's tokenizer is used without any of these settings.
+    """
+
+    path: str = ""
+    """Names the folder of an existing tokenizer; the default "" builds one from the training
+    text."""
+    kind: str = "word"
+    """Chooses the kind of tokenizer that is built: lower-case words, or byte-level BPE. Allowed
+    values: 'word', 'bpe'."""
+    vocab_size: int = 8192
+    """Limits the vocabulary of a tokenizer that is built, in tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PairDataConfig:
+    """Configures the queries, positives and negatives of pairs (docs/embedding_data.md)."""
+
+    column_mapping: tuple[tuple[str, str], ...] = ()
+    """Lists pairs of a column's name in the file and the field that it stands for, e.g.
+    (('question', 'query'),); the default () renames none."""
+    max_query_length: int = 0
+    """Limits the length of queries in tokens; longer texts are truncated. The default 0 means
+    ``data.max_length``."""
+    max_document_length: int = 0
+    """Limits the length of documents (positives and negatives) in tokens; longer texts are
+    truncated. The default 0 means ``data.max_length``."""
+    query_instruction: str = ""
+    """Sets the instruction of queries that have none of their own; a text encoder reads it directly
+    before the text, so it should end with a space there."""
+    document_instruction: str = ""
+    """Sets the instruction of positives and negatives that have none of their own; a text encoder
+    reads it directly before the text, so it should end with a space there."""
+    max_negatives: int = -1
+    """Limits the hard negatives of an example, which are drawn again in each epoch; the default -1
+    takes all that it has."""
+    require_negatives: bool = False
+    """Treats an example without a hard negative as a bad record (see ``data.on_bad_record``)."""
+    batch_sampler: str = "no_duplicates"
+    """Chooses how examples are grouped into batches: with no query or positive twice in a batch, or
+    at random. Allowed values: 'no_duplicates', 'random'."""
+    tasks: str = "mixed"
+    """Chooses whether a batch mixes tasks or holds examples of one task only. Allowed values:
+    'mixed', 'homogeneous'."""
+    task_alpha: float = 1.0
+    """Makes the number of a task's batches proportional to its number of examples to this power,
+    with ``tasks='homogeneous'``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Configures what a run reads, and how records become sequences of a batch."""
+
+    train: str = ""
+    """Names the training data: FILE.json, FILE.jsonl, or a built-in data set such as
+    easy-vqa:train (docs/data.md)."""
+    eval: str = ""
+    """Names the evaluation data, in the same form as ``train``; the default "" evaluates
+    nothing."""
+    format: Extension = Extension()
+    """Groups the settings of a data format of the user's own, for ``train`` and ``eval``."""
+    image_root: str = ""
+    """Names the folder that image paths are relative to; the default "" means the data file's own
+    folder."""
+    batch_size: int = 32
+    """Sets the number of sequences per step over all devices; of pairs it counts examples."""
+    max_length: int = 256
+    """Sets the length of a sequence in tokens."""
+    max_images_per_sequence: int = 2
+    """Limits the images in a sequence, or the tiles where images are cut into tiles."""
+    max_patches_per_sequence: int = 0
+    """Limits the patches in a sequence of images of any size; the default 0 means all that a
+    sequence can need."""
+    image_pixels_range: tuple[int, int] = (0, 0)
+    """Sets the fewest and the most pixels that an image of any size is scaled to; 0 means what the
+    checkpoint's image processor says."""
+    packing: bool = True
+    """Packs several records into one sequence; with False each record is a sequence of its own."""
+    share_images: bool = True
+    """Encodes leading images once for all packed records that share them."""
+    buckets: int = 4
+    """Sets the number of sequence lengths that are compiled where ``packing`` is off, and for each
+    side of pairs."""
+    virtual_shards: int = 256
+    """Sets the number of virtual shards of the data, which alone (never the devices) decides the
+    data's order and where images are placed."""
+    on_too_long: str = "refuse"
+    """Chooses what happens to a record longer than ``max_length``: the run is refused, or the
+    record is skipped. Allowed values: 'refuse', 'skip'."""
+    on_bad_record: str = "skip"
+    """Chooses what happens to a record that can't be read: the run is refused, or the record is
+    skipped. Allowed values: 'refuse', 'skip'."""
+    max_skip_fraction: float = 0.01
+    """Stops the run where more than this share of all records is skipped; it is between 0 and 1."""
+    max_pixels: int = 50_000_000
+    """Treats an image of more pixels as a bad record, which protects against decompression
+    bombs."""
+    resize: str = "auto"
+    """Chooses how images are resized: as the checkpoint's image processor does, or squashed, padded
+    or cropped to the model's square. Allowed values: 'auto', 'squash', 'pad', 'crop'."""
+    flip: bool = False
+    """Flips images horizontally at random (augmentation)."""
+    max_shift: int = 0
+    """Shifts images at random by up to this many pixels in each direction (augmentation)."""
+    workers: int = 1
+    """Sets the number of threads that read and decode ahead; at least 1."""
+    prefetch: int = 4
+    """Sets how many batches are prepared ahead of the step; at least 1."""
+    image_cache_mb: int = 512
+    """Sets the host memory in MiB for decoded images."""
+    pairs: PairDataConfig = PairDataConfig()
+    """Groups the settings of pairs, for embedding models."""

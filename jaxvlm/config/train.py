@@ -1,0 +1,113 @@
+"""Settings of a run: every group, its length, evaluations, checkpoints and logs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxvlm.config.cache import CacheConfig
+from jaxvlm.config.data import DataConfig, TokenizerConfig
+from jaxvlm.config.embed import DualConfig, EmbeddingConfig, GradCacheConfig, PairLossConfig
+from jaxvlm.config.extensions import LossConfig
+from jaxvlm.config.model import ModelConfig
+from jaxvlm.config.optim import OptimConfig
+from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """Configures when checkpoints are written and which of them are kept."""
+
+    every: int = 500
+    """Sets the number of steps between checkpoints; 0 writes them only at evaluations, at the end
+    and on SIGTERM."""
+    keep: int = 2
+    """Sets how many of the newest checkpoints are kept, in addition to the best one."""
+    metric: str = ""
+    """Names the evaluation metric that decides which checkpoint is the best; the default "" means
+    exact_match, or recall@1 for embeddings."""
+    mode: str = "max"
+    """Chooses whether a higher or a lower ``metric`` is better. Allowed values: 'max', 'min'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Configures one training run."""
+
+    model: ModelConfig = ModelConfig()
+    """Groups the settings of the vision-language model."""
+    mesh: MeshConfig = MeshConfig()
+    """Groups the sizes of the device mesh."""
+    strategy: StrategyConfig = StrategyConfig()
+    """Groups the settings of sharding and parallelism."""
+    encoder: EncoderConfig = EncoderConfig()
+    """Groups the settings of a vision encoder on devices of its own."""
+    cache: CacheConfig = CacheConfig()
+    """Groups the settings of the visual-token cache."""
+    optim: OptimConfig = OptimConfig()
+    """Groups the settings of the optimizer."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Groups the settings of the tokenizer."""
+    data: DataConfig = DataConfig()
+    """Groups the settings of the data."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Groups the settings of checkpoints."""
+    seed: int = 0
+    """Seeds initial weights, data order, augmentation and dropout."""
+    steps: int = 0
+    """Sets the length of the run in steps; exactly one of ``steps`` and ``epochs`` is above 0."""
+    epochs: float = 0.0
+    """Sets the length of the run in epochs, fractions included; exactly one of ``steps`` and
+    ``epochs`` is above 0."""
+    microbatches: int = 1
+    """Splits each batch into this many microbatches whose gradients are accumulated; 0 lets the
+    planner choose. For pairs use ``grad_cache`` instead."""
+    loss: LossConfig = LossConfig()
+    """Groups the settings of the training loss."""
+    embedder: str = "vlm"
+    """Chooses the model that gives embeddings: the vision-language model of ``model`` and
+    ``embedding``, or the dual encoder of ``dual``. Allowed values: 'vlm', 'dual'."""
+    dual: DualConfig = DualConfig()
+    """Groups the settings of a dual encoder."""
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    """Groups the settings by which a vision-language model embeds."""
+    pair_loss: PairLossConfig = PairLossConfig()
+    """Groups the settings of the losses of pairs."""
+    grad_cache: GradCacheConfig = GradCacheConfig()
+    """Groups the settings of gradient caching for losses of pairs."""
+    loss_chunk: int = 0
+    """Sets how many columns of the vocabulary have logits in memory at once, in losses of
+    tokens; the default 0 chooses it by the sequence length."""
+    moe_aux_loss_weight: float = 0.0
+    """Sets the weight of the load-balancing loss of a mixture of experts."""
+    init_from: str = ""
+    """Names the workdir of another run whose weights this run starts from, with a new optimizer and
+    at step 0; the default "" starts from none."""
+    log_every: int = 20
+    """Sets the number of steps between log lines; at least 1."""
+    eval_every: int = 0
+    """Sets the number of steps between evaluations; the default 0 evaluates only at the end."""
+    eval_records: int = 0
+    """Limits how many records an evaluation uses, always the same ones; the default 0 uses all."""
+    early_stop: int = 0
+    """Ends the run after this many evaluations in a row without a better metric; the default 0
+    never does."""
+    max_bad_steps: int = 10
+    """Stops the run after this many steps in a row with a loss or gradient that is not finite; at
+    least 1."""
+    profile_steps: tuple[int, int] = (0, 0)
+    """Records a profiler trace from the first of these steps up to, but not including, the second;
+    the default (0, 0) records none."""
+    memory_estimate: bool = False
+    """Logs the planner's estimate of memory and step time at the start of the run."""
+    compile_cache: str = "auto"
+    """Names the folder of compiled programs; 'auto' means the user's cache folder and "" turns it
+    off."""
+    tensorboard: bool = True
+    """Writes metrics as TensorBoard events too."""
+    wandb_project: str = ""
+    """Names the Weights & Biases project that metrics are sent to; the default "" sends none."""
+
+    @property
+    def network(self) -> ModelConfig | DualConfig:
+        """The model of the run."""
+        return self.dual if self.embedder == "dual" else self.model

@@ -1,0 +1,499 @@
+"""Data set of conversations: batches for training by step, and for evaluation record by record."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data import dataset_filter, image_placeholders
+from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_images, collate_tokens
+from jaxvlm.data.conversations.model_inputs import ModelInputs, make_pieces, validate_settings
+from jaxvlm.data.conversations.sequence_order import EMPTY, PackedSequence, SequenceOrder, sequences
+from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
+from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
+from jaxvlm.data.image_placeholders import ImageSpans
+from jaxvlm.data.images import image_files
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.page_allocation import PageAllocation, TokenShape, WrittenPages
+from jaxvlm.data.prefetch import TrainBatches, prefetch
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.types import Batch
+
+_AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
+_log = logging.getLogger("jaxvlm.data")
+
+
+class Dataset:
+    """Records of conversations that a run trains on or is evaluated on.
+
+    Attributes:
+        records: all records read; ``Meta.record`` is an index into them.
+        problems: records that are skipped, as detected before the first step.
+        corpus: token ids and loss masks.
+        image_inputs: decoder and cache lookup of the images.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        records: Sequence[Record],
+        problems: Sequence[Problem],
+        config: DataConfig,
+        tokenizer: ChatTokenizer,
+        settings: ModelInputs,
+    ):
+        """Tokenize records and group them into pieces; see :meth:`from_config`."""
+        validate_settings(config, settings)
+        self.name, self.config, self.settings = name, config, settings
+        self.records, self.tokenizer = list(records), tokenizer
+        self.total = len(records) + len(problems)
+        corpus, unfit = tokenize.encode(self.records, tokenizer, settings.num_patches)
+        corpus, broken = dataset_filter.with_readable_images(
+            corpus, self.records, config.max_pixels
+        )
+        bad = [*problems, *unfit, *broken]
+        enforce(bad, self.total, config.on_bad_record, config.max_skip_fraction, name)
+        pieces, long = make_pieces(corpus, config, tokenizer, settings)
+        too_long = [Problem(self._record_id(corpus, i), *reason) for i, *reason in long]
+        enforce(too_long, self.total, config.on_too_long, 1.0, name)
+        self.problems = bad + too_long
+        enforce(self.problems, self.total, "skip", config.max_skip_fraction, name)
+        if not len(pieces.num_tokens):
+            raise DataError(
+                f"{name}: no usable record is left; `jaxvlm data check` lists the reasons"
+            )
+        different = {id(span): span for span in corpus.spans}.values()
+        if (config.flip or config.max_shift) and any(len(s.starts) > 1 for s in different):
+            raise DataError(
+                f"{name}: data.flip and data.max_shift would augment each tile of an image "
+                "separately; set --config.data.flip=False --config.data.max_shift=0"
+            )
+        self.corpus, self.pieces = corpus, pieces
+        image_cache = image_files.ImageCache(
+            settings.prepare, config.max_pixels, config.image_cache_mb
+        )
+        self.image_inputs = ImageInputs(corpus.paths, corpus.spans, image_cache, settings.patching)
+        self._max_patches = self._max_patches_of_sequence()
+        self._taps = image_placeholders.max_taps(different)
+        tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
+        self._density = float(np.max(tiles / corpus.length, initial=0.0))
+        self._skipped: dict[int, Problem] = {}  # by record, at run time
+        self._lock = threading.Lock()
+        self._order: SequenceOrder | None = None
+        self._pages: PageAllocation | None = None
+        self._written_pages: WrittenPages | None = None
+        self._digest = dataset_filter.digest(corpus)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: DataConfig,
+        tokenizer: ChatTokenizer,
+        *,
+        image_size: int,
+        num_patches: ImageSpans,
+        seed: int = 0,
+        visual_mask: str = "causal",
+        prepare: image_files.Preparation | None = None,
+        patching: Patching | None = None,
+        spec: str = "",
+        read: tuple[list[Record], list[Problem]] | None = None,
+    ) -> Dataset:
+        """Read, validate and tokenize a data file.
+
+        The header of every image is read; no image is decoded.
+
+        Args:
+            config: settings of what to read and how to pack it.
+            tokenizer: tokenizer with a chat template.
+            image_size: height and width of the model's images in pixels.
+            num_patches: token span of an image: a number of tokens, or a function of its file.
+            seed: seed of the run.
+            visual_mask: causal | prefix | prompt: which tokens attend bidirectionally.
+            prepare: preprocessing of images; ``None`` follows ``config.resize``.
+            patching: how images of any size are cut into patches; ``None`` if all have the same
+                size.
+            spec: file or named source to read; "" is ``config.train``.
+            read: result of :func:`jaxvlm.data.sources.conversation_formats.read` for ``spec``, if
+                it was read before.
+
+        Raises:
+            DataError: the file, or too many of its records, can't be used.
+        """
+        name = spec or config.train
+        records, problems = read or conversation_formats.read(
+            name, config.image_root, config.format
+        )
+        prepare = prepare or image_files.squares(image_size, config.resize)
+        settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
+        return cls(name, records, problems, config, tokenizer, settings)
+
+    @property
+    def order(self) -> SequenceOrder:
+        """Packed sequences by step; raises DataError if a batch has more than there are pieces."""
+        if self._order is None:
+            self._order = SequenceOrder(self.pieces, self.config, self.settings.seed)
+        return self._order
+
+    def allocate_tokens(
+        self, tokens: int, limit: int = 0, unused: bool = False,
+        given: TokenShape | None = None, beyond: int = 0,
+    ) -> PageAllocation:  # fmt: skip
+        """Allocate cache pages; training batches then hold the pages of their images' tokens.
+
+        Args:
+            tokens: visual tokens that the vision encoder computes for a tile; 0: one for each
+                patch of an image of any size.
+            limit: see :class:`jaxvlm.data.page_allocation.PageAllocation`.
+            unused: see ``PageAllocation``.
+            given: see ``PageAllocation``; ``image_inputs.lookup`` finds the tokens.
+            beyond: see ``PageAllocation``.
+
+        Returns:
+            The allocation, a function of the data order alone.
+        """
+        patching, spans = self.settings.patching, self.corpus.spans
+
+        def size(image: int) -> tuple[int, int]:
+            if tokens or not patching:
+                return len(spans[image].starts), tokens
+            return 1, patching.per_token * int((spans[image].tile > 0).sum())
+
+        room = patching.padded_count if patching and not tokens else None
+        self._pages = PageAllocation(
+            self.order, self.pieces, size, limit, room, unused, given, beyond
+        )
+        return self._pages
+
+    def tag_keys(self, tag: Tag) -> None:
+        """Store and look up the visual tokens of images under the ``tag`` of their key."""
+        self.image_inputs.tag = tag
+
+    def look_up(self, lookup: Lookup, audited: float) -> None:
+        """Replace pixels by cached visual tokens on a hit; see :class:`ImageInputs`."""
+        self.image_inputs.lookup, self.image_inputs.audited = lookup, audited
+
+    def omit_written(self, written: WrittenPages | None) -> None:
+        """Omit the pixels of images whose tokens are in their pages; ``None`` omits none."""
+        self._written_pages = written
+
+    @property
+    def preparation(self) -> image_files.Preparation:
+        """The preprocessing of images."""
+        return self.settings.prepare
+
+    @property
+    def skipped(self) -> list[Problem]:
+        """Records skipped at run time because an image failed, so far and on this process."""
+        with self._lock:
+            return list(self._skipped.values())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every record has been trained on once."""
+        return self.order.steps_per_epoch
+
+    @property
+    def sequence_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Static shapes (tokens, patches) of sequences: a run compiles a program for each.
+
+        Patches are those of images of any size; 0 if all images have the same size.
+        """
+        config, patching = self.config, self.settings.patching
+        count = 1 if config.packing else config.buckets
+        lengths = packing.buckets(config.max_length, count)
+        if patching is None:
+            return tuple((length, 0) for length in lengths)
+        most = self._max_patches  # patches are in proportion to tokens
+        return tuple((n, patching.padded_count(most * n // lengths[-1])) for n in lengths)
+
+    def train(self, local_rows: np.ndarray, start_step: int = 0) -> TrainBatches:
+        """Iterate over training batches endlessly, prefetched by ``config.workers`` threads.
+
+        Args:
+            local_rows: i[b]: this process's rows of the global batch.
+            start_step: step of the first batch.
+
+        Returns:
+            An iterator of (Batch, Meta).
+        """
+        config, order = self.config, self.order
+        local, written = [int(row) for row in local_rows], self._written_pages or WrittenPages()
+
+        def load(step: int) -> tuple[Batch, tuple[Meta, int]]:
+            generation = written.generation  # before any page is looked up
+            chosen = [order.sequence(step, row) for row in local]
+            shape = self.sequence_shapes[-1]
+            if not config.packing:  # all hosts must agree on the shape: use the global batch
+                every = [order.sequence(step, row) for row in range(config.batch_size)]
+                shape = self._fitting_shape(every)
+            ids = step * config.batch_size + np.asarray(local, np.int64)
+            batch, meta = self._load(self.corpus, self.pieces, chosen, shape, ids)
+            return batch, (meta, generation)
+
+        def revalidate(step: int, loaded: tuple[Batch, tuple[Meta, int]]) -> tuple[Batch, Meta]:
+            """Load a prefetched batch again if the cache pages that it relies on were evicted."""
+            batch, (meta, generation) = loaded
+            if (
+                generation == written.generation
+                or batch.in_pages is None
+                or not batch.in_pages.any()
+            ):
+                return batch, meta
+            return revalidate(step, load(step))
+
+        source = prefetch(load, start_step, 2**31 - 1, config)
+        return TrainBatches(source, start_step, self.fingerprint(), revalidate)
+
+    def eval(
+        self,
+        local_rows: np.ndarray,
+        batch_size: int,
+        num_records: int = 0,
+        shuffled_images: bool = False,
+    ) -> Iterator[tuple[Batch, Meta]]:
+        """Iterate over every record once, in sequences packed as in training; padding comes last.
+
+        Args:
+            local_rows: i[b]: this process's rows of the global batch.
+            batch_size: sequences of the global batch.
+            num_records: maximum number of records, from a fixed random choice of pieces; 0: all.
+            shuffled_images: replace each image by another one: the blind control.
+
+        Returns:
+            An iterator of (Batch, Meta).
+
+        Raises:
+            DataError: ``shuffled_images`` with fewer than two images.
+        """
+        corpus, pieces = self._subset(num_records)
+        other = self._other_images() if shuffled_images else None
+        packed = [
+            PackedSequence(chosen)
+            for chosen in sequences(np.arange(len(pieces.num_tokens)), pieces, self.config)
+        ]
+        steps = -(-len(packed) // batch_size)
+        packed += [EMPTY] * (steps * batch_size - len(packed))
+        local = [int(row) for row in local_rows]
+
+        def load(step: int) -> tuple[Batch, Meta]:
+            every = packed[step * batch_size : (step + 1) * batch_size]
+            shape = self.sequence_shapes[-1]
+            if not self.config.packing:
+                shape = self._fitting_shape(every, pieces)
+            ids = step * batch_size + np.asarray(local, np.int64)
+            chosen = [every[row] for row in local]
+            return self._load(corpus, pieces, chosen, shape, ids, other, train=False)
+
+        return iter(prefetch(load, 0, steps, self.config))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Settings and data that batches are a function of, besides the step; JSON-able."""
+        settings, config = self.settings, dataclasses.asdict(self.config)
+        names = [
+            *("batch_size", "max_length", "max_images_per_sequence", "packing", "share_images"),
+            *("buckets", "virtual_shards", "flip", "max_shift"),
+        ]
+        picked = {f"data.{name}": config[name] for name in names}
+        picked |= {
+            "images": settings.prepare.fingerprint,
+            "seed": settings.seed,
+            "image_size": settings.image_size,
+        }
+        picked |= {"visual_mask": settings.visual_mask, "records": len(self.corpus.first)}
+        if settings.patching:
+            picked |= {
+                "data.max_patches_per_sequence": config["max_patches_per_sequence"],
+                "patches": self._max_patches,
+            }
+        return picked | {"content": self._digest}
+
+    def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:
+        return self.records[int(corpus.source[record])].id
+
+    def _fitting_shape(
+        self, chosen: Sequence[PackedSequence], pieces: packing.Pieces | None = None
+    ) -> tuple[int, int]:
+        """Find the smallest of ``sequence_shapes`` that fits all these sequences."""
+        pieces = pieces or self.pieces
+        tokens, patches = (
+            max((int(sizes[sequence.pieces].sum()) for sequence in chosen), default=0)
+            for sizes in (pieces.num_tokens, pieces.num_patches)
+        )
+        return next(s for s in self.sequence_shapes if s[0] >= tokens and s[1] >= patches)
+
+    def _max_patches_of_sequence(self) -> int:
+        """Maximum patches of a sequence: the setting, or what its tokens and images allow."""
+        config, patching, pieces = self.config, self.settings.patching, self.pieces
+        if patching is None or not config.packing:
+            return int(pieces.num_patches.max())
+        limits = packing.limits_of(config, patching)
+        used = {image for images in pieces.images for image in images}
+        largest = max((limits.patches(self.corpus, (p,)) for p in used), default=0)
+        most = min(patching.per_token * config.max_length, config.max_images_per_sequence * largest)
+        return min(most, config.max_patches_per_sequence or most)
+
+    def _layout(self, pieces: packing.Pieces) -> Layout:
+        most = int(pieces.num_images.max())
+        if self.config.packing:  # an upper bound for any choice of records in a sequence
+            fit = int(self._density * self.config.max_length)
+            most = min(self.config.max_images_per_sequence, max(most, fit))
+        return Layout(
+            image_id=self.tokenizer.image_id,
+            pad_id=self.tokenizer.pad_id,
+            max_images=most if self.corpus.paths else 0,
+            has_parents=bool((pieces.record < 0).any()),
+            mask=self._mask(),
+            taps=self._taps,
+            position_rows=self.position_rows,
+        )
+
+    @property
+    def position_rows(self) -> int:
+        """R: rotary positions of a token."""
+        return max((len(span.positions) for span in self.corpus.spans[:1]), default=1)
+
+    def _mask(self) -> str:
+        mask = self.settings.visual_mask
+        return mask if self.corpus.paths or mask == "prompt" else "causal"
+
+    def _load(
+        self,
+        corpus: tokenize.Corpus,
+        pieces: packing.Pieces,
+        chosen: Sequence[PackedSequence],
+        shape: tuple[int, int],
+        example_id: np.ndarray,
+        other: np.ndarray | None = None,
+        train: bool = True,
+    ) -> tuple[Batch, Meta]:
+        """Decode images, skip pieces whose images fail, and collate the rest."""
+        kept: list[np.ndarray] = []
+        inputs: list[ImageInput] = []
+        pages: list[np.ndarray] = []
+        slots = self._pages if train else None
+        for sequence in chosen:
+            good = []
+            for piece in sequence.pieces.tolist():
+                images = pieces.images[piece]
+                try:
+                    tiles = self._inputs_of(images, piece, sequence, other, train)
+                except ImageError as error:
+                    if other is None:  # a failure in the blind control is not the piece's own
+                        self._skip(corpus, pieces, piece, str(error))
+                    continue
+                good.append(piece)
+                inputs += tiles
+                if slots:
+                    pages += [page for p in images for page in slots.pages(sequence.shard, p)]
+            kept.append(np.asarray(good, np.int32))
+        layout = self._layout(self.pieces)
+        batch, meta, places = collate(corpus, pieces, kept, shape[0], layout)
+        batch = batch._replace(example_id=(example_id % 2**31).astype(np.int32))
+        if layout.max_images:
+            slots_shape, settings = (len(chosen), layout.max_images), self.settings
+            image_key = np.zeros((*slots_shape, 4), np.uint32)
+            if inputs:
+                image_key[places.row, places.slot] = [v.key for v in inputs]
+            rest = (settings.image_size, settings.patching, shape[1], [v.grid for v in inputs])
+            fields = collate_images([v.pixels for v in inputs], places, slots_shape, *rest)
+            batch = batch._replace(image_key=image_key, **fields)
+            if slots:
+                image_pages = np.full((*slots_shape, slots.per_tile), -1, np.int32)
+                if pages:
+                    image_pages[places.row, places.slot] = pages
+                in_pages = np.zeros(slots_shape, bool)
+                in_pages[places.row, places.slot] = [v.in_pages for v in inputs]
+                batch = batch._replace(image_pages=image_pages, in_pages=in_pages)
+            if slots and slots.given:
+                size = (shape[1],) if settings.patching else (slots_shape[1], slots.windows[-1])
+                full_shape = (slots_shape[0], *size, slots.given.width)
+                tokens = [v.tokens for v in inputs]
+                fields = collate_tokens(
+                    tokens, places, full_shape, slots_shape[1], slots.given.dtype, batch.grid
+                )
+                batch = batch._replace(**fields)
+        return batch, meta
+
+    def _inputs_of(
+        self,
+        images: tuple[int, ...],
+        piece: int,
+        sequence: PackedSequence,
+        other: np.ndarray | None,
+        train: bool,
+    ) -> list[ImageInput]:
+        """Load and augment the images of a piece; raises ImageError."""
+        config = self.config
+        rng = None
+        if train and (config.flip or config.max_shift):
+            rng = np.random.default_rng([self.settings.seed, _AUGMENT, sequence.pass_, piece])
+        out = []
+        for image in images:
+            drawn = image_files.draw(rng, config.flip, config.max_shift) if rng else ()
+            cached = train and rng is None and not self.image_inputs.audits(image, sequence.pass_)
+            written = self._written_tiles(sequence, image) if cached else None
+            out += self.image_inputs.get(image, drawn, other, cached, written)
+        return out
+
+    def _written_tiles(
+        self, sequence: PackedSequence, image: int
+    ) -> Callable[[int, bytes], bool] | None:
+        """Tell which tiles of an image are in their pages; see :meth:`ImageInputs.get`."""
+        slots, written = self._pages, self._written_pages
+        if slots is None or written is None:
+            return None
+        first = slots.pages(sequence.shard, image)[:, 0].tolist()
+        return lambda tile, key: written.has(first[tile], key)
+
+    def _skip(
+        self, corpus: tokenize.Corpus, pieces: packing.Pieces, piece: int, reason: str
+    ) -> None:
+        """Count a piece whose image failed, once, and stop the run if too many have."""
+        lost = pieces.record[pieces.start[piece] : pieces.start[piece + 1]]
+        with self._lock:
+            for record in lost[lost >= 0].tolist():
+                problem = Problem(self._record_id(corpus, record), reason)
+                if self._skipped.setdefault(int(corpus.source[record]), problem) is problem:
+                    _log.warning("%s: skipped: %s", self.name, problem)
+        failed = self.skipped
+        enforce(failed, self.total, self.config.on_bad_record, 1.0, self.name)
+        enforce(
+            self.problems + failed, self.total, "skip", self.config.max_skip_fraction, self.name
+        )
+
+    def usable(self) -> list[int]:
+        """Indices of the records that are in the data set and were not skipped at run time."""
+        return [i for i in self.corpus.source.tolist() if i not in self._skipped]
+
+    def _subset(self, num_records: int) -> tuple[tokenize.Corpus, packing.Pieces]:
+        """Choose ``num_records`` records, in complete pieces as far as possible."""
+        if not 0 < num_records < len(self.corpus.first):
+            return self.corpus, self.pieces
+        order = np.random.default_rng([0, _SUBSET]).permutation(len(self.pieces.num_tokens))
+        start = self.pieces.start
+        segments = np.concatenate([np.arange(start[i], start[i + 1]) for i in order.tolist()])
+        records = self.pieces.record[segments]
+        chosen = np.sort(records[records >= 0][:num_records])
+        corpus = dataset_filter.take(self.corpus, chosen)
+        return corpus, make_pieces(corpus, self.config, self.tokenizer, self.settings)[0]
+
+    def _other_images(self) -> np.ndarray:
+        """i64[images]: a different image for each image."""
+        # Images of refused records are in no record of the corpus and must not be used.
+        used = np.unique([i for images in self.corpus.images for i in images]).astype(int)
+        if len(used) < 2:
+            raise DataError(f"{self.name}: the blind control needs two images, not {len(used)}")
+        cycle = np.random.default_rng([0, _BLIND]).permutation(used)
+        other = np.arange(len(self.corpus.paths))
+        other[cycle] = np.roll(cycle, 1)
+        return other

@@ -1,0 +1,281 @@
+"""Tokenize records; the loss mask covers the assistant's turns and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int32, Int64
+
+from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.image_placeholders import ImageSpans
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
+from jaxvlm.data.tokenizer.chat_template import TemplateError
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.types import Span
+
+_Conversation = tuple[tuple[Turn, ...], tuple[str, ...]]
+"""Turns, and the text that precedes each of their images."""
+_TOKENIZE_BATCH = 4096  # conversations tokenized at once: bounds the memory of their offsets
+
+
+class Corpus(NamedTuple):
+    """Token ids and loss mask of all records, in two flat arrays.
+
+    An image is *one* image token here and is expanded to its span of tokens in a packed sequence.
+    Records with equal turns share one conversation: easy-VQA's 38,575 are 1,093 conversations.
+    """
+
+    tokens: Int32[np.ndarray, " total"]
+    loss: Bool[np.ndarray, " total"]
+    """Whether the loss covers the prediction of the token."""
+    first: Int64[np.ndarray, " records"]
+    """Index in ``tokens`` of a record's first token."""
+    last: Int64[np.ndarray, " records"]
+    """Index of the record's last token, plus one."""
+    length: Int32[np.ndarray, " records"]
+    """Tokens that the record takes in a packed sequence, those of images included."""
+    images: tuple[tuple[int, ...], ...]
+    """For each record: indices into ``paths``."""
+    paths: tuple[str, ...]
+    """Each image file once."""
+    spans: tuple[Span, ...]
+    """The token span of each image."""
+    source: Int32[np.ndarray, " records"]
+    """Index of each record in the list that was tokenized."""
+
+
+def texts(records: Sequence[Record]) -> Iterator[str]:
+    """Yield the text of each turn: input of :func:`jaxvlm.data.tokenizer.chat_tokenizer.build`."""
+    for record in records:
+        for turn in record.turns:
+            yield turn.content.replace(PLACEHOLDER, " ")
+
+
+def prompt_ids(
+    turns: Sequence[Turn], tokenizer: ChatTokenizer, leads: Sequence[str] = ()
+) -> Int32[np.ndarray, " T"]:
+    """Tokenize a conversation with a generation prompt; each image is one token.
+
+    Args:
+        turns: the turns so far; ``<image>`` stands for an image.
+        tokenizer: tokenizer with a chat template.
+        leads: text that the model sees before each image; () is none.
+
+    Returns:
+        i32[T] token ids.
+
+    Raises:
+        TemplateError: the chat template refuses these turns.
+    """
+    text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
+    return np.asarray(tokenizer.encode_chat(text), np.int32)
+
+
+INSTRUCTION = "Represent the user's input."
+"""Default instruction of Qwen3-VL-Embedding."""
+
+
+def to_embed(text: str, instruction: str) -> list[Turn]:
+    """Build the conversation whose last token, after the assistant's header, embeds ``text``.
+
+    Args:
+        text: ``<image>`` stands for an image. An empty text becomes ``NULL``.
+        instruction: task of the embedding; "" is :data:`INSTRUCTION`. A full stop is added if it
+            does not end with punctuation.
+
+    Source: Qwen3-VL-Embedding, arXiv 2601.04720, and the script published with its weights.
+    """
+    system = instruction.strip() or INSTRUCTION
+    if not unicodedata.category(system[-1]).startswith("P"):
+        system += "."
+    return [Turn("system", system), Turn("user", text or "NULL")]
+
+
+def encode(
+    records: Sequence[Record], tokenizer: ChatTokenizer, spans: ImageSpans
+) -> tuple[Corpus, list[Problem]]:
+    """Tokenize records and compute their loss masks.
+
+    Args:
+        records: records from :func:`jaxvlm.data.sources.conversation_formats.read`.
+        tokenizer: tokenizer with a chat template.
+        spans: the token span of an image.
+
+    Returns:
+        The records that could be tokenized, in order, and the problems of the others.
+    """
+    measured, unfit = _measure_spans(records, _by_file(spans, tokenizer.image_id))
+    # Equal conversations are rendered and tokenized once: a cache, so no result depends on it.
+    number: dict[_Conversation, int] = {}
+    conversations = [
+        (r.turns, tuple(measured[path].lead for path in r.images if path in measured))
+        for r in records
+    ]
+    conversation = [number.setdefault(one, len(number)) for one in conversations]
+    ids, loss, reasons = _encode_turns(list(number), tokenizer)
+    start = np.concatenate([[0], np.cumsum([len(i) for i in ids], dtype=np.int64)])
+    marks = np.asarray([int((i == tokenizer.image_id).sum()) for i in ids], np.int32)
+
+    image: dict[str, int] = {}
+    good: list[int] = []
+    problems: list[Problem] = []
+    for i, (record, c) in enumerate(zip(records, conversation)):
+        if failed := next((path for path in record.images if path in unfit), None):
+            problems.append(Problem(record.id, unfit[failed], failed))
+        elif reasons[c][0]:
+            problems.append(Problem(record.id, *reasons[c]))
+        elif marks[c] != len(record.images):
+            detail = f"{marks[c]} image tokens, {len(record.images)} images"
+            problems.append(Problem(record.id, "the chat template drops or adds images", detail))
+        else:
+            good.append(i)
+            for path in record.images:
+                image.setdefault(path, len(image))
+    of_image = tuple(measured[path] for path in image)
+    per_image = [len(span.ids) for span in of_image]
+    images = tuple(tuple(image[p] for p in records[i].images) for i in good)
+    extra = [sum(per_image[p] - 1 for p in group) for group in images]
+    which = np.asarray([conversation[i] for i in good], np.int64)
+    corpus = Corpus(
+        tokens=np.concatenate([np.zeros(0, np.int32), *ids]),
+        loss=np.concatenate([np.zeros(0, bool), *loss]),
+        first=start[which],
+        last=start[which + 1],
+        length=(start[which + 1] - start[which] + np.asarray(extra, np.int64)).astype(np.int32),
+        images=images,
+        paths=tuple(image),
+        spans=of_image,
+        source=np.asarray(good, np.int32),
+    )
+    return corpus, problems
+
+
+def _measure_spans(
+    records: Sequence[Record], measure: Callable[[str], Span]
+) -> tuple[dict[str, Span], dict[str, str]]:
+    """Compute the span of each image file, or the reason why it has none."""
+    measured: dict[str, Span] = {}
+    unfit: dict[str, str] = {}
+    for path in dict.fromkeys(path for record in records for path in record.images):
+        try:
+            measured[path] = measure(path)
+        except ImageError as error:
+            unfit[path] = str(error)
+    return measured, unfit
+
+
+def _by_file(spans: ImageSpans, image_id: int) -> Callable[[str], Span]:
+    """Turn ``spans`` into a function of a file; equal spans become one object."""
+    of = functools.cache(functools.partial(Span.of, image_id))
+    unique: dict[tuple[bytes, ...], Span] = {}
+
+    def measure(path: str) -> Span:
+        span = spans if isinstance(spans, int) else spans(path)
+        if isinstance(span, int):
+            return of(span)
+        name = tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(span))
+        return unique.setdefault(name, span)
+
+    return measure
+
+
+def _encode_turns(
+    conversations: list[_Conversation], tokenizer: ChatTokenizer
+) -> tuple[list[np.ndarray], list[np.ndarray], list[tuple[str, str]]]:
+    """Tokenize conversations: ids, loss mask and (reason, detail); an empty reason is none."""
+    ids: list[np.ndarray] = []
+    loss: list[np.ndarray] = []
+    reasons: list[tuple[str, str]] = []
+    forbidden = special_pattern(tokenizer)
+    for begin in range(0, len(conversations), _TOKENIZE_BATCH):
+        rendered, spans = [], []
+        for turns, leads in conversations[begin : begin + _TOKENIZE_BATCH]:
+            render = functools.partial(tokenizer.render, leads=leads)
+            text, where, reason = _render(turns, tokenizer, forbidden, render)
+            rendered.append(text)
+            spans.append(where)
+            reasons.append(reason)
+        for encoding, where in zip(tokenizer.encode_chats(rendered), spans):
+            tokens = np.asarray(encoding.ids, np.int32)
+            ids.append(tokens)
+            loss.append(_mask(tokens, encoding.offsets, where, tokenizer.image_id))
+    return ids, loss, reasons
+
+
+def special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
+    """Compile a pattern of special tokens, which a record's text must not contain (fake turns)."""
+    names = sorted(tokenizer.special_tokens - {PLACEHOLDER}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def _render(
+    turns: tuple[Turn, ...],
+    tokenizer: ChatTokenizer,
+    forbidden: re.Pattern[str],
+    render: Callable[..., str],
+) -> tuple[str, list[tuple[int, int]], tuple[str, str]]:
+    """Render turns: the text, the assistant's spans in it, and (reason, detail) if unusable."""
+    for turn in turns:
+        if found := forbidden.search(turn.content):
+            return "", [], ("the text contains a special token", found.group())
+    try:
+        text = render(turns)
+        spans = []
+        for i, turn in enumerate(turns):
+            if turn.role == "assistant":
+                head = render(turns[:i], add_generation_prompt=True)
+                end = _turn_end(turns, i, text, tokenizer, render)
+                if not text.startswith(head) or end < len(head):
+                    return "", [], ("the chat template rewrites earlier turns", f"turn {i}")
+                spans.append((len(head), end))
+    except TemplateError as error:
+        return "", [], ("the chat template rejects the conversation", str(error))
+    return text, spans, ("", "")
+
+
+def _turn_end(
+    turns: tuple[Turn, ...],
+    i: int,
+    text: str,
+    tokenizer: ChatTokenizer,
+    render: Callable[..., str],
+) -> int:
+    """Find the end of answer ``i`` in ``text``: after its end-of-turn token; -1 if ambiguous.
+
+    A line break after that token is excluded: generation has stopped by then, so training on it
+    would train a token that is never generated.
+    """
+    whole = render(turns[: i + 1]) if i + 1 < len(turns) else text
+    if text.startswith(whole):
+        trimmed = whole.rstrip()
+        return len(trimmed) if trimmed.endswith(tuple(tokenizer.special_tokens)) else len(whole)
+    # Qwen3 writes a thinking block into the last answer only, so the conversation up to this turn
+    # renders differently. A marker appended to the answer then shows where it ends.
+    marked = turns[i]._replace(content=turns[i].content + "\u2063")
+    other = render((*turns[:i], marked, *turns[i + 1 :]))
+    end = next((at for at, (a, b) in enumerate(zip(text, other)) if a != b), len(text))
+    for stop in tokenizer.stop_ids:
+        token = tokenizer.backend.id_to_token(stop)
+        if token and text.startswith(token, end):
+            return end + len(token)
+    return -1
+
+
+def _mask(
+    ids: np.ndarray, offsets: list[tuple[int, int]], spans: list[tuple[int, int]], image_id: int
+) -> np.ndarray:
+    """bool[T]: tokens that overlap a span of the assistant."""
+    mask = np.zeros(len(ids), bool)
+    if len(ids):
+        begin, end = np.asarray(offsets, np.int64).T
+        for first, last in spans:
+            mask |= (begin < last) & (end > first)
+        mask &= ids != image_id
+        mask[0] = False  # no preceding token could predict it
+    return mask

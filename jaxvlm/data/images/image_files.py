@@ -1,0 +1,349 @@
+"""Decode image files to u8 pixels, compute their cache keys, and augment them."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import io
+import os
+import pathlib
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8, UInt32
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+
+from jaxvlm.data.errors import ImageError
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.sources import webdataset
+from jaxvlm.types import Span
+
+Pixels = UInt8[np.ndarray, "*tiles H W 3"]
+RESIZE = ("auto", "squash", "pad", "crop")
+PAD = 128  # grey: close to 0 once the model has normalized 0..255 to -1..1
+
+_open_lock = threading.Lock()  # warnings.catch_warnings is not safe among threads
+
+
+class Decoded(NamedTuple):
+    """A decoded and preprocessed image."""
+
+    pixels: Pixels
+    digest: bytes
+    """16 bytes: hash of the file's bytes."""
+
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""File formats that are decoded. Pillow reads more, but its EPS reader runs Ghostscript."""
+
+
+def check(path: str, max_pixels: int) -> str | None:
+    """Check an image file's header without decoding the image.
+
+    Args:
+        path: image file.
+        max_pixels: maximum of width times height.
+
+    Returns:
+        The reason why the image can't be used, or None if its header is good.
+    """
+    try:
+        with _open(path, max_pixels):
+            return None
+    except ImageError as error:
+        return str(error)
+
+
+class Preparation(NamedTuple):
+    """Preprocessing of an image to pixels."""
+
+    convert: Callable[[Image.Image], Pixels]
+    """Function of an upright image of any mode that returns u8[H, W, 3], of a fixed size or the
+    image's own, or its tiles of a fixed size, u8[tiles, H, W, 3]."""
+    fingerprint: str
+    """Preparations with equal fingerprints give equal pixels."""
+    draft: int = 0
+    """Minimum height and width in pixels at which a JPEG is decoded; 0 decodes at full size."""
+
+
+class ImageFormat(NamedTuple):
+    """Image input of a model: preprocessing, size and token spans."""
+
+    prepare: Preparation
+    size: int
+    """Height and width of a tile in pixels; 0 if images keep their shape."""
+    span: Callable[[int, int], Span]
+    """(width, height) of an upright image -> its token span."""
+    fixed: bool = True
+    """Whether every image has the same span."""
+    patching: Patching | None = None
+    """How images of any size are cut into patches; ``None`` if all have the same size."""
+
+    def of_file(self, path: str) -> Span:
+        """Compute the token span of an image file.
+
+        Raises:
+            ImageError: its size can't be read, or the model does not accept it.
+        """
+        if self.fixed:
+            return self.span(0, 0)
+        with _open(path, sys.maxsize) as image:
+            try:
+                turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+            except Exception as error:  # of a PNG, Pillow also reads chunks after the pixels
+                raise ImageError(_reason(error)) from None
+            return self.of_size(*(image.size[::-1] if turned else image.size))
+
+    def of_size(self, width: int, height: int) -> Span:
+        """Compute an upright image's token span; raises ImageError if its size is not accepted."""
+        try:
+            return self.span(width, height)
+        except ValueError as error:
+            raise ImageError(str(error)) from None
+
+
+def squares(size: int, resize: str = "auto") -> Preparation:
+    """Preparation of square RGB images; transparency is composited over white.
+
+    A JPEG much larger than ``size`` is decoded at a half, quarter or eighth of its size, never
+    below twice ``size``.
+
+    Args:
+        size: height and width in pixels.
+        resize: ``squash`` (or ``auto``) resizes to a square; ``pad`` pads to a square with grey;
+            ``crop`` takes the central square.
+    """
+
+    def convert(image: Image.Image) -> Pixels:
+        return np.asarray(_fit(rgb(image), size, resize))
+
+    mode = "squash" if resize == "auto" else resize
+    return Preparation(convert, f"{size}|{mode}|rgb-1", 2 * size)
+
+
+def load(path: str, prepare: Preparation, max_pixels: int = 50_000_000) -> Pixels:
+    """Decode and preprocess an image file; its EXIF orientation is applied.
+
+    Args:
+        path: image file.
+        prepare: preprocessing.
+        max_pixels: maximum of width times height.
+
+    Raises:
+        ImageError: the image can't be decoded; the message is the reason.
+    """
+    return decode(_bytes(path), prepare, max_pixels)
+
+
+def decode(data: bytes, prepare: Preparation, max_pixels: int) -> Pixels:
+    """Decode and preprocess the bytes of an image file; see :func:`load`."""
+    with _open(io.BytesIO(data), max_pixels) as image:
+        try:
+            if prepare.draft:
+                image.draft("RGB", (prepare.draft, prepare.draft))
+            image.load()
+            return prepare.convert(_upright(image))
+        except Exception as error:  # damaged files make Pillow's decoders raise all kinds
+            raise ImageError(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    """Describe the fault of an image that Pillow can't decode."""
+    short = "truncated" in str(error) or "broken" in str(error)
+    return "truncated file" if short else f"can't be decoded: {str(error) or type(error).__name__}"
+
+
+def convert(image: Image.Image, prepare: Preparation) -> Pixels:
+    """Preprocess an open image as :func:`load` does."""
+    return prepare.convert(ImageOps.exif_transpose(image))
+
+
+def key(
+    digest: bytes, fingerprint: str, augmentation: tuple[int, ...] = ()
+) -> UInt32[np.ndarray, "4"]:
+    """Compute the visual-token cache's key: equal only if the model sees equal pixels.
+
+    Args:
+        digest: hash of the image file's bytes.
+        fingerprint: fingerprint of the preprocessing (size, resize ...).
+        augmentation: result of :func:`draw`; () is none.
+
+    Returns:
+        u32[4].
+    """
+    text = f"{fingerprint}|{augmentation}".encode()
+    return np.frombuffer(hashlib.blake2b(digest + text, digest_size=16).digest(), "<u4").copy()
+
+
+def tile_key(key: UInt32[np.ndarray, "4"], tile: int) -> UInt32[np.ndarray, "4"]:
+    """Compute the key of an image's tile; that of the first is the image's own."""
+    if not tile:
+        return key
+    return np.frombuffer(
+        hashlib.blake2b(key.tobytes() + tile.to_bytes(4, "little"), digest_size=16).digest(), "<u4"
+    ).copy()
+
+
+def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:
+    """Draw an augmentation: (mirrored 0|1, pixels down, pixels right); () changes nothing."""
+    mirrored = int(rng.integers(2)) if flip else 0
+    down, right = (int(i) for i in rng.integers(-shift, shift + 1, 2)) if shift else (0, 0)
+    return (mirrored, down, right) if mirrored or down or right else ()
+
+
+def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize a preprocessed image."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def augment(pixels: Pixels, drawn: tuple[int, ...]) -> Pixels:
+    """Apply an augmentation of :func:`draw`; a shift repeats the edge pixels that it uncovers."""
+    if not drawn:
+        return pixels
+    mirrored, down, right = drawn
+    height, width = pixels.shape[-3:-1]
+    rows = np.clip(np.arange(height) - down, 0, height - 1)
+    columns = np.clip(np.arange(width) - right, 0, width - 1)
+    columns = columns[::-1] if mirrored else columns
+    return pixels[..., rows[:, None], columns[None, :], :]
+
+
+class ImageCache:
+    """LRU cache of decoded images by file, of a limited number of megabytes."""
+
+    def __init__(self, prepare: Preparation, max_pixels: int, cache_mb: int):
+        """Create an empty cache.
+
+        Args:
+            prepare: preprocessing of images.
+            max_pixels: maximum of an image's width times height.
+            cache_mb: maximum size of the cached pixels, in 2**20 bytes.
+        """
+        self.prepare, self.max_pixels = prepare, max_pixels
+        self._max_bytes = cache_mb * 2**20
+        self._images: collections.OrderedDict[str, Decoded] = collections.OrderedDict()
+        self._digests: dict[str, bytes] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> Decoded:
+        """Return the image of a file, decoding it on a miss.
+
+        Raises:
+            ImageError: the image can't be decoded; the message is the reason.
+        """
+        with self._lock:
+            if path in self._images:
+                self._images.move_to_end(path)
+                return self._images[path]
+        data = _bytes(path)
+        pixels = decode(data, self.prepare, self.max_pixels)
+        decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
+        with self._lock:
+            self._digests[path] = decoded.digest
+            if path not in self._images and pixels.nbytes <= self._max_bytes:
+                self._images[path] = decoded
+                self._bytes += pixels.nbytes
+                while self._bytes > self._max_bytes:
+                    self._bytes -= self._images.popitem(last=False)[1].pixels.nbytes
+        return decoded
+
+    def digest(self, path: str) -> bytes:
+        """Hash a file's bytes to 16 bytes, without decoding it.
+
+        Raises:
+            ImageError: the file can't be read; the message is the reason.
+        """
+        if path not in self._digests:
+            self._digests[path] = hashlib.blake2b(_bytes(path), digest_size=16).digest()
+        return self._digests[path]
+
+
+def name_and_size(path: str) -> tuple[str, int]:
+    """Return an image file's name without its folder, and its size in bytes, for fingerprints."""
+    size = webdataset.size(path) if webdataset.is_member(path) else os.path.getsize(path)
+    return os.path.basename(path), size
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return (
+            webdataset.read(path) if webdataset.is_member(path) else pathlib.Path(path).read_bytes()
+        )
+    except FileNotFoundError:
+        raise ImageError("missing file") from None
+    except (OSError, ValueError) as error:
+        raise ImageError(f"can't be read: {getattr(error, 'strerror', error)}") from None
+
+
+def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
+    """Open an image and read its header; raises ImageError."""
+    if isinstance(source, str) and webdataset.is_member(source):
+        source = io.BytesIO(_bytes(source))
+    try:
+        empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
+        if empty:
+            raise ImageError("0-byte file")
+        with _open_lock, warnings.catch_warnings():
+            # max_pixels is checked below, with an error that names the setting.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(source, formats=FORMATS)
+    except ImageError:
+        raise
+    except FileNotFoundError:
+        raise ImageError("missing file") from None
+    except UnidentifiedImageError:
+        raise ImageError("not an image that Pillow can read") from None
+    except Image.DecompressionBombError:
+        raise ImageError(f"more than data.max_pixels={max_pixels} pixels") from None
+    except Exception as error:  # damaged headers make Pillow's plugins raise all kinds
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ImageError(f"can't be read: {reason}") from None
+    if image.width * image.height > max_pixels:
+        image.close()
+        raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    ImageOps.exif_transpose(image, in_place=True)  # otherwise upright images are copied too
+    return image
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """Convert an image of any mode to RGB; transparency is composited over white."""
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        # Pillow's own conversion clips at 255 instead of scaling.
+        values = np.asarray(image).astype(np.float64)
+        scale = 255 / 65535 if values.max(initial=0) > 255 else 1.0
+        grey = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _fit(image: Image.Image, size: int, resize: str) -> Image.Image:
+    """Resize to ``size`` by ``size`` pixels by one of ``RESIZE``."""
+    if image.size == (size, size):
+        return image
+    if resize == "pad":
+        # Not ImageOps.pad: it rounds the short side of a 1 x 40 image to 0.
+        scale = size / max(image.size)
+        width, height = (max(1, round(side * scale)) for side in image.size)
+        canvas = Image.new("RGB", (size, size), (PAD, PAD, PAD))
+        inner = image.resize((width, height), Image.Resampling.BICUBIC)
+        canvas.paste(inner, ((size - width) // 2, (size - height) // 2))
+        return canvas
+    if resize == "crop":
+        return ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
+    return image.resize((size, size), Image.Resampling.BICUBIC)

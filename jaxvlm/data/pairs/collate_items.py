@@ -1,0 +1,133 @@
+"""Tokenized items, and the collator protocol that turns them into batches for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from jaxvlm.data.conversations.collate_prompts import PromptShape
+from jaxvlm.data.images.image_files import Preparation
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.pairs.examples import Item
+from jaxvlm.types import Batch, Span
+
+TOKENIZE_BATCH = 4096
+"""Texts tokenized at once: bounds the memory of their offsets."""
+
+
+class Encoded(NamedTuple):
+    """Tokenized items in flat arrays; an item that can't be used has length 0 and no image."""
+
+    tokens: Int32[np.ndarray, " total"]
+    """Token ids; an image is one image token, if the model has image tokens."""
+    first: Int64[np.ndarray, " items+1"]
+    """Index in ``tokens`` of an item's first token."""
+    length: Int32[np.ndarray, " items"]
+    """Tokens of an item, image placeholders expanded."""
+    image: Int32[np.ndarray, " items"]
+    """Index into ``paths``; -1 is none."""
+    paths: tuple[str, ...]
+    """Each image file once."""
+    spans: tuple[Span, ...]
+    """Token span of each image; () if the model has no image tokens."""
+    truncated: int
+    """Number of texts that were truncated."""
+
+    def ids(self, item: int) -> Int32[np.ndarray, " n"]:
+        """Token ids of one item."""
+        return self.tokens[self.first[item] : self.first[item + 1]]
+
+
+Rejected = dict[int, tuple[str, str]]
+"""Item -> (reason, detail) why it can't be used, see ``Problem``."""
+
+
+@runtime_checkable
+class Collator(Protocol):
+    """Tokenizes items and collates them into batches in the input format of a model."""
+
+    @property
+    def prepare(self) -> Preparation | None:
+        """Preprocessing of images; ``None`` if the model takes no images."""
+        ...
+
+    @property
+    def image(self) -> tuple[int, Patching | None, int]:
+        """Image format: height and width in pixels (0: any), how images of any size are cut into
+        patches, and the number of patches that each is padded to (0: no fixed number)."""
+        ...
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Minimum and maximum number of tokens of an item; 0 is no limit."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Settings that batches are a function of, besides the items; JSON-able."""
+        ...
+
+    def encode(self, items: Sequence[Item], max_length: int) -> tuple[Encoded, Rejected]:
+        """Tokenize items; longer texts are truncated to ``max_length`` tokens."""
+        ...
+
+    def collate(self, items: Encoded, which: Sequence[int], shape: PromptShape) -> Batch:
+        """Collate items, -1 is padding; the caller fills in pixels and keys of the images."""
+        ...
+
+
+def encoded(
+    items: Sequence[Item],
+    ids: Mapping[int, Sequence[int] | np.ndarray],
+    rejected: Rejected,
+    spans_by_path: Mapping[str, Span] | None,
+    truncated: int,
+) -> Encoded:
+    """Build the result of :meth:`Collator.encode`.
+
+    Args:
+        items: all items.
+        ids: token ids of the items that have any.
+        rejected: items that can't be used.
+        spans_by_path: token span of each image; ``None`` if the model has no image tokens.
+        truncated: number of texts that were truncated.
+    """
+    indices: dict[str, int] = {}
+    image = [
+        indices.setdefault(item.image, len(indices)) if item.image and i not in rejected else -1
+        for i, item in enumerate(items)
+    ]
+    tokens = [np.asarray(ids.get(i, ()), np.int32) for i in range(len(items))]
+    length = np.asarray([len(own) for own in tokens], np.int64)
+    first = np.concatenate([[0], np.cumsum(length)]).astype(np.int64)
+    spans = tuple(spans_by_path[path] for path in indices) if spans_by_path is not None else ()
+    if spans:
+        extra = np.asarray([len(span.ids) - 1 for span in spans] + [0], np.int64)
+        length = length + extra[image]
+    return Encoded(
+        np.concatenate([np.zeros(0, np.int32), *tokens]),
+        first,
+        length.astype(np.int32),
+        np.asarray(image, np.int32),
+        tuple(indices),
+        spans,
+        truncated,
+    )
+
+
+def take(items: Encoded, chosen: Sequence[int]) -> Encoded:
+    """Select some items, with the images that they use."""
+    indices: dict[int, int] = {}
+    old = items.image[list(chosen)].tolist()
+    image = [indices.setdefault(p, len(indices)) if p >= 0 else -1 for p in old]
+    tokens = [items.ids(i) for i in chosen]
+    return items._replace(
+        tokens=np.concatenate([np.zeros(0, np.int32), *tokens]),
+        first=np.concatenate([[0], np.cumsum([len(own) for own in tokens])]).astype(np.int64),
+        length=items.length[list(chosen)],
+        image=np.asarray(image, np.int32),
+        paths=tuple(items.paths[p] for p in indices),
+        spans=tuple(items.spans[p] for p in indices) if items.spans else (),
+    )

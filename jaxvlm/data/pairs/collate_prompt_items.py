@@ -1,0 +1,158 @@
+"""Collate items into prompts of a VLM whose last token's hidden state is the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxvlm.data import image_placeholders
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.collate_prompts import PromptShape, collate_prompts
+from jaxvlm.data.errors import ImageError
+from jaxvlm.data.images.image_files import ImageFormat, Preparation
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.pairs.collate_items import TOKENIZE_BATCH, Encoded, Rejected, encoded
+from jaxvlm.data.pairs.examples import Item
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
+from jaxvlm.data.tokenizer.chat_template import TemplateError
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.types import Batch, Span
+
+_MARK = "\u2063"  # invisible, and occurs in no template
+
+
+class PromptCollator(NamedTuple):
+    """Collator of a VLM whose last token's hidden state is the embedding: each item is a prompt.
+
+    Prompts are the same as those of :meth:`jaxvlm.inference.vlm.VLM.embed`.
+    """
+
+    tokenizer: ChatTokenizer
+    image_format: ImageFormat
+    visual_mask: str = "causal"
+    """See ``DecoderConfig``."""
+    padding: str = "left"
+    """Side on which prompts are padded: left | right."""
+
+    @property
+    def prepare(self) -> Preparation | None:
+        """See :class:`Collator`."""
+        return self.image_format.prepare
+
+    @property
+    def image(self) -> tuple[int, Patching | None, int]:
+        """See :class:`Collator`."""
+        return self.image_format.size, self.image_format.patching, 0
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """See :class:`Collator`."""
+        return 0, 0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See :class:`Collator`."""
+        return {
+            "rows": f"prompt, padded {self.padding}, {self.visual_mask}",
+            "images": self.image_format.prepare.fingerprint,
+        }
+
+    def encode(self, items: Sequence[Item], max_length: int) -> tuple[Encoded, Rejected]:
+        """See :class:`Collator`. Long prompts lose the end of the text, never an image."""
+        measured, rejected = self._measure_spans(items)
+        ids: dict[int, np.ndarray] = {}
+        ends: dict[tuple, int] = {}
+        truncated = 0
+        good = [i for i in range(len(items)) if i not in rejected]
+        for begin in range(0, len(good), TOKENIZE_BATCH):
+            batch = good[begin : begin + TOKENIZE_BATCH]
+            prompts = [self._prompt(items[i], measured.get(items[i].image), ends) for i in batch]
+            encodings = self.tokenizer.encode_chats([prompt.text for prompt in prompts])
+            for i, prompt, encoding in zip(batch, prompts, encodings, strict=True):
+                tokens = np.asarray(encoding.ids, np.int32)
+                span = measured.get(items[i].image)
+                extra = len(span.ids) - 1 if span else 0
+                over = len(tokens) + extra - max_length
+                if prompt.reason:
+                    rejected[i] = prompt.reason, prompt.text
+                elif int((tokens == self.tokenizer.image_id).sum()) != bool(span):
+                    rejected[i] = "the chat template drops or adds images", items[i].image
+                elif over > 0:
+                    inside = prompt.inside(encoding.offsets) & (tokens != self.tokenizer.image_id)
+                    tokens = np.delete(tokens, np.flatnonzero(inside)[-over:])
+                    truncated += len(tokens) + extra <= max_length
+                    if len(tokens) + extra > max_length:
+                        detail = f"{len(tokens) + extra} of {max_length} tokens without its text"
+                        rejected[i] = "longer than the maximum length", detail
+                if i not in rejected:
+                    ids[i] = tokens
+        return encoded(items, ids, rejected, measured, truncated), rejected
+
+    def collate(self, items: Encoded, which: Sequence[int], shape: PromptShape) -> Batch:
+        """See :class:`Collator`."""
+        prompts: list[image_placeholders.Expanded | None] = []
+        for i in which:
+            if i < 0:
+                prompts.append(None)
+                continue
+            own = [items.spans[items.image[i]]] if items.image[i] >= 0 else []
+            prompts.append(
+                image_placeholders.expand(items.ids(i), self.tokenizer.image_id, own, shape.taps)
+            )
+        return collate_prompts(
+            prompts,
+            shape,
+            pad_id=self.tokenizer.pad_id,
+            mask=self.visual_mask,
+            padding=self.padding,
+        )
+
+    def _measure_spans(self, items: Sequence[Item]) -> tuple[dict[str, Span], Rejected]:
+        """Compute each image's token span, and reject items that no prompt can be rendered of."""
+        measured: dict[str, Span] = {}
+        rejected: Rejected = {}
+        special = tokenize.special_pattern(self.tokenizer)
+        for i, item in enumerate(items):
+            try:
+                if item.image and item.image not in measured:
+                    measured[item.image] = self.image_format.of_file(item.image)
+            except ImageError as error:
+                rejected[i] = str(error), item.image
+            match = special.search(item.text) or special.search(item.instruction)
+            if match or PLACEHOLDER in item.instruction:
+                detail = match.group() if match else PLACEHOLDER
+                rejected[i] = "the text contains a special token", detail
+        return measured, rejected
+
+    def _prompt(self, item: Item, span: Span | None, ends: dict[tuple, int]) -> _Prompt:
+        """Render an item's prompt; ``ends`` caches the length of what follows the item's text."""
+        leads = [span.lead] if span else []
+
+        def render(content: str) -> str:
+            turns = tokenize.to_embed(content, item.instruction)
+            return self.tokenizer.render(turns, add_generation_prompt=True, leads=leads)
+
+        try:
+            text, key = render(item.text), (item.instruction, *leads)
+            if key not in ends:  # it does not depend on the item's text
+                ends[key] = len(render(item.text + _MARK).rpartition(_MARK)[2])
+        except TemplateError as error:
+            return _Prompt(str(error), 0, 0, "the chat template rejects the conversation")
+        end = len(text) - ends[key]
+        return _Prompt(text, end - len(item.text.rpartition(PLACEHOLDER)[2]), end)
+
+
+class _Prompt(NamedTuple):
+    text: str
+    begin: int
+    """Character offset of the item's own text, after its image."""
+    end: int
+    """Character offset of the end of the item's own text."""
+    reason: str = ""
+    """Why the item can't be used; ``text`` is then the detail. "" if it can."""
+
+    def inside(self, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+        """bool[T]: tokens that lie completely within the item's own text."""
+        begin, end = np.asarray(offsets, np.int64).T
+        return (begin >= self.begin) & (end <= self.end) & (end > begin)

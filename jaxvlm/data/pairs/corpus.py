@@ -1,0 +1,325 @@
+"""Number the unique queries and documents of examples, and record which example has which."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data.errors import DataError, Problem, enforce
+from jaxvlm.data.images import image_files
+from jaxvlm.data.pairs import collate_items
+from jaxvlm.data.pairs.collate_items import Collator, Encoded, Rejected
+from jaxvlm.data.pairs.column import Column
+from jaxvlm.data.pairs.examples import Example, Item, relevant
+
+_log = logging.getLogger("jaxvlm.data")
+
+
+class PairCorpus(NamedTuple):
+    """Contents of a data set of pairs.
+
+    A *content* is a text and an image, whatever the instruction of its embedding; it has one
+    number in both columns.
+    """
+
+    examples: list[Example]
+    problems: list[Problem]
+    queries: Column
+    documents: Column
+    contents: list[str]
+    """Description of each content, for error messages."""
+    query: np.ndarray
+    """i32[N]: each example's query."""
+    document: np.ndarray
+    """i32[total]: each example's positive and negatives, concatenated over all examples."""
+    first: np.ndarray
+    """i64[N + 1]: index in ``document`` of each example's positive."""
+    score: np.ndarray
+    """f32[total]: score of each document; 0 if there is none."""
+    has_scores: bool
+    """Whether the examples have scores."""
+    content: dict[str, np.ndarray]
+    """Column name -> i32[items]: each item's content."""
+    label: np.ndarray | None
+    """i32[N]: equal for equal labels, -1 is none; ``None`` if no example has one."""
+    task: np.ndarray
+    """i64[N]: index into ``tasks``."""
+    tasks: list[str]
+    """Names of the tasks."""
+    num_documents: int
+    """K: documents of an example in a batch, its positive included."""
+    truncated: dict[str, int]
+    """Column name -> number of texts that were truncated."""
+    digest: str
+    """Hash of all data that batches are a function of."""
+
+    @property
+    def positive(self) -> np.ndarray:
+        """i32[N]: each example's positive."""
+        return self.document[self.first[:-1]]
+
+    @property
+    def query_content(self) -> np.ndarray:
+        """i64[N]: content of each example's query."""
+        return self.key("query", self.query).astype(np.int64)
+
+    @property
+    def positive_content(self) -> np.ndarray:
+        """i64[N]: content of each example's positive."""
+        return self.key("document", self.positive).astype(np.int64)
+
+    def key(self, side: str, items: np.ndarray) -> np.ndarray:
+        """Contents of items, i32 in the shape of ``items``; -1 for an item of -1."""
+        return np.append(self.content[side], -1).astype(np.int32)[items]
+
+    def documents_of(self, example: int) -> tuple[np.ndarray, np.ndarray]:
+        """Documents of an example, and their scores."""
+        own = slice(self.first[example], self.first[example + 1])
+        return self.document[own], self.score[own]
+
+    def owner(self, side: str, item: int) -> int:
+        """Find an example that has this item."""
+        if side == "query":
+            return int(np.argmax(self.query == item))
+        place = int(np.argmax(self.document == item))
+        return int(np.searchsorted(self.first, place, "right")) - 1
+
+    def relevance(self) -> list[list[int]]:
+        """See :meth:`jaxvlm.data.pairs.dataset.PairDataset.relevance`."""
+        return relevant(self.examples, self.queries.items, self.documents.items)
+
+    def scored(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See :meth:`jaxvlm.data.pairs.dataset.PairDataset.scored`."""
+        count = np.diff(self.first) if self.has_scores else np.zeros(len(self.query), np.int64)
+        total = int(count.sum())
+        return np.repeat(self.query, count), self.document[:total], self.score[:total]
+
+
+def make_corpus(
+    name: str,
+    examples: Sequence[Example],
+    problems: Sequence[Problem],
+    config: DataConfig,
+    collators: tuple[Collator, Collator],
+) -> PairCorpus:
+    """Tokenize the items of examples, drop unusable examples, and number the others.
+
+    Args:
+        name: name of the data, for messages.
+        examples: examples from :func:`jaxvlm.data.sources.pair_formats.read`.
+        problems: problems from the same call.
+        config: data settings.
+        collators: collators of queries and of documents.
+
+    Raises:
+        DataError: too many examples can't be used, or none can.
+    """
+    pairs, total = config.pairs, len(examples) + len(problems)
+    instructions = {"query": pairs.query_instruction, "document": pairs.document_instruction}
+    longest = {"query": pairs.max_query_length, "document": pairs.max_document_length}
+    prepared = [_instructed(example, instructions) for example in examples]
+    tables: dict[str, dict[Item, int]] = {"query": {}, "document": {}}
+    for example in prepared:
+        for side, item in _items(example):
+            tables[side].setdefault(item, len(tables[side]))
+    encoded: dict[str, Encoded] = {}
+    rejected: dict[str, Rejected] = {}
+    for side, table, collator in zip(tables, tables.values(), collators, strict=True):
+        limit = longest[side] or config.max_length
+        limit = min(limit, collator.lengths[1] or limit)
+        encoded[side], rejected[side] = collator.encode(list(table), limit)
+        if truncated := encoded[side].truncated:
+            text = "%s: %d of %d %s texts are longer than %d tokens and were truncated"
+            _log.warning(text, name, truncated, len(table), side, limit)
+    unreadable = _unreadable_images(tables, collators, config.max_pixels)
+    scored = any(example.scores for example in prepared)
+    kept, refused = [], list(problems)
+    for example in prepared:
+        reason = _problem_of(example, tables, rejected, unreadable, scored, config)
+        kept += [] if reason else [example]
+        refused += [Problem(example.id, *reason)] if reason else []
+    enforce(refused, total, config.on_bad_record, config.max_skip_fraction, name)
+    if not kept:
+        raise DataError(
+            f"{name}: no usable example is left; {refused[0] if refused else 'the data has none'}"
+        )
+    return _build(name, kept, refused, config, collators, tables, encoded, scored)
+
+
+def _instructed(example: Example, instructions: dict[str, str]) -> Example:
+    """Add the default instructions to those of an example's items that have none."""
+
+    def instructed(item: Item, side: str) -> Item:
+        return item if item.instruction else item._replace(instruction=instructions[side])
+
+    return example._replace(
+        query=instructed(example.query, "query"),
+        positive=instructed(example.positive, "document"),
+        negatives=tuple(instructed(item, "document") for item in example.negatives),
+    )
+
+
+def _items(example: Example) -> list[tuple[str, Item]]:
+    documents = (example.positive, *example.negatives)
+    return [("query", example.query), *(("document", item) for item in documents)]
+
+
+def _unreadable_images(
+    tables: dict[str, dict[Item, int]], collators: tuple[Collator, Collator], max_pixels: int
+) -> dict[str, str]:
+    """Map each image with an unreadable header to the reason."""
+    paths = {
+        item.image: None
+        for table, collator in zip(tables.values(), collators, strict=True)
+        for item in table
+        if item.image and collator.prepare is not None
+    }
+    reasons = {path: image_files.check(path, max_pixels) for path in paths}
+    return {path: reason for path, reason in reasons.items() if reason is not None}
+
+
+def _problem_of(
+    example: Example,
+    tables: dict[str, dict[Item, int]],
+    rejected: dict[str, Rejected],
+    unreadable: dict[str, str],
+    scored: bool,
+    config: DataConfig,
+) -> tuple[str, str] | None:
+    """Reason and detail why an example can't be used; ``None`` if it can."""
+    for side, item in _items(example):
+        if item.image in unreadable:
+            return unreadable[item.image], item.image
+        if reason := rejected[side].get(tables[side][item]):
+            return reason
+    if config.pairs.require_negatives and not example.negatives:
+        return "no negative, but data.pairs.require_negatives is set", ""
+    if scored and not example.scores:
+        return "no score, but other records have one", ""
+    return None
+
+
+def _build(
+    name: str,
+    examples: list[Example],
+    problems: list[Problem],
+    config: DataConfig,
+    collators: tuple[Collator, Collator],
+    tables: dict[str, dict[Item, int]],
+    encoded: dict[str, Encoded],
+    scored: bool,
+) -> PairCorpus:
+    """Build the corpus of examples that can all be used."""
+    examples = _without_known_positives(name, examples, scored)
+    used: dict[str, dict[Item, int]] = {"query": {}, "document": {}}
+    contents: dict[tuple[str, str], int] = {}
+    for example in examples:
+        for side, item in _items(example):
+            used[side].setdefault(item, len(used[side]))
+            contents.setdefault(item.content, len(contents))
+    columns, memory = {}, _image_caches(collators, config)
+    for side, collator in zip(used, collators, strict=True):
+        own = collate_items.take(encoded[side], [tables[side][item] for item in used[side]])
+        columns[side] = Column(side, list(used[side]), own, collator, memory[side], config.buckets)
+        if (config.flip or config.max_shift) and columns[side].images > 1:
+            raise DataError(
+                f"{name}: data.flip and data.max_shift would augment each tile of an image "
+                "separately; set --config.data.flip=False --config.data.max_shift=0"
+            )
+    lists = [[used["document"][item] for _, item in _items(e)[1:]] for e in examples]
+    count = [len(documents) for documents in lists]
+    flat = itertools.chain.from_iterable
+    scores = [e.scores if scored else (0.0,) * n for e, n in zip(examples, count, strict=True)]
+    most = max(count) - 1 if config.pairs.max_negatives < 0 else config.pairs.max_negatives
+    labels = _numbers([e.label for e in examples])
+    tasks = {name: i for i, name in enumerate(dict.fromkeys(e.task for e in examples))}
+    corpus = PairCorpus(
+        examples=examples,
+        problems=problems,
+        queries=columns["query"],
+        documents=columns["document"],
+        contents=[" ".join(filter(None, content))[:80] for content in contents],
+        query=np.asarray([used["query"][e.query] for e in examples], np.int32),
+        document=np.asarray(list(flat(lists)), np.int32),
+        first=np.concatenate([[0], np.cumsum(count)]).astype(np.int64),
+        score=np.asarray(list(flat(scores)), np.float32),
+        has_scores=scored,
+        content={
+            side: np.asarray([contents[item.content] for item in table], np.int32)
+            for side, table in used.items()
+        },
+        label=labels if any(e.label for e in examples) else None,
+        task=np.asarray([tasks[e.task] for e in examples], np.int64),
+        tasks=list(tasks),
+        num_documents=1 + min(most, max(count) - 1),
+        truncated={side: encoded[side].truncated for side in used},
+        digest="",
+    )
+    return corpus._replace(digest=_digest(corpus))
+
+
+def _without_known_positives(name: str, examples: list[Example], scored: bool) -> list[Example]:
+    """Drop hard negatives that are a positive of the same query in another example."""
+    positives_of: dict[tuple[str, str], set[tuple[str, str]]] = collections.defaultdict(set)
+    for example in examples:
+        if not scored or example.scores[0] > 0:
+            positives_of[example.query.content].add(example.positive.content)
+    out, dropped = [], 0
+    for example in examples:
+        good = [
+            i
+            for i, item in enumerate(example.negatives)
+            if item.content not in positives_of[example.query.content]
+        ]
+        if len(good) < len(example.negatives):
+            dropped += len(example.negatives) - len(good)
+            scores = example.scores and (example.scores[0], *(example.scores[i + 1] for i in good))
+            negatives = tuple(example.negatives[i] for i in good)
+            example = example._replace(negatives=negatives, scores=tuple(scores))
+        out.append(example)
+    if dropped:
+        text = "%s: %d hard negatives were dropped: they are positives of the same query"
+        _log.warning(text, name, dropped)
+    return out
+
+
+def _image_caches(
+    collators: tuple[Collator, Collator], config: DataConfig
+) -> dict[str, image_files.ImageCache | None]:
+    """Create each column's image cache; one for both if they preprocess images in the same way."""
+    by_fingerprint: dict[str, image_files.ImageCache] = {}
+    caches: dict[str, image_files.ImageCache | None] = {}
+    for side, own in zip(("query", "document"), collators, strict=True):
+        prepare = own.prepare
+        caches[side] = prepare and by_fingerprint.setdefault(
+            prepare.fingerprint,
+            image_files.ImageCache(prepare, config.max_pixels, config.image_cache_mb),
+        )
+    return caches
+
+
+def _numbers(names: Sequence[str]) -> np.ndarray:
+    """Number names, i32: equal for equal names; -1 for ""."""
+    numbers: dict[str, int] = {}
+    return np.asarray([numbers.setdefault(n, len(numbers)) if n else -1 for n in names], np.int32)
+
+
+def _digest(corpus: PairCorpus) -> str:
+    """Hash token ids, images' file names and sizes (not their folder), and the examples' items."""
+    out = hashlib.blake2b(digest_size=8)
+    for side in (corpus.queries, corpus.documents):
+        own = side.encoded
+        for array in (own.tokens, own.first, own.length, own.image):
+            out.update(array.tobytes())
+        out.update(repr([image_files.name_and_size(path) for path in own.paths]).encode())
+    arrays = (corpus.query, corpus.document, corpus.first, corpus.score, corpus.task)
+    for array in (*arrays, *([] if corpus.label is None else [corpus.label])):
+        out.update(array.tobytes())
+    return out.hexdigest()

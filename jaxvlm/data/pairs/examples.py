@@ -1,0 +1,110 @@
+"""Training examples of embedding models: queries, positives and hard negatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, BadItem, check_unicode, tidy
+
+
+class Item(NamedTuple):
+    """Input of one embedding: a text, an image, or both."""
+
+    text: str = ""
+    """Text; contains one ``<image>`` at the image's place if there is an image."""
+    image: str = ""
+    """Image file; "" is none."""
+    instruction: str = ""
+    """Task of the embedding; "" takes the instruction of the data settings, or the model's."""
+
+    @property
+    def content(self) -> tuple[str, str]:
+        """Text and image: items with equal content are the same, whatever their instruction."""
+        return self.text, self.image
+
+    @property
+    def words(self) -> str:
+        """The text without the image placeholder."""
+        return self.text.replace(PLACEHOLDER, " ").strip()
+
+    @classmethod
+    def of(cls, text: str = "", image: str = "", instruction: str = "") -> Item:
+        """Create an item; an image without an ``<image>`` placeholder goes before the text.
+
+        Args:
+            text: text of the item.
+            image: image file of the item.
+            instruction: task of the embedding.
+
+        Raises:
+            BadItem: the item is empty, or a placeholder has no image.
+        """
+        text = tidy(text.strip())
+        marks = text.count(PLACEHOLDER)
+        if not text and not image:
+            raise BadItem("neither text nor an image")
+        if marks > bool(image):
+            detail = f"{marks} placeholders, {int(bool(image))} images"
+            raise BadItem("placeholders and images differ in number", detail)
+        if image and not marks:
+            text = PLACEHOLDER + text
+        check_unicode(text + instruction)
+        return cls(text, image, instruction)
+
+
+class Example(NamedTuple):
+    """One query with a document to retrieve (positive) and others not to (hard negatives)."""
+
+    id: str
+    query: Item
+    positive: Item
+    negatives: tuple[Item, ...] = ()
+    label: str = ""
+    """Examples with the same label are positives of each other; "" is none."""
+    scores: tuple[float, ...] = ()
+    """Teacher scores of the positive and each negative, or the similarity of query and positive;
+    () is none."""
+    task: str = ""
+    """Name of the example's task; "" is none."""
+
+
+def relevant(
+    examples: Iterable[Example], queries: Iterable[Item], documents: Iterable[Item]
+) -> list[list[int]]:
+    """List the relevant documents of each query, ascending.
+
+    They are the positives of the query in all examples, and those of all examples that share a
+    label with it, except for examples with a score of 0 or less, whose query and positive do not
+    match. Items with equal content (text and image) are the same query or document, whatever
+    their instructions.
+
+    Args:
+        examples: examples that define which documents match a query.
+        queries: queries of the examples, and possibly others.
+        documents: documents of the examples, and possibly others.
+
+    Returns:
+        For each query, the indices of its relevant documents.
+    """
+    positives: dict[tuple[str, str], set[tuple[str, str]]] = {}  # by a query's content
+    of_label: dict[str, set[tuple[str, str]]] = {}
+    labels: dict[tuple[str, str], set[str]] = {}
+    for example in examples:
+        query, positive = example.query.content, example.positive.content
+        if example.label:
+            labels.setdefault(query, set()).add(example.label)
+        if example.scores and example.scores[0] <= 0:
+            continue
+        positives.setdefault(query, set()).add(positive)
+        if example.label:
+            of_label.setdefault(example.label, set()).add(positive)
+    indices: dict[tuple[str, str], list[int]] = {}
+    for i, item in enumerate(documents):
+        indices.setdefault(item.content, []).append(i)
+    out = []
+    for item in queries:
+        matches = set(positives.get(item.content, ()))
+        matches.update(*(of_label.get(label, ()) for label in labels.get(item.content, ())))
+        out.append(sorted(i for content in matches for i in indices.get(content, ())))
+    return out

@@ -1,0 +1,429 @@
+"""Read files of conversations about images into records; invalid items become problems.
+
+A format is a function in ``FORMATS``, chosen by the key that an item has: ``conversations``
+(LLaVA) or ``messages`` (OpenAI-like). Named sources are in ``SOURCES``.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxvlm.config import Extension, extension
+from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.data.sources import custom_format
+from jaxvlm.data.sources.custom_format import BUILT_IN
+
+PLACEHOLDER = "<image>"
+"""Marks an image's place in a turn's text, whatever the file's or tokenizer's own marker is."""
+
+_LLAVA_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+_ROLES = ("system", "user", "assistant")
+UNUSED = frozenset(
+    [
+        "audio",
+        "audios",
+        "chosen",
+        "label_mask",
+        "objects",
+        "rejected",
+        "rejected_response",
+        "system",
+        "tool_calls",
+        "tools",
+        "video",
+        "videos",
+    ]
+)
+"""Fields of a record that other trainers read and jaxvlm does not. A record with one is refused, as
+ignoring it would silently lose data."""
+_UNUSED_OF_TURN = frozenset(
+    [
+        "audio",
+        "audios",
+        "function_call",
+        "image",
+        "images",
+        "loss_mask",
+        "reasoning",
+        "reasoning_content",
+        "refusal",
+        "thinking",
+        "tool_call_id",
+        "tool_calls",
+        "tools",
+        "video",
+        "videos",
+    ]
+)
+_TRAINED = frozenset(("loss", "train", "weight"))
+"""A turn's own training weight; only a weight of 1 is the same as what jaxvlm does."""
+_BREAKS = re.compile(rf"\n*{PLACEHOLDER}\n*")
+
+
+class Turn(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str
+    """system | user | assistant."""
+    content: str
+    """Text, with one ``<image>`` for each image."""
+
+
+class Record(NamedTuple):
+    """One conversation, with any number of images."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    images: tuple[str, ...]
+    """Image files, in the order of the placeholders."""
+    tags: Mapping[str, str] = {}
+    """Labels that evaluations group their results by, e.g. ``{"kind": "color"}``."""
+
+
+class BadItem(Exception):
+    """An item that is not a valid record.
+
+    Args:
+        reason: short reason; the same words for all items with the same fault.
+        detail: specifics of this item.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+def read(
+    spec: str, image_root: str = "", data_format: Extension = BUILT_IN
+) -> tuple[list[Record], list[Problem]]:
+    """Read a data file or a named source.
+
+    Args:
+        spec: ``FILE.json`` (LLaVA, or a list of messages), ``FILE.jsonl``, or a name in
+            ``SOURCES`` such as ``easy-vqa:train``.
+        image_root: folder that image names are relative to; "" is the data file's.
+        data_format: what reads the file, where that is the user's own; see
+            :func:`jaxvlm.data.sources.custom_format.read_items`.
+
+    Returns:
+        Records in the file's order, and a Problem for each item that is not a valid record.
+
+    Raises:
+        DataError: the file as a whole can't be used.
+    """
+    if spec in SOURCES:
+        return SOURCES[spec](), []
+    path = pathlib.Path(spec).expanduser()
+    own = extension.is_set(data_format, custom_format.PATH)
+    if not own and not path.is_file():
+        names = ", ".join(SOURCES)
+        raise DataError(
+            f"{spec or '(empty name)'}: no such file; give a .json or .jsonl file,"
+            f" or one of {names}"
+        )
+    root = pathlib.Path(image_root).expanduser() if image_root else path.parent
+    items, problems = (
+        (custom_format.read_items(data_format, spec, Record), []) if own else items_of(path)
+    )
+    records: list[Record] = []
+    for where, item in items:
+        identifier = where
+        try:
+            if isinstance(item, Problem):
+                problems.append(item)
+                continue
+            if isinstance(item, Record):
+                records.append(_checked_record(item._replace(id=item.id or where), root))
+                continue
+            if not isinstance(item, dict):
+                raise BadItem("not a JSON object")
+            identifier = where if item.get("id") is None else str(item["id"])
+            records.append(_record(identifier, item, root))
+        except BadItem as bad:
+            problems.append(Problem(identifier, bad.reason, bad.detail))
+    if not records and not problems:
+        raise DataError(f"{spec}: contains no record; give a file with at least one conversation")
+    return records, problems
+
+
+def items_of(path: pathlib.Path) -> tuple[list[tuple[str, Any]], list[Problem]]:
+    """Read the items of a JSON array, a JSON object or JSON lines.
+
+    Args:
+        path: path of the file.
+
+    Returns:
+        ``[("file:line or index", raw item)]``, and a Problem for each invalid line.
+
+    Raises:
+        DataError: the file as a whole can't be read.
+    """
+    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    if not data.strip():
+        raise DataError(f"{path}: the file is empty; give one with at least one record")
+    lines = data.split(b"\n")
+    if data.lstrip()[:1] == b"[" or _is_one_object(data, lines):
+        try:
+            parsed = json.loads(data.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            bad_line = data[: error.start].count(b"\n") + 1
+            raise DataError(f"{path}:{bad_line}: not UTF-8; save the file as UTF-8") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise DataError(f"{path}: not JSON: {error}; fix the file there") from None
+        parsed = parsed if isinstance(parsed, list) else [parsed]
+        return [(f"{path.name}[{i}]", item) for i, item in enumerate(parsed)], []
+    items: list[tuple[str, Any]] = []
+    problems = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path.name}:{number}"
+        if not line.strip():
+            continue
+        try:
+            items.append((where, json.loads(line.decode("utf-8"))))
+        except UnicodeDecodeError:
+            problems.append(Problem(where, "not UTF-8"))
+        except (json.JSONDecodeError, RecursionError) as error:
+            problems.append(Problem(where, "not JSON", str(error)))
+    if not items and problems:
+        raise DataError(
+            f"{path}: neither JSON nor JSON lines ({problems[0]});"
+            " give LLaVA JSON, or messages as JSONL"
+        )
+    return items, problems
+
+
+def _is_one_object(data: bytes, lines: list[bytes]) -> bool:
+    """Whether the file is a single pretty-printed object rather than one object a line."""
+    first = next(line for line in lines if line.strip())
+    return data.lstrip()[:1] == b"{" and first.strip() == b"{"
+
+
+def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record:
+    """Parse one raw item to a Record; raises BadItem."""
+    keys = [key for key in FORMATS if key in item]
+    if not keys:
+        known = " nor ".join(map(repr, FORMATS))
+        raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
+    if len(keys) > 1:
+        raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
+    refuse_unused(item, UNUSED, "a field that jaxvlm does not read")
+    turns, inline = FORMATS[keys[0]](item)
+    named = _listed(item)
+    if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
+        raise BadItem("images named both in the content and in 'images'")
+    images = [i for i in inline if i] or named
+    turns = [Turn(turn.role, tidy(turn.content)) for turn in turns]
+    return _checked_record(Record(identifier, tuple(turns), tuple(images)), root)
+
+
+def _checked_record(record: Record, root: pathlib.Path) -> Record:
+    """``record`` with a placeholder for each image, and images' paths; raises BadItem."""
+    turns, images = list(record.turns), record.images
+    count = sum(turn.content.count(PLACEHOLDER) for turn in turns)
+    if count == 0 and len(images) == 1:
+        # As in LLaVA's own files, the image goes before the first question.
+        first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
+        turns[first] = Turn(turns[first].role, f"{PLACEHOLDER}{turns[first].content}")
+        count = 1
+    if count != len(images):
+        detail = f"{count} placeholders, {len(images)} images"
+        raise BadItem("placeholders and images differ in number", detail)
+    _check_turns(turns)
+    files = tuple(_locate(name, root) for name in images)
+    return record._replace(turns=tuple(turns), images=files)
+
+
+def refuse_unused(item: Mapping[str, Any], unused: frozenset[str], reason: str) -> None:
+    """Refuse fields that would change the training if they were read, unless null or empty."""
+    used = sorted(key for key in unused & item.keys() if item[key] not in (None, "", [], {}))
+    if used:
+        raise BadItem(reason, ", ".join(used))
+
+
+def tidy(text: str) -> str:
+    """Remove the line breaks that LLaVA's files put around ``<image>``.
+
+    The chat template determines what separates an image from a text; in this way data in every
+    format and prompts for generation agree.
+    """
+    return _BREAKS.sub(PLACEHOLDER, text)
+
+
+def _check_turns(turns: list[Turn]) -> None:
+    """Check that a conversation can be trained on; raises BadItem."""
+    for turn in turns:
+        check_unicode(turn.content)
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if not answers:
+        raise BadItem("no assistant turn")
+    if not any(turn.content.strip() for turn in answers):
+        raise BadItem("every assistant turn is empty")
+    if any(PLACEHOLDER in turn.content for turn in answers):
+        raise BadItem("an image in an assistant turn")
+
+
+def check_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which JSON may contain and no tokenizer accepts."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadItem("text that is not valid Unicode") from None
+
+
+def _conversation(
+    raw: Any, parse: Callable[[dict[str, Any]], tuple[Turn, list[str]]]
+) -> tuple[list[Turn], list[str]]:
+    """Parse turns, and for each image in a content list its file ("" takes the next listed)."""
+    if not isinstance(raw, list):
+        raise BadItem("the conversation is not a list")
+    if not raw:
+        raise BadItem("empty conversation")
+    turns: list[Turn] = []
+    inline: list[str] = []
+    for entry in raw:
+        if not isinstance(entry, dict):
+            raise BadItem("a turn is not an object")
+        refuse_unused(entry, _UNUSED_OF_TURN, "a turn's field that jaxvlm does not read")
+        if any(entry.get(key) not in (None, 1, True) for key in _TRAINED):
+            raise BadItem("a turn with a training weight other than 1")
+        turn, names = parse(entry)
+        turns.append(turn)
+        inline += names
+    return turns, inline
+
+
+def _llava_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
+    role = entry.get("from")
+    if role is None:
+        raise BadItem("a turn without 'from'")
+    if not isinstance(role, str) or role not in _LLAVA_ROLES:
+        raise BadItem("unknown role", repr(role))
+    value = entry.get("value")
+    if not isinstance(value, str):
+        raise BadItem("a turn whose 'value' is not text")
+    return Turn(_LLAVA_ROLES[role], value), []
+
+
+def message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
+    """Parse a turn of a list of messages, and the image files that its content names.
+
+    Args:
+        entry: ``{"role": ..., "content": text or list of parts}``.
+
+    Returns:
+        The turn, with ``<image>`` for each image of a content list; and the file of each of these
+        images, "" if it takes the next of the record's.
+
+    Raises:
+        BadItem: the message is invalid; the reason says why.
+    """
+    role = entry.get("role")
+    if role is None:
+        raise BadItem("a turn without 'role'")
+    if role not in _ROLES:
+        raise BadItem("unknown role", repr(role))
+    content = entry.get("content")
+    if isinstance(content, str):
+        return Turn(role, content), []
+    if not isinstance(content, list):
+        raise BadItem("a turn whose 'content' is neither text nor a list")
+    parts, names = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            if PLACEHOLDER in part["text"]:
+                raise BadItem("'<image>' written inside a content list's text")
+            parts.append(part["text"])
+        elif kind in ("image", "image_url"):
+            parts.append(PLACEHOLDER)
+            names.append(_inline_name(part))
+        else:
+            raise BadItem("a content item of unknown type", repr(kind))
+    return Turn(role, "".join(parts)), names
+
+
+def _inline_name(part: dict[str, Any]) -> str:
+    """File that an image part names; "" if it takes the next of the record's 'images'."""
+    for key in ("image", "path", "url", "image_url"):
+        if part.get(key):
+            value = part[key]
+            value = value.get("url") if isinstance(value, dict) else value
+            return file_name(value)
+    return ""
+
+
+def _listed(item: dict[str, Any]) -> list[str]:
+    """Image files in the record's 'images' or 'image' field."""
+    given = [item[key] for key in ("images", "image") if item.get(key) not in (None, "", [])]
+    if not given:
+        return []
+    if len(given) > 1:
+        raise BadItem("both 'image' and 'images'; which one is meant?")
+    raw = given[0]
+    names = raw if isinstance(raw, list) else [raw]
+    return [
+        file_name(n.get("path") or n.get("url") or n.get("image") if isinstance(n, dict) else n)
+        for n in names
+    ]
+
+
+def file_name(value: Any) -> str:
+    """Check and return the file that a record names for an image; raises BadItem."""
+    if not isinstance(value, str) or not value:
+        raise BadItem("an image's name is not text")
+    if value.startswith(("http://", "https://", "data:")):
+        raise BadItem("an image that is not a file", value[:60])
+    return value.removeprefix("file://")
+
+
+def _locate(name: str, root: pathlib.Path) -> str:
+    return str(root / name)
+
+
+FORMATS: dict[str, Callable[[dict[str, Any]], tuple[list[Turn], list[str]]]] = {
+    "conversations": lambda item: _conversation(item["conversations"], _llava_turn),
+    "messages": lambda item: _conversation(item["messages"], message_turn),
+}
+"""Key that identifies a format -> parser of an item, which returns its turns, and the image files
+that the turns themselves name ("" takes the next of the item's ``image`` or ``images``). It raises
+BadItem for an invalid item."""
+
+
+def _easy_vqa(split: str) -> list[Record]:
+    """Records of PyPI's easy-vqa, one per question."""
+    try:
+        import easy_vqa
+    except ImportError:
+        raise DataError(f"easy-vqa:{split}: not installed; run `pip install easy-vqa`") from None
+    questions, answers, images = getattr(easy_vqa, f"get_{split}_questions")()
+    paths = getattr(easy_vqa, f"get_{split}_image_paths")()
+    shapes = ("circle", "rectangle", "triangle")
+    kinds = {"yes": {"kind": "yes/no"}, "no": {"kind": "yes/no"}}
+    kinds |= {shape: {"kind": "shape"} for shape in shapes}
+    return [
+        Record(
+            f"easy-vqa:{split}/{i}",
+            (Turn("user", f"{PLACEHOLDER}{question}"), Turn("assistant", answer)),
+            (paths[image],),
+            kinds.get(answer, {"kind": "color"}),
+        )
+        for i, (question, answer, image) in enumerate(zip(questions, answers, images))
+    ]
+
+
+SOURCES: dict[str, Callable[[], list[Record]]] = {
+    "easy-vqa:train": lambda: _easy_vqa("train"),
+    "easy-vqa:test": lambda: _easy_vqa("test"),
+}
+"""Named data sources. A new one is a function that returns records."""

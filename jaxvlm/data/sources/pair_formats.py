@@ -1,0 +1,362 @@
+"""Read records of queries, positives and negatives in several formats into examples.
+
+A format is a function in ``FORMATS``, chosen by a key that the record has; a record with none of
+these keys is read in jaxvlm's own format (docs/embedding_data.md).
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxvlm.config import Extension, extension
+from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.sources import conversation_formats, custom_format, tables
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, BadItem
+from jaxvlm.data.sources.custom_format import BUILT_IN
+
+_log = logging.getLogger("jaxvlm.data")
+_MAX_LISTED = 5  # unknown fields listed in the log
+_ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
+"""sentence-transformers' columns -> jaxvlm's fields."""
+_OF_TAR = dict.fromkeys(tables.IMAGES, "query_image") | {"txt": "positive"}
+"""Fields of a tar's plain ``KEY.jpg`` and ``KEY.txt``: the image is the query of its caption."""
+_NUMBERED = re.compile(r"negative(?:_image)?_(\d+)")
+_UNUSED = conversation_formats.UNUSED | {
+    f"{side}_{kind}s" for side in ("positive", "negative") for kind in ("audio", "video")
+}
+_MMEB_MARK = re.compile(r"<\|image_\d+\|>")
+_COMMON = frozenset(["id", "task", "label", "score", "scores"])
+OWN_FIELDS = _COMMON | {
+    *("query", "query_image", "instruction", "query_instruction", "document_instruction"),
+    *("positive", "positive_image", "positive_images"),
+    *("negative", "negatives", "negative_image", "negative_images"),
+}
+
+
+class Group(NamedTuple):
+    """A parsed record: a query, its positives and its hard negatives."""
+
+    query: Item
+    positives: Sequence[Item]
+    negatives: Sequence[Item]
+    label: Any = None
+    scores: Sequence[Any] = ()
+
+
+Locate = Callable[[str], str]
+
+
+def read(
+    spec: str,
+    image_root: str = "",
+    column_mapping: Sequence[tuple[str, str]] = (),
+    data_format: Extension = BUILT_IN,
+) -> tuple[list[Example], list[Problem]]:
+    """Read the examples of a file or a pattern of files; see ``jaxvlm.data.sources.tables.read``.
+
+    Args:
+        spec: file or pattern of files.
+        image_root: folder that image names are relative to; "" is each file's.
+        column_mapping: pairs (column of the file, field of jaxvlm), applied first.
+        data_format: what reads the file, where that is the user's own; see
+            :func:`jaxvlm.data.sources.custom_format.read_items`.
+
+    Returns:
+        Examples in the files' order, one for each positive, and a Problem for each invalid record.
+
+    Raises:
+        DataError: a file as a whole can't be used, a mapped column does not exist, or two records
+            have the same id.
+    """
+    problems: list[Problem]
+    if extension.is_set(data_format, custom_format.PATH):
+        items = custom_format.read_items(data_format, spec, Example)
+        raw, problems = tables.raw_records(items, spec, image_root), list[Problem]()
+    else:
+        raw, problems = tables.read(spec, image_root)
+    mapping = dict(column_mapping)
+    fields = [r.fields for r in raw if isinstance(r.fields, dict)]
+    for column in mapping:
+        if fields and not any(column in f for f in fields):
+            columns = ", ".join(sorted(fields[0]))
+            raise DataError(
+                f"{spec}: data.pairs.column_mapping names {column!r}, which no record has; the"
+                f" columns are {columns}"
+            )
+    examples: list[Example] = []
+    unread: collections.Counter[str] = collections.Counter()
+    seen: collections.Counter[str] = collections.Counter()
+    for record in raw:
+        identifier = record.where
+        try:
+            if isinstance(record.fields, Problem):
+                problems.append(record.fields)
+                continue
+            if isinstance(record.fields, Example):
+                seen[record.fields.id] += 1
+                examples.append(record.fields)
+                continue
+            if not isinstance(record.fields, dict):
+                raise BadItem("not a JSON object")
+            item = _mapped(record.fields, mapping)
+            identifier = str(item.get("id", record.where))
+            seen[identifier] += 1
+            examples += _examples(identifier, item, record, unread)
+        except BadItem as bad:
+            problems.append(Problem(identifier, bad.reason, bad.detail))
+    if twice := [name for name, count in seen.items() if count > 1]:
+        more = ", ..." if len(twice) > 3 else ""
+        raise DataError(
+            f"{spec}: ids that several records share: {', '.join(twice[:3])}{more} ({len(twice)} "
+            "in all); give each record its own, or none"
+        )
+    if unread:
+        named = ", ".join(f"{n} ({c})" for n, c in unread.most_common(_MAX_LISTED))
+        more = ", ..." if len(unread) > _MAX_LISTED else ""
+        _log.warning("%s: fields that are not read (records): %s%s", spec, named, more)
+    return examples, problems
+
+
+def _mapped(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
+    """Rename fields to jaxvlm's, and drop empty ones."""
+    out: dict[str, Any] = {}
+    marked = any(key in fields for key in FORMATS)
+    for column, value in fields.items():
+        if value is None or value == "" or value == [] or value == {}:
+            continue
+        name = mapping.get(column, column if marked else _OF_TAR.get(column, column))
+        if name in out:
+            raise BadItem(f"two columns for '{name}'", column)
+        out[name] = value
+    return out
+
+
+def _examples(
+    identifier: str, item: dict[str, Any], raw: tables.Raw, unread: collections.Counter[str]
+) -> list[Example]:
+    """Parse a record to examples, one for each of its positives; raises BadItem."""
+    conversation_formats.refuse_unused(item, _UNUSED, "a field that jaxvlm does not read")
+    keys = [key for key in FORMATS if key in item]
+    if len(keys) > 1:
+        raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
+    parse, known = FORMATS[keys[0]] if keys else (_own_format, OWN_FIELDS)
+    unread.update(k for k in item if k not in known and not (not keys and _known(k)))
+    group = parse(item, raw.locate)
+    if not group.positives:
+        raise BadItem("no positive")
+    count = len(group.positives)
+    scores = _scores(group.scores, count, len(group.negatives))
+    label = "" if group.label is None else str(group.label)
+    label = label or (f"id:{identifier}" if count > 1 else "")
+    task = _text(item.get("task", raw.task), "task")
+    return [
+        Example(
+            id=identifier if count == 1 else f"{identifier}#{i}",
+            query=group.query,
+            positive=positive,
+            negatives=tuple(group.negatives),
+            label=label,
+            scores=(scores[i], *scores[count:]) if scores else (),
+            task=task,
+        )
+        for i, positive in enumerate(group.positives)
+    ]
+
+
+def _known(name: str) -> bool:
+    return name in _ALIASES or _NUMBERED.fullmatch(name) is not None
+
+
+def _scores(raw: Sequence[Any], positives: int, negatives: int) -> tuple[float, ...]:
+    if not raw:
+        return ()
+    if len(raw) != positives + negatives:
+        detail = f"{len(raw)} scores, {positives} positives, {negatives} negatives"
+        raise BadItem("needs one score for each positive and then each negative", detail)
+    return tuple(_number(value) for value in raw)
+
+
+def _number(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadItem("a score that is not a finite number", repr(value)[:60])
+    return number
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadItem(f"'{name}' is not text", repr(value)[:60])
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _one_of(item: Mapping[str, Any], *names: str) -> Any:
+    """Value of the one of these fields that the item has; None if it has none."""
+    present = [name for name in names if name in item]
+    if len(present) > 1:
+        raise BadItem(f"both {' and '.join(map(repr, present))}; which one is meant?")
+    return item[present[0]] if present else None
+
+
+def _item(text: Any, image: Any, instruction: str, locate: Locate, name: str) -> Item:
+    """Build one item; ``text`` may be an object with text and image; raises BadItem."""
+    if isinstance(text, dict):
+        if extra := sorted(text.keys() - {"text", "image", "instruction"}):
+            raise BadItem(f"'{name}' has a field that jaxvlm does not read", ", ".join(extra))
+        if image is not None and text.get("image"):
+            raise BadItem(f"two images for '{name}'")
+        instruction = _text(text.get("instruction") or instruction, "instruction")
+        text, image = text.get("text"), image or text.get("image")
+    if isinstance(image, dict) and image.get("bytes") is not None:
+        raise BadItem("an image embedded in the table; give files, or tar shards", name)
+    image = image.get("path") if isinstance(image, dict) else image
+    file = locate(conversation_formats.file_name(image)) if image not in (None, "") else ""
+    try:
+        return Item.of(_text(text or "", name), file, instruction)
+    except BadItem as bad:
+        raise BadItem(bad.reason, f"{name}, {bad.detail}" if bad.detail else name) from None
+
+
+def _items(texts: Any, images: Any, instruction: str, locate: Locate, name: str) -> list[Item]:
+    """Build items from a list of texts and a list of images of equal length."""
+    words, files = _list(texts), _list(images)
+    if words and files and len(words) != len(files):
+        detail = f"{len(words)} texts, {len(files)} images"
+        raise BadItem(f"'{name}' needs an image (or null) for each text", detail)
+    count = max(len(words), len(files))
+    words, files = words or [None] * count, files or [None] * count
+    return [_item(w, f, instruction, locate, name) for w, f in zip(words, files, strict=True)]
+
+
+def _own_format(item: dict[str, Any], locate: Locate) -> Group:
+    """Parse jaxvlm's own fields (``query``, ``positive``, ``negatives``, images) and those of
+    sentence-transformers."""
+    is_similarity = "sentence1" in item and "query" not in item
+    for theirs, ours in _ALIASES.items():
+        if theirs in item:
+            if ours in item:
+                raise BadItem(f"both '{theirs}' and '{ours}'; which one is meant?")
+            item[ours] = item[theirs]
+    instruction = {
+        column: _text(_one_of(item, f"{column}_instruction") or "", f"{column}_instruction")
+        for column in ("query", "document")
+    }
+    if "instruction" in item:
+        if instruction["query"]:
+            raise BadItem("both 'instruction' and 'query_instruction'; which one is meant?")
+        instruction["query"] = _text(item["instruction"], "instruction")
+    for name in ("query", "query_image"):
+        if isinstance(item.get(name), list):
+            raise BadItem(f"'{name}' is a list; a record has one query")
+    query = _item(item.get("query"), item.get("query_image"), instruction["query"], locate, "query")
+    fields = item.get("positive"), _one_of(item, "positive_image", "positive_images")
+    positives = _items(*fields, instruction["document"], locate, "positive")
+    fields = (
+        _one_of(item, "negatives", "negative"),
+        _one_of(item, "negative_images", "negative_image"),
+    )
+    negatives = _items(*fields, instruction["document"], locate, "negative")
+    numbers = sorted({int(m[1]) for name in item if (m := _NUMBERED.fullmatch(name))})
+    for n in numbers:
+        pair = item.get(f"negative_{n}"), item.get(f"negative_image_{n}")
+        negatives.append(_item(*pair, instruction["document"], locate, f"negative_{n}"))
+    label = item.get("label")
+    scores = _list(_one_of(item, "score", "scores"))
+    if is_similarity and not scores:  # sentence-transformers' label is the similarity
+        label, scores = None, _list(label)
+    return Group(query, positives, negatives, _checked(label), scores)
+
+
+def _checked(label: Any) -> Any:
+    if isinstance(label, list | dict):
+        raise BadItem("'label' is neither text nor a number")
+    return label
+
+
+def _mmeb(item: dict[str, Any], locate: Locate) -> Group:
+    """Parse MMEB's columns.
+
+    Source: VLM2Vec's src/data/dataset/mmeb_dataset.py, ``data_prepare``.
+    """
+
+    def column(name: str) -> Any:
+        def replaced(text: Any) -> Any:
+            return _MMEB_MARK.sub(PLACEHOLDER, text) if isinstance(text, str) else text
+
+        value = item.get(name)
+        return [replaced(text) for text in value] if isinstance(value, list) else replaced(value)
+
+    for name in ("qry", "qry_image_path"):
+        if isinstance(item.get(name), list):
+            raise BadItem(f"'{name}' is a list; a record has one query")
+    query = _item(column("qry"), item.get("qry_image_path"), "", locate, "qry")
+    positives = _items(column("pos_text"), item.get("pos_image_path"), "", locate, "pos_text")
+    # A list of only "" means that there is none.
+    columns = [_list(column("neg_text")), _list(item.get("neg_image_path"))]
+    texts, images = (values if any(values) else [] for values in columns)
+    negatives = _items(texts, images, "", locate, "neg_text")
+    scores = _list(_one_of(item, "score", "scores"))
+    return Group(query, positives, negatives, _checked(item.get("label")), scores)
+
+
+def _messages(item: dict[str, Any], locate: Locate) -> Group:
+    """Parse ms-swift's messages. Source: its docs, BestPractices/Embedding.md."""
+    query = _message_item(item.get("messages"), item.get("images"), locate, "messages")
+    parsed = []
+    for kind in ("positive", "negative"):
+        messages, files = _list(item.get(f"{kind}_messages")), _list(item.get(f"{kind}_images"))
+        if files and len(files) != len(messages):
+            raise BadItem(f"'{kind}_images' needs a list for each of '{kind}_messages'")
+        files = files or [None] * len(messages)
+        name = f"{kind}_messages"
+        parsed.append(
+            [_message_item(s, f, locate, name) for s, f in zip(messages, files, strict=True)]
+        )
+    # ms-swift's label is the similarity of the two, or whether they match.
+    scores = _list(_one_of(item, "label", "score", "scores"))
+    return Group(query, parsed[0], parsed[1], None, scores)
+
+
+def _message_item(messages: Any, images: Any, locate: Locate, name: str) -> Item:
+    """Parse messages that are one item: an optional system turn (instruction) and a user turn."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise BadItem(f"'{name}' is not a list of messages")
+    parsed = [conversation_formats.message_turn(entry) for entry in messages]
+    roles = tuple(turn.role for turn, _ in parsed)
+    if roles not in (("user",), ("system", "user")):
+        raise BadItem(f"'{name}' is not a user turn, or a system and a user turn", ", ".join(roles))
+    turn, inline = parsed[-1]
+    files = [file for file in inline if file] or _list(images)
+    if len(files) > 1:
+        raise BadItem("several images in one item", name)
+    instruction = parsed[0][0].content if len(parsed) > 1 else ""
+    return _item(turn.content, files[0] if files else None, instruction, locate, name)
+
+
+FORMATS: dict[str, tuple[Callable[[dict[str, Any], Locate], Group], frozenset[str]]] = {
+    "qry": (
+        _mmeb,
+        _COMMON
+        | {"qry", "qry_image_path", "pos_text", "pos_image_path", "neg_text", "neg_image_path"},
+    ),
+    "positive_messages": (
+        _messages,
+        _COMMON
+        | {"messages", "images", "positive_messages", "positive_images"}
+        | {"negative_messages", "negative_images"},
+    ),
+}
+"""Key that identifies a format -> parser of a record's fields, and the fields that it reads. The
+parser raises BadItem for an invalid record."""

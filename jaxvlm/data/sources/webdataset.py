@@ -1,0 +1,103 @@
+"""Read members of tar shards, as webdataset writes them, in place.
+
+A member is named by one string, ``SHARD.tar::OFFSET+SIZE::NAME``. The name can be used wherever an
+image file can, and any thread or process reads it with one seek, without the archive's index.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import tarfile
+from typing import NamedTuple
+
+from jaxvlm.data.errors import DataError, Problem
+
+_MEMBER = re.compile(r"(.+\.tar)::(\d+)\+(\d+)::.*", re.DOTALL)
+_PARTS = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.DOTALL)
+"""A sample's key and its member's extension, split at the first dot of the file's name as in
+webdataset."""
+
+
+class TarShard(NamedTuple):
+    """Index of a tar shard."""
+
+    samples: list[tuple[str, dict[str, str]]]
+    """Key of each sample, and its members by extension ("jpg", "query_image.png")."""
+    members: dict[str, str]
+    """A member's name in the tar -> its string ``SHARD.tar::OFFSET+SIZE::NAME``."""
+    problems: list[Problem]
+    """Members that can't be used."""
+
+
+def is_member(path: str) -> bool:
+    """Whether ``path`` names a member of a tar."""
+    return "::" in path and _MEMBER.fullmatch(path) is not None
+
+
+def size(path: str) -> int:
+    """Size of a member in bytes."""
+    match = _MEMBER.fullmatch(path)
+    return int(match[3]) if match else 0
+
+
+def read(path: str) -> bytes:
+    """Read the bytes of a member.
+
+    Raises:
+        OSError: the tar can't be read.
+        ValueError: ``path`` names no member, or the tar was truncated since it was indexed.
+    """
+    match = _MEMBER.fullmatch(path)
+    if match is None:
+        raise ValueError(f"{path!r} does not name a member of a tar")
+    first, size = int(match[2]), int(match[3])
+    with open(match[1], "rb") as file:
+        file.seek(first)
+        data = file.read(size)
+    if len(data) != size:
+        raise ValueError("the tar was truncated since it was indexed")
+    return data
+
+
+def index(path: pathlib.Path) -> TarShard:
+    """Index the samples of a tar; only its headers are read.
+
+    Args:
+        path: an uncompressed tar; the members of a sample are adjacent.
+
+    Raises:
+        DataError: the file is not an uncompressed tar.
+    """
+    shard = TarShard([], {}, [])
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for info in tar:
+                _add(shard, path, info)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        raise DataError(
+            f"{path}: can't be read as an uncompressed tar ({error}); decompress a compressed one, "
+            "since images are read from the middle of it"
+        ) from None
+    return shard
+
+
+def _add(shard: TarShard, path: pathlib.Path, info: tarfile.TarInfo) -> None:
+    if info.isdir():
+        return
+    name = info.name.removeprefix("./")
+    parts = _PARTS.fullmatch(name)
+    reason = ""
+    if not info.isreg() or info.issparse() or parts is None:
+        reason = "a tar member that is not a regular file with an extension"
+    else:
+        key, extension = parts[1], parts[2].lower()
+        if not shard.samples or shard.samples[-1][0] != key:
+            shard.samples.append((key, {}))
+        if extension in shard.samples[-1][1]:
+            reason = "a tar member that occurs twice"
+    if reason:
+        shard.problems.append(Problem(f"{path.name}:{name}", reason))
+        return
+    member = f"{path}::{info.offset_data}+{info.size}::{name}"
+    shard.samples[-1][1][extension] = shard.members[name] = member

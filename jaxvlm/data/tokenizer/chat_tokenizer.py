@@ -1,0 +1,401 @@
+"""Chat tokenizers in Hugging Face's format: trained on the training text, or loaded from a folder.
+
+Only the `tokenizers` library is needed. transformers' AutoTokenizer loads a saved tokenizer and
+gives the same ids.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any, SupportsInt
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
+from jaxvlm.data.tokenizer import chat_template
+from jaxvlm.types import ChatStyle
+
+SPECIAL = {
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "eos_token": "<eos>",
+    "image_token": "<image>",
+}
+ROLES = ("<system>", "<user>", "<assistant>")
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{{- raise_exception('unknown role ' + message['role']) -}}"
+    "{%- endif -%}"
+    "{{- '<' + message['role'] + '>' -}}"
+    "{%- if message['content'] is string -%}{{- message['content'] -}}{%- else -%}"
+    "{%- for part in message['content'] -%}"
+    "{{- '<image>' if part['type'] == 'image' else part['text'] -}}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{- '<eos>' if message['role'] == 'assistant' else '' -}}"
+    "{%- endfor -%}"
+    "{{- '<assistant>' if add_generation_prompt else '' -}}"
+)
+"""``<user>question<assistant>answer<eos>``: one token per header, and one ends an answer."""
+
+# Image tokens of the model families that jaxvlm reads, for folders that don't name theirs.
+_KNOWN_IMAGE_TOKENS = (
+    "<image>",
+    "<|image_pad|>",
+    "<image_soft_token>",
+    "<|image|>",
+    "<IMG_CONTEXT>",
+    "[IMG]",
+)
+
+
+PLAIN = ChatStyle()
+"""Style of families that write an image as its image token alone."""
+
+
+class ChatTokenizer:
+    """A tokenizer with a chat template and an image token."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str,
+        special: dict[str, str],
+        style: ChatStyle = PLAIN,
+    ):
+        """Wrap a tokenizer of the `tokenizers` library.
+
+        Args:
+            backend: the tokenizer; its truncation and padding are disabled.
+            template: chat template.
+            special: names such as ``eos_token`` -> the token's text; ``image_token`` and
+                ``eos_token`` are required.
+            style: how the model's family writes images.
+
+        Raises:
+            DataError: ``eos_token`` or ``image_token`` is not in the vocabulary.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self.style = style
+        self.backend, self.template, self.special = backend, template, dict(special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        for name in ("eos_token", "image_token"):
+            if self.special.get(name) not in vocabulary:
+                raise DataError(
+                    f"tokenizer: {name} {self.special.get(name)!r} is not in its vocabulary; "
+                    f"name one in tokenizer_config.json"
+                )
+        self.eos_id: int = vocabulary[self.special["eos_token"]]
+        self.image_id: int = vocabulary[self.special["image_token"]]
+        self.pad_id: int = vocabulary.get(self.special.get("pad_token", ""), self.eos_id)
+        self.unk_id: int = vocabulary.get(self.special.get("unk_token", ""), -1)
+        """-1 if the tokenizer has no unknown token."""
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens = frozenset(t.content for t in added.values() if t.special)
+        self._image_parts = self._supports_image_parts()
+        self._list_roles = frozenset(
+            role for role in ("system", "user", "assistant") if self._needs_lists(role)
+        )
+        self._end_token = ""
+        self.stop_ids: tuple[int, ...] = self._stop_ids()
+        if len(self.stop_ids) == 1 and not self._writes_end():
+            self._end_token = self.special[
+                "eos_token"
+            ]  # LLaVA-1.5's template: an answer would never end
+
+    def render(
+        self,
+        turns: Sequence[Turn],
+        add_generation_prompt: bool = False,
+        leads: Sequence[str] = (),
+    ) -> str:
+        """Render turns as one string, each image as one image token.
+
+        Args:
+            turns: turns of a conversation; ``<image>`` stands for an image.
+            add_generation_prompt: end with the header of the assistant's next turn.
+            leads: text to insert before each image; () is none.
+
+        Raises:
+            TemplateError: the template rejects these turns, or drops some of their text.
+        """
+        messages = [{"role": t.role, "content": self._content(t)} for t in turns]
+        text = self._render(messages, add_generation_prompt, leads)
+        for turn in turns:
+            for piece in turn.content.split(PLACEHOLDER):
+                if piece.strip() not in text:
+                    raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}")
+        return text
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Tokenize a rendered conversation to ids, see :meth:`encode_chats`."""
+        return self.encode_chats([text])[0].ids
+
+    def encode_chats(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        """Tokenize rendered conversations to ids and character offsets.
+
+        The BOS token is added if the tokenizer adds one and the template has not written it, as
+        transformers' processors do (``ProcessorMixin.apply_chat_template``).
+        """
+        first = self.special.get("bos_token")
+        bare = [not (first and first in text) for text in texts]
+        with_bos = iter(self.backend.encode_batch([t for t, b in zip(texts, bare) if b]))
+        rest = iter(self.encode_batch([t for t, b in zip(texts, bare) if not b]))
+        return [next(with_bos if b else rest) for b in bare]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize rendered text to ids; no special token is added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[tokenizers.Encoding]:
+        """Tokenize rendered texts to ids and character offsets; no special token is added."""
+        return self.backend.encode_batch(texts, add_special_tokens=False)
+
+    def decode(self, ids: Iterable[SupportsInt], skip_special: bool = True) -> str:
+        """Decode token ids to text.
+
+        Args:
+            ids: token ids.
+            skip_special: omit special tokens.
+        """
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        named = {k: v for k, v in self.special.items() if k != "image_token"}
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": int(1e30),
+            "clean_up_tokenization_spaces": False,
+            "extra_special_tokens": {"image_token": self.special["image_token"]},
+            "chat_template": self.template,
+            **named,
+        }
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
+        (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        leads: Sequence[str] = (),
+    ) -> str:
+        text = chat_template.render(self.template, messages, add_generation_prompt, **self.special)
+        if not self.style.written:
+            return text
+        pieces = text.split(self.style.written)
+        seen = [lead + self.style.seen for lead in (*leads, *[""] * len(pieces))]
+        return pieces[0] + "".join(a + b for a, b in zip(seen, pieces[1:]))
+
+    def _content(self, turn: Turn) -> Any:
+        text = turn.content + (self._end_token if turn.role == "assistant" else "")
+        if PLACEHOLDER not in text:
+            return [{"type": "text", "text": text}] if turn.role in self._list_roles else text
+        if not self._image_parts:
+            return text.replace(PLACEHOLDER, self.style.written or self.special["image_token"])
+        parts: list[dict[str, str]] = []
+        for i, piece in enumerate(text.split(PLACEHOLDER)):
+            parts += [{"type": "image"}] if i else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        return parts
+
+    def _needs_lists(self, role: str) -> bool:
+        """Whether the template omits this role's content if it is a string instead of a list."""
+
+        def shown(content: Any) -> bool:
+            turns = {"system": [role, "user"], "assistant": ["user", role]}.get(role, [role])
+            messages = [{"role": r, "content": content if r == role else "a"} for r in turns]
+            try:
+                return "probe" in self._render(messages, False)
+            except chat_template.TemplateError:
+                return False
+
+        return not shown("probe") and shown([{"type": "text", "text": "probe"}])
+
+    def _writes_end(self) -> bool:
+        """Whether the template writes a special token after an answer."""
+        turns = [Turn("user", "a"), Turn("assistant", "b")]
+        try:
+            text = self.render(turns).rstrip()
+        except chat_template.TemplateError:
+            return True
+        return text.endswith(tuple(self.special_tokens))
+
+    def _supports_image_parts(self) -> bool:
+        """Whether the template itself writes an image token for ``{"type": "image"}``.
+
+        Multimodal templates do (and may wrap it in start and end tokens, as Qwen-VL's does); with
+        text-only ones the image token is inserted into the text.
+        """
+        probe = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+        try:
+            return self._render(probe, False).count(self.special["image_token"]) == 1
+        except chat_template.TemplateError:
+            return False
+
+    def _stop_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
+        stops: dict[int, None] = {self.eos_id: None}
+        try:
+            turns = [Turn("user", "a"), Turn("assistant", "b")]
+            start = len(self.render(turns[:1], add_generation_prompt=True))
+            ids = self.encode(self.render(turns)[start:])
+            # The last special token: an empty <think></think>, or "b" as <unk>, may precede it.
+            names = self.special_tokens - {self.special.get("unk_token")}
+            ends = [i for i in ids if self.backend.id_to_token(i) in names]
+            stops |= dict.fromkeys(ends[-1:])
+        except chat_template.TemplateError:
+            pass
+        return tuple(stops)
+
+
+def build(texts: Iterable[str], kind: str = "word", vocab_size: int = 8192) -> ChatTokenizer:
+    """Train a new tokenizer.
+
+    Args:
+        texts: training texts; ``<image>`` in them is ignored.
+        kind: ``word`` (lower case, split at spaces and punctuation; words not in ``texts``
+            become ``<unk>``) or ``bpe`` (byte-level: every text can be encoded without loss).
+        vocab_size: maximum number of tokens, special tokens included.
+
+    Raises:
+        DataError: ``kind`` is unknown, or ``vocab_size`` is too small for it.
+    """
+    special = [*SPECIAL.values(), *ROLES]
+    trainer: trainers.Trainer
+    if kind == "word":
+        backend = tokenizers.Tokenizer(models.WordLevel({}, unk_token=SPECIAL["unk_token"]))
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+        )
+        least = len(special) + 1
+        trainer = trainers.WordLevelTrainer(
+            vocab_size=vocab_size, special_tokens=special, show_progress=False
+        )
+    elif kind == "bpe":
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        least = len(special) + 256
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+    else:
+        raise DataError(f"tokenizer.kind={kind!r} is unknown; use word or bpe")
+    if vocab_size < least:
+        raise DataError(
+            f"tokenizer.vocab_size={vocab_size} is too small; {kind} needs at least {least}"
+        )
+    backend.train_from_iterator((t.replace(PLACEHOLDER, " ") for t in texts), trainer)
+    return ChatTokenizer(backend, TEMPLATE, SPECIAL)
+
+
+def load(folder: str | pathlib.Path, style: ChatStyle = PLAIN) -> ChatTokenizer:
+    """Load the tokenizer of a Hugging Face folder.
+
+    If the folder names no image token, ``<image>`` is added after its last id; the model's
+    embedding table must then have ``vocab_size`` rows.
+
+    Args:
+        folder: holds ``tokenizer.json`` and a chat template (``chat_template.jinja``,
+            ``chat_template.json``, or inside ``tokenizer_config.json``).
+        style: how the model's family writes images.
+
+    Raises:
+        DataError: a file is missing or damaged, or there is no chat template.
+    """
+    folder = pathlib.Path(folder).expanduser()
+    backend, config, special = read(folder)
+    template = _find_template(folder, config) or style.template
+    if not template:
+        raise DataError(f"{folder}: no chat template; put one in {folder}/chat_template.jinja")
+    special.setdefault("eos_token", "</s>")
+    image = _find_image_token(folder, config, special, backend)
+    special["image_token"] = image
+    if backend.token_to_id(image) is None:
+        backend.add_special_tokens([tokenizers.AddedToken(image, normalized=False, special=True)])
+    return ChatTokenizer(backend, template, special, style)
+
+
+def read(
+    folder: pathlib.Path,
+) -> tuple[tokenizers.Tokenizer, dict[str, Any], dict[str, str]]:
+    """Read a folder's tokenizer, its ``tokenizer_config.json``, and its special tokens by name.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: no tokenizer.json; give a folder with a fast tokenizer")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"{folder}/tokenizer.json: can't be read: {error}") from None
+    config = _json(folder / "tokenizer_config.json")
+    special = {
+        name: text
+        for source in (_json(folder / "special_tokens_map.json"), config)
+        for name, value in source.items()
+        if name.endswith("_token") and (text := _text(value))
+    }
+    return backend, config, special
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from None
+
+
+def _text(value: Any) -> str:
+    """Text of a special token that is given as a string or as an AddedToken."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _find_template(folder: pathlib.Path, config: dict[str, Any]) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _json(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _find_image_token(
+    folder: pathlib.Path,
+    config: dict[str, Any],
+    special: dict[str, str],
+    backend: tokenizers.Tokenizer,
+) -> str:
+    """Find the image token that the folder names, or a known one, or else ``<image>`` to add."""
+    extra = config.get("extra_special_tokens")
+    named = [special.get("image_token", "")]
+    named += [_text(extra.get("image_token"))] if isinstance(extra, dict) else []
+    model = _json(folder / "config.json")
+    number = model.get("image_token_id", model.get("image_token_index"))
+    named += [backend.id_to_token(number) or ""] if isinstance(number, int) else []
+    for token in [*named, *_KNOWN_IMAGE_TOKENS]:
+        if token and backend.token_to_id(token) is not None:
+            return token
+    return PLACEHOLDER

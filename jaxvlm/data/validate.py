@@ -1,0 +1,136 @@
+"""`jaxvlm data check`: list the records that a run would refuse, by reason, before it starts."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.image_placeholders import ImageSpans
+from jaxvlm.data.images import image_files
+from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
+
+_MAX_LISTED = 5  # ids listed for each reason
+_PERCENTILES = (0, 50, 90, 99, 100)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValidationReport:
+    """Report on the contents of a data file."""
+
+    name: str
+    """The file or named source."""
+    total: int
+    """Number of all records, good and bad."""
+    good: int
+    """Number of records that can be used."""
+    images: int
+    """Number of distinct image files that were decoded without error."""
+    problems: dict[str, list[str]]
+    """Reason -> ids of the records refused for it, most frequent reason first."""
+    tokens: dict[str, int]
+    """Percentiles (p0 ... p100) of the tokens of good records; empty if there are none."""
+    images_most: int
+    """Maximum number of images of a record."""
+    of: str = "records"
+    """Unit of the counts: ``records``, or examples, of which a record of pairs may give several."""
+
+    @property
+    def skip_share(self) -> float:
+        """Fraction of records that a run would skip, 0..1."""
+        return (self.total - self.good) / max(self.total, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return {**dataclasses.asdict(self), "skip_share": self.skip_share}
+
+    def lines(self) -> list[str]:
+        """The report for people."""
+        out = [
+            f"{self.name}: {self.good} of {self.total} {self.of} are good"
+            f" ({self.skip_share:.2%} would be skipped), {self.images} images decoded"
+        ]
+        if self.tokens:
+            spread = ", ".join(f"{name} {value}" for name, value in self.tokens.items())
+            out.append(
+                f"tokens per record: {spread}; images per record: at most {self.images_most}"
+            )
+        for reason, ids in self.problems.items():
+            more = ", ..." if len(ids) > _MAX_LISTED else ""
+            out.append(f"{len(ids):>7}  {reason}: {', '.join(ids[:_MAX_LISTED])}{more}")
+        return out
+
+
+def validate(
+    spec: str,
+    config: DataConfig,
+    *,
+    chat_tokenizer: tokenizer.ChatTokenizer | None = None,
+    prepare: image_files.Preparation,
+    num_patches: ImageSpans = 16,
+    patching: Patching | None = None,
+) -> ValidationReport:
+    """Validate a data file completely, decoding every image.
+
+    Args:
+        spec: file or named source, see :func:`jaxvlm.data.sources.conversation_formats.read`.
+        config: data settings: limits on length and images.
+        chat_tokenizer: ``None`` builds a word tokenizer from the file.
+        prepare: preprocessing of images.
+        num_patches: token span of an image.
+        patching: how images of any size are cut into patches; ``None`` if all have the same size.
+
+    Raises:
+        DataError: the file as a whole can't be used.
+    """
+    records, problems = conversation_formats.read(spec, config.image_root, config.format)
+    total = len(records) + len(problems)
+    chat_tokenizer = chat_tokenizer or tokenizer.build(tokenize.texts(records))
+    corpus, unfit = tokenize.encode(records, chat_tokenizer, num_patches)
+    problems = problems + unfit
+    broken: dict[int, str] = {}
+    for i, path in enumerate(corpus.paths):
+        try:
+            image_files.load(path, prepare, config.max_pixels)
+        except ImageError as error:
+            broken[i] = str(error)
+    limits, good = packing.limits_of(config, patching), []
+    for i, source in enumerate(corpus.source.tolist()):
+        reasons = [broken[p] for p in corpus.images[i] if p in broken]
+        reason = (reasons or limits.exceeded(corpus, i))[0]
+        if reason:
+            problems.append(Problem(records[source].id, reason))
+        else:
+            good.append(i)
+    return ValidationReport(
+        name=spec,
+        total=total,
+        good=len(good),
+        images=len(corpus.paths) - len(broken),
+        problems=by_reason(problems),
+        tokens=percentiles(corpus.length[good]),
+        images_most=max((len(corpus.images[i]) for i in good), default=0),
+    )
+
+
+def by_reason(problems: Sequence[Problem]) -> dict[str, list[str]]:
+    """Group record ids by the reason they were refused for, most frequent reason first."""
+    ids: dict[str, list[str]] = collections.defaultdict(list)
+    for problem in problems:
+        ids[problem.reason].append(problem.id)
+    return dict(sorted(ids.items(), key=lambda item: -len(item[1])))
+
+
+def percentiles(lengths: np.ndarray) -> dict[str, int]:
+    """Percentiles p0 ... p100 of some lengths; empty if there are none."""
+    if not len(lengths):
+        return {}
+    return {f"p{p}": int(np.percentile(lengths, p)) for p in _PERCENTILES}

@@ -1,0 +1,71 @@
+"""Reads an encoder's folder, of Hugging Face or of sentence-transformers, except its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jaxvlm.config import ConfigError, DualConfig
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.images import processor
+from jaxvlm.data.tokenizer import text_tokenizer
+from jaxvlm.hf import pretrained
+from jaxvlm.hf.families import bert, sentences
+
+
+class Described(NamedTuple):
+    """Contents of an encoder's folder, except its weights."""
+
+    config: DualConfig
+    tokenizer: text_tokenizer.TextTokenizer
+    image_processor: processor.Processor | None
+
+
+def described(source: pretrained.Source) -> Described:
+    """Read config, tokenizer and image processor of a Hugging Face or sentence-transformers folder.
+
+    Args:
+        source: a checkpoint of an ``EncoderFamily``.
+
+    Raises:
+        ConfigError: an unknown field in one of its files, or files that contradict each other.
+        DataError: a tokenizer or processor that can't be read.
+    """
+    config, files = source.family.config_from_hf(source.hf_config), source.files
+    tokenizer_config = files / "tokenizer_config.json"
+    fields = pretrained.json_object(tokenizer_config) if tokenizer_config.is_file() else {}
+    style = source.family.text_style(config, fields)
+    if modules := pretrained.modules(files):
+        config, style = _sentences(source, modules, config, style)
+    images = processor.load(files) if "vision" in config.towers else None
+    if images is not None:
+        vision = config.vision
+        if images.size != (0 if vision.packed else vision.image_size):
+            raise ConfigError(
+                f"{files}: the image processor returns images of {images.size or 'any'} pixels, "
+                f"but the model takes {'any' if vision.packed else vision.image_size}"
+            )
+        vision = dataclasses.replace(vision, pixel_mean=images.mean, pixel_std=images.std)
+        config = dataclasses.replace(config, vision=vision)
+    tokenizer = text_tokenizer.load(files, style)
+    if (size := tokenizer.backend.get_vocab_size()) > config.text.vocab_size:
+        raise DataError(
+            f"{files}: the tokenizer has {size} tokens, but the model {config.text.vocab_size}"
+        )
+    return Described(config, tokenizer, images)
+
+
+def _sentences(
+    source: pretrained.Source, modules: list[dict[str, Any]], config: DualConfig, style: Any
+) -> tuple[DualConfig, Any]:
+    """Add the settings of a sentence-transformers folder's own files to config and text style."""
+    if source.family is not bert:  # inputs and embeddings are transformers'
+        sentences.check_whole(modules)
+        return config, style
+    module_configs = (
+        pretrained.module_config(source.files, modules, x) for x in ("Pooling", sentences.DENSE)
+    )
+    config = sentences.with_modules(config, modules, *module_configs)
+    names = ("sentence_bert_config.json", "config_sentence_transformers.json")
+    first, whole = (pretrained.optional(source.files / name) for name in names)
+    return config, sentences.with_settings(style, first, whole)

@@ -1,0 +1,123 @@
+"""LLaVA-NeXT and LLaVA-OneVision (arXiv 2408.03326): Hugging Face config and tensor names.
+
+CLIP or SigLIP, an MLP with one hidden layer, any decoder; images are cut into tiles, see
+``anyres.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.hf.families import anyres, common, llava
+from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, image_token_id, read
+from jaxvlm.types import ChatStyle, Span, TileGrid
+
+_NEXT = ConfigFields(
+    {**llava.READS, "image_grid_pinpoints": None},
+    {
+        "model_type": ("llava_next",),
+        "vision_feature_select_strategy": ("default", "full"),
+        "use_image_newline_parameter": (True,),
+    },
+    METADATA | {"vocab_size"},
+)
+_ONEVISION = ConfigFields(
+    {
+        **_NEXT.reads,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": "anyres_max_9",
+    },
+    {**_NEXT.only, "model_type": ("llava_onevision",)},
+    # Records with videos are refused when data is read.
+    METADATA | {"video_token_id", "video_token_index"},
+)
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 16,
+    "vision_use_head": False,
+}
+"""OneVision's default ``vision_config``: SigLIP-So400m/14 at 384 pixels."""
+
+
+def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
+    """Read a LLaVA-NeXT or -OneVision model's settings from ``config.json``; the dtype is float32.
+
+    Args:
+        hf_config: the file's content.
+
+    Raises:
+        ConfigError: an unknown field, or a value that this family does not support.
+    """
+    onevision = hf_config.get("model_type") == "llava_onevision"
+    top = read(hf_config, _ONEVISION if onevision else _NEXT, "config.json: ")
+    text = top["text_config"] or {}
+    tied = bool(top["tie_word_embeddings"] or (onevision and text.get("tie_word_embeddings")))
+    config = llava.model(
+        {**top, "tie_word_embeddings": tied},
+        _SIGLIP if onevision else llava.NO_VISION,
+        "qwen2" if onevision else "llama",
+        newline=True,
+    )
+    if config.vision.keep_class_token:
+        raise ConfigError(
+            "config.json: vision_feature_select_strategy='full' keeps a class token in every "
+            "tile, which has no place in their grid; only 'default' is supported"
+        )
+    _max_tiles(hf_config)
+    for height, width in top["image_grid_pinpoints"] or ():
+        if height % config.vision.image_size or width % config.vision.image_size:
+            raise ConfigError(
+                f"config.json: image_grid_pinpoints has {[height, width]}, which tiles of "
+                f"{config.vision.image_size} pixels don't fill"
+            )
+    return config
+
+
+weights = llava.weights
+
+
+def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
+    """Conversations write an image as the image token."""
+    return ChatStyle()
+
+
+def span(
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = common.whole,
+) -> Callable[[int, int], Span]:
+    """Return spans of the downscaled image, then rows of tiles' features, each with a newline."""
+    side = config.vision.image_size // config.vision.patch_size
+    image_id, most = image_token_id(hf_config), _max_tiles(hf_config)
+
+    def of_size(width: int, height: int) -> Span:
+        rows, columns = grid(width, height)
+        if not rows:
+            return anyres.whole(image_id, side)
+        part = anyres.unpadded(width, height, rows * side, columns * side)
+        return anyres.span(image_id, side, (rows, columns), *part, most)
+
+    return of_size
+
+
+def _max_tiles(hf_config: Mapping[str, Any]) -> int:
+    """Return the maximum of features, in tiles; 0 is no maximum."""
+    if hf_config.get("model_type") != "llava_onevision":
+        return 0
+    value = hf_config.get("vision_aspect_ratio", "anyres_max_9")
+    match = re.fullmatch(r"anyres_max_([1-9]\d*)", str(value))
+    if not match:
+        raise ConfigError(
+            f"config.json: vision_aspect_ratio={value!r} is not supported here, only anyres_max_N"
+        )
+    return int(match[1])

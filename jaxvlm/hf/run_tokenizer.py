@@ -1,0 +1,75 @@
+"""A run's tokenizer, and the vocabulary size of its model."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable
+
+from jaxvlm.config import Config, ConfigError, ModelConfig
+from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.hf import pretrained
+
+_MULTIPLE = 64
+"""Vocabulary sizes are rounded up to a multiple of it, so that mesh axes divide them."""
+
+
+def make_tokenizer(
+    config: Config,
+    saved: pathlib.Path | None,
+    texts: Callable[[], Iterable[str]],
+    source: pretrained.Source | None = None,
+) -> chat_tokenizer.ChatTokenizer:
+    """Load the run's tokenizer, or train one.
+
+    The first that there is of: the run's own, ``config.tokenizer.path``, its checkpoint's,
+    ``config.init_from``'s, one trained on ``texts``.
+
+    Args:
+        config: settings of the run.
+        saved: the run's tokenizer folder; used if it exists.
+        texts: returns the texts of the training data.
+        source: the checkpoint that the run starts from.
+
+    Raises:
+        ConfigError: the run's tokenizer is missing, or its checkpoint has another one than
+            ``config.tokenizer.path``.
+    """
+    style = (
+        source.family.chat_style(source.hf_config) if source is not None else chat_tokenizer.PLAIN
+    )
+    if saved is not None and saved.is_dir():
+        return chat_tokenizer.load(saved, style)
+    if saved is not None and (saved.parent / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{saved} is missing, but its run has checkpoints, whose weights belong to its tokens; "
+            "put it back, or start in another workdir"
+        )
+    if config.tokenizer.path and source is not None:
+        raise ConfigError(
+            f"config.tokenizer.path={config.tokenizer.path}, but {source.files} has its own "
+            "tokenizer, which its weights belong to; leave it out"
+        )
+    if config.tokenizer.path:
+        return chat_tokenizer.load(config.tokenizer.path, style)
+    if source is not None:
+        return chat_tokenizer.load(source.files, style)
+    if config.init_from:  # its weights belong to its tokens
+        return chat_tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
+    return chat_tokenizer.build(texts(), config.tokenizer.kind, config.tokenizer.vocab_size)
+
+
+def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
+    """Fill in the model's vocabulary size, or check it.
+
+    Raises:
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    set_size = model.decoder.vocab_size
+    if set_size and set_size < vocab_size:
+        raise ConfigError(
+            f"config.model.decoder.vocab_size={set_size} is less than the tokenizer's "
+            f"{vocab_size} tokens; set it to 0 to take the tokenizer's"
+        )
+    size = set_size or -(-vocab_size // _MULTIPLE) * _MULTIPLE
+    return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, vocab_size=size))

@@ -1,0 +1,1 @@
+"""Inference: generation, embeddings, evaluation, and mining of hard negatives."""

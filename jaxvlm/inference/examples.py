@@ -1,0 +1,105 @@
+"""Reads and writes examples, each a query with its positive and its negatives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxvlm.data.pairs.examples import Example, Item, relevant
+from jaxvlm.data.sources import pair_formats
+from jaxvlm.inference.items import refuse
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """The distinct queries and documents of some examples, and which belong together."""
+
+    queries: list[Item]
+    documents: list[Item]
+    positives: list[list[int]]
+    """For each query, the indices of its relevant documents: see
+    :func:`jaxvlm.data.pairs.examples.relevant`."""
+    same: list[list[int]]
+    """For each query, the indices of documents with the same content as the query."""
+    indices: list[tuple[int, int, tuple[int, ...]]]
+    """For each example, the indices of its query, its positive and its negatives."""
+
+
+def read(name: str) -> list[Example]:
+    """Reads the examples of a file with :func:`jaxvlm.data.sources.pair_formats.read`.
+
+    Raises:
+        DataError: the file, or a record of it, can't be read.
+    """
+    examples, problems = pair_formats.read(name)
+    refuse(name, problems)
+    return examples
+
+
+def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:
+    """Collects the distinct queries and documents of examples, and which belong together.
+
+    Args:
+        examples: the examples to collect from.
+        more: further documents, which need not be relevant to any query.
+    """
+    queries: dict[Item, int] = {}
+    documents: dict[Item, int] = {}
+    indices = []
+    for e in examples:
+        query = queries.setdefault(e.query, len(queries))
+        positive, *negatives = [
+            documents.setdefault(d, len(documents)) for d in (e.positive, *e.negatives)
+        ]
+        indices.append((query, positive, tuple(negatives)))
+    for item in more:
+        documents.setdefault(item, len(documents))
+    by_content: dict[tuple[str, str], list[int]] = {}
+    for item, i in documents.items():
+        by_content.setdefault(item.content, []).append(i)
+    same = [by_content.get(item.content, []) for item in queries]
+    positives = relevant(examples, queries, documents)
+    return Gathered(list(queries), list(documents), positives, same, indices)
+
+
+def record(example: Example, root: pathlib.Path, scores: Sequence[float] = ()) -> dict[str, Any]:
+    """Converts an example to a JSON record that :func:`read` reads back.
+
+    Args:
+        example: the example to write.
+        root: folder that image paths are written relative to.
+        scores: scores of the positive and each negative, instead of the example's own.
+    """
+
+    def image(item: Item) -> str | None:
+        return os.path.relpath(item.image, root) if item.image else None
+
+    row: dict[str, Any] = {"id": example.id}
+    for name, item in (("query", example.query), ("positive", example.positive)):
+        row |= {name: item.text} if item.text else {}
+        row |= {f"{name}_image": image(item)} if item.image else {}
+    row["negatives"] = [item.text or None for item in example.negatives]
+    if any(item.image for item in example.negatives):
+        row["negative_images"] = [image(item) for item in example.negatives]
+    for name, value in (
+        ("query_instruction", example.query.instruction),
+        ("document_instruction", example.positive.instruction),
+        ("label", example.label),
+        ("task", example.task),
+    ):
+        row |= {name: value} if value else {}
+    scores = scores or example.scores
+    return row | ({"scores": [round(float(s), 6) for s in scores]} if scores else {})
+
+
+def write(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes records as JSON lines, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    partial.replace(path)

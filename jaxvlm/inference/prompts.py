@@ -1,0 +1,174 @@
+"""Collates prompts with images into the batch that is answered or embedded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Sequence
+
+import jax
+import numpy as np
+from PIL import Image, ImageOps
+
+from jaxvlm.config import ConfigError
+from jaxvlm.data import image_placeholders
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.collate import Places, collate_images
+from jaxvlm.data.conversations.collate_prompts import PromptShape, collate_prompts
+from jaxvlm.data.errors import DataError, ImageError
+from jaxvlm.data.images import image_files
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.parallel.mesh import batch_shards
+from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.spmd.model import Model
+from jaxvlm.types import Batch, Span
+
+ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray
+"""An image: a file, a PIL image, or u8[H, W, 3]."""
+
+_LENGTH_STEP = 32
+"""Prompts are padded to one of few multiples of it, so that few lengths are compiled."""
+
+
+def batch(
+    queries: Sequence[tuple[Sequence[ImageLike], str]],
+    model: Model,
+    tokenizer: ChatTokenizer,
+    image_format: image_files.ImageFormat,
+    max_pixels: int,
+    instruction: str | None = None,
+) -> Batch:
+    """Builds a batch of prompts, padded on the left to one length, with their images.
+
+    Args:
+        queries: (images, prompt), each a sequence; ``<image>`` marks where each image goes.
+        model: model on its mesh; the batch is padded to a size that the mesh divides.
+        tokenizer: tokenizer with the chat template.
+        image_format: how the model takes images.
+        max_pixels: maximum number of pixels of an image file.
+        instruction: instruction of prompts to embed; ``None`` if the prompts are to be answered.
+
+    Returns:
+        The batch, sharded over the mesh.
+
+    Raises:
+        ConfigError: the numbers of marks and images differ, or the text has a special token.
+        DataError: an image can't be read.
+    """
+    loaded = [[_load(p, image_format, max_pixels) for p in given] for given, _ in queries]
+    spans = [[span for _, span in images] for images in loaded]
+    taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
+    sequences = [
+        image_placeholders.expand(
+            _ids(of_prompt, prompt, tokenizer, instruction), tokenizer.image_id, of_prompt, taps
+        )
+        for (_, prompt), of_prompt in zip(queries, spans, strict=True)
+    ]
+    tiles = [[tile for pixels, _ in images for tile in pixels] for images in loaded]
+    shards = batch_shards(model.mesh)
+    B = -(-len(sequences) // shards) * shards
+    T = _bucket(max(len(x.ids) for x in sequences), _LENGTH_STEP)
+    R, most = max(len(x.positions) for x in sequences), max(map(len, tiles))
+    collated = collate_prompts(
+        [*sequences, *[None] * (B - len(sequences))],
+        PromptShape(T, most, R, taps),
+        pad_id=tokenizer.pad_id,
+        mask=model.config.decoder.visual_mask,
+    )
+    images = _images(tiles, image_format, (B, most)) if most else {}
+    collated = collated._replace(example_id=np.arange(B, dtype=np.int32), **images)
+    sharding = batch_sharding(model.mesh)
+    return jax.tree.map(lambda x: jax.device_put(x, sharding), collated)
+
+
+def _bucket(count: int, step: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... times ``step`` that is at least ``count``."""
+    size = -(-count // step)
+    power = 1 << max(size - 1, 0).bit_length()
+    return step * (power * 3 // 4 if 4 * size <= 3 * power and power > 2 else power)
+
+
+def _images(
+    tiles: list[list[np.ndarray]], image_format: image_files.ImageFormat, shape: tuple[int, int]
+) -> dict[str, np.ndarray]:
+    """The fields of a batch that hold the images of each sequence."""
+    row = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
+    slot = np.concatenate([np.arange(len(t)) for t in tiles])
+    flat = [tile for of_prompt in tiles for tile in of_prompt]
+    patching, most = image_format.patching, 0
+    if patching is not None:
+        counts = [sum(math.prod(patching.grid(x)) for x in found) for found in tiles]
+        most = _bucket(max(counts), patching.padded_count(1))
+    return collate_images(flat, Places(row, slot), shape, image_format.size, patching, most)
+
+
+def _ids(
+    images: list[Span], prompt: str, tokenizer: ChatTokenizer, instruction: str | None
+) -> np.ndarray:
+    marks, count = prompt.count(PLACEHOLDER), len(images)
+    if not marks and count:
+        prompt = PLACEHOLDER * count + prompt
+    elif marks != count:
+        raise ConfigError(
+            f"the prompt has {marks} {PLACEHOLDER} marks but {count} images are given; give one "
+            "mark per image, or none"
+        )
+    prompt = conversation_formats.tidy(prompt)
+    special = tokenizer.special_tokens - {PLACEHOLDER}
+    _refuse_special_tokens("prompt", prompt, special)
+    turns = [Turn("user", prompt)]
+    if instruction is not None:
+        _refuse_special_tokens("instruction", instruction, special | {PLACEHOLDER})
+        turns = tokenize.to_embed(prompt, instruction)
+    return tokenize.prompt_ids(turns, tokenizer, [span.lead for span in images])
+
+
+def _refuse_special_tokens(what: str, text: str, tokens: Collection[str]) -> None:
+    if found := sorted(t for t in tokens if t in text):
+        raise ConfigError(f"the {what} contains the special token {found[0]}; leave it out")
+
+
+def _load(
+    image: ImageLike, image_format: image_files.ImageFormat, max_pixels: int
+) -> tuple[np.ndarray, Span]:
+    """Loads an image as u8[tiles, H, W, 3], with the span of its tokens."""
+    is_file = isinstance(image, (str, os.PathLike))
+    try:
+        span = (
+            image_format.of_file(str(image))
+            if isinstance(image, (str, os.PathLike))
+            else image_format.of_size(*_upright(image).size)
+        )
+    except ImageError as error:
+        raise DataError(f"{image if is_file else 'an image'}: {error}") from None
+    pixels = load_pixels(image, image_format.prepare, max_pixels)
+    return pixels[None] if pixels.ndim == 3 else pixels, span
+
+
+def load_pixels(image: ImageLike, prepare: image_files.Preparation, max_pixels: int) -> np.ndarray:
+    """Loads and preprocesses an image.
+
+    Args:
+        image: a file, a PIL image, or u8[H, W, 3].
+        prepare: preprocessing of the model.
+        max_pixels: maximum number of pixels of an image file.
+
+    Returns:
+        u8[H, W, 3], or u8[tiles, H, W, 3] where ``prepare`` splits images into tiles.
+
+    Raises:
+        DataError: the file can't be read.
+    """
+    if not isinstance(image, (str, os.PathLike)):
+        return prepare.convert(_upright(image))
+    try:
+        return image_files.load(str(image), prepare, max_pixels)
+    except ImageError as error:
+        raise DataError(f"{image}: {error}") from None
+
+
+def _upright(image: Image.Image | np.ndarray) -> Image.Image:
+    opened = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+    return ImageOps.exif_transpose(opened)

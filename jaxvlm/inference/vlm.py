@@ -1,0 +1,387 @@
+"""Loads trained models, and generates answers and embeddings with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint.checkpointer import restore_params
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    Extension,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+)
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.run_data import make_dataset
+from jaxvlm.data.images import image_files
+from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.hf import dual_encoder, peft_folder, pretrained
+from jaxvlm.hf.families import ENCODERS, any_family, family_of, sentences
+from jaxvlm.hf.run_tokenizer import make_tokenizer, with_vocab
+from jaxvlm.inference import encoder, prompts
+from jaxvlm.inference.embed_sequences import embed_sequences
+from jaxvlm.inference.evaluator import Evaluator, Report
+from jaxvlm.inference.generate import DecodeState, Sampling, decode, prefill
+from jaxvlm.inference.prediction_grid import write_prediction_grid
+from jaxvlm.inference.prompts import ImageLike
+from jaxvlm.losses.registry import trains_embeddings
+from jaxvlm.models.embedder import TOKENS
+from jaxvlm.nn.norm import unit
+from jaxvlm.parallel.mesh import batch_shards, make_mesh
+from jaxvlm.parallel.process import keep_freed_memory, use_compile_cache
+from jaxvlm.parallel.sharding import replicated
+from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.types import Batch, Params
+
+_ONE = (str, os.PathLike, Image.Image, np.ndarray)
+_CAPACITY_STEP = 64
+"""The KV cache's capacity for new tokens is a multiple of it, so that few lengths are compiled."""
+_TOKENS_PER_CALL = 16
+"""Number of tokens that one call of the compiled decode generates; divides ``_CAPACITY_STEP``."""
+
+
+class VLM:
+    """A vision-language model with its parameters, tokenizer and image format.
+
+    Args:
+        config: settings of the run that trained it, with the vocabulary size filled in.
+        model: model on its mesh.
+        params: all parameters.
+        tokenizer: tokenizer with the chat template.
+        image_format: how the model takes images.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        params: Params,
+        tokenizer: ChatTokenizer,
+        image_format: image_files.ImageFormat,
+    ):
+        self.config, self.model, self.params = config, model, params
+        self.tokenizer, self.image_format = tokenizer, image_format
+        # Replicated on every device, since each process reads all answers.
+        everywhere = replicated(model.mesh)
+        self._prefill = jax.jit(self._start, static_argnums=(2, 3))
+        self._decode = jax.jit(
+            self._continue,
+            static_argnums=(2, 3),
+            donate_argnums=1,
+            out_shardings=(None, everywhere, everywhere),
+        )
+        self._embed = jax.jit(
+            lambda params, batch, dims: self._embeddings(model.module(params), batch, dims),
+            static_argnums=2,
+            out_shardings=everywhere,
+        )
+
+    def _embeddings(self, module: Any, batch: Batch, dims: int) -> jax.Array:
+        if trains_embeddings(self.config):
+            return unit(module.embed(batch).hidden[:, : dims or None])
+        return embed_sequences(module, batch, dims)
+
+    @property
+    def width(self) -> int:
+        """Number of dims of an embedding."""
+        trained = self.config.embedding.dim if trains_embeddings(self.config) else 0
+        return trained or self.config.model.decoder.width
+
+    def generate(
+        self,
+        images: ImageLike | Sequence[ImageLike],
+        prompt: str,
+        max_new_tokens: int = 64,
+        **sampling: Any,
+    ) -> str:
+        """Generates an answer to a prompt about images.
+
+        Args:
+            images: one image, several, or none (``[]``).
+            prompt: prompt in which ``<image>`` marks where each image goes; without marks the
+                images come first.
+            max_new_tokens: maximum number of tokens to generate.
+            **sampling: ``temperature`` (0, the default, is greedy), ``top_k``, ``top_p``, ``seed``.
+
+        Returns:
+            The answer, without outer space.
+
+        Raises:
+            ConfigError: the numbers of marks and images differ, or a setting is out of range.
+            DataError: an image can't be read.
+        """
+        return self.generate_batch([(_listed(images), prompt)], max_new_tokens, **sampling)[0]
+
+    def generate_batch(
+        self,
+        queries: Sequence[tuple[Sequence[ImageLike], str]],
+        max_new_tokens: int = 64,
+        **sampling: Any,
+    ) -> list[str]:
+        """Generates answers to (images, prompt) pairs in one batch; see :meth:`generate`."""
+        *_, last = self._texts(queries, max_new_tokens, **sampling)
+        return [answer.strip() for answer in last]
+
+    def short_answers(self, queries: Sequence[tuple[Sequence[str], str]]) -> list[str]:
+        """Generates answers of at most 16 tokens, as a prediction grid shows them."""
+        return self.generate_batch(queries, max_new_tokens=16)
+
+    def stream(
+        self,
+        images: ImageLike | Sequence[ImageLike],
+        prompt: str,
+        max_new_tokens: int = 64,
+        **sampling: Any,
+    ) -> Iterator[str]:
+        """Yields the answer in pieces as it is generated; arguments as for :meth:`generate`."""
+        sent = ""
+        for (text,) in self._texts([(_listed(images), prompt)], max_new_tokens, **sampling):
+            text = text.lstrip() if not sent else text
+            # An incomplete character, or the space before a word, waits for the next tokens.
+            complete = text.rstrip("\ufffd ")
+            if complete.startswith(sent) and complete != sent:
+                yield complete[len(sent) :]
+                sent = complete
+
+    def embed(
+        self,
+        queries: Sequence[tuple[Sequence[ImageLike], str]],
+        instruction: str = tokenize.INSTRUCTION,
+        dims: int = 0,
+    ) -> np.ndarray:
+        """Embeds (images, text) pairs, either of which may be empty, at unit length.
+
+        Args:
+            queries: pairs, as for :meth:`generate_batch`.
+            instruction: instruction that the model reads as the system turn.
+            dims: number of dims to truncate embeddings to; 0 keeps all.
+
+        Returns:
+            f32[len(queries), D].
+
+        Raises:
+            ConfigError: the numbers of marks and images differ, or the embeddings have fewer dims.
+            DataError: an image can't be read.
+        """
+        if not 0 <= dims <= self.width:
+            raise ConfigError(f"dims={dims}: the model's embeddings have {self.width}")
+        if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
+            raise ConfigError("this model computes an embedding per token, not one per item")
+        batch = prompts.batch(
+            queries,
+            self.model,
+            self.tokenizer,
+            self.image_format,
+            self.config.data.max_pixels,
+            instruction,
+        )
+        return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
+
+    def _texts(
+        self,
+        queries: Sequence[tuple[Sequence[ImageLike], str]],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[list[str]]:
+        """Yields all answers so far, every few tokens."""
+        if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+            raise ConfigError(
+                f"max_new_tokens={max_new_tokens} must be at least 1, "
+                f"temperature={temperature:g} and top_k={top_k} at least 0, and top_p={top_p:g} "
+                "above 0 and at most 1"
+            )
+        self._check_answers()
+        settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
+        batch = prompts.batch(
+            queries, self.model, self.tokenizer, self.image_format, self.config.data.max_pixels
+        )
+        capacity = -(-max_new_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+        state = self._prefill(self.params, batch, settings, capacity, jax.random.key(seed))
+        new: list[list[int]] = [[] for _ in queries]
+        for _ in range(0, max_new_tokens, _TOKENS_PER_CALL):
+            state, tokens, done = self._decode(self.params, state, settings, _TOKENS_PER_CALL)
+            for row, more in zip(new, np.asarray(tokens).tolist()):
+                row += more
+            yield [self._text(row[:max_new_tokens]) for row in new]
+            if np.asarray(done):
+                return
+
+    def _check_answers(self) -> None:
+        if trains_embeddings(self.config):
+            raise ConfigError("this model was trained for embeddings and can't generate answers")
+        if not self.config.model.decoder.head:
+            raise ConfigError(
+                "this model has no output head: it computes embeddings and can't generate answers"
+            )
+
+    def _text(self, ids: list[int]) -> str:
+        ends = (*self.tokenizer.stop_ids, -1)
+        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        return self.tokenizer.decode(ids[:stop])
+
+    def _start(
+        self, params: Params, batch: Batch, sampling: Sampling, capacity: int, key: jax.Array
+    ) -> DecodeState:
+        d = self.model.config.decoder
+        shape = (d.depth, d.num_kv_heads, d.head_dim)
+        return prefill(self.model.module(params), batch, sampling, capacity, shape, key)
+
+    def _continue(
+        self, params: Params, state: DecodeState, sampling: Sampling, count: int
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        state, tokens = decode(self.model.module(params), state, sampling, count)
+        return state, tokens, jnp.all(state.done)
+
+    def evaluate(
+        self, spec: str = "", limit: int = 0, prediction_grid: str = "", blind: bool = True
+    ) -> Report:
+        """Measures exact match on a data file, with and without the right images.
+
+        Args:
+            spec: data file; ``data.eval`` of the run if empty.
+            limit: maximum number of records; 0 means all.
+            prediction_grid: PNG file to draw images with the model's answers to; "" for none.
+            blind: whether to run the control with other records' images.
+
+        Raises:
+            ConfigError: neither ``spec`` nor the run names a data file.
+        """
+        self._check_answers()
+        spec = spec or self.config.data.eval
+        if not spec:
+            raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
+        dataset = make_dataset(self.config, spec, self.tokenizer, self.image_format)
+        shards = batch_shards(self.model.mesh)
+        batch_size = -(-self.config.data.batch_size // shards) * shards
+        report = Evaluator(self.model, dataset, batch_size).report(self.params, limit, blind)
+        if prediction_grid:
+            write_prediction_grid(self.short_answers, dataset, pathlib.Path(prediction_grid))
+        return report
+
+
+def _listed(images: ImageLike | Sequence[ImageLike]) -> list[Any]:
+    return [images] if isinstance(images, _ONE) else list(images)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    which: str = "best",
+    mesh: Any = None,
+    adapter: str | os.PathLike[str] = "",
+    dtype: str = "",
+    family: str = "",
+) -> VLM | encoder.Encoder:
+    """Loads a trained model from a run's folder or a Hugging Face checkpoint.
+
+    Args:
+        folder: a workdir of ``jaxvlm train``, a folder with ``config.json`` and safetensors, or
+            an id of the Hugging Face hub.
+        which: checkpoint of a workdir: ``best`` by the run's metric (the latest if none was
+            evaluated) or ``latest``.
+        mesh: MeshConfig of the mesh to place the model on; all devices on ``data`` if ``None``.
+        adapter: PEFT adapter folder (LoRA, DoRA) to load with a Hugging Face checkpoint.
+        dtype: dtype of the computation, ``float32`` or ``bfloat16``; "" is that of the run, and
+            float32 for a Hugging Face checkpoint.
+        family: names the user's own model family of a Hugging Face checkpoint, as
+            ``config.model.family.target`` does; "" takes the built-in one of its ``model_type``.
+
+    Returns:
+        An :class:`~jaxvlm.inference.encoder.Encoder` for a dual or text encoder (CLIP, SigLIP, a
+        sentence-transformers folder), else a :class:`VLM`.
+
+    Raises:
+        ConfigError: the folder holds neither, or the adapter does not fit it.
+        CheckpointError: no checkpoint can be read.
+    """
+    run_record.local_folder("checkpoint", folder)
+    hugging_face = pretrained.is_checkpoint(folder)
+    workdir = pathlib.Path(folder)
+    if hugging_face:
+        config = _hugging_face_config(folder, adapter, family)
+        own = config.model.family
+        source = pretrained.find(str(folder), choose=family_of(own, "family", any_family))
+        if source is not None and source.family in ENCODERS.values():
+            if adapter:
+                why = "is an encoder, and adapters of encoders can't be loaded"
+                raise ConfigError(f"adapter={adapter}: {folder} {why}")
+            return encoder.load(source, mesh, dtype)
+        config = peft_folder.with_adapter(pretrained.with_source(config, source), source, None)
+        if source is not None and (modules := pretrained.modules(source.files)):
+            pooling = pretrained.module_config(source.files, modules)
+            sentences.check_last(modules, pooling, config.model.decoder.width)
+    elif adapter:
+        raise ConfigError(
+            f"adapter={adapter}: {folder} is a run, whose weights include its adapters; to add "
+            "another, export the run first (jaxvlm export --merged)"
+        )
+    elif family:
+        raise ConfigError(
+            f"family={family}: {folder} is a run, which has its own in config.model.family"
+        )
+    else:
+        config = run_record.read_config(workdir)
+        if trains_embeddings(config) and config.embedder == "dual":
+            return _load_run_encoder(config, workdir, which, mesh, dtype)
+        source = pretrained.find_for(config.model, workdir)
+    keep_freed_memory()
+    use_compile_cache(config.compile_cache)
+    saved = None if hugging_face else workdir / "tokenizer"
+    tokenizer = make_tokenizer(config, saved, tuple, source)
+    pretrained.check_tokens(source, tokenizer)
+    config = dataclasses.replace(config, model=with_vocab(config.model, tokenizer.vocab_size))
+    settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
+    config = dataclasses.replace(config, model=settings)
+    embeddings = config.embedding if trains_embeddings(config) else None
+    model = build_model(settings, make_mesh(mesh or MeshConfig()), embeddings=embeddings)
+    images = pretrained.image_format_of(config, source, tokenizer)
+    if hugging_face and source is not None:
+        params = peft_folder.read_params(source, model, config.seed)
+    else:
+        choice = (config.checkpoint.metric, config.checkpoint.mode)
+        params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+    return VLM(config, model, params, tokenizer, images)
+
+
+def _hugging_face_config(
+    folder: str | os.PathLike[str], adapter: str | os.PathLike[str], family: str
+) -> Config:
+    """Settings for a Hugging Face checkpoint; its dims are filled in later."""
+    lora = LoraConfig(checkpoint=str(adapter))
+    own = Extension(target=family)
+    model = ModelConfig(checkpoint=str(folder), lora=lora, family=own)
+    # Sequences are as long as their records need, up to a length that no chat reaches.
+    data = DataConfig(max_length=16_384, max_images_per_sequence=128, packing=False, buckets=32)
+    return Config(model=model, data=data)
+
+
+def _load_run_encoder(
+    config: Config, workdir: pathlib.Path, which: str, mesh: Any, dtype: str
+) -> encoder.Encoder:
+    """Loads the dual encoder of a run."""
+    keep_freed_memory()
+    use_compile_cache(config.compile_cache)
+    loaded = dual_encoder.make_dual_encoder(config, workdir, tuple)
+    settings = dataclasses.replace(loaded.config, dtype=dtype or loaded.config.dtype)
+    model = build_model(settings, make_mesh(mesh or MeshConfig()))
+    choice = (config.checkpoint.metric, config.checkpoint.mode)
+    params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+    config = dataclasses.replace(config, dual=settings)
+    return encoder.Encoder(
+        loaded.source, model, params, loaded.tokenizer, loaded.image_processor, config
+    )

@@ -1,0 +1,372 @@
+"""Attention backends (XLA, cuDNN, splash, Triton) and the selection among them.
+
+``xla`` supports every mask. The others support some masks and shapes; ``auto`` skips a backend that
+does not support the given ones, and logs its choice and the reasons once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.config import ConfigError
+from jaxvlm.nn.mask import Mask
+from jaxvlm.parallel.context_parallel import HIDDEN, ring_attention
+from jaxvlm.parallel.per_device import per_device
+from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, say_once, shard
+
+BATCHED = ("batch", "seq")
+QUERY = ("batch", "seq", "heads", "head_dim")
+KEY = ("batch", "seq", "kv_heads", "head_dim")
+_PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
+_TILE = 128  # tokens of a splash block are a multiple of it: the TPU's lane count
+
+
+class Scores(NamedTuple):
+    """Scale and soft cap of attention scores. Static."""
+
+    scale: float = 0.0
+    """Factor of the products of queries and keys; 0: ``head_dim ** -0.5``."""
+    cap: float = 0.0
+    """Soft cap ``cap * tanh(score / cap)``, before the mask; 0: none. Source: Gemma 2, arXiv
+    2408.00118."""
+
+    def factor(self, head_dim: int) -> float:
+        """Return the factor that products of queries and keys are multiplied by."""
+        return self.scale or 1.0 / math.sqrt(head_dim)
+
+
+_PLAIN = Scores()
+Drop = Callable[[jax.Array], jax.Array]
+"""Dropout of attention weights [B, K, T, G, S]."""
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    backend: str = "auto",
+    scores: Scores = _PLAIN,
+    drop: Drop | None = None,
+) -> jax.Array:
+    """Compute scaled dot-product attention with grouped queries.
+
+    Args:
+        q: [B, T, N, H] queries.
+        k: [B, S, K, H] keys; K divides N.
+        v: [B, S, K, H] values.
+        mask: attention mask.
+        axes: mesh and sharding rules; the mesh's platform decides what ``auto`` prefers.
+        backend: ``auto``, or a name in :data:`BACKENDS`.
+        scores: scale and soft cap of the scores.
+        drop: dropout of attention weights; only ``xla`` supports it.
+
+    Returns:
+        [B, T, N, H] in ``q``'s dtype; the softmax is computed in float32.
+
+    Raises:
+        ConfigError: a backend named explicitly does not support these shapes or this mask.
+    """
+    if k.shape[2] % axes.mesh.shape["tensor"]:  # kv heads would be replicated: repeat per query
+        repeat = q.shape[2] // k.shape[2]
+        k, v = (shard(axes, jnp.repeat(x, repeat, axis=2), *KEY) for x in (k, v))
+    check_backend(backend)
+    if axes.splits_rows(q.shape[1]):
+        if axes.context != "ulysses" and backend not in ("auto", "xla"):
+            raise ConfigError(
+                f"attention={backend!r} of config.model or config.dual needs unsplit sequences, "
+                f"and config.strategy.context={axes.context!r} splits them; use 'ulysses', which "
+                "attends over whole sequences"
+            )
+        if axes.context == "ring" and q.shape[1] == k.shape[1]:
+            if drop is not None:
+                raise ConfigError(
+                    "config.dual.text.attention_dropout does not work with config.strategy.context="
+                    "'ring', where no device holds all attention weights of a token; use 'gather' "
+                    "or 'ulysses'"
+                )
+            return _ring(q, k, v, mask, axes, scores)
+        if axes.context == "ulysses" and q.shape[1] == k.shape[1]:
+            return _ulysses(q, k, v, mask, axes, backend, scores, drop)
+        say_once(f"attention {q.shape} x {k.shape}: xla (queries of split sequences)")
+        k, v = (shard(axes, x, "batch", "row", "kv_heads", "head_dim") for x in (k, v))
+        return _xla(q, k, v, mask, axes, scores, drop)  # the others need whole sequences of queries
+    name = _choose(q, k, mask, axes.platform, backend, scores.cap, drop is not None)
+    if name == "xla":
+        return _xla(q, k, v, mask, axes, scores, drop)
+    return BACKENDS[name](q, k, v, mask, axes, scores)
+
+
+def _ring(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, scores: Scores
+) -> jax.Array:
+    fields = {n: x for n, x in mask._asdict().items() if x is not None and n[:2] in ("q_", "k_")}
+    of_queries = {n: x for n, x in fields.items() if n.startswith("q_")}
+    of_keys = {n: x for n, x in fields.items() if n.startswith("k_")}
+    # A layer's scalars are broadcast to [1, T]: ring attention's function closes over no array.
+    for name in ("window", "far_groups"):
+        if (x := getattr(mask, name)) is not None:
+            of_queries[name] = jnp.broadcast_to(jnp.asarray(x), (1, q.shape[1]))
+    run = (q, k, v, of_queries, of_keys, _allowed, axes, scores.factor(q.shape[3]), scores.cap)
+    return ring_attention(*run)
+
+
+def _allowed(of_queries: dict[str, jax.Array], of_keys: dict[str, jax.Array]) -> jax.Array | None:
+    scalars = {n: x[0, 0] for n, x in of_queries.items() if not n.startswith("q_")}
+    return Mask(**{**of_queries, **of_keys, **scalars}).dense()
+
+
+def _ulysses(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    backend: str,
+    scores: Scores,
+    drop: Drop | None,
+) -> jax.Array:
+    inside = dataclasses.replace(axes, activations=tuple(WHOLE_ROWS.items()))
+    if k.shape[2] % _num_shards(axes):  # fewer kv heads than devices: repeat them per query head
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    q = shard(inside, q, *QUERY)
+    k, v = (shard(inside, x, *KEY) for x in (k, v))
+    out = attend(q, k, v, mask, inside, backend, scores, drop)
+    return shard(axes, shard(inside, out, *QUERY), *QUERY)
+
+
+def _num_shards(axes: Axes) -> int:
+    return math.prod(axes.mesh.shape[a] for a in ("context", "tensor"))
+
+
+def check_heads(axes: Axes, num_heads: int) -> None:
+    """Check that Ulysses attention can split the query heads over devices.
+
+    Raises:
+        ConfigError: it cannot; the message has the numbers.
+    """
+    split = axes.context == "ulysses" and axes.mesh.shape["context"] > 1
+    if split and num_heads % _num_shards(axes):
+        raise ConfigError(
+            f"config.strategy.context='ulysses' splits {num_heads} heads over context x tensor = "
+            f"{_num_shards(axes)} devices, which does not divide them; 'ring' and 'gather' take "
+            "any number of heads"
+        )
+
+
+def check_backend(name: str, where: str = "config.model") -> None:
+    """Check that an attention backend exists.
+
+    Args:
+        name: value of the setting.
+        where: the settings group that error messages name.
+
+    Raises:
+        ConfigError: it does not exist; the message lists those that do.
+    """
+    if name not in ("auto", *BACKENDS):
+        known = ", ".join(("auto", *BACKENDS))
+        raise ConfigError(f"{where}.attention={name!r}; known: {known}")
+
+
+def _choose(
+    q: jax.Array,
+    k: jax.Array,
+    mask: Mask,
+    platform: str,
+    backend: str,
+    cap: float = 0.0,
+    drops: bool = False,
+) -> str:
+    check_backend(backend)
+    if backend != "auto":
+        if refusal := _refusal(backend, q, k, mask, cap, drops):
+            raise ConfigError(
+                f"config.model (or config.dual).attention={backend!r}: {refusal}; use 'auto'"
+            )
+        return backend
+    for name in _PREFERRED.get(platform, ()):
+        refusal = _refusal(name, q, k, mask, cap, drops)
+        if not refusal:
+            say_once(f"attention {q.shape} x {k.shape}: {name}")
+            return name
+        say_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
+    return "xla"
+
+
+def _refusal(
+    backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float, drops: bool = False
+) -> str:
+    """Return why ``backend`` does not support these inputs, or ``""`` if it does."""
+    length, head_dim = q.shape[1], q.shape[3]
+    if cap and backend != "xla":
+        return "it has no soft cap"
+    if drops and backend != "xla":
+        return "it has no dropout"
+    if backend == "cudnn":
+        if q.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
+        if head_dim % 8 or head_dim > 128:
+            return f"cuDNN takes head dims that are multiples of 8 up to 128, not {head_dim}"
+        if mask.q_segment is not None and (length % 2 or k.shape[1] % 2):
+            return f"cuDNN takes packed sequences of even length, not {length} x {k.shape[1]}"
+    if backend in ("splash", "triton"):
+        if mask.q_parent is not None:
+            return "it supports segments but not their parents"
+        if mask.q_group is not None:
+            return "it has no bidirectional groups"
+        if mask.k_segment is not mask.q_segment:
+            return "it needs the same segment ids for queries and keys"
+        if mask.window is not None:
+            return "it has no sliding windows"
+        if q.shape[1] != k.shape[1]:
+            return "queries and keys differ in length"
+        if length % _TILE:
+            return f"{length} tokens are not a multiple of {_TILE}"
+    return ""
+
+
+def _xla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    _axes: Axes,
+    scores: Scores = _PLAIN,
+    drop: Drop | None = None,
+) -> jax.Array:
+    # jax.nn.dot_product_attention(implementation="xla") computes the same. On a CPU its gradient
+    # takes 1.5 times as long, and so does that of einsums that keep the heads after the tokens.
+    B, T, N, H = q.shape
+    K, S = k.shape[2:0:-1]
+    scaled = q * jnp.asarray(scores.factor(H), q.dtype)
+    # Tokens come before the heads of a group: where tokens are sharded, the merged dim still is.
+    scaled = scaled.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
+    score = jnp.matmul(scaled, k.transpose(0, 2, 3, 1), preferred_element_type=jnp.float32)
+    score = score.reshape(B, K, T, N // K, S)
+    if scores.cap:
+        score = scores.cap * jnp.tanh(score / scores.cap)
+    dense = mask.dense()
+    if dense is not None:
+        # Finite, so that a padding query with no allowed key does not become NaN.
+        score = jnp.where(dense[:, None, :, None], score, HIDDEN)
+    weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
+    weight = weight if drop is None else drop(weight)
+    out = jnp.matmul(weight.reshape(B, K, -1, S), v.transpose(0, 2, 1, 3))
+    return out.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+
+
+def _cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes, scores: Scores = _PLAIN
+) -> jax.Array:
+    run = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=scores.factor(q.shape[3]),
+        implementation="cudnn",
+    )
+    unmarked = mask.q_segment is None and mask.q_group is None and mask.window is None
+    if unmarked and mask.q_index is not None and q.shape[1] == k.shape[1]:
+        return run(q, k, v, is_causal=True)
+    dense = mask.dense()
+    return run(q, k, v, mask=None if dense is None else dense[:, None])
+
+
+def _splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    scores: Scores = _PLAIN,
+    interpret: bool = False,
+) -> jax.Array:
+    """TPU splash attention, which skips blocks outside of the causal triangle."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only, slow to import
+        splash_attention_kernel as kernel,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    length = q.shape[1]
+    shape, scale = (length, length), scores.factor(q.shape[3])
+    causal = mask.q_index is not None
+    block = max(b for b in (512, 256, 128) if length % b == 0)
+    sizes = kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+    def one_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
+    ) -> jax.Array:
+        one_head = masks.CausalMask(shape) if causal else masks.FullMask(shape)
+        run = kernel.make_splash_mha(
+            masks.MultiHeadMask([one_head] * q.shape[2]),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        repeat = q.shape[2] // k.shape[2]
+        heads_first = [
+            jnp.swapaxes(x, 1, 2)
+            for x in (q * scale, jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2))
+        ]
+        ids = None if segment is None else kernel.SegmentIds(segment, segment)
+        out = jax.vmap(run)(*heads_first, ids) if ids is not None else jax.vmap(run)(*heads_first)
+        return jnp.swapaxes(out, 1, 2).astype(q.dtype)
+
+    args = [(q, QUERY), (k, KEY), (v, KEY), (mask.q_segment, BATCHED)]
+    return per_device(one_device, axes, args, (q.shape, QUERY))
+
+
+def _triton(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    scores: Scores = _PLAIN,
+    interpret: bool = False,
+) -> jax.Array:
+    """Pallas' GPU kernel, which supports segments without a [T, S] mask in memory."""
+    from jax.experimental.pallas.ops.gpu import attention as kernel  # GPU only, slow to import
+
+    def one_device(
+        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
+    ) -> jax.Array:
+        repeat = q.shape[2] // k.shape[2]
+        return kernel.mha(
+            q,
+            jnp.repeat(k, repeat, 2),
+            jnp.repeat(v, repeat, 2),
+            segment,
+            sm_scale=scores.factor(q.shape[3]),
+            causal=mask.q_index is not None,
+            interpret=interpret,
+        )
+
+    args = [(q, QUERY), (k, KEY), (v, KEY), (mask.q_segment, BATCHED)]
+    return per_device(one_device, axes, args, (q.shape, QUERY))
+
+
+BACKENDS: dict[str, Callable[..., jax.Array]] = {
+    "xla": _xla,
+    "cudnn": _cudnn,
+    "splash": _splash,
+    "triton": _triton,
+}
+"""Name -> backend. ``auto`` never selects ``triton``."""

@@ -1,0 +1,209 @@
+"""Failure detection: notice quickly that a peer process died, and end this one with a clear line.
+
+A process that waits in a collective for a dead peer hangs: neither gloo nor NCCL returns. JAX's
+own heartbeat ends it only tens of seconds later, with a C++ stack trace. So each process holds one
+TCP connection to process 0. The kernel closes it when its owner dies, for whatever reason, and TCP
+keep-alive (also done by the kernel) covers machines and networks that vanish. Nothing here depends
+on Python running at regular intervals, so a long compilation is never mistaken for a failure.
+
+Messages: ``hello TOKEN ID``, ``bye`` (this process ends normally), ``failed ID`` (it ends with an
+error), ``lost ID`` (it vanished).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+
+from jaxvlm.parallel import compat
+
+EXIT_LOST = 75
+"""Exit status after the loss of a peer: EX_TEMPFAIL, so that a scheduler may retry."""
+
+_KEY = "jaxvlm/liveness"
+_GRACE_S = 5.0  # after a peer's error, time for this process to fail from the same cause
+_KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+_USER_TIMEOUT_MS = 20_000  # unacknowledged bytes end the connection after this time
+
+
+class PeerWatch:
+    """Watches the peers of one process, on a daemon thread."""
+
+    def __init__(self, process: int, count: int, timeout_s: float = 60.0):
+        """Connect to the other processes; all of them must do so.
+
+        Args:
+            process: this process's index.
+            count: processes in the run.
+            timeout_s: seconds to wait for process 0's address.
+
+        Raises:
+            OSError: process 0 can't be reached.
+        """
+        self._process, self._count = process, count
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, socket.socket] = {}
+        self._buffers: dict[socket.socket, bytes] = {}
+        self._ids: dict[socket.socket, int] = {}
+        self._left: set[int] = set()  # peers that said bye
+        self._failed: set[int] = set()  # peers that end with an error
+        self._leaving = False
+        self._lock = threading.Lock()
+        if process == 0:
+            self._token = secrets.token_hex(16)
+            server = _listen()
+            self._selector.register(server, selectors.EVENT_READ, "server")
+            compat.put(_KEY, f"{self._token} {server.getsockname()[1]}")
+        else:
+            self._token, port = compat.get(_KEY, timeout_s).split()
+            address = (compat.coordinator_host(), int(port))
+            self._add(0, socket.create_connection(address, timeout=timeout_s))
+            self._send(0, f"hello {self._token} {process}")
+        _delay_abort()
+        threading.Thread(target=self._watch, name="jaxvlm-liveness", daemon=True).start()
+
+    def leave(self, failed: bool) -> None:
+        """Tell the peers that this process is about to end; later calls do nothing."""
+        with self._lock:
+            if self._leaving:
+                return
+            self._leaving = True
+        self._tell_all(f"failed {self._process}" if failed else "bye")
+
+    def _watch(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data == "server":
+                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]  # a socket
+                    self._add(-1, connection)
+                else:
+                    self._read(key.fileobj)  # type: ignore[arg-type]  # a socket
+
+    def _add(self, peer: int, connection: socket.socket) -> None:
+        _keep_alive(connection)
+        connection.settimeout(10)  # for sending; reading happens when data is available
+        self._buffers[connection], self._ids[connection] = b"", peer
+        if peer >= 0:
+            self._peers[peer] = connection
+        self._selector.register(connection, selectors.EVENT_READ, "peer")
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(4096)
+        except OSError:
+            data = b""
+        if not data:
+            self._closed(connection)
+            return
+        *lines, rest = (self._buffers[connection] + data).split(b"\n")
+        self._buffers[connection] = rest[-4096:]
+        for line in lines:
+            self._heard(connection, line.decode(errors="replace").split())
+
+    def _heard(self, connection: socket.socket, words: list[str]) -> None:
+        peer = self._ids[connection]
+        if words[:1] == ["hello"]:
+            if self._process == 0 and len(words) == 3 and words[1] == self._token:
+                self._ids[connection] = int(words[2])
+                self._peers[int(words[2])] = connection
+            else:
+                self._drop(connection)
+        elif peer < 0:
+            self._drop(connection)  # not a process of this run
+        elif words == ["bye"]:
+            self._left.add(peer)
+        elif words[:1] in (["failed"], ["lost"]):
+            self._end(int(words[1]), gone=words[0] == "lost")
+
+    def _closed(self, connection: socket.socket) -> None:
+        peer = self._ids[connection]
+        self._drop(connection)
+        # JAX's exit barrier holds every process until all have reached it. A peer that sent bye
+        # and vanishes while this process still works was killed while it waited there.
+        expected = peer in self._failed or (peer in self._left and self._leaving)
+        if peer >= 0 and not expected:
+            self._end(peer, gone=True)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._peers.pop(self._ids.pop(connection), None)
+        self._buffers.pop(connection)
+        connection.close()
+
+    def _end(self, peer: int, gone: bool) -> None:
+        """Notify the other peers and end this process; after a grace period on a peer's error."""
+        if self._process == 0:
+            self._tell_all(f"{'lost' if gone else 'failed'} {peer}", but=peer)
+        if not gone:
+            self._failed.add(peer)
+            timer = threading.Timer(_GRACE_S, self._die, [peer, "stopped with an error"])
+            timer.daemon = True  # so that it does not delay this process's own exit
+            timer.start()
+            return
+        self._die(peer, "is gone (killed, crashed, or its machine or network is down)")
+
+    def _die(self, peer: int, what: str) -> None:
+        die(
+            f"jaxvlm: process {peer} of {self._count} {what}, so process {self._process} stops "
+            "too. Its own log says why; the same command resumes from the last checkpoint."
+        )
+
+    def _tell_all(self, line: str, but: int = -1) -> None:
+        for peer in list(self._peers):
+            if peer != but:
+                self._send(peer, line)
+
+    def _send(self, peer: int, line: str) -> None:
+        try:
+            self._peers[peer].sendall(line.encode() + b"\n")
+        except (OSError, KeyError):
+            return  # the peer is gone; the watch thread will notice
+
+
+def die(message: str, code: int = EXIT_LOST) -> None:
+    """Print one line on stderr and end the process, without exit handlers that could block."""
+    os.write(2, f"{message}\n".encode())
+    os._exit(code)
+
+
+def flush_and_exit(code: int) -> None:
+    """Flush stdout and stderr, and end the process at once."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue
+    time.sleep(0.05)  # so that messages to the peers leave the socket
+    os._exit(code)
+
+
+def _delay_abort() -> None:
+    """Delay abort(), so that this module's line is printed where JAX notices a death too.
+
+    JAX's C++ client then calls abort(), and its callback for Python is broken (std::bad_cast in
+    0.10.2 and 0.12.0). POSIX allows sleep() as a signal handler: it is called with the signal's
+    number, so an abort takes six seconds in its own thread, while this module prints its line.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (*_KEEPALIVE, ("TCP_USER_TIMEOUT", _USER_TIMEOUT_MS)):
+        if hasattr(socket, name):  # macOS has other names; its default is two hours
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

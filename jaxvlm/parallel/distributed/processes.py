@@ -1,0 +1,261 @@
+"""Multi-process runs: initialization, coordinated preemption, and exit without hanging on peers.
+
+A program calls :func:`initialize` before any other use of JAX, wraps its work in
+:func:`guard_peers`, calls :func:`should_stop` once a step, and exits with :func:`exit_now`
+where its exit status matters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxvlm.config import ConfigError
+from jaxvlm.parallel.distributed.heartbeat import PeerWatch, flush_and_exit
+
+HEARTBEAT_S = 40  # JAX's own heartbeat, the fallback of PeerWatch; ends a hang within a minute
+SHUTDOWN_S = 600  # how long a finished process waits for the others to finish
+
+_liveness: list[PeerWatch] = []  # none, or the one of this process
+_failed: list[BaseException] = []
+_asked_to_stop: list[int] = []
+
+
+class JoinError(RuntimeError):
+    """The other processes of the run can't be reached."""
+
+
+class ProcessPlace(NamedTuple):
+    """A process's index, and how to reach the others."""
+
+    coordinator: str
+    """HOST:PORT on which process 0 listens."""
+    num_processes: int
+    process_id: int
+    local_devices: list[int] | None
+    """Indices of this machine's devices that this process uses; None: all."""
+
+
+def initialize() -> bool:
+    """Join the processes of this run, if the environment describes several.
+
+    Reads ``JAXVLM_COORDINATOR``, ``JAXVLM_NUM_PROCESSES``, ``JAXVLM_PROCESS_ID``; then the
+    variables of a SLURM step with several tasks; then ``JAXVLM_DISTRIBUTED=auto`` or several
+    ``TPU_WORKER_HOSTNAMES``, where JAX detects the cluster itself (TPU pods). Call it before any
+    other use of JAX. Calling it again does nothing.
+
+    Returns:
+        True if this run has several processes.
+
+    Raises:
+        ConfigError: the variables are incomplete or not numbers.
+        JoinError: the other processes can't be reached.
+    """
+    if _liveness:
+        return True
+    place = find_place(os.environ)
+    if place is None and not _tpu_pod(os.environ):
+        return False
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    settings: dict[str, Any] = {}
+    if place is not None:
+        settings = {
+            "coordinator_address": place.coordinator,
+            "num_processes": place.num_processes,
+            "process_id": place.process_id,
+            "local_device_ids": place.local_devices,
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=SHUTDOWN_S, **settings
+        )
+    except RuntimeError as error:
+        where = f"process 0 at {place.coordinator}" if place else "the other hosts"
+        raise JoinError(
+            f"could not join {where}: {error}. Check that every process was started, that they "
+            "agree on address and count, and that no firewall or proxy stands between"
+        ) from error
+    if jax.process_count() == 1:
+        return False
+    if jax.process_index():
+        logging.getLogger("jaxvlm").setLevel(logging.WARNING)  # process 0 logs for all
+    _liveness.append(PeerWatch(jax.process_index(), jax.process_count()))
+    # Registered after JAX's own exit handler, so it runs before it: JAX's waits for all peers.
+    atexit.register(_leave)
+    return True
+
+
+def is_silent() -> bool:
+    """Whether this process should print nothing: process 0 prints for all."""
+    return bool(_liveness) and jax.process_index() > 0
+
+
+@contextlib.contextmanager
+def guard_peers() -> Iterator[None]:
+    """Context manager for work with collectives: an error ends all processes instead of hanging.
+
+    The error is raised to the caller. If a peer's death caused it, the process ends instead with
+    one line that says so. In a run of one process it does nothing.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _liveness and not isinstance(error, GeneratorExit):
+            time.sleep(2.0 if isinstance(error, Exception) else 0.0)  # a peer's death may be why
+            _failed.append(error)
+            _liveness[0].leave(failed=True)
+        raise
+
+
+def check_same(what: str, value: Any) -> None:
+    """Refuse to continue where processes differ; they would mix data or deadlock.
+
+    Args:
+        what: the name of ``value`` in the error.
+        value: JSON-able; compared by its hash.
+
+    Raises:
+        ConfigError: in every process, naming those that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    text = json.dumps(value, sort_keys=True, default=str)
+    mine = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32)
+    every = np.asarray(multihost_utils.process_allgather(mine))
+    others = [i for i, theirs in enumerate(every) if not np.array_equal(theirs, every[0])]
+    if others:
+        raise ConfigError(
+            f"{what}: process {', '.join(map(str, others))} differs from process 0; every host "
+            "must run the same command and see the same files"
+        )
+
+
+def exit_now(code: int) -> None:
+    """End the process with ``code``, without waiting for peers if that is an error.
+
+    Args:
+        code: exit status; 0 exits normally, through the exit handlers.
+
+    Raises:
+        SystemExit: ``code`` is 0, or this run has one process.
+    """
+    if code == 0 or not _liveness:
+        raise SystemExit(code)
+    _liveness[0].leave(failed=True)
+    flush_and_exit(code)
+
+
+def catch_sigterm() -> None:
+    """Make the next SIGTERM set :func:`should_stop` instead of ending the process.
+
+    A second SIGTERM ends the process as usual. With several processes JAX has installed its
+    handler in :func:`initialize`. Outside of the main thread, where Python handles no signals, it
+    does nothing.
+    """
+    _asked_to_stop.clear()
+    if not _liveness and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    _asked_to_stop.append(number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def should_stop(step: int) -> bool:
+    """Whether to save and stop now; the result is the same at the same step in every process.
+
+    Args:
+        step: the step about to be taken; each process must call it once at every step.
+    """
+    if _liveness:
+        return bool(multihost_utils.reached_preemption_sync_point(step))
+    return bool(_asked_to_stop)
+
+
+def find_place(environ: Any) -> ProcessPlace | None:
+    """Read this process's place from environment variables; None for a single process.
+
+    Args:
+        environ: mapping of names to strings.
+
+    Raises:
+        ConfigError: the variables are incomplete or not numbers.
+    """
+    names = ("JAXVLM_COORDINATOR", "JAXVLM_NUM_PROCESSES", "JAXVLM_PROCESS_ID")
+    given = [name for name in names if environ.get(name)]
+    if given and len(given) < len(names):
+        missing = ", ".join(name for name in names if name not in given)
+        raise ConfigError(f"{', '.join(given)} is set but {missing} is not: set all three or none")
+    if given:
+        count, process = (_number(environ, name) for name in names[1:])
+        if process >= count:
+            raise ConfigError(f"JAXVLM_PROCESS_ID is {process}; it must be below {count}")
+        return ProcessPlace(environ[names[0]], count, process, None) if count > 1 else None
+    return _slurm_place(environ)
+
+
+def _slurm_place(environ: Any) -> ProcessPlace | None:
+    # SLURM_STEP_NUM_TASKS exists only under srun; SLURM_NTASKS also in the batch script, where
+    # one process would wait for peers that are never started.
+    if not environ.get("SLURM_STEP_NUM_TASKS") or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    port = 61440 + _number(environ, "SLURM_JOB_ID") % 4096
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    return ProcessPlace(
+        f"{first_host(nodes)}:{port}",
+        _number(environ, "SLURM_STEP_NUM_TASKS"),
+        _number(environ, "SLURM_PROCID"),
+        # JAX's own detection would give each process one GPU; jaxvlm runs one process a node.
+        None if re.match(r"1\b", per_node) else [_number(environ, "SLURM_LOCALID")],
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM node list: ``gpu[07-09,12],login`` -> ``gpu07``.
+
+    Raises:
+        ConfigError: the list is empty.
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
+    if not match:
+        raise ConfigError("SLURM_STEP_NODELIST is empty: start the command with srun")
+    prefix, ranges = match.groups()
+    return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "")
+
+
+def _number(environ: Any, name: str) -> int:
+    value = environ.get(name, "")
+    if not value.isdigit():
+        raise ConfigError(f"{name} must be a number, not {value!r}")
+    return int(value)
+
+
+def _tpu_pod(environ: Any) -> bool:
+    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+    return environ.get("JAXVLM_DISTRIBUTED") == "auto" or "," in hosts
+
+
+def _leave() -> None:
+    """At exit: after success send bye, and JAX waits for the peers; after an error do not wait."""
+    crashed = bool(_failed) or getattr(sys, "last_value", None) is not None
+    _liveness[0].leave(failed=crashed)
+    if crashed:
+        flush_and_exit(1)

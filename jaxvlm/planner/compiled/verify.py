@@ -1,0 +1,176 @@
+"""Compile a candidate's train step for machines that need not exist, and report its real memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxvlm.config import Config, ConfigError, ModelConfig
+from jaxvlm.losses.registry import make_loss
+from jaxvlm.optim.optimizer import make_optimizer
+from jaxvlm.optim.schedule import make_schedule
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.planner.compiled import collectives, topology
+from jaxvlm.planner.hardware.machine import Machine
+from jaxvlm.planner.memory.step_memory import StepSetup
+from jaxvlm.planner.request import abstract_devices, pairs
+from jaxvlm.planner.search.candidates import setup_of
+from jaxvlm.planner.search.search import SearchResult
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble, split
+from jaxvlm.train import compiled_steps
+from jaxvlm.types import Batch, Pairs
+
+_FLAGS = {
+    "cpu": "--xla_force_host_platform_device_count={devices}",
+    # Without a GPU there is no autotuning, and Triton's matmuls find no tiles for some widths.
+    "gpu": "--xla_gpu_enable_triton_gemm=false",
+    "tpu": "",
+}
+_SHOWN = 6
+
+
+def prepare(machine: Machine) -> None:
+    """Set XLA's flags for the machine; call it before JAX creates a backend."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    flag, given = _FLAGS[machine.platform], os.environ.get("XLA_FLAGS", "")
+    if flag and flag.split("=")[0] not in given:
+        os.environ["XLA_FLAGS"] = f"{given} {flag.format(devices=machine.devices)}".strip()
+
+
+def devices_of(machine: Machine) -> list[Any]:
+    """The machine's devices, as its compiler describes them.
+
+    Raises:
+        ConfigError: no compiler has a target for them, or it is not installed.
+    """
+    if machine.platform == "cpu":
+        local = jax.devices("cpu")
+        if len(local) < machine.devices:
+            raise ConfigError(
+                f"--verify: JAX has {len(local)} CPU devices, not {machine.devices}; "
+                f"set XLA_FLAGS={_FLAGS['cpu'].format(devices=machine.devices)}"
+            )
+        return local[: machine.devices]
+    if machine.platform == "gpu" and machine.name not in topology.gpus():
+        raise ConfigError(
+            f"--verify: there is no compiler target for {machine.name}; "
+            f"use {', '.join(topology.gpus())} and TPUs (v4, v5e, v5p, v6e)"
+        )
+    size = machine.topology or machine.devices
+    return topology.devices(f"{machine.name}:{size}", machine.slices if machine.topology else 1)
+
+
+def compiled(
+    setup: StepSetup, devices: Sequence[Any], config_of_run: Config | None = None
+) -> dict[str, Any]:
+    """Compile a train step and read its memory and collectives.
+
+    Args:
+        setup: the train step.
+        devices: as many as its mesh has.
+        config_of_run: run whose optimizer and loss are used; ``None`` uses the defaults.
+
+    Returns:
+        ``memory`` (see :func:`jaxvlm.train.compiled_steps.memory`), ``sent`` (collectives) and
+        ``seconds`` of CPU time for the compilation; or ``why`` the compilation failed.
+
+    Raises:
+        ConfigError: dims that the mesh does not divide.
+    """
+    config = setup.config
+    if setup.platform == "gpu":  # the backend that memory is planned with
+        config = dataclasses.replace(config, attention="xla")
+    mesh = make_mesh(setup.mesh, devices)
+    pairing = setup.pairs
+    model: Any = build_model(
+        config, mesh, setup.strategy, embeddings=pairing.embeddings if pairing else None
+    )
+    run = config_of_run or (pairing.run if pairing else Config())
+    trained, _ = split(model, model.shapes, setup.frozen)
+    tx = make_optimizer(
+        run.optim,
+        make_schedule(run.optim, run.steps),
+        {path: model.logical[path] for path in trained},
+    )
+    loss = make_loss(run, mesh)
+    parts, chunks = (1, pairing.chunks) if pairing else (setup.microbatches, None)
+    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, chunks=chunks)
+    batch = _batch(setup, mesh)
+    start = time.process_time()
+    # JAX 0.12 reads the GPU of a Triton kernel from the ambient mesh; one device has none.
+    one = mesh.size == 1
+    ambient = (
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if one else contextlib.nullcontext()
+    )
+    try:
+        with ambient:
+            program = step.lower(state, batch).compile()
+    except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
+        return {"why": str(error).strip()[:2000]}
+    return {
+        "memory": compiled_steps.memory(program),
+        "sent": collectives.read(program.as_text(), dict(mesh.shape)),
+        "seconds": round(time.process_time() - start, 1),
+    }
+
+
+def _batch(setup: StepSetup, mesh: jax.sharding.Mesh) -> Batch | Pairs:
+    """Abstract batch of the step on ``mesh``."""
+    if pairing := setup.pairs:
+        return pairs.shapes(setup.config, pairing, setup.rows, batch_sharding(mesh))
+    assert isinstance(setup.config, ModelConfig)
+    row = (setup.length, setup.images, setup.patches)
+    return abstract_batch(setup.config, mesh, setup.rows, *row)
+
+
+def verify(result: SearchResult, devices: Sequence[Any]) -> list[dict[str, Any]]:
+    """Compile the best candidate's train step and compare it with the plan.
+
+    Args:
+        result: result of a search; if nothing fits, the candidate that needs least is compiled.
+        devices: from :func:`devices_of`.
+    """
+    plans = result.best[:1] or [plan for plan in (result.nearest,) if plan]
+    rows = []
+    for plan in plans:
+        row: dict[str, Any] = {"text": plan.candidate.text(), "predicted": round(plan.peak)}
+        program = compiled(setup_of(result.request, plan.candidate), devices, result.request.config)
+        if "why" in program:
+            rows.append(row | {"why": program["why"].splitlines()[0][:300]})
+            continue
+        sent = {
+            f"{c.kind} {c.dtype} over {' x '.join(c.axes) or 'some'}": c.wire_bytes
+            for c in program["sent"][:_SHOWN]
+        }
+        row |= {"compiled": program["memory"], "seconds": program["seconds"], "collectives": sent}
+        rows.append(row)
+    return rows
+
+
+def abstract_batch(
+    model: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    rows: int,
+    length: int,
+    images: int,
+    patches: int = 0,
+) -> Batch:
+    """Shapes and shardings of a batch on ``mesh``.
+
+    Args:
+        model: dims.
+        mesh: its batch axes split the batch.
+        rows: packed sequences in the batch, over all devices.
+        length: tokens of a packed sequence.
+        images: images of a packed sequence.
+        patches: patches of a packed sequence, for models with packed images.
+    """
+    return abstract_devices.batch(model, rows, length, images, patches, batch_sharding(mesh))

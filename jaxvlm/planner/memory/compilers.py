@@ -1,0 +1,77 @@
+"""What each platform's compiler does to a traced program, as far as memory is concerned."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Compiler(NamedTuple):
+    """Read from XLA's buffer assignments, JAX 0.10.2, except what is marked as fitted."""
+
+    runs_when_ready: bool = False
+    """XLA for CPUs runs operations as soon as their operands are ready. So both moments are copied
+    at the start of the step, and their old buffers hold later values until the moments are written
+    again; matrices of heads are transposed at that time (``XlaPasses._scanned``); stacked outputs
+    exist from the start of a loop over microbatches; sums of gradients are computed in place.
+    """
+    reduces_at_end: bool = False
+    """Gradients of microbatches that are not sharded are all-reduced at once, out of place, when
+    all of them are complete.
+    """
+    gathered_gradients: float = 0.0
+    """Fraction of the optimizer's shard of all gradients that is alive together with the new
+    parameters all-gathered from shards (ZeRO-1 and 2; fitted): XLA for GPUs gathers all of them
+    before it copies the first one into place. Parameters that are gathered along their first dim
+    are written in place. 0: no parameter exists twice.
+    """
+    fills_stacks_first: bool = False
+    """Stacked outputs of the program's own scans exist from its start: they are filled with zeros
+    first.
+    """
+    copies_per_expert: bool = False
+    """XLA's own grouped matmul copies the tokens once per expert, with zeros for the tokens of
+    others.
+    """
+    tiled: bool = False
+    """Arrays are padded to tiles, see :mod:`jaxvlm.planner.memory.tpu_padding`."""
+    transposes_gathered: bool = False
+    """Parameters that loops all-gather along a dim other than a layer's first are transposed before
+    the loop, that dim first (see ``xla_passes._transposed``): XLA for GPUs sends contiguous memory.
+    """
+    shares_gathers: bool = False
+    """A parameter that several operations of a loop's body read is all-gathered once for all of
+    them.
+    """
+    hoists_gathers: bool = False
+    """Parameters outside of layers that a loop over microbatches reads are all-gathered once,
+    before it.
+    """
+    sinks_scalars: bool = False
+    """A broadcast scalar is computed within a backward loop that reads it; for forward loops it is
+    an array, which exists from the start of the program.
+    """
+    fuses_reductions: bool = False
+    """A matmul, a row reduction of its result, and the elementwise result of both are one kernel.
+    """
+    separate_softmax_gradient: bool = False
+    """The elementwise result of a value and of its row reduction (a softmax's gradient) is a kernel
+    of its own, which does not write in place.
+    """
+
+
+PLAIN = Compiler()
+"""A compiler that does none of these."""
+COMPILERS = {
+    "cpu": Compiler(
+        runs_when_ready=True, reduces_at_end=True, fills_stacks_first=True,
+        copies_per_expert=True, shares_gathers=True, hoists_gathers=True, sinks_scalars=True,
+        fuses_reductions=True,
+    ),
+    "gpu": Compiler(
+        gathered_gradients=0.4, fills_stacks_first=True, copies_per_expert=True,
+        transposes_gathered=True, shares_gathers=True, hoists_gathers=True, sinks_scalars=True,
+        separate_softmax_gradient=True,
+    ),
+    "tpu": Compiler(tiled=True),
+}  # fmt: skip
+"""By platform."""

@@ -1,0 +1,51 @@
+"""Bytes of an array in TPU memory, which is tiled: incomplete tiles are padded.
+
+Read from buffer assignments of libtpu 0.0.42 (v5e, v5p, v6e): of the last two dims in memory, the
+very last is padded to 128 numbers and the one before it to 8 (32 for one-byte dtypes; 1, 2 or 4 if
+it has no more). The compiler chooses these two dims for each array so that its size is smallest:
+``f32[24,256,16,64]`` has the layout ``{1,3,2,0:T(8,128)}``, without padding. A kernel's operands
+and results keep their written layout: heads of 64 numbers before splash attention take twice their
+bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+_LANES = 128
+_FLAT = 1024
+"""Numbers in a tile of a one-dimensional array."""
+
+
+@functools.lru_cache(maxsize=65536)
+def size(shape: tuple[float | int, ...], itemsize: int, as_written: bool = False) -> float:
+    """Bytes of an array, with padding.
+
+    Args:
+        shape: shape on a device; a dim may be a fraction.
+        itemsize: bytes of a number.
+        as_written: the last dim is the minor-most in memory too.
+    """
+    numbers = float(math.prod(shape))
+    if not numbers:
+        return 0.0
+    if len(shape) < 2:
+        return float(itemsize * _up(numbers, min(_FLAT, max(_LANES, _power(numbers)))))
+    last = len(shape) - 1
+    rows = 32 if itemsize == 1 else 8
+    pairs = [(last - 1, last)] if as_written else itertools.permutations(range(len(shape)), 2)
+    return itemsize * min(
+        numbers / shape[i] / shape[j] * _up(shape[i], min(rows, _power(shape[i]))) * _up(shape[j])
+        for i, j in pairs
+    )
+
+
+def _up(n: float | int, unit: int = _LANES) -> int:
+    return math.ceil(n / unit) * unit
+
+
+def _power(n: float | int) -> int:
+    """The next power of two."""
+    return 1 << max(0, math.ceil(n) - 1).bit_length()

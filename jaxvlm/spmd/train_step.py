@@ -1,0 +1,266 @@
+"""Build the train step of any model, loss and optimizer on the model's mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from jaxvlm.config import ConfigError, MeshConfig, grad_reduce_bits
+from jaxvlm.models.lora import is_adapter
+from jaxvlm.optim.optimizer import split_frozen
+from jaxvlm.parallel.grad_reduce import ORDER, GradReduction
+from jaxvlm.parallel.quantized_gather import gather_in_bytes
+from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
+from jaxvlm.parallel.strategies import reduced_axes
+from jaxvlm.spmd.dropout import check_kept, without_frozen_dropout
+from jaxvlm.spmd.gradcache import Chunks, pair_runner
+from jaxvlm.spmd.model import Model
+from jaxvlm.spmd.runners import runner_of
+from jaxvlm.spmd.submodels import without_vision_encoder
+from jaxvlm.train.disaggregated import is_vision_path
+from jaxvlm.train.dropout_keys import no_dropout, seeded
+from jaxvlm.train.grad_accum import LocalGradients
+from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
+from jaxvlm.types import Cache, Loss, Params, Runner, TrainState
+
+
+class Assembled(NamedTuple):
+    """A train step, and functions that make its inputs."""
+
+    build: Callable[[TrainState, Any], Any]
+    """Compiles ``(state, batch) -> (state, metrics)`` for a state and a batch, or their shapes."""
+    abstract: TrainState
+    """The state as ShapeDtypeStructs with shardings."""
+    init: Callable[[Params], TrainState]
+    """All parameters -> the first state; consumes them."""
+    place: Callable[[Any, int], Any]
+    """This process's part of a batch, the global batch size -> the batch on its devices."""
+    params: Callable[[TrainState], Params]
+    """The state -> all parameters on the model's mesh."""
+    cache: Cache = NO_CACHE
+
+
+def assemble(
+    model: Model,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    microbatches: int = 1,
+    frozen: tuple[str, ...] = (),
+    cache: Cache | None = None,
+    chunks: Chunks | None = None,
+    seed: int = 0,
+) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
+    """Build the step of any model, loss and optimizer under the model's strategy.
+
+    Args:
+        model: a model on its mesh.
+        loss: the loss, as sums and weights.
+        tx: the optimizer over the trainable parameters, ``{path: array}``.
+        microbatches: number of microbatches for gradient accumulation or a pipeline.
+        frozen: path patterns of frozen parameters.
+        cache: cache of visual tokens; ``None``: the vision encoder runs in the step.
+        chunks: mini-batch sizes of queries and of documents, for an embedding model trained on
+            ``Pairs``; ``None``: the model is trained on a ``Batch``.
+        seed: seed of dropout.
+
+    Returns:
+        The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
+        shardings; and a function that makes the first state from all parameters, consuming them.
+    """
+    own, still = split(model, model.shapes, frozen)
+    model, drops = without_frozen_dropout(model, own)
+    if cache is not None:
+        check_kept(model)
+    trains_cached = cache is not None and any(is_vision_path(path) for path in own)
+    parts = max(microbatches, 1 + any(any(chunk) for chunk in chunks or ()))
+    reduction = None if trains_cached else grad_reduction(model, parts)
+    run, cache = (without_vision_encoder(model), cache) if cache else (model, NO_CACHE)
+    abstract, init = state_of(model, tx, own, still, reduction, cache)
+    place = placement(model)
+    if reduction:
+        place = place._replace(reduce=reduction)
+    if chunks is not None:
+        runner: Runner = pair_runner(run, own, chunks, reduction.axes if reduction else ())
+    elif reduction:
+        runner = LocalGradients(runner_of(run, microbatches), model.mesh, reduction.axes)
+    else:
+        runner = runner_of(run, microbatches)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    step = jax.jit(
+        make_step(runner, loss, tx, place, cache, seeded(seed) if drops else no_dropout),
+        donate_argnums=0,
+        # Metrics are scalars; tokens that a cache returns have the cache's shardings.
+        out_shardings=(shardings, None if cache.outputs_tokens else replicated(model.mesh)),
+    )
+    return step, abstract, lambda params: init(*split(model, params, frozen))
+
+
+def assemble_with_cache(
+    model: Model,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    microbatches: int,
+    frozen: tuple[str, ...],
+    cache: Cache | None = None,
+    chunks: Chunks | None = None,
+    seed: int = 0,
+) -> Assembled:
+    """Build the step on one mesh; see :func:`assemble`."""
+    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache, chunks, seed)
+    return Assembled(
+        lambda state, batch: step.lower(state, batch).compile(),
+        abstract,
+        init,
+        lambda local, rows: to_global(model.mesh, local, rows),
+        lambda state: {**state.params, **state.frozen},
+        cache or NO_CACHE,
+    )
+
+
+def state_of(
+    model: Model,
+    tx: optax.GradientTransformation,
+    own: Params,
+    still: Params,
+    reduction: GradReduction | None = None,
+    cache: Cache = NO_CACHE,
+) -> tuple[TrainState, Callable[[Params, Params], TrainState]]:
+    """Return the state as ShapeDtypeStructs with shardings, and a function that makes the first.
+
+    Args:
+        model: a model on its mesh.
+        tx: the optimizer over ``own``.
+        own: shapes of the trainable parameters.
+        still: shapes of the frozen parameters.
+        reduction: gradient reduction, whose rounding errors are part of the state.
+        cache: cache of visual tokens, which is part of the state.
+
+    Returns:
+        The state, and a function of trainable and frozen parameters that consumes them.
+    """
+    mesh = model.mesh
+
+    def first(params: Params, frozen: Params) -> TrainState:
+        comm = reduction.init(params) if reduction else {}
+        return init_state(params, frozen, tx, comm, cache.init())
+
+    shapes = jax.eval_shape(first, own, still)
+    everywhere: Any = jax.tree.map(lambda _: replicated(mesh), shapes)
+    shardings: TrainState = everywhere._replace(
+        params={path: model.shardings[path] for path in own},
+        frozen={path: model.shardings[path] for path in still},
+        opt_state=follow(shapes.opt_state, _moments_between_steps(model), mesh),
+        comm={path: reduction.where(path) for path in shapes.comm} if reduction else {},
+        cache=cache.shardings,
+    )
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    return abstract, jax.jit(first, out_shardings=shardings, donate_argnums=(0, 1))
+
+
+def _moments_between_steps(model: Model) -> dict[str, NamedSharding]:
+    """Return the shardings of moments between steps, in host memory where they are offloaded."""
+    return {
+        path: where.with_memory_kind(HOST) if "optimizer" in model.strategy(path).offload else where
+        for path, where in model.layout("optimizer").items()
+    }
+
+
+def placement(model: Model) -> Placement:
+    """Return the sharding and communication of a model's step."""
+    moments = model.layout("optimizer")
+    place = Placement(_gathering(model), constrain(moments))
+    return (
+        place._replace(load_moments=to_device)
+        if _moments_between_steps(model) != moments
+        else place
+    )
+
+
+def grad_reduction(model: Model, parts: int) -> GradReduction | None:
+    """Return the explicit gradient reduction after the backward pass; ``None``: the compiler's.
+
+    The compiler reduces gradients once a microbatch. With several microbatches it still does where
+    gradients or parameters are sharded: XLA's partitioner aborts over weights split by fsdp and
+    tensor where data is a manual axis (jaxlib 0.10.2).
+
+    Args:
+        model: a model on its mesh.
+        parts: the number of microbatches, or of mini-batches of pairs.
+
+    Raises:
+        ConfigError: submodels with different settings, or quantized reduction where each
+            microbatch's gradients are sharded or where the partitioner would abort.
+    """
+    towers = list(model.strategies.values())
+    if len({(s.grad_reduce_dtype, s.error_feedback) for s in towers}) > 1:
+        raise ConfigError(
+            "strategy.grad_reduce_dtype and error_feedback must be the same for all submodels"
+        )
+    bits, feedback = grad_reduce_bits(towers[0]), towers[0].error_feedback
+    setting = f"config.strategy.grad_reduce_dtype={towers[0].grad_reduce_dtype!r}"
+    sizes = MeshConfig(**model.mesh.shape)
+    axes = tuple(a for a in ORDER if all(a in reduced_axes(s, sizes) for s in towers))
+    if bits < 32 and not axes:
+        raise ConfigError(
+            f"{setting}: there is no batch axis over which gradients of "
+            "all submodels are reduced after the backward pass; leave it at 'float32'"
+        )
+    sums = {axis for s in towers for axis in s.gradients} & set(axes)
+    layered = [a for a in ORDER if getattr(sizes, a) > 1 and a not in axes]
+    if bits == 32:
+        axes = () if parts == 1 or layered or sums else axes
+    elif layered and (sizes.tensor > 1 or sizes.context > 1):
+        raise ConfigError(
+            f"{setting} with parameters all-gathered layer by layer over "
+            f"{layered[0]} cannot be combined with config.mesh.tensor={sizes.tensor}, "
+            f"context={sizes.context}; use 'zero1' or 'zero2'"
+        )
+    elif parts > 1 and sums:
+        raise ConfigError(
+            f"{setting} with config.microbatches={parts}: accumulated "
+            f"gradients would be replicated, and gradients={towers[0].gradients} says they are "
+            "sharded; 'zero1' and 'ddp' replicate them"
+        )
+    return (
+        GradReduction(model.mesh, axes, model.layout("optimizer"), bits, feedback) if axes else None
+    )
+
+
+def _gathering(model: Model) -> Callable[[Params], Params]:
+    """Return the all-gather of parameters at the beginning of a step."""
+    stored, gathered = model.shardings, model.layout("all_gathered")
+    moved = {
+        path
+        for path, x in model.shapes.items()
+        if not stored[path].is_equivalent_to(gathered[path], len(x.shape))
+    }
+    eight = {path for path in moved if model.strategy(path).param_gather_dtype == "int8"}
+    pin, as_bytes = constrain(gathered), gather_in_bytes(stored, gathered)
+
+    def gather(params: Params) -> Params:
+        plain = {path: x for path, x in params.items() if path in moved - eight}
+        small = {path: x for path, x in params.items() if path in eight}
+        return {**params, **pin(plain), **as_bytes(small)}
+
+    return gather
+
+
+def split(model: Model, params: Params, patterns: tuple[str, ...]) -> tuple[Params, Params]:
+    """Split into ``(trainable, frozen)``; with adapters, all other parameters are frozen too.
+
+    Where the vision encoder has frozen blocks, ``vision/*`` is frozen.
+    """
+    trainable, frozen = split_frozen(params, patterns)
+    if model.has_frozen_blocks:
+        frozen |= {path: x for path, x in trainable.items() if is_vision_path(path)}
+        trainable = {path: x for path, x in trainable.items() if path not in frozen}
+    if not model.adapter.rank:  # with adapters, a submodel without any is frozen too
+        return trainable, frozen
+    frozen |= {path: x for path, x in trainable.items() if not is_adapter(path)}
+    return {path: x for path, x in trainable.items() if is_adapter(path)}, frozen

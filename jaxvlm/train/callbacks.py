@@ -1,0 +1,105 @@
+"""Callbacks: hooks around train steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxvlm.types import TrainState
+
+
+@dataclasses.dataclass
+class CheckpointRecord:
+    """What is saved with the arrays of one checkpoint; callbacks add to it."""
+
+    extra: dict[str, Any]
+    """JSON-able; ``data`` is the iterator's state after the checkpoint's step."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics of the evaluation at this step; they decide which checkpoint is the best."""
+    written: bool = False
+    """Whether the checkpoint is being written."""
+
+
+class Callback:
+    """Hooks around train steps; each does nothing unless a callback overrides it."""
+
+    def on_dispatch(self, metrics: dict[str, Any]) -> None:
+        """Called when a step was dispatched; must remove non-scalars from ``metrics``."""
+
+    def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+        """Called when a step's results are ready; may remove ``metrics`` that are not logged."""
+
+    def on_bad_step(self, step: int, what: str) -> None:
+        """Called when an update was skipped, because the loss or a gradient is not finite."""
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        """Called every ``log_every`` steps with means since the last call and step times.
+
+        Callbacks may add to ``metrics`` for the callbacks after them.
+        """
+
+    def on_evaluate(self, step: int, state: TrainState) -> bool:
+        """Called at each evaluation, the last step's included; True stops the run early."""
+        return False
+
+    def on_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
+        """Called at each checkpoint: adds to ``record``, or writes it."""
+
+    def after_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
+        """Called after every callback's :meth:`on_save`."""
+
+    def should_stop(self, step: int) -> bool:
+        """Called after every step; True saves a checkpoint and ends the process's run."""
+        return False
+
+
+class CallbackList(Callback):
+    """Calls each of several callbacks, in their order."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self.callbacks = list(callbacks)
+
+    def on_dispatch(self, metrics: dict[str, Any]) -> None:
+        """See :class:`Callback`."""
+        for callback in self.callbacks:
+            callback.on_dispatch(metrics)
+
+    def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+        """See :class:`Callback`."""
+        for callback in self.callbacks:
+            callback.on_step_end(step, metrics)
+
+    def on_bad_step(self, step: int, what: str) -> None:
+        """See :class:`Callback`."""
+        for callback in self.callbacks:
+            callback.on_bad_step(step, what)
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        """See :class:`Callback`."""
+        for callback in self.callbacks:
+            callback.on_log(step, metrics)
+
+    def on_evaluate(self, step: int, state: TrainState) -> bool:
+        """Whether any of them stops the run."""
+        stops = [callback.on_evaluate(step, state) for callback in self.callbacks]
+        return any(stops)
+
+    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+        """Save a checkpoint.
+
+        Args:
+            step: the steps taken so far.
+            state: the train state after them.
+            data: the iterator's state after ``step`` batches.
+        """
+        record = CheckpointRecord({"data": data})
+        for callback in self.callbacks:
+            callback.on_save(step, state, record)
+        for callback in self.callbacks:
+            callback.after_save(step, state, record)
+
+    def should_stop(self, step: int) -> bool:
+        """Whether any of them stops the run; all are called, as processes synchronize in them."""
+        stops = [callback.should_stop(step) for callback in self.callbacks]
+        return any(stops)

@@ -1,0 +1,1 @@
+"""What a run does around its train steps, one subject a callback."""

@@ -1,0 +1,40 @@
+"""Compares the planner's estimate of a step with the compiled program and the measured time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxvlm.train import compiled_steps
+from jaxvlm.train.callbacks import Callback
+from jaxvlm.trainer import memory_estimate
+from jaxvlm.trainer.run import Run
+from jaxvlm.types import Batch, Pairs
+
+
+class MemoryCallback(Callback):
+    """Logs the estimate at the start, and compares it with the real figures at the end.
+
+    Args:
+        run: built.
+        local: this process's rows of its first batch.
+        log: prints a line.
+    """
+
+    def __init__(self, run: Run, local: Batch | Pairs, log: Callable[[str], None]):
+        self.run, self.estimate = run, memory_estimate.estimate(run, local)
+        self.step_ms: list[float] = []
+        log(self.estimate if isinstance(self.estimate, str) else self.estimate.line())
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        """Remember the mean time of the steps since the last line."""
+        self.step_ms.append(metrics["step_ms"])
+
+    def finish(self, ended: str, log: Callable[[str], None]) -> dict[str, Any]:
+        """The predicted figures next to the real ones; ``{}`` where nothing was predicted."""
+        compiled = self.run.training.step.compiled.values()
+        peak = max((compiled_steps.memory(x).get("peak", 0) for x in compiled), default=0)
+        figures = memory_estimate.compare(self.estimate, peak, self.step_ms)
+        if figures and ended != "preempted":
+            log(memory_estimate.compare_line(figures))
+        return figures

@@ -1,0 +1,107 @@
+"""Settings that are refused before a run reads a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import pathlib
+from typing import Any
+
+from jaxvlm.checkpoint.run_record import local_folder
+from jaxvlm.config import Config, ConfigError, from_config_dict
+from jaxvlm.data.conversations import packing
+from jaxvlm.losses.registry import check_loss_name, trains_embeddings
+
+
+def checked(config: Any, workdir: str | pathlib.Path) -> Config:
+    """The settings of a run, with the metric that names its best checkpoint.
+
+    Args:
+        config: a Config, or a ConfigDict with the same keys.
+        workdir: the run's folder, or "".
+
+    Raises:
+        ConfigError: settings that no run can use.
+    """
+    config = config if isinstance(config, Config) else from_config_dict(config)
+    if not config.checkpoint.metric:
+        metric = "recall@1" if trains_embeddings(config) else "exact_match"
+        checkpoint = dataclasses.replace(config.checkpoint, metric=metric)
+        config = dataclasses.replace(config, checkpoint=checkpoint)
+    _check_config(config)
+    local_folder("--workdir", workdir)
+    local_folder("config.init_from", config.init_from)
+    return config
+
+
+def _check_config(config: Config) -> None:
+    """Refuse what no other part looks at before the first checkpoint."""
+    check_loss_name(config)
+    if not config.data.train:
+        raise ConfigError(
+            "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
+        )
+    keep, mode = config.checkpoint.keep, config.checkpoint.mode
+    if keep < 1:
+        raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
+    if mode not in ("max", "min"):
+        raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")
+    _check_ranges(config)
+    if config.eval_every and not config.data.eval:
+        raise ConfigError(
+            f"config.eval_every={config.eval_every}, but config.data.eval names no data"
+        )
+    if config.early_stop and not config.eval_every:
+        raise ConfigError(
+            f"config.early_stop={config.early_stop} needs evaluations on the way: set "
+            "config.data.eval and config.eval_every"
+        )
+    if config.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
+            "pip install 'jaxvlm[wandb]', or leave it empty"
+        )
+
+
+def check_lengths(config: Config) -> None:
+    """Refuse row lengths that the mesh does not divide."""
+    parts, data = config.mesh.context, config.data
+    parts *= config.mesh.tensor if config.strategy.sequence_parallel else 1
+    count = 1 if data.packing else data.buckets
+    near = parts if count == 1 else 8 * parts
+    for length in packing.buckets(data.max_length, count):
+        if length % parts:
+            raise ConfigError(
+                "config.mesh.context (with config.strategy.sequence_parallel times tensor) = "
+                f"{parts} does "
+                f"not divide rows of {length} tokens "
+                f"(config.data.max_length={data.max_length}); take a multiple of {near}"
+            )
+
+
+def _check_ranges(config: Config) -> None:
+    """Refuse numbers that have no meaning."""
+    optim, data = config.optim, config.data
+    bounds = {
+        "optim.learning_rate": (optim.learning_rate, 0, math.inf),
+        "optim.warmup_steps": (optim.warmup_steps, 0, math.inf),
+        "optim.b1": (optim.b1, 0, 0.9999999),
+        "optim.b2": (optim.b2, 0, 0.9999999),
+        "optim.weight_decay": (optim.weight_decay, 0, math.inf),
+        "optim.max_grad_norm": (optim.max_grad_norm, 0, math.inf),
+        "data.workers": (data.workers, 1, math.inf),
+        "data.prefetch": (data.prefetch, 1, math.inf),
+        "data.max_images_per_sequence": (data.max_images_per_sequence, 1, math.inf),
+        "data.max_patches_per_sequence": (data.max_patches_per_sequence, 0, math.inf),
+        "data.image_pixels_range": (min(data.image_pixels_range), 0, math.inf),
+        "data.max_skip_fraction": (data.max_skip_fraction, 0, 1),
+        "log_every": (config.log_every, 1, math.inf),
+        "loss_chunk": (config.loss_chunk, 0, math.inf),
+        "max_bad_steps": (config.max_bad_steps, 1, math.inf),
+        "checkpoint.every": (config.checkpoint.every, 0, math.inf),
+    }
+    for name, (value, least, most) in bounds.items():
+        if not least <= value <= most:
+            span = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise ConfigError(f"config.{name}={value}: it must be {span}")

@@ -1,0 +1,199 @@
+"""A run that trains embeddings: what it is made of, and how it is evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxvlm.cache import pair_batches
+from jaxvlm.config import Config, ConfigError, DualConfig, EmbeddingConfig
+from jaxvlm.data import validate as checks
+from jaxvlm.data.errors import DataError, ImageError, Problem
+from jaxvlm.data.images import image_files
+from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
+from jaxvlm.data.pairs.examples import Example
+from jaxvlm.data.sources import pair_formats
+from jaxvlm.hf import dual_encoder, peft_folder, pretrained
+from jaxvlm.hf.families import sentences
+from jaxvlm.hf.run_tokenizer import make_tokenizer, with_vocab
+from jaxvlm.inference.embedding_evaluator import collator_of
+from jaxvlm.losses.registry import loss_setting
+from jaxvlm.parallel.mesh import batch_shards
+from jaxvlm.spmd.gradcache import grad_cache_chunks, group_of
+from jaxvlm.spmd.model import Model
+from jaxvlm.train.gradcache import Chunk
+from jaxvlm.trainer.inputs import Prepared
+from jaxvlm.trainer.run import Run
+from jaxvlm.trainer.training import pipeline_line
+from jaxvlm.types import Pairs
+
+
+def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
+    """What a run that trains embeddings is made of; see :func:`jaxvlm.trainer.inputs.prepare`."""
+    _check(given)
+    mapping = given.data.pairs.column_mapping
+    read = pair_formats.read(given.data.train, given.data.image_root, mapping, given.data.format)
+    if given.embedder == "dual":
+        made = dual_encoder.make_dual_encoder(given, workdir, lambda: _texts(read[0]))
+        config = dataclasses.replace(given, dual=made.config)
+        prepared = Prepared(config, made.source, made.tokenizer, made.image_processor, None, made)
+    else:
+        source = pretrained.find_for(given.model, workdir)
+        if source is not None:
+            sentences.check_no_map(pretrained.modules(source.files))
+        given = pretrained.with_source(given, source)
+        given = peft_folder.with_adapter(given, source, workdir)
+        saved = workdir / "tokenizer" if workdir else None
+        words = make_tokenizer(given, saved, lambda: _texts(read[0]), source)
+        pretrained.check_tokens(source, words)
+        images = pretrained.image_format_of(given, source, words)
+        config = dataclasses.replace(given, model=with_vocab(given.model, words.vocab_size))
+        prepared = Prepared(config, source, words, images, None)
+    rows = collator_of(config, prepared.tokenizer, prepared.image_format)
+    dataset = PairDataset.from_config(given.data, rows, seed=given.seed, read=read)
+    return prepared._replace(dataset=dataset)
+
+
+def _texts(examples: Sequence[Example]) -> Iterator[str]:
+    for example in examples:
+        for item in (example.query, example.positive, *example.negatives):
+            yield item.instruction + item.words
+
+
+def _check(config: Config) -> None:
+    """Refuse settings of other models and other losses, which nothing would read.
+
+    Raises:
+        ConfigError: which, and what would do.
+    """
+    if config.embedder not in ("vlm", "dual"):
+        raise ConfigError(f"config.embedder={config.embedder!r}; known: vlm, dual")
+    of = {"vlm": ("dual", DualConfig()), "dual": ("embedding", EmbeddingConfig())}
+    name, default = of[config.embedder]
+    if getattr(config, name) != default:
+        raise ConfigError(f"config.{name} is not read with config.embedder={config.embedder!r}")
+    on_one, whole = "embeddings are trained on one mesh", "a corpus is searched whole"
+    for where, on, why in (
+        (f"eval_records={config.eval_records}", config.eval_records > 0, whole),
+        (f"encoder.devices={config.encoder.devices}", config.encoder.devices != 0, on_one),
+        (
+            f"microbatches={config.microbatches}",
+            config.microbatches > 1,
+            "the parts of a batch, on a pipeline too, are the chunks of config.grad_cache: set "
+            "its query and document, rows of a data shard",
+        ),
+    ):
+        if on:
+            raise ConfigError(f"config.{where} does not go with {loss_setting(config)}: {why}")
+    pair_batches.check_pair_cache(config)
+
+
+def validate_file(config: Config, spec: str) -> checks.ValidationReport:
+    """What a run of a recipe would refuse of a file; every image is decoded.
+
+    Args:
+        config: of the recipe.
+        spec: the file.
+
+    Raises:
+        DataError: the file as a whole can't be used.
+    """
+    data = dataclasses.replace(config.data, train=spec, on_bad_record="skip", max_skip_fraction=1.0)
+    dataset = prepare(dataclasses.replace(config, data=data), None).dataset
+    problems, broken = list(dataset.problems), {}
+    read: set[str] = set()
+    for side in (dataset.queries, dataset.documents):
+        for path in set(side.encoded.paths) - read:
+            read.add(path)
+            try:
+                image_files.load(path, side.collator.prepare, data.max_pixels)
+            except ImageError as error:
+                broken[path] = str(error)
+    good = 0
+    for example in dataset.examples:
+        items = (example.query, example.positive, *example.negatives)
+        why = [broken[item.image] for item in items if item.image in broken]
+        good += not why
+        problems += [Problem(example.id, why[0])] if why else []
+    lengths = [dataset.queries.num_tokens, dataset.documents.num_tokens]
+    return checks.ValidationReport(
+        name=spec,
+        total=dataset.total,
+        good=good,
+        images=len(read) - len(broken),
+        problems=checks.by_reason(problems),
+        tokens=checks.percentiles(np.concatenate(lengths)),
+        images_most=int(bool(read)),
+        of="examples",
+    )
+
+
+def introduction(run: Run, local: Pairs) -> list[str]:
+    """Lines that say what is about to be trained on.
+
+    Args:
+        run: built.
+        local: its first batch, this process's examples.
+
+    Raises:
+        DataError: there is nothing to learn from it.
+    """
+    data, config = run.dataset, run.config
+    b, K = config.data.batch_size, local.valid.shape[1]
+    if config.loss.name == "info_nce" and (len(data.documents.items) == 1 or b * K == 1):
+        raise DataError(
+            "config.loss.name='info_nce' tells a positive from other documents, and "
+            + (
+                "the data have one"
+                if b * K > 1
+                else "a batch of one query and its positive has none"
+            )
+        )
+    lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]
+    negatives = f"a positive and {K - 1} hard negatives" if K > 1 else "a positive"
+    queries, documents = (
+        _cut(run.model, name, rows, length, chunk)
+        for name, rows, length, chunk in zip(
+            ("queries", "documents"), (b, b * K), lengths, grad_cache_chunks(config.grad_cache)
+        )
+    )
+    return [
+        f"{len(data.examples):,} examples, {len(data.queries.items):,} different queries, "
+        f"{len(data.documents.items):,} documents; {run.steps} steps of {b} queries x "
+        f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
+        f"loss {config.loss.target or config.loss.name}; {queries}; {documents}",
+    ]
+
+
+def _cut(model: Model, name: str, rows: int, length: int, chunk: Chunk) -> str:
+    """How a side is run."""
+    stages, local = model.mesh.shape["pipeline"], rows // batch_shards(model.mesh)
+    parts = chunk.parts(length, local, group_of(model))
+    filled = f" and {-local % parts} of padding" if local % parts else ""
+    line = f"a data shard's {local} {name}{filled} in {parts} chunk{'s' * (parts > 1)}"
+    if stages > 1:
+        line += f", {pipeline_line(model.strategies['decoder'], stages, parts)}"
+    return line
+
+
+def example_lines(dataset: PairDataset, meta: PairMeta, most: int = 3) -> list[str]:
+    """Lines that show a batch's first examples.
+
+    Args:
+        dataset: that it is of.
+        meta: what stands in it.
+        most: examples.
+    """
+    lines = []
+    for number in meta.example[:most].tolist():
+        found = dataset.examples[number]
+        sides = [("query", found.query), ("positive", found.positive)]
+        sides += [("negative", item) for item in found.negatives]
+        lines.append(f"example {found.id}" + (f", label {found.label}" if found.label else ""))
+        for name, item in sides:
+            told = f"[{item.instruction}] " if item.instruction else ""
+            lines.append(f"  {name:<9}{told}{item.text}{'  ' * bool(item.image)}{item.image}")
+    return lines

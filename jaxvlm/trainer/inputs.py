@@ -1,0 +1,84 @@
+"""Tokenizer and data sets of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+from jaxvlm.cache import settings
+from jaxvlm.config import Config, ConfigError
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.run_data import make_dataset, read_records
+from jaxvlm.hf import peft_folder, pretrained
+from jaxvlm.hf.families import sentences
+from jaxvlm.hf.run_tokenizer import make_tokenizer, with_vocab
+
+
+class Prepared(NamedTuple):
+    """What a run is made of, before its model is built."""
+
+    config: Config
+    """With what checkpoint and data say filled in."""
+    source: pretrained.Source | None
+    """The checkpoint that it starts from."""
+    tokenizer: Any
+    """A ChatTokenizer; of a dual encoder a TextTokenizer, or ``None`` where it reads no texts."""
+    image_format: Any
+    """A ImageFormat; of a dual encoder a Processor, or ``None`` where it takes none."""
+    dataset: Any
+    """A Dataset, or a PairDataset."""
+    dual: Any = None
+    """The dual encoder, see :mod:`jaxvlm.hf.dual_encoder`."""
+
+
+def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
+    """What a run that trains tokens is made of.
+
+    Args:
+        given: its settings.
+        workdir: its folder; what it has kept comes first.
+
+    Raises:
+        ConfigError: settings that can't be used.
+        DataError: data that can't be used.
+    """
+    source = pretrained.find_for(given.model, workdir)
+    if source is not None:
+        sentences.check_tokens(pretrained.modules(source.files))
+    given = pretrained.with_source(given, source)
+    given = peft_folder.with_adapter(given, source, workdir)
+    read = read_records(given.data, given.data.train)
+    saved = workdir / "tokenizer" if workdir else None
+    made = make_tokenizer(given, saved, lambda: tokenize.texts(read[0]), source)
+    pretrained.check_tokens(source, made)
+    images = pretrained.image_format_of(given, source, made)
+    config = dataclasses.replace(given, model=with_vocab(given.model, made.vocab_size))
+    settings.check_cache(config)
+    check_questions(config)
+    dataset = make_dataset(config, given.data.train, made, images, read)
+    return Prepared(config, source, made, images, dataset)
+
+
+def check_questions(config: Config) -> None:
+    """Refuse tokens chosen by a question where no one question has its images, or none at all.
+
+    Raises:
+        ConfigError: which setting, and what would do.
+    """
+    asks, data = config.model.connector.relevance, config.data
+    where = f"config.model.connector.relevance.budget={asks.budget}"
+    if not asks.budget:
+        return
+    if config.model.checkpoint:
+        raise ConfigError(
+            f"{where} with config.model.checkpoint={config.model.checkpoint}: no family's files "
+            "have such weights, so what is trained could not be read elsewhere; leave one out"
+        )
+    alone = not data.packing or config.model.decoder.visual_mask == "prompt"
+    if asks.query and data.share_images and not alone:
+        raise ConfigError(
+            f"{where} with config.data.share_images=True: questions that share an image would "
+            "need other tokens each; set --config.data.share_images=False, or "
+            "--config.model.connector.relevance.query=False"
+        )

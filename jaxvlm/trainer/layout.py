@@ -1,0 +1,134 @@
+"""Where a run lies: its mesh, its model on it, and a vision encoder on devices of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxvlm.config import Config, ConfigError
+from jaxvlm.losses.registry import trains_embeddings
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.spmd import disaggregated_encoder, encoder_devices
+from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.trainer.checks import check_lengths
+from jaxvlm.trainer.training import check_shards
+
+
+class Layout(NamedTuple):
+    """Devices and their mesh, before there is a model."""
+
+    config: Config
+    """With the mesh's axes and the strategy's fields filled in."""
+    mesh: jax.sharding.Mesh
+    encoder_devices: list[jax.Device]
+    """Devices of a disaggregated vision encoder; ``[]``: it lies on ``mesh``."""
+
+
+class Placed(NamedTuple):
+    """A layout with the model on it."""
+
+    config: Config
+    mesh: jax.sharding.Mesh
+    model: Model
+    encoder: Model | None
+    """The vision encoder on devices of its own."""
+
+
+def is_by_cost(config: Config) -> bool:
+    """Whether the first batch decides how many devices the vision encoder gets."""
+    return config.encoder.devices == encoder_devices.BY_COST
+
+
+def lay_out(config: Config, devices: Sequence[jax.Device]) -> Layout:
+    """Make the mesh.
+
+    Raises:
+        ConfigError: the mesh or the strategy does not fit the devices.
+    """
+    own, devices = disaggregated_encoder.encoder_devices(config.encoder, devices)
+    if own and config.strategy.name == "single" and len(devices) > 1:
+        raise ConfigError(
+            "config.strategy.name='single' runs on one device, and "
+            f"config.encoder.devices={len(own)} leaves {len(devices)}: take 'ddp'"
+        )
+    mesh, strategy = resolve(config.strategy, config.mesh, devices)
+    config = dataclasses.replace(config, mesh=mesh, strategy=strategy)
+    check_lengths(config)
+    made = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
+    return Layout(config, made, own)
+
+
+def place_model(config: Config, layout: Layout) -> Placed:
+    """Build the model on its mesh; allocates nothing.
+
+    Args:
+        config: the layout's settings, with the model's dims filled in.
+        layout: from :func:`lay_out`.
+
+    Raises:
+        ConfigError: dims that the mesh does not divide, or a batch that the shards do not divide.
+    """
+    own = layout.encoder_devices
+    embeddings = config.embedding if trains_embeddings(config) else None
+    model: Model = build_model(
+        config.network, layout.mesh, config.strategy, not own, embeddings=embeddings
+    )
+    encoder = disaggregated_encoder.encoder_on_devices(model, config.encoder, own) if own else None
+    check_shards(config, model, encoder)
+    return Placed(config, layout.mesh, model, encoder)
+
+
+def place_by_cost(config: Config, devices: Sequence[jax.Device], dataset: Any) -> Placed:
+    """Give the vision encoder its share of the devices by FLOPs, or the nearest usable share.
+
+    Args:
+        config: of the run.
+        devices: of the run.
+        dataset: whose first batch the FLOPs are counted on.
+
+    Raises:
+        ConfigError: no share can be used.
+    """
+    rows = np.arange(config.data.batch_size)
+    with contextlib.closing(dataset.train(rows, 0)) as batches:
+        cost = encoder_devices.model_costs(config, next(batches)[0])
+    if len(devices) < 2 or not cost.tower:
+        what = "one device" if len(devices) < 2 else "a first batch without images"
+        raise ConfigError(f"config.encoder.devices=-1 with {what}: leave it at 0")
+    refused: dict[int, str] = {}
+    for count in encoder_devices.best_first(cost, len(devices)):
+        encoder = dataclasses.replace(config.encoder, devices=count)
+        try:
+            layout = lay_out(dataclasses.replace(config, encoder=encoder), devices)
+            placed = place_model(layout.config, layout)
+        except ConfigError as error:
+            refused[count] = str(error)
+            continue
+        share = cost.tower / sum(cost)
+        print(
+            f"config.encoder.devices={count} of {len(devices)}: the vision encoder has "
+            f"{share:.0%} of a step's FLOPs" + (f" ({_reasons(refused)})" if refused else ""),
+            flush=True,
+        )
+        return placed
+    raise ConfigError(
+        f"config.encoder.devices=-1: no share of {len(devices)} devices can be used; "
+        + _reasons(refused)
+    )
+
+
+def _reasons(refused: dict[int, str]) -> str:
+    """Each reason once, whatever numbers it holds, with the device counts that it refused."""
+    like: dict[str, list[int]] = {}
+    for count, why in refused.items():
+        like.setdefault(re.sub(r"\d+", "", why), []).append(count)
+    return "; ".join(
+        f"with {', '.join(map(str, counts))}: {refused[counts[0]]}" for counts in like.values()
+    )

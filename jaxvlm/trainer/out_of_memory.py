@@ -1,0 +1,57 @@
+"""An out-of-memory error of a run, with what fills the memory and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from jaxvlm.train import compiled_steps
+from jaxvlm.train.loop import TrainingStopped
+from jaxvlm.trainer.batches import GlobalBatches
+from jaxvlm.trainer.run import Run
+from jaxvlm.types import Pairs
+
+_ADVICE = [
+    "raise config.microbatches (exact, a little slower)",
+    "config.model.decoder.remat=dots, then full (about a third slower)",
+    "config.mesh.fsdp=N over more devices",
+    "lower config.data.batch_size, config.data.max_length or config.data.max_patches_per_sequence",
+]
+_PAIR_ADVICE = [
+    "lower config.grad_cache.query_mini_batch and document_mini_batch (exact, a third slower at "
+    "most)",
+    "config.mesh.fsdp=N over more devices",
+    "lower config.data.batch_size or the lengths of config.data.pairs",
+]
+
+
+@contextlib.contextmanager
+def explained(run: Run, batches: GlobalBatches) -> Iterator[None]:
+    """Turn an out-of-memory error into a line that says what to do.
+
+    Raises:
+        TrainingStopped: device memory ran out.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not compiled_steps.is_out_of_memory(error) or batches.last is None:
+            raise
+        compiled = list(run.training.step.compiled.values())
+        memory = compiled_steps.memory(compiled[-1]) if compiled else {}
+        work = max(
+            (n for name, n in memory.items() if name.endswith(("temporary", "program"))), default=0
+        )
+        text = compiled_steps.explain_out_of_memory(
+            run.training.abstract,
+            batches.last,
+            {"activations and work space": work},
+            _PAIR_ADVICE if isinstance(batches.last, Pairs) else _ADVICE,
+        )
+        from jaxvlm.trainer import memory_estimate  # the planner is loaded only where it is asked
+
+        if batches.local is not None and (better := memory_estimate.advice(run, batches.local)):
+            text = f"{text}. {better}"
+        raise TrainingStopped(text) from error

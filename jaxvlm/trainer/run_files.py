@@ -1,0 +1,108 @@
+"""A run's folder: opening it, its files that say what the run is, and where metrics go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+
+import jax
+
+from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint.checkpointer import Checkpointer
+from jaxvlm.hf import exporter
+from jaxvlm.parallel.distributed import processes
+from jaxvlm.train import loop
+from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.progress import Progress
+from jaxvlm.trainer.run import Run
+
+
+def log(line: str) -> None:
+    """Print a line for people; process 0 alone does."""
+    if not jax.process_index():
+        print(line, flush=True)
+
+
+def open_workdir(
+    run: Run, workdir: pathlib.Path, stack: contextlib.ExitStack
+) -> tuple[Checkpointer, list[str]]:
+    """Lock the folder, and check that every process has the same settings and data.
+
+    Args:
+        run: built.
+        workdir: its folder.
+        stack: unlocks the folder again.
+
+    Returns:
+        The checkpointer of the folder, and a list that its warnings go to.
+    """
+    config = run.config
+    if (workdir / "config.json").is_file() and not jax.process_index():
+        for line in run_record.changed_settings(workdir, config):
+            log(line)
+    if not jax.process_index():
+        stack.enter_context(run_record.locked(workdir))
+    warnings: list[str] = []
+    checkpointer = Checkpointer(
+        workdir / "checkpoints",
+        config.checkpoint.keep,
+        config.checkpoint.metric,
+        config.checkpoint.mode,
+        on_warning=warnings.append,
+    )
+    same = [run.dataset.fingerprint(), run.steps, dataclasses.asdict(config)]
+    processes.check_same("settings or data", same)
+    return checkpointer, warnings
+
+
+def open_writer(
+    run: Run, workdir: pathlib.Path, start: int, stack: contextlib.ExitStack
+) -> MetricWriter:
+    """Where the run's metrics go: ``metrics.jsonl``, TensorBoard, Weights & Biases."""
+    config = run.config
+    writer = MetricWriter(workdir, config.tensorboard, config.wandb_project, start or -1)
+    return stack.enter_context(contextlib.closing(writer))
+
+
+def open_progress(run: Run, start: int, lines: list[str], stack: contextlib.ExitStack) -> Progress:
+    """The lines for people, those that were said before it included."""
+    progress = stack.enter_context(contextlib.closing(Progress(run.steps, start)))
+    for line in lines:
+        progress.log(line)
+    run.training.step.say = progress.log
+    return progress
+
+
+def schedule_of(run: Run) -> loop.Schedule:
+    """When a run logs, evaluates, saves and profiles."""
+    config = run.config
+    return loop.Schedule(
+        steps=run.steps,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        save_every=config.checkpoint.every,
+        max_bad_steps=config.max_bad_steps,
+        profile=config.profile_steps,
+        profile_folder=str(run.workdir / "profile") if run.workdir else "",
+    )
+
+
+def write_run_files(run: Run, workdir: pathlib.Path) -> None:
+    """Write ``config.json``, the tokenizer and what an export needs; process 0 alone does."""
+    if jax.process_index():
+        return
+    workdir.mkdir(parents=True, exist_ok=True)
+    if run.tokenizer is not None and not (workdir / "tokenizer").is_dir():
+        # Whole or not at all: a kill in the middle must not leave half a tokenizer.
+        half = workdir / "tokenizer.tmp"
+        shutil.rmtree(half, ignore_errors=True)
+        run.tokenizer.save(half)
+        half.rename(workdir / "tokenizer")
+    if run.source is not None:
+        exporter.keep(run.source, workdir)
+    for tower, source in (run.dual.towers if run.dual else {}).items():
+        exporter.keep(source, workdir / tower)
+    kind, size = run.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in run.meshes)
+    run_record.write_config(workdir, run.config, f"{size} x {kind}")

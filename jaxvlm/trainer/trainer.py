@@ -1,0 +1,144 @@
+"""A training run as a story: settings, mesh, model, data, train step, loop."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxvlm.cache.settings import allocate_pages
+from jaxvlm.config import ConfigError
+from jaxvlm.parallel.distributed import processes
+from jaxvlm.parallel.process import set_up_process
+from jaxvlm.parallel.sharding import local_rows
+from jaxvlm.train import loop
+from jaxvlm.trainer import checks, evaluation, layout, out_of_memory, run_files
+from jaxvlm.trainer.auto_settings import auto_settings
+from jaxvlm.trainer.batches import GlobalBatches
+from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
+from jaxvlm.trainer.callbacks.checkpoint import CheckpointCallback, PreemptionCallback
+from jaxvlm.trainer.callbacks.metrics import MetricsCallback
+from jaxvlm.trainer.ending import finish
+from jaxvlm.trainer.first_state import restore_or_init
+from jaxvlm.trainer.introduction import introduce
+from jaxvlm.trainer.prepare import prepare
+from jaxvlm.trainer.run import Run
+from jaxvlm.trainer.training import build_training, total_steps, trains_vision
+
+
+class Trainer(Run):
+    """One training run in one folder.
+
+    Args:
+        config: what a recipe's ``get_config`` returns: a Config, or a ConfigDict of its keys.
+        workdir: the run's folder; a run that is in it is resumed. All that a run writes is there.
+        devices: which devices the mesh is made of; all by default.
+
+    Raises:
+        ConfigError: settings that can't be used.
+        DataError: data that can't be used.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        workdir: str | pathlib.Path = "",
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        # Settings, and what of them the planner is to choose.
+        config = checks.checked(config, workdir)
+        self.workdir = pathlib.Path(workdir) if workdir else None
+        set_up_process(config.compile_cache)
+        devices = jax.devices() if devices is None else list(devices)
+        self.auto = auto_settings(config)
+        if self.auto:
+            from jaxvlm.trainer.auto_parallel import resolve_auto  # loads the planner
+
+            config = resolve_auto(
+                config, devices, run_files.log, checks.check_lengths, self.workdir
+            )
+        # Mesh: before any file is read, so that one that does not fit is refused at once.
+        mesh = None if layout.is_by_cost(config) else layout.lay_out(config, devices)
+        # Data, and the checkpoint that says what the model is.
+        prepared = prepare(mesh.config if mesh else config, self.workdir)
+        config, self.source, self.tokenizer, self.image_format = prepared[:4]
+        self.dataset, self.dual = prepared.dataset, prepared.dual
+        self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
+        # Model, on its mesh.
+        self.config, self.mesh, self.model, self.encoder = (
+            layout.place_model(config, mesh)
+            if mesh
+            else layout.place_by_cost(config, devices, self.dataset)
+        )
+        self.rows = local_rows(self.mesh, self.config.data.batch_size)
+        # Train step: built here, so that what can't be used is refused before a file is written.
+        learns = trains_vision(self.model, self.config.optim.frozen)
+        self.pages = allocate_pages(self.config, self.dataset, learns)
+        parts = (self.model, self.steps, print, self.encoder, self.pages)
+        self.training = build_training(self.config, *parts)
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the end, or until SIGTERM; resume what the workdir holds.
+
+        Returns:
+            ``step``, why it ended (``ended``), ``seconds`` of training, and the last
+            evaluation's figures.
+
+        Raises:
+            TrainingStopped: the run can't go on; the message says what to do.
+        """
+        if self.workdir is None:
+            raise ConfigError("fit needs a folder: jaxvlm.Trainer(config, workdir=...)")
+        processes.catch_sigterm()
+        with contextlib.ExitStack() as stack:
+            # The first state, from the workdir's newest checkpoint or from initial weights.
+            checkpointer, lines = run_files.open_workdir(self, self.workdir, stack)
+            state, start, extra = restore_or_init(self, checkpointer, lines.append)
+            evaluator = evaluation.make_evaluator(self)
+            # The run's files only now: a config that fails must not replace the run's own.
+            run_files.write_run_files(self, self.workdir)
+            progress = run_files.open_progress(self, start, lines, stack)
+            # Batches, and the tiers of the visual-token cache that fill them.
+            caches = CacheTiers(self, state, start, extra, progress.log, stack)
+            source = stack.enter_context(contextlib.closing(self.dataset.train(self.rows, start)))
+            batches = GlobalBatches(source, self.training.place, caches.host)
+            # Callbacks: what happens around the steps.
+            writer = run_files.open_writer(self, self.workdir, start, stack)
+            estimate, flops, peak = introduce(self, batches.peek(), progress.log)
+            evaluations = evaluation.callback(
+                self, evaluator, caches.memory, writer, progress, extra
+            )
+            callbacks = [
+                CacheCallback(caches, batches, self, flops, checkpointer, progress.log),
+                *([evaluations] if evaluations else []),
+                *([estimate] if estimate else []),
+                MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
+                CheckpointCallback(checkpointer, self.training),
+                PreemptionCallback(),
+            ]
+            # The loop. Tightly around it: a failure here reaches peers before anything waits.
+            begin = time.perf_counter()
+            with processes.guard_peers(), out_of_memory.explained(self, batches):
+                if evaluations and evaluations.catch_up(start, state):
+                    ended = "no better"
+                else:
+                    state, ended = loop.train(
+                        state, self.training.step, batches, run_files.schedule_of(self), callbacks,
+                        start=start, leaves=self.training.leaves, cache_memory=caches.memory,
+                    )  # fmt: skip
+            seconds = time.perf_counter() - begin
+            checkpointer.close()
+            result = finish(self, state, ended, evaluator, evaluations, writer, progress.log)
+            result["plan"] = estimate.finish(ended, progress.log) if estimate else {}
+            self.state = caches.memory.restored(state)
+            return result | {"seconds": seconds}
+
+    def dry_run(self) -> dict[str, Any]:
+        """Compile the step, print one batch with its loss mask and the memory; train nothing."""
+        from jaxvlm.trainer.dry_run import dry_run  # loads the planner
+
+        return dry_run(self)

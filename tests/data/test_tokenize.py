@@ -1,0 +1,217 @@
+"""The loss lies on the assistant's turns: against transformers' own mask."""
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.sources.conversation_formats import Record, Turn
+from jaxvlm.data.tokenizer import chat_tokenizer
+from tests.data.conftest import record
+
+WITH_MARKS = """{% for message in messages %}
+{% if message['role'] == 'assistant' %}
+<|start|>assistant
+{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}
+
+{% else %}
+<|start|>{{ message['role'] }}
+{{ message['content'] }}<|end|>
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """(ours, transformers') with a template that marks what the assistant says."""
+    from transformers import AutoTokenizer
+
+    base = chat_tokenizer.build(["what color is it? red, blue", "is it a circle"], "bpe", 320)
+    base.backend.add_special_tokens(
+        [AddedToken(n, normalized=False) for n in ("<|start|>", "<|end|>")]
+    )
+    special = chat_tokenizer.SPECIAL | {"eos_token": "<|end|>"}
+    folder = tmp_path_factory.mktemp("marked")
+    chat_tokenizer.ChatTokenizer(base.backend, WITH_MARKS, special).save(folder)
+    return chat_tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+
+
+texts = st.text("ab<|>?. é世🙂\n", min_size=1, max_size=12)
+
+
+@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.given(
+    system=st.booleans(),
+    rounds=st.lists(st.tuples(texts, texts.filter(str.strip)), min_size=1, max_size=3),
+)
+def test_mask_is_transformers_mask(marked, system, rounds):
+    ours, theirs = marked
+    turns = [Turn("system", "be brief")] if system else []
+    for question, answer in rounds:
+        turns += [Turn("user", question), Turn("assistant", answer)]
+    want = theirs.apply_chat_template(
+        [{"role": t.role, "content": t.content} for t in turns],
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    corpus, problems = tokenize.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    assert corpus.tokens.tolist() == want["input_ids"]
+    assert corpus.loss.tolist() == [bool(m) for m in want["assistant_masks"]]
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe"])
+def test_loss_is_on_answers_and_their_end(kind):
+    ours = chat_tokenizer.build(["what color is it? red yes blue"], kind, 300)
+    turns = (
+        Turn("user", "<image>what color is it?"),
+        Turn("assistant", "red"),
+        Turn("user", "blue?"),
+        Turn("assistant", "yes blue"),
+    )
+    corpus, _ = tokenize.encode([Record("x", turns, ("a.png",))], ours, 9)
+    said = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert said.replace(" ", "") == "red<eos>yesblue<eos>"
+    assert corpus.length[0] == len(corpus.tokens) + 8
+
+
+def test_equal_words_share_ids_and_nothing_depends_on_it(word_tokenizer):
+    records = [record(i, [f"{i % 3}.png"], f"is it a circle {'red ' * (i % 4)}") for i in range(20)]
+    records.insert(7, record("blind"))
+    corpus, _ = tokenize.encode(records, word_tokenizer, 5)
+    assert len(corpus.tokens) < corpus.length.sum()
+    for i, one in enumerate(records):
+        alone, _ = tokenize.encode([one], word_tokenizer, 5)
+        span = slice(corpus.first[i], corpus.last[i])
+        np.testing.assert_array_equal(corpus.tokens[span], alone.tokens)
+        np.testing.assert_array_equal(corpus.loss[span], alone.loss)
+        assert corpus.length[i] == alone.length[0]
+        assert [corpus.paths[p] for p in corpus.images[i]] == list(one.images)
+
+
+def test_images_may_differ_in_size(word_tokenizer):
+    sizes = {"a.png": 3, "b.png": 7}
+    corpus, _ = tokenize.encode(
+        [record("x", ["a.png", "b.png", "a.png"])], word_tokenizer, sizes.get
+    )
+    assert corpus.length[0] == corpus.last[0] - 3 + 3 + 7 + 3
+
+
+def test_prompt_is_the_beginning_of_the_record(word_tokenizer):
+    one = record("x", ["a.png"])
+    corpus, _ = tokenize.encode([one], word_tokenizer, 1)
+    prompt = tokenize.prompt_ids(one.turns[:1], word_tokenizer)
+    np.testing.assert_array_equal(corpus.tokens[: len(prompt)], prompt)
+    assert not corpus.loss[: len(prompt)].any()
+    assert corpus.loss[len(prompt) :].all()
+
+
+def test_template_that_thinks_in_the_last_answer_alone(marked):
+    ours, _ = marked
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+        "{{ m.content.strip() }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    ours = chat_tokenizer.ChatTokenizer(ours.backend, template, ours.special)
+    turns = [Turn("user", "a"), Turn("assistant", "b "), Turn("user", "a"), Turn("assistant", "c")]
+    corpus, problems = tokenize.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    said = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert said == "b<|end|><think></think>c<|end|>"
+
+
+REFUSED = {
+    "the text contains a special token": ("<eos> red", None),
+    "the chat template rejects the conversation": ("red", "{{ raise_exception('no') }}"),
+    "the chat template rewrites earlier turns": (
+        "red",
+        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    ),
+    "the chat template drops or adds images": (
+        "red",
+        "{% for m in messages %}{{ m.content.replace('<image>', '') }}{% endfor %}",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_a_template_cannot_do_is_a_problem(reason, word_tokenizer):
+    answer, template = REFUSED[reason]
+    ours = word_tokenizer
+    if template:
+        ours = chat_tokenizer.ChatTokenizer(ours.backend, template, ours.special)
+    good, bad = record("good"), record("bad", ["a.png"], answer=answer)
+    corpus, problems = tokenize.encode([bad] if template else [good, bad], ours, 4)
+    assert [(p.id, p.reason) for p in problems] == [("bad", reason)]
+    assert len(corpus.first) == (0 if template else 1)
+
+
+# As LLaVA-1.5's: it walks lists of parts alone, and writes no end behind an answer.
+PARTS_ALONE = """{% for message in messages %}{{ message['role'].upper() + ': ' }}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}
+{%- endfor %}
+{%- for part in message['content'] | selectattr('type', 'equalto', 'text') %}
+{{- part['text'] + ' ' }}{% endfor %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def parts_alone(tmp_path_factory):
+    """(ours, transformers' whole processor); the tokenizer begins a text with ``<s>``."""
+    import transformers  # slow to import
+
+    base = chat_tokenizer.build(["USER: what color is it? ASSISTANT: red, blue"], "bpe", 330)
+    base.backend.add_special_tokens(["<s>"])
+    begin = base.backend.token_to_id("<s>")
+    base.backend.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    folder = tmp_path_factory.mktemp("parts")
+    special = chat_tokenizer.SPECIAL | {"bos_token": "<s>"}
+    chat_tokenizer.ChatTokenizer(base.backend, PARTS_ALONE, special).save(folder)
+    theirs = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=PARTS_ALONE,
+        image_token="<image>",
+    )
+    return chat_tokenizer.load(folder), theirs
+
+
+def test_a_template_that_takes_lists_alone_loses_no_text(parts_alone):
+    ours, theirs = parts_alone
+    said = [("user", "what?"), ("assistant", "red"), ("user", "is it?")]
+    messages = [{"role": r, "content": [{"type": "text", "text": x}]} for r, x in said]
+    wanted = theirs.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=True)
+    got = tokenize.prompt_ids([Turn(*said[0])], ours)
+    np.testing.assert_array_equal(got, np.asarray(wanted).ravel())
+    turns = [Turn(*one) for one in said]
+    assert "red" in ours.render(turns) and "is it?" in ours.render(turns)
+
+
+def test_an_answer_ends_where_the_template_forgets_it(parts_alone):
+    ours, _ = parts_alone
+    said = [("user", "what?"), ("assistant", "red"), ("user", "is it?"), ("assistant", "blue")]
+    turns = tuple(Turn(*one) for one in said)
+    corpus, problems = tokenize.encode([Record("x", turns, ())], ours, 4)
+    assert not problems and corpus.tokens[0] == ours.backend.token_to_id("<s>")
+    trained = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert trained.split() == ["red<eos>", "blue<eos>"]
+
+
+def test_a_template_that_drops_text_is_a_problem(word_tokenizer):
+    silent = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    ours = chat_tokenizer.ChatTokenizer(word_tokenizer.backend, silent, word_tokenizer.special)
+    _, problems = tokenize.encode([record("x")], ours, 4)
+    assert "drops 'what color is the shape?'" in str(problems[0])

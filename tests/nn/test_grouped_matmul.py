@@ -1,0 +1,127 @@
+"""Grouped matmuls against a loop over groups; which one a mesh's devices take."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from builders import TINY
+from flax import nnx
+
+from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.models.decoder import check
+from jaxvlm.nn import grouped_matmul
+from jaxvlm.nn.block_spec import BlockSpec
+from jaxvlm.nn.moe import MoE
+from jaxvlm.nn.param import Init, merge, split
+from jaxvlm.parallel.rules import Axes
+from jaxvlm.planner.request import abstract_devices
+
+GROUPS = {
+    "uneven": (40, 24, 20, [7, 3, 20, 10]),
+    "one has all": (40, 16, 16, [0, 40, 0]),
+    "a tail, and none": (40, 16, 40, [5, 0, 12, 0]),
+    "no rows": (33, 16, 16, [0, 0]),
+    "beyond a tile": (300, 150, 130, [1, 129, 0, 128, 30]),
+}
+
+
+def made(name, dtype="float32"):
+    """rows, matrices, what the result is multiplied by, sizes; float64."""
+    M, K, N, sizes = GROUPS[name]
+    rng = np.random.default_rng(0)
+    drawn = [rng.normal(size=s) for s in ((M, K), (len(sizes), K, N), (M, N))]
+    return *(np.asarray(jnp.asarray(x, dtype), np.float64) for x in drawn), np.asarray(sizes)
+
+
+def by_loop(rows, w, weight, sizes):
+    """The result, and the gradients of rows and matrices."""
+    y, d_rows, d_w = np.zeros(weight.shape), np.zeros(rows.shape), np.zeros(w.shape)
+    for g, end in enumerate(np.cumsum(sizes)):
+        own = slice(end - sizes[g], end)
+        y[own], d_rows[own] = rows[own] @ w[g], weight[own] @ w[g].T
+        d_w[g] = rows[own].T @ weight[own]
+    return y, d_rows, d_w
+
+
+def interpreted(rows, w, sizes):
+    return grouped_matmul.by_tiles(rows, w, sizes, True)
+
+
+def of_xla(rows, w, sizes):
+    return grouped_matmul.grouped_matmul(rows, w, sizes, kernel=False, tail=True)
+
+
+def run(matmul, dtype, rows, w, weight, sizes):
+    given = [jnp.asarray(x, dtype) for x in (rows, w, weight)]
+    y, back = jax.vjp(lambda x, w: matmul(x, w, jnp.asarray(sizes, jnp.int32)), *given[:2])
+    return y, *back(given[2])
+
+
+@pytest.mark.parametrize("matmul", [interpreted, of_xla])
+@pytest.mark.parametrize("name", GROUPS)
+def test_result_and_gradients_are_a_loops(name, matmul):
+    case = made(name)
+    for ours, expected in zip(run(matmul, "float32", *case), by_loop(*case), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+def test_bfloat16_is_rounded_once():
+    case = made("beyond a tile", "bfloat16")
+    for ours, expected in zip(run(interpreted, "bfloat16", *case), by_loop(*case), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=2**-8, atol=1e-3)
+
+
+def test_what_is_frozen_is_not_computed_and_keeps_nothing():
+    rows, w, _, sizes = (jnp.asarray(x) for x in made("uneven"))
+    rows, w, sizes = rows.astype("float32"), w.astype("float32"), sizes.astype("int32")
+
+    def loss(rows, w):
+        return jnp.sum(grouped_matmul.by_tiles(rows, w, sizes, False))
+
+    for argnum, taken, left_out in (
+        (0, grouped_matmul.BACKWARD, grouped_matmul.OUTER),
+        (1, grouped_matmul.OUTER, grouped_matmul.BACKWARD),
+    ):
+        text = str(jax.make_jaxpr(jax.grad(loss, argnum))(rows, w))
+        assert f"name={taken}" in text and f"name={left_out}" not in text
+
+
+ONE, SPLIT = MeshConfig(data=1), MeshConfig(data=1, fsdp=2, expert=2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "choice", "mesh", "kernel"),
+    [
+        ("gpu", "auto", ONE, True),
+        ("gpu", "auto", SPLIT, True),
+        ("gpu", "xla", SPLIT, False),
+        ("tpu", "auto", ONE, False),
+        ("cpu", "auto", ONE, False),
+    ],
+)
+def test_only_gpus_take_the_kernel(platform, choice, mesh, kernel):
+    spec = BlockSpec(
+        width=16, num_heads=1, num_kv_heads=1, head_dim=16, mlp_dim=8, norm="rms", norm_eps=1e-6,
+        activation="silu", gated=True, attention="xla", num_experts=4, experts_per_token=2,
+        expert_matmul=choice,
+    )  # fmt: skip
+    axes = Axes(abstract_devices.mesh(mesh, platform))
+    graph, params = split(MoE(Init(nnx.Rngs(params=jax.random.key(0))), axes, spec))
+
+    def loss(params, x):
+        return jnp.sum(merge(graph, params)(x, None)[0])
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(params, jnp.zeros((4, 8, 16))))
+    names = (grouped_matmul.FORWARD, grouped_matmul.BACKWARD, grouped_matmul.OUTER)
+    assert [f"name={name}" in text for name in names] == [kernel] * 3
+    assert ("ragged_dot_general" in text) is not kernel
+
+
+def test_a_name_that_is_none_is_refused():
+    decoder = dataclasses.replace(TINY.decoder, num_experts=4, experts_per_token=2)
+    check(dataclasses.replace(decoder, expert_matmul="xla"))
+    with pytest.raises(ConfigError, match="expert_matmul='cutlass'; known: auto, xla"):
+        check(dataclasses.replace(decoder, expert_matmul="cutlass"))

@@ -1,0 +1,187 @@
+"""Planned memory compared with real states and with XLA's compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+from builders import TINY
+
+from benchmarks.batches import abstract_batch
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
+from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request import abstract_devices
+from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train import compiled_steps
+
+PRESETS = {
+    "ddp": MeshConfig(data=8),
+    "zero1": MeshConfig(data=1, fsdp=8),
+    "zero2": MeshConfig(data=1, fsdp=8),
+    "fsdp": MeshConfig(data=1, fsdp=8),
+    "fsdp_no_reshard": MeshConfig(data=1, fsdp=8),
+    "hybrid_shard": MeshConfig(data=2, fsdp=4),
+    "hpz": MeshConfig(data=2, fsdp=4),
+}
+ROWS, LENGTH = 16, 64
+
+
+def _setup(config, preset, sizes, **more):
+    mesh, strategy = resolve(StrategyConfig(preset), sizes, abstract_devices.devices("cpu", 8))
+    return step_memory.StepSetup(config, mesh, strategy, "cpu", ROWS, LENGTH, 1, **more)
+
+
+def _step(setup):
+    """The real step, its state and batch, on eight devices."""
+    mesh = make_mesh(setup.mesh, jax.devices())
+    model = build_model(setup.config, mesh, setup.strategy)
+    step, state, _ = assemble(
+        model, NextToken(), optax.adamw(1e-3), setup.microbatches, setup.frozen
+    )
+    return step, state, abstract_batch(setup.config, mesh, ROWS, LENGTH, 1)
+
+
+@pytest.mark.parametrize("trained", ["all", "frozen", "adapters"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_states_between_steps_are_exact(preset, trained):
+    lora = LoraConfig(rank=4) if trained == "adapters" else LoraConfig()
+    config = dataclasses.replace(TINY, lora=lora)
+    frozen = ("vision/*",) if trained == "frozen" else ()
+    setup = _setup(config, preset, PRESETS[preset], frozen=frozen)
+    _, state, batch = _step(setup)
+    found = step_memory.states(setup, step_memory.model_of(setup))
+    real = {
+        "parameters": state.params,
+        "frozen": state.frozen,
+        "moments": state.opt_state,
+        "batch": batch,
+    }
+    theirs = {n: sum(map(compiled_steps.bytes_of, jax.tree.leaves(x))) for n, x in real.items()}
+    theirs["moments"] -= 4 * sum(not x.shape for x in jax.tree.leaves(state.opt_state))  # counts
+    assert found == theirs
+
+
+def test_tensor_parallel_states_are_exact():
+    setup = _setup(TINY, "fsdp", MeshConfig(data=1, fsdp=4, tensor=2))
+    _, state, _ = _step(setup)
+    theirs = sum(map(compiled_steps.bytes_of, state.params.values()))
+    assert step_memory.states(setup, step_memory.model_of(setup))["parameters"] == theirs
+
+
+WIDE = dataclasses.replace(
+    TINY,
+    vision=dataclasses.replace(TINY.vision, width=128, depth=4, mlp_dim=512),
+    decoder=dataclasses.replace(
+        TINY.decoder, width=256, depth=6, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768,
+        vocab_size=2048,
+    ),
+)  # fmt: skip
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "mlp_dim": 256}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("preset", "sizes", "remat", "more", "parts"),
+    [
+        ("ddp", MeshConfig(data=8), "none", {}, 1),
+        ("fsdp", MeshConfig(data=1, fsdp=8), "full", {"width": 512, "mlp_dim": 1536}, 4),
+        ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), "full", EXPERTS, 1),
+    ],
+)
+def test_the_peak_is_close_to_the_compilers(preset, sizes, remat, more, parts):
+    config = dataclasses.replace(
+        WIDE,
+        vision=dataclasses.replace(WIDE.vision, remat=remat),
+        decoder=dataclasses.replace(WIDE.decoder, remat=remat, **more),
+    )
+    mesh, strategy = resolve(StrategyConfig(preset), sizes, abstract_devices.devices("cpu", 8))
+    setup = step_memory.StepSetup(config, mesh, strategy, "cpu", 64, 512, 1, microbatches=parts)
+    real = make_mesh(mesh, jax.devices())
+    model = build_model(config, real, strategy)
+    step, state, _ = assemble(model, NextToken(), optax.adamw(1e-3), parts)
+    compiled = step.lower(state, abstract_batch(config, real, 64, 512, 1)).compile()
+    assert step_memory.estimate(setup).peak == pytest.approx(
+        compiled_steps.memory(compiled)["peak"], rel=0.15
+    )
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+    with pytest.raises(ConfigError, match="a batch of 12 is"):
+        step_memory.estimate(_setup(TINY, "ddp", PRESETS["ddp"])._replace(rows=12))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_absent_hardware_is_planned(platform):
+    config = dataclasses.replace(TINY, dtype="bfloat16")
+    mesh, strategy = resolve(StrategyConfig("fsdp"), MeshConfig(data=1, fsdp=512), _pod(platform))
+    with pytest.raises(ConfigError, match="not divisible by the 512 devices"):
+        step_memory.estimate(
+            step_memory.StepSetup(config, mesh, strategy, platform, 512, LENGTH, 1)
+        )
+    mesh, strategy = resolve(
+        StrategyConfig("hybrid_shard"), MeshConfig(data=64, fsdp=8), _pod(platform)
+    )
+    found = step_memory.estimate(
+        step_memory.StepSetup(config, mesh, strategy, platform, 512, LENGTH, 1)
+    )
+    assert found.peak > sum(found.states.values()) > 0
+
+
+def _pod(platform):
+    return abstract_devices.devices(platform, 512, devices_per_host=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mesh": MeshConfig(data=1, pipeline=8)}, "config.mesh.pipeline"),
+        ({"decoder": {"dropout": 0.1}}, "config.model.decoder.dropout"),
+        ({"decoder": {"remat": "offload"}}, "remat='offload'"),
+    ],
+)
+def test_unsupported_settings_are_refused(change, named):
+    decoder = dataclasses.replace(TINY.decoder, **change.get("decoder", {}))
+    config = dataclasses.replace(TINY, decoder=decoder)
+    setup = _setup(config, "ddp", PRESETS["ddp"])
+    setup = setup._replace(mesh=change.get("mesh", setup.mesh))
+    with pytest.raises(ConfigError, match=f"{named}.*can't be planned yet: .*--dry_run"):
+        step_memory.estimate(setup)
+
+
+def test_experts_are_planned_on_any_mesh_from_one_trace():
+    config = dataclasses.replace(TINY, decoder=dataclasses.replace(TINY.decoder, **EXPERTS))
+    sizes = {"whole": MeshConfig(data=1, fsdp=8), "split": MeshConfig(data=1, fsdp=4, expert=2)}
+    whole, split = (_setup(config, "fsdp", size)._replace(length=512) for size in sizes.values())
+    one, two = step_memory.estimate(whole), step_memory.estimate(split)
+    # A device holds its own experts, unsharded in matmuls: it receives the others' tokens.
+    assert two.states["parameters"] < 1.5 * one.states["parameters"]
+    before = step_memory._trace.cache_info().misses
+    more = step_memory.estimate(whole._replace(rows=8 * ROWS))
+    assert step_memory._trace.cache_info().misses == before
+    assert 7 < more.work["work"] / one.work["work"] < 8.5
+
+
+def test_tokens_are_copied_per_expert_only_where_xla_does():
+    def work(**more):
+        decoder = dataclasses.replace(TINY.decoder, **EXPERTS, **more)
+        mesh, strategy = resolve(StrategyConfig("ddp"), MeshConfig(data=1), _pod("gpu")[:1])
+        config = dataclasses.replace(TINY, decoder=decoder)
+        setup = step_memory.StepSetup(config, mesh, strategy, "gpu", 8, 512, 1)
+        return step_memory.estimate(setup).work["work"]
+
+    rows = 8 * 512 * EXPERTS["experts_per_token"] * TINY.decoder.width * 4
+    assert work(expert_matmul="xla") - work() > (EXPERTS["num_experts"] - 1) * rows
+
+
+def test_microbatches_need_less_memory():
+    setup = _setup(TINY, "fsdp", PRESETS["fsdp"])._replace(rows=64, length=256)
+    whole, parts = (step_memory.estimate(setup._replace(microbatches=n)) for n in (1, 4))
+    saved = [sum(v for k, v in x.work.items() if k.endswith("saved")) for x in (whole, parts)]
+    assert saved[1] < saved[0] / 3
+    assert whole.states == parts.states
