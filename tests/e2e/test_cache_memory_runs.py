@@ -69,7 +69,7 @@ def test_a_step_that_is_short_of_memory(data, tmp_path, monkeypatch, capsys):
     assert calls[6:8] == [all_pages // 4] * 2
     assert calls[8] == all_pages // 2 and calls[14] == all_pages  # behind the next evaluations
     assert set(found) == {3} == {len(programs.compiled)}, "compiled at the start, and never again"
-    assert said.count("compiled the step") == 1 and "1/4 of their pages" in said
+    assert said.count("compiled the step") == 1 and "1/4 of its pages" in said
     plain = jaxvlm.Trainer(settings(data), tmp_path / "plain", **ONE)
     plain.fit()  # arrays of other sizes: the same to rounding
     np.testing.assert_allclose(

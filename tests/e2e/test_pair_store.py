@@ -65,7 +65,7 @@ def test_a_second_run_decodes_and_encodes_nothing(
     assert_same_run(done, again)
     assert set(metric(again, "train/cache/from_store")) == {1.0}
     assert set(metric(again, "train/cache/encoded")) == {0.0}
-    assert "40 images of this tower" in "".join(capsys.readouterr())
+    assert "40 images of this vision encoder" in "".join(capsys.readouterr())
 
 
 @pytest.mark.long

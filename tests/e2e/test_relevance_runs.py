@@ -32,9 +32,9 @@ def made(data, **cache):
 @pytest.mark.long
 def test_a_run_that_keeps_its_tokens(data, tmp_path):
     """The run without a cache, to the bit; resumed; and the questions that it is asked later."""
-    off = jaxvlm.Trainer(made(data, chunk=2), tmp_path / "off")
+    off = jaxvlm.Trainer(made(data, encode_batch=2), tmp_path / "off")
     off.fit()
-    config = made(data, policy="strict", chunk=2)
+    config = made(data, policy="strict", encode_batch=2)
     config.steps = 5
     jaxvlm.Trainer(config, tmp_path / "on").fit()
     config.steps = 12

@@ -158,7 +158,7 @@ def test_clips_vision_encoder_and_a_text_encoder(root, tmp_path):
     alike(model.encode_text(["a photo of " + text for text in ODD]), loaded.encode_document(ODD))
     alike(model.encode_image(seen), loaded.encode(seen))
     alike(model.encode_image(seen), loaded.encode_query(seen))  # no text comes before an image
-    with pytest.raises(ConfigError, match="is a Router of sentence-transformers: name the run"):
+    with pytest.raises(ConfigError, match="is a Router of sentence-transformers: pass the run"):
         jaxvlm.load(folder)
 
 

@@ -12,7 +12,7 @@ NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipy
 SAID = {
     "quickstart.ipynb": ("exact_match", "->"),
     "cache.ipynb": (
-        "found in the last step: 1.0",
+        "hit rate of the last step: 1.0",
         "the run that writes: from the store 0% in its first step",
         "the run that reads: from the store 100% in its first step, 100% in its last",
         "96 images, exact",

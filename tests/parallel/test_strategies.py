@@ -47,7 +47,7 @@ STRATEGIES = {
     "expert": ("fsdp", MeshConfig(1, fsdp=2, expert=4)),
     "expert x tensor": ("fsdp", MeshConfig(1, fsdp=2, expert=2, tensor=2)),
     "sequence": ("fsdp", MeshConfig(2, fsdp=2, tensor=2), {"sequence_parallel": True}),
-    "vision whole": ("fsdp", MeshConfig(), {"whole": ("vision",)}),
+    "vision replicated": ("fsdp", MeshConfig(), {"replicated": ("vision",)}),
     "gpipe": ("ddp", MeshConfig(pipeline=4), {"schedule": "gpipe"}),
     "1f1b": ("ddp", MeshConfig(pipeline=4)),
     "interleaved": (
@@ -69,11 +69,11 @@ STRATEGIES = {
         MeshConfig(1, fsdp=2, tensor=2, pipeline=2),
         {"schedule": "zero_bubble"},
     ),
-    "hpz, vision whole": ("hpz", MeshConfig(data=2), {"whole": ("vision",)}),
-    "stage x fsdp, vision whole": (
+    "hpz, vision replicated": ("hpz", MeshConfig(data=2), {"replicated": ("vision",)}),
+    "stage x fsdp, vision replicated": (
         "fsdp",
         MeshConfig(data=2, fsdp=2, pipeline=2),
-        {"whole": ("vision",)},
+        {"replicated": ("vision",)},
     ),
 }
 
