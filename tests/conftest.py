@@ -8,20 +8,14 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share builders.py
 
-from runs import FLAGS, compile_cache  # no JAX in it
+import isolation  # no JAX in either
+import shown
 
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {FLAGS}".strip()
-)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+isolation.isolate()
 # A collective holds a thread of XLA's pool until all devices are there. With a thread a device, the
 # default, devices can wait for each other in different ones for ever: one run in a hundred did.
 os.environ.setdefault("NPROC", "32")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compile_cache()))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import shown  # now that it is found
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 
 def pytest_addoption(parser):
@@ -44,6 +38,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_child_is_left():
+    """A file's tests end the processes that they start."""
+    before = isolation.children()
+    yield
+    left = isolation.end_children(before)
+    assert not left, f"tests left processes behind: {left}"
 
 
 @pytest.fixture
@@ -92,6 +95,10 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workerinput"):
         return
+    isolation.end_children({})
+    if lines := isolation.called():
+        print("\nTests called the machine's own commands:", *lines, sep="\n  ")
+        session.exitstatus = 1
     if file := session.config.getoption("--parity"):
         shown.write_parity(pathlib.Path(file), _PARITY)
     if how := session.config.getoption("--families"):

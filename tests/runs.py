@@ -25,6 +25,11 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do no
     # Eight devices on two busy cores may take longer than its 40 s to meet.
     FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 
+# The one flag that a user may give: an instruction set for the compiler to stay within.
+for _flag in os.environ.get("XLA_FLAGS", "").split():
+    if _flag.startswith("--xla_cpu_max_isa=") and _flag not in FLAGS:
+        FLAGS += f" {_flag}"
+
 HERE = pathlib.Path(__file__).parent / "e2e"
 
 

@@ -211,7 +211,7 @@ def test_no_policy_reads_past_its_bound(policies, which, moves):
         assert int(metrics["cache/staleness_max"]) <= 3
         assert int(state.cache.version) == int(before.version) + good
         if not good:
-            for name in ("pages", "key", "row_version", "refresh_at"):
+            for name in ("pages", "key", "page_version", "refresh_at"):
                 np.testing.assert_array_equal(
                     getattr(before, name), np.asarray(getattr(state.cache, name)), name
                 )

@@ -112,7 +112,11 @@ def test_another_mesh_finds_them(first, data, tmp_path):
 
 @pytest.mark.parametrize(
     "what",
-    ["weights", "resize", *(pytest.param(x, marks=pytest.mark.long) for x in ("encode_batch", "dtype"))],
+    [
+        "weights",
+        "resize",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("encode_batch", "dtype")),
+    ],
 )
 def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
     _, store = first

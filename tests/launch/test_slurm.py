@@ -1,5 +1,6 @@
 """The launch scripts run as they stand: as two faked SLURM tasks, and up to the gcloud call."""
 
+import contextlib
 import os
 import random
 import shlex
@@ -13,7 +14,9 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 PROGRAM = """
-import signal, sys, time
+import os, pathlib, signal, sys, time
+with pathlib.Path(__file__).with_name("pids").open("a") as file:
+    file.write(f"{os.getpid()} ")
 from jaxvlm.parallel.distributed import processes as distributed
 
 assert distributed.initialize()
@@ -51,17 +54,30 @@ def start(tmp_path):
 
     yield start_two
     for task in started:
-        task.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(task.pid, signal.SIGKILL)  # its programs too, which hold the pipes
         task.communicate()
+
+
+# As SLURM's own: scancel signals each process of the job, which are children of both batch files.
+SCANCEL = """#!/bin/bash
+echo "scancel $*"
+[ "$*" = "--signal=TERM $SLURM_JOB_ID" ] || exit 1
+kill -TERM $(cat {folder}/pids)
+"""
 
 
 def start_tasks(tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
     """The body of the batch file, once for each task, as srun would set it up."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/bash\necho "scontrol $*"\n')
-    scontrol.chmod(0o755)
+    texts = {
+        "scontrol": '#!/bin/bash\necho "scontrol $*"\n',
+        "scancel": SCANCEL.format(folder=tmp_path),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     job = random.randrange(10**6)
     tasks = []
     for process in range(2):
@@ -82,7 +98,7 @@ def start_tasks(tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
         }
         command = ["bash", str(LAUNCH / "slurm.sbatch"), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        tasks.append(subprocess.Popen(command, env=env, text=True, **pipes))
+        tasks.append(subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes))
     return tasks
 
 
@@ -104,6 +120,7 @@ def test_sigterm_saves_and_requeues(start):
     outputs = [task.communicate(timeout=90) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert all("saved at" in output for output, _ in outputs)
+    assert "scancel --signal=TERM" in outputs[0][0]
     assert "scontrol requeue" in outputs[0][0]
     assert "scontrol" not in outputs[1][0]
 

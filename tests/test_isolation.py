@@ -1,0 +1,62 @@
+"""What holds tests apart from the machine that they run on."""
+
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import isolation
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+
+
+def test_no_variable_of_a_user_or_a_scheduler_is_left():
+    code = "import isolation, os; isolation.isolate(); print(sorted(os.environ))"
+    theirs = {
+        "SLURM_JOB_ID": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "RANK": "1",
+        "JAX_ENABLE_X64": "1",
+        "JAX_DEFAULT_PRNG_IMPL": "rbg",
+        "https_proxy": "http://proxy:1",
+        "HF_HOME": "/nowhere",
+        "WANDB_MODE": "online",
+        "XDG_CACHE_HOME": "/nowhere",
+    }
+    env = {k: v for k, v in os.environ.items() if k != "JAXVLM_TEST_FOLDER"} | theirs
+    env["XLA_FLAGS"] = "--xla_cpu_max_isa=AVX2 --xla_cpu_enable_fast_math=true"
+    code += "; print(os.environ['XLA_FLAGS'], os.environ['HOME'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=TESTS, capture_output=True, text=True, check=True
+    )
+    names, flags = done.stdout.splitlines()
+    assert not [name for name in theirs if name in names]
+    assert "max_isa=AVX2" in flags and "fast_math" not in flags and "jaxvlm-tests-" in flags
+
+
+@pytest.mark.parametrize("name", ["scancel", "gcloud", "wandb"])
+def test_the_machines_commands_are_hidden(name):
+    assert shutil.which(name).startswith(os.environ["JAXVLM_TEST_FOLDER"])
+
+
+def test_no_test_connects_to_another_machine():
+    with socket.socket() as one, pytest.raises(RuntimeError, match="a test connects to"):
+        one.connect(("192.0.2.1", 80))
+
+
+def test_a_killed_childs_children_end_with_their_test():
+    before = isolation.children()
+    shell = subprocess.Popen(["bash", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE)
+    grandchild = int(shell.stdout.readline())
+    shell.kill()
+    shell.wait()
+    deadline = time.monotonic() + 10
+    while grandchild not in isolation.children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert grandchild in isolation.end_children(before)
+    assert not pathlib.Path(f"/proc/{grandchild}").exists()
+    shell.stdout.close()
