@@ -154,7 +154,7 @@ def _lines(flag: str, name: str) -> list[str]:
     if not name:
         return []
     try:
-        lines = pathlib.Path(name).read_text(encoding="utf-8").split("\n")
+        lines = pathlib.Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--{flag}={name} can't be read: {error}") from None
     lines = lines[:-1] if not lines[-1] else lines

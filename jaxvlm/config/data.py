@@ -46,6 +46,9 @@ class PairDataConfig:
     max_negatives: int = -1
     """Limits the hard negatives of an example, which are drawn again in each epoch; the default -1
     takes all that it has."""
+    tsv_quoting: bool = False
+    """Makes quotation marks around a cell of a .tsv file quote it, as in a .csv file; with False, the
+    default, they are text."""
     require_negatives: bool = False
     """Treats an example without a hard negative as a bad record (see ``data.on_bad_record``)."""
     batch_sampler: str = "no_duplicates"
@@ -74,6 +77,10 @@ class DataConfig:
     image_root: str = ""
     """Names the folder that image paths are relative to; the default "" means the data file's own
     folder."""
+    ignored_fields: tuple[str, ...] = ()
+    """Lists names of fields of records, turns and content parts that are passed over; a record with
+    any other field that is not read is a bad record (see ``on_bad_record``), as the field may say
+    what is to be trained."""
     batch_size: int = 32
     """Sets the number of sequences per step over all devices; of pairs it counts examples."""
     max_length: int = 256

@@ -91,7 +91,7 @@ def validate(
     Raises:
         DataError: the file as a whole can't be used.
     """
-    records, problems = conversation_formats.read(spec, config.image_root, config.format)
+    records, problems = conversation_formats.read(spec, config)
     total = len(records) + len(problems)
     chat_tokenizer = chat_tokenizer or tokenizer.build(tokenize.texts(records))
     corpus, unfit = tokenize.encode(records, chat_tokenizer, num_patches)

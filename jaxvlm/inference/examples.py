@@ -9,8 +9,9 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxvlm.config import DataConfig
 from jaxvlm.data.pairs.examples import Example, Item, relevant
-from jaxvlm.data.sources import pair_formats
+from jaxvlm.data.sources import pair_formats, tables
 from jaxvlm.inference.items import refuse
 
 
@@ -29,13 +30,17 @@ class Gathered:
     """For each example, the indices of its query, its positive and its negatives."""
 
 
-def read(name: str) -> list[Example]:
+def read(name: str, config: DataConfig = tables.DEFAULT) -> list[Example]:
     """Reads the examples of a file with :func:`jaxvlm.data.sources.pair_formats.read`.
+
+    Args:
+        name: file or pattern of files.
+        config: data settings that say how the file is read.
 
     Raises:
         DataError: the file, or a record of it, can't be read.
     """
-    examples, problems = pair_formats.read(name)
+    examples, problems = pair_formats.read(name, config)
     refuse(name, problems)
     return examples
 

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.data.conversations.tokenize import INSTRUCTION
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import tables
-from jaxvlm.data.sources.conversation_formats import BadItem
+from jaxvlm.data.sources.fields import Allowed, BadItem
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.vlm import VLM
 
-_log = logging.getLogger(__name__)
 _FIELDS = ("id", "text", "image", "instruction")
 
 
-def read(name: str) -> tuple[list[Item], list[str]]:
+def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], list[str]]:
     """Reads items and their ids from a file.
 
     Args:
         name: file that :func:`jaxvlm.data.sources.tables.read` reads; a record has ``text``,
             ``image`` (a path relative to the file's folder) or both, and optionally
             ``instruction`` and ``id``.
+        config: data settings that say how the file is read.
 
     Returns:
         The items in order, and the id of each, "" where the record has none.
@@ -35,17 +34,17 @@ def read(name: str) -> tuple[list[Item], list[str]]:
     Raises:
         DataError: the file or a record of it can't be read.
     """
-    raw, problems = tables.read(name)
+    raw, problems = tables.read(name, config)
+    allowed = Allowed.of(config.ignored_fields)
     refuse(name, problems)
     items, ids = [], []
-    unread: set[str] = set()
     seen: set[str] = set()
     for record in raw:
         try:
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
             given = {field: value for field, value in record.fields.items() if value is not None}
-            unread |= given.keys() - set(_FIELDS)
+            allowed.refuse_others("record", given, _FIELDS)
             text, image, instruction = (given.get(field, "") for field in _FIELDS[1:])
             if bad := [n for n in _FIELDS[1:] if not isinstance(given.get(n, ""), str)]:
                 raise BadItem(f"{bad[0]!r} is not text")
@@ -57,8 +56,6 @@ def read(name: str) -> tuple[list[Item], list[str]]:
         except BadItem as bad:
             problems.append(Problem(record.where, bad.reason, bad.detail))
     refuse(name, problems)
-    if unread:
-        _log.warning("%s: fields that are not read: %s", name, ", ".join(sorted(unread)[:5]))
     return items, ids
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import tables
-from jaxvlm.data.sources.conversation_formats import BadItem
+from jaxvlm.data.sources.fields import Allowed, BadItem
 from jaxvlm.evals import zero_shot
 from jaxvlm.inference.embed_corpus import EmbedConfig, in_memory
 from jaxvlm.inference.encoder import Encoder
@@ -51,12 +51,13 @@ class ZeroShotReport:
         return lines
 
 
-def read(name: str) -> tuple[list[Item], list[str]]:
+def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], list[str]]:
     """Reads images and their classes from a file.
 
     Args:
         name: file that :func:`jaxvlm.data.sources.tables.read` reads; a record has ``image``, a
             path relative to the file's folder, and ``label``, the name of its class.
+        config: data settings that say how the file is read.
 
     Returns:
         The images as items, and the label of each.
@@ -64,12 +65,14 @@ def read(name: str) -> tuple[list[Item], list[str]]:
     Raises:
         DataError: the file, or a record of it, can't be read.
     """
-    raw, problems = tables.read(name)
+    raw, problems = tables.read(name, config)
+    allowed = Allowed.of(config.ignored_fields)
     refuse(name, problems)
     items, labels = [], []
     for record in raw:
         try:
             fields = record.fields if isinstance(record.fields, dict) else {}
+            allowed.refuse_others("record", fields, {"id", "image", "label"})
             image, label = fields.get("image"), fields.get("label")
             if not isinstance(image, str) or not image:
                 raise BadItem("no image: give its path as 'image'")
@@ -104,7 +107,7 @@ def classes_of(spec: str, labels: Sequence[str]) -> list[str]:
         names = sorted(set(labels))
     elif path.is_file() or path.suffix in _LISTS:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
             names = [line for line in lines if line.strip()]
         except (OSError, ValueError) as error:
             raise ConfigError(f"--classes={spec} can't be read: {error}") from None

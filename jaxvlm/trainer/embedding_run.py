@@ -34,8 +34,7 @@ from jaxvlm.types import Pairs
 def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
     """What a run that trains embeddings is made of; see :func:`jaxvlm.trainer.inputs.prepare`."""
     _check(given)
-    mapping = given.data.pairs.column_mapping
-    read = pair_formats.read(given.data.train, given.data.image_root, mapping, given.data.format)
+    read = pair_formats.read(given.data.train, given.data)
     if given.embedder == "dual":
         made = dual_encoder.make_dual_encoder(given, workdir, lambda: _texts(read[0]))
         config = dataclasses.replace(given, dual=made.config)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.conversation_formats import Turn, read
 from tests.data.conftest import llava
@@ -48,7 +49,7 @@ def test_image_root_and_roles(write_json):
     item = llava(image=None, text="hello")
     item["conversations"].insert(0, {"from": "system", "value": "be brief"})
     with_image = llava("y", "sub/a.png")
-    records, _ = read(write_json([item, with_image]), image_root="/images")
+    records, _ = read(write_json([item, with_image]), DataConfig(image_root="/images"))
     assert [t.role for t in records[0].turns] == ["system", "user", "assistant"]
     assert records[1].images == ("/images/sub/a.png",)
 
@@ -72,11 +73,8 @@ BAD = {
     "text that is not valid Unicode": llava(answer="\ud83d"),
     "both 'conversations' and 'messages'": llava() | messages("hi"),
     "both 'image' and 'images'": llava(image="a.png") | {"images": ["b.png"]},
-    "a field that jaxvlm does not read": llava() | {"tools": ["search"]},
-    "a turn's field that jaxvlm does not read": {
-        "id": "x",
-        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [1]}],
-    },
+    "both 'path' and 'url'": messages(part(path="a.png", url="b.png")),
+    "an image with several names": messages("<image>", images=[{"path": "a", "url": "b"}]),
     "a turn with a training weight other than 1": {
         "id": "x",
         "messages": [
@@ -91,6 +89,44 @@ def test_fields_that_say_nothing_are_no_harm(write_json):
     item = llava() | {"videos": [], "system": None, "source": "web"}
     item["conversations"][1] |= {"weight": 1, "tool_calls": None}
     assert len(read(write_json([item]))[0]) == 1
+
+
+def _of_turn(**fields):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"} | fields]
+    return {"id": "x", "messages": turns}
+
+
+def _of_part(kind, **fields):
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "hi"}]
+    return messages([parts[kind] | fields])
+
+
+@pytest.mark.parametrize(
+    "level, item",
+    [
+        ("record", llava() | {"tools": ["search"]}),
+        ("record", llava() | {"loss_scale": "last_round"}),
+        ("record", llava() | {"Videos": ["a.mp4"]}),
+        ("record", _of_turn() | {"rejected_response": "no"}),
+        ("record", _of_turn() | {"frobnicate": 0}),
+        ("turn", _of_turn(tool_calls=[1])),
+        ("turn", _of_turn(masked=True)),
+        ("turn", _of_turn(name="Ann")),
+        ("turn", {"id": "x", "conversations": [{"from": "gpt", "value": "hi", "mask": 1}]}),
+        ("content part", _of_part(0, resized_height=280)),
+        ("content part", _of_part(0, min_pixels=50176)),
+        ("content part", _of_part(1, cache_control={"type": "ephemeral"})),
+        ("image", messages([{"type": "image_url", "image_url": {"url": "a", "detail": "low"}}])),
+    ],
+)
+def test_a_field_that_is_not_read_is_refused_unless_it_is_ignored(level, item, write_json):
+    path = write_json([item])
+    records, (problem,) = read(path)
+    assert not records and problem.id == "x"
+    assert problem.reason.startswith(f"a field of the {level} that jaxvlm does not read")
+    ignored = tuple(problem.detail.split(", "))
+    records, problems = read(path, DataConfig(ignored_fields=ignored))
+    assert len(ignored) == 1 and not [p for p in problems if "does not read" in p.reason]
 
 
 @pytest.mark.parametrize("reason", BAD)

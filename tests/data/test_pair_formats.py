@@ -10,6 +10,7 @@ import tarfile
 import pytest
 from PIL import Image
 
+from jaxvlm.config import DataConfig, PairDataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs.examples import Example, Item
@@ -75,14 +76,19 @@ def test_formats_agree(item, want, write_json, tmp_path, caplog):
     assert not caplog.records
 
 
+def mapped(*pairs):
+    return DataConfig(pairs=PairDataConfig(column_mapping=pairs))
+
+
 def test_columns_are_mapped(write_json):
     rows = [{"question": "a", "passage": "b", "hard": "c", "n": 3, "source": "web", "text": ""}]
     mapping = [("question", "query"), ("passage", "positive"), ("hard", "negative"), ("n", "id")]
-    (found,), problems = pair_formats.read(write_json(rows), "", mapping)
+    (found,), problems = pair_formats.read(write_json(rows), mapped(*mapping))
     assert found == Example("3", Item("a"), Item("b"), (Item("c"),)) and not problems
     with pytest.raises(DataError, match=r"names 'answer', which no record has; .*passage"):
-        pair_formats.read(write_json(rows), "", [("answer", "positive")])
-    _, (problem,) = pair_formats.read(write_json(rows), "", [("question", "query"), ("n", "query")])
+        pair_formats.read(write_json(rows), mapped(("answer", "positive")))
+    config = mapped(("question", "query"), ("n", "query"))
+    _, (problem,) = pair_formats.read(write_json(rows), config)
     assert problem.reason == "two columns for 'query'"
 
 
@@ -121,6 +127,7 @@ def good(**more):
     return {"query": "a", "positive": "b"} | more
 
 
+UNREAD = "that jaxvlm does not read; data.ignored_fields can pass over it"
 BAD = {
     "not a JSON object": [1],
     "no positive": {"query": "a"},
@@ -133,7 +140,12 @@ BAD = {
     "placeholders and images differ in number": good(query="<image> what?"),
     "needs one score for each positive and then each negative": good(scores=[1, 2]),
     "a score that is not a finite number": good(score="high"),
-    "a field that jaxvlm does not read": good(videos=["a.mp4"]),
+    f"a field of the record {UNREAD}": good(videos=["a.mp4"]),
+    f"a field of the turn {UNREAD}": {
+        "messages": [user("a")[0] | {"loss_mask": 0}],
+        "positive_messages": [user("b")],
+    },
+    f"a field of the image of 'query' {UNREAD}": good(query_image={"path": "a.png", "crop": 3}),
     "both 'score' and 'scores'; which one is meant?": good(score=1, scores=[1]),
     "both 'anchor' and 'query'; which one is meant?": good(anchor="c"),
     "both 'qry' and 'positive_messages'; which one is meant?": good(qry="a", positive_messages=[1]),
@@ -141,7 +153,7 @@ BAD = {
         instruction="a", query_instruction="b"
     ),
     "two images for 'query'": good(query={"image": "a.png"}, query_image="b.png"),
-    "'query' has a field that jaxvlm does not read": good(query={"txt": "a"}),
+    f"a field of the 'query' {UNREAD}": good(query={"txt": "a"}),
     "an image embedded in the table; give files, or tar shards": good(query_image={"bytes": "x"}),
     "an image that is not a file": good(query_image="https://example.com/a.png"),
     "an image's name is not text": good(query_image=3),
@@ -178,13 +190,76 @@ def test_bad_record_is_named(reason, write_json):
     assert problems[0].id == ("x" if isinstance(bad, dict) else "data.json[1]")
 
 
-def test_nothing_is_lost_silently(write_json, caplog):
+def test_nothing_is_lost_silently(write_json):
     rows = [good(source="web", url=None), good(source="web", rank=3), good(negative="c")]
-    with caplog.at_level(logging.WARNING, "jaxvlm.data"):
-        pair_formats.read(write_json(rows))
-    assert "fields that are not read (records): source (2), rank (1)" in caplog.text
+    found, (problem,) = pair_formats.read(write_json(rows))
+    assert len(found) == 2 and problem.detail == "rank"
+    config = DataConfig(ignored_fields=("rank",))
+    assert len(pair_formats.read(write_json(rows), config)[0]) == 3
     with pytest.raises(DataError, match=r"ids that several records share: 7 \(1 in all\)"):
         pair_formats.read(write_json([good(id=7), good(id="7"), good(id=8)]))
+
+
+@pytest.mark.parametrize(
+    "name, text, positives, reasons",
+    [
+        # Quotation marks of a TSV are text, at the start of a cell too.
+        (
+            "a.tsv",
+            'query\tpositive\nq\t"I have a dream" said\nr\t"To be\ns\t"Pig" is\n',
+            ['"I have a dream" said', '"To be', '"Pig" is'],
+            [],
+        ),
+        # A mark that opens a cell and ends behind the next records.
+        ("a.csv", 'query,positive\n"5 inch,a\n12",b\nc,d\n', ["b", "d"], ["opens a cell"]),
+        ("a.csv", 'query,positive\na,"b\nc,d\ne,f\n', ["d", "f"], ["not CSV"]),
+        ("a.csv", 'query,positive\na,"b" said\nc,d\n', ["d"], ["not CSV"]),
+        ("a.csv", 'query,positive\na,"two\nlines"\nc,d\n', ["two\nlines", "d"], []),
+        ("a.csv", "query,positive\r\na,b\r\n\r\nc\r\n", ["b"], ["fewer cells than columns"]),
+        ("a.csv", "\ufeffquery,positive\na,b\n", ["b"], []),
+    ],
+)
+def test_no_record_swallows_another(tmp_path, name, text, positives, reasons):
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    found, problems = pair_formats.read(str(path))
+    assert [e.positive.text for e in found] == positives
+    assert [r in p.reason for p, r in zip(problems, reasons, strict=True)] == [True] * len(reasons)
+
+
+def test_a_tsv_that_was_written_with_quotation_marks(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text('query\tpositive\na\t"say ""b"" \t or c"\n')
+    config = DataConfig(pairs=PairDataConfig(tsv_quoting=True))
+    (found,), problems = pair_formats.read(str(path), config)
+    assert found.positive.text == 'say "b" \t or c' and not problems
+    assert pair_formats.read(str(path))[1][0].reason == "more cells than columns"
+
+
+@pytest.mark.parametrize(
+    "cell, negatives",
+    [
+        ('["n1", "n2"]', ["n1", "n2"]),
+        ("[]", []),
+        ("[sic] it is", ["[sic] it is"]),
+        ("[laughs]", ["[laughs]"]),
+        ("{x} and {y}", ["{x} and {y}"]),
+        ("['n1', 'n2']", None),
+        ("['n1' 'n2']", None),
+        ("['n1'\n 'n2']", None),
+        ('{"text": "n1"}', ["n1"]),
+        ("{'text': 'n1'}", None),
+    ],
+)
+def test_a_cell_with_a_list_is_one_or_refused(tmp_path, cell, negatives):
+    path = tmp_path / "a.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["query", "positive", "negatives"], ["a", "b", cell]])
+    found, problems = pair_formats.read(str(path))
+    if negatives is None:
+        assert not found and "a list that is not JSON" in problems[0].reason
+    else:
+        assert [item.text for item in found[0].negatives] == negatives and not problems
 
 
 def test_csv(tmp_path):
@@ -284,7 +359,7 @@ def test_tar_by_mapping_and_compressed(tmp_path):
     members = {"0.txt": "red", "0.png": image("red")}
     path = write_tar(tmp_path / "a.tar", members)
     mapping = [("txt", "query"), ("png", "positive_image")]
-    (found,), problems = pair_formats.read(path, "", mapping)
+    (found,), problems = pair_formats.read(path, mapped(*mapping))
     assert found.query == Item("red") and found.positive.text == "<image>" and not problems
     path = write_tar(tmp_path / "b.tar", members, "w:gz")
     with pytest.raises(DataError, match="can't be read as an uncompressed tar"):
@@ -299,7 +374,8 @@ def test_several_files_are_tasks(tmp_path):
     assert [e.id for e in found] == ["a/train.jsonl:1", "b/train.jsonl:1"]
     assert [e.task for e in found] == ["a/train.jsonl", "b/train.jsonl"]
     assert [e.query.image for e in found] == [str(tmp_path / n / "1.png") for n in "ab"]
-    rooted, _ = pair_formats.read(str(tmp_path / "*" / "train.jsonl"), "/images")
+    config = DataConfig(image_root="/images")
+    rooted, _ = pair_formats.read(str(tmp_path / "*" / "train.jsonl"), config)
     assert rooted[0].query.image == "/images/1.png"
 
 

@@ -130,9 +130,7 @@ class Dataset:
             DataError: the file, or too many of its records, can't be used.
         """
         name = spec or config.train
-        records, problems = read or conversation_formats.read(
-            name, config.image_root, config.format
-        )
+        records, problems = read or conversation_formats.read(name, config)
         prepare = prepare or image_files.squares(image_size, config.resize)
         settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
         return cls(name, records, problems, config, tokenizer, settings)

@@ -13,7 +13,7 @@ from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
 
 def read_records(config: DataConfig, spec: str) -> Any:
     """Read a data file or a named source; returns (records, problems)."""
-    return conversation_formats.read(spec, config.image_root, config.format)
+    return conversation_formats.read(spec, config)
 
 
 def make_dataset(

@@ -116,10 +116,7 @@ class PairDataset:
             ConfigError: a setting is changed that is not read for pairs.
         """
         name = spec or config.train
-        mapping = config.pairs.column_mapping
-        examples, problems = read or pair_formats.read(
-            name, config.image_root, mapping, config.format
-        )
+        examples, problems = read or pair_formats.read(name, config)
         return cls(name, examples, problems, config, collator, document_collator, seed)
 
     @property

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, BadItem, check_unicode, tidy
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, tidy
+from jaxvlm.data.sources.fields import BadItem
 
 
 class Item(NamedTuple):

@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxvlm.config import Extension, extension
+from jaxvlm.config import DataConfig, extension
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import custom_format
-from jaxvlm.data.sources.custom_format import BUILT_IN
+from jaxvlm.data.sources import custom_format, fields
+from jaxvlm.data.sources.fields import Allowed, BadItem
 
+DEFAULT = DataConfig()
 PLACEHOLDER = "<image>"
 """Marks an image's place in a turn's text, whatever the file's or tokenizer's own marker is."""
 
@@ -29,44 +30,14 @@ _LLAVA_ROLES = {
     "system": "system",
 }
 _ROLES = ("system", "user", "assistant")
-UNUSED = frozenset(
-    [
-        "audio",
-        "audios",
-        "chosen",
-        "label_mask",
-        "objects",
-        "rejected",
-        "rejected_response",
-        "system",
-        "tool_calls",
-        "tools",
-        "video",
-        "videos",
-    ]
-)
-"""Fields of a record that other trainers read and jaxvlm does not. A record with one is refused, as
-ignoring it would silently lose data."""
-_UNUSED_OF_TURN = frozenset(
-    [
-        "audio",
-        "audios",
-        "function_call",
-        "image",
-        "images",
-        "loss_mask",
-        "reasoning",
-        "reasoning_content",
-        "refusal",
-        "thinking",
-        "tool_call_id",
-        "tool_calls",
-        "tools",
-        "video",
-        "videos",
-    ]
-)
-_TRAINED = frozenset(("loss", "train", "weight"))
+_LISTS_OF_IMAGES = ("images", "image")
+_FIELDS_OF_IMAGE = ("path", "url", "image", "bytes")
+_FIELDS_OF_PART = {
+    "text": ("type", "text"),
+    "image": ("type", "image", "path", "url", "image_url"),
+    "image_url": ("type", "image", "path", "url", "image_url"),
+}
+_TRAINED = {"loss", "train", "weight"}
 """A turn's own training weight; only a weight of 1 is the same as what jaxvlm does."""
 _BREAKS = re.compile(rf"\n*{PLACEHOLDER}\n*")
 
@@ -91,30 +62,13 @@ class Record(NamedTuple):
     """Labels that evaluations group their results by, e.g. ``{"kind": "color"}``."""
 
 
-class BadItem(Exception):
-    """An item that is not a valid record.
-
-    Args:
-        reason: short reason; the same words for all items with the same fault.
-        detail: specifics of this item.
-    """
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
-
-
-def read(
-    spec: str, image_root: str = "", data_format: Extension = BUILT_IN
-) -> tuple[list[Record], list[Problem]]:
+def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Problem]]:
     """Read a data file or a named source.
 
     Args:
         spec: ``FILE.json`` (LLaVA, or a list of messages), ``FILE.jsonl``, or a name in
             ``SOURCES`` such as ``easy-vqa:train``.
-        image_root: folder that image names are relative to; "" is the data file's.
-        data_format: what reads the file, where that is the user's own; see
-            :func:`jaxvlm.data.sources.custom_format.read_items`.
+        config: data settings; of these, ``image_root``, ``ignored_fields`` and ``format`` are read.
 
     Returns:
         Records in the file's order, and a Problem for each item that is not a valid record.
@@ -125,17 +79,18 @@ def read(
     if spec in SOURCES:
         return SOURCES[spec](), []
     path = pathlib.Path(spec).expanduser()
-    own = extension.is_set(data_format, custom_format.PATH)
+    own = extension.is_set(config.format, custom_format.PATH)
     if not own and not path.is_file():
         names = ", ".join(SOURCES)
         raise DataError(
             f"{spec or '(empty name)'}: no such file; give a .json or .jsonl file,"
             f" or one of {names}"
         )
-    root = pathlib.Path(image_root).expanduser() if image_root else path.parent
+    root = pathlib.Path(config.image_root).expanduser() if config.image_root else path.parent
     items, problems = (
-        (custom_format.read_items(data_format, spec, Record), []) if own else items_of(path)
+        (custom_format.read_items(config.format, spec, Record), []) if own else items_of(path)
     )
+    allowed = Allowed.of(config.ignored_fields)
     records: list[Record] = []
     for where, item in items:
         identifier = where
@@ -149,7 +104,7 @@ def read(
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
             identifier = where if item.get("id") is None else str(item["id"])
-            records.append(_record(identifier, item, root))
+            records.append(_record(identifier, item, root, allowed))
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
     if not records and not problems:
@@ -209,7 +164,7 @@ def _is_one_object(data: bytes, lines: list[bytes]) -> bool:
     return data.lstrip()[:1] == b"{" and first.strip() == b"{"
 
 
-def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record:
+def _record(identifier: str, item: dict[str, Any], root: pathlib.Path, allowed: Allowed) -> Record:
     """Parse one raw item to a Record; raises BadItem."""
     keys = [key for key in FORMATS if key in item]
     if not keys:
@@ -217,9 +172,9 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path) -> Record
         raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
-    refuse_unused(item, UNUSED, "a field that jaxvlm does not read")
-    turns, inline = FORMATS[keys[0]](item)
-    named = _listed(item)
+    allowed.refuse_others("record", item, {"id", keys[0], *_LISTS_OF_IMAGES})
+    turns, inline = FORMATS[keys[0]](item, allowed)
+    named = _listed(item, allowed)
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("images named both in the content and in 'images'")
     images = [i for i in inline if i] or named
@@ -242,13 +197,6 @@ def _checked_record(record: Record, root: pathlib.Path) -> Record:
     _check_turns(turns)
     files = tuple(_locate(name, root) for name in images)
     return record._replace(turns=tuple(turns), images=files)
-
-
-def refuse_unused(item: Mapping[str, Any], unused: frozenset[str], reason: str) -> None:
-    """Refuse fields that would change the training if they were read, unless null or empty."""
-    used = sorted(key for key in unused & item.keys() if item[key] not in (None, "", [], {}))
-    if used:
-        raise BadItem(reason, ", ".join(used))
 
 
 def tidy(text: str) -> str:
@@ -281,9 +229,10 @@ def check_unicode(text: str) -> None:
         raise BadItem("text that is not valid Unicode") from None
 
 
-def _conversation(
-    raw: Any, parse: Callable[[dict[str, Any]], tuple[Turn, list[str]]]
-) -> tuple[list[Turn], list[str]]:
+ParseTurn = Callable[[dict[str, Any], Allowed], tuple[Turn, list[str]]]
+
+
+def _conversation(raw: Any, parse: ParseTurn, allowed: Allowed) -> tuple[list[Turn], list[str]]:
     """Parse turns, and for each image in a content list its file ("" takes the next listed)."""
     if not isinstance(raw, list):
         raise BadItem("the conversation is not a list")
@@ -294,16 +243,21 @@ def _conversation(
     for entry in raw:
         if not isinstance(entry, dict):
             raise BadItem("a turn is not an object")
-        refuse_unused(entry, _UNUSED_OF_TURN, "a turn's field that jaxvlm does not read")
-        if any(entry.get(key) not in (None, 1, True) for key in _TRAINED):
-            raise BadItem("a turn with a training weight other than 1")
-        turn, names = parse(entry)
+        turn, names = parse(entry, allowed)
         turns.append(turn)
         inline += names
     return turns, inline
 
 
-def _llava_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
+def _check_fields(entry: dict[str, Any], read: set[str], allowed: Allowed) -> None:
+    """Refuse a turn that says something that jaxvlm does not do; raises BadItem."""
+    allowed.refuse_others("turn", entry, read | _TRAINED)
+    if any(entry.get(key) not in (None, 1, True) for key in _TRAINED):
+        raise BadItem("a turn with a training weight other than 1")
+
+
+def _llava_turn(entry: dict[str, Any], allowed: Allowed) -> tuple[Turn, list[str]]:
+    _check_fields(entry, {"from", "value"}, allowed)
     role = entry.get("from")
     if role is None:
         raise BadItem("a turn without 'from'")
@@ -315,11 +269,14 @@ def _llava_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
     return Turn(_LLAVA_ROLES[role], value), []
 
 
-def message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
+def message_turn(
+    entry: dict[str, Any], allowed: Allowed = fields.DEFAULT
+) -> tuple[Turn, list[str]]:
     """Parse a turn of a list of messages, and the image files that its content names.
 
     Args:
         entry: ``{"role": ..., "content": text or list of parts}``.
+        allowed: other fields of a turn or a part that are passed over.
 
     Returns:
         The turn, with ``<image>`` for each image of a content list; and the file of each of these
@@ -328,6 +285,7 @@ def message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
     Raises:
         BadItem: the message is invalid; the reason says why.
     """
+    _check_fields(entry, {"role", "content"}, allowed)
     role = entry.get("role")
     if role is None:
         raise BadItem("a turn without 'role'")
@@ -341,41 +299,49 @@ def message_turn(entry: dict[str, Any]) -> tuple[Turn, list[str]]:
     parts, names = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _FIELDS_OF_PART:
+            allowed.refuse_others("content part", part, _FIELDS_OF_PART[kind])
         if kind == "text" and isinstance(part.get("text"), str):
             if PLACEHOLDER in part["text"]:
                 raise BadItem("'<image>' written inside a content list's text")
             parts.append(part["text"])
         elif kind in ("image", "image_url"):
             parts.append(PLACEHOLDER)
-            names.append(_inline_name(part))
+            names.append(_inline_name(part, allowed))
         else:
             raise BadItem("a content item of unknown type", repr(kind))
     return Turn(role, "".join(parts)), names
 
 
-def _inline_name(part: dict[str, Any]) -> str:
+def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:
     """File that an image part names; "" if it takes the next of the record's 'images'."""
-    for key in ("image", "path", "url", "image_url"):
-        if part.get(key):
-            value = part[key]
-            value = value.get("url") if isinstance(value, dict) else value
-            return file_name(value)
-    return ""
+    given = [key for key in _FIELDS_OF_PART["image"][1:] if part.get(key)]
+    if len(given) > 1:
+        raise BadItem(f"both {' and '.join(map(repr, given))}; which one is meant?")
+    return _image_name(part[given[0]], allowed) if given else ""
 
 
-def _listed(item: dict[str, Any]) -> list[str]:
+def _image_name(value: Any, allowed: Allowed) -> str:
+    """File that a name, or an object with one name, stands for."""
+    if isinstance(value, dict):
+        allowed.refuse_others("image", value, _FIELDS_OF_IMAGE)
+        given = [value[key] for key in _FIELDS_OF_IMAGE if value.get(key)]
+        if len(given) > 1:
+            raise BadItem("an image with several names or contents; which one is meant?")
+        value = given[0] if given else None
+    return file_name(value)
+
+
+def _listed(item: dict[str, Any], allowed: Allowed) -> list[str]:
     """Image files in the record's 'images' or 'image' field."""
-    given = [item[key] for key in ("images", "image") if item.get(key) not in (None, "", [])]
+    given = [item[key] for key in _LISTS_OF_IMAGES if item.get(key) not in (None, "", [])]
     if not given:
         return []
     if len(given) > 1:
         raise BadItem("both 'image' and 'images'; which one is meant?")
     raw = given[0]
     names = raw if isinstance(raw, list) else [raw]
-    return [
-        file_name(n.get("path") or n.get("url") or n.get("image") if isinstance(n, dict) else n)
-        for n in names
-    ]
+    return [_image_name(name, allowed) for name in names]
 
 
 def file_name(value: Any) -> str:
@@ -391,9 +357,11 @@ def _locate(name: str, root: pathlib.Path) -> str:
     return str(root / name)
 
 
-FORMATS: dict[str, Callable[[dict[str, Any]], tuple[list[Turn], list[str]]]] = {
-    "conversations": lambda item: _conversation(item["conversations"], _llava_turn),
-    "messages": lambda item: _conversation(item["messages"], message_turn),
+FORMATS: dict[str, Callable[[dict[str, Any], Allowed], tuple[list[Turn], list[str]]]] = {
+    "conversations": lambda item, allowed: _conversation(
+        item["conversations"], _llava_turn, allowed
+    ),
+    "messages": lambda item, allowed: _conversation(item["messages"], message_turn, allowed),
 }
 """Key that identifies a format -> parser of an item, which returns its turns, and the image files
 that the turns themselves name ("" takes the next of the item's ``image`` or ``images``). It raises

@@ -7,29 +7,23 @@ these keys is read in jaxvlm's own format (docs/embedding_data.md).
 from __future__ import annotations
 
 import collections
-import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxvlm.config import Extension, extension
+from jaxvlm.config import DataConfig, extension
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, custom_format, tables
-from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, BadItem
-from jaxvlm.data.sources.custom_format import BUILT_IN
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
+from jaxvlm.data.sources.fields import Allowed, BadItem
 
-_log = logging.getLogger("jaxvlm.data")
-_MAX_LISTED = 5  # unknown fields listed in the log
 _ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
 """sentence-transformers' columns -> jaxvlm's fields."""
 _OF_TAR = dict.fromkeys(tables.IMAGES, "query_image") | {"txt": "positive"}
 """Fields of a tar's plain ``KEY.jpg`` and ``KEY.txt``: the image is the query of its caption."""
 _NUMBERED = re.compile(r"negative(?:_image)?_(\d+)")
-_UNUSED = conversation_formats.UNUSED | {
-    f"{side}_{kind}s" for side in ("positive", "negative") for kind in ("audio", "video")
-}
 _MMEB_MARK = re.compile(r"<\|image_\d+\|>")
 _COMMON = frozenset(["id", "task", "label", "score", "scores"])
 OWN_FIELDS = _COMMON | {
@@ -49,23 +43,21 @@ class Group(NamedTuple):
     scores: Sequence[Any] = ()
 
 
-Locate = Callable[[str], str]
+class Context(NamedTuple):
+    """What the parser of a record needs beside its fields."""
+
+    locate: Callable[[str], str]
+    """Function of an image's name in the record that returns its file."""
+    allowed: Allowed
 
 
-def read(
-    spec: str,
-    image_root: str = "",
-    column_mapping: Sequence[tuple[str, str]] = (),
-    data_format: Extension = BUILT_IN,
-) -> tuple[list[Example], list[Problem]]:
+def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example], list[Problem]]:
     """Read the examples of a file or a pattern of files; see ``jaxvlm.data.sources.tables.read``.
 
     Args:
         spec: file or pattern of files.
-        image_root: folder that image names are relative to; "" is each file's.
-        column_mapping: pairs (column of the file, field of jaxvlm), applied first.
-        data_format: what reads the file, where that is the user's own; see
-            :func:`jaxvlm.data.sources.custom_format.read_items`.
+        config: data settings; of these, ``image_root``, ``ignored_fields``, ``format`` and, of
+            ``pairs``, ``column_mapping`` (applied first) and ``tsv_quoting`` are read.
 
     Returns:
         Examples in the files' order, one for each positive, and a Problem for each invalid record.
@@ -75,12 +67,13 @@ def read(
             have the same id.
     """
     problems: list[Problem]
-    if extension.is_set(data_format, custom_format.PATH):
-        items = custom_format.read_items(data_format, spec, Example)
-        raw, problems = tables.raw_records(items, spec, image_root), list[Problem]()
+    if extension.is_set(config.format, custom_format.PATH):
+        items = custom_format.read_items(config.format, spec, Example)
+        raw, problems = tables.raw_records(items, spec, config), list[Problem]()
     else:
-        raw, problems = tables.read(spec, image_root)
-    mapping = dict(column_mapping)
+        raw, problems = tables.read(spec, config)
+    mapping = dict(config.pairs.column_mapping)
+    allowed = Allowed.of(config.ignored_fields)
     fields = [r.fields for r in raw if isinstance(r.fields, dict)]
     for column in mapping:
         if fields and not any(column in f for f in fields):
@@ -90,7 +83,6 @@ def read(
                 f" columns are {columns}"
             )
     examples: list[Example] = []
-    unread: collections.Counter[str] = collections.Counter()
     seen: collections.Counter[str] = collections.Counter()
     for record in raw:
         identifier = record.where
@@ -107,7 +99,7 @@ def read(
             item = _mapped(record.fields, mapping)
             identifier = str(item.get("id", record.where))
             seen[identifier] += 1
-            examples += _examples(identifier, item, record, unread)
+            examples += _examples(identifier, item, record, allowed)
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
     if twice := [name for name, count in seen.items() if count > 1]:
@@ -116,10 +108,6 @@ def read(
             f"{spec}: ids that several records share: {', '.join(twice[:3])}{more} ({len(twice)} "
             "in all); give each record its own, or none"
         )
-    if unread:
-        named = ", ".join(f"{n} ({c})" for n, c in unread.most_common(_MAX_LISTED))
-        more = ", ..." if len(unread) > _MAX_LISTED else ""
-        _log.warning("%s: fields that are not read (records): %s%s", spec, named, more)
     return examples, problems
 
 
@@ -138,16 +126,16 @@ def _mapped(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, 
 
 
 def _examples(
-    identifier: str, item: dict[str, Any], raw: tables.Raw, unread: collections.Counter[str]
+    identifier: str, item: dict[str, Any], raw: tables.Raw, allowed: Allowed
 ) -> list[Example]:
     """Parse a record to examples, one for each of its positives; raises BadItem."""
-    conversation_formats.refuse_unused(item, _UNUSED, "a field that jaxvlm does not read")
     keys = [key for key in FORMATS if key in item]
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
     parse, known = FORMATS[keys[0]] if keys else (_own_format, OWN_FIELDS)
-    unread.update(k for k in item if k not in known and not (not keys and _known(k)))
-    group = parse(item, raw.locate)
+    numbered = [] if keys else [name for name in item if _known(name)]
+    allowed.refuse_others("record", item, known.union(numbered))
+    group = parse(item, Context(raw.locate, allowed))
     if not group.positives:
         raise BadItem("no positive")
     count = len(group.positives)
@@ -210,26 +198,27 @@ def _one_of(item: Mapping[str, Any], *names: str) -> Any:
     return item[present[0]] if present else None
 
 
-def _item(text: Any, image: Any, instruction: str, locate: Locate, name: str) -> Item:
+def _item(text: Any, image: Any, instruction: str, context: Context, name: str) -> Item:
     """Build one item; ``text`` may be an object with text and image; raises BadItem."""
     if isinstance(text, dict):
-        if extra := sorted(text.keys() - {"text", "image", "instruction"}):
-            raise BadItem(f"'{name}' has a field that jaxvlm does not read", ", ".join(extra))
+        context.allowed.refuse_others(f"'{name}'", text, {"text", "image", "instruction"})
         if image is not None and text.get("image"):
             raise BadItem(f"two images for '{name}'")
         instruction = _text(text.get("instruction") or instruction, "instruction")
         text, image = text.get("text"), image or text.get("image")
-    if isinstance(image, dict) and image.get("bytes") is not None:
-        raise BadItem("an image embedded in the table; give files, or tar shards", name)
-    image = image.get("path") if isinstance(image, dict) else image
-    file = locate(conversation_formats.file_name(image)) if image not in (None, "") else ""
+    if isinstance(image, dict):
+        if image.get("bytes") is not None:
+            raise BadItem("an image embedded in the table; give files, or tar shards", name)
+        context.allowed.refuse_others(f"image of '{name}'", image, {"path", "bytes"})
+        image = image.get("path")
+    file = context.locate(conversation_formats.file_name(image)) if image not in (None, "") else ""
     try:
         return Item.of(_text(text or "", name), file, instruction)
     except BadItem as bad:
         raise BadItem(bad.reason, f"{name}, {bad.detail}" if bad.detail else name) from None
 
 
-def _items(texts: Any, images: Any, instruction: str, locate: Locate, name: str) -> list[Item]:
+def _items(texts: Any, images: Any, instruction: str, context: Context, name: str) -> list[Item]:
     """Build items from a list of texts and a list of images of equal length."""
     words, files = _list(texts), _list(images)
     if words and files and len(words) != len(files):
@@ -237,10 +226,10 @@ def _items(texts: Any, images: Any, instruction: str, locate: Locate, name: str)
         raise BadItem(f"'{name}' needs an image (or null) for each text", detail)
     count = max(len(words), len(files))
     words, files = words or [None] * count, files or [None] * count
-    return [_item(w, f, instruction, locate, name) for w, f in zip(words, files, strict=True)]
+    return [_item(w, f, instruction, context, name) for w, f in zip(words, files, strict=True)]
 
 
-def _own_format(item: dict[str, Any], locate: Locate) -> Group:
+def _own_format(item: dict[str, Any], context: Context) -> Group:
     """Parse jaxvlm's own fields (``query``, ``positive``, ``negatives``, images) and those of
     sentence-transformers."""
     is_similarity = "sentence1" in item and "query" not in item
@@ -260,18 +249,20 @@ def _own_format(item: dict[str, Any], locate: Locate) -> Group:
     for name in ("query", "query_image"):
         if isinstance(item.get(name), list):
             raise BadItem(f"'{name}' is a list; a record has one query")
-    query = _item(item.get("query"), item.get("query_image"), instruction["query"], locate, "query")
+    query = _item(
+        item.get("query"), item.get("query_image"), instruction["query"], context, "query"
+    )
     fields = item.get("positive"), _one_of(item, "positive_image", "positive_images")
-    positives = _items(*fields, instruction["document"], locate, "positive")
+    positives = _items(*fields, instruction["document"], context, "positive")
     fields = (
         _one_of(item, "negatives", "negative"),
         _one_of(item, "negative_images", "negative_image"),
     )
-    negatives = _items(*fields, instruction["document"], locate, "negative")
+    negatives = _items(*fields, instruction["document"], context, "negative")
     numbers = sorted({int(m[1]) for name in item if (m := _NUMBERED.fullmatch(name))})
     for n in numbers:
         pair = item.get(f"negative_{n}"), item.get(f"negative_image_{n}")
-        negatives.append(_item(*pair, instruction["document"], locate, f"negative_{n}"))
+        negatives.append(_item(*pair, instruction["document"], context, f"negative_{n}"))
     label = item.get("label")
     scores = _list(_one_of(item, "score", "scores"))
     if is_similarity and not scores:  # sentence-transformers' label is the similarity
@@ -285,7 +276,7 @@ def _checked(label: Any) -> Any:
     return label
 
 
-def _mmeb(item: dict[str, Any], locate: Locate) -> Group:
+def _mmeb(item: dict[str, Any], context: Context) -> Group:
     """Parse MMEB's columns.
 
     Source: VLM2Vec's src/data/dataset/mmeb_dataset.py, ``data_prepare``.
@@ -301,19 +292,19 @@ def _mmeb(item: dict[str, Any], locate: Locate) -> Group:
     for name in ("qry", "qry_image_path"):
         if isinstance(item.get(name), list):
             raise BadItem(f"'{name}' is a list; a record has one query")
-    query = _item(column("qry"), item.get("qry_image_path"), "", locate, "qry")
-    positives = _items(column("pos_text"), item.get("pos_image_path"), "", locate, "pos_text")
+    query = _item(column("qry"), item.get("qry_image_path"), "", context, "qry")
+    positives = _items(column("pos_text"), item.get("pos_image_path"), "", context, "pos_text")
     # A list of only "" means that there is none.
     columns = [_list(column("neg_text")), _list(item.get("neg_image_path"))]
     texts, images = (values if any(values) else [] for values in columns)
-    negatives = _items(texts, images, "", locate, "neg_text")
+    negatives = _items(texts, images, "", context, "neg_text")
     scores = _list(_one_of(item, "score", "scores"))
     return Group(query, positives, negatives, _checked(item.get("label")), scores)
 
 
-def _messages(item: dict[str, Any], locate: Locate) -> Group:
+def _messages(item: dict[str, Any], context: Context) -> Group:
     """Parse ms-swift's messages. Source: its docs, BestPractices/Embedding.md."""
-    query = _message_item(item.get("messages"), item.get("images"), locate, "messages")
+    query = _message_item(item.get("messages"), item.get("images"), context, "messages")
     parsed = []
     for kind in ("positive", "negative"):
         messages, files = _list(item.get(f"{kind}_messages")), _list(item.get(f"{kind}_images"))
@@ -322,18 +313,18 @@ def _messages(item: dict[str, Any], locate: Locate) -> Group:
         files = files or [None] * len(messages)
         name = f"{kind}_messages"
         parsed.append(
-            [_message_item(s, f, locate, name) for s, f in zip(messages, files, strict=True)]
+            [_message_item(s, f, context, name) for s, f in zip(messages, files, strict=True)]
         )
     # ms-swift's label is the similarity of the two, or whether they match.
     scores = _list(_one_of(item, "label", "score", "scores"))
     return Group(query, parsed[0], parsed[1], None, scores)
 
 
-def _message_item(messages: Any, images: Any, locate: Locate, name: str) -> Item:
+def _message_item(messages: Any, images: Any, context: Context, name: str) -> Item:
     """Parse messages that are one item: an optional system turn (instruction) and a user turn."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise BadItem(f"'{name}' is not a list of messages")
-    parsed = [conversation_formats.message_turn(entry) for entry in messages]
+    parsed = [conversation_formats.message_turn(entry, context.allowed) for entry in messages]
     roles = tuple(turn.role for turn, _ in parsed)
     if roles not in (("user",), ("system", "user")):
         raise BadItem(f"'{name}' is not a user turn, or a system and a user turn", ", ".join(roles))
@@ -342,10 +333,10 @@ def _message_item(messages: Any, images: Any, locate: Locate, name: str) -> Item
     if len(files) > 1:
         raise BadItem("several images in one item", name)
     instruction = parsed[0][0].content if len(parsed) > 1 else ""
-    return _item(turn.content, files[0] if files else None, instruction, locate, name)
+    return _item(turn.content, files[0] if files else None, instruction, context, name)
 
 
-FORMATS: dict[str, tuple[Callable[[dict[str, Any], Locate], Group], frozenset[str]]] = {
+FORMATS: dict[str, tuple[Callable[[dict[str, Any], Context], Group], frozenset[str]]] = {
     "qry": (
         _mmeb,
         _COMMON

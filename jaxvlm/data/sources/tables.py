@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import conversation_formats, webdataset
+from jaxvlm.data.sources import conversation_formats, delimited, webdataset
+from jaxvlm.data.sources.fields import BadItem
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 """File extensions of images in a tar."""
+DEFAULT = DataConfig()
 
 
 class Raw(NamedTuple):
@@ -31,13 +32,13 @@ class Raw(NamedTuple):
     """The file's name if several files are read; else ""."""
 
 
-def read(spec: str, image_root: str = "") -> tuple[list[Raw], list[Problem]]:
+def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Raw], list[Problem]]:
     """Read the records of a file, or of all files that match a pattern, in the order of names.
 
     Args:
         spec: ``FILE.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.tar``; or a pattern
             such as ``shards/*.tar``.
-        image_root: folder that image names are relative to; "" is each file's.
+        config: data settings; of these, ``image_root`` and ``pairs.tsv_quoting`` are read.
 
     Returns:
         Records, and a Problem for each that can't be read.
@@ -50,9 +51,11 @@ def read(spec: str, image_root: str = "") -> tuple[list[Raw], list[Problem]]:
     records: list[Raw] = []
     problems: list[Problem] = []
     for path in paths:
-        root = pathlib.Path(image_root).expanduser() if image_root else path.parent
+        root = _root(path, config)
         name = str(path.relative_to(base)) if len(paths) > 1 else ""
-        raw, bad = READERS[path.suffix.lower()](path, root)
+        kind = path.suffix.lower()
+        reader = _quoted_tsv if kind == ".tsv" and config.pairs.tsv_quoting else READERS[kind]
+        raw, bad = reader(path, root)
         # Files with the same name in several folders must not share their records' ids.
         prefix = f"{path.parent.relative_to(base)}/" if path.parent != base else ""
         records += [r._replace(where=prefix + r.where, task=name) for r in raw]
@@ -74,14 +77,19 @@ def _paths(spec: str) -> list[pathlib.Path]:
     return paths
 
 
+def _root(path: pathlib.Path, config: DataConfig) -> pathlib.Path:
+    """Folder that the image names of the file ``path`` are relative to."""
+    return pathlib.Path(config.image_root).expanduser() if config.image_root else path.parent
+
+
 def _plain(root: pathlib.Path) -> Callable[[str], str]:
     return lambda name: str(root / name)
 
 
-def raw_records(items: list[tuple[str, Any]], spec: str, image_root: str) -> list[Raw]:
+def raw_records(items: list[tuple[str, Any]], spec: str, config: DataConfig) -> list[Raw]:
     """Records that a format of the user's own gave; images are relative as in :func:`read`."""
-    root = pathlib.Path(image_root).expanduser() if image_root else pathlib.Path(spec).parent
-    return [Raw(where, item, _plain(root), "") for where, item in items]
+    locate = _plain(_root(pathlib.Path(spec), config))
+    return [Raw(where, item, locate, "") for where, item in items]
 
 
 def _json(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
@@ -91,33 +99,13 @@ def _json(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Probl
 
 
 def _csv(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
-    """Read CSV or TSV: cells are text; an empty cell is a missing field."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{path}: not UTF-8; save the file as UTF-8") from None
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    names: list[str] = []
-    records: list[Raw] = []
-    problems: list[Problem] = []
-    locate = _plain(root)
-    try:
-        for cells in rows:
-            where = f"{path.name}:{rows.line_num}"
-            if not names:
-                names = [cell.strip() for cell in cells]
-                if len(set(names)) != len(names) or "" in names:
-                    raise DataError(f"{path}: the first line must name each column, once")
-            elif len(cells) > len(names):
-                detail = f"{len(cells)} cells, {len(names)} columns"
-                problems.append(Problem(where, "more cells than columns", detail))
-            elif cells:
-                named = {n: c for n, c in zip(names, cells, strict=False) if c != ""}
-                records.append(Raw(where, named, locate, ""))
-    except csv.Error as error:
-        raise DataError(f"{path}:{rows.line_num}: not CSV: {error}") from None
-    return records, problems
+    items, problems = delimited.read(path)
+    return [Raw(where, item, _plain(root), "") for where, item in items], problems
+
+
+def _quoted_tsv(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
+    items, problems = delimited.read(path, tsv_quoting=True)
+    return [Raw(where, item, _plain(root), "") for where, item in items], problems
 
 
 def _parquet(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
@@ -150,7 +138,7 @@ def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Proble
         where = f"{path.name}:{key}"
         try:
             records.append(Raw(where, _sample(members), locate, ""))
-        except conversation_formats.BadItem as bad:
+        except BadItem as bad:
             problems.append(Problem(where, bad.reason, bad.detail))
     return records, problems
 
@@ -162,9 +150,9 @@ def _sample(members: Mapping[str, str]) -> dict[str, Any]:
         try:
             fields = json.loads(webdataset.read(members["json"]).decode("utf-8"))
         except (ValueError, OSError, RecursionError) as error:
-            raise conversation_formats.BadItem("not JSON", str(error)) from None
+            raise BadItem("not JSON", str(error)) from None
         if not isinstance(fields, dict):
-            raise conversation_formats.BadItem("not a JSON object")
+            raise BadItem("not a JSON object")
     named = {text for value in fields.values() for text in _strings(value)}
     for extension, member in members.items():
         name, _, kind = extension.rpartition(".")
@@ -173,18 +161,16 @@ def _sample(members: Mapping[str, str]) -> dict[str, Any]:
             continue
         field = name or extension
         if field in fields:
-            raise conversation_formats.BadItem(
-                "a field both in the sample's json and in a file", extension
-            )
+            raise BadItem("a field both in the sample's json and in a file", extension)
         if kind in IMAGES:
             fields[field] = member
         elif kind == "txt":
             try:
                 fields[field] = webdataset.read(member).decode("utf-8")
             except (ValueError, OSError):
-                raise conversation_formats.BadItem("not UTF-8", file) from None
+                raise BadItem("not UTF-8", file) from None
         else:
-            fields[extension] = member  # logged with the fields that are not read
+            fields[extension] = member  # refused, unless it is among the ignored fields
     return fields
 
 
