@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -60,13 +59,6 @@ EXPERTS = [("kernel", "bfloat16"), ("xla", "bfloat16"), ("kernel", "float32")]
 """A grouped matmul's way and dtype; Qwen3-30B-A3B's experts, a quarter of them."""
 PEERS = [("eager", False), ("eager", True), ("compile", False)]
 """Mode, gradient checkpointing."""
-
-
-def _import_jaxvlm() -> None:
-    """Make ``jaxvlm.build.*`` importable without what its ``__init__`` imports (orbax, grain)."""
-    build = types.ModuleType("jaxvlm.build")
-    build.__path__ = [str(ROOT / "jaxvlm" / "build")]
-    sys.modules["jaxvlm.build"] = build
 
 
 def model_config(dims: dict[str, Any], dtype: str, attention: str, remat: str) -> Any:
@@ -375,7 +367,6 @@ def run_part(part: str, tiny: bool) -> dict[str, Any]:
     """A part by its name: ``parity``, ``experts/kernel/bfloat16``, ``step/auto/dots/1``,
     ``torch/eager/plain``.
     """
-    _import_jaxvlm()
     dims = TINY if tiny else REAL
     kind, *rest = part.split("/")
     if kind == "parity":
