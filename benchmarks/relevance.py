@@ -127,7 +127,7 @@ def train(config: Any, contestant: str) -> dict[str, Any]:
     found = {
         "contestant": contestant,
         "seed": config.seed,
-        "tokens_a_image": len(run.image_format.span(0, 0).ids),
+        "tokens_per_image": len(run.image_format.span(0, 0).ids),
         "steps": done["step"],
         "exact_match": round(done["exact_match"], 4),
         "blind": round(done["blind/exact_match"], 4),

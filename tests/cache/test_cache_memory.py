@@ -16,7 +16,7 @@ from jaxvlm.train.cache_memory import CacheMemory
 OUT_OF_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
-def test_a_image_is_there_whole_or_not_at_all():
+def test_an_image_is_there_whole_or_not_at_all():
     """Against a walk through the pages, one by one."""
     rng = np.random.default_rng(0)
     for shards, own, times in ((1, 7, 1), (4, 10, 1), (8, 9, 3), (2, 8, 2)):

@@ -438,7 +438,7 @@ def check_pages(made, state, model, params, ways):
             np.testing.assert_allclose(pages[page, :count], made_then, rtol=2e-5, atol=2e-5)
 
 
-def test_a_image_that_is_twice_in_a_row_is_kept_once():
+def test_an_image_that_is_twice_in_a_row_is_kept_once():
     made = Made("one")
     which, page = np.zeros((ROWS, 2), int), np.zeros((ROWS, 2), int)
     batch = showing(0, which, page)
@@ -491,7 +491,7 @@ def test_all_found_runs_no_encoder_and_sends_no_features(mesh, model, store, pol
     assert 0 <= wire(cached) - wire(plain) <= (64 * 7 / 4 if policy == "lazy" else 64)
 
 
-def test_pages_of_a_image_have_keys_of_their_own():
+def test_pages_of_an_image_have_keys_of_their_own():
     image = np.asarray([[1, 2, 3, 4], [1, 2, 3, 5]], np.uint32)
     keys = np.asarray(page_keys(jax.numpy.asarray(image), 8)).reshape(-1, 4)
     assert len(np.unique(keys, axis=0)) == 16

@@ -72,7 +72,7 @@ def test_tiles_count_as_images(word_tokenizer):
     ]
 
 
-def test_text_around_a_image():
+def test_text_around_an_image():
     span = Span.of(SOFT, 3, before=(1, 2), after=(4,))
     assert span.ids.tolist() == [1, 2, SOFT, SOFT, SOFT, 4]
     assert span.starts.tolist() == [2] and span.advance == 6

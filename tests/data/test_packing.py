@@ -104,7 +104,7 @@ def test_later_passes_too_and_from_any_step(records, seed):
 
 @fast
 @hypothesis.given(albums(), st.integers(0, 3), st.booleans())
-def test_a_image_stays_in_its_shard(records, seed, share):
+def test_an_image_stays_in_its_shard(records, seed, share):
     _, pieces, _ = build(records, share=share)
     members = packing.units(pieces, 1)
     shards = packing.assign(pieces, members, packing.effective_shards(8, 1, len(members)), seed)
@@ -185,7 +185,7 @@ def test_a_shared_record_is_seen_as_if_alone(records, seed):
     assert (batch.bidirectional > 0).sum() == PATCHES * len(places.row)
 
 
-def test_sharing_encodes_a_image_once():
+def test_sharing_encodes_an_image_once():
     records = [record(i, ["a"]) for i in range(3)] + [record("b", ["b"])]
     corpus, pieces, _ = build(records, max_length=60)
     assert len(pieces.num_tokens) == 2

@@ -53,7 +53,7 @@ def test_what_is_given_back_is_forgotten_and_what_was_under_way_too():
     assert written.has(4, key(0))
 
 
-def test_rows_without_a_image():
+def test_rows_without_an_image():
     written = WrittenPages()
     written.take(Batch(None, None, None, None))
     empty = showing(4)

@@ -47,7 +47,7 @@ def test_long_texts_are_cut_and_counted(chat_tokenizer, prompt_collator, caplog)
     assert cut.tolist() == whole[: 20 - rest].tolist() + whole[-rest:].tolist()
 
 
-def test_a_image_is_never_cut(examples, prompt_collator):
+def test_an_image_is_never_cut(examples, prompt_collator):
     example = next(e for e in examples if e.query.image and e.query.words)
     shown = [example._replace(negatives=(), positive=Item("w1"))] * 1
     (whole,) = dataset(shown, prompt_collator, batch_size=1).queries.num_tokens

@@ -196,7 +196,7 @@ def test_state_resumes_and_names_what_changed(examples):
         resume_step(state, dataset(examples[::-1], text_collator()).fingerprint())
 
 
-def test_a_image_that_fails_while_running(tmp_path, caplog, prompt_collator):
+def test_an_image_that_fails_while_running(tmp_path, caplog, prompt_collator):
     paths = [str(tmp_path / f"{i}.png") for i in range(3)]
     for i, path in enumerate(paths):
         pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)

@@ -116,7 +116,7 @@ def test_template_of_text_gets_the_image_token_inside_it(tmp_path):
     assert ours.render(TURNS[1:2]) == "[user] <|image_pad|>\nWhat color is the shape?<|im_end|>"
 
 
-def test_folder_without_a_image_token_gets_one(tmp_path):
+def test_folder_without_an_image_token_gets_one(tmp_path):
     chatml_folder(tmp_path)
     for name in ("tokenizer_config.json", "tokenizer.json"):
         text = (tmp_path / name).read_text()

@@ -78,7 +78,7 @@ def test_eight_devices_give_what_one_gives(loss, kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["sigmoid", "late"])
-def test_so_do_they_of_a_embedding_a_token(loss):
+def test_so_do_they_of_an_embedding_a_token(loss):
     made = {
         "sigmoid": LOSSES["sigmoid"],
         "late": lambda mesh: InfoNCE(0.5, directions=DIRECTIONS[:2], tile_size=2, mesh=mesh),

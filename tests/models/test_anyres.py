@@ -63,7 +63,7 @@ def test_unpadding_and_newlines():
     assert span.starts.tolist() == [0, 0, 0] and span.ids.tolist() == [9] * len(found)
 
 
-def test_a_image_of_nothing_but_padding_has_its_whole_view():
+def test_an_image_of_nothing_but_padding_has_its_whole_view():
     rows, columns = anyres.unpadded(1000, 1, 4, 12)
     span = anyres.span(9, 4, (1, 3), rows, columns)
     assert span.sources.feature[:, 0].tolist() == list(range(16)) and span.sources.tiles == 4

@@ -78,7 +78,7 @@ def test_no_field_is_overlooked(name):
     assert len(seen) >= 16, seen
 
 
-def test_a_image_is_given_transformers_size():
+def test_an_image_is_given_transformers_size():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     rng = np.random.default_rng(0)

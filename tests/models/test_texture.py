@@ -98,7 +98,7 @@ def test_channels_are_what_loops_make(shape, patch):
         np.testing.assert_allclose(got, expected, atol=2e-3)
 
 
-def test_a_image_has_its_own_texture_whoever_is_beside_it():
+def test_an_image_has_its_own_texture_whoever_is_beside_it():
     images = some_images(4)
     together = np.asarray(texture(jnp.asarray(images), 4))
     other = np.concatenate([images[:1], some_images(3, seed=9)])
