@@ -1,4 +1,4 @@
-"""What greedy decoding of a torch model gives, and what ours has to give beside it."""
+"""What greedy decoding of a torch model gives, and what ours has to give."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def assert_same_choices(ours, theirs, varied=True, sure_of=0.5, over=NEW, words=
 
 
 def forced(batch, theirs):
-    """``batch``, padded on the left, with torch's own words behind it."""
+    """``batch``, padded on the left, followed by torch's own words."""
     rows, extra = batch.positions.shape[1], ((0, 0), (0, NEW))
     last = batch.positions.max((1, 2), keepdims=True)
     on = np.tile(last + 1 + np.arange(NEW, dtype=np.int32), (1, rows, 1))

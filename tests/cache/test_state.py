@@ -73,8 +73,8 @@ def test_inside_of_the_cache_one_function_raises_it():
 @pytest.mark.parametrize("updated", [True, False])
 def test_an_update_raises_it_by_one(updated):
     state = init(4, 8, jnp.float32)._replace(version=jnp.int32(6))
-    behind = jax.jit(advance)(state, jnp.asarray(updated))
-    assert behind.version.dtype == jnp.int32 and int(behind.version) == 6 + updated
+    after = jax.jit(advance)(state, jnp.asarray(updated))
+    assert after.version.dtype == jnp.int32 and int(after.version) == 6 + updated
     jax.tree.map(
-        np.testing.assert_array_equal, behind._replace(version=0), state._replace(version=0)
+        np.testing.assert_array_equal, after._replace(version=0), state._replace(version=0)
     )

@@ -155,7 +155,7 @@ def test_what_a_template_cannot_do_is_a_problem(reason, word_tokenizer):
     assert len(corpus.first) == (0 if template else 1)
 
 
-# As LLaVA-1.5's: it walks lists of parts alone, and writes no end behind an answer.
+# As LLaVA-1.5's: it walks lists of parts alone, and writes no end after an answer.
 PARTS_ALONE = """{% for message in messages %}{{ message['role'].upper() + ': ' }}
 {%- for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}
 {%- endfor %}

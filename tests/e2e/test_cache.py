@@ -103,7 +103,7 @@ def test_images_in_pages_are_not_decoded(data, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_images_in_pages_on_a_mesh_whose_evaluations_take_the_pages(data, tmp_path, monkeypatch):
-    """Data 2 x tensor 2. Behind an evaluation all are decoded once more, and no bit differs."""
+    """Data 2 x tensor 2. After an evaluation all are decoded once more, and no bit differs."""
 
     def change(config):
         config.mesh.data, config.mesh.tensor = 2, 2

@@ -67,7 +67,7 @@ def test_a_step_that_is_short_of_memory(data, tmp_path, monkeypatch, capsys):
     assert calls[:3] == [all_pages] * 3
     assert calls[3:6] == [all_pages, all_pages // 2, all_pages // 4]
     assert calls[6:8] == [all_pages // 4] * 2
-    assert calls[8] == all_pages // 2 and calls[14] == all_pages  # behind the next evaluations
+    assert calls[8] == all_pages // 2 and calls[14] == all_pages  # after the next evaluations
     assert set(found) == {3} == {len(programs.compiled)}, "compiled at the start, and never again"
     assert said.count("compiled the step") == 1 and "1/4 of its pages" in said
     plain = jaxvlm.Trainer(settings(data), tmp_path / "plain", **ONE)
@@ -95,7 +95,7 @@ def test_an_evaluation_has_the_memory(data, tmp_path, monkeypatch, capsys, asked
     monkeypatch.setattr(Evaluator, "report", tight)
     assert run.fit()["ended"] == "done"
     found = metric(run, "train/cache/hit_rate")
-    assert found[6] == 0 and found[5] == 1 and found[-1] == 1, "rows are made anew"
+    assert found[6] == 0 and found[5] == 1 and found[-1] == 1, "tokens are recomputed"
     assert ("short of memory" in "".join(capsys.readouterr())) != asked
     assert not run.state.cache.pages.is_deleted()
 

@@ -1,4 +1,4 @@
-"""Runs that train the top of a tower: checkpoints in and out, a store of the trunk's tokens."""
+"""Runs that train the blocks above frozen ones: checkpoints in and out, a store of tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def folder(data, tmp_path_factory):
     return write_llava(tmp_path_factory.mktemp("llava") / "hf", data, "float32")
 
 
-def settings(data, folder, trunk=1, **cache):
+def settings(data, folder, frozen_blocks=1, **cache):
     """A LLaVA of three blocks, of which two are run."""
     config = default_config()
     config.update(recipe(data))
     config.model = default_config().model
     config.model.checkpoint = str(folder)
-    config.model.vision.frozen_blocks = trunk
+    config.model.vision.frozen_blocks = frozen_blocks
     config.data.flip, config.data.max_shift = False, 0
     config.optim.learning_rate, config.optim.warmup_steps = 1e-2, 0
     for name, value in cache.items():
@@ -65,14 +65,14 @@ def test_the_cache_changes_no_bit_and_the_top_learns(data, folder, tmp_path):
     assert_same_run(*runs)
     assert metric(runs[1], "train/cache/hit_rate")[-1] == 1
     assert not metric(runs[1], "train/cache/encoded")[-1]
-    # MFU counts the trunk where it runs, and the top always.
+    # MFU counts the frozen blocks where they run, and the blocks above always.
     counted = runs[1].training.flops_per_step(next(runs[1].dataset.train(runs[1].rows))[0], 1.0)
     assert counted.vision_top > counted.vision > 0
 
 
 @pytest.mark.long
 def test_what_is_trained_above_invalidates_no_store(data, folder, first, tmp_path):
-    """A second run, of other weights above the trunk and at another rate, encodes nothing."""
+    """A second run, of other weights above those blocks and at another rate, encodes nothing."""
     done, store = first
     config = settings(data, folder, policy="strict", encode_batch=2, store=str(store))
     config.init_from, config.optim.learning_rate, config.steps = str(done.workdir), 3e-3, 6
@@ -102,7 +102,7 @@ def test_it_comes_out_as_it_went_in(data, folder, first, tmp_path):
     same = {name for name, x in before.items() if torch.equal(x, after[name])}
     tower = {name for name in before if "vision_tower" in name}
     above = {name for name in tower if "encoder.layers.1." in name}
-    # The last block and its norm lie behind what is read.
+    # The last block and its norm come after the layer that is read.
     assert tower - above <= same
     assert above & same <= {name for name in above if "k_proj.bias" in name} and len(above) > 10
     loaded, given = jaxvlm.load(done.workdir, "latest"), jaxvlm.load(out)
@@ -116,8 +116,8 @@ def test_it_comes_out_as_it_went_in(data, folder, first, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_another_trunk(data, folder, tmp_path):
-    """First all but the tower, then the top too: as a whole tower that was frozen left it."""
+def test_a_run_starts_from_one_with_other_frozen_blocks(data, folder, tmp_path):
+    """First all but the vision encoder, then its top too, from the checkpoint of the first run."""
     config = settings(data, folder, 0, policy="strict")
     config.optim.frozen, config.steps = ("vision/*",), 3
     stage1 = fit(config, tmp_path / "one", 4)
@@ -133,7 +133,7 @@ def test_a_run_goes_on_with_another_trunk(data, folder, tmp_path):
 @pytest.mark.long
 # Raised where peft looks at transformers' models.
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_adapters_above_a_trunk_are_pefts(data, folder, tmp_path):
+def test_adapters_above_frozen_blocks_are_pefts(data, folder, tmp_path):
     peft = pytest.importorskip("peft", reason="the oracle")
     config = settings(data, folder, policy="strict")
     config.model.lora.rank, config.model.lora.targets = 2, ("all-linear", "-decoder/*")

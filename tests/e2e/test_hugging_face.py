@@ -122,7 +122,7 @@ def test_a_step_on_a_mesh_is_exported(data, folder, tmp_path, capsys):
     assert cli(export) == 0
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
     before, after = torch_model(folder).state_dict(), torch_model(out).state_dict()
-    # CLIP's last block and its norm lie behind the layer that is read, so nothing trains them.
+    # CLIP's last block and its norm come after the layer that is read, so nothing trains them.
     still = ("pre_layrnorm", "encoder.layers.2.", "post_layernorm", "position_ids")
     for name, x in before.items():
         if name.endswith("k_proj.bias"):

@@ -148,7 +148,7 @@ def test_logits_and_gradients_of_an_adapter_are_pefts(data, folder, adapter):
     }
     checked = 0
     for name, spelled in names.spelled(ours, base).items():
-        if found[spelled] is None:  # of CLIP's last block, which lies behind what is read
+        if found[spelled] is None:  # of CLIP's last block, which comes after the layer that is read
             assert "encoder.layers.2" in spelled and not ours[name].any()
             continue
         assert error(ours[name], found[spelled].numpy()) < 1e-3, spelled

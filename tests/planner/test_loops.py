@@ -74,8 +74,8 @@ def test_a_softmax_gradient_is_not_in_place_on_gpus():
         return pull(g @ k)
 
     held = _held(fn, (4 * SIDE, SIDE), (SIDE, SIDE), (4 * SIDE, SIDE))
-    beside = liveness.peak(held, PLAIN._replace(separate_softmax_gradient=True)).bytes
-    assert beside - liveness.peak(held).bytes == 4 * SIDE * SIDE * 4
+    separate = liveness.peak(held, PLAIN._replace(separate_softmax_gradient=True)).bytes
+    assert separate - liveness.peak(held).bytes == 4 * SIDE * SIDE * 4
 
 
 def test_a_scalar_is_broadcast_within_a_backward_loop():
@@ -103,9 +103,9 @@ def test_zero_1_holds_unsharded_new_parameters_on_gpus_unless_gathered_in_place(
     work, model = step_memory.estimate(setup).work, step_memory.model_of(setup)
     sizes = {path: 4 * math.prod(x.shape) for path, x in model.shapes.items()}
     split = {path for path in sizes if "embed" in model.logical[path]}  # over fsdp, its moments
-    behind = [sizes[path] for path in split if model.logical[path][0] != "embed"]
-    assert 0 < len(behind) < len(split)
+    held_twice = [sizes[path] for path in split if model.logical[path][0] != "embed"]
+    assert 0 < len(held_twice) < len(split)
     assert work.keys() == {"gradients", "new parameters"}
-    assert work["new parameters"] == sum(behind)
+    assert work["new parameters"] == sum(held_twice)
     share = sum(n / (8 if path in split else 1) for path, n in sizes.items())
     assert 0 < work["gradients"] < share

@@ -9,11 +9,11 @@ import statistics
 
 import pytest
 
-from benchmarks import planner_published as beside
+from benchmarks import planner_published as published
 
 ROOT = pathlib.Path(__file__).parents[2]
 KNOWN = json.loads((ROOT / "benchmarks" / "published_measurements.json").read_text("utf-8"))
-STORED = json.loads((beside.HERE / "results" / "planner_published.json").read_text("utf-8"))
+STORED = json.loads((published.HERE / "results" / "planner_published.json").read_text("utf-8"))
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def test_the_table_is_what_is_planned_now():
     found = {}
     for row, stored in zip(KNOWN["rows"], STORED["rows"]):
         if row["kind"] == "time":
-            found[row["id"]] = beside.time_row(row, KNOWN["models"])
+            found[row["id"]] = published.time_row(row, KNOWN["models"])
         elif row["kind"] == "states":
-            found[row["id"]] = beside.states_row(row, KNOWN["models"])
+            found[row["id"]] = published.states_row(row, KNOWN["models"])
         else:
             continue
         assert found[row["id"]]["planned"] == pytest.approx(stored["planned"], rel=1e-3), row["id"]
@@ -47,8 +47,9 @@ def test_the_table_is_what_is_planned_now():
 
 
 def test_fitted_rows_have_a_summary_of_their_own():
-    groups = {beside.group(row) for row in STORED["rows"]}
-    assert groups == set(STORED["summary"]) and beside.summary(STORED["rows"]) == STORED["summary"]
+    groups = {published.group(row) for row in STORED["rows"]}
+    assert groups == set(STORED["summary"])
+    assert published.summary(STORED["rows"]) == STORED["summary"]
     fitted = [row["id"] for row in STORED["rows"] if row.get("fitted")]
     assert sum("A3" in name for name in fitted) == 1 and len(fitted) == 24
 

@@ -228,10 +228,10 @@ def test_a_ring_over_hosts_shares_their_network():
 def test_all_reduces_overlap_unless_they_follow_a_reduce_scatter():
     sizes = MeshConfig(data=8, fsdp=8)
     whole = timed("h200:64", "ddp", MeshConfig(data=64), rows=512)
-    behind, there = planned("h200:64", "hybrid_shard", sizes, rows=512)
-    (sums,) = {m.hidden for m in communication.messages(behind, 2) if m.axes == ("data",)}
+    setup, target = planned("h200:64", "hybrid_shard", sizes, rows=512)
+    (sums,) = {m.hidden for m in communication.messages(setup, 2) if m.axes == ("data",)}
     assert not sums and whole.exposed < 0.1 * whole.network
-    found = step_time(behind, there)
+    found = step_time(setup, target)
     assert found.exposed >= found.network  # nothing of the sums is hidden
     parts_of = timed("h200:64", "ddp", MeshConfig(data=64), rows=512, microbatches=2)
     assert parts_of.exposed > 0.9 * parts_of.network  # made when all microbatches are done

@@ -38,7 +38,7 @@ CASES = {
     "a tower": (UNTIED, ("vision/*",)),
     "all but tables and connector": (UNTIED, ("decoder/stack/*", "vision/*")),
     "one map of each block": (UNTIED, ("*/blocks/attn/wq",)),
-    "only what lies behind the decoder": (
+    "only what comes after the decoder": (
         UNTIED, ("vision/*", "connector/*", "decoder/stack/*", "decoder/embed/table"),
     ),
     "adapters on the decoder": (ADAPTED, ()),
@@ -87,7 +87,7 @@ def test_frozen_parts_before_all_trained_ones_have_no_backward_pass():
     assert back("all") == ["vision", "connector", "decoder"]
     assert back("a tower") == back("all but tables and connector") == ["connector", "decoder"]
     assert back("adapters on the decoder") == ["decoder"]
-    assert back("only what lies behind the decoder") == []
+    assert back("only what comes after the decoder") == []
 
 
 def test_fewer_trainable_parameters_cost_less():
@@ -95,7 +95,7 @@ def test_fewer_trainable_parameters_cost_less():
         return step_time(*planned(*CASES[name]))
 
     every, tables = total("all"), total("all but tables and connector")
-    assert total("only what lies behind the decoder").parts["decoder"] < tables.parts["decoder"]
+    assert total("only what comes after the decoder").parts["decoder"] < tables.parts["decoder"]
     assert tables.hardware_flops < total("a tower").hardware_flops < every.hardware_flops
     assert tables.parts["update"] < total("one map of each block").parts["update"]
     assert total("one map of each block").parts["update"] < every.parts["update"]
