@@ -30,7 +30,7 @@ def test_links_lead_somewhere(page):
 def test_files_and_tests_that_design_names_exist():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     for name in re.findall(
-        r"`(?:jaxvlm/)?((?:\w+/)+\w+\.py)`", text.split("## Where it differs")[0]
+        r"`(?:jaxvlm/)?((?:\w+/)+\w+\.py)`", text
     ):
         assert (ROOT / name).exists() or (ROOT / "jaxvlm" / name).exists(), name
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
@@ -57,7 +57,7 @@ def test_figures_of_the_quickstart():
     assert f"V = {order.num_shards} virtual shards" in design
     rows, length = config.data.batch_size, config.data.max_length
     side = config.model.vision.image_size
-    assert f"{rows} rows of {length} tokens, images of {side} pixels" in design
+    assert f"{rows} sequences of {length} tokens, images of {side} pixels" in design
     assert f"image's one token becomes {num_visual_tokens(config.model)}" in design
     shards = f"{order.num_shards} shards of {min(visits)} to {max(visits)} sequences"
     epoch = f"{rows} sequences a batch, so {order.steps_per_epoch} steps"
