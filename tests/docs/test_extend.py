@@ -82,7 +82,7 @@ def test_the_shell_line_runs(capsys):
 
 @pytest.mark.parametrize("frozen", [pytest.param((), marks=pytest.mark.long), ("teacher/*",)])
 def test_two_towers_train_as_on_one_device(frozen):
-    build = run_section("Towers with strategies of their own")["build"]
+    build = run_section("Submodels with strategies of their own")["build"]
     batch = random_batch()._replace(pixels=random_batch().pixels[:, :1])
 
     def train(config, devices):
