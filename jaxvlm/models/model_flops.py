@@ -30,7 +30,7 @@ class Flops(NamedTuple):
     head: float
     """The output projection."""
     vision_top: float = 0.0
-    """The vision tower's blocks after its frozen ones."""
+    """The vision encoder's blocks after its frozen ones."""
 
     @property
     def total(self) -> float:
@@ -89,11 +89,11 @@ def step(forward_flops: Flops, trained: dict[str, bool], adapted: Collection[str
 
     Args:
         forward_flops: of its forward pass.
-        trained: tower -> whether any of its own parameters is trained; towers that are left out are
+        trained: submodel -> whether any of its own parameters is trained; those left out are
             not. Keys are ``vision``, ``vision_top``, ``connector``, ``decoder``.
-        adapted: towers whose own parameters are frozen, but which have adapters.
+        adapted: submodels whose own parameters are frozen, but which have adapters.
     """
-    before = False  # whether an earlier tower is trained
+    before = False  # whether an earlier submodel is trained
     factors = {}
     for tower in ("vision", "vision_top", "connector", "decoder"):
         own = trained.get(tower, False)
@@ -105,9 +105,9 @@ def step(forward_flops: Flops, trained: dict[str, bool], adapted: Collection[str
 
 
 def encoders(config: DualConfig, batch: Batch, trained: Collection[str]) -> Flops:
-    """FLOPs of a step of a dual encoder on a batch; the text tower's are in ``decoder``.
+    """FLOPs of a step of a dual encoder on a batch; the text encoder's are in ``decoder``.
 
-    A frozen tower has no backward pass; the embeddings' projections are not counted.
+    A frozen encoder has no backward pass; the embeddings' projections are not counted.
 
     Args:
         config: dims.
@@ -134,7 +134,7 @@ def towers(
 
     Args:
         config: dims.
-        factor: tower -> cost of its step in forward passes.
+        factor: submodel -> cost of its step in forward passes.
         images: number of images.
         patches: patches of an image; 0: of the fixed image size.
         tokens: tokens of all texts.
@@ -155,7 +155,7 @@ def towers(
 
 
 def _blocks(config: ModelConfig | DualConfig, patches: float | int, first: int, last: int) -> float:
-    """FLOPs of the vision tower's blocks ``first..last - 1`` for one image."""
+    """FLOPs of the vision encoder's blocks ``first..last - 1`` for one image."""
     v = config.vision
     tokens = patches + v.class_token
     window_tokens = min(tokens, (v.window // v.patch_size) ** 2) if v.window else tokens
@@ -166,7 +166,7 @@ def _blocks(config: ModelConfig | DualConfig, patches: float | int, first: int, 
 
 
 def _start(config: ModelConfig | DualConfig, patches: float | int) -> float:
-    """FLOPs of one image before the vision tower's first block."""
+    """FLOPs of one image before the vision encoder's first block."""
     v = config.vision
     table = 2.0 * patches * (v.image_size // v.patch_size) ** 2 * v.width
     resized = table if v.packed and v.position == "learned" else 0.0
