@@ -29,9 +29,7 @@ def test_links_lead_somewhere(page):
 
 def test_files_and_tests_that_design_names_exist():
     text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    for name in re.findall(
-        r"`(?:jaxvlm/)?((?:\w+/)+\w+\.py)`", text
-    ):
+    for name in re.findall(r"`(?:jaxvlm/)?((?:\w+/)+\w+\.py)`", text):
         assert (ROOT / name).exists() or (ROOT / "jaxvlm" / name).exists(), name
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     for name in re.findall(r"`(test_\w+)(?:…)?`", text):

@@ -1,13 +1,13 @@
-"""A vision tower on devices of its own: how many of eight, for a model whose tower is most of it.
+"""Disaggregated vision encoder: how many of eight devices, where the encoder has most FLOPs.
 
-    python -m benchmarks.tower_devices
+    python -m benchmarks.encoder_devices
 
 Eight CPU devices share this machine's cores, so a step's seconds say nothing of eight chips. Here
-each program of a step is run by itself and its CPU seconds are divided by its side's devices; a
+each program of a step is run by itself and its CPU seconds are divided by its mesh's devices; a
 step is then replayed in the order in which it was put into the devices' queues, each program
-starting when its side is free and what it takes is there. ``step_ms`` is that replay's length,
-``tower`` and ``rest`` the shares of it in which a side is at work. ``flops`` is what
-``config.encoder.devices=-1`` goes by.
+starting when its mesh is free and its arguments are there. ``step_ms`` is that replay's length,
+``encoder`` and ``rest`` the shares of it in which a mesh is busy. ``config.encoder.devices=-1``
+goes by ``flops``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ COUNTS = (2, 3, 4, 5, 6)
 
 
 class Replay:
-    """When each program of a step would end, had each side devices of its own."""
+    """When each program of a step would end, if each mesh had devices of its own."""
 
     def __init__(self, devices: EncoderAndRest):
         self.devices, self.free = devices, {"tower": 0.0, "rest": 0.0}
@@ -74,7 +74,7 @@ class Replay:
         self.kept: list[Any] = []  # or an id would come again
 
     def program(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """``run``, waited for and put into its side's queue."""
+        """``run``, waited for and put into its mesh's queue."""
         side = "tower" if name in VISION_PATHS else "rest"
 
         def call(*args: Any) -> Any:
@@ -107,7 +107,7 @@ class Replay:
 
 
 class Contestant:
-    """A compiled step with so many devices for the tower, and its state."""
+    """A compiled step with so many devices for the encoder, and its state."""
 
     def __init__(self, count: int):
         self.devices = EncoderAndRest(count, 8 - count)
@@ -141,7 +141,7 @@ def main() -> None:
     config = Config(model=MODEL, data=DataConfig(batch_size=ROWS))
     cost = model_costs(config, images_and_text(MODEL, ROWS, LENGTH, IMAGES))
     order = best_first(cost, 8)
-    print(f"the tower has {cost.tower / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
+    print(f"the encoder has {cost.tower / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
     for turn in range(1 + args.rounds):
         for count, contestant in found.items():
             contestant.run()
@@ -157,13 +157,13 @@ def main() -> None:
         most = max(cost.tower / count, cost.rest / (8 - count))
         rows.append(
             {
-                "tower_devices": count,
+                "encoder_devices": count,
                 "loss": round(float(c.metrics["loss"]), 5),
                 "step_ms": round(1e3 * min(lengths), 1),
                 "step_median_ms": round(1e3 * statistics.median(lengths), 1),
-                "tower": share("tower"),
+                "encoder": share("tower"),
                 "rest": share("rest"),
-                "longest_side_gflops_a_device": round(most / 1e9, 2),
+                "slower_mesh_gflops_per_device": round(most / 1e9, 2),
             }
         )
         print(rows[-1])
@@ -172,10 +172,10 @@ def main() -> None:
         "environment": before,
         "model": f"vision {MODEL.vision}, decoder {MODEL.decoder}",
         **size,
-        "flops": {"tower": cost.tower, "rest": cost.rest, "best_first": order},
+        "flops": {"encoder": cost.tower, "rest": cost.rest, "best_first": order},
         "splits": rows,
     }
-    write("tower_devices_cpu.json", result)
+    write("encoder_devices_cpu.json", result)
 
 
 if __name__ == "__main__":
