@@ -1,16 +1,16 @@
-"""What kept visual tokens save: a frozen tower's step that finds them all, and one without a cache.
+"""What cached visual tokens save: a step whose images all hit, and one without a cache.
 
     python -m benchmarks.cache
 
-One device. ``off`` is the step without a cache, ``warm`` the one that finds every image in its
-pages, ``disk`` the one whose images come from the store's files with each batch (read, checked,
-unpacked and placed, nothing of it ahead of the step), ``fed`` the same step given the features (so
-it neither looks nor writes), ``tower`` the encoder alone. With f the tower's share of ``off``,
-1 / (1 - f) is what a cache could save at most. ``locked tower`` trains a text tower on pairs behind
-a frozen image tower (LiT); its ``warm`` is a step whose images' embeddings come from host memory,
-with the batch. Runs are interleaved; seconds are CPU seconds of the process, which other work
-distorts least. ``decode`` is reading the store's files alone, beside ``tower``. What looking costs
-beside ``fed`` is benchmarks/cache_coherency.py's.
+One device, a frozen vision encoder. ``off`` is the step without a cache, ``warm`` the one that has
+every image in its pages, ``disk`` the one whose images come from the store's files with each batch
+(read, checked, unpacked and placed, nothing of it ahead of the step), ``fed`` the same step given
+the features (so it has no lookup and no write), ``tower`` the encoder alone. With f the encoder's
+share of ``off``, 1 / (1 - f) is what a cache could save at most. ``locked tower`` trains a text
+encoder on pairs with a frozen vision encoder (LiT); its ``warm`` is a step whose images' embeddings
+come from host memory, with the batch. Runs are interleaved; seconds are CPU seconds of the process,
+which other work distorts least. ``decode`` is reading the store's files alone, to be compared with
+``tower``. What a lookup costs compared with ``fed`` is in benchmarks/cache_coherency.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ DECODER = DecoderConfig(
     vocab_size=4096, width=384, depth=6, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1024
 )
 MODELS = {
-    # (width, depth, heads) of the tower, images a row, patches that become a token: m x m
+    # (width, depth, heads) of the encoder, images per sequence, patches that become a token: m x m
     "small tower": ((128, 4, 2), 2, 2),
     "tower and decoder alike": ((384, 6, 6), 8, 2),
     "big tower": ((512, 10, 8), 10, 2),
@@ -167,7 +167,7 @@ class Contest:
 
 
 class Locked:
-    """The contestants of a text tower that learns behind a frozen image tower.
+    """The contestants of a text encoder that is trained with a frozen vision encoder.
 
     Args:
         length: of a text, sixteen times; ``LENGTH`` at most.

@@ -1,13 +1,13 @@
-"""What a store's codec costs the final metric: easy-VQA behind a frozen tower, by codec.
+"""What a store's codec costs the final metric: easy-VQA with a frozen vision encoder, by codec.
 
     python -m benchmarks.cache_codecs [--seeds 0 1] [--only NAME ...]
 
-The quickstart's model is trained for a while; then its tower is frozen and the rest is trained on
-from there, without augmentation. The tower's tokens are made each time (``off``), made and kept as
-they are (``exact, made``), or read from a store that was filled before: then no image is encoded.
-The metric is exact match on the official test split, whose images the tower encodes itself.
-``bits`` is a digest of what was trained: equal where the runs are, to the bit. A row is kept as
-soon as it is there; the benchmark goes on from what is there.
+The quickstart's model is trained for a while; then its vision encoder is frozen and the rest is
+trained on from there, without augmentation. The tokens are computed each time (``off``), computed
+and stored (``exact, made``), or read from a store that was filled before: then no image is encoded.
+The metric is exact match on the official test split, whose images are always encoded. ``bits`` is a
+digest of what was trained: equal where the runs are, to the bit. A row is written as soon as it is
+complete; the benchmark resumes from the rows that it has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def recipe(seed: int, epochs: float) -> Any:
 
 
 def start(folder: pathlib.Path) -> pathlib.Path:
-    """The folder of a run whose tower all arms take as it is."""
+    """The folder of a run whose vision encoder all arms take as it is."""
     there = folder / "start"
     if not (there / "checkpoints").exists():
         config = recipe(0, START_EPOCHS)

@@ -1,13 +1,13 @@
-"""What looking for kept tokens costs: a step that finds them all, beside one that is given them.
+"""What the cache's lookup costs: a step whose images all hit, and one that is given the features.
 
     python -m benchmarks.cache_coherency [--models NAME ...]
 
 ``warm`` and ``fed`` are benchmarks/cache.py's; ``again`` is ``fed`` with a state of its own: the
 same program, so what lies between these two says how far apart steps are that differ in nothing.
-They are: where the arrays of a state happen to lie, and where in its arena a program's own lie,
-moves a step by up to 3 %, for as long as they lie there, and one program by another number than the
-next (Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009). So
-both are drawn: each process has rows of another length, whose arenas are laid out anew, and before
+They are: where the arrays of a state are allocated, and where in its arena a program's own are,
+moves a step by up to 3 %, for as long as they stay there, and each program by another number
+(Mytkowicz et al., "Producing wrong data without doing anything obviously wrong!", 2009). So
+both are drawn: each process has sequences of another length, with other arenas, and before
 each turn all states are moved. A turn is every contestant twice, ``STEPS`` steps at a time, each
 time in another order.
 
@@ -58,7 +58,7 @@ def turn(contest: Contest | Locked, rng: np.random.Generator) -> list[list[float
 
 
 def _move(contest: Contest | Locked, rng: np.random.Generator) -> None:
-    """All states to other places: behind what lies between their arrays now, of random sizes."""
+    """Move all states, by allocating arrays of random sizes between theirs."""
     between = []
 
     def moved(x: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def _move(contest: Contest | Locked, rng: np.random.Generator) -> None:
 
 
 def ratios(found: np.ndarray) -> dict[str, Any]:
-    """What looking costs, and the same program beside itself, of [turns, KINDS, (wall, CPU)]."""
+    """The lookup's cost, and a program against itself, of [turns, KINDS, (wall, CPU)]."""
     warm, fed, again = found.transpose(1, 0, 2)
     out = {}
     for name, pairs in ("warm", warm / ((fed + again) / 2)), ("again", again / fed):

@@ -1,12 +1,12 @@
-"""Gradient caching: memory by batch size, time beside plain training, and peers' ways to it.
+"""Gradient caching: memory by batch size, time against plain training, and other libraries.
 
     python -m benchmarks.gradcache [--part memory|time|peers ...]
 
-``memory``: a step compiled for batches of pairs from 256 to 16,384 at one chunk, and plainly where
-that is not too much; nothing is run. ``time``: steps of both, interleaved, at a batch that both
-hold; with the image tower frozen; and with what it makes of the images found. ``peers``: the
-gradients, time and memory of sentence-transformers' cached loss and of open_clip's feature
-accumulation, each beside ours (benchmarks/gradcache_peers.py).
+``memory``: a step compiled for batches of pairs from 256 to 16,384 at one mini-batch size, and
+without mini-batches where that is not too much; nothing is run. ``time``: steps of both,
+interleaved, at a batch that fits both; with the vision encoder frozen; and with its embeddings
+cached. ``peers``: the gradients, time and memory of sentence-transformers' cached loss and of
+open_clip's feature accumulation, compared with ours (benchmarks/gradcache_peers.py).
 
     python -m benchmarks.gradcache --plot
 

@@ -254,7 +254,7 @@ def gradients(
     step, _, init = assemble(model, made, recorded(), frozen=frozen, chunks=cut, seed=5)
     rng = np.random.default_rng(1)
     first = {p: np.asarray(x) for p, x in sorted(jax.device_get(model.init(0)).items())}
-    for path, x in first.items():  # adapters that do something, yet less than the maps beside them
+    for path, x in first.items():  # adapters that do something, less than their maps
         if path.endswith("lora_b"):
             first[path] = 0.1 * rng.standard_normal(x.shape).astype(np.float32)
     found = []

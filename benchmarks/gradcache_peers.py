@@ -1,9 +1,9 @@
-"""Gradient caching beside others': sentence-transformers' cached loss, open_clip's accumulation.
+"""Gradient caching of other libraries: sentence-transformers' cached loss, open_clip's loop.
 
     python -m benchmarks.gradcache --part peers
 
-The same model, weights, batch and chunks; steps of all in turns. A peer that can't be imported is
-left out, and said. ``open_clip`` comes with ``pip install open_clip_torch``.
+The same model, weights, batch and mini-batches; steps of all, interleaved. A library that can't be
+imported is left out, with a message. ``open_clip`` comes with ``pip install open_clip_torch``.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Loader:
 
 
 def declare_operators() -> None:
-    """Let PyPI's torchvision, which is built for CUDA, be imported beside a torch for CPU.
+    """Let PyPI's torchvision, which is built for CUDA, be imported with a torch for CPU.
 
     Its operators can't be loaded then, and it stumbles over two that are not declared; none of
     them is used here.
@@ -311,7 +311,7 @@ def agreement(peer: Peer) -> dict[str, Any]:
 
 
 def memory(peer: Peer) -> dict[str, int]:
-    """Bytes that a step holds at once, at most, beside weights and gradients."""
+    """Peak bytes of a step, without weights and gradients."""
     peer.forget()
     most = held(peer.theirs)
     gradients = sum(4 * x.size for x in peer.grads().values())

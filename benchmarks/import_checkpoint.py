@@ -1,10 +1,10 @@
-"""Loading a checkpoint of 2 billion parameters: seconds and host memory, beside transformers.
+"""Loading a checkpoint of 2 billion parameters: seconds and host memory, ours and transformers'.
 
     PYTHONPATH=. python benchmarks/import_checkpoint.py
 
 The checkpoint is InternVL3-2B's dims with random bfloat16 weights in files of 2 GB. Each run is a
 process of its own, theirs and ours in turn: ``transformers.from_pretrained`` to CPU, ours to one
-device, and ours to a mesh of eight CPU devices (fsdp=4, tensor=2); all in bfloat16. Behind the
+device, and ours to a mesh of eight CPU devices (fsdp=4, tensor=2); all in bfloat16. After the
 load every parameter is read once, so that weights which are only mapped count too. Memory is what
 the process has gained since its imports: ``anonymous`` is its own (RssAnon, sampled every 2 ms),
 ``resident`` counts the pages of the files too (VmHWM), which the system can take back. A CPU

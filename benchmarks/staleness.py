@@ -1,12 +1,12 @@
-"""What old visual tokens cost: easy-VQA with a tower that learns, by policy, bound and rate.
+"""What stale visual tokens cost: easy-VQA with a trained encoder, by policy, limit and rate.
 
     python -m benchmarks.staleness [--part main|curve] [--seeds 0 1 2] [--only NAME ...]
 
 The quickstart's data, no augmentation (an image must be the same each time), its model with a
-tower half as wide and a decoder of one layer, all from a run of one epoch. ``main``: every image
-encoded each time it is shown (full), never again (frozen), a share of the shows by each policy, the
-same learning rate for all; ``curve``: bounds x learning rates, with half of the images. A row is
-kept as soon as it is there; the benchmark goes on from what is there.
+vision encoder half as wide and a decoder of one layer, all from a run of one epoch. ``main``: every
+image encoded each time it is shown (full), never again (frozen), a share of the shows by each
+policy, the same learning rate for all; ``curve``: limits x learning rates, with half of the images.
+A row is written as soon as it is complete; the benchmark resumes from the rows that it has.
 
     python -m benchmarks.staleness --plot
 
@@ -93,7 +93,7 @@ def recipe(
     config = to_config_dict(quickstart.get_config())
     config.data.train = some_images(folder, images)
     config.data.flip, config.data.max_shift = False, 0
-    # As wide as the quickstart's a tower costs less where it is frozen at its start: 4.8 points.
+    # An encoder as wide as the quickstart's costs less where it is frozen at its start: 4.8 points.
     config.model.vision.width, config.model.vision.mlp_dim = 32, 128
     config.model.decoder.depth = 1
     config.seed, config.epochs, config.optim.learning_rate = seed, epochs, rate
@@ -102,7 +102,7 @@ def recipe(
 
 
 def start(folder: pathlib.Path, seed: int) -> str:
-    """The folder of a short run, whose tower has seen little."""
+    """The folder of a short run, whose vision encoder has seen little."""
     there = folder / f"start{seed}"
     if not (there / "checkpoints").exists():
         config = recipe(folder, seed, START_EPOCHS, 1e-3)
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--epochs", type=float, default=0.0)
-    parser.add_argument("--starts", type=pathlib.Path, help="folder of the starts; else made anew")
+    parser.add_argument("--starts", type=pathlib.Path, help="folder of trained starts")
     parser.add_argument("--name", default="", help="of the result, where it is not the part's")
     parser.add_argument("--plot", action="store_true", help="draw the curve's rows that are there")
     args = parser.parse_args()
