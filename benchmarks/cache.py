@@ -229,7 +229,7 @@ class Locked:
         return self.local._replace(query=query)
 
     def from_disk(self) -> Pairs:
-        """Likewise, read from the store's files."""
+        """The pairs with their tokens, read from the store's files."""
         tokens = np.stack([self.store.get(one) for one in self.keys])
         return self.given(tokens.reshape(self.features.shape))
 

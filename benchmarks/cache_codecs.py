@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--only", nargs="*", default=ARMS, choices=ARMS)
-    parser.add_argument("--folder", type=pathlib.Path, help="of start and stores; else made anew")
+    parser.add_argument("--folder", type=pathlib.Path, help="of the start and the stores")
     args = parser.parse_args()
     before, rows = environment(), kept(NAME)
     with tempfile.TemporaryDirectory() as made:

@@ -92,7 +92,7 @@ def worst_leaf(
 
     Args:
         grads: path -> array.
-        expected: likewise.
+        expected: path -> array.
         bar: an expected leaf below it is taken for the zero that it stands for (a key bias).
     """
 

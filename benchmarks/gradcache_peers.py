@@ -50,7 +50,7 @@ class Peer(NamedTuple):
     grads: Callable[[], Params]
     """Theirs of the last step, by our names."""
     ours: Callable[[], Any]
-    """Likewise: the sums, and the gradients."""
+    """Ours of the same step: the sums, and the gradients."""
     temporaries: int
     """Bytes of our step's, by its compiler."""
 

@@ -89,7 +89,7 @@ class Point(NamedTuple):
     target: str
     model: str
     strategy: str
-    """Of :data:`MESHES`; of pairs with `` grad_cache=N`` behind it."""
+    """Of :data:`MESHES`; of pairs followed by `` grad_cache=N``."""
     remat: str
     rows: int
     """A batch shard's."""

@@ -18,6 +18,7 @@ from jaxvlm.config import Config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "jaxvlm").rglob("*.py"))
+OTHERS = ("benchmarks", "configs", "examples", "tests")
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "launch/README.md")),
@@ -41,6 +42,7 @@ PROSE_EXCEPTIONS = {
     ("docs/glossary.md", "vector"): "what an embedding is, and its names elsewhere",
     ("jaxvlm/hf/peft_folder.py", "vector"): "PEFT's name of DoRA's tensors",
     ("jaxvlm/hf/families/peft_adapters.py", "vector"): "PEFT's name of DoRA's tensors",
+    ("tests/e2e/test_lora.py", "vector"): "PEFT's name of DoRA's tensors",
 }
 
 IDENTIFIERS = {
@@ -91,6 +93,13 @@ def problems(path: pathlib.Path, texts: list[tuple[int, str]]) -> list[str]:
 @pytest.mark.parametrize("room", sorted({p.relative_to(ROOT).parts[1] for p in SOURCES}))
 def test_strings_use_the_glossarys_words(room):
     paths = [p for p in SOURCES if p.relative_to(ROOT).parts[1] == room]
+    found = [line for path in paths for line in problems(path, texts_of(path))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", OTHERS)
+def test_strings_outside_of_the_package_use_them_too(folder):
+    paths = [p for p in sorted((ROOT / folder).rglob("*.py")) if p != pathlib.Path(__file__)]
     found = [line for path in paths for line in problems(path, texts_of(path))]
     assert not found, "\n".join(found)
 

@@ -53,7 +53,7 @@ def asks(config, **groups):
     return config
 
 
-def settled(config, count=8):
+def resolved(config, count=8):
     lines: list[str] = []
     made = auto_parallel.resolve_auto(config, jax.devices()[:count], lines.append)
     assert not auto_parallel.auto_settings(made)
@@ -62,16 +62,17 @@ def settled(config, count=8):
 
 
 @pytest.mark.long
-def test_chunks_mesh_and_remat_of_pairs_are_chosen_and_said(config, rates):
+def test_mini_batches_mesh_and_remat_of_pairs_are_chosen_and_logged(config, rates):
     text = dataclasses.replace(config.dual.text, remat="auto")
     asked = asks(config, grad_cache={"query_mini_batch": -1}, dual={"text": text}, mesh={"data": 0})
-    made, line = settled(asked)
+    made, line = resolved(asked)
     assert line.startswith("planner (mesh.data, dual.text.remat, grad_cache.query_mini_batch): ")
     assert min(dataclasses.astuple(made.grad_cache)) >= 0
     assert made.dual.text.remat in ("none", "dots", "full")
     assert made.dual.vision.remat == config.dual.vision.remat
     assert made.strategy == asked.strategy and made.mesh.data > 0
-    every, _ = settled(asks(config, strategy={"name": "auto"}, grad_cache={"query_mini_batch": -1}))
+    both = asks(config, strategy={"name": "auto"}, grad_cache={"query_mini_batch": -1})
+    every, _ = resolved(both)
     assert every.strategy.name != "auto" and every.mesh != MeshConfig()
 
 
@@ -79,7 +80,7 @@ def test_chunks_mesh_and_remat_of_pairs_are_chosen_and_said(config, rates):
 def test_the_mesh_alone_is_chosen_under_the_recipes_strategy(config, rates):
     asked = asks(config, strategy=StrategyConfig("zero1"), mesh={"data": 0},
                  grad_cache=GradCacheConfig(2, 1))  # fmt: skip
-    made, line = settled(asked, 4)
+    made, line = resolved(asked, 4)
     assert made.strategy.name == "zero1" and made.mesh == MeshConfig(data=1, fsdp=4)
     assert made.grad_cache == GradCacheConfig(2, 1) and "grad_cache=2,1" in line
 
@@ -113,7 +114,7 @@ def test_what_makes_no_sense_is_refused(config, change, says):
 
 
 @pytest.mark.parametrize("value", [(-2, 0, 0), (0, -1, 0), (4, 0, -1)])
-def test_numbers_of_chunks_without_a_meaning_are_refused(config, value):
+def test_negative_mini_batches_are_refused(config, value):
     with pytest.raises(
         ConfigError, match=r"config.grad_cache.*at least 0 \(0: no limit\); query_mini_batch=-1"
     ):
@@ -122,7 +123,7 @@ def test_numbers_of_chunks_without_a_meaning_are_refused(config, value):
 
 @pytest.fixture(scope="module")
 def predicted(config):
-    """A run in chunks on eight devices, what is predicted of it, and its first batch."""
+    """A run in mini-batches on eight devices, what is predicted of it, and its first batch."""
     run = Trainer(asks(config, grad_cache=GradCacheConfig(2, 1)))
     local, _ = next(run.dataset.train(run.rows, 0))
     return run, memory_estimate.estimate(run, local), local
@@ -158,7 +159,7 @@ def test_short_of_memory_gradient_caching_may_be_the_change(predicted):
 
 
 @pytest.mark.long
-def test_a_run_with_the_planners_chunks_trains(config, rates, tmp_path, capsys):
+def test_a_run_with_the_planners_mini_batches_trains(config, rates, tmp_path, capsys):
     made = Trainer(asks(config, grad_cache={"query_mini_batch": -1}), tmp_path / "run").fit()
     assert made["step"] == 4 and made["plan"]["planned_bytes"] > 0
     assert "planner (grad_cache.query_mini_batch): " in capsys.readouterr().out
