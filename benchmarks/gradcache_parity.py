@@ -144,8 +144,8 @@ MORE = (
     Cell("tensor 8", MeshConfig(1, tensor=8), FSDP, (3, 5)),
 )
 STAGES = (
-    Cell("stage 2", MeshConfig(1, pipeline=2), FSDP, (3, 5)),
-    Cell("data 2 x stage 4", MeshConfig(2, pipeline=4), DDP, (1, 3)),
+    Cell("pipeline 2", MeshConfig(1, pipeline=2), FSDP, (3, 5)),
+    Cell("data 2 x pipeline 4", MeshConfig(2, pipeline=4), DDP, (1, 3)),
 )
 ALL = tuple(name for name in LOSSES if name != "cosent, scale 1")
 OF_TOKENS = (
