@@ -47,8 +47,8 @@ class PairDataConfig:
     """Limits the hard negatives of an example, which are drawn again in each epoch; the default -1
     takes all that it has."""
     tsv_quoting: bool = False
-    """Makes quotation marks around a cell of a .tsv file quote it, as in a .csv file; with False, the
-    default, they are text."""
+    """Makes quotation marks around a cell of a .tsv file quote it, as in a .csv file; with the
+    default False they are text."""
     require_negatives: bool = False
     """Treats an example without a hard negative as a bad record (see ``data.on_bad_record``)."""
     batch_sampler: str = "no_duplicates"
