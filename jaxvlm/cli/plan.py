@@ -157,13 +157,14 @@ def _run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         rates = command.calibrate()
         if not values.model and values.config is None:
             return rates
+    flag: Any = values["config"]
     recipe = from_config_dict(values.config) if values.config is not None else None
-    if recipe and values.model not in ("", values["config"].config_filename):
+    if recipe and values.model not in ("", flag.config_filename):
         raise ConfigError(
             f"--model={values.model} and --config can't be combined: a recipe names its model, "
             "e.g. --model=configs/finetune.py:HF_FOLDER"
         )
-    name = values.model or values["config"].config_filename if recipe else values.model
+    name = values.model or flag.config_filename if recipe else values.model
     if not name:
         raise ConfigError(
             "plan needs --model=HF_FOLDER, a published model's name, or a recipe: "

@@ -1,7 +1,7 @@
 """Settings of a run as frozen dataclasses, and their conversion from and to a ConfigDict."""
 
 from jaxvlm.config.cache import CacheConfig
-from jaxvlm.config.convert import ConfigError, default_config, from_config_dict, to_config_dict
+from jaxvlm.config.convert import ConfigError, to_config_dict
 from jaxvlm.config.data import DataConfig, PairDataConfig, TokenizerConfig
 from jaxvlm.config.derived import (
     GRAD_REDUCE_BITS,
@@ -19,7 +19,7 @@ from jaxvlm.config.embed import (
     PairLossConfig,
     TextConfig,
 )
-from jaxvlm.config.extensions import Extension, LossConfig
+from jaxvlm.config.extension import Extension, LossConfig
 from jaxvlm.config.model import (
     ConnectorConfig,
     DecoderConfig,
@@ -31,7 +31,7 @@ from jaxvlm.config.model import (
 )
 from jaxvlm.config.optim import OptimConfig
 from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
-from jaxvlm.config.train import CheckpointConfig, Config
+from jaxvlm.config.train import CheckpointConfig, Config, default_config, from_config_dict
 from jaxvlm.config.unread import refuse_unread
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxvlm.config.extensions import Extension
+from jaxvlm.config.extension import Extension
 
 
 @dataclasses.dataclass(frozen=True)

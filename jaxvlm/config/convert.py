@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import ml_collections
-
-from jaxvlm.config.options import Options
-from jaxvlm.config.train import Config
-
-T = TypeVar("T")
 
 
 class ConfigError(ValueError):
     """A setting that can't be used; the message says which one, and what to set instead."""
+
+
+class Options(dict[str, Any]):
+    """Settings of an extension by name, with lists as tuples and nested groups as ``Options``."""
+
+    def __init__(self, values: Any = ()):
+        super().__init__({str(key): _frozen(value) for key, value in dict(values).items()})
+
+    def __hash__(self) -> int:  # type: ignore[override]  # a dict has none; settings never change
+        return hash(frozenset(self.items()))
+
+
+NO_OPTIONS = Options()
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        return Options(value)
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
@@ -58,29 +72,19 @@ def _may_be_float(kind: Any) -> bool:
     return float in (kind, *(typing.get_args(kind) if isinstance(kind, types.UnionType) else ()))
 
 
-def default_config() -> ml_collections.ConfigDict:
-    """All defaults of a training run as a ConfigDict, for a recipe to change."""
-    return to_config_dict(Config())
-
-
-def from_config_dict(values: Any, schema: type[T] = Config, path: str = "config") -> T:  # type: ignore[assignment]  # a TypeVar's default
-    """Convert a ConfigDict to the dataclass ``schema``, checking each key.
+def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
+    """Check each key of a ConfigDict, and convert its value to the type of the dataclass's field.
 
     Args:
         values: mapping (ConfigDict or dict), nested like ``schema``, in which keys may be missing;
             or a dataclass, whose values are checked too.
-        schema: dataclass to create.
+        schema: dataclass whose arguments they become.
         path: path of ``values`` in error messages.
 
     Raises:
         ConfigError: an unknown key (the message names the nearest known one), or a value of a wrong
             type.
     """
-    return schema(**checked_fields(values, schema, path))
-
-
-def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
-    """Check ``values`` as arguments of the dataclass ``schema``; see :func:`from_config_dict`."""
     if dataclasses.is_dataclass(values):
         values = to_config_dict(values)
     fields = {field.name: field for field in dataclasses.fields(schema)}
@@ -97,12 +101,12 @@ def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
 
 def _checked(value: Any, kind: Any, path: str) -> Any:
     """``value`` as ``kind``; otherwise a ConfigError that names ``path``."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not hasattr(value, "items"):
             near = f"; did you mean {path}.name={value!r}?" if hasattr(kind, "name") else ""
             raise ConfigError(f"{path} is a group of settings, not {value!r}{near}")
-        return from_config_dict(value, kind, path)  # type: ignore[arg-type]  # a dataclass type
-    if typing.get_origin(kind) is collections.abc.Mapping:
+        return kind(**checked_fields(value, kind, path))
+    if typing.get_origin(kind) is Mapping:
         if not hasattr(value, "items"):
             raise ConfigError(f"{path} is a group of settings, not {value!r}")
         return Options(value)

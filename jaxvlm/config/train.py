@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import ml_collections
 
 from jaxvlm.config.cache import CacheConfig
+from jaxvlm.config.convert import checked_fields, to_config_dict
 from jaxvlm.config.data import DataConfig, TokenizerConfig
 from jaxvlm.config.embed import DualConfig, EmbeddingConfig, GradCacheConfig, PairLossConfig
-from jaxvlm.config.extensions import LossConfig
+from jaxvlm.config.extension import LossConfig
 from jaxvlm.config.model import ModelConfig
 from jaxvlm.config.optim import OptimConfig
 from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
@@ -111,3 +115,17 @@ class Config:
     def network(self) -> ModelConfig | DualConfig:
         """The model of the run."""
         return self.dual if self.embedder == "dual" else self.model
+
+
+def default_config() -> ml_collections.ConfigDict:
+    """All defaults of a training run as a ConfigDict, for a recipe to change."""
+    return to_config_dict(Config())
+
+
+def from_config_dict(values: Any) -> Config:
+    """Convert a ConfigDict, or check a Config; see :func:`jaxvlm.config.convert.checked_fields`.
+
+    Raises:
+        ConfigError: an unknown key, or a value of a wrong type.
+    """
+    return Config(**checked_fields(values, Config, "config"))
