@@ -44,6 +44,12 @@ KEY_IMPL = "threefry2x32"
 Params = dict[str, Any]
 """Flat parameters: ``"decoder/blocks/attn/wq" -> array``. The path is the parameter's only name."""
 
+
+def is_vision_path(path: str) -> bool:
+    """Whether a parameter belongs to the vision encoder."""
+    return path.startswith("vision/")
+
+
 Logical = tuple[str, ...]
 """Logical axes of a parameter or an activation, one word per dim."""
 

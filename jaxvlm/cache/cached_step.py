@@ -22,9 +22,8 @@ from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import AnyModelConfig, Model
 from jaxvlm.spmd.submodels import feature_shape, vision_encoder_part
-from jaxvlm.train.disaggregated import is_vision_path
 from jaxvlm.train.grad_accum import FEATURES
-from jaxvlm.types import Age, Batch, Cache, Params, Read
+from jaxvlm.types import Age, Batch, Cache, Params, Read, is_vision_path
 
 TOKENS = "cache/tokens"
 """Name, among a step's metrics, of its images' tokens, arrays that stay on the devices:

@@ -16,9 +16,8 @@ from jaxvlm.config import CacheConfig, Config, ConfigError, DualConfig
 from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import AnyModelConfig, Model
-from jaxvlm.train.disaggregated import is_vision_path
 from jaxvlm.train.gradcache import rows_of
-from jaxvlm.types import Cache, Pairs, Params, Read
+from jaxvlm.types import Cache, Pairs, Params, Read, is_vision_path
 
 
 def check_pair_cache(config: Config) -> None:

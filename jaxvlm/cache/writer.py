@@ -38,8 +38,7 @@ from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape
-from jaxvlm.train.disaggregated import is_vision_path
-from jaxvlm.types import Batch, Params
+from jaxvlm.types import Batch, Params, is_vision_path
 
 IDENTITIES = ("all", "weights")
 _SEEDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)

@@ -60,13 +60,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args:
         raise ConfigError(f"train takes flags only, not {args[0]!r}")
-    from jaxvlm.parallel import xla_flags
+    if values.xla_flags or values.print_xla_flags:
+        from jaxvlm.parallel import xla_flags
 
-    changed = xla_flags.apply(values.xla_flags)
-    if values.print_xla_flags:
-        here = [f"here ({xla_flags.platform()}): {k}={v}" for k, v in changed.items()]
-        print("\n".join(xla_flags.table() + (here or ["here: nothing is set"])))
-        return changed
+        changed = xla_flags.apply(values.xla_flags)
+        if values.print_xla_flags:
+            here = [f"here ({xla_flags.platform()}): {k}={v}" for k, v in changed.items()]
+            print("\n".join(xla_flags.table() + (here or ["here: nothing is set"])))
+            return changed
     if values.config is None:
         raise ConfigError(
             "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"

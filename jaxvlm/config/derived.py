@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jaxvlm.config.cache import CacheConfig
 from jaxvlm.config.convert import ConfigError
@@ -37,6 +38,16 @@ def cache_halvings(config: CacheConfig) -> int:
     if fraction < 1:
         near = min((2.0 ** (exponent - 1), 2.0**exponent), key=lambda x: abs(x - fraction))
     raise ConfigError(f"{text}; the nearest is {near:g}")
+
+
+def dropout_rates(config: Any) -> dict[str, float]:
+    """``submodel.field`` -> dropout rate, for a model's rates above 0; adapters not included."""
+    rates = {
+        f"{tower}.{field}": getattr(getattr(config, tower, None), field, 0.0)
+        for tower in ("vision", "decoder", "text")
+        for field in ("dropout", "attention_dropout")
+    }
+    return {name: rate for name, rate in rates.items() if rate}
 
 
 def layer_windows(config: DecoderConfig) -> list[int]:

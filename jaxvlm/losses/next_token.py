@@ -89,8 +89,8 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
             "loss needs one"
         )
     V = out.head.shape[1]
-    cut = VocabularyChunks.of(V, min(V, chunk or max(256, _AUTO_LOGITS // labels.shape[1])))
-    if cut.parts > 1:
+    columns = chunk or max(256, _AUTO_LOGITS // labels.shape[1])
+    if columns < V and (cut := VocabularyChunks.of(V, columns)).parts > 1:
         return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
     logits = out.logits(out.hidden)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]

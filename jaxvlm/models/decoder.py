@@ -159,7 +159,8 @@ def check(config: DecoderConfig) -> None:
     if config.tied_embeddings and not config.head:
         raise ConfigError(f"{where}.head=False has no meaning with tied_embeddings=True")
     refuse_unread(config, where)
-    check_rate(config.dropout, f"{where}.dropout")
+    if config.dropout:
+        check_rate(config.dropout, f"{where}.dropout")
     _check_names(config, where)
     _check_positions(config, where)
 

@@ -368,7 +368,8 @@ def check(config: VisionConfig, where: str = "config.model.vision") -> None:
             setting = f"{field}={getattr(config, field)!r}"
             raise ConfigError(f"{where}.{setting}; known: {', '.join(known)}")
     refuse_unread(config, where)
-    check_rate(config.dropout, f"{where}.dropout")
+    if config.dropout:
+        check_rate(config.dropout, f"{where}.dropout")
     if config.image_size % config.patch_size and not (config.crop_rest and config.stem == "linear"):
         raise ConfigError(
             f"{where}.image_size={config.image_size} is not a multiple of "

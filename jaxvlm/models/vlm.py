@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, ModelConfig, encoder_blocks
+from jaxvlm.config import ConfigError, ModelConfig, RelevanceConfig, encoder_blocks
 from jaxvlm.grid_order import MORTON, ROW_MAJOR, Order, convert, tiled
 from jaxvlm.models import relevance
 from jaxvlm.models.connector import Connector
@@ -61,7 +61,8 @@ def check(config: ModelConfig) -> None:
         )
     if vision.keep_class_token and merge > 1:
         raise ConfigError(f"{where}.merge={merge} takes patches alone, without the class token")
-    relevance.check(connector.relevance, side)
+    if connector.relevance != RelevanceConfig():
+        relevance.check(connector.relevance, side)
     if connector.relevance.budget:
         for name, other in (
             ("config.model.vision.packed", vision.packed),

@@ -21,9 +21,9 @@ from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.submodels import vision_encoder_part, without_vision_encoder
 from jaxvlm.spmd.train_step import Assembled, assemble, placement, split, state_of
 from jaxvlm.train import disaggregated
-from jaxvlm.train.disaggregated import EncoderAndRest, is_vision_path
+from jaxvlm.train.disaggregated import EncoderAndRest
 from jaxvlm.train.dropout_keys import seeded
-from jaxvlm.types import Batch, Loss, Params, TrainState
+from jaxvlm.types import Batch, Loss, Params, TrainState, is_vision_path
 
 
 def encoder_devices(

@@ -5,23 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from jaxvlm.config import Config, ConfigError, DualConfig, LoraConfig, ModelConfig
+from jaxvlm.config import ConfigError, DualConfig, dropout_rates
 from jaxvlm.models import lora
 from jaxvlm.spmd.model import Model
 
 _PARTS = {"vision": ("vision/", "vision_top/"), "decoder": ("decoder/",), "text": ("text/",)}
-_RATES = ("dropout", "attention_dropout")
 _AT_ZERO = "set it to 0, and lora_dropout in the adapter_config.json that a run starts from too"
-
-
-def _rates(config: ModelConfig | DualConfig) -> dict[str, float]:
-    """Return ``submodel.field`` -> dropout rate, for rates above 0."""
-    rates = {
-        f"{tower}.{field}": getattr(getattr(config, tower, None), field, 0.0)
-        for tower in _PARTS
-        for field in _RATES
-    }
-    return {name: rate for name, rate in rates.items() if rate}
 
 
 def without_frozen_dropout(model: Model, own: Collection[str]) -> tuple[Model, bool]:
@@ -40,7 +29,7 @@ def without_frozen_dropout(model: Model, own: Collection[str]) -> tuple[Model, b
         raise ConfigError(
             f"{where}.lora.dropout={model.adapter.dropout:g}: no adapter is trainable; {_AT_ZERO}"
         )
-    rates = _rates(model.config) if isinstance(model.config, (ModelConfig, DualConfig)) else {}
+    rates = dropout_rates(model.config)
     for name, rate in rates.items():
         if not any(path.startswith(_PARTS[name.split(".")[0]]) for path in own):
             raise ConfigError(
@@ -66,20 +55,4 @@ def check_kept(model: Model) -> None:
             f"config.model.{name} in a vision encoder whose tokens config.cache caches: they would "
             f"all have one dropout mask; {_AT_ZERO}, or set config.cache.policy='off' and "
             "config.cache.encode_batch=0"
-        )
-
-
-def check_read(config: Config) -> None:
-    """Refuse dropout in the settings of the model that a run does not train.
-
-    Raises:
-        ConfigError: the setting that is not read.
-    """
-    name, other = ("model", config.model) if config.embedder == "dual" else ("dual", config.dual)
-    rates = _rates(other)
-    if other.lora.dropout != LoraConfig().dropout:
-        rates["lora.dropout"] = other.lora.dropout
-    for field, rate in rates.items():
-        raise ConfigError(
-            f"config.{name}.{field}={rate:g} is not read with config.embedder={config.embedder!r}"
         )

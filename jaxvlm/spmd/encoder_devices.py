@@ -12,9 +12,9 @@ from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import split
-from jaxvlm.train.disaggregated import EncoderAndRest, is_vision_path
+from jaxvlm.train.disaggregated import EncoderAndRest
 from jaxvlm.train.gradcache import rows_of
-from jaxvlm.types import Batch, Pairs
+from jaxvlm.types import Batch, Pairs, is_vision_path
 
 BY_COST = -1
 """Value of ``config.encoder.devices``: the first of :func:`best_first` that the run can use."""

@@ -349,16 +349,19 @@ def wrap(
         raise ConfigError(
             f"no strategy for the submodel {sorted(missing)[0]!r}; add one to strategies"
         )
-    frozen = isinstance(config, ModelConfig) and config.vision.frozen_blocks > 0
-    free = {p: n for p, n in seen["linear"].items() if not (frozen and p.startswith("vision/"))}
-    where = "config.dual.lora" if isinstance(config, DualConfig) else "config.model.lora"
-    adapted = lora.find(adapter, free, logical, where)
-    packed = lora.int8_maps(adapter, seen["linear"], logical, where)
-    for more, words in (
-        lora.parameters(adapter, adapted, shapes, logical),
-        int8_weights.parameters(packed, shapes, logical),
-    ):
-        shapes, logical = {**shapes, **more}, {**logical, **words}
+    adapted: dict[str, Dims] = {}
+    packed: dict[str, Dims] = {}
+    if adapter != LoraConfig():
+        frozen = isinstance(config, ModelConfig) and config.vision.frozen_blocks > 0
+        free = {p: n for p, n in seen["linear"].items() if not (frozen and p.startswith("vision/"))}
+        where = "config.dual.lora" if isinstance(config, DualConfig) else "config.model.lora"
+        adapted = lora.find(adapter, free, logical, where)
+        packed = lora.int8_maps(adapter, seen["linear"], logical, where)
+        for more, words in (
+            lora.parameters(adapter, adapted, shapes, logical),
+            int8_weights.parameters(packed, shapes, logical),
+        ):
+            shapes, logical = {**shapes, **more}, {**logical, **words}
     model = Model(
         config, mesh, seen["graph"], shapes, logical, make, strategies, adapter, adapted, packed,
         frozenset(adapted if adapter.dropout else ()),

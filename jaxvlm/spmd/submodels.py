@@ -14,7 +14,7 @@ from jaxvlm.models import dual_encoder, vlm
 from jaxvlm.models.vit import VisionEncoder
 from jaxvlm.nn.param import Init
 from jaxvlm.spmd.model import AnyModelConfig, Model, axes_of, wrap
-from jaxvlm.train.disaggregated import is_vision_path
+from jaxvlm.types import is_vision_path
 
 
 def feature_shape(config: ModelConfig | DualConfig) -> tuple[int, int]:

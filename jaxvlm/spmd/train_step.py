@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from jaxvlm.config import ConfigError, MeshConfig, grad_reduce_bits
+from jaxvlm.config import ConfigError, MeshConfig, dropout_rates, grad_reduce_bits
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import split_frozen
 from jaxvlm.parallel.grad_reduce import ORDER, GradReduction
@@ -21,11 +21,10 @@ from jaxvlm.spmd.gradcache import Chunks, pair_runner
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.submodels import without_vision_encoder
-from jaxvlm.train.disaggregated import is_vision_path
-from jaxvlm.train.dropout_keys import no_dropout, seeded
+from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.train.grad_accum import LocalGradients
 from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
-from jaxvlm.types import Cache, Loss, Params, Runner, TrainState
+from jaxvlm.types import Cache, Loss, Params, Runner, TrainState, is_vision_path
 
 
 class Assembled(NamedTuple):
@@ -72,7 +71,9 @@ def assemble(
         shardings; and a function that makes the first state from all parameters, consuming them.
     """
     own, still = split(model, model.shapes, frozen)
-    model, drops = without_frozen_dropout(model, own)
+    drops = False
+    if model.has_dropout or dropout_rates(model.config):
+        model, drops = without_frozen_dropout(model, own)
     if cache is not None:
         check_kept(model)
     trains_cached = cache is not None and any(is_vision_path(path) for path in own)
@@ -91,7 +92,7 @@ def assemble(
         runner = runner_of(run, microbatches)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     step = jax.jit(
-        make_step(runner, loss, tx, place, cache, seeded(seed) if drops else no_dropout),
+        make_step(runner, loss, tx, place, cache, seeded(seed) if drops else None),
         donate_argnums=0,
         # Metrics are scalars; tokens that a cache returns have the cache's shardings.
         out_shardings=(shardings, None if cache.outputs_tokens else replicated(model.mesh)),
@@ -241,12 +242,14 @@ def _gathering(model: Model) -> Callable[[Params], Params]:
         if not stored[path].is_equivalent_to(gathered[path], len(x.shape))
     }
     eight = {path for path in moved if model.strategy(path).param_gather_dtype == "int8"}
-    pin, as_bytes = constrain(gathered), gather_in_bytes(stored, gathered)
+    pin = constrain(gathered)
+    as_bytes = gather_in_bytes(stored, gathered) if eight else None
 
     def gather(params: Params) -> Params:
-        plain = {path: x for path, x in params.items() if path in moved - eight}
-        small = {path: x for path, x in params.items() if path in eight}
-        return {**params, **pin(plain), **as_bytes(small)}
+        result = {**params, **pin({path: x for path, x in params.items() if path in moved - eight})}
+        if as_bytes is not None:
+            result |= as_bytes({path: x for path, x in params.items() if path in eight})
+        return result
 
     return gather
 

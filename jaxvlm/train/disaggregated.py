@@ -29,7 +29,7 @@ from jaxvlm.train.grad_accum import (
 from jaxvlm.train.objective import scales, total
 from jaxvlm.train.peak_memory import PeakMemory
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
-from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState
+from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState, is_vision_path
 
 VISION_PATHS = ("encode", "zeros", "backward", "squares", "update")
 """Programs that run on the encoder's mesh."""
@@ -47,11 +47,6 @@ class EncoderAndRest(NamedTuple):
 
 
 _NONE = EncoderAndRest(0, 0)
-
-
-def is_vision_path(path: str) -> bool:
-    """Whether a parameter belongs to the vision encoder."""
-    return path.startswith("vision/")
 
 
 def cut(state: TrainState, move: Callable[[Any], Any]) -> EncoderAndRest:

@@ -12,13 +12,8 @@ import jax.numpy as jnp
 from jaxvlm.types import KEY_IMPL, Batch, Pairs
 
 DropoutKeys = Callable[[Any, Any], Any]
-"""(i32[] step, Batch or Pairs) -> the batch, with ``dropout_keys`` where something is dropped."""
+"""(i32[] step, Batch or Pairs) -> the batch, with ``dropout_keys``."""
 _STREAM = zlib.crc32(b"dropout")
-
-
-def no_dropout(step: Any, batch: Any) -> Any:
-    """Return the batch unchanged: nothing is dropped."""
-    return batch
 
 
 def seeded(seed: int) -> DropoutKeys:

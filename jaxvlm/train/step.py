@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxvlm.train.dropout_keys import DropoutKeys, no_dropout
+from jaxvlm.train.dropout_keys import DropoutKeys
 from jaxvlm.train.objective import scales, total
 from jaxvlm.types import Batch, Cache, Guard, Loss, Pairs, Params, Runner, Sums, TrainState
 
@@ -51,7 +51,7 @@ def make_step(
     tx: optax.GradientTransformation,
     place: Placement = ANYWHERE,
     cache: Cache = NO_CACHE,
-    dropout_keys: DropoutKeys = no_dropout,
+    dropout_keys: DropoutKeys | None = None,
 ) -> Step:
     """Make ``step(state, batch) -> (state, metrics)``, a pure function ready for ``jax.jit``.
 
@@ -61,7 +61,7 @@ def make_step(
         tx: the optimizer over trainable parameters.
         place: sharding and communication, by the strategy.
         cache: source of visual tokens.
-        dropout_keys: adds the keys for dropout to a batch.
+        dropout_keys: adds the keys for dropout to a batch; ``None``: nothing is dropped.
 
     Returns:
         The step, over a Batch or Pairs. Its metrics are scalars, except for tokens that a cache
@@ -72,7 +72,9 @@ def make_step(
     """
 
     def step(state: TrainState, batch: Batch | Pairs) -> tuple[TrainState, dict[str, Any]]:
-        scale, batch = scales(loss, batch), dropout_keys(state.step, batch)
+        scale = scales(loss, batch)
+        if dropout_keys is not None:
+            batch = dropout_keys(state.step, batch)
         params, frozen = place.all_gather(state.params), place.all_gather(state.frozen)
         read = cache.read(state.cache, params, frozen, batch)
         sums, given = runner.loss_grad(read.params, read.frozen, read.batch, loss, scale)

@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from jaxvlm.checkpoint.run_record import local_folder
-from jaxvlm.config import Config, ConfigError, from_config_dict
+from jaxvlm.config import Config, ConfigError, LoraConfig, dropout_rates, from_config_dict
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, trains_embeddings
 
@@ -78,6 +78,22 @@ def check_lengths(config: Config) -> None:
                 f"not divide rows of {length} tokens "
                 f"(config.data.max_length={data.max_length}); take a multiple of {near}"
             )
+
+
+def check_dropout(config: Config) -> None:
+    """Refuse dropout in the settings of the model that a run does not train.
+
+    Raises:
+        ConfigError: the setting that is not read.
+    """
+    name, other = ("model", config.model) if config.embedder == "dual" else ("dual", config.dual)
+    rates = dropout_rates(other)
+    if other.lora.dropout != LoraConfig().dropout:
+        rates["lora.dropout"] = other.lora.dropout
+    for field, rate in rates.items():
+        raise ConfigError(
+            f"config.{name}.{field}={rate:g} is not read with config.embedder={config.embedder!r}"
+        )
 
 
 def _check_ranges(config: Config) -> None:

@@ -28,17 +28,16 @@ from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight
-from jaxvlm.spmd.dropout import check_read
 from jaxvlm.spmd.encoder_devices import step_flops
 from jaxvlm.spmd.gradcache import grad_cache_chunks
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.train_step import Assembled, assemble_with_cache, split
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.compiled_steps import CompiledSteps
-from jaxvlm.train.disaggregated import is_vision_path
 from jaxvlm.train.grad_accum import check_local_gradients, check_microbatches
 from jaxvlm.train.step import NO_CACHE
-from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState
+from jaxvlm.trainer.checks import check_dropout
+from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState, is_vision_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +149,7 @@ def build_training(
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
             fit ``steps``.
     """
-    check_read(config)
+    check_dropout(config)
     trainable, _ = split(model, model.shapes, config.optim.frozen)
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")

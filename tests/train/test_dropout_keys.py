@@ -30,10 +30,11 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models import lora
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.spmd.dropout import check_kept, check_read, without_frozen_dropout
+from jaxvlm.spmd.dropout import check_kept, without_frozen_dropout
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
 from jaxvlm.train.gradcache import Chunk
+from jaxvlm.trainer.checks import check_dropout
 from jaxvlm.trainer.training import build_training
 
 ROWS, STEP = 8, 3
@@ -280,4 +281,4 @@ def test_what_is_no_share_is_refused(config, says):
 def test_dropout_of_another_model_than_the_runs_is_refused():
     config = dataclasses.replace(train_config(), dual=MIXED)
     with pytest.raises(ConfigError, match=r"dual.vision.dropout=0.1 is not read with .*'vlm'"):
-        check_read(config)
+        check_dropout(config)

@@ -225,10 +225,10 @@ class Dataset:
             An iterator of (Batch, Meta).
         """
         config, order = self.config, self.order
-        local, written = [int(row) for row in local_rows], self._written_pages or WrittenPages()
+        local, written = [int(row) for row in local_rows], self._written_pages
 
         def load(step: int) -> tuple[Batch, tuple[Meta, int]]:
-            generation = written.generation  # before any page is looked up
+            generation = written.generation if written else 0  # before any page is looked up
             chosen = [order.sequence(step, row) for row in local]
             shape = self.sequence_shapes[-1]
             if not config.packing:  # all hosts must agree on the shape: use the global batch
@@ -242,7 +242,8 @@ class Dataset:
             """Load a prefetched batch again if the cache pages that it relies on were evicted."""
             batch, (meta, generation) = loaded
             if (
-                generation == written.generation
+                written is None
+                or generation == written.generation
                 or batch.in_pages is None
                 or not batch.in_pages.any()
             ):

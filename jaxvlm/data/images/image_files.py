@@ -268,15 +268,17 @@ class ImageCache:
 
 def name_and_size(path: str) -> tuple[str, int]:
     """Return an image file's name without its folder, and its size in bytes, for fingerprints."""
-    size = webdataset.size(path) if webdataset.is_member(path) else os.path.getsize(path)
+    size = webdataset.size(path) if _is_in_tar(path) else os.path.getsize(path)
     return os.path.basename(path), size
+
+
+def _is_in_tar(path: str) -> bool:
+    return "::" in path and webdataset.is_member(path)
 
 
 def _bytes(path: str) -> bytes:
     try:
-        return (
-            webdataset.read(path) if webdataset.is_member(path) else pathlib.Path(path).read_bytes()
-        )
+        return webdataset.read(path) if _is_in_tar(path) else pathlib.Path(path).read_bytes()
     except FileNotFoundError:
         raise ImageError("missing file") from None
     except (OSError, ValueError) as error:
@@ -285,7 +287,7 @@ def _bytes(path: str) -> bytes:
 
 def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     """Open an image and read its header; raises ImageError."""
-    if isinstance(source, str) and webdataset.is_member(source):
+    if isinstance(source, str) and _is_in_tar(source):
         source = io.BytesIO(_bytes(source))
     try:
         empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())

@@ -32,7 +32,7 @@ class TarShard(NamedTuple):
 
 def is_member(path: str) -> bool:
     """Whether ``path`` names a member of a tar."""
-    return "::" in path and _MEMBER.fullmatch(path) is not None
+    return _MEMBER.fullmatch(path) is not None
 
 
 def size(path: str) -> int:

@@ -41,7 +41,7 @@ _FIRST = ConfigFields(
     llama.IGNORED,
 )
 _LATER = {
-    **{name: value for name, value in _SHARED.items() if name != "hidden_act"},
+    **_SHARED,
     "vocab_size": 256_000,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -53,6 +53,7 @@ _LATER = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+del _LATER["hidden_act"]
 _LATER_ONLY = {**_ONLY, "hidden_act": ("gelu_pytorch_tanh",)}  # torch reads hidden_activation
 _SECOND = ConfigFields(
     {**_LATER, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
