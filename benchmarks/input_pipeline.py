@@ -52,7 +52,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
     from jaxvlm.data.conversations import tokenize
     from jaxvlm.data.conversations.dataset import Dataset
     from jaxvlm.data.conversations.run_data import read_records
-    from jaxvlm.hf.run_tokenizer import make_tokenizer
+    from jaxvlm.hf.run_processor import make_tokenizer
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
     records = [{"id": str(i), "image": p, "conversations": turns} for i, p in enumerate(paths)]

@@ -12,7 +12,7 @@ from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.conversations.run_data import read_records
 from jaxvlm.hf.families import clip
-from jaxvlm.hf.run_tokenizer import make_tokenizer
+from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.types import Batch
 
 SMALL = {

@@ -28,6 +28,8 @@ from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.types import PAGE, Age, Batch
 
 _log = logging.getLogger(__name__)
+HOST_CACHE = "host_cache"
+"""Folder in a run's workdir that its host cache is saved to."""
 _MODEL_ORDER = TokenLayout(ROW_MAJOR, ROW_MAJOR, 0)
 
 
@@ -261,8 +263,3 @@ def _part(folder: pathlib.Path, step: int, number: int = -1, count: int = 0) -> 
     if not count:
         number, count = jax.process_index(), jax.process_count()
     return folder / str(step) / f"{number}-of-{count}"
-
-
-def host_cache_folder(workdir: pathlib.Path) -> pathlib.Path:
-    """Return the folder in a run's workdir that its host cache is saved to."""
-    return workdir / "host_cache"

@@ -12,7 +12,7 @@ from jaxvlm.cache import cached_step, settings, writer
 from jaxvlm.cache.cached_step import TOKENS, CachedStep
 from jaxvlm.cache.metrics import metrics_of
 from jaxvlm.cache.policy import make_policy
-from jaxvlm.config import CacheConfig, Config, ConfigError, DualConfig
+from jaxvlm.config import CacheConfig, Config, ConfigError, DualConfig, uses_cache
 from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import AnyModelConfig, Model
@@ -28,7 +28,7 @@ def check_pair_cache(config: Config) -> None:
     """
     cache, where = config.cache, "config.cache"
     settings.check_cache(config)
-    if not settings.is_on(cache):
+    if not uses_cache(cache):
         return
     loss, policy = loss_setting(config), f"{where}.policy={cache.policy!r}"
     if cache.policy not in ("off", "strict"):

@@ -24,6 +24,7 @@ from jaxvlm.config import (
     ModelConfig,
     cache_halvings,
     refuse_unread,
+    uses_cache,
 )
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.page_allocation import NoPages, PageAllocation, TokenShape, WrittenPages
@@ -38,15 +39,10 @@ from jaxvlm.types import PAGE, TrainState
 POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive", "custom")
 
 
-def is_on(config: CacheConfig) -> bool:
-    """Whether a step encodes its images separately, in encode batches, before its forward pass."""
-    return config.policy != "off" or config.encode_batch > 0
-
-
 def allocate_pages(
     config: Config, dataset: Dataset | PairDataset, learns: bool
-) -> PageAllocation | NoPages | None:
-    """Allocate pages for the images' tokens; ``None`` where the cache is not in use.
+) -> PageAllocation | NoPages:
+    """Allocate pages for the images' tokens, of a run that uses the cache.
 
     With ``policy='off'`` and ``encode_batch`` set, the step is compiled with as many pages, of
     which none is used (with pairs: with an array of the same size for stored tokens, all absent),
@@ -62,8 +58,6 @@ def allocate_pages(
     Raises:
         ConfigError: settings that leave nothing to cache, or images that can't be.
     """
-    if not is_on(config.cache):
-        return None
     size, width = feature_shape(config.network)
     given = TokenShape(width, np.dtype(DTYPES[config.network.dtype]))
     outside = writer.is_outside_devices(config.cache)
@@ -189,7 +183,7 @@ def check_cache(config: Config) -> None:
             f"max_staleness={cache.max_staleness}: no tokens would be recomputed early; lower it, "
             "or take policy='lazy'"
         )
-    if not is_on(cache):
+    if not uses_cache(cache):
         return
     if cache.policy == "hybrid" and cache.refresh_fraction:
         raise ConfigError(

@@ -108,13 +108,14 @@ def _of_recipe(config: Any, spec: str) -> dict[str, Any]:
     from jaxvlm.data.conversations import tokenize
     from jaxvlm.data.conversations.run_data import read_records
     from jaxvlm.hf import pretrained
-    from jaxvlm.hf.run_tokenizer import make_tokenizer
+    from jaxvlm.hf.run_processor import image_format_of, make_tokenizer
 
     source = pretrained.find_for(config.model)
-    config = pretrained.with_source(config, source)
+    if source is not None:
+        config = pretrained.with_source(config, source)
     read = read_records(config.data, spec)
     chat_tokenizer = make_tokenizer(config, None, lambda: tokenize.texts(read[0]), source)
-    images = pretrained.image_format_of(config, source, chat_tokenizer)
+    images = image_format_of(config, source, chat_tokenizer)
     return {
         "config": config.data,
         "chat_tokenizer": chat_tokenizer,

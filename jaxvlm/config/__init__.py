@@ -12,6 +12,7 @@ from jaxvlm.config.derived import (
     feature_blocks,
     grad_reduce_bits,
     layer_windows,
+    uses_cache,
 )
 from jaxvlm.config.embed import (
     DualConfig,
@@ -73,4 +74,5 @@ __all__ = [
     "layer_windows",
     "refuse_unread",
     "to_config_dict",
+    "uses_cache",
 ]

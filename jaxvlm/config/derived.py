@@ -21,6 +21,11 @@ def grad_reduce_bits(config: StrategyConfig) -> int:
     return GRAD_REDUCE_BITS[config.grad_reduce_dtype]
 
 
+def uses_cache(config: CacheConfig) -> bool:
+    """Whether a step encodes its images separately, in encode batches, before its forward pass."""
+    return config.policy != "off" or config.encode_batch > 0
+
+
 def cache_halvings(config: CacheConfig) -> int:
     """Number of times that the cache's pages may be halved, from ``min_pages_fraction``.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -18,9 +17,8 @@ from jaxvlm.data.images import image_files, processor
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf import safetensors
-from jaxvlm.hf.families import ChooseFamily, anyres, common, family, family_of, sentences
-from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Params, Span
+from jaxvlm.hf.families import ChooseFamily, common, family, family_of, sentences
+from jaxvlm.types import Params
 
 SAVED = "source"
 """Folder in a workdir with the checkpoint's files other than weights, and the weights' layout."""
@@ -113,15 +111,13 @@ def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
     return "model_type" in json_object(path)
 
 
-def with_source(config: Config, source: Source | None) -> Config:
+def with_source(config: Config, source: Source) -> Config:
     """Fill in the checkpoint's dims and its image processor's mean and standard deviation.
 
     Raises:
         ConfigError: an unsupported field of ``config.json``, or a setting that contradicts the
             checkpoint.
     """
-    if source is None:
-        return config
     hf_model = _with_head(source, source.family.config_from_hf(source.hf_config))
     image_processor, patching = _image_processor(source, config), _patching(hf_model.vision)
     if image_processor.patching != patching:
@@ -140,10 +136,10 @@ def with_source(config: Config, source: Source | None) -> Config:
     return dataclasses.replace(config, model=model)
 
 
-def image_format_of(
-    config: Config, source: Source | None, tokenizer: ChatTokenizer
+def image_format(
+    config: Config, source: Source, tokenizer: ChatTokenizer
 ) -> image_files.ImageFormat:
-    """Return how images are prepared for the run's model, from its checkpoint or its recipe.
+    """Return how images are prepared for the model of a checkpoint.
 
     Raises:
         ConfigError: a setting of images that does not fit the model.
@@ -151,27 +147,6 @@ def image_format_of(
     size, data = config.model.vision.image_size, config.data
     prepare = image_files.squares(size, data.resize)
     patching = _patching(config.model.vision)
-    if patching is None and data.max_patches_per_sequence:
-        raise ConfigError(
-            f"config.data.max_patches_per_sequence={data.max_patches_per_sequence}: this model "
-            "takes images of one size; leave it out"
-        )
-    if source is None:
-        if patching is not None:
-            raise ConfigError(
-                "config.model.vision.packed=True: models for images of any size must start from a "
-                "checkpoint, config.model.checkpoint"
-            )
-        if any(data.image_pixels_range):
-            raise ConfigError(
-                f"config.data.image_pixels_range={data.image_pixels_range}: this model takes "
-                "images of one size, config.model.vision.image_size; leave it out"
-            )
-        count = num_visual_tokens(config.model)
-        span = Span.of(tokenizer.image_id, count)
-        if config.model.connector.newline:
-            span = anyres.whole(tokenizer.image_id, math.isqrt(count))
-        return image_files.ImageFormat(prepare, size, lambda _width, _height: span)
     if patching is not None and data.resize != "auto":
         raise ConfigError(
             f"config.data.resize={data.resize} resizes to squares, but this model takes images of "
@@ -187,14 +162,12 @@ def image_format_of(
     return image_files.ImageFormat(prepare, side, span, fixed=grid is None, patching=patching)
 
 
-def check_tokens(source: Source | None, tokenizer: ChatTokenizer) -> None:
+def check_tokens(source: Source, tokenizer: ChatTokenizer) -> None:
     """Check that the tokenizer's image token is the model's.
 
     Raises:
         ConfigError: it is not; the message has both ids.
     """
-    if source is None:
-        return
     names = ("image_token_id", "image_token_index")
     ids = [source.hf_config[name] for name in names if source.hf_config.get(name) is not None]
     if ids and tokenizer.image_id not in ids:

@@ -30,7 +30,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf import dual_encoder, peft_folder, pretrained
 from jaxvlm.hf.families import ENCODERS, any_family, family_of, sentences
-from jaxvlm.hf.run_tokenizer import make_tokenizer, with_vocab
+from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
 from jaxvlm.inference import encoder, prompts
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
@@ -321,7 +321,9 @@ def load(
                 why = "is an encoder, and adapters of encoders can't be loaded"
                 raise ConfigError(f"adapter={adapter}: {folder} {why}")
             return encoder.load(source, mesh, dtype)
-        config = peft_folder.with_adapter(pretrained.with_source(config, source), source, None)
+        if source is not None:
+            config = pretrained.with_source(config, source)
+        config = peft_folder.with_adapter(config, source, None)
         if source is not None and (modules := pretrained.modules(source.files)):
             pooling = pretrained.module_config(source.files, modules)
             sentences.check_last(modules, pooling, config.model.decoder.width)
@@ -343,13 +345,14 @@ def load(
     use_compile_cache(config.compile_cache)
     saved = None if hugging_face else workdir / "tokenizer"
     tokenizer = make_tokenizer(config, saved, tuple, source)
-    pretrained.check_tokens(source, tokenizer)
+    if source is not None:
+        pretrained.check_tokens(source, tokenizer)
     config = dataclasses.replace(config, model=with_vocab(config.model, tokenizer.vocab_size))
     settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
     config = dataclasses.replace(config, model=settings)
     embeddings = config.embedding if trains_embeddings(config) else None
     model = build_model(settings, make_mesh(mesh or MeshConfig()), embeddings=embeddings)
-    images = pretrained.image_format_of(config, source, tokenizer)
+    images = image_format_of(config, source, tokenizer)
     if hugging_face and source is not None:
         params = peft_folder.read_params(source, model, config.seed)
     else:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig, feature_blocks, layer_windows
+from jaxvlm.models.lora import is_adapter
 from jaxvlm.types import Batch
 
 
@@ -237,3 +238,23 @@ def reach(batch: Batch, rows: int = 4) -> float:
     attended &= np.tri(segment.shape[1], dtype=bool)
     real = segment > 0
     return 2.0 * float(attended.sum(-1)[real].mean()) if real.any() else 0.0
+
+
+def of_batch(
+    config: ModelConfig, trained: Collection[str], batch: Batch, scale: float = 1.0
+) -> tuple[Flops, Flops]:
+    """Count FLOPs of a forward pass, and of a step.
+
+    Args:
+        config: the model's settings.
+        trained: paths of the trained parameters.
+        batch: a representative batch, numpy.
+        scale: sequences of a step over sequences of ``batch``.
+    """
+    num_tokens = scale * float((batch.segment > 0).sum())
+    num_images, patches = images(batch)
+    adapters = {path for path in trained if is_adapter(path)} if config.lora.rank else set()
+    owns = {path.split("/")[0] for path in trained if path not in adapters}
+    adapted = {path.split("/")[0] for path in adapters}
+    once = forward(config, num_tokens, reach(batch), scale * num_images, patches)
+    return once, step(once, dict.fromkeys(owns, True), adapted)

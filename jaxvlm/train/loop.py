@@ -18,8 +18,6 @@ from jaxvlm.train.compiled_steps import CompiledSteps
 from jaxvlm.train.step_clock import Clock
 from jaxvlm.types import Batch, Pairs, TrainState
 
-_NO_CACHE_MEMORY = CacheMemory()
-
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on; the message says why and what to do."""
@@ -64,7 +62,7 @@ def train(
     *,
     start: int,
     leaves: list[str],
-    cache_memory: CacheMemory = _NO_CACHE_MEMORY,
+    cache_memory: CacheMemory | None = None,
 ) -> tuple[TrainState, str]:
     """Take steps ``start`` to ``schedule.steps``.
 
@@ -79,7 +77,7 @@ def train(
         callbacks: what happens around steps.
         start: steps taken before.
         leaves: parameter names in the order of the step's ``bad_leaf``.
-        cache_memory: the device memory of the state's cache.
+        cache_memory: the device memory of the state's cache, if it has one that may be evicted.
 
     Returns:
         The last state, whose cache may have been given back to ``cache_memory``, and why it ended:
@@ -100,7 +98,7 @@ def train(
                 if pending is not None and not pending[1]["loss"].is_ready():
                     clock.hide()  # the device was still at work: nothing was lost
             with clock.paused():
-                state = cache_memory.restored(state)
+                state = cache_memory.restored(state) if cache_memory else state
                 programs.get(state, batch)  # compiles where the shape is new
             with clock.dispatching():
                 state, metrics = _step(programs, cache_memory, state, batch)
@@ -131,13 +129,18 @@ def train(
 
 
 def _step(
-    programs: CompiledSteps, cache_memory: CacheMemory, state: TrainState, batch: Batch | Pairs
+    programs: CompiledSteps,
+    cache_memory: CacheMemory | None,
+    state: TrainState,
+    batch: Batch | Pairs,
 ) -> tuple[TrainState, dict[str, Any]]:
     """A step; where memory is short before the state is consumed, one with less of a cache."""
     while True:
         try:
             return programs.get(state, batch)(state, batch)
         except jax.errors.JaxRuntimeError as error:
+            if cache_memory is None:
+                raise
             state = cache_memory.retry_smaller(state, error)
 
 

@@ -18,7 +18,7 @@ from jaxvlm.data.pairs.examples import Example
 from jaxvlm.data.sources import pair_formats
 from jaxvlm.hf import dual_encoder, peft_folder, pretrained
 from jaxvlm.hf.families import sentences
-from jaxvlm.hf.run_tokenizer import make_tokenizer, with_vocab
+from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
 from jaxvlm.inference.embedding_evaluator import collator_of
 from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.mesh import batch_shards
@@ -43,12 +43,13 @@ def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
         source = pretrained.find_for(given.model, workdir)
         if source is not None:
             sentences.check_no_map(pretrained.modules(source.files))
-        given = pretrained.with_source(given, source)
+            given = pretrained.with_source(given, source)
         given = peft_folder.with_adapter(given, source, workdir)
         saved = workdir / "tokenizer" if workdir else None
         words = make_tokenizer(given, saved, lambda: _texts(read[0]), source)
-        pretrained.check_tokens(source, words)
-        images = pretrained.image_format_of(given, source, words)
+        if source is not None:
+            pretrained.check_tokens(source, words)
+        images = image_format_of(given, source, words)
         config = dataclasses.replace(given, model=with_vocab(given.model, words.vocab_size))
         prepared = Prepared(config, source, words, images, None)
     rows = collator_of(config, prepared.tokenizer, prepared.image_format)

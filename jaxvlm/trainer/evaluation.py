@@ -52,26 +52,28 @@ def make_evaluator(run: Run) -> AnyEvaluator | None:
 
 
 def within_memory(
-    evaluator: AnyEvaluator, run: Run, memory: CacheMemory
+    evaluator: AnyEvaluator, run: Run, memory: CacheMemory | None
 ) -> Callable[[TrainState, bool], Report]:
     """Evaluations that evict the visual-token cache where they are short of device memory.
 
     Args:
         evaluator: of the run.
         run: of it.
-        memory: the cache's memory on the devices.
+        memory: the cache's memory on the devices; ``None``: there is no cache.
     """
     config, training = run.config, run.training
 
     def evaluate(state: TrainState, blind: bool) -> Report:
-        if config.cache.evict_for_eval:
+        if memory and config.cache.evict_for_eval:
             memory.evict(state)
         while True:
             try:
                 return evaluator.report(training.params(state), config.eval_records, blind)
             except jax.errors.JaxRuntimeError as error:
                 one = jax.process_count() == 1  # others would not know that this one begins again
-                if not (one and compiled_steps.is_out_of_memory(error) and memory.evict(state)):
+                if memory is None or not (
+                    one and compiled_steps.is_out_of_memory(error) and memory.evict(state)
+                ):
                     raise
             # Out here, where the error holds nothing of what was tried in memory.
             memory.say("an evaluation is short of memory: once more, with the cache evicted")
@@ -82,7 +84,7 @@ def within_memory(
 def callback(
     run: Run,
     evaluator: AnyEvaluator | None,
-    memory: CacheMemory,
+    memory: CacheMemory | None,
     writer: MetricWriter,
     progress: Progress,
     extra: dict[str, Any],

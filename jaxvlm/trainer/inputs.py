@@ -7,12 +7,12 @@ import pathlib
 from typing import Any, NamedTuple
 
 from jaxvlm.cache import settings
-from jaxvlm.config import Config, ConfigError
+from jaxvlm.config import CacheConfig, Config, ConfigError, Extension
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.run_data import make_dataset, read_records
 from jaxvlm.hf import peft_folder, pretrained
 from jaxvlm.hf.families import sentences
-from jaxvlm.hf.run_tokenizer import make_tokenizer, with_vocab
+from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
 
 
 class Prepared(NamedTuple):
@@ -43,18 +43,23 @@ def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
         ConfigError: settings that can't be used.
         DataError: data that can't be used.
     """
-    source = pretrained.find_for(given.model, workdir)
+    source = None
+    if given.model.checkpoint or given.model.family != Extension():
+        source = pretrained.find_for(given.model, workdir)
     if source is not None:
         sentences.check_tokens(pretrained.modules(source.files))
-    given = pretrained.with_source(given, source)
-    given = peft_folder.with_adapter(given, source, workdir)
+        given = pretrained.with_source(given, source)
+    if source is not None or given.model.lora.checkpoint:
+        given = peft_folder.with_adapter(given, source, workdir)
     read = read_records(given.data, given.data.train)
     saved = workdir / "tokenizer" if workdir else None
     made = make_tokenizer(given, saved, lambda: tokenize.texts(read[0]), source)
-    pretrained.check_tokens(source, made)
-    images = pretrained.image_format_of(given, source, made)
+    if source is not None:
+        pretrained.check_tokens(source, made)
+    images = image_format_of(given, source, made)
     config = dataclasses.replace(given, model=with_vocab(given.model, made.vocab_size))
-    settings.check_cache(config)
+    if config.cache != CacheConfig():
+        settings.check_cache(config)
     check_questions(config)
     dataset = make_dataset(config, given.data.train, made, images, read)
     return Prepared(config, source, made, images, dataset)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxvlm.config import Config, ConfigError
+from jaxvlm.config import Config, ConfigError, EncoderConfig
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
@@ -52,7 +52,9 @@ def lay_out(config: Config, devices: Sequence[jax.Device]) -> Layout:
     Raises:
         ConfigError: the mesh or the strategy does not fit the devices.
     """
-    own, devices = disaggregated_encoder.encoder_devices(config.encoder, devices)
+    own: list[jax.Device] = []
+    if config.encoder != EncoderConfig():
+        own, devices = disaggregated_encoder.encoder_devices(config.encoder, devices)
     if own and config.strategy.name == "single" and len(devices) > 1:
         raise ConfigError(
             "config.strategy.name='single' runs on one device, and "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxvlm.cache.host_cache import HOST_CACHE
 from jaxvlm.cache.run_inputs import CacheInputs
 from jaxvlm.config import Config, ConfigError
 from jaxvlm.data.page_allocation import NoPages, PageAllocation
@@ -58,6 +59,15 @@ class Run:
     def meshes(self) -> list[jax.sharding.Mesh]:
         """The run's mesh, and the mesh of a vision encoder on devices of its own."""
         return [self.mesh, *([self.encoder.mesh] if self.encoder else [])]
+
+    def has_cache(self, extra: dict[str, Any]) -> bool:
+        """Whether visual tokens are cached, or were when the run was at the checkpoint it resumes.
+
+        Args:
+            extra: what was saved with that checkpoint.
+        """
+        kept = self.workdir is not None and (self.workdir / HOST_CACHE).is_dir()
+        return self.pages is not None or "host_cache" in extra or kept
 
     @property
     def cache_inputs(self) -> CacheInputs:

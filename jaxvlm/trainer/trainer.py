@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxvlm.cache.settings import allocate_pages
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, uses_cache
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import local_rows
@@ -76,8 +76,10 @@ class Trainer(Run):
         )
         self.rows = local_rows(self.mesh, self.config.data.batch_size)
         # Train step: built here, so that what can't be used is refused before a file is written.
-        learns = trains_vision(self.model, self.config.optim.frozen)
-        self.pages = allocate_pages(self.config, self.dataset, learns)
+        self.pages = None
+        if uses_cache(self.config.cache):
+            learns = trains_vision(self.model, self.config.optim.frozen)
+            self.pages = allocate_pages(self.config, self.dataset, learns)
         parts = (self.model, self.steps, print, self.encoder, self.pages)
         self.training = build_training(self.config, *parts)
 
@@ -103,19 +105,21 @@ class Trainer(Run):
             run_files.write_run_files(self, self.workdir)
             progress = run_files.open_progress(self, start, lines, stack)
             # Batches, and the tiers of the visual-token cache that fill them.
-            caches = CacheTiers(self, state, start, extra, progress.log, stack)
+            caches = None
+            if self.has_cache(extra):
+                caches = CacheTiers(self, state, start, extra, progress.log, stack)
+            memory, host_cache = (caches.memory, caches.host) if caches else (None, None)
             source = stack.enter_context(contextlib.closing(self.dataset.train(self.rows, start)))
-            batches = GlobalBatches(source, self.training.place, caches.host)
+            batches = GlobalBatches(source, self.training.place, host_cache)
             # Callbacks: what happens around the steps.
             writer = run_files.open_writer(self, self.workdir, start, stack)
             estimate, flops, peak = introduce(self, batches.peek(), progress.log)
-            evaluations = evaluation.callback(
-                self, evaluator, caches.memory, writer, progress, extra
+            evaluations = evaluation.callback(self, evaluator, memory, writer, progress, extra)
+            caching = caches and CacheCallback(
+                caches, batches, self, flops, checkpointer, progress.log
             )
             callbacks = [
-                CacheCallback(caches, batches, self, flops, checkpointer, progress.log),
-                *([evaluations] if evaluations else []),
-                *([estimate] if estimate else []),
+                *filter(None, (caching, evaluations, estimate)),
                 MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
                 CheckpointCallback(checkpointer, self.training),
                 PreemptionCallback(),
@@ -128,13 +132,13 @@ class Trainer(Run):
                 else:
                     state, ended = loop.train(
                         state, self.training.step, batches, run_files.schedule_of(self), callbacks,
-                        start=start, leaves=self.training.leaves, cache_memory=caches.memory,
+                        start=start, leaves=self.training.leaves, cache_memory=memory,
                     )  # fmt: skip
             seconds = time.perf_counter() - begin
             checkpointer.close()
             result = finish(self, state, ended, evaluator, evaluations, writer, progress.log)
             result["plan"] = estimate.finish(ended, progress.log) if estimate else {}
-            self.state = caches.memory.restored(state)
+            self.state = memory.restored(state) if memory else state
             return result | {"seconds": seconds}
 
     def dry_run(self) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from jaxvlm.cache.cached_step import make_cache
 from jaxvlm.config import (
     Config,
     ConfigError,
+    DualConfig,
+    ModelConfig,
     StrategyConfig,
     VisionConfig,
     cache_halvings,
@@ -28,13 +30,13 @@ from jaxvlm.optim.schedule import make_schedule
 from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight
-from jaxvlm.spmd.encoder_devices import step_flops
 from jaxvlm.spmd.gradcache import grad_cache_chunks
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.train_step import Assembled, assemble_with_cache, split
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.compiled_steps import CompiledSteps
 from jaxvlm.train.grad_accum import check_local_gradients, check_microbatches
+from jaxvlm.train.gradcache import rows_of
 from jaxvlm.train.step import NO_CACHE
 from jaxvlm.trainer.checks import check_dropout
 from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState, is_vision_path
@@ -99,7 +101,16 @@ class Training:
             batch: rows that stand for all, numpy.
             scale: rows of a step to these.
         """
-        return step_flops(self.model.config, self.leaves, batch, scale)
+        config, count = self.model.config, model_flops.of_batch
+        if isinstance(batch, Batch):
+            assert isinstance(config, ModelConfig)
+            return count(config, self.leaves, batch, scale)[1]
+        rows = batch.query, rows_of(batch.document)
+        if isinstance(config, DualConfig):
+            each = [model_flops.encoders(config, x, self.leaves) for x in rows]
+        else:
+            each = [count(config, self.leaves, x)[1]._replace(head=0.0) for x in rows]
+        return model_flops.Flops(*(scale * sum(parts) for parts in zip(*each)))
 
 
 def trains_vision(model: Model, frozen: tuple[str, ...]) -> bool:
@@ -169,12 +180,15 @@ def build_training(
             parts = microbatches_in_flight(model, parts, config.encoder.microbatches_in_flight)
         say(f"{pipeline_line(how, stages, parts)} (config.microbatches raises it)")
     asked = (loss, tx, config.microbatches, config.optim.frozen)
-    asks, cache = settings.with_encode_batch(config, model.mesh), None
-    if isinstance(slots, NoPages):
-        cache = pair_batches.make_pair_cache(asks, model, trainable, slots.windows)
-    elif slots:
-        cache = make_cache(
-            asks, model, trainable, slots.count, slots.windows, schedule, config.seed
+    cache = None
+    if slots:
+        asks = settings.with_encode_batch(config, model.mesh)
+        cache = (
+            pair_batches.make_pair_cache(asks, model, trainable, slots.windows)
+            if isinstance(slots, NoPages)
+            else make_cache(
+                asks, model, trainable, slots.count, slots.windows, schedule, config.seed
+            )
         )
     if trains_embeddings(config):
         made = assemble_with_cache(

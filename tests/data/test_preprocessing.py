@@ -23,7 +23,7 @@ from jaxvlm.data.sources.conversation_formats import Turn
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf.families import FAMILIES
 from jaxvlm.hf.model_zoo import published_config
-from jaxvlm.hf.pretrained import Source, image_format_of
+from jaxvlm.hf.pretrained import Source, image_format
 
 pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -187,7 +187,7 @@ def made(name, root):
             return type(value)
 
     theirs = WithoutVideos(image_processor=cut, tokenizer=fast, **given)
-    return ours, image_format_of(model, source, ours), found, theirs
+    return ours, image_format(model, source, ours), found, theirs
 
 
 def held_to_transformers(name, root, paths):

@@ -14,7 +14,7 @@ from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.run_data import make_dataset
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.tokenizer import chat_tokenizer
-from jaxvlm.hf import pretrained
+from jaxvlm.hf.run_processor import image_format_of
 from jaxvlm.models.vlm import num_visual_tokens
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_figures_of_the_quickstart():
     read = conversation_formats.read(config.data.train)
     built = chat_tokenizer.build(tokenize.texts(read[0]))
     data: Dataset = make_dataset(
-        config, config.data.train, built, pretrained.image_format_of(config, None, built), read
+        config, config.data.train, built, image_format_of(config, None, built), read
     )
     design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))
     order = data.order

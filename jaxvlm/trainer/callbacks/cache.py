@@ -11,7 +11,7 @@ import jax
 from jaxvlm.cache import host_cache_files
 from jaxvlm.cache import metrics as cache_metrics
 from jaxvlm.cache.cached_step import TOKENS
-from jaxvlm.cache.host_cache import HostCache, host_cache_folder, open_host_cache
+from jaxvlm.cache.host_cache import HOST_CACHE, HostCache, open_host_cache
 from jaxvlm.cache.metrics import LOST
 from jaxvlm.cache.settings import pages_written, token_layout, with_encode_batch
 from jaxvlm.cache.tier_bytes import tier_bytes
@@ -64,7 +64,7 @@ class CacheTiers:
     ):
         config, training = run.config, run.training
         assert run.workdir is not None
-        self.folder = host_cache_folder(run.workdir)
+        self.folder = run.workdir / HOST_CACHE
         self.device_bytes = sum(compiled_steps.bytes_of(x) for x in jax.tree.leaves(state.cache))
         self.writer: CacheWriter | None = open_cache_writer(
             run.cache_inputs,

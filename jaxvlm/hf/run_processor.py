@@ -1,14 +1,19 @@
-"""A run's tokenizer, and the vocabulary size of its model."""
+"""A run's tokenizer and image format, of its checkpoint or its recipe, and the vocabulary size."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Iterable
 
 from jaxvlm.config import Config, ConfigError, ModelConfig
+from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
+from jaxvlm.hf.families import anyres
+from jaxvlm.models.vlm import num_visual_tokens
+from jaxvlm.types import Span
 
 _MULTIPLE = 64
 """Vocabulary sizes are rounded up to a multiple of it, so that mesh axes divide them."""
@@ -57,6 +62,40 @@ def make_tokenizer(
     if config.init_from:  # its weights belong to its tokens
         return chat_tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
     return chat_tokenizer.build(texts(), config.tokenizer.kind, config.tokenizer.vocab_size)
+
+
+def image_format_of(
+    config: Config, source: pretrained.Source | None, tokenizer: chat_tokenizer.ChatTokenizer
+) -> image_files.ImageFormat:
+    """Return how images are prepared for the run's model, from its checkpoint or its recipe.
+
+    Raises:
+        ConfigError: a setting of images that does not fit the model.
+    """
+    data, vision = config.data, config.model.vision
+    if data.max_patches_per_sequence and not vision.packed:
+        raise ConfigError(
+            f"config.data.max_patches_per_sequence={data.max_patches_per_sequence}: this model "
+            "takes images of one size; leave it out"
+        )
+    if source is not None:
+        return pretrained.image_format(config, source, tokenizer)
+    if vision.packed:
+        raise ConfigError(
+            "config.model.vision.packed=True: models for images of any size must start from a "
+            "checkpoint, config.model.checkpoint"
+        )
+    if any(data.image_pixels_range):
+        raise ConfigError(
+            f"config.data.image_pixels_range={data.image_pixels_range}: this model takes "
+            "images of one size, config.model.vision.image_size; leave it out"
+        )
+    count = num_visual_tokens(config.model)
+    span = Span.of(tokenizer.image_id, count)
+    if config.model.connector.newline:
+        span = anyres.whole(tokenizer.image_id, math.isqrt(count))
+    prepare = image_files.squares(vision.image_size, data.resize)
+    return image_files.ImageFormat(prepare, vision.image_size, lambda _width, _height: span)
 
 
 def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
