@@ -126,7 +126,7 @@ def parity(dims: dict[str, Any], tiny: bool) -> dict[str, Any]:
     from jaxvlm.losses.next_token import NextToken
     from jaxvlm.parallel.mesh import make_mesh
     from jaxvlm.spmd.model import build_model
-    from jaxvlm.train.objective import scales, total
+    from jaxvlm.train.grad_accum import scales, total
 
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     gpu = jax.devices()[0].platform == "gpu"

@@ -44,8 +44,8 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.grad_accum import total
 from jaxvlm.train.gradcache import Chunk
-from jaxvlm.train.objective import total
 from jaxvlm.types import Batch, Embeddings, Pairs, Sums
 
 NAME = "gradcache_parity"

@@ -31,8 +31,8 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.gradcache import pair_runner
 from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.train.grad_accum import scales
 from jaxvlm.train.gradcache import Chunk
-from jaxvlm.train.objective import scales
 from jaxvlm.types import Batch, Pairs, Params
 
 SCALE = "head/scale"

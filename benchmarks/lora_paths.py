@@ -22,8 +22,7 @@ from jaxvlm.models import lora
 from jaxvlm.nn.param import contract
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import PlainRunner
-from jaxvlm.train.objective import scales
+from jaxvlm.train.grad_accum import PlainRunner, scales
 from jaxvlm.types import Batch
 
 TOKENS = 512

@@ -11,7 +11,7 @@ import numpy as np
 from jaxvlm.config import MeshConfig
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, replicated
-from jaxvlm.train.objective import total
+from jaxvlm.train.grad_accum import total
 from jaxvlm.types import Embeddings, Pairs
 
 B, K, E = 13, 3, 8

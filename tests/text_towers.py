@@ -24,7 +24,7 @@ from jaxvlm.nn.mask import batch_mask
 from jaxvlm.nn.param import Init, merge, split
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import scales, total
 from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.nn import kv_cache
+from jaxvlm.nn.attention import init_kv_cache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.types import Batch, Out
 
@@ -54,7 +54,7 @@ class DecodeState(NamedTuple):
     done: Any
     """bool[B]: whether the sequence has ended."""
     kv: Any
-    """Keys and values of all layers: see :mod:`jaxvlm.nn.kv_cache`."""
+    """Keys and values of all layers: see :class:`jaxvlm.nn.attention.KVCache`."""
     segment: Any
     """i32[B, S]: 0 at the padding of a prompt."""
     group: Any
@@ -101,7 +101,7 @@ def prefill(
         index=jnp.int32(0),
         token=None,
         done=~jnp.any(batch.segment > 0, axis=1),
-        kv=kv_cache.init((L, B, T + capacity, K, H), first.x.dtype),
+        kv=init_kv_cache((L, B, T + capacity, K, H), first.x.dtype),
         segment=jnp.concatenate([batch.segment, new_segment], axis=1),
         group=None if group is None else jnp.pad(group, ((0, 0), (0, capacity))),
         position=jnp.concatenate([batch.positions[:, 0], following], axis=1),

@@ -13,8 +13,7 @@ from PIL import Image, ImageOps
 from jaxvlm.config import ConfigError
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.collate import Places, collate_images
-from jaxvlm.data.conversations.collate_prompts import PromptShape, collate_prompts
+from jaxvlm.data.conversations.collate import Places, PromptShape, collate_images, collate_prompts
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources import conversation_formats

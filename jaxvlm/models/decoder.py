@@ -8,12 +8,11 @@ import jax
 from flax import nnx
 
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows, refuse_unread
-from jaxvlm.nn.attention import Context
+from jaxvlm.nn.attention import Context, KVCache
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.grouped_matmul import MATMULS
-from jaxvlm.nn.kv_cache import KVCache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.moe import Routed

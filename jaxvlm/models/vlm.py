@@ -16,9 +16,9 @@ from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
 from jaxvlm.models.texture import CHANNELS, texture
 from jaxvlm.models.vit import VisionTop, ViT, normalised, num_patches
+from jaxvlm.nn.attention import KVCache
 from jaxvlm.nn.attention_backends import check_backend
 from jaxvlm.nn.embed import image_places, mix_tokens, place_tokens, token_places
-from jaxvlm.nn.kv_cache import KVCache
 from jaxvlm.nn.mask import Mask, batch_mask
 from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.param import Init

@@ -1,4 +1,4 @@
-"""Multi-head attention layer, shared by vision encoders, text encoders and decoders."""
+"""Multi-head attention layer of vision encoders, text encoders and decoders, and its KV cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.nn.attention_backends import Scores, attend, check_heads
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
-from jaxvlm.nn.kv_cache import KVCache, append
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.norm import NORMS, RMSNorm
 from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
@@ -19,6 +19,32 @@ from jaxvlm.nn.rope import Rope, rotate
 from jaxvlm.parallel.rules import Axes, shard
 
 _NORM_ALL_EPS = 1e-6  # independent of the epsilon of the block's other norms
+
+
+class KVCache(NamedTuple):
+    """Keys and values of earlier tokens, for generation.
+
+    The number of valid tokens is kept elsewhere, since all layers share it.
+    """
+
+    k: Any
+    """[B, S, K, H], or [L, B, S, K, H] for a stack."""
+    v: Any
+    """[B, S, K, H], or [L, B, S, K, H] for a stack."""
+
+
+def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
+    """Return an empty cache; ``shape`` is [L, B, S, K, H]."""
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def append_kv(cache: KVCache, k: jax.Array, v: jax.Array, length: jax.Array) -> KVCache:
+    """Return ``cache`` with ``k`` and ``v`` [B, T, K, H] written from index ``length`` (i32[])."""
+    start = (0, length, 0, 0)
+    return KVCache(
+        jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start),
+        jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
+    )
 
 
 class Context(NamedTuple):
@@ -88,7 +114,7 @@ class Attention(nnx.Module):
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
         if kv is not None:
-            kv = append(kv, k, v, context.length)
+            kv = append_kv(kv, k, v, context.length)
             k, v = kv.k, kv.v
         scores = Scores(self.spec.query_scale, self.spec.attention_cap)
         drop = None

@@ -1,4 +1,4 @@
-"""Peak rates of accelerators as data: the denominators of MFU and of the planner.
+"""Peak rates of accelerators, from a table or measured: the denominators of MFU and the planner.
 
 A row is one *JAX device*. A TPU v4 or v5p chip is one device (two cores run as one); a TPU7x
 chip is two, so its row holds half a chip. Rates are dense (no sparsity).
@@ -11,7 +11,12 @@ it); the driver and XLA reserve some of it.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 
 class Chip(NamedTuple):
@@ -138,3 +143,33 @@ def links(name: str) -> float:
         name: name of a :class:`Chip`.
     """
     return _LINKS.get(name, 0.0) * 1e9
+
+
+def peak_flops(meshes: Sequence[jax.sharding.Mesh], dtype: str) -> tuple[float, str]:
+    """Peak matmul FLOP/s of all devices together, and the source of the figure.
+
+    Args:
+        meshes: the devices, all of one kind.
+        dtype: dtype of the matmuls.
+    """
+    device, size = meshes[0].devices.flat[0], sum(mesh.size for mesh in meshes)
+    chip = lookup(device.device_kind, dtype)
+    if chip is not None:
+        return chip.peak_flops * size, chip.name
+    # Forced CPU devices share the cores, so one matmul measures the rate of all of them.
+    if device.platform == "cpu":
+        return _measured(jnp.float32, 1024), "measured matmul"
+    return _measured(jnp.dtype(dtype), 8192) * size, "measured matmul"
+
+
+def _measured(dtype: Any, size: int, repeats: int = 3) -> float:
+    """Measured matmul FLOP/s of one device."""
+    x = jnp.ones((size, size), dtype)
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        product(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -24,9 +24,10 @@ from jaxvlm.train.grad_accum import (
     FEATURES,
     check_microbatches,
     merge_microbatches,
+    scales,
     split_microbatches,
+    total,
 )
-from jaxvlm.train.objective import scales, total
 from jaxvlm.train.peak_memory import PeakMemory
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
 from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState, is_vision_path

@@ -1,4 +1,8 @@
-"""Runners: the whole batch at once, gradient accumulation over microbatches, or a pipeline."""
+"""Runners: the whole batch at once, gradient accumulation over microbatches, or a pipeline.
+
+What they differentiate is the scalar objective of a loss's sums and weights (see
+``jaxvlm.types.Loss``): :func:`total` with the :func:`scales` of the whole global batch.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,7 @@ from jaxvlm.parallel.grad_reduce import on_local_examples
 from jaxvlm.parallel.mesh import nearest_divisor, shards_here
 from jaxvlm.parallel.pipeline import backward, buffers, forward
 from jaxvlm.parallel.pipeline.schedule import Schedule, timetable
-from jaxvlm.train.objective import total
-from jaxvlm.types import Batch, Loss, Out, Params, Runner, Sums
+from jaxvlm.types import Batch, Loss, Out, Pairs, Params, Runner, Sums
 
 FEATURES = "features"
 """Key of a batch's features among parameters, where their gradient is needed too."""
@@ -327,3 +330,22 @@ class LocalGradients:
             return self.runner.loss_grad(params, frozen, batch, loss, scale)
 
         return on_local_examples(own, self.mesh, self.axes)(params, frozen, batch, scale)
+
+
+def scales(loss: Loss, batch: Batch | Pairs) -> dict[str, jax.Array]:
+    """Return ``coefficient_k / W_k`` of each term over the global batch; 0 where W_k is 0.
+
+    Args:
+        loss: the loss.
+        batch: the whole global batch, before it is split into microbatches.
+    """
+    weights = loss.weights(batch)
+    return {
+        name: jnp.where(weights[name] > 0, factor / jnp.maximum(weights[name], 1e-20), 0.0)
+        for name, factor in loss.coefficients().items()
+    }
+
+
+def total(sums: Sums, scale: Mapping[str, jax.Array]) -> jax.Array:
+    """Return ``sum_k scale_k * S_k``, f32[]."""
+    return sum((scale[name] * value for name, value in sums.terms.items()), jnp.float32(0))

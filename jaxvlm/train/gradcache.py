@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.train.grad_accum import merge_microbatches, split_microbatches
-from jaxvlm.train.objective import total
+from jaxvlm.train.grad_accum import merge_microbatches, split_microbatches, total
 from jaxvlm.types import Array, Batch, Embeddings, Loss, Out, Pairs, Params, Runner, Sums
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxvlm.train.dropout_keys import DropoutKeys
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import scales, total
 from jaxvlm.types import Batch, Cache, Guard, Loss, Pairs, Params, Runner, Sums, TrainState
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]

@@ -23,7 +23,7 @@ from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.planner.search import candidates, search
 from jaxvlm.planner.search.candidates import Candidate
 from jaxvlm.spmd.gradcache import AUTO as CHOSEN
-from jaxvlm.trainer.auto_settings import AUTO, auto_settings
+from jaxvlm.trainer.checks import AUTO, auto_settings
 
 _WHOLE: dict[str, tuple[str, Any]] = {
     "strategy.name": ("strategy", StrategyConfig(AUTO)),

@@ -1,4 +1,4 @@
-"""Settings that are refused before a run reads a file."""
+"""Settings that are refused before a run reads a file, and those left to the planner."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxvlm.checkpoint.run_record import local_folder
 from jaxvlm.config import Config, ConfigError, LoraConfig, dropout_rates, from_config_dict
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, trains_embeddings
+from jaxvlm.spmd.gradcache import AUTO as AUTO_CHUNK
 
 
 def checked(config: Any, workdir: str | pathlib.Path) -> Config:
@@ -121,3 +122,23 @@ def _check_ranges(config: Config) -> None:
         if not least <= value <= most:
             span = f"at least {least}" if most == math.inf else f"between {least} and {most}"
             raise ConfigError(f"config.{name}={value}: it must be {span}")
+
+
+AUTO = "auto"
+
+
+def auto_settings(config: Config) -> list[str]:
+    """Names of the settings that a recipe leaves to the planner; needs no planner itself."""
+    is_auto = {
+        "strategy.name": config.strategy.name == AUTO,
+        "mesh.data": config.mesh.data == 0,
+        "model.vision.remat": config.model.vision.remat == AUTO,
+        "model.decoder.remat": config.model.decoder.remat == AUTO,
+        "dual.vision.remat": config.dual.vision.remat == AUTO,
+        "dual.text.remat": config.dual.text.remat == AUTO,
+        "microbatches": config.microbatches == 0,
+        "grad_cache.query_mini_batch": config.grad_cache.query_mini_batch == AUTO_CHUNK,
+        # Refused by the planner, which knows one mesh only.
+        "encoder.strategy.name": config.encoder.strategy.name == AUTO,
+    }
+    return [name for name, auto in is_auto.items() if auto]

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxvlm.models import model_flops
 from jaxvlm.parallel.mesh import mesh_text
-from jaxvlm.train.mfu import peak_flops
+from jaxvlm.train.chips import peak_flops
 from jaxvlm.trainer import embedding_run
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Batch, Pairs

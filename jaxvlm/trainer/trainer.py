@@ -16,14 +16,17 @@ from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.train import loop
-from jaxvlm.trainer import checks, evaluation, layout, out_of_memory, run_files
-from jaxvlm.trainer.auto_settings import auto_settings
+from jaxvlm.trainer import checks, layout, out_of_memory, run_files
 from jaxvlm.trainer.batches import GlobalBatches
+from jaxvlm.trainer.callbacks import evaluation
 from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
-from jaxvlm.trainer.callbacks.checkpoint import CheckpointCallback, PreemptionCallback
+from jaxvlm.trainer.callbacks.checkpoint import (
+    CheckpointCallback,
+    PreemptionCallback,
+    restore_or_init,
+)
 from jaxvlm.trainer.callbacks.metrics import MetricsCallback
-from jaxvlm.trainer.ending import finish
-from jaxvlm.trainer.first_state import restore_or_init
+from jaxvlm.trainer.checks import auto_settings
 from jaxvlm.trainer.introduction import introduce
 from jaxvlm.trainer.prepare import prepare
 from jaxvlm.trainer.run import Run
@@ -104,20 +107,19 @@ class Trainer(Run):
             # The run's files only now: a config that fails must not replace the run's own.
             run_files.write_run_files(self, self.workdir)
             progress = run_files.open_progress(self, start, lines, stack)
+            log = progress.log
             # Batches, and the tiers of the visual-token cache that fill them.
             caches = None
             if self.has_cache(extra):
-                caches = CacheTiers(self, state, start, extra, progress.log, stack)
+                caches = CacheTiers(self, state, start, extra, log, stack)
             memory, host_cache = (caches.memory, caches.host) if caches else (None, None)
             source = stack.enter_context(contextlib.closing(self.dataset.train(self.rows, start)))
             batches = GlobalBatches(source, self.training.place, host_cache)
             # Callbacks: what happens around the steps.
             writer = run_files.open_writer(self, self.workdir, start, stack)
-            estimate, flops, peak = introduce(self, batches.peek(), progress.log)
+            estimate, flops, peak = introduce(self, batches.peek(), log)
             evaluations = evaluation.callback(self, evaluator, memory, writer, progress, extra)
-            caching = caches and CacheCallback(
-                caches, batches, self, flops, checkpointer, progress.log
-            )
+            caching = caches and CacheCallback(caches, batches, self, flops, checkpointer, log)
             callbacks = [
                 *filter(None, (caching, evaluations, estimate)),
                 MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
@@ -136,8 +138,8 @@ class Trainer(Run):
                     )  # fmt: skip
             seconds = time.perf_counter() - begin
             checkpointer.close()
-            result = finish(self, state, ended, evaluator, evaluations, writer, progress.log)
-            result["plan"] = estimate.finish(ended, progress.log) if estimate else {}
+            result = evaluation.finish(self, state, ended, evaluator, evaluations, writer, log)
+            result["plan"] = estimate.finish(ended, log) if estimate else {}
             self.state = memory.restored(state) if memory else state
             return result | {"seconds": seconds}
 

@@ -22,8 +22,7 @@ from jaxvlm.inference import prompts
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner
-from jaxvlm.train.objective import scales
+from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, scales
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")

@@ -26,8 +26,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import PlainRunner
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import PlainRunner, scales, total
 from jaxvlm.trainer.run_files import write_run_files
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")

@@ -8,8 +8,7 @@ from jaxvlm.config import Config, ConfigError
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.losses.registry import make_loss
 from jaxvlm.losses.router import busiest, load_balance
-from jaxvlm.train.grad_accum import check_microbatches
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import check_microbatches, scales, total
 from jaxvlm.types import Batch, Out
 
 L, B, T, E, TOP = 3, 2, 5, 6, 2

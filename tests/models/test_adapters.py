@@ -25,8 +25,7 @@ from jaxvlm.models import int8_weights, lora
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner
-from jaxvlm.train.objective import scales
+from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, scales
 from jaxvlm.trainer.training import build_training
 
 ONE, MANY = MESHES["one"], MeshConfig(data=1, fsdp=4, tensor=2)

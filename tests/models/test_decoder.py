@@ -14,8 +14,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import PlainRunner
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import PlainRunner, scales, total
 
 EVERYTHING = dataclasses.replace(
     TINY.decoder,

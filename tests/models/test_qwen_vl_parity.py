@@ -16,7 +16,7 @@ from greedy import assert_same_choices, assert_same_words, forced, our_greedy, t
 
 from jaxvlm.hf.families import qwen_vl
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import scales, total
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")

@@ -46,8 +46,7 @@ from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.submodels import vision_encoder_part, without_vision_encoder
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.grad_accum import PlainRunner
-from jaxvlm.train.objective import scales
+from jaxvlm.train.grad_accum import PlainRunner, scales
 from jaxvlm.types import Batch
 
 ROWS, LENGTH, SIDE, BUDGET = 8, 40, 8, 10

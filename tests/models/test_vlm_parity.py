@@ -21,7 +21,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.objective import scales, total
+from jaxvlm.train.grad_accum import scales, total
 from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from jaxvlm.config import ConfigError, OptimConfig
-from jaxvlm.optim.masks import decayed
-from jaxvlm.optim.optimizer import make_optimizer, split_frozen
+from jaxvlm.optim.optimizer import decayed, make_optimizer, split_frozen
 from jaxvlm.optim.schedule import make_schedule
 
 LOGICAL = {

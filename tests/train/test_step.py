@@ -25,8 +25,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, check_microbatches
-from jaxvlm.train.objective import scales
+from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, check_microbatches, scales
 from jaxvlm.train.step import init_state, make_step
 from jaxvlm.trainer.training import build_training
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from jaxvlm.data.conversations.collate_prompts import PromptShape
+from jaxvlm.data.conversations.collate import PromptShape
 from jaxvlm.data.images.image_files import Preparation
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.pairs.examples import Item

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.collate_prompts import PromptShape, collate_prompts
+from jaxvlm.data.conversations.collate import PromptShape, collate_prompts
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.images.image_files import ImageFormat, Preparation
 from jaxvlm.data.images.patches import Patching

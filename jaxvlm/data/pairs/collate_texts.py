@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.data.conversations.collate_prompts import PromptShape
+from jaxvlm.data.conversations.collate import PromptShape
 from jaxvlm.data.images.image_files import Preparation
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.images.processor import Processor

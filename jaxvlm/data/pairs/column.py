@@ -8,8 +8,7 @@ import numpy as np
 
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.collate import Places, collate_images, collate_tokens
-from jaxvlm.data.conversations.collate_prompts import PromptShape
+from jaxvlm.data.conversations.collate import Places, PromptShape, collate_images, collate_tokens
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs
 from jaxvlm.data.images import image_files

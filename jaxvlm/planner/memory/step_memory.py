@@ -38,8 +38,7 @@ from jaxvlm.planner.request import abstract_devices, pairs, trainable_params
 from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.spmd.model import Model, build_model, on
 from jaxvlm.spmd.train_step import grad_reduction, split
-from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner
-from jaxvlm.train.objective import scales
+from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, scales
 from jaxvlm.types import Batch, Loss, Pairs, Params, Sums
 
 _UNKNOWN_AXES = ("pipeline", "context")

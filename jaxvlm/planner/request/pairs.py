@@ -15,8 +15,8 @@ from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.spmd.gradcache import Chunks, pair_runner
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.spmd.train_step import split
+from jaxvlm.train.grad_accum import scales
 from jaxvlm.train.gradcache import Chunk
-from jaxvlm.train.objective import scales
 from jaxvlm.types import Pairs, Params
 
 TOWERS = {"images": ("vision", "vision_top", "connector"), "texts": ("text",)}

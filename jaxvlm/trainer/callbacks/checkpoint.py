@@ -1,12 +1,79 @@
-"""Saves checkpoints, and ends a run whose machine is being taken away."""
+"""A run's checkpoints: the state it starts from, saving, and the end where the machine is taken."""
 
 from __future__ import annotations
 
-from jaxvlm.checkpoint.checkpointer import Checkpointer
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint.checkpointer import Checkpointer, restore_params
+from jaxvlm.data.prefetch import resume_step
+from jaxvlm.hf import peft_folder
+from jaxvlm.models import frozen_blocks
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.train.callbacks import Callback, CheckpointRecord
+from jaxvlm.trainer.run import Run
 from jaxvlm.trainer.training import Training
-from jaxvlm.types import TrainState
+from jaxvlm.types import Params, TrainState
+
+
+def restore_or_init(
+    run: Run, checkpointer: Checkpointer, log: Callable[[str], None]
+) -> tuple[TrainState, int, dict[str, Any]]:
+    """The state to go on from.
+
+    Args:
+        run: built.
+        checkpointer: of its workdir.
+        log: prints a line.
+
+    Returns:
+        The state, how many steps it has taken, and what was saved with it.
+    """
+    training = run.training
+    restored = checkpointer.restore(training.kept(training.abstract))
+    if restored is not None:
+        start = resume_step(restored.extra["data"], run.dataset.fingerprint())
+        log(f"resuming at step {start} of {run.steps}")
+        return training.whole(restored.state), start, restored.extra
+    return training.init(_first_params(run, log)), 0, {}
+
+
+def _first_params(run: Run, log: Callable[[str], None]) -> Params:
+    """The parameters of a run that has no checkpoint yet."""
+    seed = run.config.seed
+    if run.config.init_from:
+        return _params_of_run(run, log)
+    if run.dual is not None and (run.dual.towers or run.dual.of_run):
+        params = run.dual.read_params(run.model, seed)
+        if run.dual.of_run:
+            log(f"weights of vision from {run.dual.of_run}")
+        for tower, source in run.dual.towers.items():
+            log(f"weights of {tower} from {source.weights}")
+        return params
+    if run.source is not None:
+        params = peft_folder.read_params(run.source, run.model, seed)
+        log(f"weights from {run.source.weights}")
+        if run.config.network.lora.checkpoint:
+            log(peft_folder.origin(run.config.network.lora))
+        return params
+    return run.model.init(seed)
+
+
+def _params_of_run(run: Run, log: Callable[[str], None]) -> Params:
+    """The weights of ``config.init_from``, whose vision encoder may be cut at another block."""
+    config, model = run.config, run.model
+    folder = pathlib.Path(config.init_from) / "checkpoints"
+    old = run_record.check_same_model(config.init_from, config)
+    base, cut, old_cut = model.base(), config.network.vision.frozen_blocks, old.vision.frozen_blocks
+    wanted = model.abstract() if old.lora.rank else frozen_blocks.shapes(base, old_cut)
+    params = restore_params(folder, wanted, "latest", on_warning=log)
+    if not old.lora.rank:
+        params = params if cut == old_cut else frozen_blocks.onto(base, params, cut)
+        params = model.with_adapters(model.stored(params), config.seed)
+    log(f"weights from {config.init_from}")
+    return params
 
 
 class CheckpointCallback(Callback):
