@@ -50,8 +50,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
 
     from jaxvlm.config import Config, DataConfig
     from jaxvlm.data.conversations import tokenize
-    from jaxvlm.data.conversations.dataset import Dataset
-    from jaxvlm.data.conversations.run_data import read_records
+    from jaxvlm.data.conversations.run_data import load_dataset, read_records
     from jaxvlm.hf.run_processor import make_tokenizer
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
@@ -69,7 +68,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
     )
     read = read_records(config, str(file))
     tokenizer = make_tokenizer(Config(), None, lambda: tokenize.texts(read[0]))
-    dataset = Dataset.from_config(config, tokenizer, image_size=SIZE, num_patches=16, read=read)
+    dataset = load_dataset(config, tokenizer, image_size=SIZE, num_patches=16, read=read)
     rows = np.arange(batch_size)
 
     def run() -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxvlm.config import Config, DataConfig
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.dataset import Dataset
-from jaxvlm.data.conversations.run_data import read_records
+from jaxvlm.data.conversations.run_data import load_dataset, read_records
 from jaxvlm.hf.families import clip
 from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.types import Batch
@@ -110,9 +110,7 @@ def mix(folder: pathlib.Path, dims: str, steps: int = 4) -> tuple[dict, dict[str
             max_images_per_sequence=1 if share else length // (patches + 8),
             share_images=share,
         )
-        dataset = Dataset.from_config(
-            config, tokenizer, image_size=64, num_patches=patches, read=read
-        )
+        dataset = load_dataset(config, tokenizer, image_size=64, num_patches=patches, read=read)
         taken = dataset.train(np.arange(rows))
         pairs = [next(taken) for _ in range(steps)]
         taken.close()

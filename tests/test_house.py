@@ -174,7 +174,7 @@ sys.setprofile(None)
 print(len(files), *sorted(files), sep="\\n", file=sys.stderr)
 assert not any(name.startswith("planner/") for name in files)
 assert not any(name.startswith("jaxvlm.planner") for name in sys.modules)
-assert len(files) <= 130, len(files)  # 127 today; the aim is 80, not reached yet: never raise this
+assert len(files) <= 80, len(files)  # never raise this
 """
 
 

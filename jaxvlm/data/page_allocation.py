@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.data.conversations.packing import Pieces
-from jaxvlm.data.conversations.sequence_order import SequenceOrder
+from jaxvlm.data.conversations.packing import Pieces, SequenceOrder
 from jaxvlm.data.errors import DataError
 from jaxvlm.types import PAGE, Batch
 

@@ -16,12 +16,12 @@ from jaxvlm.config import ConfigError
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import webdataset
 from jaxvlm.evals import retrieval
-from jaxvlm.evals.grid_image import GridItem, RetrievedRow, draw_retrieval
 from jaxvlm.evals.retrieval import RANDOM, REVERSE, Relevance, Retrieval
 from jaxvlm.evals.zero_shot import unit
 from jaxvlm.inference.embed_corpus import EmbedConfig, in_memory
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.examples import Gathered, gather
+from jaxvlm.inference.prediction_grid import GridItem, RetrievedRow, draw_retrieval
 from jaxvlm.inference.quantize import KINDS, dequantized, ranges_of
 from jaxvlm.inference.vlm import VLM
 

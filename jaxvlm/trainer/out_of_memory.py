@@ -9,7 +9,7 @@ import jax
 
 from jaxvlm.train import compiled_steps
 from jaxvlm.train.loop import TrainingStopped
-from jaxvlm.trainer.batches import GlobalBatches
+from jaxvlm.trainer.inputs import GlobalBatches
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Pairs
 

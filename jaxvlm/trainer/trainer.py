@@ -12,23 +12,14 @@ import jax
 
 from jaxvlm.cache.settings import allocate_pages
 from jaxvlm.config import ConfigError, uses_cache
+from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.train import loop
-from jaxvlm.trainer import checks, layout, out_of_memory, run_files
-from jaxvlm.trainer.batches import GlobalBatches
-from jaxvlm.trainer.callbacks import evaluation
+from jaxvlm.trainer import checks, embedding_run, inputs, layout, out_of_memory, run_files
+from jaxvlm.trainer.callbacks import checkpoint, evaluation, metrics
 from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
-from jaxvlm.trainer.callbacks.checkpoint import (
-    CheckpointCallback,
-    PreemptionCallback,
-    restore_or_init,
-)
-from jaxvlm.trainer.callbacks.metrics import MetricsCallback
-from jaxvlm.trainer.checks import auto_settings
-from jaxvlm.trainer.introduction import introduce
-from jaxvlm.trainer.prepare import prepare
 from jaxvlm.trainer.run import Run
 from jaxvlm.trainer.training import build_training, total_steps, trains_vision
 
@@ -57,7 +48,7 @@ class Trainer(Run):
         self.workdir = pathlib.Path(workdir) if workdir else None
         set_up_process(config.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
-        self.auto = auto_settings(config)
+        self.auto = checks.auto_settings(config)
         if self.auto:
             from jaxvlm.trainer.auto_parallel import resolve_auto  # loads the planner
 
@@ -67,7 +58,8 @@ class Trainer(Run):
         # Mesh: before any file is read, so that one that does not fit is refused at once.
         mesh = None if layout.is_by_cost(config) else layout.lay_out(config, devices)
         # Data, and the checkpoint that says what the model is.
-        prepared = prepare(mesh.config if mesh else config, self.workdir)
+        of_kind = embedding_run if trains_embeddings(config) else inputs
+        prepared = of_kind.prepare(mesh.config if mesh else config, self.workdir)
         config, self.source, self.tokenizer, self.image_format = prepared[:4]
         self.dataset, self.dual = prepared.dataset, prepared.dual
         self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
@@ -102,7 +94,7 @@ class Trainer(Run):
         with contextlib.ExitStack() as stack:
             # The first state, from the workdir's newest checkpoint or from initial weights.
             checkpointer, lines = run_files.open_workdir(self, self.workdir, stack)
-            state, start, extra = restore_or_init(self, checkpointer, lines.append)
+            state, start, extra = checkpoint.restore_or_init(self, checkpointer, lines.append)
             evaluator = evaluation.make_evaluator(self)
             # The run's files only now: a config that fails must not replace the run's own.
             run_files.write_run_files(self, self.workdir)
@@ -114,17 +106,17 @@ class Trainer(Run):
                 caches = CacheTiers(self, state, start, extra, log, stack)
             memory, host_cache = (caches.memory, caches.host) if caches else (None, None)
             source = stack.enter_context(contextlib.closing(self.dataset.train(self.rows, start)))
-            batches = GlobalBatches(source, self.training.place, host_cache)
+            batches = inputs.GlobalBatches(source, self.training.place, host_cache)
             # Callbacks: what happens around the steps.
             writer = run_files.open_writer(self, self.workdir, start, stack)
-            estimate, flops, peak = introduce(self, batches.peek(), log)
+            estimate, flops, peak = metrics.introduce(self, batches.peek(), log)
             evaluations = evaluation.callback(self, evaluator, memory, writer, progress, extra)
             caching = caches and CacheCallback(caches, batches, self, flops, checkpointer, log)
             callbacks = [
                 *filter(None, (caching, evaluations, estimate)),
-                MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
-                CheckpointCallback(checkpointer, self.training),
-                PreemptionCallback(),
+                metrics.MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
+                checkpoint.CheckpointCallback(checkpointer, self.training),
+                checkpoint.PreemptionCallback(),
             ]
             # The loop. Tightly around it: a failure here reaches peers before anything waits.
             begin = time.perf_counter()

@@ -25,8 +25,7 @@ from jaxvlm.config import (
 from jaxvlm.data.page_allocation import NoPages, PageAllocation
 from jaxvlm.losses.registry import make_loss, trains_embeddings
 from jaxvlm.models import model_flops
-from jaxvlm.optim.optimizer import make_optimizer
-from jaxvlm.optim.schedule import make_schedule
+from jaxvlm.optim.optimizer import make_optimizer, make_schedule
 from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight

@@ -11,6 +11,7 @@ from PIL import Image
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.conversations.run_data import load_dataset
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images.image_files import Preparation, squares
 from jaxvlm.data.prefetch import resume_step
@@ -30,7 +31,7 @@ def dataset(records, word_tokenizer, **more):
     config = dataclasses.replace(BASE, **{k: v for k, v in more.items() if k in known})
     rest = {k: v for k, v in more.items() if k not in known}
     settings = {"image_size": 8, "num_patches": 4} | rest
-    return Dataset.from_config(config, word_tokenizer, read=(records, []), **settings)
+    return load_dataset(config, word_tokenizer, read=(records, []), **settings)
 
 
 def take(batches, count):
@@ -326,7 +327,7 @@ def test_easy_vqa_epoch():
     read = conversation_formats.read("easy-vqa:test")
     built = chat_tokenizer.build(tokenize.texts(read[0]))
     config = DataConfig(train="easy-vqa:test", max_images_per_sequence=4)
-    data = Dataset.from_config(config, built, image_size=64, num_patches=16, read=read)
+    data = load_dataset(config, built, image_size=64, num_patches=16, read=read)
     assert not data.problems
     seen: list[int] = []
     images = 0

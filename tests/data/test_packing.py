@@ -8,7 +8,7 @@ import pytest
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, collate
-from jaxvlm.data.conversations.sequence_order import SequenceOrder
+from jaxvlm.data.conversations.packing import SequenceOrder
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.tokenizer import chat_tokenizer
 from tests.data.conftest import record

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxvlm.data.conversations.packing import Pieces
-from jaxvlm.data.conversations.sequence_order import SequenceOrder
+from jaxvlm.data.conversations.packing import Pieces, SequenceOrder
 from jaxvlm.data.page_allocation import PageAllocation, WrittenPages
 from jaxvlm.types import PAGE, Batch
 

@@ -14,7 +14,7 @@ from pair_data import (
 )
 
 from jaxvlm.config import ConfigError, PairDataConfig
-from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.conversations.run_data import load_dataset
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.inference.examples import gather
@@ -212,4 +212,4 @@ def test_settings_that_nothing_would_read_are_refused(word_tokenizer):
         dataset(texts(), text_collator(), packing=False)
     config = dataclasses.replace(BASE, pairs=PairDataConfig(tasks="homogeneous"))
     with pytest.raises(DataError, match="pairs is set, but this run trains on conversations"):
-        Dataset.from_config(config, word_tokenizer, image_size=8, num_patches=4, read=([], []))
+        load_dataset(config, word_tokenizer, image_size=8, num_patches=4, read=([], []))

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.conversations.run_data import load_dataset
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files, processor, resize
 from jaxvlm.data.images.patches import Patching
@@ -141,7 +141,7 @@ def ragged(tmp_path):
 
 def dataset(records, qwen, word_tokenizer, **more):
     images = image_files.ImageFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
-    return Dataset.from_config(
+    return load_dataset(
         dataclasses.replace(BASE, **more),
         word_tokenizer,
         read=(records, []),

@@ -13,10 +13,10 @@ from test_encoders import WORDS, write
 import jaxvlm
 from jaxvlm.cli.main import run as cli
 from jaxvlm.data.pairs.examples import Example, Item
-from jaxvlm.evals.grid_image import GridItem, RetrievedRow, draw_retrieval
 from jaxvlm.evals.retrieval import Retrieval
 from jaxvlm.inference import retrieval
 from jaxvlm.inference.embed_corpus import EmbedConfig
+from jaxvlm.inference.prediction_grid import GridItem, RetrievedRow, draw_retrieval
 
 pytest.importorskip("torch", reason="makes the weights; Python 3.11 only")
 

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from jaxvlm.config import ConfigError, OptimConfig
-from jaxvlm.optim.optimizer import decayed, make_optimizer, split_frozen
-from jaxvlm.optim.schedule import make_schedule
+from jaxvlm.optim.optimizer import decayed, make_optimizer, make_schedule, split_frozen
 
 LOGICAL = {
     "decoder/w": ("embed", "mlp"),

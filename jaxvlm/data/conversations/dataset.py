@@ -6,16 +6,15 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import dataset_filter, image_placeholders
+from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_images, collate_tokens
-from jaxvlm.data.conversations.model_inputs import ModelInputs, make_pieces, validate_settings
-from jaxvlm.data.conversations.sequence_order import EMPTY, PackedSequence, SequenceOrder, sequences
+from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder, sequences
 from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
 from jaxvlm.data.image_placeholders import ImageSpans
@@ -23,13 +22,28 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.page_allocation import PageAllocation, TokenShape, WrittenPages
 from jaxvlm.data.prefetch import TrainBatches, prefetch
-from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
 
 _AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
 _log = logging.getLogger("jaxvlm.data")
+
+
+class ModelInputs(NamedTuple):
+    """Properties of the model and the run that the data depends on."""
+
+    image_size: int
+    """Height and width of an image in pixels."""
+    prepare: image_files.Preparation
+    """Preprocessing of an image to pixels."""
+    num_patches: ImageSpans
+    """Token span of an image."""
+    seed: int = 0
+    visual_mask: str = "causal"
+    """causal | prefix | prompt; see ``DecoderConfig``."""
+    patching: Patching | None = None
+    """How images of any size are cut into patches; ``None`` if all have the same size."""
 
 
 class Dataset:
@@ -51,15 +65,12 @@ class Dataset:
         tokenizer: ChatTokenizer,
         settings: ModelInputs,
     ):
-        """Tokenize records and group them into pieces; see :meth:`from_config`."""
-        validate_settings(config, settings)
+        """Tokenize records and group them into pieces; see ``run_data.load_dataset``."""
         self.name, self.config, self.settings = name, config, settings
         self.records, self.tokenizer = list(records), tokenizer
         self.total = len(records) + len(problems)
         corpus, unfit = tokenize.encode(self.records, tokenizer, settings.num_patches)
-        corpus, broken = dataset_filter.with_readable_images(
-            corpus, self.records, config.max_pixels
-        )
+        corpus, broken = tokenize.with_readable_images(corpus, self.records, config.max_pixels)
         bad = [*problems, *unfit, *broken]
         enforce(bad, self.total, config.on_bad_record, config.max_skip_fraction, name)
         pieces, long = make_pieces(corpus, config, tokenizer, settings)
@@ -91,49 +102,7 @@ class Dataset:
         self._order: SequenceOrder | None = None
         self._pages: PageAllocation | None = None
         self._written_pages: WrittenPages | None = None
-        self._digest = dataset_filter.digest(corpus)
-
-    @classmethod
-    def from_config(
-        cls,
-        config: DataConfig,
-        tokenizer: ChatTokenizer,
-        *,
-        image_size: int,
-        num_patches: ImageSpans,
-        seed: int = 0,
-        visual_mask: str = "causal",
-        prepare: image_files.Preparation | None = None,
-        patching: Patching | None = None,
-        spec: str = "",
-        read: tuple[list[Record], list[Problem]] | None = None,
-    ) -> Dataset:
-        """Read, validate and tokenize a data file.
-
-        The header of every image is read; no image is decoded.
-
-        Args:
-            config: settings of what to read and how to pack it.
-            tokenizer: tokenizer with a chat template.
-            image_size: height and width of the model's images in pixels.
-            num_patches: token span of an image: a number of tokens, or a function of its file.
-            seed: seed of the run.
-            visual_mask: causal | prefix | prompt: which tokens attend bidirectionally.
-            prepare: preprocessing of images; ``None`` follows ``config.resize``.
-            patching: how images of any size are cut into patches; ``None`` if all have the same
-                size.
-            spec: file or named source to read; "" is ``config.train``.
-            read: result of :func:`jaxvlm.data.sources.conversation_formats.read` for ``spec``, if
-                it was read before.
-
-        Raises:
-            DataError: the file, or too many of its records, can't be used.
-        """
-        name = spec or config.train
-        records, problems = read or conversation_formats.read(name, config)
-        prepare = prepare or image_files.squares(image_size, config.resize)
-        settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
-        return cls(name, records, problems, config, tokenizer, settings)
+        self._digest = tokenize.digest(corpus)
 
     @property
     def order(self) -> SequenceOrder:
@@ -483,7 +452,7 @@ class Dataset:
         segments = np.concatenate([np.arange(start[i], start[i + 1]) for i in order.tolist()])
         records = self.pieces.record[segments]
         chosen = np.sort(records[records >= 0][:num_records])
-        corpus = dataset_filter.take(self.corpus, chosen)
+        corpus = tokenize.take(self.corpus, chosen)
         return corpus, make_pieces(corpus, self.config, self.tokenizer, self.settings)[0]
 
     def _other_images(self) -> np.ndarray:
@@ -496,3 +465,14 @@ class Dataset:
         other = np.arange(len(self.corpus.paths))
         other[cycle] = np.roll(cycle, 1)
         return other
+
+
+def make_pieces(
+    corpus: tokenize.Corpus, config: DataConfig, tokenizer: ChatTokenizer, settings: ModelInputs
+) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
+    """Group a corpus into pieces as the settings say; see :func:`packing.build_pieces`."""
+    # With one record a sequence nothing can be shared; nor can an image that attends to its
+    # question.
+    share = config.share_images and config.packing and settings.visual_mask != "prompt"
+    limits = packing.limits_of(config, settings.patching)
+    return packing.build_pieces(corpus, tokenizer.image_id, limits, share)

@@ -13,8 +13,7 @@ import jax
 
 from jaxvlm.config import Config, ConfigError, ModelConfig
 from jaxvlm.losses.registry import make_loss
-from jaxvlm.optim.optimizer import make_optimizer
-from jaxvlm.optim.schedule import make_schedule
+from jaxvlm.optim.optimizer import make_optimizer, make_schedule
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.planner.compiled import collectives, topology

@@ -30,7 +30,7 @@ from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import Callback, CheckpointRecord
 from jaxvlm.train.gradcache import rows_of
 from jaxvlm.train.loop import TrainingStopped
-from jaxvlm.trainer.batches import GlobalBatches
+from jaxvlm.trainer.inputs import GlobalBatches
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Batch, Pairs, TrainState
 

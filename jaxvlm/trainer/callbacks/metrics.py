@@ -1,13 +1,22 @@
-"""Logs a run's metrics: rates, MFU, learning rate, and where the time of a step goes."""
+"""Logs a run: what is about to be trained, then rates, MFU, learning rate, and a step's time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+
+from jaxvlm.models import model_flops
 from jaxvlm.models.model_flops import Flops
+from jaxvlm.parallel.mesh import mesh_text
 from jaxvlm.train.callbacks import Callback
+from jaxvlm.train.chips import peak_flops
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
+from jaxvlm.trainer import embedding_run
+from jaxvlm.trainer.run import Run
+from jaxvlm.types import Batch, Pairs
 
 _SHOWN = (
     *("loss", "tokens_per_s", "images_per_s", "mfu", "accuracy", "learning_rate"),
@@ -70,3 +79,79 @@ class MetricsCallback(Callback):
     def on_bad_step(self, step: int, what: str) -> None:
         """Name a skipped update."""
         self.progress.log(f"step {step}: {what}")
+
+
+def introduce(
+    run: Run, local: Batch | Pairs, log: Callable[[str], None]
+) -> tuple[Any, model_flops.Flops, float]:
+    """Log what is about to run.
+
+    Args:
+        run: built.
+        local: this process's rows of its first batch.
+        log: prints a line.
+
+    Returns:
+        The callback that compares the planner's estimate, if one is asked for; model FLOPs of a
+        mean step, judged by the first batch; FLOP/s of all devices at best, MFU's denominator.
+    """
+    estimate = _estimate_if_asked(run, local, log)
+    peak, source_of_peak = peak_flops(run.meshes, run.config.network.dtype)
+    return estimate, _log_model(run, local, source_of_peak, log), peak
+
+
+def _log_model(
+    run: Run, local: Batch | Pairs, peak: str, log: Callable[[str], None]
+) -> model_flops.Flops:
+    """Log the model, its mesh and its data; ``peak`` says where MFU's denominator is from."""
+    rows = run.config.data.batch_size
+    scale = rows / len(run.rows)
+    flops = run.training.flops_per_step(local, scale)
+    size = sum(int(np.prod(x.shape)) for x in run.model.shapes.values())
+    trained = sum(int(np.prod(run.model.shapes[path].shape)) for path in run.training.leaves)
+    meshes = ", vision encoder on ".join(map(mesh_text, run.meshes))
+    log(f"{size:,} parameters, {trained:,} trained; mesh {meshes}")
+    cost = f"{flops.total / 1e9:.2f} GFLOP a step; MFU against {peak}"
+    if isinstance(local, Pairs):
+        for line in embedding_run.introduction(run, local):
+            log(line)
+        log(cost)
+        _log_problems(run, log)
+        return flops
+    tokens = float((np.asarray(local.segment) > 0).sum()) * scale
+    log(
+        f"{len(run.dataset.records):,} records, {len(run.dataset.corpus.paths):,} images; "
+        f"{run.steps} steps of {rows} sequences x {local.tokens.shape[1]} tokens, "
+        f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; {cost}"
+    )
+    _log_unknown(run, log)
+    _log_problems(run, log)
+    return flops
+
+
+def _log_problems(run: Run, log: Callable[[str], None]) -> None:
+    if problems := run.dataset.problems:
+        log(f"{len(problems)} records are skipped; the first: {problems[0]}")
+
+
+def _log_unknown(run: Run, log: Callable[[str], None]) -> None:
+    """Name what the tokenizer has no word for, where it is trained on."""
+    corpus = run.dataset.corpus
+    lost = int(np.sum(corpus.loss & (corpus.tokens == run.tokenizer.unk_id)))
+    if lost:
+        log(
+            f"{lost} trained tokens of different texts are <unk>, words that the tokenizer does "
+            "not have; raise config.tokenizer.vocab_size or set config.tokenizer.kind=bpe"
+        )
+
+
+def _estimate_if_asked(run: Run, local: Batch | Pairs, log: Callable[[str], None]) -> Any:
+    """The callback that compares the planner's estimate with the real step, or ``None``.
+
+    The planner is loaded only where ``config.memory_estimate`` or an ``auto`` setting asks for it.
+    """
+    if not (run.config.memory_estimate or run.auto):
+        return None
+    from jaxvlm.trainer.callbacks.memory import MemoryCallback
+
+    return MemoryCallback(run, local, log)
