@@ -1,7 +1,7 @@
 """The training loop: takes steps, reads their metrics one step late, and calls the callbacks.
 
-It knows a state, a step and an iterator; what they are made of is decided elsewhere. :class:`Clock` measures
-where the time of a step goes.
+It knows a state, a step and an iterator; what they are made of is decided elsewhere. :class:`Clock`
+measures where the time of a step goes.
 """
 
 from __future__ import annotations
