@@ -1,1 +1,1 @@
-"""Evaluation metrics and prediction grids."""
+"""Evaluation metrics."""

@@ -15,6 +15,8 @@ from PIL import Image, ImageDraw, ImageFont
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
 
+_WIDTH, _IMAGE, _TEXT, _COLUMNS, _MARGIN = 190, 128, 76, 6, 8
+_RIGHT, _WRONG, _INK = (0, 120, 60), (190, 30, 30), (30, 30, 30)
 _SEED = 0x5E
 
 
@@ -72,10 +74,6 @@ def _question(record: Record) -> str | None:
 
 def _answer(record: Record) -> str:
     return record.turns[1].content
-
-
-_WIDTH, _IMAGE, _TEXT, _COLUMNS, _MARGIN = 190, 128, 76, 6, 8
-_RIGHT, _WRONG, _INK = (0, 120, 60), (190, 30, 30), (30, 30, 30)
 
 
 class Prediction(NamedTuple):

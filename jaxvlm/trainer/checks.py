@@ -14,6 +14,8 @@ from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO as AUTO_CHUNK
 
+AUTO = "auto"
+
 
 def checked(config: Any, workdir: str | pathlib.Path) -> Config:
     """The settings of a run, with the metric that names its best checkpoint.
@@ -122,9 +124,6 @@ def _check_ranges(config: Config) -> None:
         if not least <= value <= most:
             span = f"at least {least}" if most == math.inf else f"between {least} and {most}"
             raise ConfigError(f"config.{name}={value}: it must be {span}")
-
-
-AUTO = "auto"
 
 
 def auto_settings(config: Config) -> list[str]:

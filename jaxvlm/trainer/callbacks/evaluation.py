@@ -25,6 +25,7 @@ from jaxvlm.train.progress import Progress
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import TrainState
 
+AnyEvaluator = Evaluator | EmbeddingEvaluator
 Evaluate = Callable[[TrainState, bool], Report]
 """(state, whether to run the blind control too) -> the figures."""
 
@@ -108,9 +109,6 @@ class EvaluationCallback(Callback):
         record.extra |= {
             "best": self.best, "not_better": self.not_better, "evaluated": self.evaluated
         }  # fmt: skip
-
-
-AnyEvaluator = Evaluator | EmbeddingEvaluator
 
 
 def make_evaluator(run: Run) -> AnyEvaluator | None:
