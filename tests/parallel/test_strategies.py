@@ -1,6 +1,6 @@
 """Every strategy gives one device's loss, gradients and steps, and splits what its name says.
 
-Here with half of the models each; of the whole product, benchmarks/results/strategy_matrix.json:
+Here with one or two of the models each; of the whole product, benchmarks/results/strategy_matrix.json:
 ``JAXVLM_WHOLE_MATRIX=FILE.json pytest -m long tests/parallel/test_strategies.py -k equals`` runs
 the whole product, an hour and more, and writes what it found; cases that the file has are left out.
 """
@@ -126,18 +126,23 @@ CHOICES = list(itertools.product((False, True), (True, False), (1, 2)))
 
 
 def cover():
-    """Every strategy with half of the models in turn; of each choice both sides."""
+    """Every strategy with a decoder in turn, every third with a dual encoder too, experts' with
+    both sides of each choice.
+
+    What is frozen is unpacked and what is trained is packed, so that each model has two one-device
+    runs to compare with and not four; the whole product has all.
+    """
+    decoders = [kind for kind in KINDS if kind != "dual"]
     for i, strategy in enumerate(STRATEGIES):
-        kinds = [kind for j, kind in enumerate(KINDS) if (i + j) % 2 == 0]
-        kinds = ["moe", "moe", "llava"] if "expert" in strategy else kinds
-        for n, kind in enumerate(kinds):
-            number = (3 * i + n // 2) % len(CHOICES)
-            yield kind, strategy, *CHOICES[-1 - number if n % 2 else number]
+        kinds = [decoders[i % len(decoders)], *(["dual"] if i % 3 == 0 else [])]
+        for n, kind in enumerate(["moe", "moe"] if "expert" in strategy else kinds):
+            frozen = bool((i // len(decoders) + n) % 2)
+            yield kind, strategy, frozen, not frozen, 1 + (i // 2 + n) % 2
 
 
 COVER = list(cover())
 LONG = pytest.mark.long
-FAST = {("llava", "hpz")}
+FAST = {("llava", "hpz, vision replicated")}
 WHOLE = [(k, s, *c) for s in STRATEGIES for k in KINDS for c in CHOICES]
 FOUND = os.environ.get("JAXVLM_WHOLE_MATRIX", "")
 
