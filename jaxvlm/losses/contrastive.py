@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -118,6 +119,13 @@ class InfoNCE:
     def additive(self) -> bool:
         """Whether the loss is a sum over examples: no example has another's as negatives."""
         return self.negatives_from == "own"
+
+    @property
+    def bounds(self) -> Mapping[str, tuple[float, float]]:
+        """Path of a parameter -> the least and the largest value that an update may leave it at."""
+        if self.temperature or not self.max_scale:
+            return {}
+        return {"head/scale": (-math.inf, math.log(self.max_scale))}
 
     def coefficients(self) -> Mapping[str, float]:
         """Return one term with factor 1."""

@@ -121,9 +121,9 @@ def tile_size(embeddings: Embeddings, size: int) -> int:
 def factor_of(out: Embeddings, temperature: float, max_scale: float) -> jax.Array:
     """Return the factor of similarities, f32[]: ``1 / temperature``, or the learned scale.
 
-    The learned one is ``exp(min(scale, log(max_scale)))``, without gradient at the bound and above
-    it: from there only weight decay brings ``scale`` back. CLIP clips the parameter itself after
-    each update.
+    The learned one is ``exp(min(scale, log(max_scale)))``. Its gradient is that of ``exp`` at the
+    bound and above it too, so that ``scale`` can come back; the optimizer keeps the parameter
+    within its bound after each update (``InfoNCE.bounds``), as CLIP's training does.
 
     Args:
         out: the model's output; ``scale`` is read where ``temperature`` is 0.
@@ -142,8 +142,8 @@ def factor_of(out: Embeddings, temperature: float, max_scale: float) -> jax.Arra
         )
     scale = jnp.asarray(out.scale, jnp.float32)
     if max_scale:
-        bound = jnp.log(jnp.float32(max_scale))
-        scale = jnp.where(scale < bound, scale, bound)
+        above = jnp.maximum(scale - jnp.log(jnp.float32(max_scale)), 0.0)
+        scale = scale - jax.lax.stop_gradient(above)
     return jnp.exp(scale)
 
 

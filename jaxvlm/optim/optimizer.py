@@ -71,6 +71,7 @@ def make_optimizer(
     schedule: Schedule,
     logical: dict[str, Logical],
     used_layers: Mapping[str, int] | None = None,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build the optimizer over the trainable parameters.
 
@@ -80,6 +81,7 @@ def make_optimizer(
         logical: trainable path -> logical axes; decides which parameters are decayed.
         used_layers: path pattern of a stack -> how many of its layers are run. Layers after these
             have no gradient, and no weight decay either.
+        bounds: path -> the least and the largest value that an update may leave a parameter at.
 
     Returns:
         An optax transformation over ``{path: array}``, all trainable parameters or a part of them;
@@ -107,6 +109,8 @@ def make_optimizer(
         parts.append(_scale_by_path(config.lr_multipliers))
     if used_layers:
         parts.append(_keep_unused(used_layers))
+    if bounds:
+        parts.append(_keep_within(bounds))
     return optax.chain(*parts)
 
 
@@ -132,6 +136,24 @@ def _keep_unused(used_layers: Mapping[str, int]) -> optax.GradientTransformation
 
     def update(updates: Params, _params: Params | None = None) -> Params:
         return {path: kept(path, u) for path, u in updates.items()}
+
+    return optax.stateless(update)
+
+
+def _keep_within(bounds: Mapping[str, tuple[float, float]]) -> optax.GradientTransformation:
+    """Cut updates so that bounded parameters end within their bounds, whatever moved them.
+
+    A gradient that is set to zero at a bound would instead hold the parameter there for ever.
+    """
+
+    def update(updates: Params, params: Params | None = None) -> Params:
+        assert params is not None
+        cut = {
+            path: jnp.clip(params[path] + updates[path], *limits) - params[path]
+            for path, limits in bounds.items()
+            if path in updates
+        }
+        return updates | cut
 
     return optax.stateless(update)
 

@@ -164,13 +164,14 @@ def build_training(
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
+    loss = make_loss(config, model.mesh)
     tx = make_optimizer(
         config.optim,
         schedule,
         {p: model.logical[p] for p in trainable},
         {} if trains_embeddings(config) else _used_layers(config.model.vision),
+        getattr(loss, "bounds", {}),
     )
-    loss = make_loss(config, model.mesh)
     check_microbatches(config.microbatches, loss, config.data.batch_size)
     check_local_gradients(config.strategy.grad_reduce_dtype, loss)
     if (stages := model.mesh.shape["pipeline"]) > 1 and not trains_embeddings(config):

@@ -94,17 +94,21 @@ def test_a_learned_scale_is_clips():
     np.testing.assert_allclose(own / count, logits.diag().mean().item() / np.exp(1.7), rtol=1e-5)
 
 
-def test_a_learned_scale_has_a_bound():
+def test_a_learned_scale_has_a_bound_that_it_can_leave():
+    """Above the bound, at it and one rounding below it: the value and the gradient of the bound."""
     embeddings, loss = embeddings_of(learned=True), InfoNCE(temperature=0.0, max_scale=4.0)
-    value, grads, sums = gradients(loss, embeddings, pairs_of())
-    assert grads["scale"] == 0  # log 4 is below 1.7
-    np.testing.assert_allclose(sums.metrics["scale"][0], 4.0, rtol=1e-6)
-    fixed = gradients(InfoNCE(temperature=0.25), embeddings, pairs_of())
-    np.testing.assert_allclose(value, fixed[0], rtol=1e-6)
-    at = embeddings._replace(scale=np.float32(np.log(np.float32(4))))
-    assert gradients(loss, at, pairs_of())[1]["scale"] == 0
-    free = gradients(InfoNCE(temperature=0.0, max_scale=0.0), embeddings, pairs_of())
-    assert free[1]["scale"] != 0
+    bound = np.float32(np.log(np.float32(4)))
+    free = InfoNCE(temperature=0.0, max_scale=0.0)
+    there = embeddings._replace(scale=bound)
+    expected, slope, _ = gradients(free, there, pairs_of())
+    assert slope["scale"] != 0
+    for scale in (np.float32(1.7), bound, np.nextafter(bound, np.float32(0))):
+        value, grads, sums = gradients(loss, embeddings._replace(scale=scale), pairs_of())
+        np.testing.assert_allclose(sums.metrics["scale"][0], 4.0, rtol=1e-6)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        np.testing.assert_allclose(grads["scale"], slope["scale"], rtol=1e-5)
+    assert loss.bounds == {"head/scale": (-np.inf, np.log(4.0))}
+    assert not free.bounds and not InfoNCE(temperature=0.25).bounds
 
 
 def documents_of(i, pairs, numbers, keys):

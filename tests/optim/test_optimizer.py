@@ -90,3 +90,23 @@ def test_split_frozen():
     trainable, frozen = split_frozen(params, ("vision/*",))
     assert set(frozen) == {path for path in LOGICAL if path.startswith("vision/")}
     assert set(trainable) == set(LOGICAL) - set(frozen)
+
+
+@pytest.mark.parametrize("pull", [-1.0, 1.0])
+@pytest.mark.parametrize("start", [0.5, 0.999, 1.0, 1.5])
+def test_a_bounded_parameter_stays_within_and_can_come_back(start, pull):
+    """From inside, from the bound and from beyond it (of a checkpoint), in both directions."""
+    config = OptimConfig(learning_rate=0.1, weight_decay=0.0, warmup_steps=0, schedule="constant")
+    tx = make_optimizer(
+        config, make_schedule(config, 100), {"s": (), "free": ()}, bounds={"s": (-1.0, 1.0)}
+    )
+    params = {"s": jnp.float32(start), "free": jnp.float32(start)}
+    state = tx.init(params)
+    for _ in range(40):
+        updates, state = tx.update(
+            {"s": jnp.float32(pull), "free": jnp.float32(pull)}, state, params
+        )
+        params = optax.apply_updates(params, updates)
+        assert abs(params["s"]) <= 1 + 2**-23
+    np.testing.assert_allclose(params["s"], -pull, rtol=1e-6)
+    assert abs(params["free"]) > 1.5

@@ -1,6 +1,6 @@
 """Every strategy gives one device's loss, gradients and steps, and splits what its name says.
 
-Here with one or two of the models each; of the whole product, benchmarks/results/strategy_matrix.json:
+Here with one or two models each; the whole product is in benchmarks/results/strategy_matrix.json:
 ``JAXVLM_WHOLE_MATRIX=FILE.json pytest -m long tests/parallel/test_strategies.py -k equals`` runs
 the whole product, an hour and more, and writes what it found; cases that the file has are left out.
 """
