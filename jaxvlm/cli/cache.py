@@ -6,36 +6,28 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli.common import define_flags
+
 SUMMARY = "cache stat|verify|prune DIR: inspect, check or clean a store of visual tokens on disk."
 USAGE = "stat|verify|prune DIR [--unused_days=N] [--keep_gb=N] [--dry_run]"
 
 _SHOWN = 10  # number of bad files and rows that are listed for an identity
+_LEAST = {
+    "unused_days": "prune: remove the tokens of vision encoders whose store no run has opened for "
+    "this many days. Default 0: remove none for that reason.",
+    "keep_gb": "prune: remove the tokens of vision encoders, the least recently used first, until "
+    "this many GB are left; the most recently used always stay. Default 0: no limit.",
+}
+_FLAGS = {
+    "dry_run": "prune: report what would be removed, and remove nothing. Default: False.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``cache``."""
-    flags.DEFINE_float(
-        "unused_days",
-        0.0,
-        "prune: remove the tokens of vision encoders whose store no run has opened for this many "
-        "days. Default 0: remove none for that reason.",
-        lower_bound=0.0,
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "keep_gb",
-        0.0,
-        "prune: remove the tokens of vision encoders, the least recently used first, until this "
-        "many GB are left; the most recently used always stay. Default 0: no limit.",
-        lower_bound=0.0,
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "dry_run",
-        False,
-        "prune: report what would be removed, and remove nothing. Default: False.",
-        flag_values=values,
-    )
+    for name, text in _LEAST.items():
+        flags.DEFINE_float(name, 0.0, text, lower_bound=0.0, flag_values=values)
+    define_flags(values, _FLAGS, dry_run=False)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

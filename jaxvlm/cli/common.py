@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
@@ -11,42 +12,47 @@ EMBEDDINGS = ("embed", "eval", "mine")
 """Commands that also accept an encoder as the model."""
 
 
-def define_model(values: flags.FlagValues, adapters: bool = True) -> None:
-    """Declare the flags that choose a model, its mesh and its dtype.
+_MODEL = {
+    "checkpoint": "The model to load: a workdir of `jaxvlm train` (its best checkpoint is used), "
+    "or a Hugging Face folder.",
+    "adapter": "A PEFT adapter folder (LoRA or DoRA) to load with the Hugging Face folder of "
+    "--checkpoint.",
+    "family": "A model family of your own for the Hugging Face folder: MODULE, or FILE.py "
+    "(docs/extend.md). If not given, the built-in one of the folder's model_type.",
+    "mesh": "The number of devices on each mesh axis, such as fsdp=4,tensor=2; by default all "
+    "devices are on the data axis.",
+}
+_KINDS: dict[type, Callable[..., Any]] = {
+    str: flags.DEFINE_string,
+    bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    type(None): flags.DEFINE_float,
+    list: flags.DEFINE_list,
+    tuple: flags.DEFINE_multi_string,
+}
+
+
+def define_flags(values: flags.FlagValues, helps: Mapping[str, str], **defaults: Any) -> None:
+    """Declare flags on ``values``.
 
     Args:
         values: the flags to add to.
-        adapters: whether the command's models can have a PEFT adapter.
+        helps: flag -> its help text.
+        **defaults: defaults of flags other than texts that default to "". Their type is the flag's:
+            ``None`` is a number that need not be given, a list is given with commas, and a tuple
+            by repeating the flag.
     """
-    flags.DEFINE_string(
-        "checkpoint",
-        "",
-        "The model to load: a workdir of `jaxvlm train` (its best checkpoint is used), or a "
-        "Hugging Face folder.",
-        flag_values=values,
-    )
-    if adapters:
-        flags.DEFINE_string(
-            "adapter",
-            "",
-            "A PEFT adapter folder (LoRA or DoRA) to load with the Hugging Face folder of "
-            "--checkpoint.",
-            flag_values=values,
-        )
-    flags.DEFINE_string(
-        "family",
-        "",
-        "A model family of your own for the Hugging Face folder: MODULE, or FILE.py "
-        "(docs/extend.md). If not given, the built-in one of the folder's model_type.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "mesh",
-        "",
-        "The number of devices on each mesh axis, such as fsdp=4,tensor=2; by default all "
-        "devices are on the data axis.",
-        flag_values=values,
-    )
+    for name, text in helps.items():
+        default = defaults.get(name, "")
+        define = _KINDS[type(default)]
+        shown = list(default) if isinstance(default, tuple) else default
+        define(name, shown, text, flag_values=values)
+
+
+def define_model(values: flags.FlagValues) -> None:
+    """Declare the flags that choose a model, its mesh and its dtype."""
+    define_flags(values, _MODEL)
     flags.DEFINE_enum(
         "dtype",
         "",
@@ -60,14 +66,24 @@ def define_model(values: flags.FlagValues, adapters: bool = True) -> None:
 def define_instructions(values: flags.FlagValues, note: str = "") -> None:
     """Declare the instruction flags of queries and documents; their help starts with ``note``."""
     for side in ("query", "document"):
-        flags.DEFINE_string(
-            f"{side}_instruction",
-            "",
+        text = (
             f"{note}The instruction for each {side} that has none of its own: a decoder reads it "
             "as the system turn; an encoder reads it directly before the text, so end it with a "
-            "space.",
-            flag_values=values,
+            "space."
         )
+        define_flags(values, {f"{side}_instruction": text})
+
+
+def flags_only(command: str, args: list[str]) -> None:
+    """Check that a command is given flags, and nothing else.
+
+    Raises:
+        ConfigError: it is given something else.
+    """
+    from jaxvlm.config import ConfigError
+
+    if args:
+        raise ConfigError(f"{command} takes flags only, not {args[0]!r}")
 
 
 def load_model(command: str, values: flags.FlagValues) -> Any:
@@ -86,8 +102,7 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
         raise ConfigError(f"{command} needs --checkpoint: a workdir or a Hugging Face folder")
     mesh = _mesh(values.mesh)
     processes.initialize()
-    adapter = values.adapter if "adapter" in values else ""
-    how = {"adapter": adapter, "dtype": values.dtype, "family": values.family}
+    how = {"adapter": values.adapter, "dtype": values.dtype, "family": values.family}
     model = load(values.checkpoint, mesh=mesh, **how)
     if command not in EMBEDDINGS and isinstance(model, Encoder):
         raise ConfigError(

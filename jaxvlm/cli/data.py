@@ -6,10 +6,21 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli.common import define_flags
 from jaxvlm.cli.recipe_flag import define_recipe
 
 SUMMARY = "data check FILE: list the records that training would refuse, by reason."
 USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
+_FLAGS = {
+    "tokenizer": "Sets the folder of the tokenizer. Default: a word tokenizer is built from the "
+    "file.",
+    "max_length": "Sets the maximum number of tokens of a packed sequence.",
+    "image_size": "Sets the height and width of images, in pixels.",
+    "patch_size": "Sets the height and width of a patch, in pixels.",
+    "max_images": "Sets the maximum number of images, or of their tiles, in a packed sequence.",
+    "image_root": "Sets the folder that image names are relative to. Default: the data file's "
+    "folder.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -20,42 +31,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "Recipe that is to train on FILE. It sets the limits, image size and tokenizer; the other "
         "flags of this command are then ignored. Takes overrides as in `jaxvlm train`.",
     )
-    flags.DEFINE_string(
-        "tokenizer",
-        "",
-        "Sets the folder of the tokenizer. Default: a word tokenizer is built from the file.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "max_length",
-        512,
-        "Sets the maximum number of tokens of a packed sequence.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "image_size",
-        64,
-        "Sets the height and width of images, in pixels.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "patch_size",
-        16,
-        "Sets the height and width of a patch, in pixels.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "max_images",
-        8,
-        "Sets the maximum number of images, or of their tiles, in a packed sequence.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "image_root",
-        "",
-        "Sets the folder that image names are relative to. Default: the data file's folder.",
-        flag_values=values,
-    )
+    define_flags(values, _FLAGS, max_length=512, image_size=64, patch_size=16, max_images=8)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

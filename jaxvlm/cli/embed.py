@@ -6,88 +6,45 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_model, load_model, say
+from jaxvlm.cli.common import define_flags, define_model, flags_only, load_model, say
 
 SUMMARY = "Write embeddings of texts, images, or both together."
 USAGE = (
     "--checkpoint=FOLDER [--texts=FILE] [--images=FILE] [--input=FILE.jsonl] "
     "--output=FILE.npy|npz|safetensors|parquet|jsonl"
 )
+_FLAGS = {
+    "text": "A text to embed; the flag can be repeated.",
+    "texts": "A file with one text to embed per line.",
+    "image": "An image file to embed; the flag can be repeated.",
+    "images": "A file with the path of one image to embed per line, relative to the file's folder.",
+    "input": "A .jsonl, .csv, .parquet or .tar file of items to embed: each record has `text`, "
+    "`image` (a path relative to the file's folder) or both, and optionally `instruction` and "
+    "`id`.",
+    "output": "The file to write: .npy holds an array [N, E]; .npz and .safetensors hold the same "
+    "array as `embeddings`; .parquet and .jsonl hold one record per item, with its id, text and "
+    "image as far as given and its `embedding`. Texts come first, then images, then the items of "
+    "--input, each in the given order.",
+    "batch_size": "The number of items per batch, over all devices.",
+    "dims": "Truncate each embedding to this many dims and normalize it to unit length "
+    "(Matryoshka); 0 keeps all dims.",
+    "quantize": "Quantize the embeddings as sentence-transformers does: int8 stores one byte per "
+    "dim; binary and ubinary store one bit per dim in signed or unsigned bytes. By default they "
+    "are float32.",
+    "ranges": "The file to take int8 quantization ranges from: one that embed wrote with "
+    "--quantize=int8 (queries use the ranges of their corpus), or a .npy file of f32[2, E]. By "
+    "default they are the minimum and maximum of each dim over these embeddings.",
+    "instruction": "The instruction for items that have none of their own: a decoder reads it as "
+    "the system turn; a text encoder reads it directly before the text, so end it with a space.",
+    "part_size": "The number of items between two writes to OUTPUT.parts, from which an "
+    "interrupted run resumes.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``embed``."""
     define_model(values)
-    flags.DEFINE_multi_string(
-        "text", [], "A text to embed; the flag can be repeated.", flag_values=values
-    )
-    flags.DEFINE_string("texts", "", "A file with one text to embed per line.", flag_values=values)
-    flags.DEFINE_multi_string(
-        "image", [], "An image file to embed; the flag can be repeated.", flag_values=values
-    )
-    flags.DEFINE_string(
-        "images",
-        "",
-        "A file with the path of one image to embed per line, relative to the file's folder.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "input",
-        "",
-        "A .jsonl, .csv, .parquet or .tar file of items to embed: each record has `text`, "
-        "`image` (a path relative to the file's folder) or both, and optionally `instruction` "
-        "and `id`.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "output",
-        "",
-        "The file to write: .npy holds an array [N, E]; .npz and .safetensors hold the same "
-        "array as `embeddings`; .parquet and .jsonl hold one record per item, with its id, text "
-        "and image as far as given and its `embedding`. Texts come first, then images, then the "
-        "items of --input, each in the given order.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "batch_size", 64, "The number of items per batch, over all devices.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "dims",
-        0,
-        "Truncate each embedding to this many dims and normalize it to unit length (Matryoshka); 0 "
-        "keeps all dims.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "quantize",
-        "",
-        "Quantize the embeddings as sentence-transformers does: int8 stores one byte per dim; "
-        "binary and ubinary store one bit per dim in signed or unsigned bytes. By default they "
-        "are float32.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "ranges",
-        "",
-        "The file to take int8 quantization ranges from: one that embed wrote with "
-        "--quantize=int8 (queries use the ranges of their corpus), or a .npy file of f32[2, E]. "
-        "By default they are the minimum and maximum of each dim over these embeddings.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "instruction",
-        "",
-        "The instruction for items that have none of their own: a decoder reads it as the system "
-        "turn; a text encoder reads it directly before the text, so end it with a space.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "part_size",
-        4096,
-        "The number of items between two writes to OUTPUT.parts, from which an interrupted run "
-        "resumes.",
-        flag_values=values,
-    )
+    define_flags(values, _FLAGS, text=(), image=(), batch_size=64, dims=0, part_size=4096)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -98,8 +55,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.data.pairs.examples import Item
     from jaxvlm.inference import embed_corpus, embedding_files, items
 
-    if args:
-        raise ConfigError(f"embed takes flags only, not {args[0]!r}")
+    flags_only("embed", args)
     output = pathlib.Path(values.output)
     embedding_files.check(output)
     if blank := [text for text in values.text if not text.strip()]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_instructions, define_model, load_model, say
+from jaxvlm.cli import common
 
 SUMMARY = "Evaluate a model: exact match of its answers, or the retrieval of its embeddings."
 USAGE = (
@@ -19,85 +19,36 @@ _RETRIEVAL_FLAGS = (
     *("corpus", "ks", "dims", "precisions", "query_instruction", "document_instruction"),
     "batch_size",
 )
+_FLAGS = {
+    "data": "The data file to evaluate on, by default config.data.eval of the run. For an "
+    "embedding model it holds examples with `query`, `positive`, `query_image` and "
+    "`positive_image` (docs/embedding_data.md).",
+    "limit": "The maximum number of records to evaluate; 0 evaluates all.",
+    "prediction_grid": "Write a PNG grid of images with the model's answers, or of queries with "
+    "the documents that they retrieve, to this file.",
+    "retrieval": "Measure retrieval with the model's embeddings; an encoder is always evaluated "
+    "so.",
+    "corpus": "Retrieval: search these documents too; a .jsonl, .csv, .parquet or .tar file of "
+    "records with `text` and `image`.",
+    "ks": "Retrieval and zero-shot classification: report the metrics at these cut-offs k.",
+    "dims": "Retrieval: also measure the embeddings truncated to each of these numbers of dims.",
+    "precisions": "Retrieval: also measure the embeddings quantized to each of these precisions, "
+    "int8 or binary.",
+    "classes": "Zero-shot classification: the class names, as A,B,C, as a file with one name per "
+    "line, or as `labels` for those in the data, whose records have `image` and `label`.",
+    "template": "Zero-shot classification: the prompt of a class, with {} for its name; if the "
+    "flag is repeated, a class is the mean of its prompts' embeddings.",
+    "batch_size": "Embeddings: the number of items per batch, over all devices.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
-    define_model(values)
-    flags.DEFINE_string(
-        "data",
-        "",
-        "The data file to evaluate on, by default config.data.eval of the run. For an embedding "
-        "model it holds examples with `query`, `positive`, `query_image` and `positive_image` "
-        "(docs/embedding_data.md).",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "limit",
-        0,
-        "The maximum number of records to evaluate; 0 evaluates all.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "prediction_grid",
-        "",
-        "Write a PNG grid of images with the model's answers, or of queries with the documents "
-        "that they retrieve, to this file.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "retrieval",
-        False,
-        "Measure retrieval with the model's embeddings; an encoder is always evaluated so.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "corpus",
-        "",
-        "Retrieval: search these documents too; a .jsonl, .csv, .parquet or .tar file of records "
-        "with `text` and `image`.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
-        "ks",
-        ["1", "5", "10"],
-        "Retrieval and zero-shot classification: report the metrics at these cut-offs k.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
-        "dims",
-        [],
-        "Retrieval: also measure the embeddings truncated to each of these numbers of dims.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
-        "precisions",
-        [],
-        "Retrieval: also measure the embeddings quantized to each of these precisions, int8 or "
-        "binary.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "classes",
-        "",
-        "Zero-shot classification: the class names, as A,B,C, as a file with one name per line, "
-        "or as `labels` for those in the data, whose records have `image` and `label`.",
-        flag_values=values,
-    )
-    flags.DEFINE_multi_string(
-        "template",
-        ["a photo of a {}."],
-        "Zero-shot classification: the prompt of a class, with {} for its name; if the flag is "
-        "repeated, a class is the mean of its prompts' embeddings.",
-        flag_values=values,
-    )
-    define_instructions(values, "Embeddings: ")
-    flags.DEFINE_integer(
-        "batch_size",
-        64,
-        "Embeddings: the number of items per batch, over all devices.",
-        flag_values=values,
-    )
+    common.define_model(values)
+    common.define_instructions(values, "Embeddings: ")
+    lists: dict[str, Any] = {"ks": ["1", "5", "10"], "dims": [], "precisions": []}
+    lists["template"] = ("a photo of a {}.",)
+    common.define_flags(values, _FLAGS, limit=0, retrieval=False, batch_size=64, **lists)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -106,15 +57,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.inference import embedding_evaluator
     from jaxvlm.inference.encoder import Encoder
 
-    if args:
-        raise ConfigError(f"eval takes flags only, not {args[0]!r}")
+    common.flags_only("eval", args)
     if values.classes:
         return _classes(values)
     if values["template"].present:
         raise ConfigError("--template is for zero-shot classification: add --classes")
     if values.retrieval:
         _pairs(values)  # fails before the model is loaded
-    model = load_model("eval", values)
+    model = common.load_model("eval", values)
     if embedding_evaluator.is_run(model) and not values.retrieval:
         if given := [name for name in (*_RETRIEVAL_FLAGS, "limit") if values[name].present]:
             raise ConfigError(
@@ -124,7 +74,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
             model, values.data, prediction_grid=values.prediction_grid
         )
         for line in report.lines():
-            say(line)
+            common.say(line)
         return report.metrics
     if values.retrieval or isinstance(model, Encoder):
         return _retrieval(values, model)
@@ -132,7 +82,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--{given[0]} is for embeddings: add --retrieval")
     report = model.evaluate(values.data, limit=values.limit, prediction_grid=values.prediction_grid)
     for line in report.lines():
-        say(line)
+        common.say(line)
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
 
 
@@ -150,14 +100,14 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     items, labels = items[: values.limit or None], labels[: values.limit or None]
     names = zero_shot.classes_of(values.classes, labels)
     ks = _numbers("ks", values.ks) if values["ks"].present else ()
-    model = load_model("eval", values)
+    model = common.load_model("eval", values)
     settings = (
         EmbedConfig(values.batch_size, 0, instruction)
         for instruction in (values.query_instruction, values.document_instruction)
     )
     report = zero_shot.evaluate(model, (items, labels), names, values.template, ks, *settings)
     for line in report.lines():
-        say(line)
+        common.say(line)
     return report.metrics
 
 
@@ -188,7 +138,7 @@ def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     grid = values.prediction_grid
     report = retrieval.evaluate(model, pairs, settings, query, document, more, grid, precisions)
     for line in report.lines():
-        say(line)
+        common.say(line)
     return report.metrics
 
 

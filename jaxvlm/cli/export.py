@@ -6,6 +6,8 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli.common import define_flags, flags_only, say
+
 SUMMARY = (
     "Write a run's weights as a Hugging Face checkpoint, its adapters as a PEFT folder, or its "
     "embedding model as a sentence-transformers folder."
@@ -14,17 +16,20 @@ USAGE = (
     "--workdir=DIR --output=FOLDER [--format=sentence_transformers] [--which=best|latest] "
     "[--merged] [--dtype=bfloat16]"
 )
+_FLAGS = {
+    "workdir": "The folder of the run to export.",
+    "output": "The new folder to write the checkpoint or the adapter to.",
+    "truncate_dim": "The number of dims to which a sentence-transformers folder truncates its "
+    "embeddings, one of the prefixes that the run trained (Matryoshka); 0 keeps all dims.",
+    "dtype": "The dtype of the written tensors: float32, bfloat16 or float16. By default each "
+    "tensor keeps the dtype that it has in the source, and adapters are written as float32.",
+    "merged": "Merge the run's adapters into the weights and write a complete checkpoint.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``export``."""
-    flags.DEFINE_string("workdir", "", "The folder of the run to export.", flag_values=values)
-    flags.DEFINE_string(
-        "output",
-        "",
-        "The new folder to write the checkpoint or the adapter to.",
-        flag_values=values,
-    )
+    define_flags(values, _FLAGS, truncate_dim=0, merged=False)
     flags.DEFINE_enum(
         "format",
         "huggingface",
@@ -34,31 +39,11 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "the weights.",
         flag_values=values,
     )
-    flags.DEFINE_integer(
-        "truncate_dim",
-        0,
-        "The number of dims to which a sentence-transformers folder truncates its embeddings, "
-        "one of the prefixes that the run trained (Matryoshka); 0 keeps all dims.",
-        flag_values=values,
-    )
     flags.DEFINE_enum(
         "which",
         "best",
         ["best", "latest"],
         "The checkpoint of the run to export.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "dtype",
-        "",
-        "The dtype of the written tensors: float32, bfloat16 or float16. By default each tensor "
-        "keeps the dtype that it has in the source, and adapters are written as float32.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "merged",
-        False,
-        "Merge the run's adapters into the weights and write a complete checkpoint.",
         flag_values=values,
     )
 
@@ -67,7 +52,6 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export the run and return a summary of what was written."""
     import pathlib
 
-    from jaxvlm.cli.common import say
     from jaxvlm.config import ConfigError
     from jaxvlm.hf import peft_folder, pretrained
     from jaxvlm.inference import sentence_transformers
@@ -75,8 +59,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.inference.vlm import load
     from jaxvlm.parallel.distributed import processes
 
-    if args:
-        raise ConfigError(f"export takes flags only, not {args[0]!r}")
+    flags_only("export", args)
     if not values.workdir or not values.output:
         raise ConfigError("export needs --workdir=DIR and --output=FOLDER")
     processes.initialize()

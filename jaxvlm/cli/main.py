@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from absl import flags
@@ -32,72 +33,13 @@ class Command(Protocol):
         ...
 
 
-def _train() -> Any:
-    from jaxvlm.cli import train
-
-    return train
+COMMANDS = ("train", "eval", "generate", "embed", "mine", "export", "plan", "data", "cache")
+_MODULES = {"eval": "evaluate"}  # a command whose module has another name than it
 
 
-def _eval() -> Any:
-    from jaxvlm.cli import evaluate
-
-    return evaluate
-
-
-def _generate() -> Any:
-    from jaxvlm.cli import generate
-
-    return generate
-
-
-def _embed() -> Any:
-    from jaxvlm.cli import embed
-
-    return embed
-
-
-def _mine() -> Any:
-    from jaxvlm.cli import mine
-
-    return mine
-
-
-def _export() -> Any:
-    from jaxvlm.cli import export
-
-    return export
-
-
-def _plan() -> Any:
-    from jaxvlm.cli import plan
-
-    return plan
-
-
-def _data() -> Any:
-    from jaxvlm.cli import data
-
-    return data
-
-
-def _cache() -> Any:
-    from jaxvlm.cli import cache
-
-    return cache
-
-
-COMMANDS: dict[str, Callable[[], Any]] = {
-    "train": _train,
-    "eval": _eval,
-    "generate": _generate,
-    "embed": _embed,
-    "mine": _mine,
-    "export": _export,
-    "plan": _plan,
-    "data": _data,
-    "cache": _cache,
-}
-"""Command name -> function that imports its module, so that ``--help`` does not import JAX."""
+def _load(name: str) -> Any:
+    """Import a command's module; ``--help`` does so without importing JAX."""
+    return importlib.import_module(f"jaxvlm.cli.{_MODULES.get(name, name)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -129,7 +71,7 @@ def run(argv: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         return _fail(f"unknown command {name!r}; commands: {', '.join(COMMANDS)}", 2)
-    command = COMMANDS[name]()
+    command = _load(name)
     values = flags.FlagValues()
     flags.DEFINE_bool(
         "json", False, "Print the result as one JSON object on the last line.", flag_values=values
@@ -229,7 +171,7 @@ def _fail(text: str, code: int) -> int:
 
 def _overview() -> str:
     lines = ["usage: jaxvlm <command> [flags]", "", "commands:"]
-    lines += [f"  {name:<10}{load().SUMMARY}" for name, load in COMMANDS.items()]
+    lines += [f"  {name:<10}{_load(name).SUMMARY}" for name in COMMANDS]
     return "\n".join([*lines, "", "`jaxvlm <command> --help` explains a command's flags."])
 
 

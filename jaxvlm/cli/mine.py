@@ -6,57 +6,45 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_instructions, define_model, load_model, say
+from jaxvlm.cli import common
 
 SUMMARY = "Mine hard negatives: documents that a model wrongly ranks close to a query."
 USAGE = "--checkpoint=FOLDER --data=FILE.jsonl [--corpus=FILE.jsonl] --output=FILE.jsonl"
+_FLAGS = {
+    "data": "The file of training examples with `query`, `positive`, `negatives`, `query_image`, "
+    "`positive_image` and `negative_images` (docs/embedding_data.md); its documents are the "
+    "corpus.",
+    "corpus": "A .jsonl, .csv, .parquet or .tar file with more documents for the corpus: records "
+    "of `text` and `image`.",
+    "output": "The .jsonl file to write the examples to, with the mined negatives added.",
+    "scores": "Also write `scores`, the cosines of the query with its positive and each negative.",
+    "num_negatives": "The maximum number of negatives to mine for each query.",
+    "range_min": "The number of best-scoring candidates to skip, after scores and margins are "
+    "applied.",
+    "range_max": "The number of best-scoring documents to take as candidates; 0 means range_min + "
+    "num_negatives, or range_min + 10 * num_negatives if a score or a margin may exclude "
+    "candidates.",
+    "seed": "The seed of --sampling=random.",
+    "batch_size": "The number of items per batch, over all devices.",
+    "dims": "Truncate embeddings to this many dims before the search; 0 keeps all dims.",
+    "part_size": "The number of items between two writes to OUTPUT.parts.",
+    "max_score": "The maximum cosine of a negative with its query; by default there is no maximum.",
+    "min_score": "The minimum cosine of a negative with its query; by default there is no minimum.",
+    "absolute_margin": "The minimum difference by which a negative must score below its query's "
+    "positive; by default there is no margin.",
+    "relative_margin": "The same margin as a fraction of the positive's score; 0.05 is "
+    "NV-Retriever's TopK-PercPos at 95 %.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``mine``."""
-    define_model(values)
-    _define_files(values)
-    for name, default, text in (
-        ("num_negatives", 3, "The maximum number of negatives to mine for each query."),
-        (
-            "range_min",
-            0,
-            "The number of best-scoring candidates to skip, after scores and margins are applied.",
-        ),
-        (
-            "range_max",
-            0,
-            "The number of best-scoring documents to take as candidates; 0 means range_min + "
-            "num_negatives, or range_min + 10 * num_negatives if a score or a margin may exclude "
-            "candidates.",
-        ),
-        ("seed", 0, "The seed of --sampling=random."),
-        ("batch_size", 64, "The number of items per batch, over all devices."),
-        ("dims", 0, "Truncate embeddings to this many dims before the search; 0 keeps all dims."),
-        ("part_size", 4096, "The number of items between two writes to OUTPUT.parts."),
-    ):
-        flags.DEFINE_integer(name, default, text, flag_values=values)
-    for name, text in (
-        (
-            "max_score",
-            "The maximum cosine of a negative with its query; by default there is no maximum.",
-        ),
-        (
-            "min_score",
-            "The minimum cosine of a negative with its query; by default there is no minimum.",
-        ),
-        (
-            "absolute_margin",
-            "The minimum difference by which a negative must score below its query's positive; by "
-            "default there is no margin.",
-        ),
-        (
-            "relative_margin",
-            "The same margin as a fraction of the positive's score; 0.05 is NV-Retriever's "
-            "TopK-PercPos at 95 %.",
-        ),
-    ):
-        flags.DEFINE_float(name, None, text, flag_values=values)
+    common.define_model(values)
+    common.define_instructions(values)
+    counts = {"num_negatives": 3, "range_min": 0, "range_max": 0, "seed": 0, "dims": 0}
+    bounds = dict.fromkeys(("max_score", "min_score", "absolute_margin", "relative_margin"))
+    sizes = {"batch_size": 64, "part_size": 4096}
+    common.define_flags(values, _FLAGS, scores=False, **counts, **sizes, **bounds)
     flags.DEFINE_enum(
         "sampling",
         "top",
@@ -64,37 +52,6 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "Take the hardest of the remaining candidates (top), or a random choice of them (random).",
         flag_values=values,
     )
-
-
-def _define_files(values: flags.FlagValues) -> None:
-    flags.DEFINE_string(
-        "data",
-        "",
-        "The file of training examples with `query`, `positive`, `negatives`, `query_image`, "
-        "`positive_image` and `negative_images` (docs/embedding_data.md); its documents are the "
-        "corpus.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "corpus",
-        "",
-        "A .jsonl, .csv, .parquet or .tar file with more documents for the corpus: records of "
-        "`text` and `image`.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "output",
-        "",
-        "The .jsonl file to write the examples to, with the mined negatives added.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "scores",
-        False,
-        "Also write `scores`, the cosines of the query with its positive and each negative.",
-        flag_values=values,
-    )
-    define_instructions(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -105,8 +62,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.config import ConfigError
     from jaxvlm.inference import examples, hard_negatives, items
 
-    if args:
-        raise ConfigError(f"mine takes flags only, not {args[0]!r}")
+    common.flags_only("mine", args)
     output = pathlib.Path(values.output)
     if not values.data or output.suffix != ".jsonl":
         raise ConfigError("mine needs --data=FILE and --output=FILE.jsonl")
@@ -122,15 +78,15 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     more = items.read(values.corpus)[0] if values.corpus else []
     gathered = examples.gather(given, more)
     hard_negatives.check(len(gathered.documents), mining)
-    model = load_model("mine", values)
+    model = common.load_model("mine", values)
     root = output.with_name(output.name + ".parts")
     embeddings = _embeddings(values, model, gathered, root)
     excluded = hard_negatives.excluded(gathered)
     mined = hard_negatives.mine(*embeddings, gathered.positives, model.model.mesh, mining, excluded)
     report = _write(output, given, gathered, mined, embeddings if values.scores else ())
     for line in _lines(report, mined.excluded, mining):
-        say(line)
-    say(f"{len(given)} examples: {output}")
+        common.say(line)
+    common.say(f"{len(given)} examples: {output}")
     return report | {f"struck/{name}": count for name, count in mined.excluded.items()}
 
 

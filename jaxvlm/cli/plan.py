@@ -11,6 +11,7 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli.common import define_flags, flags_only
 from jaxvlm.cli.recipe_flag import define_recipe
 
 SUMMARY = "Estimate memory and step time, and choose a strategy, before anything runs."
@@ -18,21 +19,37 @@ USAGE = (
     "--model=HF_FOLDER|NAME|RECIPE.py[:arg] --devices=h200:8 [--config.a.b=value ...] | "
     "--compare A.json B.json | --calibrate"
 )
-
-
-_TEXTS = {
-    "model": "Model to plan: a Hugging Face folder (its config.json is read), a published "
-    "model's name, or a recipe.",
-    "devices": "Machine to plan for: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (slices) or "
-    "cpu:8; any, with --prices, compares the prices of machines.",
-    "train": "Parameters to train: full, lora (rank 16) or connector. By default the "
-    "recipe's, or all.",
-    "objective": "Objective to train with: sft (next-token prediction) or contrastive "
-    "(pairs). By default the recipe's, or the one that the model was made for.",
+_FLAGS = {
+    "model": "Model to plan: a Hugging Face folder (its config.json is read), a published model's "
+    "name, or a recipe.",
+    "devices": "Machine to plan for: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (slices) or cpu:8; "
+    "any, with --prices, compares the prices of machines.",
+    "train": "Parameters to train: full, lora (rank 16) or connector. By default the recipe's, or "
+    "all.",
+    "objective": "Objective to train with: sft (next-token prediction) or contrastive (pairs). By "
+    "default the recipe's, or the one that the model was made for.",
     "prices": "Read prices of a device per hour from this JSON file, with --devices=any: "
     '{"h200": 3.5, ...}.',
     "html": "Write an HTML page with figures to this file; it works offline.",
     "save": "Write the plan's JSON object to this file, for --compare.",
+    "batch": "Set the batch size over all devices: packed sequences, or pairs. 0 takes the "
+    "recipe's, or one per device.",
+    "seq": "Set the tokens of a packed sequence. 0 takes the recipe's, 2048, or a text encoder's "
+    "maximum.",
+    "images": "Set the images of a packed sequence. -1 takes the recipe's, or fills half of the "
+    "tokens with images.",
+    "patches": "Set the image patches of a packed sequence, for models with images of any size. 0 "
+    "takes the recipe's, or fills half of the tokens with images.",
+    "samples": "Set the packed sequences of an epoch, to report its hours and price and to "
+    "compare caching of visual tokens. 0 leaves these out.",
+    "top": "Print this many of the best candidates.",
+    "price": "Set the price of a device per hour, to report an epoch's price; 0: unknown.",
+    "budget": "Limit the price per hour of all devices together, with --devices=any; 0: no limit.",
+    "verify": "Compile the best candidate's real train step for the machine, and compare its "
+    "memory.",
+    "calibrate": "Measure the rates of this machine's devices (matmuls, memory, links), and save "
+    "them for plans of their kind.",
+    "compare": "Compare two saved plans.",
 }
 
 
@@ -47,64 +64,9 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "and adapters are used. Override settings with --config.a.b=value.",
         recipe if is_recipe else None,
     )
-    for name, what in _TEXTS.items():
-        flags.DEFINE_string(name, "", what, flag_values=values)
-    numbers = {
-        "batch": (
-            0,
-            "Set the batch size over all devices: packed sequences, or pairs. 0 takes the "
-            "recipe's, or one per device.",
-        ),
-        "seq": (
-            0,
-            "Set the tokens of a packed sequence. 0 takes the recipe's, 2048, or a text "
-            "encoder's maximum.",
-        ),
-        "images": (
-            -1,
-            "Set the images of a packed sequence. -1 takes the recipe's, or fills half of the "
-            "tokens with images.",
-        ),
-        "patches": (
-            0,
-            "Set the image patches of a packed sequence, for models with images of any size. 0 "
-            "takes the recipe's, or fills half of the tokens with images.",
-        ),
-        "samples": (
-            0,
-            "Set the packed sequences of an epoch, to report its hours and price and to compare "
-            "caching of visual tokens. 0 leaves these out.",
-        ),
-        "top": (5, "Print this many of the best candidates."),
-    }
-    for name, (default, what) in numbers.items():
-        flags.DEFINE_integer(name, default, what, flag_values=values)
-    flags.DEFINE_float(
-        "price",
-        0.0,
-        "Set the price of a device per hour, to report an epoch's price; 0: unknown.",
-        flag_values=values,
-    )
-    flags.DEFINE_float(
-        "budget",
-        0.0,
-        "Limit the price per hour of all devices together, with --devices=any; 0: no limit.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "verify",
-        False,
-        "Compile the best candidate's real train step for the machine, and compare its memory.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "calibrate",
-        False,
-        "Measure the rates of this machine's devices (matmuls, memory, links), and save them for "
-        "plans of their kind.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool("compare", False, "Compare two saved plans.", flag_values=values)
+    sizes = {"batch": 0, "seq": 0, "images": -1, "patches": 0, "samples": 0, "top": 5}
+    modes = {"verify": False, "calibrate": False, "compare": False}
+    define_flags(values, _FLAGS, price=0.0, budget=0.0, **sizes, **modes)
 
 
 def _model_of(argv: list[str]) -> str:
@@ -151,8 +113,7 @@ def _run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         if len(args) != 2:
             raise ConfigError("plan --compare takes two files: jaxvlm plan --compare A.json B.json")
         return command.compare(*args)
-    if args:
-        raise ConfigError(f"plan takes flags only, not {args[0]!r}")
+    flags_only("plan", args)
     if values.calibrate:
         rates = command.calibrate()
         if not values.model and values.config is None:

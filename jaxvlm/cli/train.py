@@ -8,10 +8,20 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli.common import define_flags, flags_only
 from jaxvlm.cli.recipe_flag import define_recipe
 
 SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
+_FLAGS = {
+    "workdir": "The run's folder; a run that is in it is resumed.",
+    "print_config": "Print every setting, defaults included, and exit.",
+    "xla_flags": "Groups of compiler flags for this machine's platform, set before JAX starts: "
+    "overlap, collective_matmul, nccl. Flags that are set already stay.",
+    "print_xla_flags": "Print these flags by platform, and what is set here, and exit.",
+    "dry_run": "Compile the step, show one batch decoded with its loss mask and the memory it "
+    "would take, and exit.",
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -23,43 +33,15 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "ConfigDict with the same keys. Override any setting with --config.a.b=value; "
         "--print_config prints all settings.",
     )
-    flags.DEFINE_string(
-        "workdir", "", "The run's folder; a run that is in it is resumed.", flag_values=values
-    )
-    flags.DEFINE_bool(
-        "print_config",
-        False,
-        "Print every setting, defaults included, and exit.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
-        "xla_flags",
-        [],
-        "Groups of compiler flags for this machine's platform, set before JAX starts: overlap, "
-        "collective_matmul, nccl. Flags that are set already stay.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "print_xla_flags",
-        False,
-        "Print these flags by platform, and what is set here, and exit.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "dry_run",
-        False,
-        "Compile the step, show one batch decoded with its loss mask and the memory it would "
-        "take, and exit.",
-        flag_values=values,
-    )
+    shown = {"print_config": False, "print_xla_flags": False, "dry_run": False}
+    define_flags(values, _FLAGS, xla_flags=[], **shown)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Train, and report the last evaluation."""
     from jaxvlm.config import Config, ConfigError, from_config_dict, to_config_dict
 
-    if args:
-        raise ConfigError(f"train takes flags only, not {args[0]!r}")
+    flags_only("train", args)
     if values.xla_flags or values.print_xla_flags:
         from jaxvlm.parallel import xla_flags
 
