@@ -34,6 +34,11 @@ def json_object(path: pathlib.Path, advice: str = "give a checkpoint's folder") 
     return content
 
 
+def write_json(path: pathlib.Path, content: Any) -> None:
+    """Write a JSON file with indents."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def merged_model(recipe: ModelConfig, checkpoint: ModelConfig) -> ModelConfig:
     """The checkpoint's model with the recipe's settings of how to compute it."""
     parts = {

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig
+from jaxvlm.config.merge import write_json
 from jaxvlm.data.images.processor import write_bounds
 from jaxvlm.hf import pretrained, safetensors
 from jaxvlm.hf.families import ChooseFamily, any_family, family_of
@@ -32,9 +32,7 @@ def keep(source: pretrained.Source, workdir: pathlib.Path) -> None:
     partial = workdir / f"{pretrained.SAVED}.tmp"  # renamed when complete
     shutil.rmtree(partial, ignore_errors=True)
     copy_files(source.files, partial)
-    layout = {
-        name: list(stored) for name, stored in safetensors.read_layout(source.weights).items()
-    }
+    layout = safetensors.read_layout(source.weights)
     (partial / pretrained.LAYOUT).write_text(json.dumps(layout), encoding="utf-8")
     partial.rename(workdir / pretrained.SAVED)
 
@@ -48,12 +46,17 @@ def rewrite(
     more: Callable[[pathlib.Path], None] | None = None,
 ) -> dict[str, Any]:
     """Write a run's weights in the layout of :func:`exported`'s ``source``; as :func:`write`."""
+    layout = saved_layout(source)
+    return write(source.files, output, params, source.family.weights(config), layout, dtype, more)
+
+
+def saved_layout(source: pretrained.Source) -> safetensors.Layout:
+    """Read the layout of the source's weights from the workdir, where :func:`keep` wrote it."""
     stored = pretrained.json_object(source.files / pretrained.LAYOUT)
-    layout = {
+    return {
         name: safetensors.Stored(file, kind, tuple(shape))
         for name, (file, kind, shape) in stored.items()
     }
-    return write(source.files, output, params, source.family.weights(config), layout, dtype, more)
 
 
 def exported(
@@ -125,8 +128,7 @@ def write(
         safetensors.write_params(partial, params, weights, layout)
         if more is not None:
             more(partial)
-    sizes = (np.prod(s.shape) * safetensors.DTYPES[s.dtype].itemsize for s in layout.values())
-    return {"tensors": len(layout), "bytes": int(sum(sizes))}
+    return {"tensors": len(layout), "bytes": safetensors.num_bytes(layout)}
 
 
 def tell_bounds(folder: pathlib.Path, image_pixels_range: tuple[int, int]) -> None:
@@ -176,7 +178,14 @@ def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def remove_modules(folder: pathlib.Path) -> None:
+    """Remove the folders of sentence-transformers modules."""
+    for module in pretrained.modules(folder):
+        if module.get("path"):
+            shutil.rmtree(folder / module["path"], ignore_errors=True)
+
+
 def _write_dtype(path: pathlib.Path, dtype: str) -> None:
     config = pretrained.json_object(path)
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
-    path.write_text(json.dumps(config | {name: dtype}, indent=2) + "\n", encoding="utf-8")
+    write_json(path, config | {name: dtype})

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxvlm.config import ConfigError, DualConfig, MeshConfig, ModelConfig
+from jaxvlm.config.merge import write_json
 from jaxvlm.hf import safetensors
 from jaxvlm.hf.families import any_family
 from jaxvlm.parallel.mesh import make_mesh
@@ -96,7 +97,7 @@ def write_random(
         drawn = np.tile(_block(), reps)[start : start + count]
         return (0.02 * drawn).reshape(shape)  # in this order a scalar remains an array
 
-    (path / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
+    write_json(path / "config.json", hf_config)
     return safetensors.write_tensors(path, layout, draw)
 
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxvlm.config import ConfigError
+from jaxvlm.config.merge import write_json
 from jaxvlm.types import Params, WeightMap
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,6 +70,12 @@ def read_layout(folder: str | os.PathLike[str], only: str = "") -> Layout:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{root / file} can't be read: {error}; fetch it again") from None
     return layout
+
+
+def num_bytes(layout: Layout) -> int:
+    """Return the bytes of all tensors."""
+    sizes = (np.prod(s.shape) * DTYPES[s.dtype].itemsize for s in layout.values())
+    return int(sum(sizes))
 
 
 def read_params(
@@ -217,7 +224,7 @@ def write_tensors(
             "metadata": {"total_size": total},
             "weight_map": {name: layout[name].file for name in sorted(layout)},
         }
-        (Path(folder) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(Path(folder) / INDEX, index)
     return total
 
 
@@ -273,10 +280,10 @@ def _files(root: Path, only: str) -> list[str]:
     missing = [file for file in files if not (root / file).is_file()]
     if missing:
         pickled = any(root.glob("*.bin")) or any(root.glob("*.pt"))
-        advice = (
-            "its .bin or .pt files are pickles, which are never read; save it as safetensors"
-            if pickled
-            else "fetch it again"
-        )
+        advice = "fetch it again"
+        if pickled:
+            advice = (
+                "its .bin or .pt files are pickles, which are never read; save it as safetensors"
+            )
         raise ConfigError(f"{root} has no {', '.join(missing)}: {advice}")
     return files

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxvlm.config import ConfigError
+from jaxvlm.config.merge import write_json
 from jaxvlm.data.images import processor
 from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.encoder_folder import described
@@ -98,10 +96,7 @@ def write(
             weights = source.family.weights(described(source).config).part(tower)
             safetensors.write_params(tower_folder, params, weights, layout)
             count += len(layout)
-            sizes = (
-                np.prod(s.shape) * safetensors.DTYPES[s.dtype].itemsize for s in layout.values()
-            )
-            size += int(sum(sizes))
+            size += safetensors.num_bytes(layout)
             if embeddings[tower].dense:
                 map_folder = folder / f"{tower}_{sentence_files.linear_map(files)}"
                 if not jax.process_index():
@@ -110,23 +105,21 @@ def write(
         if not jax.process_index():
             for name, content in sentence_files.routed(routes).items():
                 (folder / name).parent.mkdir(exist_ok=True)
-                text = json.dumps(content, indent=2) + "\n"
-                (folder / name).write_text(text, encoding="utf-8")
+                write_json(folder / name, content)
     return {"tensors": count, "bytes": size}
 
 
 def _layout(source: pretrained.Source, tower: str, dtype: str) -> safetensors.Layout:
     """The layout of the tower's tensors, all in one file."""
-    stored = pretrained.json_object(source.files / pretrained.LAYOUT)
+    stored = exporter.saved_layout(source)
     weights = source.family.weights(described(source).config).part(tower)
-    shapes = {name: tuple(shape) for name, (_, _, shape) in stored.items()}
-    source_names = weights.check(shapes, str(source.files))
-    return {
-        source_names[name]: safetensors.Stored(
-            safetensors.SINGLE, exporter.DTYPES.get(dtype, stored[source_names[name]][1]), shape
-        )
-        for name, shape in weights.tensors().items()
-    }
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    spelled = weights.check(shapes, str(source.files))
+    layout = {}
+    for name, shape in weights.tensors().items():
+        kind = exporter.DTYPES.get(dtype, stored[spelled[name]].dtype)
+        layout[spelled[name]] = safetensors.Stored(safetensors.SINGLE, kind, shape)
+    return layout
 
 
 def _write_processor(target: pathlib.Path) -> None:
@@ -136,15 +129,13 @@ def _write_processor(target: pathlib.Path) -> None:
     config.pop("processor_class", None)
     combined.unlink(missing_ok=True)
     if config:
-        images.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(images, config)
 
 
 def _copy(source: pretrained.Source, target: pathlib.Path, tower: str) -> None:
     """Copies the files of a tower: its config, and its tokenizer or processor."""
     exporter.copy_files(source.files, target)
-    for module in pretrained.modules(target):
-        if module.get("path"):
-            shutil.rmtree(target / module["path"], ignore_errors=True)
+    exporter.remove_modules(target)
     config: dict[str, Any] = dict(source.hf_config)
     if tower == "vision":
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -157,4 +148,4 @@ def _copy(source: pretrained.Source, target: pathlib.Path, tower: str) -> None:
         (target / name).unlink(missing_ok=True)
     config.pop("torch_dtype", None)
     config["dtype"] = "float32"  # a Router does not cast its modules; the maps are float32
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(target / "config.json", config)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-import shutil
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig
+from jaxvlm.config.merge import write_json
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.hf import exporter, pretrained, safetensors
+from jaxvlm.hf import exporter, safetensors
 from jaxvlm.hf.families import sentence_files
 from jaxvlm.hf.families.sentence_files import EmbeddingModules
 from jaxvlm.inference import sentence_router
@@ -79,11 +78,10 @@ def export(
         raise ConfigError(f"--truncate_dim={truncate_dim}: the run trained {trained}; leave it out")
     if isinstance(model, Encoder) and model.source is None and model.model.config.towers != TEXT:
         return _export_two_checkpoints(model, run, workdir, output, dtype, truncate_dim)
-    contents = (
-        _of_encoder(model, run, workdir)
-        if isinstance(model, Encoder)
-        else _of_decoder(model, workdir)
-    )
+    if isinstance(model, Encoder):
+        contents = _of_encoder(model, run, workdir)
+    else:
+        contents = _of_decoder(model, workdir)
     embeddings = contents.embeddings._replace(truncate_dim=truncate_dim)
     source = exporter.exported(contents.saved, output, contents.config, dtype)
     kind = str(source.hf_config.get("model_type"))
@@ -95,12 +93,10 @@ def export(
     def write_more(folder: pathlib.Path) -> None:
         exporter.tell_bounds(folder, run.data.image_pixels_range)
         if not jax.process_index():
-            for module in pretrained.modules(folder):  # of the source
-                if module.get("path"):
-                    shutil.rmtree(folder / module["path"], ignore_errors=True)
+            exporter.remove_modules(folder)  # of the source
             for name, content in files.items():
                 (folder / name).parent.mkdir(exist_ok=True)
-                (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                write_json(folder / name, content)
         if embeddings.dense:
             _write_map(folder / sentence_files.linear_map(files), params, contents.maps)
 
@@ -153,11 +149,11 @@ def _write_map(folder: pathlib.Path, params: Params, maps: tuple[str, str]) -> N
         theirs: safetensors.Stored(safetensors.SINGLE, "F32", params[ours].shape[::-1])
         for theirs, ours in names.items()
     }
-    safetensors.write_tensors(
-        folder,
-        layout,
-        lambda theirs: np.ascontiguousarray(safetensors.host(params[names[theirs]]).T),
-    )
+
+    def make(theirs: str) -> np.ndarray:
+        return np.ascontiguousarray(safetensors.host(params[names[theirs]]).T)
+
+    safetensors.write_tensors(folder, layout, make)
 
 
 def _of_encoder(model: Encoder, run: Config, workdir: pathlib.Path) -> _Folder:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from jaxvlm.config.merge import write_json
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import tiling
 from jaxvlm.data.images.image_files import Pixels, Preparation, rgb
@@ -139,7 +140,7 @@ def write_bounds(folder: pathlib.Path, bounds: tuple[int, int]) -> None:
                 old_value = settings.pop(old, None)  # the older name would take precedence
                 size[key] = own or old_value or size.get(key)
             settings["size"] = size
-            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_json(file, content)
 
 
 def _tile_converter(processor: Any, grid: TileGrid | None) -> Callable[[Image.Image], Pixels]:

@@ -75,16 +75,15 @@ def span(
         index, weight = _bilinear(grid, size)
     else:
         index, weight = grid[..., None], None
+    count = 1 + math.prod(tiles)
     end = np.full((len(index), 1, index.shape[2]), NEWLINE)
     index = np.concatenate([index, end], axis=1).reshape(-1, index.shape[2])
     if weight is None:
-        return _with_sources(image_id, side, 1 + math.prod(tiles), np.concatenate([whole, index]))
+        return _with_sources(image_id, side, count, np.concatenate([whole, index]))
     weight = np.pad(weight, ((0, 0), (0, 1), (0, 0))).reshape(index.shape)
     first = np.pad(np.ones_like(whole, np.float32), ((0, 0), (0, 3)))
     index = np.concatenate([np.repeat(whole, 4, axis=1), index])
-    return _with_sources(
-        image_id, side, 1 + math.prod(tiles), index, np.concatenate([first, weight])
-    )
+    return _with_sources(image_id, side, count, index, np.concatenate([first, weight]))
 
 
 def _with_sources(

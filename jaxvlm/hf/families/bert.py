@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxvlm.config import DualConfig, TextConfig
 from jaxvlm.hf.families import text_encoders
-from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, activation, read
-from jaxvlm.hf.families.name_map import Entry, NameMap
+from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, block_sizes, read
+from jaxvlm.hf.families.name_map import Entry, NameMap, linear_layer, norm_layer
 from jaxvlm.types import TextStyle
 
 _FIELDS = ConfigFields(
@@ -54,14 +54,10 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> DualConfig:
         towers=("text",),
         vision=DualConfig().vision,
         text=TextConfig(
+            **block_sizes(text, where),
             vocab_size=text["vocab_size"],
-            width=text["hidden_size"],
-            depth=text["num_hidden_layers"],
-            num_heads=text["num_attention_heads"],
-            mlp_dim=text["intermediate_size"],
             max_length=text["max_position_embeddings"],
             num_types=text["type_vocab_size"],
-            activation=activation(text["hidden_act"], where + "hidden_act"),
             norm_after=True,
             norm_eps=float(text["layer_norm_eps"]),
             pooler=True,
@@ -79,7 +75,8 @@ def weights(config: DualConfig) -> NameMap:
         config: result of :func:`config_from_hf`.
     """
     sizes = {**text_encoders.dims(config.text), "E": config.text.width}
-    entries = (*(Entry(*row) for row in _TOP), *_blocks())
+    top = (Entry(*row) for row in _TOP)
+    entries = (*top, *norm_layer("text/norm", "embeddings.LayerNorm", "D"), *_blocks())
     return NameMap(entries, sizes, {"text": config.text.depth}, _ALIASES, ("position_ids",))
 
 
@@ -87,18 +84,16 @@ _TOP = (
     ("text/table", "embeddings.word_embeddings.weight", "V D", "V D"),
     ("text/position", "embeddings.position_embeddings.weight", "T D", "T D"),
     ("text/types", "embeddings.token_type_embeddings.weight", "Y D", "Y D"),
-    ("text/norm/scale", "embeddings.LayerNorm.weight", "D", "D"),
-    ("text/norm/bias", "embeddings.LayerNorm.bias", "D", "D"),
     ("text/w_pool", "pooler.dense.weight", "D E", "E D"),
     ("text/b_pool", "pooler.dense.bias", "E", "E"),
 )
 _LINEAR = (
-    ("attn/{}q", "attention.self.query", ("D N H", "NH D"), ("N H", "NH")),
-    ("attn/{}k", "attention.self.key", ("D N H", "NH D"), ("N H", "NH")),
-    ("attn/{}v", "attention.self.value", ("D N H", "NH D"), ("N H", "NH")),
-    ("attn/{}o", "attention.output.dense", ("N H D", "D NH"), ("D", "D")),
-    ("mlp/{}_in", "intermediate.dense", ("D F", "F D"), ("F", "F")),
-    ("mlp/{}_out", "output.dense", ("F D", "D F"), ("D", "D")),
+    ("attn/{}q", "attention.self.query", "D N H", "NH D"),
+    ("attn/{}k", "attention.self.key", "D N H", "NH D"),
+    ("attn/{}v", "attention.self.value", "D N H", "NH D"),
+    ("attn/{}o", "attention.output.dense", "N H D", "D NH"),
+    ("mlp/{}_in", "intermediate.dense", "D F", "F D"),
+    ("mlp/{}_out", "output.dense", "F D", "D F"),
 )
 _NORMS = (("norm1", "attention.output.LayerNorm"), ("norm2", "output.LayerNorm"))
 _ALIASES = (
@@ -110,13 +105,12 @@ _ALIASES = (
 
 
 def _blocks() -> list[Entry]:
-    ours, layer, entries = "text/stack/blocks/", "encoder.layer.{}.", []
-    for name, theirs, weight, bias in _LINEAR:
-        entries.append(Entry(ours + name.format("w"), f"{layer}{theirs}.weight", *weight))
-        entries.append(Entry(ours + name.format("b"), f"{layer}{theirs}.bias", *bias))
+    ours, layer = "text/stack/blocks/", "encoder.layer.{}."
+    entries: list[Entry] = []
+    for name, theirs, dims, their_dims in _LINEAR:
+        entries += linear_layer(ours + name, layer + theirs, dims, their_dims)
     for name, theirs in _NORMS:
-        entries.append(Entry(f"{ours}{name}/scale", f"{layer}{theirs}.weight", "D", "D"))
-        entries.append(Entry(f"{ours}{name}/bias", f"{layer}{theirs}.bias", "D", "D"))
+        entries += norm_layer(ours + name, layer + theirs, "D")
     return entries
 
 

@@ -10,11 +10,11 @@ from jaxvlm.hf.families.config_reader import (
     METADATA,
     ConfigFields,
     FeatureLayers,
-    activation,
+    block_sizes,
     read,
     square,
 )
-from jaxvlm.hf.families.name_map import Entry
+from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -63,11 +63,7 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
         image_size=size,
         patch_size=patch,
         crop_rest=size % patch > 0,
-        width=vision["hidden_size"],
-        depth=vision["num_hidden_layers"],
-        num_heads=vision["num_attention_heads"],
-        mlp_dim=vision["intermediate_size"],
-        activation=activation(vision["hidden_act"], where + "hidden_act"),
+        **block_sizes(vision, where),
         class_token=True,
         keep_class_token=take.whole,
         patch_bias=False,
@@ -103,10 +99,8 @@ def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
         Entry("vision/class_token", model + "embeddings.class_embedding", "d", "d"),
         Entry("vision/stem/w", model + "embeddings.patch_embedding.weight", "p q c d", "d c p q"),
         Entry("vision/position", model + "embeddings.position_embedding.weight", "s d", "s d"),
-        Entry("vision/pre_norm/scale", model + "pre_layrnorm.weight", "d", "d"),
-        Entry("vision/pre_norm/bias", model + "pre_layrnorm.bias", "d", "d"),
-        Entry("vision/norm/scale", model + "post_layernorm.weight", "d", "d"),
-        Entry("vision/norm/bias", model + "post_layernorm.bias", "d", "d"),
+        *norm_layer("vision/pre_norm", model + "pre_layrnorm", "d"),
+        *norm_layer("vision/norm", model + "post_layernorm", "d"),
     )
     return top + block_entries(model + "encoder.layers.{}.")
 
@@ -117,28 +111,22 @@ def block_entries(layer: str, tower: str = "vision") -> tuple[Entry, ...]:
     Dim letters are upper case for a text tower.
     """
     ours, case = f"{tower}/stack/blocks/", str.upper if tower == "text" else str.lower
-    return tuple(Entry(ours + o, layer + t, case(d), case(e)) for o, t, d, e in _BLOCK)
+    entries: list[Entry] = []
+    for name in ("norm1", "norm2"):
+        entries += norm_layer(ours + name, f"{layer}layer_{name}", case("d"))
+    for name, theirs, dims, their_dims in (*_ATTENTION, *MLP):
+        entries += linear_layer(ours + name, layer + theirs, case(dims), case(their_dims))
+    return tuple(entries)
 
 
 MLP = (
-    ("mlp/w_in", "mlp.fc1.weight", "d f", "f d"),
-    ("mlp/b_in", "mlp.fc1.bias", "f", "f"),
-    ("mlp/w_out", "mlp.fc2.weight", "f d", "d f"),
-    ("mlp/b_out", "mlp.fc2.bias", "d", "d"),
+    ("mlp/{}_in", "mlp.fc1", "d f", "f d"),
+    ("mlp/{}_out", "mlp.fc2", "f d", "d f"),
 )
-"""Entries of the MLP of a block, and of SigLIP's pooling head."""
-_BLOCK = (
-    ("norm1/scale", "layer_norm1.weight", "d", "d"),
-    ("norm1/bias", "layer_norm1.bias", "d", "d"),
-    ("norm2/scale", "layer_norm2.weight", "d", "d"),
-    ("norm2/bias", "layer_norm2.bias", "d", "d"),
-    ("attn/wq", "self_attn.q_proj.weight", "d n h", "nh d"),
-    ("attn/wk", "self_attn.k_proj.weight", "d n h", "nh d"),
-    ("attn/wv", "self_attn.v_proj.weight", "d n h", "nh d"),
-    ("attn/wo", "self_attn.out_proj.weight", "n h d", "d nh"),
-    ("attn/bq", "self_attn.q_proj.bias", "n h", "nh"),
-    ("attn/bk", "self_attn.k_proj.bias", "n h", "nh"),
-    ("attn/bv", "self_attn.v_proj.bias", "n h", "nh"),
-    ("attn/bo", "self_attn.out_proj.bias", "d", "d"),
-    *MLP,
+"""Linear layers of the MLP of a block, and of SigLIP's pooling head."""
+_ATTENTION = (
+    ("attn/{}q", "self_attn.q_proj", "d n h", "nh d"),
+    ("attn/{}k", "self_attn.k_proj", "d n h", "nh d"),
+    ("attn/{}v", "self_attn.v_proj", "d n h", "nh d"),
+    ("attn/{}o", "self_attn.out_proj", "n h d", "d nh"),
 )

@@ -11,7 +11,7 @@ from jaxvlm.hf.families import clip, connectors, llama, text_decoders
 from jaxvlm.hf.families.config_reader import image_token_id
 from jaxvlm.hf.families.name_map import Entry, NameMap, encoder_depths, over_frozen_blocks
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Span
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 ALIASES = (
     # Names of transformers 4.52 and later, in memory and in some files.
@@ -87,7 +87,17 @@ def whole(_width: int, _height: int) -> tuple[int, int]:
     return 0, 0
 
 
-def one_span(config: ModelConfig, hf_config: Mapping[str, Any]) -> Callable[[int, int], Span]:
+def image_token_style(hf_config: Mapping[str, Any]) -> ChatStyle:
+    """Conversations write an image as the image token; other tokens are in its span."""
+    return ChatStyle()
+
+
+def one_span(
+    config: ModelConfig,
+    hf_config: Mapping[str, Any],
+    encode: Callable[[str], Sequence[int]],
+    grid: TileGrid = whole,
+) -> Callable[[int, int], Span]:
     """Return the span of families whose images are one square: visual tokens, and no others."""
     span = Span.of(image_token_id(hf_config), num_visual_tokens(config))
     return lambda _width, _height: span

@@ -9,77 +9,28 @@ from jaxvlm.config import ConfigError
 
 _GENERATION = frozenset(
     (
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "prefix",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "typical_p",
+        *("bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size"),
+        *("decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task"),
+        *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length"),
+        *("min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams"),
+        *("num_return_sequences", "output_scores", "prefix", "remove_invalid_values"),
+        *("repetition_penalty", "return_dict_in_generate", "sep_token_id", "suppress_tokens"),
+        *("task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder"),
+        *("tokenizer_class", "top_k", "top_p", "typical_p"),
     )
 )
 """Fields that transformers 4 wrote into every group of some models, and that nothing reads."""
 
 METADATA = _GENERATION | frozenset(
     (
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "architectures",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "ignore_index",
-        "image_seq_length",
-        "image_token_id",
-        "image_token_index",
-        "initializer_factor",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "max_position_embeddings",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "padding_side",
-        "pretraining_tp",
-        "problem_type",
-        "projection_dim",
-        "return_dict",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "use_bfloat16",
-        "use_cache",
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures"),
+        *("bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
+        *("ignore_index", "image_seq_length", "image_token_id", "image_token_index"),
+        *("initializer_factor", "initializer_range", "is_encoder_decoder", "label2id"),
+        *("max_position_embeddings", "output_attentions", "output_hidden_states", "pad_token_id"),
+        *("padding_side", "pretraining_tp", "problem_type", "projection_dim", "return_dict"),
+        *("torch_dtype", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
     )
 )
 """Fields that do not change a network's output."""
@@ -188,6 +139,22 @@ def activation(name: str, field: str) -> str:
     if name not in ACTIVATIONS:
         raise ConfigError(f"{field}={name!r}; known: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def block_sizes(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of an encoder's blocks that ``VisionConfig`` and ``TextConfig`` share.
+
+    Args:
+        group: values of the fields of a group of ``config.json``.
+        where: prefix of field names in error messages.
+    """
+    return {
+        "width": group["hidden_size"],
+        "depth": group["num_hidden_layers"],
+        "num_heads": group["num_attention_heads"],
+        "mlp_dim": group["intermediate_size"],
+        "activation": activation(group["hidden_act"], where + "hidden_act"),
+    }
 
 
 def image_token_id(hf_config: Mapping[str, Any]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jaxvlm.config import ConfigError, ConnectorConfig, VisionConfig
-from jaxvlm.hf.families.name_map import Entry
+from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 
 def dims(vision: VisionConfig, connector: ConnectorConfig, width: int) -> dict[str, int]:
@@ -24,25 +24,16 @@ def mlp(activation: str, bias: bool = True, newline: bool = False) -> ConnectorC
 def mlp_entries(model: str, connector: ConnectorConfig) -> tuple[Entry, ...]:
     """List LLaVA's and InternVL's entries; ``model`` is the prefix of ``multi_modal_projector``."""
     where = model + "multi_modal_projector."
-    bias = (
-        Entry("connector/b_in", where + "linear_1.bias", "D", "D"),
-        Entry("connector/b_out", where + "linear_2.bias", "D", "D"),
+    layers = (
+        linear_layer("connector/{}_in", where + "linear_1", "m D", "D m"),
+        linear_layer("connector/{}_out", where + "linear_2", "D E", "E D"),
     )
-    norm = (
-        Entry("connector/norm/scale", where + "layer_norm.weight", "m", "m"),
-        Entry("connector/norm/bias", where + "layer_norm.bias", "m", "m"),
-    )
-    return (
-        Entry("connector/w_in", where + "linear_1.weight", "m D", "D m"),
-        Entry("connector/w_out", where + "linear_2.weight", "D E", "E D"),
-        *(bias if connector.bias else ()),
-        *(norm if connector.norm != "none" else ()),
-        *(
-            (Entry("connector/newline", model + "image_newline", "D", "D"),)
-            if connector.newline
-            else ()
-        ),
-    )
+    entries = [entry for layer in layers for entry in layer[: 1 + connector.bias]]
+    if connector.norm != "none":
+        entries += norm_layer("connector/norm", where + "layer_norm", "m")
+    if connector.newline:
+        entries.append(Entry("connector/newline", model + "image_newline", "D", "D"))
+    return tuple(entries)
 
 
 def shuffled_mlp(ratio: float, activation: str) -> ConnectorConfig:
@@ -66,11 +57,7 @@ def linear() -> ConnectorConfig:
 
 def linear_entries(model: str) -> tuple[Entry, ...]:
     """List the entries of :func:`linear`; ``model`` is the prefix of ``multi_modal_projector``."""
-    where = model + "multi_modal_projector.linear."
-    return (
-        Entry("connector/w_out", where + "weight", "m D", "D m"),
-        Entry("connector/b_out", where + "bias", "D", "D"),
-    )
+    return linear_layer("connector/{}_out", model + "multi_modal_projector.linear", "m D", "D m")
 
 
 def shuffled_linear(scale_factor: int) -> ConnectorConfig:

@@ -46,9 +46,8 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     """
     where = "config.json: "
     top = read(hf_config, _FIELDS, where)
-    vision = siglip.vision_from_hf(
-        top["vision_config"] or {}, FeatureLayers(), where + "vision_config."
-    )
+    tower = top["vision_config"] or {}
+    vision = siglip.vision_from_hf(tower, FeatureLayers(), where + "vision_config.")
     tied = bool(top["tie_word_embeddings"])
     if (cap := (top["text_config"] or {}).get("final_logit_softcapping")) is not None:
         raise ConfigError(  # torch's decoder reads it, but its image-text model does not

@@ -20,7 +20,7 @@ from jaxvlm.hf.families.config_reader import (
 )
 from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import ChatStyle, Span, TileGrid
+from jaxvlm.types import Span, TileGrid
 
 _FIELDS = ConfigFields(
     {
@@ -66,9 +66,7 @@ def weights(config: ModelConfig) -> NameMap:
     )
 
 
-def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """Conversations write an image as the image token; other tokens are in its span."""
-    return ChatStyle()
+chat_style = common.image_token_style
 
 
 def span(

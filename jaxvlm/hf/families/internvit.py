@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import ConfigError, VisionConfig
-from jaxvlm.hf.families.clip import dims
-from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers, activation, read, square
-from jaxvlm.hf.families.name_map import Entry
+from jaxvlm.hf.families.clip import MLP, dims
+from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers, block_sizes, read, square
+from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 __all__ = ["dims", "entries", "vision_from_hf"]
 
@@ -72,12 +72,8 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
         image_size=size,
         patch_size=patch,
         crop_rest=size % patch > 0,
-        width=vision["hidden_size"],
-        depth=vision["num_hidden_layers"],
-        num_heads=vision["num_attention_heads"],
-        mlp_dim=vision["intermediate_size"],
+        **block_sizes(vision, where),
         position="learned" if vision["use_absolute_position_embeddings"] else "none",
-        activation=activation(vision["hidden_act"], where + "hidden_act"),
         class_token=True,
         qkv_bias=bool(vision["attention_bias"]),
         qk_norm_all=bool(vision["use_qk_norm"]),
@@ -95,14 +91,13 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
 def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
     """List the entries of the vision encoder; ``model`` is the prefix of ``embeddings``."""
     where = model + "embeddings."
-    stem = where + "patch_embeddings.projection."
+    stem = where + "patch_embeddings.projection"
     table = Entry("vision/position", where + "position_embeddings", "s d", "1 s d")
     top = [
         Entry("vision/class_token", where + "cls_token", "d", "1 1 d"),
-        Entry("vision/stem/w", stem + "weight", "p q c d", "d c p q"),
-        Entry("vision/stem/b", stem + "bias", "d", "d"),
+        *linear_layer("vision/stem/{}", stem, "p q c d", "d c p q"),
         *([table] if config.position == "learned" else []),
-        *(_norm("vision/norm", model + "layernorm", "layer") if config.post_norm else []),
+        *(norm_layer("vision/norm", model + "layernorm", "d") if config.post_norm else ()),
     ]
     ours, theirs = "vision/stack/blocks/", model + "encoder.layer.{}."
     rows = list(_BLOCK)
@@ -110,17 +105,13 @@ def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
         rows += [(f"attn/b{a}", f"attention.{a}_proj.bias", "n h", "nh") for a in "qkv"]
     if config.qk_norm_all:
         rows += [(f"attn/{a}_norm_all/scale", f"attention.{a}_norm.weight", "d", "d") for a in "qk"]
-    return (
-        *top,
-        *_norm(ours + "norm1", theirs + "layernorm_before", config.norm),
-        *_norm(ours + "norm2", theirs + "layernorm_after", config.norm),
-        *(Entry(ours + o, theirs + t, dims, their_dims) for o, t, dims, their_dims in rows),
-    )
-
-
-def _norm(ours: str, theirs: str, kind: str) -> list[Entry]:
-    bias = [Entry(ours + "/bias", theirs + ".bias", "d", "d")] if kind == "layer" else []
-    return [Entry(ours + "/scale", theirs + ".weight", "d", "d"), *bias]
+    has_bias = config.norm == "layer"
+    for name, place in (("norm1", "before"), ("norm2", "after")):
+        top += norm_layer(ours + name, f"{theirs}layernorm_{place}", "d", has_bias)
+    top += (Entry(ours + o, theirs + t, dims, their_dims) for o, t, dims, their_dims in rows)
+    for name, layer, our_dims, their_dims in _LINEAR:
+        top += linear_layer(ours + name, theirs + layer, our_dims, their_dims)
+    return tuple(top)
 
 
 _BLOCK = (
@@ -129,10 +120,5 @@ _BLOCK = (
     ("attn/wq", "attention.q_proj.weight", "d n h", "nh d"),
     ("attn/wk", "attention.k_proj.weight", "d n h", "nh d"),
     ("attn/wv", "attention.v_proj.weight", "d n h", "nh d"),
-    ("attn/wo", "attention.projection_layer.weight", "n h d", "d nh"),
-    ("attn/bo", "attention.projection_layer.bias", "d", "d"),
-    ("mlp/w_in", "mlp.fc1.weight", "d f", "f d"),
-    ("mlp/b_in", "mlp.fc1.bias", "f", "f"),
-    ("mlp/w_out", "mlp.fc2.weight", "f d", "d f"),
-    ("mlp/b_out", "mlp.fc2.bias", "d", "d"),
 )
+_LINEAR = (("attn/{}o", "attention.projection_layer", "n h d", "d nh"), *MLP)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import ModelConfig
 from jaxvlm.hf.families import clip, common, connectors, siglip
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, FeatureLayers, activation, read
 from jaxvlm.hf.families.name_map import NameMap
-from jaxvlm.types import ChatStyle, Span, TileGrid
 
 READS = {
     "vision_config": None,
@@ -62,9 +61,8 @@ def model(
     """
     where = "config.json: "
     vision = top["vision_config"] or no_vision
-    take = FeatureLayers(
-        top["vision_feature_layer"], top["vision_feature_select_strategy"] == "full"
-    )
+    is_whole = top["vision_feature_select_strategy"] == "full"
+    take = FeatureLayers(top["vision_feature_layer"], is_whole)
     tower = siglip if vision.get("model_type") == "siglip_vision_model" else clip
     act = activation(top["projector_hidden_act"], where + "projector_hidden_act")
     return ModelConfig(
@@ -87,16 +85,5 @@ def weights(config: ModelConfig) -> NameMap:
     return common.weights(config, vision, connectors.mlp_entries("", config.connector))
 
 
-def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """Conversations write an image as the image token."""
-    return ChatStyle()
-
-
-def span(
-    config: ModelConfig,
-    hf_config: Mapping[str, Any],
-    encode: Callable[[str], Sequence[int]],
-    grid: TileGrid = common.whole,
-) -> Callable[[int, int], Span]:
-    """Return the span of an image: one visual token per patch."""
-    return common.one_span(config, hf_config)
+chat_style = common.image_token_style
+span = common.one_span

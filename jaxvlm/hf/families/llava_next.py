@@ -13,7 +13,7 @@ from typing import Any
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.hf.families import anyres, common, llava
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, image_token_id, read
-from jaxvlm.types import ChatStyle, Span, TileGrid
+from jaxvlm.types import Span, TileGrid
 
 _NEXT = ConfigFields(
     {**llava.READS, "image_grid_pinpoints": None},
@@ -83,11 +83,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 
 weights = llava.weights
-
-
-def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """Conversations write an image as the image token."""
-    return ChatStyle()
+chat_style = common.image_token_style
 
 
 def span(

@@ -47,6 +47,34 @@ class Entry(NamedTuple):
         return self.theirs.format(*(n + self.first * (i == 0) for i, n in enumerate(place)))
 
 
+def linear_layer(
+    ours: str, theirs: str, dims: str, their_dims: str, part: tuple[int, int] = (0, 1)
+) -> tuple[Entry, Entry]:
+    """List the entries of a linear layer with a bias.
+
+    Args:
+        ours: the parameters' path, with ``{}`` for ``w`` and ``b``.
+        theirs: name of the layer, without ``.weight``.
+        dims: our dims of the weight.
+        their_dims: their dims of the weight, whose outputs come first.
+        part: as for :class:`Entry`.
+    """
+    out = their_dims.split()[0]
+    return (
+        Entry(ours.format("w"), theirs + ".weight", dims, their_dims, part),
+        Entry(ours.format("b"), theirs + ".bias", " ".join(out), out, part),
+    )
+
+
+def norm_layer(ours: str, theirs: str, dim: str, bias: bool = True) -> tuple[Entry, ...]:
+    """List the entries of a norm: its scale, and its bias unless it has none."""
+    entries = (
+        Entry(ours + "/scale", theirs + ".weight", dim, dim),
+        Entry(ours + "/bias", theirs + ".bias", dim, dim),
+    )
+    return entries if bias else entries[:1]
+
+
 class NameMap(NamedTuple):
     """All parameters of a model; the ``WeightMap`` with which checkpoints are read and written."""
 

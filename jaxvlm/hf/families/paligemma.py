@@ -5,14 +5,14 @@ SigLIP, a linear map, Gemma's decoder. Attention among image and prompt tokens i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.hf.families import common, connectors, siglip
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, FeatureLayers, read
 from jaxvlm.hf.families.name_map import NameMap
-from jaxvlm.types import ChatStyle, Span, TileGrid
+from jaxvlm.types import ChatStyle
 
 _FIELDS = ConfigFields(
     {"vision_config": None, "text_config": None, "tie_word_embeddings": True},
@@ -74,11 +74,4 @@ def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
     return ChatStyle(template=TEMPLATE)
 
 
-def span(
-    config: ModelConfig,
-    hf_config: Mapping[str, Any],
-    encode: Callable[[str], Sequence[int]],
-    grid: TileGrid = common.whole,
-) -> Callable[[int, int], Span]:
-    """Return the span of an image: one visual token per patch."""
-    return common.one_span(config, hf_config)
+span = common.one_span

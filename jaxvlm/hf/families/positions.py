@@ -19,14 +19,8 @@ _KEYS: dict[str, frozenset[str]] = {
     ),
     "yarn": frozenset(
         (
-            "factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "original_max_position_embeddings",
-            "truncate",
+            *("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+            *("original_max_position_embeddings", "truncate"),
         )
     ),
 }

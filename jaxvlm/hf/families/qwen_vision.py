@@ -21,7 +21,7 @@ from jaxvlm.hf.families.config_reader import (
     rope_base,
     square,
 )
-from jaxvlm.hf.families.name_map import Entry
+from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 
 class _Tower(NamedTuple):
@@ -141,9 +141,8 @@ def towers_from_hf(
         config = _windows(config, vision, where)
     if family == "qwen3_vl":
         config = _table_and_levels(config, vision, where)
-        connector = dataclasses.replace(
-            connector, deepstack_levels=len(vision["deepstack_visual_indexes"])
-        )
+        levels = len(vision["deepstack_visual_indexes"])
+        connector = dataclasses.replace(connector, deepstack_levels=levels)
     return config, connector
 
 
@@ -200,23 +199,13 @@ def entries(family: str, model: str, config: VisionConfig, levels: int) -> tuple
     if config.position == "learned":
         result += [Entry("vision/position", model + "pos_embed.weight", "s d", "s d")]
     for name in ("norm1", "norm2"):
-        result += _norm(ours + name, block + name, tower.norm, "d")
+        result += norm_layer(ours + name, block + name, "d", tower.norm == "layer")
     for i, a in enumerate("qkv"):
-        result += [
-            Entry(f"{ours}attn/w{a}", block + "attn.qkv.weight", "d n h", "nh d", (i, 3)),
-            Entry(f"{ours}attn/b{a}", block + "attn.qkv.bias", "n h", "nh", (i, 3)),
-        ]
-    result += [
-        Entry(ours + "attn/wo", block + "attn.proj.weight", "n h d", "d nh"),
-        Entry(ours + "attn/bo", block + "attn.proj.bias", "d", "d"),
-    ]
+        result += linear_layer(f"{ours}attn/{{}}{a}", block + "attn.qkv", "d n h", "nh d", (i, 3))
+    result += linear_layer(ours + "attn/{}o", block + "attn.proj", "n h d", "d nh")
     for a, name in tower.mlp:
-        out, inner = ("d", "f") if a == "out" else ("f", "d")
-        prefix = f"{block}mlp.{name}."
-        result += [
-            Entry(f"{ours}mlp/w_{a}", prefix + "weight", f"{inner} {out}", f"{out} {inner}"),
-            Entry(f"{ours}mlp/b_{a}", prefix + "bias", out, out),
-        ]
+        dims = ("f d", "d f") if a == "out" else ("d f", "f d")
+        result += linear_layer(f"{ours}mlp/{{}}_{a}", f"{block}mlp.{name}", *dims)
     result += _merger("connector/", model + "merger.", tower, "d")
     if levels:
         result += _merger("connector/levels/", model + "deepstack_merger_list.{}.", tower, "m")
@@ -226,15 +215,8 @@ def entries(family: str, model: str, config: VisionConfig, levels: int) -> tuple
 def _merger(ours: str, theirs: str, tower: _Tower, normed: str) -> list[Entry]:
     norm, first, second = tower.merger
     return [
-        *_norm(ours + "norm", theirs + norm, tower.norm, normed),
+        *norm_layer(ours + "norm", theirs + norm, normed, tower.norm == "layer"),
         # A square matrix: "k" has the size of "m", so that each dim has its own letter.
-        Entry(ours + "w_in", f"{theirs}{first}.weight", "m k", "k m"),
-        Entry(ours + "b_in", f"{theirs}{first}.bias", "k", "k"),
-        Entry(ours + "w_out", f"{theirs}{second}.weight", "k D", "D k"),
-        Entry(ours + "b_out", f"{theirs}{second}.bias", "D", "D"),
+        *linear_layer(ours + "{}_in", theirs + first, "m k", "k m"),
+        *linear_layer(ours + "{}_out", theirs + second, "k D", "D k"),
     ]
-
-
-def _norm(ours: str, theirs: str, kind: str, letter: str) -> list[Entry]:
-    bias = [Entry(ours + "/bias", theirs + ".bias", letter, letter)] if kind == "layer" else []
-    return [Entry(ours + "/scale", theirs + ".weight", letter, letter), *bias]

@@ -15,25 +15,18 @@ from jaxvlm.config import ConfigError, DecoderConfig, ModelConfig
 from jaxvlm.hf.families import common, llama, qwen_vision
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, image_token_id, read
 from jaxvlm.hf.families.name_map import NameMap, encoder_depths, over_frozen_blocks
-from jaxvlm.types import ChatStyle, Span, TileGrid
+from jaxvlm.types import Span, TileGrid
 
 _READS = {"vision_config": None, "text_config": None, "tie_word_embeddings": False}
 # Tokens that the chat template writes around images and for videos.
 _IDS = frozenset(
     (
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-        "vision_token_id",
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("vision_token_id",),
     )
 )
-_TOWERS = {
-    "qwen2_vl": "qwen2_vl",
-    "qwen2_5_vl": "qwen2_5_vl",
-    "qwen3_vl": "qwen3_vl",
-    "qwen3_vl_moe": "qwen3_vl",
-}
+_TOWERS = {name: name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+_TOWERS["qwen3_vl_moe"] = "qwen3_vl"
 """``model_type`` -> the generation of the vision encoder."""
 _FIELDS = ConfigFields(_READS, {"model_type": tuple(_TOWERS)}, METADATA | _IDS)
 _OLD_ALIASES = (
@@ -88,11 +81,10 @@ def weights(config: ModelConfig) -> NameMap:
     frozen_blocks = config.vision.frozen_blocks
     new = tower == "qwen3_vl"
     language, model = ("model.language_model.", "model.") if new else ("model.", "")
+    vision = qwen_vision.entries(tower, model + "visual.", config.vision, levels)
     entries = (
         *llama.entries(config.decoder, language, "", joined_experts=True),
-        *over_frozen_blocks(
-            qwen_vision.entries(tower, model + "visual.", config.vision, levels), frozen_blocks
-        ),
+        *over_frozen_blocks(vision, frozen_blocks),
     )
     sizes = llama.dims(config.decoder) | qwen_vision.dims(config.vision, config.decoder.width)
     depths = encoder_depths(config.vision.depth, frozen_blocks) | llama.depths(config.decoder)
@@ -109,9 +101,8 @@ def _tower(config: ModelConfig) -> str:
     return "qwen3_vl" if config.vision.position == "learned" else "qwen2_vl"
 
 
-def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """Conversations write an image as the image token; the template adds the tokens around it."""
-    return ChatStyle()
+chat_style = common.image_token_style
+"""The template adds the tokens around an image token."""
 
 
 def span(

@@ -17,11 +17,11 @@ from jaxvlm.hf.families.config_reader import (
     METADATA,
     ConfigFields,
     FeatureLayers,
-    activation,
+    block_sizes,
     read,
     square,
 )
-from jaxvlm.hf.families.name_map import Entry
+from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 _TOWER = {
     "hidden_size": 768,
@@ -88,11 +88,7 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
     patch = square(vision["patch_size"], where + "patch_size")
     tower = VisionConfig(
         patch_size=patch,
-        width=vision["hidden_size"],
-        depth=vision["num_hidden_layers"],
-        num_heads=vision["num_attention_heads"],
-        mlp_dim=vision["intermediate_size"],
-        activation=activation(vision["hidden_act"], where + "hidden_act"),
+        **block_sizes(vision, where),
         feature_layer=layers[0] if layers else -1,
         feature_layers=layers if len(layers) > 1 else (),
         final_norm=not layers,  # hidden states are taken before it
@@ -122,14 +118,12 @@ def entries(model: str, config: VisionConfig) -> tuple[Entry, ...]:
         model: prefix of ``embeddings``.
         config: result of :func:`vision_from_hf`.
     """
-    stem = model + "embeddings.patch_embedding."
+    stem = model + "embeddings.patch_embedding"
     kernel = "d pqc" if config.packed else "d c p q"
     return (
-        Entry("vision/stem/w", stem + "weight", "p q c d", kernel),
-        Entry("vision/stem/b", stem + "bias", "d", "d"),
+        *linear_layer("vision/stem/{}", stem, "p q c d", kernel),
         Entry("vision/position", model + "embeddings.position_embedding.weight", "s d", "s d"),
-        Entry("vision/norm/scale", model + "post_layernorm.weight", "d", "d"),
-        Entry("vision/norm/bias", model + "post_layernorm.bias", "d", "d"),
+        *norm_layer("vision/norm", model + "post_layernorm", "d"),
         *clip.block_entries(model + "encoder.layers.{}."),
         *(_head(model + "head.") if config.pool == "attention" else ()),
     )
@@ -144,11 +138,8 @@ def _head(theirs: str) -> list[Entry]:
             Entry(f"{ours}attn/w{a}", joined + "weight", "d n h", "nh d", (i, 3)),
             Entry(f"{ours}attn/b{a}", joined + "bias", "n h", "nh", (i, 3)),
         ]
-    return [
-        *result,
-        Entry(ours + "attn/wo", theirs + "attention.out_proj.weight", "n h d", "d nh"),
-        Entry(ours + "attn/bo", theirs + "attention.out_proj.bias", "d", "d"),
-        Entry(ours + "norm/scale", theirs + "layernorm.weight", "d", "d"),
-        Entry(ours + "norm/bias", theirs + "layernorm.bias", "d", "d"),
-        *(Entry(ours + o, theirs + t, dims, their_dims) for o, t, dims, their_dims in clip.MLP),
-    ]
+    result += linear_layer(ours + "attn/{}o", theirs + "attention.out_proj", "n h d", "d nh")
+    result += norm_layer(ours + "norm", theirs + "layernorm", "d")
+    for name, layer, dims, their_dims in clip.MLP:
+        result += linear_layer(ours + name, theirs + layer, dims, their_dims)
+    return result

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxvlm.config import ConfigError, TextConfig
 from jaxvlm.hf.families import clip
-from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, activation, read
-from jaxvlm.hf.families.name_map import Entry
+from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, block_sizes, read
+from jaxvlm.hf.families.name_map import Entry, norm_layer
 
 _TOWER = {
     "vocab_size": 32000,
@@ -74,13 +74,9 @@ def text_from_hf(group: Mapping[str, Any], where: str, model_type: str) -> tuple
             raise ConfigError(f"{where}eos_token_id={eos!r} is not supported, only one id")
         pool, eos = ("largest", -1) if eos == _WRONG_EOS else ("eos", eos)
     tower = TextConfig(
+        **block_sizes(text, where),
         vocab_size=text["vocab_size"],
-        width=text["hidden_size"],
-        depth=text["num_hidden_layers"],
-        num_heads=text["num_attention_heads"],
-        mlp_dim=text["intermediate_size"],
         max_length=text["max_position_embeddings"],
-        activation=activation(text["hidden_act"], where + "hidden_act"),
         causal=kind == "clip_text_model",
         norm_eps=float(text["layer_norm_eps"]),
         pool=pool,
@@ -112,7 +108,6 @@ def entries(model: str) -> tuple[Entry, ...]:
     return (
         Entry("text/table", model + "embeddings.token_embedding.weight", "V D", "V D"),
         Entry("text/position", model + "embeddings.position_embedding.weight", "T D", "T D"),
-        Entry("text/norm/scale", model + "final_layer_norm.weight", "D", "D"),
-        Entry("text/norm/bias", model + "final_layer_norm.bias", "D", "D"),
+        *norm_layer("text/norm", model + "final_layer_norm", "D"),
         *clip.block_entries(model + "encoder.layers.{}.", "text"),
     )
