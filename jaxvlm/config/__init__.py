@@ -1,7 +1,7 @@
 """Settings of a run as frozen dataclasses, and their conversion from and to a ConfigDict."""
 
 from jaxvlm.config.cache import CacheConfig
-from jaxvlm.config.convert import ConfigError, to_config_dict
+from jaxvlm.config.convert import ConfigError, check_choice, to_config_dict
 from jaxvlm.config.data import DataConfig, PairDataConfig, TokenizerConfig
 from jaxvlm.config.derived import (
     GRAD_REDUCE_BITS,
@@ -65,6 +65,7 @@ __all__ = [
     "TokenizerConfig",
     "VisionConfig",
     "cache_halvings",
+    "check_choice",
     "default_config",
     "dropout_rates",
     "encoder_blocks",

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -14,6 +14,16 @@ import ml_collections
 
 class ConfigError(ValueError):
     """A setting that can't be used; the message says which one, and what to set instead."""
+
+
+def check_choice(setting: str, value: str, known: Iterable[str]) -> None:
+    """Refuse an unknown value of a setting.
+
+    Raises:
+        ConfigError: ``value`` is none of ``known``.
+    """
+    if value not in known:
+        raise ConfigError(f"{setting}={value!r}; known: {', '.join(known)}")
 
 
 class Options(dict[str, Any]):

@@ -11,17 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.losses.positives import index_positives, num_examples
 from jaxvlm.losses.rank_statistics import RankStatistics
-from jaxvlm.losses.similarity import (
-    check_choice,
-    check_similarity,
-    factor_of,
-    own,
-    prepared,
-    tile_size,
-)
+from jaxvlm.losses.similarity import check_similarity, factor_of, own, prepared, tile_size
 from jaxvlm.losses.softmax import DIRECTIONS, SideMetadata, Softmax
 from jaxvlm.parallel.all_pairs import PairSide, all_pairs
 from jaxvlm.types import Embeddings, Pairs, Sums

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.config import ConfigError
-from jaxvlm.losses.similarity import check_choice, clean
+from jaxvlm.config import ConfigError, check_choice
+from jaxvlm.losses.similarity import clean
 from jaxvlm.types import Array, Embeddings, Loss, Pairs, Sums
 
 PRECISIONS = ("float32", "int8", "binary")

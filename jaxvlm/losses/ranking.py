@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.losses.positives import num_examples
-from jaxvlm.losses.similarity import check_choice, check_similarity, own, prepared
+from jaxvlm.losses.similarity import check_similarity, own, prepared
 from jaxvlm.types import Embeddings, Pairs, Sums
 
 DISTANCES = ("cosine", "euclidean")

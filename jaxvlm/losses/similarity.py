@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.losses.maxsim import maxsim
 from jaxvlm.types import Embeddings, Pairs
 
@@ -19,12 +19,6 @@ _TILE = 4 * 2**20
 def check_similarity(similarity: str) -> None:
     """Refuse an unknown similarity."""
     check_choice("similarity", similarity, SIMILARITIES)
-
-
-def check_choice(field: str, value: str, known: tuple[str, ...]) -> None:
-    """Refuse an unknown value of a setting."""
-    if value not in known:
-        raise ConfigError(f"{field}={value!r}; known: {', '.join(known)}")
 
 
 def prepared(out: Embeddings, pairs: Pairs, similarity: str) -> Embeddings:
@@ -95,9 +89,8 @@ def own(embeddings: Embeddings) -> jax.Array:
     @jax.checkpoint  # recompute the products of tokens rather than keep them
     def one(_: None, x: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         document, mask = x
-        return None, maxsim(
-            _product("bte,bse->bts", embeddings.query, document), embeddings.query_mask, mask
-        )
+        product = _product("bte,bse->bts", embeddings.query, document)
+        return None, maxsim(product, embeddings.query_mask, mask)
 
     by_document = [jnp.moveaxis(x, 1, 0) for x in (embeddings.document, embeddings.document_mask)]
     return jax.lax.scan(one, None, tuple(by_document))[1].T

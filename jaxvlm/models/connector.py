@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, ConnectorConfig, refuse_unread
+from jaxvlm.config import ConnectorConfig, check_choice, refuse_unread
 from jaxvlm.models.relevance import Relevance
 from jaxvlm.models.texture import CHANNELS
 from jaxvlm.nn.mlp import ACTIVATIONS
@@ -41,9 +41,8 @@ class Connector(nnx.Module):
         self.axes, self.config, self.vision_width = axes, config, vision_width
         merged = vision_width * (config.merge**2 if config.pool == "concat" else 1)
         normed = merged if config.norm_merged else vision_width
-        self.norm: Any = (
-            None if config.norm == "none" else NORMS[config.norm](init, normed, config.norm_eps)
-        )
+        has_norm = config.norm != "none"
+        self.norm: Any = NORMS[config.norm](init, normed, config.norm_eps) if has_norm else None
         mlp, bias = config.kind == "mlp", config.bias
         hidden = (config.hidden or width) if mlp else merged
         draw = fan_in(merged)
@@ -52,18 +51,13 @@ class Connector(nnx.Module):
         out_axes = ("mlp", "embed") if mlp else ("embed", "norm")
         self.w_out = param(init, (hidden, width), out_axes, fan_in(hidden), 1)
         self.b_out = param(init, (width,), ("norm",), zeros) if bias else None
-        self.newline = (
-            param(init, (width,), ("norm",), normal(width**-0.5)) if config.newline else None
-        )
+        draw = normal(width**-0.5)
+        self.newline = param(init, (width,), ("norm",), draw) if config.newline else None
         chosen = config.relevance.budget > 0
         self.relevance = Relevance(init, config.relevance, vision_width, width) if chosen else None
-        has_norm = config.norm != "none"
         level = dataclasses.replace(config, deepstack_levels=0, newline=False, norm_merged=has_norm)
-        self.levels: Any = (
-            Connector(init.stacked(config.deepstack_levels), axes, level, vision_width, width)
-            if config.deepstack_levels
-            else None
-        )
+        count, of_level = config.deepstack_levels, (axes, level, vision_width, width)
+        self.levels: Any = Connector(init.stacked(count), *of_level) if count else None
 
     def __call__(
         self, x: jax.Array, blocks: bool = False, query: jax.Array | None = None
@@ -113,12 +107,10 @@ class Connector(nnx.Module):
         """
         graph, params = nnx.split(self.levels)
         parts = jnp.split(x, 1 + self.config.deepstack_levels, axis=-1)[1:]
-        return jnp.stack(
-            [
-                nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], params))(part, blocks)
-                for i, part in enumerate(parts)
-            ]
-        )
+        levels = [
+            nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], params)) for i in range(len(parts))
+        ]
+        return jnp.stack([level(part, blocks) for level, part in zip(levels, parts)])
 
 
 def check(config: ConnectorConfig) -> None:
@@ -128,9 +120,7 @@ def check(config: ConnectorConfig) -> None:
         ConfigError: a setting has an unknown value, or is not read by the chosen variant.
     """
     for field, known in _KNOWN.items():
-        if getattr(config, field) not in known:
-            setting = f"{field}={getattr(config, field)!r}"
-            raise ConfigError(f"config.model.connector.{setting}; known: {', '.join(known)}")
+        check_choice(f"config.model.connector.{field}", getattr(config, field), known)
     refuse_unread(config, "config.model.connector")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import jax
 from flax import nnx
 
-from jaxvlm.config import ConfigError, DecoderConfig, layer_windows, refuse_unread
+from jaxvlm.config import ConfigError, DecoderConfig, check_choice, layer_windows, refuse_unread
 from jaxvlm.nn.attention import Context, KVCache
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, fold
@@ -39,7 +39,8 @@ class Decoder(nnx.Module):
         c = self.config = config
         vocabulary = (c.vocab_size, c.width, c.tied_embeddings, c.embed_scale, c.head)
         self.embed = Embed(init, axes, *vocabulary)
-        self.stack = Stack(init, axes, _spec(c, attention), c.depth, c.remat)
+        spec = BlockSpec.of(c, gated=True, attention=attention)
+        self.stack = Stack(init, axes, spec, c.depth, c.remat)
         self.norm = NORMS[c.norm](init, c.width, c.norm_eps)
 
     def __call__(
@@ -101,33 +102,6 @@ class Decoder(nnx.Module):
         )
 
 
-def _spec(config: DecoderConfig, attention: str) -> BlockSpec:
-    return BlockSpec(
-        width=config.width,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        mlp_dim=config.mlp_dim,
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        activation=config.activation,
-        gated=True,
-        attention=attention,
-        qkv_bias=config.qkv_bias,
-        out_bias=config.out_bias,
-        mlp_bias=config.mlp_bias,
-        qk_norm=config.qk_norm,
-        post_norms=config.post_norms,
-        query_scale=config.query_scale,
-        attention_cap=config.attention_cap,
-        dropout=config.dropout,
-        num_experts=config.num_experts,
-        experts_per_token=config.experts_per_token,
-        normalize_experts=config.normalize_experts,
-        expert_matmul=config.expert_matmul,
-    )
-
-
 def check(config: DecoderConfig) -> None:
     """Check the decoder's settings.
 
@@ -172,16 +146,12 @@ def _check_names(config: DecoderConfig, where: str) -> None:
         "visual_mask": ("causal", "prefix", "prompt"),
     }
     for field, names in known.items():
-        if (value := getattr(config, field)) not in names:
-            raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(names)}")
+        check_choice(f"{where}.{field}", getattr(config, field), names)
 
 
 def _check_positions(config: DecoderConfig, where: str) -> None:
     scaling, sections = config.rope_scaling, config.rope_sections
-    if scaling.kind not in SCALINGS:
-        raise ConfigError(
-            f"{where}.rope_scaling.kind={scaling.kind!r}; known: {', '.join(SCALINGS)}"
-        )
+    check_choice(f"{where}.rope_scaling.kind", scaling.kind, SCALINGS)
     refuse_unread(scaling, f"{where}.rope_scaling")
     if scaling.factor <= 0:
         raise ConfigError(f"{where}.rope_scaling.factor={scaling.factor:g} must be above 0")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, DualConfig, TextConfig, VisionConfig
+from jaxvlm.config import ConfigError, DualConfig, TextConfig, VisionConfig, check_choice
 from jaxvlm.models import text_encoder, vit
 from jaxvlm.models.text_encoder import TextEncoder
 from jaxvlm.models.vit import ViT, normalised
@@ -155,9 +155,8 @@ class DualEncoder(nnx.Module):
             which: towers to run, of ``vision`` and ``text``.
         """
         if "vision" in which and (images := self._images(batch)) is not None:
-            batch = batch._replace(
-                features=images[:, None, None], pixels=None, patches=None, grid=None
-            )
+            features = images[:, None, None]
+            batch = batch._replace(features=features, pixels=None, patches=None, grid=None)
         if "text" in which and (texts := self._texts(batch)) is not None:
             batch = batch._replace(text_features=texts)
         return batch
@@ -186,9 +185,8 @@ class DualEncoder(nnx.Module):
         first = (jnp.arange(batch.tokens.shape[1]) == 0).astype(jnp.int32)
         has_text = jnp.any(batch.segment > 0, axis=1, keepdims=True)
         segment = jnp.where(has_text, batch.segment, first)
-        return self._encode_tokens(
-            batch.tokens, segment, batch.positions[:, 0], dropout_keys=batch.dropout_keys
-        )
+        positions, keys = batch.positions[:, 0], batch.dropout_keys
+        return self._encode_tokens(batch.tokens, segment, positions, dropout_keys=keys)
 
     def _encode_tokens(
         self,
@@ -200,9 +198,8 @@ class DualEncoder(nnx.Module):
     ) -> jax.Array:
         assert self.text is not None
         with jax.named_scope("text"):
-            x = self.text(
-                tokens, segment, positions, DTYPES[self.config.dtype], types, dropout_keys
-            )
+            dtype = DTYPES[self.config.dtype]
+            x = self.text(tokens, segment, positions, dtype, types, dropout_keys)
             return self.text.pooled(x, tokens, segment)
 
     def encode_image(self, pixels: jax.Array, grid: jax.Array | None = None) -> jax.Array:
@@ -263,8 +260,7 @@ def check(config: DualConfig) -> None:
             contradicts another, or belongs to a tower that the model does not have.
     """
     where = "config.dual"
-    if config.dtype not in DTYPES:
-        raise ConfigError(f"{where}.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
+    check_choice(f"{where}.dtype", config.dtype, DTYPES)
     check_backend(config.attention, where)
     if not config.towers or not set(config.towers) <= set(TOWERS):
         raise ConfigError(f"{where}.towers={config.towers}; known: {', '.join(TOWERS)}")

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, EmbeddingConfig, ModelConfig, refuse_unread
+from jaxvlm.config import ConfigError, EmbeddingConfig, ModelConfig, check_choice, refuse_unread
 from jaxvlm.models.vlm import VLM, encoded
 from jaxvlm.nn.norm import unit
 from jaxvlm.nn.param import Init, affine, constant, fan_in, param
@@ -106,8 +106,7 @@ def check(config: EmbeddingConfig) -> None:
         ConfigError: a setting has an unknown value, or is not read.
     """
     where = "config.embedding"
-    if config.pool not in (*POOLS, TOKENS):
-        raise ConfigError(f"{where}.pool={config.pool!r}; known: {', '.join((*POOLS, TOKENS))}")
+    check_choice(f"{where}.pool", config.pool, (*POOLS, TOKENS))
     if config.dim < 0:
         raise ConfigError(f"{where}.dim={config.dim} must be at least 0; 0 is no linear map")
     refuse_unread(config, where)

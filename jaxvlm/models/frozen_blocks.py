@@ -28,9 +28,9 @@ def recut(params: Params, frozen_blocks: int) -> Params:
         top, bottom = f"vision_top/{rest}", f"vision/{rest}"
         if path.startswith(BLOCKS):
             x = jnp.concatenate([x, params[top]]) if top in params else x
-            result |= (
-                {path: x[:frozen_blocks], top: x[frozen_blocks:]} if frozen_blocks else {path: x}
-            )
+            result[path] = x[: frozen_blocks or None]
+            if frozen_blocks:
+                result[top] = x[frozen_blocks:]
         elif path.startswith(ABOVE_FROZEN) or (
             module == "vision_top" and not bottom.startswith(BLOCKS)
         ):
@@ -59,8 +59,6 @@ def shapes(
 def onto(base: dict[str, jax.ShapeDtypeStruct], params: Params, frozen_blocks: int) -> Params:
     """Apply :func:`recut` to arrays; the result has the shardings of ``base``."""
     vision = {path: x for path, x in params.items() if path.startswith(("vision/", "vision_top/"))}
-    shardings = {
-        path: x.sharding for path, x in base.items() if path.startswith(("vision/", "vision_top/"))
-    }
+    shardings = {p: x.sharding for p, x in base.items() if p.startswith(("vision/", "vision_top/"))}
     result = jax.jit(lambda params: recut(params, frozen_blocks), out_shardings=shardings)(vision)
     return {path: x for path, x in params.items() if path not in vision} | result

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.config import ConfigError, LoraConfig
+from jaxvlm.config import ConfigError, LoraConfig, check_choice
 from jaxvlm.models.int8_weights import Dims
 from jaxvlm.nn.dropout import check_rate, dropout, fold
 from jaxvlm.nn.param import Weight, contract
@@ -143,8 +143,7 @@ def find(
             f"{where}: rank={config.rank} must be at least 0, alpha={config.alpha:g} above 0"
         )
     check_rate(config.dropout, f"{where}.dropout")
-    if config.init not in _DRAWS:
-        raise ConfigError(f"{where}.init={config.init!r}; known: {', '.join(_DRAWS)}")
+    check_choice(f"{where}.init", config.init, _DRAWS)
     if not config.targets:
         raise ConfigError(f"{where}.targets is empty; {ALL!r} takes all linear maps")
     targets: set[str] = set()
@@ -185,8 +184,7 @@ def int8_maps(
         ConfigError: an unknown ``base``, or int8 without adapters.
     """
     setting = f"{where}.base={config.base!r}"
-    if config.base not in ("float32", "int8"):
-        raise ConfigError(f"{setting}; known: float32, int8")
+    check_choice(f"{where}.base", config.base, ("float32", "int8"))
     if config.base == "float32":
         return {}
     if not config.rank:
@@ -317,8 +315,6 @@ def attach(
         target, _, name = path.rpartition("/")
         if name == A:
             b, magnitude = params[f"{target}/{B}"], params.get(f"{target}/{MAGNITUDE}")
-            adapter_keys = keys.get(target)
-            result[target] = Adapted(
-                result[target], params[path], b, magnitude, adapter_keys, factor, rate
-            )
+            parts = (result[target], params[path], b, magnitude)
+            result[target] = Adapted(*parts, keys.get(target), factor, rate)
     return result

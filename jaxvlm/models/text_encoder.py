@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, TextConfig, refuse_unread
+from jaxvlm.config import ConfigError, TextConfig, check_choice, refuse_unread
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, dropout, fold
@@ -39,11 +39,8 @@ class TextEncoder(nnx.Module):
         self.axes, self.config = axes, config
         self.table = param(init, (V, D), ("vocab", "embed"), normal(0.02))
         self.position = param(init, (T, D), ("position", "embed"), normal(0.02))
-        self.types = (
-            param(init, (config.num_types, D), ("position", "embed"), normal(0.02))
-            if config.num_types
-            else None
-        )
+        types, words = (config.num_types, D), ("position", "embed")
+        self.types = param(init, types, words, normal(0.02)) if config.num_types else None
         # One norm in both variants: after the embeddings, or after the last block.
         self.norm = LayerNorm(init, D, config.norm_eps)
         self.stack = Stack(init, axes, _spec(config, attention), config.depth, config.remat)
@@ -141,23 +138,16 @@ index of the pooled token."""
 
 
 def _spec(config: TextConfig, attention: str) -> BlockSpec:
-    return BlockSpec(
-        width=config.width,
-        num_heads=config.num_heads,
+    return BlockSpec.of(
+        config,
         num_kv_heads=config.num_heads,
         head_dim=config.width // config.num_heads,
-        mlp_dim=config.mlp_dim,
         norm="layer",
-        norm_eps=config.norm_eps,
-        norm_after=config.norm_after,
-        activation=config.activation,
         gated=False,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
         attention=attention,
-        dropout=config.dropout,
-        attention_dropout=config.attention_dropout,
     )
 
 
@@ -171,9 +161,8 @@ def check(config: TextConfig, where: str = "config.dual.text") -> None:
     Raises:
         ConfigError: dims that do not fit together, an unknown value, or an unread setting.
     """
-    for field, known in (("pool", ("mean", *PLACES)), ("activation", tuple(ACTIVATIONS))):
-        if (value := getattr(config, field)) not in known:
-            raise ConfigError(f"{where}.{field}={value!r}; known: {', '.join(known)}")
+    check_choice(f"{where}.pool", config.pool, ("mean", *PLACES))
+    check_choice(f"{where}.activation", config.activation, ACTIVATIONS)
     refuse_unread(config, where)
     for field in ("dropout", "attention_dropout"):
         check_rate(getattr(config, field), f"{where}.{field}")

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvlm.config import ConfigError, VisionConfig, encoder_blocks, feature_blocks, refuse_unread
+from jaxvlm.config import (
+    ConfigError,
+    VisionConfig,
+    check_choice,
+    encoder_blocks,
+    feature_blocks,
+    refuse_unread,
+)
 from jaxvlm.models.attention_pool import AttentionPool
 from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
 from jaxvlm.models.stem import STEMS
@@ -50,20 +57,16 @@ class ViT(nnx.Module):
         D, P = config.width, num_patches(config)
         self.axes, self.config = axes, config
         self.stem = STEMS[config.stem](init, config)
-        self.class_token = (
-            param(init, (D,), ("norm",), normal(0.02)) if config.class_token else None
-        )
+        draw, words, learned = normal(0.02), ("position", "embed"), config.position == "learned"
+        self.class_token = param(init, (D,), ("norm",), draw) if config.class_token else None
         tokens = P + config.class_token
-        learned = config.position == "learned"
-        self.position = (
-            param(init, (tokens, D), ("position", "embed"), normal(0.02)) if learned else None
-        )
+        self.position = param(init, (tokens, D), words, draw) if learned else None
         self.pre_norm = LayerNorm(init, D, config.norm_eps) if config.pre_norm else None
         spec, depth = block_spec(config, attention), config.frozen_blocks or config.depth
         self.stack = Stack(init, axes, spec, depth, config.remat)
-        self.norm, self.head = (
-            (None, None) if config.frozen_blocks else _final_layers(init, axes, config, spec)
-        )
+        none = (None, None)  # the layers above frozen blocks have the final ones
+        final = none if config.frozen_blocks else _final_layers(init, axes, config, spec)
+        self.norm, self.head = final
 
     def __call__(
         self, x: jax.Array, grid: jax.Array | None = None, dropout_keys: jax.Array | None = None
@@ -89,14 +92,11 @@ class ViT(nnx.Module):
         at = _places(self.config, x, grid)
         taps = encoder_blocks(self.config)
         dropout_keys = None if self.config.frozen_blocks else dropout_keys
-        hidden = _run_blocks(
-            self.stack, self.config, self._embed(x, at), at, taps, dropout_keys=dropout_keys
-        )
-        return (
-            _concatenate(hidden, taps)
-            if self.config.frozen_blocks
-            else _tokens(hidden, self.config, self.norm)
-        )
+        x = self._embed(x, at)
+        hidden = _run_blocks(self.stack, self.config, x, at, taps, dropout_keys=dropout_keys)
+        if self.config.frozen_blocks:
+            return _concatenate(hidden, taps)
+        return _tokens(hidden, self.config, self.norm)
 
     def pooled(
         self, x: jax.Array, grid: jax.Array | None = None, dropout_keys: jax.Array | None = None
@@ -136,9 +136,8 @@ class ViT(nnx.Module):
         x = self.stem(x)
         x = shard(self.axes, x, "batch", "stream", "embed")
         if self.class_token is not None:
-            token = jnp.broadcast_to(
-                self.class_token[...].astype(x.dtype), (x.shape[0], 1, x.shape[2])
-            )
+            token = self.class_token[...].astype(x.dtype)
+            token = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([token, x], axis=1)
         x = self._add_position(x, at)
         return x if self.pre_norm is None else self.pre_norm(x)
@@ -297,22 +296,12 @@ def _concatenate(hidden: dict[int, jax.Array], taps: tuple[int, ...]) -> jax.Arr
 
 def block_spec(config: VisionConfig, attention: str) -> BlockSpec:
     """Return the specification of the vision encoder's blocks."""
-    return BlockSpec(
-        width=config.width,
-        num_heads=config.num_heads,
+    return BlockSpec.of(
+        config,
         num_kv_heads=config.num_heads,
         head_dim=config.width // config.num_heads,
-        mlp_dim=config.mlp_dim,
-        norm=config.norm,
-        norm_eps=config.norm_eps,
-        activation=config.activation,
-        gated=config.gated,
-        qkv_bias=config.qkv_bias,
         out_bias=True,
         mlp_bias=True,
-        qk_norm_all=config.qk_norm_all,
-        layer_scale=config.layer_scale,
-        dropout=config.dropout,
         attention=attention,
     )
 
@@ -364,9 +353,7 @@ def check(config: VisionConfig, where: str = "config.model.vision") -> None:
         ConfigError: dims that do not fit together, an unknown value, or an unread setting.
     """
     for field, known in _KNOWN.items():
-        if getattr(config, field) not in known:
-            setting = f"{field}={getattr(config, field)!r}"
-            raise ConfigError(f"{where}.{setting}; known: {', '.join(known)}")
+        check_choice(f"{where}.{field}", getattr(config, field), known)
     refuse_unread(config, where)
     if config.dropout:
         check_rate(config.dropout, f"{where}.dropout")

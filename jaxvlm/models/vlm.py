@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.config import ConfigError, ModelConfig, RelevanceConfig, encoder_blocks
+from jaxvlm.config import (
+    ConfigError,
+    ModelConfig,
+    RelevanceConfig,
+    check_choice,
+    encoder_blocks,
+)
 from jaxvlm.grid_order import MORTON, ROW_MAJOR, Order, convert, tiled
 from jaxvlm.models import relevance
 from jaxvlm.models.connector import Connector
@@ -215,17 +221,13 @@ class VLM(nnx.Module):
     """
 
     def __init__(self, init: Init, axes: dict[str, Axes], config: ModelConfig):
-        if config.dtype not in DTYPES:
-            raise ConfigError(f"config.model.dtype={config.dtype!r}; known: {', '.join(DTYPES)}")
+        check_choice("config.model.dtype", config.dtype, DTYPES)
         check_backend(config.attention)
         check(config)
         self.config, self.axes = config, axes["decoder"]
         self.vision = ViT(init, axes["vision"], config.vision, config.attention)
-        self.vision_top = (
-            VisionTop(init, axes["vision_top"], config.vision, config.attention)
-            if config.vision.frozen_blocks
-            else None
-        )
+        has_top, of_vision = config.vision.frozen_blocks > 0, (config.vision, config.attention)
+        self.vision_top = VisionTop(init, axes["vision_top"], *of_vision) if has_top else None
         taps = max(1, len(config.vision.feature_layers))
         widths = (taps * config.vision.width, config.decoder.width)
         self.connector = Connector(init, axes["connector"], config.connector, *widths)
@@ -267,9 +269,8 @@ class VLM(nnx.Module):
             if source is not None:
                 index = token_places(source[..., 0], visual.shape[1])
             elif packed:
-                index = token_index(
-                    batch.grid, batch.image_start, count, self.config.vision.merge_block
-                )
+                block = self.config.vision.merge_block
+                index = token_index(batch.grid, batch.image_start, count, block)
             else:
                 index = image_places(batch.image_start, count, x.shape[1])
             if batch.image_weight is not None:
@@ -285,9 +286,8 @@ class VLM(nnx.Module):
                 levels, empty = levels.reshape(len(levels), B, -1, D), jnp.zeros_like(x)
                 deep = jnp.stack([place_tokens(empty, level, index) for level in levels])
         x = shard(self.axes, x, "batch", "stream", "embed")
-        return Stream(
-            x, batch.positions, batch_mask(batch), deep=deep, dropout_keys=batch.dropout_keys
-        )
+        keys = batch.dropout_keys
+        return Stream(x, batch.positions, batch_mask(batch), deep=deep, dropout_keys=keys)
 
     def _tokens(self, batch: Batch) -> jax.Array | None:
         features = batch.features
@@ -297,23 +297,15 @@ class VLM(nnx.Module):
             features = features.reshape(-1, *features.shape[2:])
         if features is None or self.vision_top is None:
             return features
-        return _run_vision_top(
-            self.vision_top, self.config, features, batch.grid, batch.dropout_keys
-        )
+        rest = (features, batch.grid, batch.dropout_keys)
+        return _run_vision_top(self.vision_top, self.config, *rest)
 
     def blocks(self, stream: Stream, first: jax.Array | None = None) -> Stream:
         """Run the decoder's layers, or those of a pipeline stage that starts at layer ``first``."""
         with jax.named_scope("decoder"):
-            x, side = self.decoder(
-                stream.x,
-                stream.positions,
-                stream.mask,
-                stream.kv,
-                stream.length,
-                stream.deep,
-                first,
-                stream.dropout_keys,
-            )
+            s = stream
+            rest = (s.kv, s.length, s.deep, first, s.dropout_keys)
+            x, side = self.decoder(s.x, s.positions, s.mask, *rest)
         return stream._replace(x=x, kv=side.kv, routed=side.routed, deep=None)
 
     def post(self, stream: Stream) -> Out:

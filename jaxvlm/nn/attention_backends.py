@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.context_parallel import HIDDEN, ring_attention
 from jaxvlm.parallel.per_device import per_device
@@ -172,9 +172,7 @@ def check_backend(name: str, where: str = "config.model") -> None:
     Raises:
         ConfigError: it does not exist; the message lists those that do.
     """
-    if name not in ("auto", *BACKENDS):
-        known = ", ".join(("auto", *BACKENDS))
-        raise ConfigError(f"{where}.attention={name!r}; known: {known}")
+    check_choice(f"{where}.attention", name, ("auto", *BACKENDS))
 
 
 def _choose(

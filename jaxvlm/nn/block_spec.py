@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +36,15 @@ class BlockSpec:
     experts_per_token: int = 0
     normalize_experts: bool = True  # router weights of a token's experts are scaled to sum to 1
     expert_matmul: str = "auto"  # a name in jaxvlm.nn.grouped_matmul.MATMULS
+
+    @classmethod
+    def of(cls, config: Any, **rest: Any) -> BlockSpec:
+        """Return the spec of a tower's blocks.
+
+        Args:
+            config: the tower's settings, a dataclass; those with a name of this class are taken.
+            **rest: what ``config`` does not say.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        given = {field.name for field in dataclasses.fields(config)}
+        return cls(**{name: getattr(config, name) for name in names & given}, **rest)

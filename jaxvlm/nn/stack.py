@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import check_choice
 from jaxvlm.nn.attention import Attention, Context, KVCache
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
@@ -103,8 +103,7 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, init: Init, axes: Axes, spec: BlockSpec, depth: int, remat: str):
-        if remat not in REMAT:
-            raise ConfigError(f"remat={remat!r}; known: {', '.join(REMAT)}")
+        check_choice("remat", remat, REMAT)
         self.blocks = Block(init.stacked(depth), axes, spec)
         self.depth, self.remat = depth, remat
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxvlm.config import ConfigError, OptimConfig
+from jaxvlm.config import ConfigError, OptimConfig, check_choice
 from jaxvlm.types import Logical, Params
 
 Schedule = Callable[[jax.Array], jax.Array]
@@ -37,9 +37,7 @@ def make_schedule(config: OptimConfig, steps: int) -> Schedule:
     Raises:
         ConfigError: an unknown schedule, or a warmup as long as the run.
     """
-    if config.schedule not in _DECAYS:
-        known = ", ".join(_DECAYS)
-        raise ConfigError(f"config.optim.schedule={config.schedule!r}; known: {known}")
+    check_choice("config.optim.schedule", config.schedule, _DECAYS)
     given = config.warmup_steps
     if given > 1 and given != int(given):
         raise ConfigError(

@@ -14,6 +14,7 @@ from jaxvlm.config import (
     ConfigError,
     MeshConfig,
     StrategyConfig,
+    check_choice,
 )
 from jaxvlm.parallel.grad_reduce import ORDER
 from jaxvlm.parallel.mesh import num_hosts, resolved
@@ -47,9 +48,7 @@ def resolve(
     """
     where = "config.strategy"
     if strategy.name:
-        if strategy.name not in PRESETS:
-            known = ", ".join(PRESETS)
-            raise ConfigError(f"{where}.name={strategy.name!r}; known: {known}")
+        check_choice(f"{where}.name", strategy.name, PRESETS)
         preset = PRESETS[strategy.name]
         default = StrategyConfig()
         for field in _FIELDS:
@@ -74,11 +73,7 @@ def resolve(
     strategy = dataclasses.replace(strategy, **in_order)
     _check(strategy, where)
     _check_choice(f"{where}.context", strategy.context, CONTEXTS, "context", mesh)
-    if strategy.param_gather_dtype not in PARAM_GATHER_DTYPES:
-        known = ", ".join(PARAM_GATHER_DTYPES)
-        raise ConfigError(
-            f"{where}.param_gather_dtype={strategy.param_gather_dtype!r}; known: {known}"
-        )
+    check_choice(f"{where}.param_gather_dtype", strategy.param_gather_dtype, PARAM_GATHER_DTYPES)
     if strategy.param_gather_dtype == "int8" and strategy.all_gathered == strategy.params:
         raise ConfigError(
             f"{where}.param_gather_dtype='int8' applies to the all-gather at the beginning of a "
@@ -109,8 +104,7 @@ def _check_offload(strategy: StrategyConfig, devices: Sequence[Any], where: str)
 
 def _check_reduce(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
     dtype = f"{where}.grad_reduce_dtype={strategy.grad_reduce_dtype!r}"
-    if strategy.grad_reduce_dtype not in GRAD_REDUCE_BITS:
-        raise ConfigError(f"{dtype}; known: {', '.join(GRAD_REDUCE_BITS)}")
+    check_choice(f"{where}.grad_reduce_dtype", strategy.grad_reduce_dtype, GRAD_REDUCE_BITS)
     if strategy.grad_reduce_dtype != "float32" and not reduced_axes(strategy, mesh):
         raise ConfigError(
             f"{dtype} applies to gradients that are reduced after the backward pass, and here all "
@@ -132,17 +126,15 @@ def _check_choice(
     field: str, value: str, known: tuple[str, ...], axis: str, mesh: MeshConfig
 ) -> None:
     """Refuse an unknown value, and a non-default one where the mesh axis has size 1."""
-    if value not in known:
-        raise ConfigError(f"{field}={value!r}; known: {', '.join(known)}")
+    check_choice(field, value, known)
     if value != known[0] and getattr(mesh, axis) == 1:
         raise ConfigError(f"{field}={value!r} is not read with config.mesh.{axis}=1")
 
 
 def _check_pipeline(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
     _check_choice(f"{where}.schedule", strategy.schedule, SCHEDULES, "pipeline", mesh)
-    if (strategy.virtual_stages > 1) != (
-        strategy.schedule == "interleaved"
-    ) or strategy.virtual_stages < 1:
+    is_interleaved = strategy.schedule == "interleaved"
+    if (strategy.virtual_stages > 1) != is_interleaved or strategy.virtual_stages < 1:
         raise ConfigError(
             f"{where}.virtual_stages={strategy.virtual_stages} with "
             f"schedule={strategy.schedule!r}: 'interleaved' takes 2 or more, the others 1"

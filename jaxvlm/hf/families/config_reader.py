@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, check_choice
 
 _GENERATION = frozenset(
     (
@@ -136,8 +136,7 @@ def activation(name: str, field: str) -> str:
     Raises:
         ConfigError: it is not supported; ``field`` names it.
     """
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"{field}={name!r}; known: {', '.join(ACTIVATIONS)}")
+    check_choice(field, name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxvlm.config import ConfigError, DecoderConfig
+from jaxvlm.config import DecoderConfig, check_choice
 from jaxvlm.hf.families import gemma, llama, mistral, qwen2, qwen3
 
 DECODERS: dict[str, Callable[[Mapping[str, Any], str], DecoderConfig]] = {
@@ -39,6 +39,5 @@ def decoder_from_hf(
         ConfigError: an unknown model type or field, or an unsupported value.
     """
     kind = group.get("model_type", model_type)
-    if kind not in DECODERS:
-        raise ConfigError(f"{where}model_type={kind!r}; known: {', '.join(DECODERS)}")
+    check_choice(f"{where}model_type", kind, DECODERS)
     return DECODERS[kind](group, where)

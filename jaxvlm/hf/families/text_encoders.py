@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxvlm.config import ConfigError, TextConfig
+from jaxvlm.config import ConfigError, TextConfig, check_choice
 from jaxvlm.hf.families import clip
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, block_sizes, read
 from jaxvlm.hf.families.name_map import Entry, norm_layer
@@ -64,8 +64,7 @@ def text_from_hf(group: Mapping[str, Any], where: str, model_type: str) -> tuple
         ConfigError: an unknown field, or a value that this family does not support.
     """
     kind = group.get("model_type", model_type)
-    if kind not in _FIELDS:
-        raise ConfigError(f"{where}model_type={kind!r}; known: {', '.join(_FIELDS)}")
+    check_choice(f"{where}model_type", kind, _FIELDS)
     text = read({k: v for k, v in group.items() if k != "model_type"}, _FIELDS[kind], where)
     pool, eos = "end", -1
     if kind == "clip_text_model":
