@@ -86,11 +86,8 @@ def read(text: str, mesh: Mapping[str, int], branches: bool = True) -> list[Coll
 
 def total(collectives: Iterable[Collective], axis: str = "", kind: str = "") -> int:
     """Sum of wire bytes of the collectives over ``axis`` ("": any) and of ``kind`` ("": any)."""
-    return sum(
-        c.wire_bytes
-        for c in collectives
-        if (not axis or axis in c.axes) and (not kind or c.kind == kind)
-    )
+    chosen = (c for c in collectives if kind in ("", c.kind) and (not axis or axis in c.axes))
+    return sum(c.wire_bytes for c in chosen)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -115,9 +112,8 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -
     def sends(name: str) -> bool:
         if name not in has_collectives:
             lines = bodies.get(name, ())
-            has_collectives[name] = any(
-                _kind(line) or any(map(sends, _called(line))) for line in lines
-            )
+            own = (_kind(line) or any(map(sends, _called(line))) for line in lines)
+            has_collectives[name] = any(own)
         return has_collectives[name]
 
     def visit(name: str, factor: int) -> None:

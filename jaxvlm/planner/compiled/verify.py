@@ -89,26 +89,21 @@ def compiled(
         config = dataclasses.replace(config, attention="xla")
     mesh = make_mesh(setup.mesh, devices)
     pairing = setup.pairs
-    model: Any = build_model(
-        config, mesh, setup.strategy, embeddings=pairing.embeddings if pairing else None
-    )
+    embeddings = pairing.embeddings if pairing else None
+    model: Any = build_model(config, mesh, setup.strategy, embeddings=embeddings)
     run = config_of_run or (pairing.run if pairing else Config())
     trained, _ = split(model, model.shapes, setup.frozen)
-    tx = make_optimizer(
-        run.optim,
-        make_schedule(run.optim, run.steps),
-        {path: model.logical[path] for path in trained},
-    )
+    logical = {path: model.logical[path] for path in trained}
+    tx = make_optimizer(run.optim, make_schedule(run.optim, run.steps), logical)
     loss = make_loss(run, mesh)
     parts, chunks = (1, pairing.chunks) if pairing else (setup.microbatches, None)
     step, state, _ = assemble(model, loss, tx, parts, setup.frozen, chunks=chunks)
     batch = _batch(setup, mesh)
     start = time.process_time()
     # JAX 0.12 reads the GPU of a Triton kernel from the ambient mesh; one device has none.
-    one = mesh.size == 1
-    ambient = (
-        jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if one else contextlib.nullcontext()
-    )
+    ambient: Any = contextlib.nullcontext()
+    if mesh.size == 1:
+        ambient = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     try:
         with ambient:
             program = step.lower(state, batch).compile()

@@ -239,15 +239,13 @@ def _calibrated(machine: Machine, rates: Rates | None) -> Machine:
     if rates is None or machine.dtype not in rates.matmul:
         return machine
     chip = machine.chip
-    matmul = max(
-        max(rates_by_size.values()) for rates_by_size in rates.matmul[machine.dtype].values()
+    matmul, scores = (
+        max(rate for by_size in table[machine.dtype].values() for rate in by_size.values())
+        for table in (rates.matmul, rates.scores)
     )
     memory = rates.moved(2**40)
     if not chip.peak_flops:
         chip = chip._replace(peak_flops=matmul, hbm_bandwidth=memory)
-    scores = max(
-        max(rates_by_size.values()) for rates_by_size in rates.scores[machine.dtype].values()
-    )
     shares = machine.shares._replace(
         matmul=min(1.0, matmul / chip.peak_flops), scores=min(1.0, scores / chip.peak_flops),
         hbm=min(1.0, memory / chip.hbm_bandwidth),
@@ -340,7 +338,6 @@ def _cpu(text: str, size: str, slices: int, dtype: str, rates: Rates | None) -> 
     kind = calibrate.cpu_kind()
     machine = _calibrated(machine, rates or _saved_rates(lambda name: name == kind))
     if machine.rates is None:
-        machine = machine._replace(
-            missing=("cpu: all rates; jaxvlm plan --calibrate measures them",)
-        )
+        missing = "cpu: all rates; jaxvlm plan --calibrate measures them"
+        machine = machine._replace(missing=(missing,))
     return machine

@@ -144,9 +144,8 @@ class Jaxpr:
             wanted_results: which of its results are wanted; ``None``: all.
         """
         program = self._copy()
-        program.outs = list(
-            itertools.compress(self.outs, wanted_results or [True] * len(self.outs))
-        )
+        wanted_results = wanted_results or [True] * len(self.outs)
+        program.outs = list(itertools.compress(self.outs, wanted_results))
         read = {v for v in program.outs if isinstance(v, Value)}
         ops: list[tuple[Op, list[Jaxpr] | None]] = []
         for i, op in reversed(list(enumerate(self.ops))):
@@ -234,9 +233,8 @@ class Jaxpr:
                     if key not in copies:
                         aval = stacked.aval.update(dtype=cast.aval.dtype)
                         copies[key] = Value(aval, self.unit)
-                        program.ops.append(
-                            Op(_CAST, (stacked,), (copies[key],), {}, op.tower, (stacked,))
-                        )
+                        new = Op(_CAST, (stacked,), (copies[key],), {}, op.tower, (stacked,))
+                        program.ops.append(new)
                     ins, values = (*ins, copies[key]), (*values, copies[key])
                 keeps = [n < carries or v not in casts for n, v in enumerate(inner[0].outs)]
                 for n, v in enumerate(inner[0].outs):
@@ -336,9 +334,8 @@ class Jaxpr:
             if op.name == _KERNEL or (op.name == "shard_map" and any(b._kernels for b in inner)):
                 fixed.update(op.values, op.outs)
             elif op.name == "scan":
-                fixed.update(
-                    v for v, own in zip(op.outs, inner[0].outs) if own in inner[0].fixed_layout
-                )
+                inside = inner[0].fixed_layout
+                fixed.update(v for v, own in zip(op.outs, inner[0].outs) if own in inside)
         return frozenset(fixed)
 
     @functools.cached_property

@@ -53,10 +53,8 @@ def peak(
             values in them are not counted.
         gathered_outside: parameters that are all-gathered outside of the loop.
     """
-    order, passes = (
-        held.body.order,
-        XlaPasses(held, compiler, results is not None, gathered_outside),
-    )
+    order = held.body.order
+    passes = XlaPasses(held, compiler, results is not None, gathered_outside)
     last = order.last(results)
     ends: dict[int, list[Any]] = collections.defaultdict(list)
     for v, i in last.items():
@@ -85,9 +83,8 @@ def peak(
             total += alive[v][1]
         left, placed = idle_buffers, _NOTHING
         if idle_buffers:
-            left, placed = _assigned(
-                [x for v, x in alive.items() if v not in passes.outside_idle_buffers], idle_buffers
-            )
+            movable = [x for v, x in alive.items() if v not in passes.outside_idle_buffers]
+            left, placed = _assigned(movable, idle_buffers)
         extra = _inside(held, i, op, compiler, left, passes.already_gathered)
         if (size := passes.transposes.get(i, 0.0)) > extra.bytes:
             extra = Peak(size, {"weights": size})
@@ -160,9 +157,8 @@ def _inside(
     if op.name in ("cond", "while", "shard_map"):
         # Within a shard_map the batch is a device's own; outside of it, that of all devices.
         rows = held.rows * (op.params["mesh"].size if op.name == "shard_map" else 1)
-        each = [
-            peak(ShardedValues(b, [NONE] * len(b.ins), (), rows, held.tiled))
-            for b in held.body.inner[i]
-        ]
+        bodies = held.body.inner[i]
+        inner_values = (ShardedValues(b, [NONE] * len(b.ins), (), rows, held.tiled) for b in bodies)
+        each = map(peak, inner_values)
         parts += max(each, key=lambda x: x.bytes, default=_NOTHING).parts.items()
     return _summed(parts)

@@ -121,9 +121,8 @@ class QuickMemory:
             )
             size = math.prod(x.shape) * np.dtype(x.dtype).itemsize
             layered = path.startswith(f"{stack}/")
-            transposed = (
-                model.logical[path][:1] == ("layers",) and "embed" in model.logical[path][2:]
-            )
+            logical = model.logical[path]
+            transposed = logical[:1] == ("layers",) and "embed" in logical[2:]
             self.kinds[Kind(path.split("/")[0], path in own, layered, transposed, words)] += size
         # Towers with a backward pass, so that loops read their parameters twice.
         self.with_backward = {kind.tower for kind in self.kinds if kind.trained} | {"decoder"}
@@ -154,9 +153,8 @@ class QuickMemory:
                 sizes["replicated"] += stored if stored > updated else 0.0
             sizes["all_gathered"] += gathered if gathered != stored else 0.0
             if kind.transposed and split and stored < size / _parts(kind, mesh, ()):
-                sizes["transposed" if kind.tower in self.with_backward else "transposed once"] += (
-                    stored
-                )
+                has_backward = kind.tower in self.with_backward
+                sizes["transposed" if has_backward else "transposed once"] += stored
             if kind.layered:
                 sizes["layers"] += gathered
         return sizes

@@ -106,9 +106,8 @@ def estimate(setup: StepSetup) -> Estimate:
     layouts = _layouts_of(setup)
     trained = tuple(sorted(split(layouts.model, layouts.model.shapes, setup.frozen)[0]))
     gathered, stored, moments = (layouts.bytes[f] for f in ("all_gathered", "params", "optimizer"))
-    copied = (
-        sorted(2 * [float(moments[path]) for path in trained]) if compiler.runs_when_ready else []
-    )
+    copied = sorted(2 * [float(moments[path]) for path in trained])
+    copied = copied if compiler.runs_when_ready else []
     work = dict(_peak(*_shares(setup, layouts, trained), compiler, tuple(copied)).parts)
     if copied:
         work["update"] = sum(copied)
@@ -131,17 +130,13 @@ def _after_backward(
         unsharded = sum(moments[p] for p in trained if not _is_shared(specs[p].spec, setup.mesh))
         # Sums that two loops accumulate use the moments' old buffers; see xla_passes.
         copies = 1 if setup.pairs and isinstance(setup.config, ModelConfig) else 2
-        sizes["gradients"], sizes["update"] = (
-            float(copies * unsharded),
-            2.0 * updated * compiler.runs_when_ready,
-        )
+        sizes["gradients"] = float(copies * unsharded)
+        sizes["update"] = 2.0 * updated * compiler.runs_when_ready
     if compiler.gathered_gradients:
         new, old = layouts.model.layout("optimizer"), layouts.model.layout("params")
         unsharded = sum(stored[p] for p in trained if _is_transposed(new[p].spec, old[p].spec))
-        sizes["gradients"], sizes["new parameters"] = (
-            compiler.gathered_gradients * updated,
-            float(unsharded),
-        )
+        sizes["gradients"] = compiler.gathered_gradients * updated
+        sizes["new parameters"] = float(unsharded)
     return sizes
 
 
@@ -196,17 +191,13 @@ def _states(
 ) -> dict[str, int]:
     trained = frozenset(own)
     moments_of = {path: 2 * moments[path] for path in own}
-    batch = sum(
-        _array_bytes(x.shape, x, setup.platform)
-        for x in jax.tree.leaves(_shapes(setup, _local_rows(setup)))
-    )
+    on_devices = (n for p, n in moments_of.items() if "optimizer" not in model.strategy(p).offload)
+    batch = jax.tree.leaves(_shapes(setup, _local_rows(setup)))
     return {
         "parameters": sum(stored[path] for path in own),
         "frozen": sum(size for path, size in stored.items() if path not in trained),
-        "moments": sum(
-            n for p, n in moments_of.items() if "optimizer" not in model.strategy(p).offload
-        ),
-        "batch": batch,
+        "moments": sum(on_devices),
+        "batch": sum(_array_bytes(x.shape, x, setup.platform) for x in batch),
     }
 
 
@@ -231,9 +222,8 @@ def _layouts(
     platform: str,
     embeddings: EmbeddingConfig | None,
 ) -> _Layouts:
-    alone = dataclasses.replace(
-        trainable_params.alone(trainable_params.plain(config), embeddings), config=config
-    )
+    alone = trainable_params.alone(trainable_params.plain(config), embeddings)
+    alone = dataclasses.replace(alone, config=config)
     model = on(alone, abstract_devices.mesh(mesh, platform), strategy)
     fields = ("params", "all_gathered", "gradients", "optimizer")
     return _Layouts(model, {field: _bytes(model, field, platform) for field in fields})
@@ -296,9 +286,8 @@ def _shares(
         # Below one: an unsharded parameter with padding.
         least = 0.0 if compiler.tiled else 1.0
         later_dims = list(zip(spec, words))[2:] if words[:1] == ("layers",) else []
-        transposed = compiler.transposes_gathered and any(
-            _gathered(*b, setup.mesh) for b in later_dims
-        )
+        turned = any(_gathered(*b, setup.mesh) for b in later_dims)
+        transposed = compiler.transposes_gathered and turned
         return Share(max(least, parts), dims if math.prod(dims) > 1 else (), transposed)
 
     frozen = sorted(model.shapes.keys() - set(trained))

@@ -185,9 +185,7 @@ def invariant(held: ShardedValues) -> dict[Any, list[Value]]:
     for op in held.body.ops:
         invariants.update(op.outs if op.values and invariants.issuperset(op.values) else ())
     read = {parameter: [v for _, v in values] for parameter, values in _read(held).items()}
-    return {
-        parameter: values for parameter, values in read.items() if invariants.issuperset(values)
-    }
+    return {p: values for p, values in read.items() if invariants.issuperset(values)}
 
 
 def by_expert(held: ShardedValues) -> float:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from jaxvlm.planner.report import text_report
 
@@ -55,11 +51,8 @@ def text(comparison: dict[str, Any], width: int = 110) -> str:
         comparison: from :func:`compared`.
         width: columns.
     """
-    written = io.StringIO()
-    out = Console(file=written, width=width, highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "first", "second", "second / first"):
-        table.add_column(name, justify="left" if not name else "right", overflow="fold")
+    out, written = text_report.console(width)
+    table = text_report.table(("", "first", "second", "second / first"), overflow="fold")
     first, second = comparison["first"], comparison["second"]
     say = {"peak": text_report.gib, "step": text_report.seconds, "mfu": lambda x: f"{x:.1%}"}
     for name in (*first, *(name for name in second if name not in first)):

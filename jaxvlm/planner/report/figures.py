@@ -93,9 +93,8 @@ def curve(points: Sequence[dict[str, Any]]) -> str:
     for p in real:
         position = f'cx="{x(p["devices"]):.1f}" cy="{y(p["tokens_per_s"]):.1f}"'
         title = f"{p['devices']} devices: {p['tokens_per_s']:,.0f} tokens/s, MFU {p['mfu']:.0%}; "
-        out.append(
-            f'<circle {position} r="4"><title>{html.escape(title + p["text"])}</title></circle>'
-        )
+        title = html.escape(title + p["text"])
+        out.append(f'<circle {position} r="4"><title>{title}</title></circle>')
         out.append(f'<text class="mid" x="{x(p["devices"]):.1f}" y="{bottom + 20}">'
                    f'{p["devices"]:,}</text>')  # fmt: skip
     for rate in (low, high):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import shlex
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +26,7 @@ def text(plan: dict[str, Any], width: int = 110) -> str:
         plan: see :mod:`jaxvlm.planner.report.document`.
         width: columns.
     """
-    written = io.StringIO()
-    out = Console(file=written, width=width, highlight=False)
+    out, written = console(width)
     out.print(headline(plan), soft_wrap=True, markup=False)
     for note in plan["notes"]:
         out.print(f"  assumed: {note}", markup=False)
@@ -53,6 +53,25 @@ def text(plan: dict[str, Any], width: int = 110) -> str:
         for line in verified(row):
             out.print(line, markup=False, soft_wrap=True)
     return written.getvalue().rstrip()
+
+
+def console(width: int) -> tuple[Console, io.StringIO]:
+    """Return a console for plain text, and what it writes to."""
+    written = io.StringIO()
+    return Console(file=written, width=width, highlight=False), written
+
+
+def table(
+    heads: Sequence[str],
+    title: str | None = None,
+    left: Collection[str] = ("",),
+    overflow: Literal["fold", "ellipsis"] = "ellipsis",
+) -> Table:
+    """Return an empty table whose columns are justified to the right but for those in ``left``."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in heads:
+        result.add_column(name, justify="left" if name in left else "right", overflow=overflow)
+    return result
 
 
 def headline(plan: dict[str, Any]) -> str:
@@ -102,29 +121,23 @@ def parts(plan: dict[str, Any]) -> dict[str, float]:
 def _memory(plan: dict[str, Any]) -> Table:
     large = max(one["memory"]["peak"] for one in plan["plans"]) >= 2**30
     unit, name = (2**30, "GiB") if large else (2**20, "MiB")
-    title = f"memory of a device, {name}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
     columns = list(parts(plan["plans"][0]))
     for other in plan["plans"][1:]:
         columns += [name for name in parts(other) if name not in columns]
-    for name in (*columns, "peak"):
-        table.add_column(name, justify="right")
+    rows = table(("", *columns, "peak"), title=f"memory of a device, {name}")
     for i, one in enumerate(plan["plans"], 1):
         own = parts(one)
         peak = f"{about(one['memory'])}{one['memory']['peak'] / unit:,.1f}"
         cells = [f"{own.get(name, 0) / unit:,.1f}" for name in columns]
-        table.add_row(f"{i} {one['text']}", *cells, peak)
-    return table
+        rows.add_row(f"{i} {one['text']}", *cells, peak)
+    return rows
 
 
 def _time(plan: dict[str, Any]) -> Table:
-    table = Table(title="time of a step", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
     heads = ("compute", "memory", "waiting", "bubble", "step", "tokens/s", "images/s", "MFU")
     priced = plan["plans"][0]["epoch"] is not None
-    for name in (*heads, "bound", *(("epoch, h", "cost") if priced else ())):
-        table.add_column(name, justify="right")
+    more = ("epoch, h", "cost") if priced else ()
+    rows = table(("", *heads, "bound", *more), title="time of a step")
     for i, one in enumerate(plan["plans"], 1):
         time = one["time"]
         cells = [seconds(time[name]) for name in (*_BOUNDS, "total")]
@@ -132,22 +145,23 @@ def _time(plan: dict[str, Any]) -> Table:
         cells += [number(one["mfu"], ".1%"), time["bound"] or "-"]
         if priced:
             cells += [number(one["epoch"]["hours"], ",.2f"), number(one["epoch"]["cost"], ",.2f")]
-        table.add_row(f"{i} {one['family']}", *cells)
-    return table
+        rows.add_row(f"{i} {one['family']}", *cells)
+    return rows
 
 
 def _rejected(plan: dict[str, Any]) -> Table:
-    table = Table(title="why not the others", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", overflow="fold")
-    rejected = sorted(
-        plan["rejected"], key=lambda x: (x["family"].count("+"), _ORDER.get(x["why"], 9))
-    )
+    rows = table(("", ""), title="why not the others")
+    rows.columns[1].overflow = "fold"
+
+    def order(one: dict[str, Any]) -> tuple[int, int]:
+        return one["family"].count("+"), _ORDER.get(one["why"], 9)
+
+    rejected = sorted(plan["rejected"], key=order)
     for one in rejected[:_SHOWN]:
-        table.add_row(one["family"], one["text"])
+        rows.add_row(one["family"], one["text"])
     if len(rejected) > _SHOWN:
-        table.add_row("...", f"and {len(rejected) - _SHOWN} more (--json has all)")
-    return table
+        rows.add_row("...", f"and {len(rejected) - _SHOWN} more (--json has all)")
+    return rows
 
 
 def tree(plan: dict[str, Any]) -> str:

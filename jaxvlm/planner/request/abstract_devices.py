@@ -116,11 +116,8 @@ def pairs(
     def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((examples, *shape), dtype, sharding=sharding)
 
-    queries, document_batch = (
-        batch(model, examples, *rows, sharding) for rows in (query, document)
-    )
-    document_batch = jax.tree.map(lambda x: of(x.dtype, documents, *x.shape[1:]), document_batch)
+    queries, one = (batch(model, examples, *rows, sharding) for rows in (query, document))
+    several = jax.tree.map(lambda x: of(x.dtype, documents, *x.shape[1:]), one)
     number, numbers = of(np.int32), of(np.int32, documents)
-    return Pairs(
-        queries, document_batch, of(np.bool_, documents), number, numbers, example_id=number
-    )
+    valid = of(np.bool_, documents)
+    return Pairs(queries, several, valid, number, numbers, example_id=number)

@@ -100,10 +100,9 @@ def shapes(
     """Abstract batch of so many examples, on ``sharding``."""
     sides = (pairing.query, pairing.document, pairing.documents)
     result = abstract_devices.pairs(config, *sides, examples, sharding)
-    scored = pairing.run.loss.name in _SCORED
-    return (
-        result._replace(teacher=result.document_key.update(dtype="float32")) if scored else result
-    )
+    if pairing.run.loss.name not in _SCORED:
+        return result
+    return result._replace(teacher=result.document_key.update(dtype="float32"))
 
 
 def model_of(

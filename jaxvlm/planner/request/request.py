@@ -119,9 +119,7 @@ def plan_request(
         config.data,
         max_length=flags.length or config.data.max_length,
         batch_size=flags.batch or (config.data.batch_size if recipe else machine.devices),
-        max_images_per_sequence=flags.images
-        if flags.images > 0
-        else config.data.max_images_per_sequence,
+        max_images_per_sequence=max(flags.images, 0) or config.data.max_images_per_sequence,
         max_patches_per_sequence=flags.patches or config.data.max_patches_per_sequence,
     )
     if recipe is None:
@@ -369,9 +367,8 @@ def _pair_shapes(config: Config, row: BatchShape, notes: list[str]) -> PairShape
         document = row._replace(length=document.length)
     document = document if document.length else query  # images alone
     notes.append(f"queries of {_size_text(query)}, documents of {_size_text(document)}")
-    return PairShapes(
-        query, document, pairs.embedding_settings(config), 1 + max(0, own.max_negatives)
-    )
+    documents = 1 + max(0, own.max_negatives)
+    return PairShapes(query, document, pairs.embedding_settings(config), documents)
 
 
 def _size_text(rows: BatchShape) -> str:

@@ -98,9 +98,8 @@ def _tower(path: str) -> str:
 @functools.lru_cache(maxsize=64)
 def alone(config: ModelConfig | DualConfig, embeddings: EmbeddingConfig | None) -> Model:
     """A model on one abstract device."""
-    model: Any = build_model(
-        config, abstract_devices.mesh(MeshConfig(data=1), "cpu"), embeddings=embeddings
-    )
+    mesh = abstract_devices.mesh(MeshConfig(data=1), "cpu")
+    model: Any = build_model(config, mesh, embeddings=embeddings)
     return model
 
 

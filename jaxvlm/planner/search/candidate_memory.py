@@ -87,9 +87,8 @@ class Memory:
     def bytes_by_formula(self, candidate: Candidate) -> float:
         """Bytes by formula."""
         correction = self.corrections.get(kind(candidate), _Correction())
-        total = self.quick_memory.total(
-            _step(self.request, candidate), correction.factor, correction.more
-        )
+        step = _step(self.request, candidate)
+        total = self.quick_memory.total(step, correction.factor, correction.more)
         return total + cached_bytes(self.request, candidate)
 
     def may_trace(self, candidate: Candidate) -> bool:
@@ -99,14 +98,10 @@ class Memory:
 
     def _trace(self, candidate: Candidate) -> tuple[Any, ...]:
         """Key shared by candidates that share a trace."""
-        key: tuple[Any, ...] = (
-            candidate.remat,
-            candidate.vision,
-            candidate.microbatches,
-            candidate.mesh.expert,
-        )
+        c = candidate
+        key: tuple[Any, ...] = (c.remat, c.vision, c.microbatches, c.mesh.expert)
         if self.request.pairs:  # traced with a device's own examples
-            key = *key, candidate.chunk, self.request.rows // candidate.shards
+            key = *key, c.chunk, self.request.rows // c.shards
         return key
 
     def plan(self, candidate: Candidate, time: StepTime, always: bool = False) -> Plan:
@@ -128,11 +123,8 @@ class Memory:
                 return Plan(candidate, _with_tokens(states, extra), dict(estimate.work), time, True)
         sizes = step_memory.states(setup, step_memory.model_of(setup))
         states = {name: float(size) for name, size in sizes.items()}
-        work = (
-            self.bytes_by_formula(candidate)
-            - extra
-            - sum(n for name, n in states.items() if name != "batch")
-        )
+        between = sum(n for name, n in states.items() if name != "batch")
+        work = self.bytes_by_formula(candidate) - extra - between
         return Plan(candidate, _with_tokens(states, extra), {"work": max(0.0, work)}, time, False)
 
     def _learn(self, candidate: Candidate, peak: float) -> None:
@@ -140,9 +132,8 @@ class Memory:
         step = _step(self.request, candidate)
         work, rest = self.quick_memory.work(step), self.quick_memory.total(step, 0.0)
         correction = self.corrections.get(kind(candidate), _Correction())
-        self.corrections[kind(candidate)] = correction.corrected(
-            (candidate.preset, candidate.mesh), work, peak - rest
-        )
+        corrected = correction.corrected((candidate.preset, candidate.mesh), work, peak - rest)
+        self.corrections[kind(candidate)] = corrected
 
 
 class _Correction(NamedTuple):
@@ -167,12 +158,8 @@ class _Correction(NamedTuple):
 
 def kind(candidate: Candidate) -> tuple[Any, ...]:
     """Key of candidates for which the formula errs alike: with experts it errs differently."""
-    return (
-        candidate.remat,
-        candidate.mesh.expert > 1,
-        candidate.mesh.tensor > 1,
-        any(candidate.chunk),
-    )
+    mesh = candidate.mesh
+    return candidate.remat, mesh.expert > 1, mesh.tensor > 1, any(candidate.chunk)
 
 
 def _step(request: PlanRequest, candidate: Candidate) -> QuickStep:

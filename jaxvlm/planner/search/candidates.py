@@ -66,9 +66,8 @@ class Candidate(NamedTuple):
             parts.append(f"grad_cache={','.join(str(n) for n in dict.fromkeys(self.chunk))}")
         elif self.microbatches > 1:
             parts.append(f"microbatches={self.microbatches}")
-        parts += (
-            [f"replicated={','.join(self.strategy.replicated)}"] if self.strategy.replicated else []
-        )
+        if self.strategy.replicated:
+            parts.append(f"replicated={','.join(self.strategy.replicated)}")
         parts += [f"cache={self.cache}"] if self.cache != "off" else []
         return " ".join(part for part in parts if part)
 
@@ -264,10 +263,8 @@ def overrides(request: PlanRequest, candidate: Candidate) -> list[str]:
         f"{name}.lora.rank": lora.rank,
     }
     if not request.recipe and name == "model":  # for any recipe that they are applied to
-        settings |= {
-            f"data.{n}": getattr(config.data, n)
-            for n in ("max_images_per_sequence", "max_patches_per_sequence")
-        }
+        for n in ("max_images_per_sequence", "max_patches_per_sequence"):
+            settings[f"data.{n}"] = getattr(config.data, n)
     if candidate.mesh.context > 1:
         settings["strategy.context"] = candidate.strategy.context
     if candidate.strategy.replicated:
@@ -282,10 +279,8 @@ def overrides(request: PlanRequest, candidate: Candidate) -> list[str]:
 def _cut_overrides(request: PlanRequest, candidate: Candidate) -> dict[str, int]:
     if request.pairs is None:
         return {"microbatches": candidate.microbatches}
-    sizes = {
-        "grad_cache.query_mini_batch": candidate.chunk[0],
-        "grad_cache.document_mini_batch": candidate.chunk[1],
-    }
+    names = ("grad_cache.query_mini_batch", "grad_cache.document_mini_batch")
+    sizes = dict(zip(names, candidate.chunk, strict=True))
     return sizes | ({"grad_cache.max_tokens": 0} if request.given.grad_cache.max_tokens else {})
 
 

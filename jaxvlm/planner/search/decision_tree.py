@@ -83,14 +83,12 @@ def branches(result: SearchResult) -> list[dict[str, Any]]:
         memory = result.memory if request is base_request else None
         memory = memory or (result.memory.of(request) if same_network else Memory(request))
         if request is base_request:
-            candidates = [
-                seen.candidate for seen in result.considered if branch.fits(seen.candidate)
-            ]
+            every = (seen.candidate for seen in result.considered)
+            candidates = [candidate for candidate in every if branch.fits(candidate)]
         else:
             candidates = list(possible(memory, {}, branch.fits))
-        answers.append(
-            _answer(branch, memory, candidates, result.best if request is base_request else [])
-        )
+        best = result.best if request is base_request else []
+        answers.append(_answer(branch, memory, candidates, best))
     return answers
 
 
@@ -118,22 +116,16 @@ def _answer(
     if not candidates:
         return answer | {"text": "not possible on this machine, or with these dims and batch"}
     plans = [plan for plan in best if branch.fits(plan.candidate)]
-    fitting = [
-        candidate
-        for candidate in candidates
-        if not limit or CARE * memory.bytes_by_formula(candidate) <= limit
-    ]
+    sizes = {candidate: memory.bytes_by_formula(candidate) for candidate in candidates}
+    fitting = [c for c, size in sizes.items() if not limit or CARE * size <= limit]
     if plans:  # the search may have traced it
         candidate, peak, traced = plans[0].candidate, plans[0].peak, plans[0].traced
     elif fitting:
         candidate = min(fitting, key=lambda candidate: memory.time(candidate).total)
-        peak, traced = memory.bytes_by_formula(candidate), False
+        peak, traced = sizes[candidate], False
     else:
-        peak, candidate = min(
-            ((memory.bytes_by_formula(candidate), candidate) for candidate in candidates),
-            key=lambda x: x[0],
-        )
-        traced = False
+        candidate = min(sizes, key=lambda candidate: sizes[candidate])
+        peak, traced = sizes[candidate], False
     time = memory.time(candidate)
     return answer | {
         "fits": bool(plans or fitting) if limit else None,

@@ -22,9 +22,8 @@ def with_replicated_encoder(candidate: Candidate) -> Candidate | None:
     if not candidate.strategy.params or "vision" in candidate.strategy.replicated:
         return None
     replicated = (*candidate.strategy.replicated, "vision")
-    return candidate._replace(
-        strategy=dataclasses.replace(candidate.strategy, replicated=replicated)
-    )
+    strategy = dataclasses.replace(candidate.strategy, replicated=replicated)
+    return candidate._replace(strategy=strategy)
 
 
 def disaggregated(setup: StepSetup, time: StepTime, machine: Machine) -> tuple[int, float] | None:
@@ -49,9 +48,8 @@ def disaggregated(setup: StepSetup, time: StepTime, machine: Machine) -> tuple[i
         return None
     rest = time.total - tower
     trainable = workload.trainable_of(setup).get("vision")
-    if trainable and (
-        trainable.own or trainable.adapted
-    ):  # the backward pass recomputes the encoder
+    if trainable and (trainable.own or trainable.adapted):
+        # The backward pass recomputes the encoder.
         forward_only = setup._replace(frozen=("*",))
         tower += step_time(forward_only, machine).parts.get("vision", 0.0)
     counts = best_first(EncoderAndRest(tower, rest), devices)

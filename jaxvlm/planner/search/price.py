@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from jaxvlm.config import ConfigError
 from jaxvlm.planner.hardware import machine
@@ -44,11 +40,8 @@ def read_prices(path: str) -> dict[str, float]:
     if not isinstance(prices, dict) or not prices:
         raise ConfigError(f"--prices={path}: {example}")
     for name, price in prices.items():
-        if (
-            not isinstance(price, int | float)
-            or isinstance(price, bool)
-            or not 0 < price < math.inf
-        ):
+        is_number = isinstance(price, int | float) and not isinstance(price, bool)
+        if not is_number or not 0 < price < math.inf:
             raise ConfigError(f"--prices={path}: {name}={price!r}; {example}")
         if name == "cpu":
             raise ConfigError(
@@ -139,19 +132,12 @@ def text(model: str, rows: list[dict[str, Any]], top: int, width: int = 110) -> 
         top: number of rows; the smallest machine of each kind is always listed.
         width: columns.
     """
-    written = io.StringIO()
-    out = Console(file=written, width=width, highlight=False)
     if not rows:
         return f"{model}: fits on none of these machines within the budget"
-    table = Table(
-        title=f"where to run {model}; the cheapest per token first, memory by formula",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
+    out, written = text_report.console(width)
+    title = f"where to run {model}; the cheapest per token first, memory by formula"
     heads = ("", "", "an hour", "a million tokens", "tokens/s", "MFU", "memory", "as")
-    for name in heads:
-        table.add_column(name, justify="left" if name in ("", "as") else "right")
+    table = text_report.table(heads, title, left=("", "as"))
     for i, row in enumerate(rows):
         if i >= top and not row["smallest"]:
             continue

@@ -20,13 +20,7 @@ from jaxvlm.planner.report.units import gib
 from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.planner.search import encoder_placement
 from jaxvlm.planner.search.candidate_memory import CARE, Memory, Plan, capacity, kind
-from jaxvlm.planner.search.candidates import (
-    Candidate,
-    can_cache,
-    candidates,
-    meshes,
-    setup_of,
-)
+from jaxvlm.planner.search.candidates import Candidate, can_cache, candidates, meshes, setup_of
 from jaxvlm.planner.time.step_time import StepTime
 
 _LAST = 8
@@ -98,14 +92,10 @@ def search(
     limit, rejected = capacity(request), dict[str, Rejected]()
     every = possible(memory, rejected, accepts) if among is None else filter(accepts, among)
     considered = [Considered(candidate, memory.bytes_by_formula(candidate)) for candidate in every]
-    timed = {
-        s: memory.time(s.candidate)
-        for s in considered
-        if not limit or s.quick_memory <= _SLACK * limit
-    }
-    best = _fastest(memory, timed, limit, top, rejected) or _smallest(
-        memory, considered, limit, top
-    )
+    near = [s for s in considered if not limit or s.quick_memory <= _SLACK * limit]
+    timed = {s: memory.time(s.candidate) for s in near}
+    best = _fastest(memory, timed, limit, top, rejected)
+    best = best or _smallest(memory, considered, limit, top)
     nearest = _nearest(memory, considered) if considered and not best else None
     if among is None:
         plans = [_with_replicated_encoder(memory, plan, limit, accepts) for plan in best]
@@ -113,9 +103,8 @@ def search(
     _explain(memory, considered, timed, best, limit, rejected)
     if among is None and best and (placement := _disaggregated(memory, best[0])):
         rejected[placement.family] = placement
-    return SearchResult(
-        request, memory, best, nearest, list(rejected.values()), considered, _notes(memory, timed)
-    )
+    why, notes = list(rejected.values()), _notes(memory, timed)
+    return SearchResult(request, memory, best, nearest, why, considered, notes)
 
 
 def _notes(memory: Memory, timed: Mapping[Considered, StepTime]) -> list[str]:
@@ -135,10 +124,8 @@ def _notes(memory: Memory, timed: Mapping[Considered, StepTime]) -> list[str]:
             "expert_matmul='xla' on GPUs: with expert parallelism, up to four times this memory is "
             "needed, since tokens are copied once per expert; check with --verify"
         )
-    notes += [
-        f"memory of some candidates is by formula, not from a trace: {why}"
-        for why in memory.unknown
-    ]
+    traced = "memory of some candidates is by formula, not from a trace"
+    notes += [f"{traced}: {why}" for why in memory.unknown]
     if request.pairs:
         notes.append(
             "for pairs, context, expert and pipeline parallelism and cached visual tokens are not "
@@ -211,9 +198,8 @@ def _fastest(
         try:
             plan = memory.plan(s.candidate, timed[s])
         except ConfigError as error:
-            rejected.setdefault(
-                s.candidate.family, Rejected(s.candidate.family, "dims", str(error))
-            )
+            family = s.candidate.family
+            rejected.setdefault(family, Rejected(family, "dims", str(error)))
             continue
         if plan.within(limit):
             best.append(plan)
@@ -299,18 +285,15 @@ def _explain(
             continue
         if family in rejected:
             continue
-        fits = [
-            s
-            for s in own
-            if s in timed and (not limit or memory.bytes_by_formula(s.candidate) <= limit)
-        ]
+        sizes = {s: memory.bytes_by_formula(s.candidate) for s in own}
+        fits = [s for s in own if s in timed and (not limit or sizes[s] <= limit)]
         if fits and best:
             s = min(fits, key=lambda s: timed[s].total)
             text = _slower(s, timed[s], best[0])
             rejected[family] = Rejected(family, "slower", f"{text} ({s.candidate.text()})")
         else:
-            s = min(own, key=lambda s: memory.bytes_by_formula(s.candidate))
-            over = memory.bytes_by_formula(s.candidate) - limit
+            s = min(own, key=lambda s: sizes[s])
+            over = sizes[s] - limit
             text = f"does not fit by {gib(over)} even" if over > 0 else "is too close to the limit"
             rejected[family] = Rejected(family, "memory", f"{text} with {s.candidate.text()}")
 

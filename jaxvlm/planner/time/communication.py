@@ -137,27 +137,18 @@ def _activations(setup: StepSetup, c: int) -> Iterator[Message]:
         if not size * n:
             continue
         ring_exchange = n * times * (1 + fwd_bwd.backward)
-        if (
-            mesh.tensor > 1
-        ):  # one after attention, one after the MLP; both again in the backward pass
+        if mesh.tensor > 1:
+            # One after attention, one after the MLP; both again in the backward pass.
             recomputed = n * times * fwd_bwd.recomputes  # remat does not need the MLP's
-            yield Message(
-                "all-reduce", ("tensor",), tower, size, 2 * ring_exchange + recomputed, False
-            )
+            reduced = 2 * ring_exchange + recomputed
+            yield Message("all-reduce", ("tensor",), tower, size, reduced, False)
         if mesh.context > 1 and (tower in ("decoder", "text") or config.vision.packed):
             yield from _context(setup, fwd_bwd, b, n * times, tokens[tower], c)
         if b.experts and mesh.expert > 1:  # gather tokens, reduce-scatter their sums
             gathered = size * mesh.expert
             gathers = n * times * (1 + fwd_bwd.recomputes + fwd_bwd.backward)
             yield Message("all-gather", ("expert",), tower, gathered, gathers, False)
-            yield Message(
-                "reduce-scatter",
-                ("expert",),
-                tower,
-                gathered,
-                n * times * (1 + fwd_bwd.backward),
-                False,
-            )
+            yield Message("reduce-scatter", ("expert",), tower, gathered, ring_exchange, False)
     if mesh.pipeline > 1:
         yield from _stages(setup, tokens["decoder"], c)
 
@@ -208,14 +199,12 @@ def _context(
         yield Message("permute", axes, "decoder", keys * 4, times * n * fwd_bwd.backward, True)
     elif setup.strategy.context == "ulysses":
         sent = (keys + 2 * b.heads * b.head_dim / setup.mesh.tensor * tokens) * c
-        yield Message(
-            "all-to-all", axes, "decoder", sent, times * (forward + fwd_bwd.backward), False
-        )
+        exchanges = times * (forward + fwd_bwd.backward)
+        yield Message("all-to-all", axes, "decoder", sent, exchanges, False)
     else:
         yield Message("all-gather", axes, "decoder", n * keys * c, times * forward, False)
-        yield Message(
-            "reduce-scatter", axes, "decoder", n * keys * 4, times * fwd_bwd.backward, False
-        )
+        backward = times * fwd_bwd.backward
+        yield Message("reduce-scatter", axes, "decoder", n * keys * 4, backward, False)
 
 
 def seconds(message: Message, mesh: MeshConfig, machine: Machine) -> tuple[float, float]:

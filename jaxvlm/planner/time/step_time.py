@@ -102,9 +102,8 @@ def step_time(setup: StepSetup, machine: Machine, input_seconds: float | int = 0
     alone = compute + hbm + exposed
     bubble = _bubble(setup, by_part)
     total = max(alone + bubble, input_seconds)
-    exposed_share = (
-        exposed / (links + network) if exposed else 0.0
-    )  # hidden collectives bound nothing
+    # Hidden collectives bound nothing.
+    exposed_share = exposed / (links + network) if exposed else 0.0
     bounds = {
         "compute": compute, "hbm": hbm, "links": exposed_share * links,
         "network": exposed_share * network,
@@ -150,10 +149,7 @@ def _step(
     work, messages = _optimizer(setup), list[communication.Message]()
     sent: set[str] = set()
     for run in _runs(setup):
-        ops = [
-            *workload.work_items(run.setup, width, _fused(run.setup)),
-            *_weights(run.setup, width),
-        ]
+        ops = workload.work_items(run.setup, width, _fused(run.setup)) + _weights(run.setup, width)
         work += [op for op in ops if run.within(op.part.removeprefix("update "))]
         new = [m for m in communication.messages(run.setup, width) if run.within(m.part)]
         messages += [m for m in new if not (m.once and m.part in sent)]

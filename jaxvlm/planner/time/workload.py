@@ -131,10 +131,8 @@ def weights(config: Network) -> dict[str, Weights]:
     """Tower -> its parameters, from the config alone."""
     v = config.vision
     depth, frozen_blocks = v.depth, v.frozen_blocks
-    own = {
-        "vision": frozen_blocks or depth,
-        "vision_top": depth - frozen_blocks if frozen_blocks else 0,
-    }
+    above = depth - frozen_blocks if frozen_blocks else 0
+    own = {"vision": frozen_blocks or depth, "vision_top": above}
     own |= {"decoder": config.decoder.depth} if isinstance(config, ModelConfig) else {}
     own |= {"text": config.text.depth} if isinstance(config, DualConfig) else {}
     result, other = {}, _other_weights(config)
@@ -176,13 +174,10 @@ def passes(setup: StepSetup) -> dict[str, ForwardBackward]:
     dual, trainable = isinstance(config, DualConfig), trainable_of(setup)
     for tower in ("vision", "text") if dual else TOWERS:
         own = trainable.get(tower, trainable_params.NOTHING)
-        tower_config = {"connector": None, "vision_top": config.vision}.get(
-            tower, getattr(config, tower, None)
-        )
+        of_tower = None if tower == "connector" else tower.removesuffix("_top")
+        remat = getattr(config, of_tower).remat if of_tower else "none"
         shares = (own.blocks, own.experts, own.other)
-        result[tower] = ForwardBackward(
-            own.backward or trained_before, *shares, tower_config.remat if tower_config else "none"
-        )
+        result[tower] = ForwardBackward(own.backward or trained_before, *shares, remat)
         trained_before = not dual and (trained_before or own.backward)
     return result
 
@@ -249,9 +244,8 @@ def _images(setup: StepSetup, rows: Number, c: int, fused: bool) -> Iterator[Wor
             n, fwd_bwd = run[tower], by_tower[tower]
             windowed = sum(i not in v.full_layers for i in range(n)) if v.window else 0
             keys_per_block = [a_row] * (n - windowed) + [window_keys if fused else a_row] * windowed
-            yield from _stack(
-                tower, b, times, tokens, keys_per_block, False, fwd_bwd, c, mesh.tensor, fused
-            )
+            rest = (False, fwd_bwd, c, mesh.tensor, fused)
+            yield from _stack(tower, b, times, tokens, keys_per_block, *rest)
     if isinstance(config, ModelConfig):
         fwd_bwd = _outside(by_tower["connector"])
         yield from _connector(config, times, images, patches, fwd_bwd, c, mesh.tensor)
@@ -265,9 +259,8 @@ def _texts(
     t, fwd_bwd = config.text, passes(setup)["text"]
     keys_per_block, tokens = [setup.length] * t.depth, rows * setup.length
     b = blocks(config)["text"]
-    yield from _stack(
-        "text", b, times, tokens, keys_per_block, t.causal, fwd_bwd, c, mesh.tensor, fused
-    )
+    rest = (t.causal, fwd_bwd, c, mesh.tensor, fused)
+    yield from _stack("text", b, times, tokens, keys_per_block, *rest)
     table = t.vocab_size * t.width * fwd_bwd.other  # its gradient is written in full
     moved = times * tokens * t.width * c * (5 if fwd_bwd.backward else 2) + 8 * table
     yield WorkItem("text", "move", 0.0, moved, tokens * t.width * c)
@@ -282,13 +275,9 @@ def _decoder(setup: StepSetup, rows: Number, c: int, fused: bool) -> Iterator[Wo
     fused = fused and (mesh.context == 1 or setup.strategy.context == "ulysses")
     keys_per_block = [float(min(w or setup.length, setup.length)) for w in layer_windows(d)]
     keys_per_block = keys_per_block if fused else [float(setup.length)] * d.depth
-    own_keys, b = (
-        keys_per_block[: max(1, d.depth // mesh.pipeline)],
-        _on_platform(setup, blocks(setup.config)["decoder"]),
-    )
-    yield from _stack(
-        "decoder", b, times, tokens, own_keys, True, fwd_bwd, c, mesh.tensor, fused, mesh.expert
-    )
+    own_keys = keys_per_block[: max(1, d.depth // mesh.pipeline)]
+    b, rest = _on_platform(setup, blocks(setup.config)["decoder"]), (fwd_bwd, c, mesh.tensor)
+    yield from _stack("decoder", b, times, tokens, own_keys, True, *rest, fused, mesh.expert)
     size = tokens * d.width * c
     yield WorkItem("decoder", "move", 0.0, times * size * (5 if fwd_bwd.backward else 2), size)
     if d.head:
@@ -351,9 +340,8 @@ def _stack(
         for _ in range(2 if b.gated else 1):
             yield from _matmul(part, n * times, tokens, D, F, fwd_bwd, c)
         yield from _matmul(part, n * times, tokens, F, D, fwd_bwd, c, recomputed=False)
-    yield from _scores(
-        part, times, tokens, keys_per_block, causal, q, kv, b.heads / tensor, fwd_bwd, c, fused
-    )
+    sizes = (q, kv, b.heads / tensor)
+    yield from _scores(part, times, tokens, keys_per_block, causal, *sizes, fwd_bwd, c, fused)
     wide = F * (b.chosen if b.experts else 1)
     rounds = n * times * (1 + fwd_bwd.recomputes_scores + 2 * fwd_bwd.backward)
     yield WorkItem(part, "move", 0.0, rounds * tokens * c * (9 * D + 2 * (q + kv)), c * tokens * D)
@@ -392,9 +380,8 @@ def _scores(
     forward, back = 1 + fwd_bwd.recomputes_scores, fwd_bwd.backward
     io = times * len(keys_per_block) * tokens * c * (q + kv)
     # Scores that are not stored are recomputed in the backward pass.
-    yield WorkItem(
-        part, "keys", once * (forward + back * (2 if fused else 1)), io * (forward + back), dim
-    )
+    of_keys = once * (forward + back * (2 if fused else 1))
+    yield WorkItem(part, "keys", of_keys, io * (forward + back), dim)
     yield WorkItem(part, "values", once * (forward + back), io * (forward + back), dim)
     if back:
         yield WorkItem(part, "back", 2 * once, 2 * io, dim)
@@ -441,6 +428,5 @@ def _head(
     yield from _matmul("head", times, tokens, d.width, columns, recomputing, c)
     logits = times * tokens * columns
     moved = logits * (16 + (8 + 2 * c) * fwd_bwd.backward)
-    yield WorkItem(
-        "head", "softmax", 0.0, moved, 4 * tokens * columns, logits * (1 + fwd_bwd.backward)
-    )
+    numbers = logits * (1 + fwd_bwd.backward)
+    yield WorkItem("head", "softmax", 0.0, moved, 4 * tokens * columns, numbers)
