@@ -90,9 +90,7 @@ def in_parts(
             if is_done:
                 continue
             begun = time.monotonic()
-            embeddings = embed_items(
-                model, items[some], config.batch_size, config.dims, config.instruction
-            )
+            embeddings = _embedded(model, items[some], config)
             if first:
                 parts.write(number, embeddings)
             ready += len(embeddings)
@@ -110,11 +108,13 @@ def in_memory(
     with Progress(len(items), title=title) as progress:
         for first in range(0, len(items), config.part_size):
             some = items[first : first + config.part_size]
-            parts.append(
-                embed_items(model, some, config.batch_size, config.dims, config.instruction)
-            )
+            parts.append(_embedded(model, some, config))
             progress.update(first + len(some), {})
     return np.concatenate(parts)
+
+
+def _embedded(model: Encoder | VLM, items: Sequence[Item], config: EmbedConfig) -> np.ndarray:
+    return embed_items(model, items, config.batch_size, config.dims, config.instruction)
 
 
 def remove(folder: pathlib.Path) -> None:
@@ -221,9 +221,7 @@ def write(
         dtype = {"": "float32", "ubinary": "uint8"}.get(kind, "int8")
         blocks: Iterable[Any] = (quantize(x, kind, stored_ranges) for x in parts) if kind else parts
         shape = (count, -(-size // 8) if kind.endswith("binary") else size)
-        embedding_files.write(
-            output,
-            embedding_files.EmbeddingTable(records, blocks, shape, np.dtype(dtype), stored_ranges),
-        )
+        content = (records, blocks, shape, np.dtype(dtype), stored_ranges)
+        embedding_files.write(output, embedding_files.EmbeddingTable(*content))
     remove(parts.folder)
     return count, -(-size // 8) if kind.endswith("binary") else size

@@ -100,9 +100,8 @@ def embedding_evaluator(
     batch_size = -(-data.batch_size // shards) * shards
     chunks = grad_cache_chunks(config.grad_cache)
     loss = config.pair_loss
-    return EmbeddingEvaluator(
-        model, dataset, batch_size, loss.matryoshka_dims, chunks, loss.precisions
-    )
+    dims, precisions = loss.matryoshka_dims, loss.precisions
+    return EmbeddingEvaluator(model, dataset, batch_size, dims, chunks, precisions)
 
 
 class EmbeddingEvaluator:

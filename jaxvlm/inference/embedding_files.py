@@ -60,8 +60,8 @@ def write(output: pathlib.Path, table: EmbeddingTable) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     ranges = table.ranges
     if ranges is not None and output.suffix in (".npy", ".jsonl"):
-        _write_atomically(ranges_path(output), lambda file: np.save(file, ranges))
-    _write_atomically(output, lambda file: WRITERS[output.suffix](file, table))
+        write_atomically(ranges_path(output), lambda file: np.save(file, ranges))
+    write_atomically(output, lambda file: WRITERS[output.suffix](file, table))
 
 
 def ranges_path(output: pathlib.Path) -> pathlib.Path:
@@ -103,7 +103,13 @@ def read_ranges(name: str) -> np.ndarray:
     return ranges.astype(np.float32)
 
 
-def _write_atomically(path: pathlib.Path, fill: Callable[[Any], Any]) -> None:
+def write_atomically(path: pathlib.Path, fill: Callable[[Any], Any]) -> None:
+    """Write a file under a temporary name, and rename it when it is complete.
+
+    Args:
+        path: The file.
+        fill: Writes what the file holds to a binary file object.
+    """
     partial = path.with_name(path.name + ".tmp")
     with partial.open("wb") as file:
         fill(file)

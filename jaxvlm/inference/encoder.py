@@ -21,7 +21,7 @@ from jaxvlm.hf.families import sentences
 from jaxvlm.inference import prompts
 from jaxvlm.inference.prompts import ImageLike
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.process import keep_freed_memory, use_compile_cache
+from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.types import Params
@@ -194,8 +194,7 @@ def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str =
         ConfigError: a field of one of its files is not supported, or its tensors do not fit.
         DataError: its tokenizer or processor can't be read.
     """
-    keep_freed_memory()
-    use_compile_cache(Config().compile_cache)
+    set_up_process(Config().compile_cache)
     config, tokenizer, images = described(source)
     dtype = dtype or config.dtype
     config = dataclasses.replace(config, checkpoint=str(source.weights), dtype=dtype)

@@ -12,6 +12,7 @@ from typing import Any
 from jaxvlm.config import DataConfig
 from jaxvlm.data.pairs.examples import Example, Item, relevant
 from jaxvlm.data.sources import pair_formats, tables
+from jaxvlm.inference.embedding_files import write_atomically
 from jaxvlm.inference.items import refuse
 
 
@@ -104,7 +105,5 @@ def record(example: Example, root: pathlib.Path, scores: Sequence[float] = ()) -
 def write(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes records as JSON lines, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    partial.replace(path)
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    write_atomically(path, lambda file: file.writelines(line.encode() for line in lines))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
 from jaxvlm.data.pairs.examples import Example
+from jaxvlm.evals.zero_shot import unit
 from jaxvlm.inference.examples import Gathered
 from jaxvlm.parallel.exact_search import Search, nearest
 
@@ -135,9 +136,8 @@ def mine(
     """
     check(count := len(documents), mining)
     excluded = [{*x, *y} for x, y in zip(positives, exclude or [()] * len(positives), strict=True)]
-    candidates = mining.range_max or mining.range_min + mining.num_negatives * (
-        _CANDIDATES_PER_NEGATIVE if mining.bounded else 1
-    )
+    factor = _CANDIDATES_PER_NEGATIVE if mining.bounded else 1
+    candidates = mining.range_max or mining.range_min + mining.num_negatives * factor
     result = nearest(queries, documents, min(candidates, count), mesh, Search(), excluded)
     positive = _lowest_positive(queries, documents, positives)
     score, counts = _apply_bounds(result.score.copy(), positive, mining)
@@ -190,14 +190,10 @@ def cosines(queries: Any, documents: Any, query: np.ndarray, document: np.ndarra
     out = np.zeros(len(query), np.float32)
     for first in range(0, len(query), _PAIRS):
         some = slice(first, first + _PAIRS)
-        a, b = _unit(queries[query[some]]), _unit(documents[document[some]])
+        pair = (queries[query[some]], documents[document[some]])
+        a, b = (unit(np.asarray(x, np.float32)) for x in pair)
         out[some] = np.sum(a * b, axis=1)
     return out
-
-
-def _unit(x: Any) -> np.ndarray:
-    rows = np.asarray(x, np.float32)
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 def _lowest_positive(

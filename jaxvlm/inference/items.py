@@ -13,6 +13,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import tables
 from jaxvlm.data.sources.fields import Allowed, BadItem
+from jaxvlm.evals.zero_shot import unit
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.vlm import VLM
 
@@ -114,8 +115,7 @@ def truncate(embeddings: np.ndarray, dims: int) -> np.ndarray:
     """
     if not dims:
         return embeddings
-    some = embeddings[:, :dims]
-    return some / np.maximum(np.linalg.norm(some, axis=1, keepdims=True), 1e-12)
+    return unit(embeddings[:, :dims])
 
 
 def _embed_with_encoder(
@@ -159,9 +159,8 @@ def _embed_with_decoder(
     order = sorted(range(len(items)), key=sort_key)
     for indices in _batches(order, lambda i: sort_key(i)[:2], batch_size):
         queries = [([items[i].image] if items[i].image else [], items[i].text) for i in indices]
-        padded = queries + queries[:1] * (
-            min(batch_size, _next_power_of_two(len(indices))) - len(indices)
-        )
+        count = min(batch_size, _next_power_of_two(len(indices)))
+        padded = queries + queries[:1] * (count - len(indices))
         system = sort_key(indices[0])[0] or INSTRUCTION
         out[indices] = model.embed(padded, system, _dims(model, out))[: len(indices)]
 

@@ -48,11 +48,10 @@ def write_prediction_grid(
     # A fixed number of sequences compiles one program.
     padded = queries + [queries[0]] * (count - len(queries))
     answers = answer(padded)[: len(queries)]
+    questions = (question.replace(PLACEHOLDER, "").strip() for _, question in queries)
     cells = [
-        Prediction(
-            record.images[0], question.replace(PLACEHOLDER, "").strip(), answer, _answer(record)
-        )
-        for record, (_, question), answer in zip(records, queries, answers)
+        Prediction(record.images[0], question, answer, _answer(record))
+        for record, question, answer in zip(records, questions, answers)
     ]
     if not jax.process_index():
         draw_predictions(cells, path)

@@ -59,12 +59,10 @@ def batch(
     loaded = [[_load(p, image_format, max_pixels) for p in given] for given, _ in queries]
     spans = [[span for _, span in images] for images in loaded]
     taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
-    sequences = [
-        image_placeholders.expand(
-            _ids(of_prompt, prompt, tokenizer, instruction), tokenizer.image_id, of_prompt, taps
-        )
-        for (_, prompt), of_prompt in zip(queries, spans, strict=True)
-    ]
+    sequences = []
+    for (_, prompt), of_prompt in zip(queries, spans, strict=True):
+        ids = _ids(of_prompt, prompt, tokenizer, instruction)
+        sequences.append(image_placeholders.expand(ids, tokenizer.image_id, of_prompt, taps))
     tiles = [[tile for pixels, _ in images for tile in pixels] for images in loaded]
     shards = batch_shards(model.mesh)
     B = -(-len(sequences) // shards) * shards

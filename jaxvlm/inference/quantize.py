@@ -28,9 +28,9 @@ def ranges_of(parts: Iterable[np.ndarray]) -> np.ndarray:
         count += len(part)
         if len(part):
             least, most = part.min(axis=0), part.max(axis=0)
-            low, high = (
-                (least, most) if low is None else (np.minimum(low, least), np.maximum(high, most))
-            )
+            if low is not None:
+                least, most = np.minimum(low, least), np.maximum(high, most)
+            low, high = least, most
     if low is None or count < 2:
         raise ConfigError(
             f"int8: the ranges of dims can't be computed from {count} "
@@ -85,9 +85,8 @@ def dequantized(x: np.ndarray, kind: str, ranges: np.ndarray | None = None) -> n
     codes = quantize(x, kind, ranges)
     if kind == "int8" and ranges is not None:
         low, step = _steps(ranges)
-        code = np.minimum(
-            codes.astype(np.float32) + 128, 254
-        )  # only the maximum itself has code 255
+        # Only the maximum itself has code 255.
+        code = np.minimum(codes.astype(np.float32) + 128, 254)
         return np.minimum(low + (code + 0.5) * step, ranges[1]).astype(np.float32)
     packed = codes.view(np.uint8) ^ np.uint8(0 if kind == "ubinary" else 0x80)
     bits = np.unpackbits(packed, axis=-1)

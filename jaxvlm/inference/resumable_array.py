@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import ConfigError
+from jaxvlm.inference.embedding_files import write_atomically
 
 _IDENTITY = "made_from.json"
 
@@ -65,10 +66,8 @@ class ResumableArray:
         """Writes part ``number`` atomically; call :meth:`begin` first."""
         if not (self.folder / _IDENTITY).is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write_atomically(
-                self.folder / _IDENTITY,
-                (json.dumps(self._identity, indent=2) + "\n").encode(),
-            )
+            text = json.dumps(self._identity, indent=2) + "\n"
+            write_atomically(self.folder / _IDENTITY, lambda file: file.write(text.encode()))
         partial = self._file(number).with_suffix(".tmp")
         with partial.open("wb") as file:
             np.save(file, np.ascontiguousarray(rows, np.float32))
@@ -107,9 +106,3 @@ class ResumableArray:
             return self._part(number).shape == (rows.stop - rows.start, self.shape[1])
         except (OSError, ValueError):  # missing or truncated
             return False
-
-
-def _write_atomically(path: pathlib.Path, data: bytes) -> None:
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_bytes(data)
-    partial.replace(path)

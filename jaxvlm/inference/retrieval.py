@@ -140,9 +140,8 @@ def evaluate(
             pathlib.Path(prediction_grid),
             settings.cosine,
         )
-    return RetrievalReport(
-        metrics, (settings.dims, quantized_precisions(precisions)), time.monotonic() - begun
-    )
+    variants = (settings.dims, quantized_precisions(precisions))
+    return RetrievalReport(metrics, variants, time.monotonic() - begun)
 
 
 def measure(
@@ -222,7 +221,6 @@ def retrieval_grid(
 
 
 def _grid_item(item: Item) -> GridItem:
-    in_archive = webdataset.is_member(item.image)
-    return GridItem(
-        item.words, io.BytesIO(webdataset.read(item.image)) if in_archive else item.image
-    )
+    if webdataset.is_member(item.image):
+        return GridItem(item.words, io.BytesIO(webdataset.read(item.image)))
+    return GridItem(item.words, item.image)

@@ -41,7 +41,7 @@ from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.nn.norm import unit
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.process import keep_freed_memory, use_compile_cache
+from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import replicated
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.types import Batch, Params
@@ -180,14 +180,7 @@ class VLM:
             raise ConfigError(f"dims={dims}: the model's embeddings have {self.width}")
         if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
             raise ConfigError("this model computes an embedding per token, not one per item")
-        batch = prompts.batch(
-            queries,
-            self.model,
-            self.tokenizer,
-            self.image_format,
-            self.config.data.max_pixels,
-            instruction,
-        )
+        batch = self._batch(queries, instruction)
         return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
 
     def _texts(
@@ -208,9 +201,7 @@ class VLM:
             )
         self._check_answers()
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
-        batch = prompts.batch(
-            queries, self.model, self.tokenizer, self.image_format, self.config.data.max_pixels
-        )
+        batch = self._batch(queries)
         capacity = -(-max_new_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         state = self._prefill(self.params, batch, settings, capacity, jax.random.key(seed))
         new: list[list[int]] = [[] for _ in queries]
@@ -221,6 +212,12 @@ class VLM:
             yield [self._text(row[:max_new_tokens]) for row in new]
             if np.asarray(done):
                 return
+
+    def _batch(
+        self, queries: Sequence[tuple[Sequence[ImageLike], str]], instruction: str | None = None
+    ) -> Batch:
+        how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
+        return prompts.batch(queries, *how, instruction)
 
     def _check_answers(self) -> None:
         if trains_embeddings(self.config):
@@ -341,8 +338,7 @@ def load(
         if trains_embeddings(config) and config.embedder == "dual":
             return _load_run_encoder(config, workdir, which, mesh, dtype)
         source = pretrained.find_for(config.model, workdir)
-    keep_freed_memory()
-    use_compile_cache(config.compile_cache)
+    set_up_process(config.compile_cache)
     saved = None if hugging_face else workdir / "tokenizer"
     tokenizer = make_tokenizer(config, saved, tuple, source)
     if source is not None:
@@ -377,14 +373,12 @@ def _load_run_encoder(
     config: Config, workdir: pathlib.Path, which: str, mesh: Any, dtype: str
 ) -> encoder.Encoder:
     """Loads the dual encoder of a run."""
-    keep_freed_memory()
-    use_compile_cache(config.compile_cache)
+    set_up_process(config.compile_cache)
     loaded = dual_encoder.make_dual_encoder(config, workdir, tuple)
     settings = dataclasses.replace(loaded.config, dtype=dtype or loaded.config.dtype)
     model = build_model(settings, make_mesh(mesh or MeshConfig()))
     choice = (config.checkpoint.metric, config.checkpoint.mode)
     params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
     config = dataclasses.replace(config, dual=settings)
-    return encoder.Encoder(
-        loaded.source, model, params, loaded.tokenizer, loaded.image_processor, config
-    )
+    inputs = (loaded.tokenizer, loaded.image_processor)
+    return encoder.Encoder(loaded.source, model, params, *inputs, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,14 @@ from jax.sharding import Mesh
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.losses.positives import index_positives, num_examples
 from jaxvlm.losses.rank_statistics import RankStatistics
-from jaxvlm.losses.similarity import check_similarity, factor_of, own, prepared, tile_size
+from jaxvlm.losses.similarity import (
+    PairLoss,
+    check_similarity,
+    factor_of,
+    own,
+    prepared,
+    tile_size,
+)
 from jaxvlm.losses.softmax import DIRECTIONS, SideMetadata, Softmax
 from jaxvlm.parallel.all_pairs import PairSide, all_pairs
 from jaxvlm.types import Embeddings, Pairs, Sums
@@ -24,7 +30,7 @@ MASKS = ("none", "absolute", "relative")
 
 
 @dataclasses.dataclass(frozen=True)
-class InfoNCE:
+class InfoNCE(PairLoss):
     """Cross-entropy of a query's positive among documents; the mean over queries.
 
     With ``l(x, y) = similarity(x, y) / temperature``, documents ``d_jk`` of example j (k = 0 is its
@@ -120,14 +126,6 @@ class InfoNCE:
             return {}
         return {"head/scale": (-math.inf, math.log(self.max_scale))}
 
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
-
-    def weights(self, batch: Pairs) -> dict[str, Any]:
-        """Return the number of examples."""
-        return {"loss": num_examples(batch)}
-
     def __call__(self, out: Embeddings, batch: Pairs) -> Sums:
         """Return sums over ``batch``, and retrieval metrics.
 
@@ -154,9 +152,8 @@ class InfoNCE:
         return Sums({"loss": jnp.sum(result["loss"])}, metrics)
 
     def _check(self, embeddings: Embeddings) -> None:
-        if embeddings.query_mask is not None and (
-            odd := set(self.directions) & set(DIRECTIONS[2:])
-        ):
+        odd = set(self.directions) & set(DIRECTIONS[2:])
+        if embeddings.query_mask is not None and odd:
             raise ConfigError(
                 f"directions: {odd.pop()!r} needs one embedding for each query and document; "
                 "MaxSim, with one for each token, compares queries with documents only"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.losses.positives import num_examples
-from jaxvlm.losses.similarity import check_similarity, own, prepared
+from jaxvlm.losses.similarity import PairLoss, check_similarity, own, prepared
 from jaxvlm.types import Embeddings, Pairs, Sums
 
 DISTANCES = ("cosine", "euclidean")
@@ -24,7 +23,7 @@ _NEVER = float(np.finfo(np.float32).min) / 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Triplet:
+class Triplet(PairLoss):
     """``max(0, distance(q, positive) - distance(q, negative) + margin)``, the mean over negatives.
 
     Args:
@@ -42,10 +41,6 @@ class Triplet:
         check_choice("distance", self.distance, DISTANCES)
         if self.margin < 0:
             raise ConfigError(f"margin={self.margin} must be 0 or more")
-
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
 
     def weights(self, batch: Pairs) -> dict[str, Any]:
         """Return the number of negatives."""
@@ -77,17 +72,13 @@ class Triplet:
 
 
 @dataclasses.dataclass(frozen=True)
-class CosineRegression:
+class CosineRegression(PairLoss):
     """``(cosine(q, d) - teacher)^2``, the mean over all documents of all examples.
 
     Source: Sentence-BERT, arXiv 1908.10084, section 3; sentence-transformers' CosineSimilarityLoss.
     """
 
     additive: bool = dataclasses.field(default=True, init=False)
-
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
 
     def weights(self, batch: Pairs) -> dict[str, Any]:
         """Return the number of documents."""
@@ -101,7 +92,7 @@ class CosineRegression:
 
 
 @dataclasses.dataclass(frozen=True)
-class CoSENT:
+class CoSENT(PairLoss):
     """``log(1 + sum exp(scale (s_i - s_j)))`` over all i, j where the teacher ranks j higher.
 
     i and j are pairs of a query and one of its documents, s their cosine: every pair of the batch
@@ -119,10 +110,6 @@ class CoSENT:
     def __post_init__(self) -> None:
         if self.scale <= 0:
             raise ConfigError(f"scale={self.scale} must be above 0")
-
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
 
     def weights(self, batch: Pairs) -> dict[str, Any]:
         """Return 1: the loss is one logarithm over the whole batch."""
@@ -144,7 +131,7 @@ class CoSENT:
 
 
 @dataclasses.dataclass(frozen=True)
-class MarginMSE:
+class MarginMSE(PairLoss):
     """``((s_positive - s_negative) - (t_positive - t_negative))^2``, the mean over negatives.
 
     Args:
@@ -159,10 +146,6 @@ class MarginMSE:
     def __post_init__(self) -> None:
         check_similarity(self.similarity)
 
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
-
     def weights(self, batch: Pairs) -> dict[str, Any]:
         """Return the number of negatives."""
         return {"loss": jnp.sum(_negatives(batch, "MarginMSE"), dtype=jnp.float32)}
@@ -176,7 +159,7 @@ class MarginMSE:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distill:
+class Distill(PairLoss):
     """``T^2 KL(softmax(teacher / teacher_T) || softmax(s / T))`` over an example's documents.
 
     The mean over examples; s are similarities of a query with its own documents.
@@ -199,14 +182,6 @@ class Distill:
         for field in ("temperature", "teacher_temperature"):
             if not 0 < getattr(self, field) < math.inf:
                 raise ConfigError(f"{field}={getattr(self, field)} must be above 0")
-
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
-
-    def weights(self, batch: Pairs) -> dict[str, Any]:
-        """Return the number of examples."""
-        return {"loss": num_examples(batch)}
 
     def __call__(self, out: Embeddings, batch: Pairs) -> Sums:
         """Return sums over ``batch``, and ``agreement``: how often both rank the same one first."""

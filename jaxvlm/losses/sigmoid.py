@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +18,20 @@ from jaxvlm.losses.positives import (
     same_example,
 )
 from jaxvlm.losses.rank_statistics import RankStatistics
-from jaxvlm.losses.similarity import check_similarity, crossed, factor_of, prepared, tile_size
-from jaxvlm.parallel.all_pairs import PairSide, all_pairs
+from jaxvlm.losses.similarity import (
+    PairLoss,
+    check_similarity,
+    crossed,
+    factor_of,
+    prepared,
+    tile_size,
+)
+from jaxvlm.parallel.all_pairs import PairSide, PairSides, all_pairs
 from jaxvlm.types import Embeddings, Pairs, Sums
 
 
 @dataclasses.dataclass(frozen=True)
-class Sigmoid:
+class Sigmoid(PairLoss):
     """``-log sigmoid(z (e^scale similarity + bias))`` of all pairs, over the number of queries.
 
     z is 1 for a query's positives, including those of its group, and -1 for all other documents of
@@ -50,14 +56,6 @@ class Sigmoid:
         check_similarity(self.similarity)
         if self.tile_size < 0:
             raise ConfigError(f"tile_size={self.tile_size} must be 0 or more")
-
-    def coefficients(self) -> Mapping[str, float]:
-        """Return one term with factor 1."""
-        return {"loss": 1.0}
-
-    def weights(self, batch: Pairs) -> dict[str, Any]:
-        """Return the number of queries."""
-        return {"loss": num_examples(batch)}
 
     def __call__(self, out: Embeddings, batch: Pairs) -> Sums:
         """Return sums over ``batch``, and retrieval metrics.
@@ -109,20 +107,16 @@ class _SigmoidTile(NamedTuple):
         count = len(rows.metadata.keys.number)
         return jnp.zeros((count,), jnp.float32), RankStatistics.start(count)
 
-    def tile(self, rows: PairSide, columns: PairSide, shared: PairSide) -> jax.Array:
+    def tile(self, sides: PairSides) -> jax.Array:
         """Return logits f32[r, c, K]."""
-        factor, bias = shared.embeddings
-        masks = rows.metadata.mask, columns.metadata.mask
-        return factor * crossed(rows.embeddings, masks[0], columns.embeddings, masks[1]) + bias
+        (query, row), (document, column), ((factor, bias), _) = sides
+        return factor * crossed(query, row.mask, document, column.mask) + bias
 
-    def add(
-        self, carry: Any, tile: Any, rows: PairSide, columns: PairSide, shared: PairSide
-    ) -> Any:
+    def add(self, carry: Any, tile: Any, sides: PairSides) -> Any:
         loss, ranks = carry
-        negative, positive = candidates(rows.metadata.keys, columns.metadata.keys, shared.metadata)
-        ranks = ranks.add(
-            tile, negative, positive, same_example(rows.metadata.keys, columns.metadata.keys)
-        )
+        (rows, _), (columns, _), index = (side.metadata for side in sides)
+        negative, positive = candidates(rows, columns, index)
+        ranks = ranks.add(tile, negative, positive, same_example(rows, columns))
         each = jax.nn.softplus(jnp.where(positive, -tile, tile))
         return loss + jnp.sum(jnp.where(negative | positive, each, 0.0), axis=(1, 2)), ranks
 
@@ -130,17 +124,10 @@ class _SigmoidTile(NamedTuple):
         loss, ranks = carry
         return ranks.result(loss, rows.metadata.keys.valid[:, 0])
 
-    def slope(
-        self,
-        carry: Any,
-        d_result: Any,
-        tile: Any,
-        rows: PairSide,
-        columns: PairSide,
-        shared: PairSide,
-    ) -> jax.Array:
-        negative, positive = candidates(rows.metadata.keys, columns.metadata.keys, shared.metadata)
+    def slope(self, carry: Any, d_result: Any, tile: Any, sides: PairSides) -> jax.Array:
+        (rows, _), (columns, _), index = (side.metadata for side in sides)
+        negative, positive = candidates(rows, columns, index)
         # The derivative of softplus, in the form that is exact for small values of each sign.
         d = jnp.where(positive, -jax.nn.sigmoid(-tile), jax.nn.sigmoid(tile))
-        valid = rows.metadata.keys.valid[:, :1, None]
+        valid = rows.valid[:, :1, None]
         return jnp.where((negative | positive) & valid, d * d_result["loss"][:, None, None], 0.0)

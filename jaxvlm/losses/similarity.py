@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,11 +10,24 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.losses.maxsim import maxsim
+from jaxvlm.losses.positives import num_examples
 from jaxvlm.types import Embeddings, Pairs
 
 SIMILARITIES = ("cosine", "dot")
 _TILE = 4 * 2**20
 """Most products of embeddings in a tile of automatic size: 16 MiB of float32."""
+
+
+class PairLoss:
+    """Methods of ``types.Loss`` that most losses over pairs share."""
+
+    def coefficients(self) -> Mapping[str, float]:
+        """Return one term with factor 1."""
+        return {"loss": 1.0}
+
+    def weights(self, batch: Pairs) -> dict[str, Any]:
+        """Return the number of queries."""
+        return {"loss": num_examples(batch)}
 
 
 def check_similarity(similarity: str) -> None:

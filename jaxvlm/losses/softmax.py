@@ -18,7 +18,7 @@ from jaxvlm.losses.positives import (
 )
 from jaxvlm.losses.rank_statistics import RankStatistics
 from jaxvlm.losses.similarity import crossed
-from jaxvlm.parallel.all_pairs import PairSide
+from jaxvlm.parallel.all_pairs import PairSide, PairSides
 
 DIRECTIONS = (
     "query_to_document",
@@ -72,9 +72,9 @@ class Softmax:
         part = _Part(jnp.full_like(zero, -jnp.inf), zero, zero, zero)
         return (part,) * len(self.parts), RankStatistics.start(len(zero))
 
-    def tile(self, rows: PairSide, columns: PairSide, shared: PairSide) -> dict[str, jax.Array]:
+    def tile(self, sides: PairSides) -> dict[str, jax.Array]:
         """Return direction -> logits f32[r, c, K or 1]."""
-        mine, some, a, b = rows.embeddings, columns.embeddings, rows.metadata, columns.metadata
+        (mine, a), (some, b), (factor, _) = sides
         logits = {}
         for direction in (d for part in self.parts for d in part):
             if direction == "query_to_document":
@@ -87,17 +87,15 @@ class Softmax:
                 x = crossed(mine["query"], None, some["query"][:, None], None)
             else:
                 x = crossed(mine["document"], None, some["document"], None)
-            logits[direction] = shared.embeddings * x
+            logits[direction] = factor * x
         return logits
 
-    def add(
-        self, carry: Any, tile: Any, rows: PairSide, columns: PairSide, shared: PairSide
-    ) -> Any:
+    def add(self, carry: Any, tile: Any, sides: PairSides) -> Any:
         """Add a tile's columns to the softmaxes of their directions."""
         parts, ranks = carry
-        roles = _roles(tile, rows.metadata, columns.metadata, shared.metadata)
+        roles = _roles(tile, sides)
         logits, (negative, positive) = tile["query_to_document"], roles["query_to_document"]
-        same = same_example(rows.metadata.keys, columns.metadata.keys)
+        same = same_example(sides.rows.metadata.keys, sides.columns.metadata.keys)
         ranks = ranks.add(logits, negative, positive, same)
         new = []
         for directions, part in zip(self.parts, parts, strict=True):
@@ -112,18 +110,10 @@ class Softmax:
         losses = [part.log() - part.positive * part.of_positive() for part in parts]
         return ranks.result(sum(losses) / len(parts), rows.metadata.keys.valid[:, 0])
 
-    def slope(
-        self,
-        carry: Any,
-        d_result: Any,
-        tile: Any,
-        rows: PairSide,
-        columns: PairSide,
-        shared: PairSide,
-    ) -> dict[str, jax.Array]:
+    def slope(self, carry: Any, d_result: Any, tile: Any, sides: PairSides) -> dict[str, jax.Array]:
         """Return the gradient of each logit: its softmax weight, less a positive's weight."""
-        roles = _roles(tile, rows.metadata, columns.metadata, shared.metadata)
-        d_loss = jnp.where(rows.metadata.keys.valid[:, 0], d_result["loss"], 0.0) / len(self.parts)
+        roles, valid = _roles(tile, sides), sides.rows.metadata.keys.valid[:, 0]
+        d_loss = jnp.where(valid, d_result["loss"], 0.0) / len(self.parts)
         slopes = {}
         for directions, part in zip(self.parts, carry[0], strict=True):
             log, share = part.log()[:, None, None], part.of_positive()[:, None, None]
@@ -155,9 +145,10 @@ def _more(
 
 
 def _roles(
-    tile: Mapping[str, jax.Array], rows: SideMetadata, columns: SideMetadata, index: Any
+    tile: Mapping[str, jax.Array], sides: PairSides
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """Return direction -> (negative, positive), bool of the logits' shape; the rest is ignored."""
+    rows, columns, index = (side.metadata for side in sides)
     a, b = rows.keys, columns.keys
     others, positive = candidates(a, b, index)
     none = jnp.zeros((), bool)

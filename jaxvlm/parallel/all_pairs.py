@@ -32,6 +32,14 @@ class PairSide(NamedTuple):
     """Trees of arrays without gradients: keys, masks, thresholds."""
 
 
+class PairSides(NamedTuple):
+    """What a tile of pairs is computed from."""
+
+    rows: PairSide
+    columns: PairSide
+    shared: PairSide
+
+
 @runtime_checkable
 class PairTile(Protocol):
     """A reduction over all columns for each row.
@@ -44,13 +52,11 @@ class PairTile(Protocol):
         """Return the initial carry over columns, a tree [r, ...]."""
         ...
 
-    def tile(self, rows: PairSide, columns: PairSide, shared: PairSide) -> Any:
+    def tile(self, sides: PairSides) -> Any:
         """Return the differentiable part of a tile, a tree [r, c, ...], from ``embeddings``."""
         ...
 
-    def add(
-        self, carry: Any, tile: Any, rows: PairSide, columns: PairSide, shared: PairSide
-    ) -> Any:
+    def add(self, carry: Any, tile: Any, sides: PairSides) -> Any:
         """Add the tile's columns to ``carry``; columns may come in any order."""
         ...
 
@@ -58,15 +64,7 @@ class PairTile(Protocol):
         """Return the result, a tree [r, ...]."""
         ...
 
-    def slope(
-        self,
-        carry: Any,
-        d_result: Any,
-        tile: Any,
-        rows: PairSide,
-        columns: PairSide,
-        shared: PairSide,
-    ) -> Any:
+    def slope(self, carry: Any, d_result: Any, tile: Any, sides: PairSides) -> Any:
         """Return the cotangent of ``tile``, from the final carry and the result's cotangent."""
         ...
 
@@ -142,8 +140,8 @@ def _forward(plan: _Plan, rows: PairSide, columns: PairSide, shared: PairSide) -
     def by_columns(carry: Any, some: PairSide) -> tuple[Any, None]:
         def by_rows(_: None, x: Any) -> tuple[None, Any]:
             carry, mine = x
-            tile = reduction.tile(mine, some, shared)
-            return None, reduction.add(carry, tile, mine, some, shared)
+            sides = PairSides(mine, some, shared)
+            return None, reduction.add(carry, reduction.tile(sides), sides)
 
         return jax.lax.scan(by_rows, None, (carry, cut_rows))[1], None
 
@@ -164,16 +162,14 @@ def _backward(plan: _Plan, kept: Any, d_result: Any) -> tuple[PairSide, PairSide
     d_result = _cut(d_result, plan.chunk)
 
     def tile_gradient(mine: PairSide, some: PairSide, carry: Any, d: Any) -> Any:
-        def tile(a: Any, b: Any, c: Any) -> Any:
-            sides = (
-                PairSide(a, mine.metadata),
-                PairSide(b, some.metadata),
-                PairSide(c, shared.metadata),
-            )
-            return reduction.tile(*sides)
+        sides = PairSides(mine, some, shared)
 
-        value, back = jax.vjp(tile, mine.embeddings, some.embeddings, shared.embeddings)
-        return back(reduction.slope(carry, d, value, mine, some, shared))
+        def tile(*embeddings: Any) -> Any:
+            given = (s._replace(embeddings=x) for s, x in zip(sides, embeddings, strict=True))
+            return reduction.tile(PairSides(*given))
+
+        value, back = jax.vjp(tile, *(side.embeddings for side in sides))
+        return back(reduction.slope(carry, d, value, sides))
 
     def by_columns(carried: Any, x: tuple[PairSide, Any]) -> tuple[Any, Any]:
         (d_rows, d_shared), (some, d_some) = carried, x
@@ -192,9 +188,8 @@ def _backward(plan: _Plan, kept: Any, d_result: Any) -> tuple[PairSide, PairSide
         return (carried, _pass_on(plan, (travelling[0], d_columns))), None
 
     cut_columns = _cut(columns, plan.chunk)
-    nothing = jax.tree.map(
-        jnp.zeros_like, (cut_rows.embeddings, shared.embeddings, cut_columns.embeddings)
-    )
+    embeddings = (cut_rows.embeddings, shared.embeddings, cut_columns.embeddings)
+    nothing = jax.tree.map(jnp.zeros_like, embeddings)
     start = (nothing[:2], (cut_columns, nothing[2]))
     ((d_rows, d_shared), home), _ = jax.lax.scan(by_device, start, None, length=plan.ring)
     d_rows, d_columns = _joined(d_rows, rows), _joined(home[1], columns)
