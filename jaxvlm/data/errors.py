@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from jaxvlm.config import DataConfig
+
+_log = logging.getLogger("jaxvlm.data")
 
 
 class DataError(ValueError):
@@ -57,3 +64,38 @@ def enforce(
             f" data.max_skip_fraction={max_skip_fraction:.1%}: {first}."
             " `jaxvlm data check` lists them"
         )
+
+
+class SkippedRecords:
+    """Records that a run skips because an image failed, each counted once; for several threads.
+
+    Args:
+        name: name of the data, for messages.
+        problems: records that are skipped from the start.
+        total: number of all records, good and bad.
+        config: settings of how many records may be skipped.
+    """
+
+    def __init__(self, name: str, problems: list[Problem], total: int, config: DataConfig):
+        self._name, self._problems, self._total, self._config = name, problems, total, config
+        self._by_record: dict[int, Problem] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, record: int) -> bool:
+        return record in self._by_record
+
+    def problems(self) -> list[Problem]:
+        """List the records skipped so far, on this process."""
+        with self._lock:
+            return list(self._by_record.values())
+
+    def add(self, failed: Mapping[int, Problem]) -> None:
+        """Add records (index -> problem); raises DataError if too many are skipped."""
+        with self._lock:
+            for record, problem in failed.items():
+                if self._by_record.setdefault(record, problem) is problem:
+                    _log.warning("%s: skipped: %s", self._name, problem)
+        skipped, config = self.problems(), self._config
+        enforce(skipped, self._total, config.on_bad_record, 1.0, self._name)
+        known = [*self._problems, *skipped]
+        enforce(known, self._total, "skip", config.max_skip_fraction, self._name)

@@ -9,8 +9,10 @@ import numpy as np
 
 from jaxvlm.data.conversations.packing import Pieces
 from jaxvlm.data.conversations.tokenize import Corpus
+from jaxvlm.data.image_inputs import ImageInput
 from jaxvlm.data.image_placeholders import Expanded, sources
 from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.page_allocation import TokenShape
 from jaxvlm.types import Batch, Span
 
 
@@ -192,37 +194,63 @@ def collate_images(
     return {"patches": patches, "grid": grid}
 
 
-def collate_tokens(
-    tokens: Sequence[np.ndarray | None],
+def collate_inputs(
+    inputs: Sequence[ImageInput],
     places: Places,
-    shape: tuple[int, ...],
-    num_slots: int,
-    dtype: Any,
-    grid: np.ndarray | None = None,
+    shape: tuple[int, int],
+    size: int,
+    patching: Patching | None,
+    max_patches: int,
+    cached: tuple[TokenShape, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Collate cached visual tokens into the batch fields that hold them.
+    """Collate tiles that come as pixels or as cached visual tokens into the batch's fields.
 
     Args:
-        tokens: [P, D] of each tile; ``None`` for a tile that comes as pixels.
-        places: slot of each tile.
-        shape: shape of ``Batch.features``.
-        num_slots: I, image slots of a sequence.
-        dtype: dtype of the tokens.
-        grid: ``Batch.grid``; needed for packed patches.
+        inputs: the tiles.
+        places: slot of each tile, see :func:`collate_images`.
+        shape: (B, I).
+        size: see ``collate_images``.
+        patching: see ``collate_images``.
+        max_patches: see ``collate_images``.
+        cached: width and dtype of cached visual tokens, and their number for a tile (0: one for
+            each patch of an image of any size); ``None`` if all tiles come as pixels.
 
     Returns:
-        ``stored`` and ``is_stored``.
+        ``image_key``, the fields of ``collate_images``, and with ``cached`` those of the tokens.
     """
-    stored, is_stored = np.zeros(shape, dtype), np.zeros((shape[0], num_slots), bool)
-    for tile, row, slot in zip(tokens, places.row.tolist(), places.slot.tolist(), strict=True):
-        if tile is None:
+    key = np.zeros((*shape, 4), np.uint32)
+    if inputs:
+        key[places.row, places.slot] = [tile.key for tile in inputs]
+    # The grid of an image whose cached feature is one embedding is not read.
+    grids = [tile.grid or (0, 0, 0) for tile in inputs]
+    pixels = [tile.pixels for tile in inputs]
+    fields = collate_images(pixels, places, shape, size, patching, max_patches, grids)
+    fields["image_key"] = key
+    if cached:
+        token_shape, tokens = cached
+        own_shape = (*shape, tokens) if tokens else (shape[0], max_patches)
+        stored = np.zeros((*own_shape, token_shape.width), token_shape.dtype)
+        fields |= _cached_tokens(inputs, places, stored, np.zeros(shape, bool), fields.get("grid"))
+    return fields
+
+
+def _cached_tokens(
+    inputs: Sequence[ImageInput],
+    places: Places,
+    stored: np.ndarray,
+    is_stored: np.ndarray,
+    grid: np.ndarray | None,
+) -> dict[str, np.ndarray]:
+    """Copy cached visual tokens into the fields ``stored`` and ``is_stored``, given as zeros."""
+    for tile, row, slot in zip(inputs, places.row.tolist(), places.slot.tolist(), strict=True):
+        if tile.tokens is None:
             continue
         is_stored[row, slot] = True
         if stored.ndim == 4 or grid is None:
-            stored[row, slot] = tile
+            stored[row, slot] = tile.tokens
         else:
             first = int(grid[row, :slot].prod(axis=1).sum())
-            stored[row, first : first + len(tile)] = tile
+            stored[row, first : first + len(tile.tokens)] = tile.tokens
     return {"stored": stored, "is_stored": is_stored}
 
 

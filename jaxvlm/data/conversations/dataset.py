@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +11,9 @@ import numpy as np
 from jaxvlm.config import DataConfig
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import packing, tokenize
-from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_images, collate_tokens
+from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
 from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder, sequences
-from jaxvlm.data.errors import DataError, ImageError, Problem, enforce
+from jaxvlm.data.errors import DataError, ImageError, Problem, SkippedRecords, enforce
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -27,7 +25,6 @@ from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
 
 _AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
-_log = logging.getLogger("jaxvlm.data")
 
 
 class ModelInputs(NamedTuple):
@@ -79,15 +76,11 @@ class Dataset:
         self.problems = bad + too_long
         enforce(self.problems, self.total, "skip", config.max_skip_fraction, name)
         if not len(pieces.num_tokens):
-            raise DataError(
-                f"{name}: no usable record is left; `jaxvlm data check` lists the reasons"
-            )
+            reasons = "`jaxvlm data check` lists the reasons"
+            raise DataError(f"{name}: no usable record is left; {reasons}")
         different = {id(span): span for span in corpus.spans}.values()
-        if (config.flip or config.max_shift) and any(len(s.starts) > 1 for s in different):
-            raise DataError(
-                f"{name}: data.flip and data.max_shift would augment each tile of an image "
-                "separately; set --config.data.flip=False --config.data.max_shift=0"
-            )
+        tiles_of_image = max((len(span.starts) for span in different), default=1)
+        image_files.refuse_augmented_tiles(name, config, tiles_of_image)
         self.corpus, self.pieces = corpus, pieces
         image_cache = image_files.ImageCache(
             settings.prepare, config.max_pixels, config.image_cache_mb
@@ -97,8 +90,7 @@ class Dataset:
         self._taps = image_placeholders.max_taps(different)
         tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
         self._density = float(np.max(tiles / corpus.length, initial=0.0))
-        self._skipped: dict[int, Problem] = {}  # by record, at run time
-        self._lock = threading.Lock()
+        self._skipped = SkippedRecords(name, self.problems, self.total, config)
         self._order: SequenceOrder | None = None
         self._pages: PageAllocation | None = None
         self._written_pages: WrittenPages | None = None
@@ -161,8 +153,7 @@ class Dataset:
     @property
     def skipped(self) -> list[Problem]:
         """Records skipped at run time because an image failed, so far and on this process."""
-        with self._lock:
-            return list(self._skipped.values())
+        return self._skipped.problems()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -210,14 +201,10 @@ class Dataset:
         def revalidate(step: int, loaded: tuple[Batch, tuple[Meta, int]]) -> tuple[Batch, Meta]:
             """Load a prefetched batch again if the cache pages that it relies on were evicted."""
             batch, (meta, generation) = loaded
-            if (
-                written is None
-                or generation == written.generation
-                or batch.in_pages is None
-                or not batch.in_pages.any()
-            ):
-                return batch, meta
-            return revalidate(step, load(step))
+            evicted = written is not None and generation != written.generation
+            if evicted and batch.in_pages is not None and batch.in_pages.any():
+                return revalidate(step, load(step))
+            return batch, meta
 
         source = prefetch(load, start_step, 2**31 - 1, config)
         return TrainBatches(source, start_step, self.fingerprint(), revalidate)
@@ -245,10 +232,8 @@ class Dataset:
         """
         corpus, pieces = self._subset(num_records)
         other = self._other_images() if shuffled_images else None
-        packed = [
-            PackedSequence(chosen)
-            for chosen in sequences(np.arange(len(pieces.num_tokens)), pieces, self.config)
-        ]
+        every_piece = np.arange(len(pieces.num_tokens))
+        packed = [PackedSequence(own) for own in sequences(every_piece, pieces, self.config)]
         steps = -(-len(packed) // batch_size)
         packed += [EMPTY] * (steps * batch_size - len(packed))
         local = [int(row) for row in local_rows]
@@ -272,17 +257,12 @@ class Dataset:
             *("buckets", "virtual_shards", "flip", "max_shift"),
         ]
         picked = {f"data.{name}": config[name] for name in names}
-        picked |= {
-            "images": settings.prepare.fingerprint,
-            "seed": settings.seed,
-            "image_size": settings.image_size,
-        }
-        picked |= {"visual_mask": settings.visual_mask, "records": len(self.corpus.first)}
+        picked |= {"images": settings.prepare.fingerprint, "seed": settings.seed}
+        picked |= {"image_size": settings.image_size, "visual_mask": settings.visual_mask}
+        picked["records"] = len(self.corpus.first)
         if settings.patching:
-            picked |= {
-                "data.max_patches_per_sequence": config["max_patches_per_sequence"],
-                "patches": self._max_patches,
-            }
+            picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
+            picked["patches"] = self._max_patches
         return picked | {"content": self._digest}
 
     def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:
@@ -369,12 +349,11 @@ class Dataset:
         batch = batch._replace(example_id=(example_id % 2**31).astype(np.int32))
         if layout.max_images:
             slots_shape, settings = (len(chosen), layout.max_images), self.settings
-            image_key = np.zeros((*slots_shape, 4), np.uint32)
-            if inputs:
-                image_key[places.row, places.slot] = [v.key for v in inputs]
-            rest = (settings.image_size, settings.patching, shape[1], [v.grid for v in inputs])
-            fields = collate_images([v.pixels for v in inputs], places, slots_shape, *rest)
-            batch = batch._replace(image_key=image_key, **fields)
+            cached = None
+            if slots and slots.given:
+                cached = slots.given, 0 if settings.patching else slots.windows[-1]
+            rest = (settings.image_size, settings.patching, shape[1], cached)
+            batch = batch._replace(**collate_inputs(inputs, places, slots_shape, *rest))
             if slots:
                 image_pages = np.full((*slots_shape, slots.per_tile), -1, np.int32)
                 if pages:
@@ -382,14 +361,6 @@ class Dataset:
                 in_pages = np.zeros(slots_shape, bool)
                 in_pages[places.row, places.slot] = [v.in_pages for v in inputs]
                 batch = batch._replace(image_pages=image_pages, in_pages=in_pages)
-            if slots and slots.given:
-                size = (shape[1],) if settings.patching else (slots_shape[1], slots.windows[-1])
-                full_shape = (slots_shape[0], *size, slots.given.width)
-                tokens = [v.tokens for v in inputs]
-                fields = collate_tokens(
-                    tokens, places, full_shape, slots_shape[1], slots.given.dtype, batch.grid
-                )
-                batch = batch._replace(**fields)
         return batch, meta
 
     def _inputs_of(
@@ -428,15 +399,11 @@ class Dataset:
     ) -> None:
         """Count a piece whose image failed, once, and stop the run if too many have."""
         lost = pieces.record[pieces.start[piece] : pieces.start[piece + 1]]
-        with self._lock:
-            for record in lost[lost >= 0].tolist():
-                problem = Problem(self._record_id(corpus, record), reason)
-                if self._skipped.setdefault(int(corpus.source[record]), problem) is problem:
-                    _log.warning("%s: skipped: %s", self.name, problem)
-        failed = self.skipped
-        enforce(failed, self.total, self.config.on_bad_record, 1.0, self.name)
-        enforce(
-            self.problems + failed, self.total, "skip", self.config.max_skip_fraction, self.name
+        self._skipped.add(
+            {
+                int(corpus.source[record]): Problem(self._record_id(corpus, record), reason)
+                for record in lost[lost >= 0].tolist()
+            }
         )
 
     def usable(self) -> list[int]:

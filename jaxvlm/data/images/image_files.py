@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import UInt8, UInt32
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from jaxvlm.data.errors import ImageError
+from jaxvlm.config import DataConfig
+from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import webdataset
 from jaxvlm.types import Span
@@ -193,6 +194,15 @@ def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:
     mirrored = int(rng.integers(2)) if flip else 0
     down, right = (int(i) for i in rng.integers(-shift, shift + 1, 2)) if shift else (0, 0)
     return (mirrored, down, right) if mirrored or down or right else ()
+
+
+def refuse_augmented_tiles(name: str, config: DataConfig, tiles: int) -> None:
+    """Refuse to augment images of data ``name`` that are cut into up to ``tiles`` tiles."""
+    if (config.flip or config.max_shift) and tiles > 1:
+        raise DataError(
+            f"{name}: data.flip and data.max_shift would augment each tile of an image "
+            "separately; set --config.data.flip=False --config.data.max_shift=0"
+        )
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

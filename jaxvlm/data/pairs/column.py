@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.collate import Places, PromptShape, collate_images, collate_tokens
+from jaxvlm.data.conversations.collate import Places, PromptShape, collate_inputs
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs
 from jaxvlm.data.images import image_files
@@ -143,9 +143,7 @@ class Column:
                 continue
             try:
                 image = int(self.encoded.image[item])
-                cached = (
-                    pass_ is not None and not draw and not self.image_inputs.audits(image, pass_)
-                )
+                cached = not (draw or pass_ is None or self.image_inputs.audits(image, pass_))
                 tiles = self.image_inputs.get(image, draw(row) if draw else (), use_cached=cached)
                 self._check(tiles)
                 inputs[row] = tiles
@@ -181,19 +179,5 @@ class Column:
         counts = [len(tiles) for tiles in inputs.values()]
         row = np.repeat(np.asarray(list(inputs), np.int64), counts)
         slot = np.concatenate([np.zeros(0, np.int64), *map(np.arange, counts)]).astype(np.int64)
-        places = Places(row, slot)
-        key = np.zeros((*slots_shape, 4), np.uint32)
-        if flat:
-            key[row, slot] = [tile.key for tile in flat]
-        # The grid of an image whose cached feature is one embedding is not read.
-        grids = [tile.grid or (0, 0, 0) for tile in flat]
-        rest = (self.size, self.patching, patches, grids)
-        fields = collate_images([tile.pixels for tile in flat], places, slots_shape, *rest)
-        if token_shape:
-            kind, tokens = token_shape
-            size = (slots_shape[1], tokens) if tokens else (patches,)
-            shape = (slots_shape[0], *size, kind.width)
-            cached = [tile.tokens for tile in flat]
-            grid = fields.get("grid")
-            fields |= collate_tokens(cached, places, shape, slots_shape[1], kind.dtype, grid)
-        return batch._replace(image_key=key, **fields)
+        rest = (self.size, self.patching, patches, token_shape)
+        return batch._replace(**collate_inputs(flat, Places(row, slot), slots_shape, *rest))

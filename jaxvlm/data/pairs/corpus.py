@@ -147,9 +147,8 @@ def make_corpus(
         refused += [Problem(example.id, *reason)] if reason else []
     enforce(refused, total, config.on_bad_record, config.max_skip_fraction, name)
     if not kept:
-        raise DataError(
-            f"{name}: no usable example is left; {refused[0] if refused else 'the data has none'}"
-        )
+        first = refused[0] if refused else "the data has none"
+        raise DataError(f"{name}: no usable example is left; {first}")
     return _build(name, kept, refused, config, collators, tables, encoded, scored)
 
 
@@ -228,11 +227,7 @@ def _build(
     for side, collator in zip(used, collators, strict=True):
         own = collate_items.take(encoded[side], [tables[side][item] for item in used[side]])
         columns[side] = Column(side, list(used[side]), own, collator, memory[side], config.buckets)
-        if (config.flip or config.max_shift) and columns[side].images > 1:
-            raise DataError(
-                f"{name}: data.flip and data.max_shift would augment each tile of an image "
-                "separately; set --config.data.flip=False --config.data.max_shift=0"
-            )
+        image_files.refuse_augmented_tiles(name, config, columns[side].images)
     lists = [[used["document"][item] for _, item in _items(e)[1:]] for e in examples]
     count = [len(documents) for documents in lists]
     flat = itertools.chain.from_iterable
@@ -273,11 +268,8 @@ def _without_known_positives(name: str, examples: list[Example], scored: bool) -
             positives_of[example.query.content].add(example.positive.content)
     out, dropped = [], 0
     for example in examples:
-        good = [
-            i
-            for i, item in enumerate(example.negatives)
-            if item.content not in positives_of[example.query.content]
-        ]
+        known = positives_of[example.query.content]
+        good = [i for i, item in enumerate(example.negatives) if item.content not in known]
         if len(good) < len(example.negatives):
             dropped += len(example.negatives) - len(good)
             scores = example.scores and (example.scores[0], *(example.scores[i + 1] for i in good))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxvlm.config import ConfigError, DataConfig, refuse_unread
-from jaxvlm.data.errors import DataError, Problem, enforce
+from jaxvlm.data.errors import DataError, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import Lookup, Tag
 from jaxvlm.data.images import image_files
 from jaxvlm.data.page_allocation import NoPages, TokenShape, windows_of
@@ -35,7 +33,6 @@ _OF_CONVERSATIONS = (
 )
 """Data settings that are not read for pairs."""
 _AUGMENT, _NEGATIVES = 0x9A6, 0x9E6  # tags of random streams
-_log = logging.getLogger("jaxvlm.data")
 
 
 class PairMeta(NamedTuple):
@@ -81,8 +78,7 @@ class PairDataset:
         self.truncated = corpus.truncated
         self.total = len(corpus.examples) + len(corpus.problems)
         self.queries, self.documents = corpus.queries, corpus.documents
-        self._skipped: dict[int, Problem] = {}  # by example, at run time
-        self._lock = threading.Lock()
+        self._skipped = SkippedRecords(name, self.problems, self.total, config)
         self._sampler: Sampler | None = None
 
     @classmethod
@@ -161,9 +157,8 @@ class PairDataset:
         own, other = self.queries.collator.prepare, self.documents.collator.prepare
         # Called only if there are images; both columns share the cached tokens of an image.
         assert own is not None and other is not None
-        assert own.fingerprint == other.fingerprint, (
-            "queries and documents must preprocess images in the same way"
-        )
+        text = "queries and documents must preprocess images in the same way"
+        assert own.fingerprint == other.fingerprint, text
         return own
 
     def allocate_tokens(self, tokens: int, token_shape: TokenShape) -> NoPages:
@@ -182,15 +177,12 @@ class PairDataset:
         """
         columns = [column for column in (self.queries, self.documents) if column.images]
         if not columns:
-            raise DataError(
-                f"{self.name}: the data has no image, so config.cache has nothing to cache; leave "
-                "it out"
-            )
+            text = "the data has no image, so config.cache has nothing to cache; leave it out"
+            raise DataError(f"{self.name}: {text}")
         for column in columns:
             column.allocate_tokens(token_shape, tokens)
-        padded_count = (
-            None if tokens or columns[0].patching is None else columns[0].patching.padded_count
-        )
+        patching = columns[0].patching
+        padded_count = patching.padded_count if patching and not tokens else None
         largest = tokens or max(int(column.patches.max()) for column in columns)
         return NoPages(windows_of(largest, padded_count))
 
@@ -209,8 +201,7 @@ class PairDataset:
     @property
     def skipped(self) -> list[Problem]:
         """Examples skipped at run time because an image failed, so far and on this process."""
-        with self._lock:
-            return list(self._skipped.values())
+        return self._skipped.problems()
 
     def train(self, local_rows: np.ndarray, start_step: int = 0) -> TrainBatches:
         """Iterate over training batches endlessly, prefetched by threads.
@@ -266,7 +257,7 @@ class PairDataset:
             batch, failed = column.load(which.tolist(), column.fit(every))
             for row, reason in failed.items():
                 owner = self.corpus.owner(side, int(which[row]))
-                self._skip(owner, Problem(self.examples[owner].id, reason))
+                self._skip(owner, reason)
             which[list(failed)] = -1
             return which.astype(np.int32), batch
 
@@ -330,11 +321,11 @@ class PairDataset:
         valid = document >= 0
         for row, reason in bad.items():
             valid[row] = False
-            self._skip(int(example[row]), Problem(self.examples[example[row]].id, reason))
+            self._skip(int(example[row]), reason)
         for place, reason in worse.items():
             row, column = divmod(place, K)
             valid[row, column if column else slice(None)] = False
-            self._skip(int(example[row]), Problem(self.examples[example[row]].id, reason))
+            self._skip(int(example[row]), reason)
         used = np.where(valid, document, -1)
         pairs = Pairs(
             query=queries,
@@ -362,14 +353,9 @@ class PairDataset:
 
         return draw
 
-    def _skip(self, example: int, problem: Problem) -> None:
+    def _skip(self, example: int, reason: str) -> None:
         """Count an example whose image failed, once, and stop the run if too many have."""
-        with self._lock:
-            if self._skipped.setdefault(example, problem) is problem:
-                _log.warning("%s: skipped: %s", self.name, problem)
-        failed, config = self.skipped, self.config
-        enforce(failed, self.total, config.on_bad_record, 1.0, self.name)
-        enforce([*self.problems, *failed], self.total, "skip", config.max_skip_fraction, self.name)
+        self._skipped.add({example: Problem(self.examples[example].id, reason)})
 
 
 def _validate(config: DataConfig) -> None:
