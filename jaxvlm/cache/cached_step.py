@@ -179,10 +179,8 @@ class CachedStep(NamedTuple):
             return Read(params, frozen, batch, lambda grads: grads)
         cache = state if self.pages else None
         if cache is not None:
-            shards = batch_shards(self.encode.mesh)
-            image_pages = renumber_pages(
-                batch.image_pages, self.pages, cache.pages.shape[0], shards
-            )
+            shards, now = batch_shards(self.encode.mesh), cache.pages.shape[0]
+            image_pages = renumber_pages(batch.image_pages, self.pages, now, shards)
             batch = batch._replace(image_pages=image_pages)
         trained, rest = split_vision(params)
         frozen_vision, others = split_vision(frozen)
@@ -195,32 +193,18 @@ class CachedStep(NamedTuple):
 
         tokens, vjp = jax.vjp(features, trained)
         without = batch._replace(**dict.fromkeys(_OF_IMAGES))
-        looked_up = (batch, seen, tokens)
+        looked_up, in_order = (batch, seen, tokens), self.layout.from_cache(tokens)
+        metrics = metrics_of([looked_up], self.encode.policy.max_staleness)
         if not trained:
-            without = without._replace(features=self.layout.from_cache(tokens))
-            return Read(
-                rest,
-                others,
-                without,
-                lambda grads: grads,
-                looked_up,
-                metrics_of([looked_up], self.encode.policy.max_staleness),
-            )
+            without = without._replace(features=in_order)
+            return Read(rest, others, without, lambda grads: grads, looked_up, metrics)
 
         def back(grads: Params) -> Params:
             others = {path: g for path, g in grads.items() if path != FEATURES}
             back = self.layout.to_cache(grads[FEATURES])
             return {**others, **vjp(self.encode.reweighted(seen, back))[0]}
 
-        params = {**rest, FEATURES: self.layout.from_cache(tokens)}
-        return Read(
-            params,
-            others,
-            without,
-            back,
-            looked_up,
-            metrics_of([looked_up], self.encode.policy.max_staleness),
-        )
+        return Read({**rest, FEATURES: in_order}, others, without, back, looked_up, metrics)
 
     def write(
         self, state: Any, read: Read, grads: Params, ok: jax.Array
@@ -239,9 +223,8 @@ class CachedStep(NamedTuple):
                 if self.learns:
                     shown = (seen.stale | seen.cached) & self.encode.policy.by_importance
                     given = TrainableTokens(tokens, seen.encoded & ok, shown & ok, age)
-                metrics[TOKENS] = jax.lax.with_sharding_constraint(
-                    given, batch_sharding(self.encode.mesh)
-                )
+                sharding = batch_sharding(self.encode.mesh)
+                metrics[TOKENS] = jax.lax.with_sharding_constraint(given, sharding)
         return advance(state, ok & self.learns), metrics
 
 

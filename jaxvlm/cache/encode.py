@@ -319,11 +319,8 @@ class EncodeStep:
         Returns:
             [B, Q, D].
         """
-        width = fresh[0].shape[-1]
-        if not self._is_packed(batch):
-            length = seen.size.shape[1] * self.windows[-1]
-        else:
-            length = batch.patches.shape[1]
+        width, packed = fresh[0].shape[-1], self._is_packed(batch)
+        length = batch.patches.shape[1] if packed else seen.size.shape[1] * self.windows[-1]
 
         def read_pages(image: Any, token: Any, pages: Any = None, at: Any = None) -> jax.Array:
             if pages is None:
@@ -335,9 +332,7 @@ class EncodeStep:
             index = jax.lax.optimization_barrier(local_index(page, pages) * PAGE + token % PAGE)
             return jax.lax.stop_gradient(pages).reshape(-1, width)[index]
 
-        def local(
-            fresh: Any, start: Any, seen: LookupResult, pages: Any, stored_tokens: Any
-        ) -> Any:
+        def local(fresh: Any, start: Any, seen: LookupResult, pages: Any, given: Any) -> Any:
             inside = image_membership(seen, length)
             image, is_token = jnp.argmax(inside, axis=-1), jnp.any(inside, axis=-1)
 
@@ -349,8 +344,8 @@ class EncodeStep:
 
             def read(fresh: Any) -> Any:
                 old = read_pages(image, token, *pages)
-                if stored_tokens:
-                    stored, is_stored = stored_tokens
+                if given:
+                    stored, is_stored = given
                     stored = stored.reshape(old.shape).astype(old.dtype)
                     old = jnp.where(of_image(is_stored)[..., None], stored, old)
                 return jnp.where((is_token & ~stale)[..., None], old, 0)

@@ -72,10 +72,8 @@ def with_stored_tokens(
     version_at, *others = batch.stored_age
     lag = version - version_at
     is_known = batch.is_stored & (lag >= 0)  # never negative; guards the read
-    return tuple(
-        jnp.where(is_known, new, old)
-        for new, old in zip((True, lag, *others), in_pages, strict=True)
-    )
+    pairs = zip((True, lag, *others), in_pages, strict=True)
+    return tuple(jnp.where(is_known, new, old) for new, old in pairs)
 
 
 def pages_used(pages: jax.Array, size: jax.Array) -> jax.Array:

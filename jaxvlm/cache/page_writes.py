@@ -64,10 +64,8 @@ class PageWrites(NamedTuple):
         new_pages, change = self._write_pages(state, seen, pages, rows, ok)
         if batch.stored_age is not None:
             before = batch.stored.reshape(rows.shape).astype(jnp.float32)
-            difference = self._norms(seen, rows - before) / jnp.maximum(
-                self._norms(seen, before), 1e-15
-            )
-            change = jnp.where(batch.is_stored, difference, change)
+            norm = jnp.maximum(self._norms(seen, before), 1e-15)
+            change = jnp.where(batch.is_stored, self._norms(seen, rows - before) / norm, change)
         state = state._replace(pages=new_pages)
         recomputed = seen.stale & seen.cached
         refresh_at, drift = jnp.zeros_like(seen.size), seen.drift
@@ -120,20 +118,16 @@ class PageWrites(NamedTuple):
         def local(old: Any, at: Any, seen: LookupResult, rows: Any, ok: Any) -> Any:
             def write(carry: Any) -> Any:
                 is_needed, old, _ = carry
-                tokens = slice_images(rows, seen, at.shape[2] * PAGE).reshape(
-                    *at.shape, *old.shape[1:]
-                )
+                tokens = slice_images(rows, seen, at.shape[2] * PAGE)
+                tokens = tokens.reshape(*at.shape, *old.shape[1:])
                 used = pages_used(at, seen.size)[..., None, None]
                 before = jnp.where(used, old[local_index(at, old)], 0).astype(jnp.float32)
                 difference = jnp.sum((tokens - before) ** 2, axis=(2, 3, 4))
                 norm = jnp.maximum(jnp.sum(before**2, (2, 3, 4)), 1e-30)
                 indices = self._page_indices(at, seen.size, seen.encoded & ok, old)
                 new = tokens.reshape(-1, *old.shape[1:]).astype(old.dtype)
-                return (
-                    jnp.zeros_like(is_needed),
-                    _scatter(old, indices, new),
-                    jnp.sqrt(difference / norm),
-                )
+                written = _scatter(old, indices, new)
+                return jnp.zeros_like(is_needed), written, jnp.sqrt(difference / norm)
 
             # A loop of one iteration or none: XLA updates the pages of a loop in place, but copies
             # those of a conditional.

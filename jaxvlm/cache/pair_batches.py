@@ -85,9 +85,8 @@ def make_pair_cache(
     layout = settings.token_layout(config, model.config)
     # Tokens are an output without a policy too, and dropped then, so that a run with the cache is
     # compared with the same compiled program.
-    cached = _PairCachedStep(
-        CachedStep(images, learns=False, outputs_tokens=True, pages=0, layout=layout)
-    )
+    rows = CachedStep(images, learns=False, outputs_tokens=True, pages=0, layout=layout)
+    cached = _PairCachedStep(rows)
     return Cache(read=cached.read, write=cached.write, outputs_tokens=True)
 
 

@@ -61,9 +61,8 @@ class Policy:
         """
         if not self.drift_threshold:
             return jnp.full_like(drift, NEVER, jnp.int32)
-        updates = self.drift_threshold / jnp.maximum(
-            drift, self.drift_threshold / (self.max_staleness + 1)
-        )
+        least = self.drift_threshold / (self.max_staleness + 1)
+        updates = self.drift_threshold / jnp.maximum(drift, least)
         return version + jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(updates, 1)))).astype(jnp.int32)
 
     def draw(
@@ -145,9 +144,8 @@ def draw_step(
     """
     start = jax.random.uniform(jax.random.key(seed))
     # Computed with numbers below 1, so that rounding loses no step in a long run.
-    phase = jnp.mod(
-        jnp.mod(number, 1 << 12) * share + (number >> 12) * ((share * (1 << 12)) % 1), 1
-    )
+    low, high = jnp.mod(number, 1 << 12), number >> 12
+    phase = jnp.mod(low * share + high * ((share * (1 << 12)) % 1), 1)
     drawn = jnp.mod(phase + start, 1) + share >= 1
     return allowed & drawn, jnp.where(allowed, share, 0.0)
 

@@ -230,9 +230,8 @@ def _remove(path: pathlib.Path) -> None:
     listing = segment_files.list_folder(path)
     for file in [*listing.segments, *listing.temporary]:
         file.unlink(missing_ok=True)
-    (path / segment_files.IDENTITY).unlink(
-        missing_ok=True
-    )  # last: it proves that the others are the store's
+    # Last: it proves that the others are the store's.
+    (path / segment_files.IDENTITY).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         path.rmdir()
 

@@ -193,9 +193,8 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if segment_files.read_identity(self.folder) is None:
-                segment_files.write_whole(
-                    self.folder / segment_files.IDENTITY, self.identity.text.encode()
-                )
+                path = self.folder / segment_files.IDENTITY
+                segment_files.write_whole(path, self.identity.text.encode())
         except OSError as error:
             self._stop_writing(error)
         self._touch()
@@ -252,9 +251,8 @@ class Store:
             size = sum(tokens.nbytes for tokens in rows.values())
             try:
                 coded = {key: codecs.encode(tokens, self.codec) for key, tokens in rows.items()}
-                segment = segment_files.write_segment(
-                    self.folder, self.identity.digest, coded, size
-                )
+                digest = self.identity.digest
+                segment = segment_files.write_segment(self.folder, digest, coded, size)
             except Exception as error:  # whatever it is, training goes on
                 self._stop_writing(error)
                 return
@@ -292,10 +290,10 @@ class Store:
             self._changed.notify_all()
         why = f"visual tokens can't be written ({segment_files.reason(error)})"
         space = f"Free disk space ({self._prune})" if self._prune else "Free disk space"
-        advice = f"{space} or make the folder writable"
-        self._say(
-            self.folder, f"{why}; the run goes on and reads existing tokens. {advice}", "write"
+        text = (
+            f"{why}; the run goes on and reads existing tokens. {space} or make the folder writable"
         )
+        self._say(self.folder, text, "write")
 
     def _not_written(self, count: str, why: str) -> None:
         with self._changed:
