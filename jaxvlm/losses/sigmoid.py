@@ -10,13 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
-from jaxvlm.losses.positives import (
-    ExampleKeys,
-    candidates,
-    index_positives,
-    num_examples,
-    same_example,
-)
+from jaxvlm.losses import positives
 from jaxvlm.losses.rank_statistics import RankStatistics
 from jaxvlm.losses.similarity import (
     PairLoss,
@@ -74,7 +68,7 @@ class Sigmoid(PairLoss):
             )
         embeddings = prepared(out, batch, self.similarity)
         factor, bias = factor_of(out, 0.0, 0.0), jnp.asarray(out.bias, jnp.float32)
-        keys, index = index_positives(batch)
+        keys, index = positives.index_positives(batch)
         result = all_pairs(
             _SigmoidTile(),
             PairSide(embeddings.query, _KeysAndMask(keys, embeddings.query_mask)),
@@ -83,7 +77,7 @@ class Sigmoid(PairLoss):
             tile_size(embeddings, self.tile_size),
             self.mesh,
         )
-        count = num_examples(batch)
+        count = positives.num_examples(batch)
         similarity = (jnp.sum(result["own"]) - count * bias) / factor
         one = jnp.float32(1)
         metrics = {
@@ -96,7 +90,7 @@ class Sigmoid(PairLoss):
 
 
 class _KeysAndMask(NamedTuple):
-    keys: ExampleKeys
+    keys: positives.ExampleKeys
     mask: Any
 
 
@@ -115,8 +109,8 @@ class _SigmoidTile(NamedTuple):
     def add(self, carry: Any, tile: Any, sides: PairSides) -> Any:
         loss, ranks = carry
         (rows, _), (columns, _), index = (side.metadata for side in sides)
-        negative, positive = candidates(rows, columns, index)
-        ranks = ranks.add(tile, negative, positive, same_example(rows, columns))
+        negative, positive = positives.candidates(rows, columns, index)
+        ranks = ranks.add(tile, negative, positive, positives.same_example(rows, columns))
         each = jax.nn.softplus(jnp.where(positive, -tile, tile))
         return loss + jnp.sum(jnp.where(negative | positive, each, 0.0), axis=(1, 2)), ranks
 
@@ -126,7 +120,7 @@ class _SigmoidTile(NamedTuple):
 
     def slope(self, carry: Any, d_result: Any, tile: Any, sides: PairSides) -> jax.Array:
         (rows, _), (columns, _), index = (side.metadata for side in sides)
-        negative, positive = candidates(rows, columns, index)
+        negative, positive = positives.candidates(rows, columns, index)
         # The derivative of softplus, in the form that is exact for small values of each sign.
         d = jnp.where(positive, -jax.nn.sigmoid(-tile), jax.nn.sigmoid(tile))
         valid = rows.valid[:, :1, None]

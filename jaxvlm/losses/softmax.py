@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.losses.positives import (
-    ExampleKeys,
-    candidates,
-    is_known_positive,
-    same_example,
-    same_group,
-)
+from jaxvlm.losses import positives
 from jaxvlm.losses.rank_statistics import RankStatistics
 from jaxvlm.losses.similarity import crossed
 from jaxvlm.parallel.all_pairs import PairSide, PairSides
@@ -32,7 +26,7 @@ DIRECTIONS = (
 class SideMetadata(NamedTuple):
     """Keys and masks of rows, whose document is their positive, or of columns."""
 
-    keys: ExampleKeys
+    keys: positives.ExampleKeys
     query_mask: Any
     """bool[r, T]: True for tokens with an embedding; ``None``: one embedding for each query."""
     document_mask: Any
@@ -95,7 +89,7 @@ class Softmax:
         parts, ranks = carry
         roles = _roles(tile, sides)
         logits, (negative, positive) = tile["query_to_document"], roles["query_to_document"]
-        same = same_example(sides.rows.metadata.keys, sides.columns.metadata.keys)
+        same = positives.same_example(sides.rows.metadata.keys, sides.columns.metadata.keys)
         ranks = ranks.add(logits, negative, positive, same)
         new = []
         for directions, part in zip(self.parts, parts, strict=True):
@@ -150,19 +144,19 @@ def _roles(
     """Return direction -> (negative, positive), bool of the logits' shape; the rest is ignored."""
     rows, columns, index = (side.metadata for side in sides)
     a, b = rows.keys, columns.keys
-    others, positive = candidates(a, b, index)
+    others, positive = positives.candidates(a, b, index)
     none = jnp.zeros((), bool)
-    both, together = (a.valid[:, :1] & b.valid[:, 0]), same_group(a, b)
+    both, together = (a.valid[:, :1] & b.valid[:, 0]), positives.same_group(a, b)
     roles = {"query_to_document": (others, positive)}
     if "document_to_query" in tile:
         groups = None if a.groups is None else a.groups[:, :1]
         first = a._replace(document_key=a.document_key[:, :1], groups=groups)
-        known = jnp.swapaxes(is_known_positive(b, first, index), 0, 1)
+        known = jnp.swapaxes(positives.is_known_positive(b, first, index), 0, 1)
         roles["document_to_query"] = (both[..., None] & ~known, together[..., None])
     if "query_to_query" in tile:
         same = together | (a.query_key[:, None] == b.query_key)
         roles["query_to_query"] = ((both & ~same)[..., None], none)
     if "document_to_document" in tile:
-        roles["document_to_document"] = (others & ~same_example(a, b)[..., None], none)
+        roles["document_to_document"] = (others & ~positives.same_example(a, b)[..., None], none)
     under = {name: logits <= rows.limit[:, None, None] for name, logits in tile.items()}
     return {name: (negative & under[name], yes) for name, (negative, yes) in roles.items()}

@@ -6,14 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import VisionConfig
-from jaxvlm.hf.families.config_reader import (
-    METADATA,
-    ConfigFields,
-    FeatureLayers,
-    block_sizes,
-    read,
-    square,
-)
+from jaxvlm.hf.families import config_reader
+from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers
 from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -38,7 +32,8 @@ _FIELDS = ConfigFields(
         "add_cross_attention": (False,),
         "pruned_heads": ({},),
     },
-    METADATA | {"tie_word_embeddings"} | {"vocab_size"},  # of a text tower that the model lacks
+    # The vocabulary is of a text tower that the model lacks.
+    config_reader.METADATA | {"tie_word_embeddings", "vocab_size"},
 )
 DEFAULTS = _FIELDS.reads
 """Default values of the fields that are read."""
@@ -55,15 +50,15 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
     Raises:
         ConfigError: an unknown field, or a value that this family does not support.
     """
-    vision = read(group, _FIELDS, where)
+    vision = config_reader.read(group, _FIELDS, where)
     layers = take.layers(vision["num_hidden_layers"]) or (-1,)  # the norm is the pooled token's
-    size = square(vision["image_size"], where + "image_size")
-    patch = square(vision["patch_size"], where + "patch_size")
+    size = config_reader.square(vision["image_size"], where + "image_size")
+    patch = config_reader.square(vision["patch_size"], where + "patch_size")
     return VisionConfig(
         image_size=size,
         patch_size=patch,
         crop_rest=size % patch > 0,
-        **block_sizes(vision, where),
+        **config_reader.block_sizes(vision, where),
         class_token=True,
         keep_class_token=take.whole,
         patch_bias=False,

@@ -11,14 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ConfigError, ModelConfig
-from jaxvlm.hf.families import common, connectors, siglip
-from jaxvlm.hf.families.config_reader import (
-    METADATA,
-    ConfigFields,
-    FeatureLayers,
-    image_token_id,
-    read,
-)
+from jaxvlm.hf.families import common, config_reader, connectors, siglip
+from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers
 from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import ChatStyle, Span, TileGrid
@@ -31,7 +25,7 @@ _FIELDS = ConfigFields(
         "tie_word_embeddings": True,
     },
     {"model_type": ("gemma3",)},
-    METADATA | {"boi_token_index", "eoi_token_index"},
+    config_reader.METADATA | {"boi_token_index", "eoi_token_index"},
 )
 
 
@@ -45,7 +39,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         ConfigError: an unknown field, or a value that this family does not support.
     """
     where = "config.json: "
-    top = read(hf_config, _FIELDS, where)
+    top = config_reader.read(hf_config, _FIELDS, where)
     tower = top["vision_config"] or {}
     vision = siglip.vision_from_hf(tower, FeatureLayers(), where + "vision_config.")
     tied = bool(top["tie_word_embeddings"])
@@ -82,7 +76,7 @@ def span(
     grid: TileGrid = common.whole,
 ) -> Callable[[int, int], Span]:
     """Return spans of ``mm_tokens_per_image`` tokens, then pan-and-scan crops between texts."""
-    image_id, count = image_token_id(hf_config), num_visual_tokens(config)
+    image_id, count = config_reader.image_token_id(hf_config), num_visual_tokens(config)
 
     @functools.cache
     def of(crops: int) -> Span:

@@ -10,14 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
-from jaxvlm.hf.families import common, connectors, siglip
-from jaxvlm.hf.families.config_reader import (
-    METADATA,
-    ConfigFields,
-    FeatureLayers,
-    image_token_id,
-    read,
-)
+from jaxvlm.hf.families import common, config_reader, connectors, siglip
+from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers
 from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Span, TileGrid
@@ -30,7 +24,7 @@ _FIELDS = ConfigFields(
         "tie_word_embeddings": False,
     },
     {"model_type": ("idefics3", "smolvlm")},
-    METADATA | {"_pad_token_id", "vocab_size"},
+    config_reader.METADATA | {"_pad_token_id", "vocab_size"},
 )
 
 _MARK = "<fake_token_around_image>"
@@ -46,7 +40,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         ConfigError: an unknown field, or a value that this family does not support.
     """
     where = "config.json: "
-    top = read(hf_config, _FIELDS, where)
+    top = config_reader.read(hf_config, _FIELDS, where)
     vision = {"model_type": "idefics3_vision", **(top["vision_config"] or {})}
     return ModelConfig(
         vision=siglip.vision_from_hf(vision, FeatureLayers(), where + "vision_config."),
@@ -76,7 +70,7 @@ def span(
     grid: TileGrid = common.whole,
 ) -> Callable[[int, int], Span]:
     """Return spans of tiles by rows, each after its row and column, then the downscaled image."""
-    image_id, count = image_token_id(hf_config), num_visual_tokens(config)
+    image_id, count = config_reader.image_token_id(hf_config), num_visual_tokens(config)
 
     @functools.cache
     def of(rows: int, columns: int) -> Span:

@@ -10,14 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ModelConfig
-from jaxvlm.hf.families import common, connectors, internvit
-from jaxvlm.hf.families.config_reader import (
-    ConfigFields,
-    FeatureLayers,
-    activation,
-    image_token_id,
-    read,
-)
+from jaxvlm.hf.families import common, config_reader, connectors, internvit
+from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers
 from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import ChatStyle, Span, TileGrid
@@ -46,9 +40,9 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         ConfigError: an unknown field, or a value that this family does not support.
     """
     where = "config.json: "
-    top = read(hf_config, _FIELDS, where)
+    top = config_reader.read(hf_config, _FIELDS, where)
     take = FeatureLayers(top["vision_feature_layer"])
-    act = activation(top["projector_hidden_act"], where + "projector_hidden_act")
+    act = config_reader.activation(top["projector_hidden_act"], where + "projector_hidden_act")
     return ModelConfig(
         vision=internvit.vision_from_hf(top["vision_config"] or {}, take, where + "vision_config."),
         connector=connectors.shuffled_mlp(top["downsample_ratio"], act),
@@ -76,7 +70,7 @@ def span(
     grid: TileGrid = common.whole,
 ) -> Callable[[int, int], Span]:
     """Return spans of consecutive tiles, with the downscaled image last."""
-    image_id, count = image_token_id(hf_config), num_visual_tokens(config)
+    image_id, count = config_reader.image_token_id(hf_config), num_visual_tokens(config)
 
     @functools.cache
     def of(tiles: int) -> Span:

@@ -12,15 +12,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, ConnectorConfig, VisionConfig
-from jaxvlm.hf.families import clip
-from jaxvlm.hf.families.config_reader import (
-    METADATA,
-    ConfigFields,
-    activation,
-    read,
-    rope_base,
-    square,
-)
+from jaxvlm.hf.families import clip, config_reader
+from jaxvlm.hf.families.config_reader import ConfigFields
 from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 
@@ -49,7 +42,7 @@ _COMMON = {
     "rope_parameters": None,
 }
 # Fields of old files that transformers does not read; tokens_per_second is for decoder positions.
-_IGNORED = METADATA | {"in_chans", "spatial_patch_size", "tokens_per_second"}
+_IGNORED = config_reader.METADATA | {"in_chans", "spatial_patch_size", "tokens_per_second"}
 _ONLY = {"in_channels": (3,)}
 _MOE = ("qwen3_vl_moe", "qwen3_vl_moe_vision")  # only the decoder has experts
 _TOWERS = {
@@ -110,11 +103,11 @@ def towers_from_hf(
         ConfigError: an unknown field, or a value that this family does not support.
     """
     tower = _TOWERS[family]
-    vision = read(group, tower.fields, where)
+    vision = config_reader.read(group, tower.fields, where)
     if vision[tower.out] != width:
         raise ConfigError(f"{where}{tower.out}={vision[tower.out]} is not the decoder's {width}")
     D, merge = vision[tower.width], vision["spatial_merge_size"]
-    patch = square(vision["patch_size"], where + "patch_size")
+    patch = config_reader.square(vision["patch_size"], where + "patch_size")
     config = VisionConfig(
         image_size=patch * merge,  # there is no position table that would need a size
         patch_size=patch,
@@ -123,16 +116,16 @@ def towers_from_hf(
         num_heads=vision["num_heads"],
         mlp_dim=vision.get("intermediate_size") or int(D * vision["mlp_ratio"]),
         position="none",
-        activation=activation(vision["hidden_act"], where + "hidden_act"),
+        activation=config_reader.activation(vision["hidden_act"], where + "hidden_act"),
         gated=family == "qwen2_5_vl",
         patch_bias=family == "qwen3_vl",
         post_norm=False,
         norm=tower.norm,
         packed=True,
         patch_layout="cthw",
-        frames=square(vision["temporal_patch_size"], where + "temporal_patch_size"),
+        frames=config_reader.square(vision["temporal_patch_size"], where + "temporal_patch_size"),
         merge_block=merge,
-        rope_theta=rope_base(vision["rope_parameters"], where + "rope_parameters"),
+        rope_theta=config_reader.rope_base(vision["rope_parameters"], where + "rope_parameters"),
         pixel_mean=clip.PIXEL_MEAN,
         pixel_std=clip.PIXEL_STD,
     )

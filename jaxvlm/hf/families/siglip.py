@@ -12,15 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvlm.config import ConfigError, VisionConfig
-from jaxvlm.hf.families import clip
-from jaxvlm.hf.families.config_reader import (
-    METADATA,
-    ConfigFields,
-    FeatureLayers,
-    block_sizes,
-    read,
-    square,
-)
+from jaxvlm.hf.families import clip, config_reader
+from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers
 from jaxvlm.hf.families.name_map import Entry, linear_layer, norm_layer
 
 _TOWER = {
@@ -38,7 +31,7 @@ _FIELDS = {
         {**_TOWER, "image_size": 224, "vision_use_head": True},
         _ONLY,
         # Fields of a text tower that the model lacks, and old fields of PaliGemma.
-        METADATA | {"vocab_size", "num_image_tokens", "projector_hidden_act"},
+        config_reader.METADATA | {"vocab_size", "num_image_tokens", "projector_hidden_act"},
     ),
     "siglip2_vision_model": ConfigFields(
         {**_TOWER, "num_patches": 256, "vision_use_head": True}, _ONLY
@@ -48,7 +41,8 @@ _FIELDS = {
         | {"patch_size": 32},
         _ONLY,
         # Sizes that the image processor reads, and a switch that transformers has removed.
-        METADATA | {"size", "max_image_size", "use_base_siglip", "tie_word_embeddings"},
+        config_reader.METADATA
+        | {"size", "max_image_size", "use_base_siglip", "tie_word_embeddings"},
     ),
 }
 _ALSO = {
@@ -78,17 +72,17 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
         known = ", ".join((*_FIELDS, *_ALSO))
         raise ConfigError(f"{where}model_type={kind!r} is not supported here, only {known}")
     fields = {name: value for name, value in group.items() if name != "model_type"}
-    vision = read(fields, _FIELDS[kind], where)
+    vision = config_reader.read(fields, _FIELDS[kind], where)
     if take.layer is not None and not take.whole:
         raise ConfigError(
             "config.json: vision_feature_select_strategy='default' would drop a patch of a vision "
             "encoder without a class token; only 'full' is supported"
         )
     layers = take.layers(vision["num_hidden_layers"])
-    patch = square(vision["patch_size"], where + "patch_size")
+    patch = config_reader.square(vision["patch_size"], where + "patch_size")
     tower = VisionConfig(
         patch_size=patch,
-        **block_sizes(vision, where),
+        **config_reader.block_sizes(vision, where),
         feature_layer=layers[0] if layers else -1,
         feature_layers=layers if len(layers) > 1 else (),
         final_norm=not layers,  # hidden states are taken before it
@@ -97,7 +91,7 @@ def vision_from_hf(group: Mapping[str, Any], take: FeatureLayers, where: str) ->
     )
     if kind == "siglip2_vision_model":
         return _any_size(tower, vision["num_patches"], where)
-    size = square(vision["image_size"], where + "image_size")
+    size = config_reader.square(vision["image_size"], where + "image_size")
     if kind == "idefics3_vision" and size // patch in _MISPLACED:
         raise ConfigError(f"{where}image_size={size} with patches of {patch} is not supported")
     return dataclasses.replace(tower, image_size=size, crop_rest=size % patch > 0)
