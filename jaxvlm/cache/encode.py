@@ -108,9 +108,8 @@ class EncodeStep:
             drawn, chance = drawn.reshape(size.shape), chance.reshape(size.shape)
             stale, weight = stale | drawn, jnp.where(drawn, 1 / chance, 1)
         seen = LookupResult(first, size, stale, cached, lag, drift, weight)
-        seen = (
-            self._refresh_early(seen) if policy.prefetch_staleness < policy.max_staleness else seen
-        )
+        if policy.prefetch_staleness < policy.max_staleness:
+            seen = self._refresh_early(seen)
         return seen if batch.in_pages is None else seen._replace(lost=seen.stale & batch.in_pages)
 
     def _is_packed(self, batch: Batch) -> bool:

@@ -180,14 +180,12 @@ class PageWrites(NamedTuple):
                 *(_scatter(x, index, y) for x, index, y in zip(others, indices, each)),
             ]
 
-        old = [state.key, state.page_version, state.refresh_at, state.drift, state.grad_norm]
+        fields = ("key", "page_version", "refresh_at", "drift", "grad_norm")
+        old = [getattr(state, name) for name in fields]
         specs = ([ROWS] * 5, ALL, ALL, ROWS, ROWS, ROWS, ROWS)
-        key, version, refresh_at, drift, grad_norm = on_shards(self.mesh, local, specs, [ROWS] * 5)(
-            old, state.version, ok, batch.image_pages, batch.image_key, seen, noted
-        )
-        return state._replace(
-            key=key, page_version=version, refresh_at=refresh_at, drift=drift, grad_norm=grad_norm
-        )
+        run = on_shards(self.mesh, local, specs, [ROWS] * 5)
+        new = run(old, state.version, ok, batch.image_pages, batch.image_key, seen, noted)
+        return state._replace(**dict(zip(fields, new, strict=True)))
 
     def _page_indices(
         self, at: jax.Array, size: jax.Array, chosen: jax.Array, of: jax.Array

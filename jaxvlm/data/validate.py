@@ -60,9 +60,8 @@ class ValidationReport:
         ]
         if self.tokens:
             spread = ", ".join(f"{name} {value}" for name, value in self.tokens.items())
-            out.append(
-                f"tokens per record: {spread}; images per record: at most {self.images_most}"
-            )
+            most = f"images per record: at most {self.images_most}"
+            out.append(f"tokens per record: {spread}; {most}")
         for reason, ids in self.problems.items():
             more = ", ..." if len(ids) > _MAX_LISTED else ""
             out.append(f"{len(ids):>7}  {reason}: {', '.join(ids[:_MAX_LISTED])}{more}")

@@ -167,9 +167,8 @@ def _with_tower_of_run(
     dual = run.dual
     if run.embedder != "dual" or not trains_embeddings(run) or "vision" not in dual.towers:
         raise ConfigError(f"{where}: that run trained no dual encoder with a vision tower")
-    pretrained_tower = dual.checkpoint or (
-        not begun and (folder / tower / pretrained.SAVED).is_dir()
-    )
+    has_saved_tower = (folder / tower / pretrained.SAVED).is_dir()
+    pretrained_tower = dual.checkpoint or (not begun and has_saved_tower)
     if pretrained_tower or (dual.lora.rank and not begun):
         raise ConfigError(
             f"{where}: the run's vision tower started from a checkpoint, or has adapters; only a "
@@ -203,10 +202,9 @@ def _find_source(checkpoint: str, workdir: pathlib.Path | None) -> pretrained.So
 
 def merged(given: DualConfig, checkpoint: DualConfig) -> DualConfig:
     """Combine a checkpoint's dims with a recipe's settings of how the model is computed."""
-    towers = {
-        t: with_tower(getattr(given, t), getattr(checkpoint, t), t) for t in checkpoint.towers
-    }
-    absent = {t: getattr(given, t) for t in _TOWERS if t not in checkpoint.towers}
+    own = checkpoint.towers
+    towers = {t: with_tower(getattr(given, t), getattr(checkpoint, t), t) for t in own}
+    absent = {t: getattr(given, t) for t in _TOWERS if t not in own}
     checkpoint = dataclasses.replace(checkpoint, **towers, **absent)
     given = dataclasses.replace(given, **towers, **absent)
     return merge.merged(given, checkpoint, "config.dual", _RECIPE_FIELDS)

@@ -62,9 +62,8 @@ def _sentences(
     if source.family is not bert:  # inputs and embeddings are transformers'
         sentences.check_whole(modules)
         return config, style
-    module_configs = (
-        pretrained.module_config(source.files, modules, x) for x in ("Pooling", sentences.DENSE)
-    )
+    kinds = ("Pooling", sentences.DENSE)
+    module_configs = (pretrained.module_config(source.files, modules, x) for x in kinds)
     config = sentences.with_modules(config, modules, *module_configs)
     names = ("sentence_bert_config.json", "config_sentence_transformers.json")
     first, whole = (pretrained.optional(source.files / name) for name in names)

@@ -245,10 +245,9 @@ def sharded(shapes: Mapping[str, tuple[int, ...]], dtype: str, most: int) -> Lay
             room = most
         files[-1].append(name)
         room -= size
-    named = [SINGLE] if len(files) == 1 else []
-    named = named or [
-        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
-    ]
+    count = len(files)
+    shards = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    named = [SINGLE] if count == 1 else shards
     return {
         name: Stored(file, dtype, tuple(shapes[name]))
         for file, group in zip(named, files, strict=True)

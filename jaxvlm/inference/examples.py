@@ -58,10 +58,8 @@ def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:
     indices = []
     for e in examples:
         query = queries.setdefault(e.query, len(queries))
-        positive, *negatives = [
-            documents.setdefault(d, len(documents)) for d in (e.positive, *e.negatives)
-        ]
-        indices.append((query, positive, tuple(negatives)))
+        own = [documents.setdefault(d, len(documents)) for d in (e.positive, *e.negatives)]
+        indices.append((query, own[0], tuple(own[1:])))
     for item in more:
         documents.setdefault(item, len(documents))
     by_content: dict[tuple[str, str], list[int]] = {}

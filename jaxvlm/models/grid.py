@@ -79,9 +79,8 @@ def token_index(grid: jax.Array, start: jax.Array, num_tokens: int, block: int) 
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     count = jnp.prod(grid, axis=-1) // block**2
     # An image's tokens are consecutive in both sequences, so one offset per image maps them.
-    distance = jnp.take_along_axis(
-        start - (jnp.cumsum(count, axis=-1) - count), jnp.maximum(image - 1, 0), axis=1
-    )
+    offset = start - (jnp.cumsum(count, axis=-1) - count)
+    distance = jnp.take_along_axis(offset, jnp.maximum(image - 1, 0), axis=1)
     return jnp.where(image > 0, index + distance, _PAST + index)
 
 

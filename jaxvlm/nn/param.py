@@ -102,19 +102,17 @@ def merge(graph: Any, params: Params) -> Any:
 
 def logical_axes(module: nnx.Module) -> dict[str, Logical]:
     """Return ``{path: logical axes}`` of every parameter."""
-    _, state = nnx.split(module)
-    return {
-        "/".join(map(str, p)): leaf.get_metadata("logical") for p, leaf in nnx.to_flat_state(state)
-    }
+    return _metadata(module, "logical")
 
 
 def linear_maps(module: nnx.Module) -> dict[str, int]:
     """Return ``{path: num_in}`` of every linear map that can have adapters; see :func:`param`."""
+    return {path: num_in for path, num_in in _metadata(module, "num_in").items() if num_in}
+
+
+def _metadata(module: nnx.Module, name: str) -> dict[str, Any]:
     _, state = nnx.split(module)
-    every = {
-        "/".join(map(str, p)): leaf.get_metadata("num_in") for p, leaf in nnx.to_flat_state(state)
-    }
-    return {path: num_in for path, num_in in every.items() if num_in}
+    return {"/".join(map(str, p)): x.get_metadata(name) for p, x in nnx.to_flat_state(state)}
 
 
 class Weight:
@@ -162,7 +160,6 @@ def contract(
         return w.contract(x, num_in, split)
     lead, inner, out = x.shape[: x.ndim - num_in], w.shape[:num_in], w.shape[num_in:]
     before = lead if split else (math.prod(lead),)
-    y = x.reshape(*before, math.prod(inner)) @ w.astype(x.dtype).reshape(
-        math.prod(inner), math.prod(out)
-    )
+    matrix = w.astype(x.dtype).reshape(math.prod(inner), math.prod(out))
+    y = x.reshape(*before, math.prod(inner)) @ matrix
     return y.reshape(*lead, *out)

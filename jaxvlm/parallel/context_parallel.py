@@ -22,6 +22,7 @@ HIDDEN = -0.7 * float(np.finfo(np.float32).max)
 """The score of a masked key: finite, so that a query without any key gets no NaN."""
 _QUERY = ("batch", "seq", "heads", "head_dim")
 _KEY = ("batch", "seq", "kv_heads", "head_dim")
+_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class Ring(NamedTuple):
@@ -104,9 +105,7 @@ def _forward(
         new = jnp.maximum(most, jnp.max(score, axis=-1))
         shrink, weight = jnp.exp(most - new), jnp.exp(score - new[..., None])
         total = total * shrink + jnp.sum(weight, axis=-1)
-        more = jnp.einsum(
-            "bkrs,bskh->bkrh", weight.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        more = _einsum("bkrs,bskh->bkrh", weight.astype(v.dtype), v)
         out = out * shrink[..., None] + more
         return (new, total, out, _pass_on(ring, (k, v, of_keys))), None
 
@@ -127,13 +126,11 @@ def _backward(ring: Ring, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
         d_q, (k, v, of_keys, d_k, d_v) = carry
         score, slope = _scores(ring, heads, k, of_queries, of_keys)
         weight = jnp.exp(score - most[..., None]) / total[..., None]
-        d_v += jnp.einsum(
-            "bkrs,bkrh->bskh", weight.astype(v.dtype), d_heads, preferred_element_type=jnp.float32
-        )
-        d_weight = jnp.einsum("bkrh,bskh->bkrs", d_heads, v, preferred_element_type=jnp.float32)
+        d_v += _einsum("bkrs,bkrh->bskh", weight.astype(v.dtype), d_heads)
+        d_weight = _einsum("bkrh,bskh->bkrs", d_heads, v)
         d_score = (weight * (d_weight - delta[..., None]) * slope * ring.factor).astype(k.dtype)
-        d_q += jnp.einsum("bkrs,bskh->bkrh", d_score, k, preferred_element_type=jnp.float32)
-        d_k += jnp.einsum("bkrs,bkrh->bskh", d_score, heads, preferred_element_type=jnp.float32)
+        d_q += _einsum("bkrs,bskh->bkrh", d_score, k)
+        d_k += _einsum("bkrs,bkrh->bskh", d_score, heads)
         return (d_q, _pass_on(ring, (k, v, of_keys, d_k, d_v))), None
 
     nothing = [jnp.zeros(x.shape, jnp.float32) for x in (heads, k, v)]
@@ -151,9 +148,7 @@ def _scores(
     ring: Ring, heads: jax.Array, k: jax.Array, of_queries: Any, of_keys: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Return scores f32[b, K, G * t, s], and their derivatives by the scaled products."""
-    score = ring.factor * jnp.einsum(
-        "bkrh,bskh->bkrs", heads, k, preferred_element_type=jnp.float32
-    )
+    score = ring.factor * _einsum("bkrh,bskh->bkrs", heads, k)
     slope = jnp.ones((), jnp.float32)
     if ring.cap:
         turned = jnp.tanh(score / ring.cap)

@@ -203,10 +203,8 @@ class _QuantizedReduction:
     def reduce_scatter(self, g: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Reduce-scatter along ``cut``: this device's shard of the sum, and its rounding error."""
         n, cut = self.parts, self.cut
-        pieces = g.astype(jnp.float32).reshape(
-            *g.shape[:cut], n, g.shape[cut] // n, *g.shape[cut + 1 :]
-        )
-        pieces = jnp.moveaxis(pieces, cut, 0)
+        shape = (*g.shape[:cut], n, g.shape[cut] // n, *g.shape[cut + 1 :])
+        pieces = jnp.moveaxis(g.astype(jnp.float32).reshape(shape), cut, 0)
         sent = self._quantized(pieces)
         lost = pieces - self._dequantized(sent, pieces.shape)
         lost = jnp.moveaxis(lost, 0, cut).reshape(g.shape)

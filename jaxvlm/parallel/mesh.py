@@ -51,9 +51,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
         return jax.sharding.Mesh(grid, AXES, axis_types=auto)
     if devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(  # follows the physical torus
-            shape, devices, allow_split_physical_axes=True
-        )
+        # It follows the physical torus.
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return jax.sharding.Mesh(grid, AXES, axis_types=auto)
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=auto)
 

@@ -184,9 +184,8 @@ def tile_key(key: UInt32[np.ndarray, "4"], tile: int) -> UInt32[np.ndarray, "4"]
     """Compute the key of an image's tile; that of the first is the image's own."""
     if not tile:
         return key
-    return np.frombuffer(
-        hashlib.blake2b(key.tobytes() + tile.to_bytes(4, "little"), digest_size=16).digest(), "<u4"
-    ).copy()
+    digest = hashlib.blake2b(key.tobytes() + tile.to_bytes(4, "little"), digest_size=16).digest()
+    return np.frombuffer(digest, "<u4").copy()
 
 
 def draw(rng: np.random.Generator, flip: bool, shift: int) -> tuple[int, ...]:

@@ -91,17 +91,14 @@ class PromptCollator(NamedTuple):
 
     def collate(self, items: Encoded, which: Sequence[int], shape: PromptShape) -> Batch:
         """See :class:`Collator`."""
-        prompts: list[image_placeholders.Expanded | None] = []
-        for i in which:
-            if i < 0:
-                prompts.append(None)
-                continue
+        image_id = self.tokenizer.image_id
+
+        def prompt(i: int) -> image_placeholders.Expanded:
             own = [items.spans[items.image[i]]] if items.image[i] >= 0 else []
-            prompts.append(
-                image_placeholders.expand(items.ids(i), self.tokenizer.image_id, own, shape.taps)
-            )
+            return image_placeholders.expand(items.ids(i), image_id, own, shape.taps)
+
         return collate_prompts(
-            prompts,
+            [prompt(i) if i >= 0 else None for i in which],
             shape,
             pad_id=self.tokenizer.pad_id,
             mask=self.visual_mask,

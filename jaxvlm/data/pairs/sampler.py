@@ -201,9 +201,8 @@ def _fill(order: np.ndarray, group: np.ndarray, missing: int, batches: int) -> n
     size = np.bincount(group)[group[order]]
     roomy = order[size < batches]
     first = np.unique(group[roomy], return_index=True)[1]  # one of each group
-    return np.concatenate([roomy[np.sort(first)], np.setdiff1d(roomy, roomy[first]), order])[
-        :missing
-    ]
+    every = [roomy[np.sort(first)], np.setdiff1d(roomy, roomy[first]), order]
+    return np.concatenate(every)[:missing]
 
 
 def _repair(rows: np.ndarray, shared: np.ndarray, rng: np.random.Generator) -> bool:
@@ -245,6 +244,5 @@ def _clashes(batch: np.ndarray, at: int, content: np.ndarray) -> bool:
 def _fits(contents: np.ndarray, one: tuple[int, int], two: tuple[int, int]) -> bool:
     """Whether two examples can be swapped without a clash."""
     (a, i), (b, j) = one, two
-    return not _clashes(contents[a], i, contents[b, j]) and not _clashes(
-        contents[b], j, contents[a, i]
-    )
+    moved = (contents[a], i, contents[b, j]), (contents[b], j, contents[a, i])
+    return not any(_clashes(*each) for each in moved)

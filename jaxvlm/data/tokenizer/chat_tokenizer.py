@@ -99,15 +99,13 @@ class ChatTokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_tokens = frozenset(t.content for t in added.values() if t.special)
         self._image_parts = self._supports_image_parts()
-        self._list_roles = frozenset(
-            role for role in ("system", "user", "assistant") if self._needs_lists(role)
-        )
+        roles = ("system", "user", "assistant")
+        self._list_roles = frozenset(role for role in roles if self._needs_lists(role))
         self._end_token = ""
         self.stop_ids: tuple[int, ...] = self._stop_ids()
         if len(self.stop_ids) == 1 and not self._writes_end():
-            self._end_token = self.special[
-                "eos_token"
-            ]  # LLaVA-1.5's template: an answer would never end
+            # LLaVA-1.5's template: an answer would never end.
+            self._end_token = self.special["eos_token"]
 
     def render(
         self,
@@ -180,9 +178,8 @@ class ChatTokenizer:
             "chat_template": self.template,
             **named,
         }
-        (folder / "tokenizer_config.json").write_text(
-            json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
         (folder / "chat_template.jinja").write_text(self.template, encoding="utf-8")
 
     def _render(
@@ -274,27 +271,21 @@ def build(texts: Iterable[str], kind: str = "word", vocab_size: int = 8192) -> C
     """
     special = [*SPECIAL.values(), *ROLES]
     trainer: trainers.Trainer
+    how: Any = {"vocab_size": vocab_size, "special_tokens": special, "show_progress": False}
     if kind == "word":
         backend = tokenizers.Tokenizer(models.WordLevel({}, unk_token=SPECIAL["unk_token"]))
         backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
-        )
+        split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(split)
         least = len(special) + 1
-        trainer = trainers.WordLevelTrainer(
-            vocab_size=vocab_size, special_tokens=special, show_progress=False
-        )
+        trainer = trainers.WordLevelTrainer(**how)
     elif kind == "bpe":
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         least = len(special) + 256
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=special,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(**how, initial_alphabet=alphabet)
     else:
         raise DataError(f"tokenizer.kind={kind!r} is unknown; use word or bpe")
     if vocab_size < least:

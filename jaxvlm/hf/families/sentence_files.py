@@ -131,9 +131,8 @@ def routed(towers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict | list]:
         types |= zip((first, *others), (m["type"] for m in found["modules.json"]), strict=True)
         out[f"{first}/sentence_bert_config.json"] = found["sentence_bert_config.json"]
         for name in others:
-            out[f"{name}/config.json"] = found.get(
-                f"{name.removeprefix(f'{tower}_')}/config.json", {}
-            )
+            alone = name.removeprefix(f"{tower}_")
+            out[f"{name}/config.json"] = found.get(f"{alone}/config.json", {})
     mappings = {f"(None, {route!r})": route for route in structure}
     out["router_config.json"] = {
         "types": types,

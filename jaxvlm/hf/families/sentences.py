@@ -226,9 +226,8 @@ def with_settings(
     fields = read(first, _FIRST, "sentence_bert_config.json: ")
     read(whole, _WHOLE, "config_sentence_transformers.json: ")
     length = min(style.max_length, fields["max_seq_length"] or style.max_length)
-    return style._replace(
-        max_length=length, clean=str.lower if fields["do_lower_case"] else style.clean
-    )
+    clean = str.lower if fields["do_lower_case"] else style.clean
+    return style._replace(max_length=length, clean=clean)
 
 
 _OUTPUT = {"method": "forward", "method_output_name": "last_hidden_state"}

@@ -264,9 +264,8 @@ def _groups(line: str, devices: int) -> np.ndarray:
         return _iota(iota[2]).reshape([int(n) for n in iota[1].split(",")])
     listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
     if listed:
-        return np.asarray(
-            [[int(i) for i in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])]
-        )
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return np.asarray([[int(i) for i in group.split(",")] for group in groups])
     named = re.search(
         r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? ?\{([^}]*)\}", line
     )
