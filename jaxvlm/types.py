@@ -150,7 +150,7 @@ class Pairs(NamedTuple):
     content have the same id."""
     document_key: Any
     """i32[b, K]: id of a document's content; -1 for padding. A document that is a query's positive
-    in another example is no negative of that query."""
+    in another example, or the query itself, is no negative of that query."""
     group: Any = None
     """i32[b]: labels; examples of one group are positives of each other, -1 is in none."""
     teacher: Any = None

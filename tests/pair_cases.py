@@ -20,7 +20,7 @@ B, K, E = 13, 3, 8
 def pairs_of(b=B, k=K, **fields) -> Pairs:
     """Every query and document of its own content, unless ``fields`` say otherwise."""
     keys = np.arange(b * k, dtype=np.int32).reshape(b, k)
-    made = Pairs(None, None, np.ones((b, k), bool), keys[:, 0] + 7, keys)
+    made = Pairs(None, None, np.ones((b, k), bool), keys[:, 0] + b * k, keys)
     return made._replace(**fields)
 
 
@@ -115,7 +115,7 @@ def is_additive(loss, embeddings, pairs):
 
 
 def relation(pairs):
-    """Sets, example by example: its positives' numbers, and the documents' keys that it knows."""
+    """Sets, example by example: its positives, and keys of documents that are no negatives."""
     there, group = pairs.valid[:, 0], pairs.group
     numbers, keys = [], []
     for i in range(len(there)):
@@ -124,5 +124,6 @@ def relation(pairs):
         mates = [j for j in real if in_one and group[j] == group[i]]
         numbers.append({i, *mates})
         same = [j for j in real if pairs.query_key[j] == pairs.query_key[i]]
-        keys.append({int(pairs.document_key[j, 0]) for j in {i, *mates, *same}})
+        known = {int(pairs.document_key[j, 0]) for j in {i, *mates, *same}}
+        keys.append(known | {int(pairs.query_key[i])})
     return numbers, keys

@@ -14,10 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.exact_search import Late, Search, nearest
+from jaxvlm.evals import ties
+from jaxvlm.parallel.exact_search import Late, Nearest, Search, nearest
 from jaxvlm.types import Array
 
 REVERSE, RANDOM = "reverse/", "random/"
+_MOST_TIES = 4096  # retrieved to find where a tie ends; a model that collapsed has no end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,23 +144,53 @@ def evaluate(
         forbidden = None if out is None else _lists(out)
         for dims in (0, *settings.dims):
             search = Search(cosine=settings.cosine, dims=dims)
-            ranked = nearest(q, d, depth, mesh, search, forbidden).document
+            found = _through_ties(q, d, depth, mesh, search, forbidden)
             name = f"{prefix}dims{dims}/" if dims else prefix
-            report |= {name + n: x for n, x in scores(ranked, relevant, settings.ks).items()}
+            measured = scores(found.document, relevant, settings.ks, found.score)
+            report |= {name + n: x for n, x in measured.items()}
         if settings.random:
-            drawn = shuffled(relevant.queries, relevant.documents, depth, settings.seed)
+            shape = (relevant.queries, relevant.documents, depth)
+            drawn = shuffled(*shape, settings.seed, forbidden)
             name = prefix + RANDOM
             report |= {name + n: x for n, x in scores(drawn, relevant, settings.ks).items()}
     return report | {"queries": float(len(np.unique(relevance.query)))}
 
 
-def scores(ranked: np.ndarray, relevance: Relevance, ks: Sequence[int]) -> dict[str, float]:
+def _through_ties(
+    queries: Array | Late,
+    documents: Array | Late,
+    depth: int,
+    mesh: Mesh,
+    search: Search,
+    exclude: Sequence[Collection[int]] | None,
+) -> Nearest:
+    """The best ``depth`` documents of each query, and all that score as the last of these does."""
+    count, further = _count(documents), depth + 1
+    while True:
+        found = nearest(queries, documents, min(further, count), mesh, search, exclude)
+        last = found.score[:, -1]
+        is_open = (last == found.score[:, depth - 1]) & np.isfinite(last)
+        if further >= min(count, _MOST_TIES) or not is_open.any():
+            return found
+        further *= 4
+
+
+def scores(
+    ranked: np.ndarray,
+    relevance: Relevance,
+    ks: Sequence[int],
+    similarity: np.ndarray | None = None,
+) -> dict[str, float]:
     """Averages the metrics over the queries that have a relevant document, as all libraries do.
 
     Args:
         ranked: i[Q, d] document indices, best first; -1 is none.
         relevance: relevant documents of the Q queries.
         ks: cut-offs; d should be at least the largest, or the number of documents.
+        similarity: f[Q, d], of each retrieved document: documents of equal similarity are in no
+            order, and metrics are expected values over all orders of them. Where the last
+            document's equals that of rank max(ks), all documents that were not retrieved are taken
+            to be equal too. ``None``: the order is as given.
 
     Returns:
         ``hit@k``: whether at least one relevant document is among the first k. ``recall@k``: the
@@ -174,29 +206,48 @@ def scores(ranked: np.ndarray, relevance: Relevance, ks: Sequence[int]) -> dict[
     has_relevant = total > 0
     if not has_relevant.any():
         raise ConfigError("retrieval: no query has a relevant document; nothing can be measured")
-    gain, total = _gains(ranked, relevance)[has_relevant], total[has_relevant]
-    hit, rank = gain > 0, np.arange(1, ranked.shape[1] + 1)
-    discount = 1 / np.log2(1 + rank)
-    first = np.where(hit.any(axis=1), hit.argmax(axis=1) + 1, np.inf)
-    precision = np.cumsum(hit, axis=1) / rank * hit
+    grades = np.bincount(relevance.query, relevance.grade, minlength=relevance.queries)
+    gain, total, grades = (
+        _gains(ranked, relevance)[has_relevant],
+        *(x[has_relevant] for x in (total, grades)),
+    )
+    tied = ties.Ties.of(
+        gain, None if similarity is None else similarity[has_relevant],
+        min(max(ks), ranked.shape[1]), relevance.documents, total, grades,
+    )  # fmt: skip
+    discount = 1 / np.log2(1 + np.arange(1, ranked.shape[1] + 1))
+    gained, hits, precision = tied.gain * discount, tied.hits, tied.precision
     out: dict[str, Any] = {}
     for k in ks:
-        gained = (gain * discount)[:, :k].sum(axis=1)
         out |= {
-            f"hit@{k}": np.mean(first <= k),
-            f"recall@{k}": np.mean(hit[:, :k].sum(axis=1) / total),
-            f"ndcg@{k}": np.mean(gained / _ideal(relevance, k)[has_relevant]),
-            f"mrr@{k}": np.mean(np.where(first <= k, 1 / first, 0)),
+            f"hit@{k}": np.mean(tied.any_hit(min(k, ranked.shape[1]))),
+            f"recall@{k}": np.mean(hits[:, :k].sum(axis=1) / total),
+            f"ndcg@{k}": np.mean(gained[:, :k].sum(axis=1) / _ideal(relevance, k)[has_relevant]),
+            f"mrr@{k}": np.mean(tied.reciprocal_rank[:, :k].sum(axis=1)),
             f"map@{k}": np.mean(precision[:, :k].sum(axis=1) / total),
         }
     return {name: float(value) for name, value in out.items()}
 
 
-def shuffled(queries: int, documents: int, depth: int, seed: int) -> np.ndarray:
-    """i64[queries, depth]: distinct random documents, a function of the arguments alone."""
+def shuffled(
+    queries: int,
+    documents: int,
+    depth: int,
+    seed: int,
+    exclude: Sequence[Collection[int]] | None = None,
+) -> np.ndarray:
+    """i64[queries, depth]: distinct random documents, a function of the arguments alone.
+
+    Those of ``exclude`` are left out; -1 where there are fewer than ``depth`` others.
+    """
     rng = np.random.default_rng([seed, queries, documents])
-    drawn = [rng.choice(documents, depth, replace=False) for _ in range(queries)]
-    return np.stack(drawn)
+    drawn = np.full((queries, depth), -1)
+    for i, row in enumerate(drawn):
+        out = list(exclude[i]) if exclude else []
+        more = rng.choice(documents, min(depth + len(out), documents), replace=False)
+        more = more[~np.isin(more, out)][:depth]
+        row[: len(more)] = more
+    return drawn
 
 
 def _count(embeddings: Array | Late) -> int:

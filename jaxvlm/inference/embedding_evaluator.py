@@ -16,6 +16,7 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
 from jaxvlm.data.pairs.collate_texts import TextCollator
 from jaxvlm.data.pairs.dataset import PairDataset
+from jaxvlm.data.pairs.examples import never_retrieved, same_content
 from jaxvlm.evals import retrieval
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.evaluator import Report
@@ -131,6 +132,8 @@ class EmbeddingEvaluator:
         self.rows = local_rows(model.mesh, batch_size)
         self.positives = dataset.relevance()
         self.relevance = retrieval.Relevance.of(self.positives, len(dataset.documents.items))
+        same = same_content(dataset.queries.items, dataset.documents.items)
+        self.exclude = never_retrieved(same, self.positives)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
         runner = pair_runner(model, model.shapes, chunks)
 
@@ -172,7 +175,8 @@ class EmbeddingEvaluator:
         query, document = self._last
         settings = dataclasses.replace(self.settings, random=blind)
         mesh = self.model.mesh
-        metrics = measure(query, document, self.relevance, mesh, settings, self.precisions)
+        how = (settings, self.precisions, self.exclude)
+        metrics = measure(query, document, self.relevance, mesh, *how)
         most = max(self.settings.ks)
         shown = {n: x for n, x in metrics.items() if "recall@" in n or n.endswith(f"ndcg@{most}")}
         shown |= {n: x for n, x in metrics.items() if "@" not in n}
@@ -192,5 +196,5 @@ class EmbeddingEvaluator:
             return False
         items = (self.dataset.queries.items, self.dataset.documents.items)
         queries, documents = zip(items, self._last, strict=True)
-        retrieval_grid(queries, documents, self.positives, path)
+        retrieval_grid(queries, documents, self.positives, path, exclude=self.exclude)
         return True

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.pairs.examples import Example, Item, relevant
+from jaxvlm.data.pairs.examples import Example, Item, relevant, same_content
 from jaxvlm.data.sources import pair_formats, tables
 from jaxvlm.inference.embedding_files import write_atomically
 from jaxvlm.inference.items import refuse
@@ -62,10 +62,7 @@ def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:
         indices.append((query, own[0], tuple(own[1:])))
     for item in more:
         documents.setdefault(item, len(documents))
-    by_content: dict[tuple[str, str], list[int]] = {}
-    for item, i in documents.items():
-        by_content.setdefault(item.content, []).append(i)
-    same = [by_content.get(item.content, []) for item in queries]
+    same = same_content(queries, documents)
     positives = relevant(examples, queries, documents)
     return Gathered(list(queries), list(documents), positives, same, indices)
 

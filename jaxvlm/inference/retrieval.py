@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
-from jaxvlm.data.pairs.examples import Example, Item
+from jaxvlm.data.pairs.examples import Example, Item, never_retrieved
 from jaxvlm.data.sources import webdataset
 from jaxvlm.evals import retrieval
 from jaxvlm.evals.retrieval import RANDOM, REVERSE, Relevance, Retrieval
@@ -58,6 +58,8 @@ def tables(
     """
     count, documents = (int(metrics[n]) for n in ("queries", "documents"))
     lines = [f"{count} queries, {documents} documents; per cent"]
+    if excluded := int(metrics.get("excluded", 0)):
+        lines.append(f"{excluded} queries are documents too, which they are not to find: left out")
     names = dict.fromkeys(n.rpartition("/")[2] for n in metrics if "@" in n)
     for direction, title in (("", "query to document"), (REVERSE, "document to query")):
         parts = ("", *(f"dims{n}/" for n in dims), *(f"{p}/" for p in precisions), RANDOM)
@@ -131,7 +133,8 @@ def evaluate(
     queries = in_memory(model, gathered.queries, query, "queries")
     documents = in_memory(model, gathered.documents, document, "documents")
     relevance = Relevance.of(gathered.positives, len(documents))
-    metrics = measure(queries, documents, relevance, model.model.mesh, settings, precisions)
+    exclude, mesh = never_retrieved(gathered.same, gathered.positives), model.model.mesh
+    metrics = measure(queries, documents, relevance, mesh, settings, precisions, exclude)
     if prediction_grid:
         retrieval_grid(
             (gathered.queries, queries),
@@ -139,6 +142,7 @@ def evaluate(
             gathered.positives,
             pathlib.Path(prediction_grid),
             settings.cosine,
+            exclude,
         )
     variants = (settings.dims, quantized_precisions(precisions))
     return RetrievalReport(metrics, variants, time.monotonic() - begun)
@@ -151,6 +155,7 @@ def measure(
     mesh: Mesh,
     settings: Retrieval,
     precisions: Sequence[str] = (),
+    exclude: Sequence[Collection[int]] = (),
 ) -> dict[str, float]:
     """Measures the retrieval of embeddings, and of the same embeddings after quantization.
 
@@ -162,20 +167,25 @@ def measure(
         settings: metrics to compute.
         precisions: ``int8`` or ``binary``, whose metrics have the prefixes ``int8/`` and
             ``reverse/int8/``; ``float32`` is ignored.
+        exclude: for each query, the documents to leave out of its results, and of which it is left
+            out in the other direction; () leaves out none.
 
     Returns:
-        The metrics of :func:`jaxvlm.evals.retrieval.evaluate`, and ``documents``, their number.
+        The metrics of :func:`jaxvlm.evals.retrieval.evaluate`, ``documents``, their number, and
+        ``excluded``, the number of queries with a document that is left out.
     """
-    metrics = retrieval.evaluate(queries, documents, relevance, mesh, settings)
+    out = exclude if any(exclude) else None
+    metrics = retrieval.evaluate(queries, documents, relevance, mesh, settings, out)
     for kind in quantized_precisions(precisions):
         ranges = ranges_of([documents]) if kind == "int8" else None
         q, d = (dequantized(x, kind, ranges) for x in (queries, documents))
         all_dims = dataclasses.replace(settings, dims=(), random=False)
-        for name, value in retrieval.evaluate(q, d, relevance, mesh, all_dims).items():
+        for name, value in retrieval.evaluate(q, d, relevance, mesh, all_dims, out).items():
             if "@" in name:
                 direction = REVERSE if name.startswith(REVERSE) else ""
                 metrics[f"{direction}{kind}/{name.removeprefix(direction)}"] = value
-    return metrics | {"documents": float(len(documents))}
+    excluded = float(sum(map(bool, exclude)))
+    return metrics | {"documents": float(len(documents)), "excluded": excluded}
 
 
 def quantized_precisions(precisions: Sequence[str]) -> tuple[str, ...]:
@@ -189,6 +199,7 @@ def retrieval_grid(
     positives: Sequence[Collection[int]],
     path: pathlib.Path,
     cosine: bool = True,
+    exclude: Sequence[Collection[int]] = (),
 ) -> None:
     """Draws some queries with their best documents and the rank of the first relevant one.
 
@@ -198,6 +209,7 @@ def retrieval_grid(
         positives: for each query, the indices of its relevant documents.
         path: PNG file, which process 0 writes.
         cosine: whether to compare by cosine instead of by dot product.
+        exclude: see :func:`measure`.
     """
     if jax.process_index():
         return
@@ -207,6 +219,7 @@ def retrieval_grid(
     rows = []
     for i, score in zip(some, scores):
         order = np.argsort(-score, kind="stable")
+        order = order[~np.isin(order, list(exclude[i]) if exclude else [])]
         is_right = np.isin(order, list(positives[i]))
         rows.append(
             RetrievedRow(

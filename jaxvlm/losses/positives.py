@@ -1,9 +1,9 @@
 """Positives of each query, and documents that must not be used as its negatives.
 
 A query's *positives* are its own (the first document of its example) and, where examples have
-groups, the positives of its group's other examples. A document is a *known positive* of a query if
-it has the same content as one of these, or as the positive of another example with the same query:
-it may be a positive, and is never a negative.
+groups, the positives of its group's other examples. A document is *no negative* of a query if it
+has the same content as one of these, as the positive of another example with the same query, or as
+the query itself: it may be a positive, and is never a negative.
 """
 
 from __future__ import annotations
@@ -103,13 +103,11 @@ def candidates(
     """
     positive = same_group(rows, columns)[..., None] & (jnp.arange(columns.valid.shape[1]) == 0)
     both = columns.valid & rows.valid[:, :1, None]
-    return both & ~is_known_positive(rows, columns, index), positive
+    return both & ~is_no_negative(rows, columns, index), positive
 
 
-def is_known_positive(
-    queries: ExampleKeys, documents: ExampleKeys, index: PositiveIndex
-) -> jax.Array:
-    """Whether a document has the content of a positive of the query, bool[q, d, K]."""
+def is_no_negative(queries: ExampleKeys, documents: ExampleKeys, index: PositiveIndex) -> jax.Array:
+    """Whether a document has the content of the query or of a positive of it, bool[q, d, K]."""
     key, group = documents.document_key, queries.group[:, None, None]
 
     def by_query(t: Any, known: jax.Array) -> jax.Array:
@@ -121,7 +119,7 @@ def is_known_positive(
         return known | ((of == group) & is_one & (group >= 0))
 
     # The first entry is mostly the only one: the loops go over the others, up to the longest list.
-    known = by_query(0, jnp.zeros((len(queries.number), *key.shape), bool))
+    known = by_query(0, queries.query_key[:, None, None] == key)
     known = jax.lax.fori_loop(1, index.most_documents, by_query, known)
     if index.groups is None:
         return known

@@ -151,7 +151,7 @@ def _roles(
     if "document_to_query" in tile:
         groups = None if a.groups is None else a.groups[:, :1]
         first = a._replace(document_key=a.document_key[:, :1], groups=groups)
-        known = jnp.swapaxes(positives.is_known_positive(b, first, index), 0, 1)
+        known = jnp.swapaxes(positives.is_no_negative(b, first, index), 0, 1)
         roles["document_to_query"] = (both[..., None] & ~known, together[..., None])
     if "query_to_query" in tile:
         same = together | (a.query_key[:, None] == b.query_key)

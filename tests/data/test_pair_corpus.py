@@ -89,7 +89,7 @@ def test_labels_scores_and_known_positives(caplog):
     ]
     with caplog.at_level(logging.WARNING, "jaxvlm.data"):
         data = dataset(made, text_collator(), batch_size=1)
-    assert "1 hard negatives were dropped: they are positives of the same query" in caplog.text
+    assert "1 hard negatives were dropped: they are their query, or a positive of it" in caplog.text
     found = {m.example[0]: p for p, m in take(data.train(np.arange(1)), 4)}
     group = [int(found[i].group[0]) for i in range(4)]
     assert group[0] == group[1] >= 0 > group[2] and group[3] not in group[:3]
@@ -102,6 +102,23 @@ def test_labels_scores_and_known_positives(caplog):
     queries, documents, scores = data.scored()
     assert [names[d] for d in documents] == ["w2", "w4", "w6", "w8", "w3"]
     assert queries.tolist() == [0, 0, 1, 2, 0] and scores.tolist() == [1.0, 0.5, 0.5, 0.75, 1.0]
+
+
+def test_a_query_is_not_its_own_negative(caplog):
+    """In its record, whatever the instruction; ``require_negatives`` counts the rest."""
+    made = [
+        Example("a", Item("w1"), Item("w2"), (Item("w1"), Item("w3")), "", (3.0, 2.0, 1.0)),
+        Example("b", Item("w4"), Item("w5"), (Item("w4", instruction="find "),), "", (3.0, 2.0)),
+    ]
+    with caplog.at_level(logging.WARNING, "jaxvlm.data"):
+        data = dataset(made, text_collator(), batch_size=1)
+    assert "2 hard negatives were dropped: they are their query" in caplog.text
+    assert [[n.text for n in e.negatives] for e in data.examples] == [["w3"], []]
+    assert [e.scores for e in data.examples] == [(3.0, 1.0), (3.0,)]
+    pairs, _ = next(data.train(np.arange(1)))
+    assert pairs.query_key[0] not in pairs.document_key
+    problems = dataset(made, text_collator(), batch_size=1, require_negatives=True).problems
+    assert [(p.id, p.reason[:15]) for p in problems] == [("b", "no negative, bu")]
 
 
 def test_relevance_is_by_content():
@@ -173,7 +190,7 @@ def test_bad_examples_before_the_first_step(examples):
         dataset(made, text_collator(), [Problem("p", "not JSON")], on_bad_record="refuse")
     with pytest.raises(DataError, match=r"data\.max_skip_fraction=5\.0%"):
         dataset(made, text_collator(), max_skip_fraction=0.05)
-    some = [e._replace(negatives=(Item("w9"),)) if i else e for i, e in enumerate(texts(10))]
+    some = [e._replace(negatives=(Item("w9 w9 w9"),)) if i else e for i, e in enumerate(texts(10))]
     data = dataset(some, text_collator(), require_negatives=True)
     assert data.problems == [Problem("t0", "no negative, but data.pairs.require_negatives is set")]
     some = [e._replace(scores=(0.5,)) if i else e for i, e in enumerate(texts(10))]

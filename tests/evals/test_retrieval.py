@@ -192,3 +192,63 @@ def test_a_cut_off_beyond_the_documents_includes_all(mesh):
 def test_what_cannot_be_measured_is_refused(mesh, make, said):
     with pytest.raises(ConfigError, match=said):
         make(np.eye(4, dtype=np.float32), mesh)
+
+
+def orders(similarity, rng, count):
+    """Random orders of documents that respect their similarity."""
+    for _ in range(count):
+        yield np.lexsort((rng.random(len(similarity)), -similarity))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5, 40])
+def test_ties_are_in_no_order(mesh, levels, grades):
+    """Metrics are means over the orders of tied documents, wherever positives stand."""
+    rng = np.random.default_rng(levels)
+    kinds = rng.normal(size=(levels, E)).astype(np.float32)
+    documents = kinds[rng.integers(0, levels, N)]
+    # Positives first, as in a corpus that is read from its examples.
+    documents = documents[np.argsort([not any(n in right for right in grades) for n in range(N)])]
+    queries = rng.normal(size=(Q, E)).astype(np.float32)
+    what = Retrieval(ks=KS, both_ways=False, random=False)
+    report = evaluate(queries, documents, Relevance.of(grades, N), mesh, what)
+    similarity = np.round((unit(queries) @ unit(documents).T).astype(np.float64), 5)
+    count, means = 4000, {}
+    drawn = zip(*(orders(row, rng, count) for row in similarity))
+    for ranked in drawn:
+        for k in KS:
+            for name, value in plainly(ranked, grades, k).items():
+                means.setdefault(name, []).append(value)
+    for name, values in means.items():
+        error = 5 * np.std(values) / count**0.5 + 1e-9  # five standard errors
+        assert report[name] == pytest.approx(np.mean(values), abs=error), name
+
+
+def test_scikit_learns_ndcg_of_ties(mesh, grades):
+    metrics = pytest.importorskip("sklearn.metrics", reason="the oracle")
+    rng = np.random.default_rng(3)
+    documents = np.eye(4, dtype=np.float32)[rng.integers(0, 4, N)]
+    queries = rng.normal(size=(Q, 4)).astype(np.float32)
+    what = Retrieval(ks=KS, both_ways=False, random=False)
+    ours = evaluate(queries, documents, Relevance.of(grades, N), mesh, what)
+    asked = [i for i in range(Q) if grades[i]]
+    truth = np.zeros((Q, N))
+    for i, right in enumerate(grades):
+        truth[i, list(right)] = list(right.values())
+    for k in KS:
+        expected = metrics.ndcg_score(truth[asked], (queries @ documents.T)[asked], k=k)
+        assert ours[f"ndcg@{k}"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_model_that_says_one_thing_is_chance(mesh):
+    """Of more documents than are retrieved to find where a tie ends."""
+    queries, documents = np.ones((3, 4), np.float32), np.ones((10_000, 4), np.float32)
+    what = Retrieval(ks=(1, 10), both_ways=False, random=False)
+    report = evaluate(queries, documents, Relevance.of([[0], [0, 1], [5]], 10_000), mesh, what)
+    assert report["hit@1"] == pytest.approx((1 + 2 + 1) / 3 / 10_000, rel=1e-6)
+    assert report["recall@10"] == pytest.approx(10 / 10_000, rel=1e-6)
+
+
+def test_the_control_leaves_out_what_a_search_leaves_out():
+    drawn = shuffled(50, 6, 6, 0, [[i % 6] for i in range(50)])
+    assert all(i % 6 not in row for i, row in enumerate(drawn.tolist()))
+    assert np.all(np.sort(drawn)[:, 0] == -1) and np.all(np.sort(drawn)[:, 1] >= 0)

@@ -1,4 +1,4 @@
-"""Positives and known positives of queries, against Python sets."""
+"""Positives of queries, and documents that are no negatives, against Python sets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pair_cases import pairs_of, relation, tangled
 from jaxvlm.losses.positives import (
     candidates,
     index_positives,
-    is_known_positive,
+    is_no_negative,
     num_examples,
     same_group,
 )
@@ -18,7 +18,7 @@ from jaxvlm.losses.positives import (
 
 def roles(pairs):
     of, table = index_positives(pairs)
-    return *candidates(of, of, table), is_known_positive(of, of, table)
+    return *candidates(of, of, table), is_no_negative(of, of, table)
 
 
 run = jax.jit(roles)

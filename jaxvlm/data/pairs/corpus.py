@@ -125,6 +125,8 @@ def make_corpus(
     instructions = {"query": pairs.query_instruction, "document": pairs.document_instruction}
     longest = {"query": pairs.max_query_length, "document": pairs.max_document_length}
     prepared = [_instructed(example, instructions) for example in examples]
+    scored = any(example.scores for example in prepared)
+    prepared = _without_false_negatives(name, prepared)
     tables: dict[str, dict[Item, int]] = {"query": {}, "document": {}}
     for example in prepared:
         for side, item in _items(example):
@@ -139,7 +141,6 @@ def make_corpus(
             text = "%s: %d of %d %s texts are longer than %d tokens and were truncated"
             _log.warning(text, name, truncated, len(table), side, limit)
     unreadable = _unreadable_images(tables, collators, config.max_pixels)
-    scored = any(example.scores for example in prepared)
     kept, refused = [], list(problems)
     for example in prepared:
         reason = _problem_of(example, tables, rejected, unreadable, scored, config)
@@ -216,7 +217,6 @@ def _build(
     scored: bool,
 ) -> PairCorpus:
     """Build the corpus of examples that can all be used."""
-    examples = _without_known_positives(name, examples, scored)
     used: dict[str, dict[Item, int]] = {"query": {}, "document": {}}
     contents: dict[tuple[str, str], int] = {}
     for example in examples:
@@ -260,15 +260,15 @@ def _build(
     return corpus._replace(digest=_digest(corpus))
 
 
-def _without_known_positives(name: str, examples: list[Example], scored: bool) -> list[Example]:
-    """Drop hard negatives that are a positive of the same query in another example."""
+def _without_false_negatives(name: str, examples: list[Example]) -> list[Example]:
+    """Drop hard negatives that are the query itself, or its positive in another example."""
     positives_of: dict[tuple[str, str], set[tuple[str, str]]] = collections.defaultdict(set)
     for example in examples:
-        if not scored or example.scores[0] > 0:
+        if not example.scores or example.scores[0] > 0:
             positives_of[example.query.content].add(example.positive.content)
     out, dropped = [], 0
     for example in examples:
-        known = positives_of[example.query.content]
+        known = positives_of[example.query.content] | {example.query.content}
         good = [i for i, item in enumerate(example.negatives) if item.content not in known]
         if len(good) < len(example.negatives):
             dropped += len(example.negatives) - len(good)
@@ -277,7 +277,7 @@ def _without_known_positives(name: str, examples: list[Example], scored: bool) -
             example = example._replace(negatives=negatives, scores=tuple(scores))
         out.append(example)
     if dropped:
-        text = "%s: %d hard negatives were dropped: they are positives of the same query"
+        text = "%s: %d hard negatives were dropped: they are their query, or a positive of it"
         _log.warning(text, name, dropped)
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, tidy
@@ -109,3 +109,24 @@ def relevant(
         matches.update(*(of_label.get(label, ()) for label in labels.get(item.content, ())))
         out.append(sorted(i for content in matches for i in indices.get(content, ())))
     return out
+
+
+def same_content(queries: Iterable[Item], documents: Iterable[Item]) -> list[list[int]]:
+    """List, for each query, the indices of the documents that have its text and image."""
+    indices: dict[tuple[str, str], list[int]] = {}
+    for i, item in enumerate(documents):
+        indices.setdefault(item.content, []).append(i)
+    return [indices.get(item.content, []) for item in queries]
+
+
+def never_retrieved(same: Sequence[list[int]], relevant: Sequence[list[int]]) -> list[list[int]]:
+    """List, for each query, the documents that are the query itself and not relevant to it.
+
+    A search of a corpus that holds its queries finds each of them first; an evaluation leaves them
+    out, as BEIR leaves out documents with the query's id.
+
+    Args:
+        same: see :func:`same_content`.
+        relevant: see :func:`relevant`.
+    """
+    return [sorted({*own} - {*right}) for own, right in zip(same, relevant, strict=True)]
