@@ -18,8 +18,8 @@ class TokenizerConfig:
     """Names the folder of an existing tokenizer; the default "" builds one from the training
     text."""
     kind: str = "word"
-    """Chooses the kind of tokenizer that is built: lower-case words, or byte-level BPE. Allowed
-    values: 'word', 'bpe'."""
+    """Chooses the kind of tokenizer that is built: lower-case words ('word'), or byte-level BPE
+    ('bpe'). Allowed values: 'word', 'bpe'."""
     vocab_size: int = 8192
     """Limits the vocabulary of a tokenizer that is built, in tokens."""
 
@@ -29,7 +29,7 @@ class PairDataConfig:
     """Configures the queries, positives and negatives of pairs (docs/embedding_data.md)."""
 
     column_mapping: tuple[tuple[str, str], ...] = ()
-    """Lists pairs of a column's name in the file and the field that it stands for, e.g.
+    """Lists pairs of a column's name in the file and the name of the field that it is read as, e.g.
     (('question', 'query'),); the default () renames none."""
     max_query_length: int = 0
     """Limits the length of queries in tokens; longer texts are truncated. The default 0 means
@@ -44,11 +44,11 @@ class PairDataConfig:
     """Sets the instruction of positives and negatives that have none of their own; a text encoder
     reads it directly before the text, so it should end with a space there."""
     max_negatives: int = -1
-    """Limits the hard negatives of an example, which are drawn again in each epoch; the default -1
-    takes all that it has."""
+    """Limits the hard negatives of an example; each epoch samples them anew. The default -1 uses
+    all of them."""
     tsv_quoting: bool = False
-    """Makes quotation marks around a cell of a .tsv file quote it, as in a .csv file; with the
-    default False they are text."""
+    """Makes quotation marks around a cell of a .tsv file quote the cell, as in a .csv file; with
+    the default False they are part of the text."""
     require_negatives: bool = False
     """Treats an example without a hard negative as a bad record (see ``data.on_bad_record``)."""
     batch_sampler: str = "no_duplicates"
@@ -67,42 +67,46 @@ class DataConfig:
     """Configures what a run reads, and how records become sequences of a batch."""
 
     train: str = ""
-    """Names the training data: FILE.json, FILE.jsonl, or a built-in data set such as
-    easy-vqa:train (docs/data.md)."""
+    """Names the training data. Conversations are read from FILE.json, FILE.jsonl, or a built-in
+    data set such as easy-vqa:train (docs/data.md); pairs from a .json, .jsonl, .csv, .tsv, .parquet
+    or .tar file, or from all files that match a pattern such as ``shards/*.tar``
+    (docs/embedding_data.md). With config.data.format, it is whatever that format takes."""
     eval: str = ""
-    """Names the evaluation data, in the same form as ``train``; the default "" evaluates
-    nothing."""
+    """Names the evaluation data, in the same form as ``train``; the default "" means that the run
+    is not evaluated."""
     format: Extension = Extension()
-    """Groups the settings of a data format of the user's own, for ``train`` and ``eval``."""
+    """Groups the settings of a data format of the user's own, which reads ``train`` and
+    ``eval``."""
     image_root: str = ""
     """Names the folder that image paths are relative to; the default "" means the data file's own
     folder."""
     ignored_fields: tuple[str, ...] = ()
-    """Lists names of fields of records, turns and content parts that are passed over; a record with
-    any other field that is not read is a bad record (see ``on_bad_record``), as the field may say
-    what is to be trained."""
+    """Lists fields of records, turns and content parts that are ignored. A record with any other
+    field that jaxvlm does not read is a bad record (see ``on_bad_record``), because the field may
+    say what is to be trained."""
     batch_size: int = 32
-    """Sets the number of sequences per step over all devices; of pairs it counts examples."""
+    """Sets the number of sequences per step over all devices; with pairs, the number of
+    examples."""
     max_length: int = 256
     """Sets the length of a sequence in tokens."""
     max_images_per_sequence: int = 2
     """Limits the images in a sequence, or the tiles where images are cut into tiles."""
     max_patches_per_sequence: int = 0
-    """Limits the patches in a sequence of images of any size; the default 0 means all that a
+    """Limits the patches in a sequence of images of any size; the default 0 allows as many as a
     sequence can need."""
     image_pixels_range: tuple[int, int] = (0, 0)
-    """Sets the fewest and the most pixels that an image of any size is scaled to; 0 means what the
-    checkpoint's image processor says."""
+    """Sets the minimum and the maximum number of pixels that an image of any size is resized to; a
+    0 takes the limit of the checkpoint's image processor."""
     packing: bool = True
     """Packs several records into one sequence; with False each record is a sequence of its own."""
     share_images: bool = True
-    """Encodes leading images once for all packed records that share them."""
+    """Encodes an image once for all packed records that begin with it."""
     buckets: int = 4
-    """Sets the number of sequence lengths that are compiled where ``packing`` is off, and for each
-    side of pairs."""
+    """Limits the number of sequence lengths that are compiled where ``packing`` is off; with pairs,
+    the number of lengths of queries and that of documents."""
     virtual_shards: int = 256
-    """Sets the number of virtual shards of the data, which alone (never the devices) decides the
-    data's order and where images are placed."""
+    """Sets the number of virtual shards that the data are divided into. The order of the data, and
+    which images share a device, follow from these shards and not from the number of devices."""
     on_too_long: str = "refuse"
     """Chooses what happens to a record longer than ``max_length``: the run is refused, or the
     record is skipped. Allowed values: 'refuse', 'skip'."""
@@ -110,22 +114,24 @@ class DataConfig:
     """Chooses what happens to a record that can't be read: the run is refused, or the record is
     skipped. Allowed values: 'refuse', 'skip'."""
     max_skip_fraction: float = 0.01
-    """Stops the run where more than this share of all records is skipped; it is between 0 and 1."""
+    """Stops the run if more than this fraction of all records is skipped; a number between 0 and
+    1."""
     max_pixels: int = 50_000_000
     """Treats an image of more pixels as a bad record, which protects against decompression
     bombs."""
     resize: str = "auto"
-    """Chooses how images are resized: as the checkpoint's image processor does, or squashed, padded
-    or cropped to the model's square. Allowed values: 'auto', 'squash', 'pad', 'crop'."""
+    """Chooses how images are resized: as the checkpoint's image processor does ('auto'), or to the
+    model's square by squashing, padding or cropping; without a checkpoint 'auto' squashes. Allowed
+    values: 'auto', 'squash', 'pad', 'crop'."""
     flip: bool = False
     """Flips images horizontally at random (augmentation)."""
     max_shift: int = 0
     """Shifts images at random by up to this many pixels in each direction (augmentation)."""
     workers: int = 1
-    """Sets the number of threads that read and decode ahead; at least 1."""
+    """Sets the number of threads that read and decode data ahead of the step; at least 1."""
     prefetch: int = 4
     """Sets how many batches are prepared ahead of the step; at least 1."""
     image_cache_mb: int = 512
-    """Sets the host memory in MiB for decoded images."""
+    """Sets the host memory in MiB in which decoded images are cached."""
     pairs: PairDataConfig = PairDataConfig()
     """Groups the settings of pairs, for embedding models."""

@@ -58,6 +58,8 @@ class Group:
     default: Any
     settings: tuple[Setting, ...]
     """Settings of the group itself, without those of groups inside."""
+    purpose: str = ""
+    """Help of the group itself, from the dataclass that it is a field of."""
 
 
 def attribute_docstrings(schema: type) -> dict[str, str]:
@@ -82,26 +84,27 @@ def attribute_docstrings(schema: type) -> dict[str, str]:
     return docs
 
 
-def groups(default: Any = _DEFAULTS, path: str = "config") -> Iterator[Group]:
+def groups(default: Any = _DEFAULTS, path: str = "config", purpose: str = "") -> Iterator[Group]:
     """Describe a dataclass of settings and those inside it, from the outside in.
 
     Args:
         default: instance with the defaults.
         path: path of ``default``.
+        purpose: help of ``path`` itself.
     """
     docs, own, inside = attribute_docstrings(type(default)), [], []
     for field in dataclasses.fields(default):
         value, at = getattr(default, field.name), f"{path}.{field.name}"
         if dataclasses.is_dataclass(value):
-            inside.append((value, at))
+            inside.append((value, at, docs.get(field.name, "")))
             continue
         help_text, allowed = docs.get(field.name, ""), ()
         if found := _ALLOWED.search(help_text):
             help_text, allowed = help_text[: found.start()], ast.literal_eval(f"({found[1]},)")
         own.append(Setting(at, str(field.type), value, help_text, allowed))
-    yield Group(path, type(default), default, tuple(own))
-    for value, at in inside:
-        yield from groups(value, at)
+    yield Group(path, type(default), default, tuple(own), purpose)
+    for value, at, purpose in inside:
+        yield from groups(value, at, purpose)
 
 
 def page() -> str:
@@ -124,14 +127,6 @@ def _section(schema: type, places: list[Group]) -> list[str]:
     """A heading, the class's docstring and a table for the groups of one class."""
     first, *others = places
     lines = [f"### `{first.path}`", "", _markdown(inspect.cleandoc(schema.__doc__ or "")), ""]
-    for other in others:
-        differ = [
-            f"`{theirs.path.rpartition('.')[2]}` is `{theirs.default!r}`"
-            for ours, theirs in zip(first.settings, other.settings)
-            if ours.default != theirs.default
-        ]
-        but = f"; there the default of {', of '.join(differ)}" if differ else ""
-        lines += [f"`{other.path}` has the same settings{but}.", ""]
     if not first.settings:
         return lines
     lines += ["| setting | type | default | allowed values | what it does |"]
@@ -146,7 +141,17 @@ def _section(schema: type, places: list[Group]) -> list[str]:
             _markdown(setting.help),
         )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return [*lines, ""]
+    lines.append("")
+    for other in others:
+        differ = [
+            f"`{theirs.path.rpartition('.')[2]}` is `{theirs.default!r}`"
+            for ours, theirs in zip(first.settings, other.settings)
+            if ours.default != theirs.default
+        ]
+        but = f"; here the default of {', of '.join(differ)}" if differ else ""
+        same = f"It has the fields of [`{first.path}`](#{first.path.replace('.', '')}){but}."
+        lines += [f"### `{other.path}`", "", f"{_markdown(other.purpose)} {same}", ""]
+    return lines
 
 
 def _markdown(text: str) -> str:

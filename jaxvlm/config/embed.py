@@ -25,14 +25,14 @@ class TextConfig:
     """Sets the number of positions in the table of position embeddings, and so the longest text in
     tokens."""
     num_types: int = 0
-    """Sets the number of token types in the table of type embeddings; the default 0 means that
-    there is no such table."""
+    """Sets the number of token types in the table of type embeddings; the default 0 leaves the
+    table out."""
     activation: str = "gelu"
     """Chooses the activation of the MLPs. Allowed values: 'gelu', 'gelu_tanh', 'quick_gelu',
     'silu', 'relu'."""
     causal: bool = False
-    """Limits the attention of a token to the tokens before it; with False it sees all of the
-    text."""
+    """Limits the attention of a token to itself and the tokens before it; with False it attends to
+    the whole text."""
     norm_after: bool = False
     """Applies norms as BERT does, after the embeddings and after each residual addition, with none
     at the end; with False the blocks are pre-norm."""
@@ -47,23 +47,22 @@ class TextConfig:
     eos_id: int = -1
     """Sets the token id that ``pool='eos'`` looks for; the default -1 names none."""
     pooler: bool = False
-    """Gives the encoder BERT's linear layer after the first token, whether ``pool`` uses it or
-    not."""
+    """Gives the encoder BERT's linear layer on the first token, whether or not ``pool`` uses it."""
     dropout: float = 0.0
     """Sets the dropout rate on the embeddings and on the output of attention and of the MLP in each
     block, in training only."""
     attention_dropout: float = 0.0
     """Sets the dropout rate on attention weights, in training only."""
     remat: str = "none"
-    """Chooses what activations are recomputed in the backward pass: nothing is recomputed, products
-    with weights are saved ('dots'), only the inputs of blocks are saved ('full'), these are saved
-    in host memory ('offload'), or the planner chooses ('auto'). Allowed values: 'none', 'dots',
-    'full', 'offload', 'auto'."""
+    """Chooses which activations are recomputed in the backward pass: 'none' recomputes nothing,
+    'dots' saves the outputs of matmuls with weights, 'full' saves only the inputs of blocks,
+    'offload' saves these in host memory, and 'auto' lets the planner choose. Allowed values:
+    'none', 'dots', 'full', 'offload', 'auto'."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DualConfig:
-    """Describes a dual encoder of images and texts in one embedding space, or one of its towers."""
+    """Describes a dual encoder of images and texts in one embedding space, or one tower alone."""
 
     towers: tuple[str, ...] = ("vision", "text")
     """Lists the towers that the model has. Allowed values: 'vision', 'text'."""
@@ -84,7 +83,7 @@ class DualConfig:
     """Sets the initial value of the learned log-temperature: logits are exp(scale) times the
     similarity."""
     bias: float = 0.0
-    """Sets the initial value of the learned bias of the logits, where ``has_bias`` is set."""
+    """Sets the initial value of the bias of the logits that ``has_bias`` adds."""
     has_bias: bool = False
     """Gives the logits a learned bias, as SigLIP does."""
     dtype: str = "float32"
@@ -116,18 +115,17 @@ class EmbeddingConfig:
     mean, the first one, or one embedding per token for late interaction. Allowed values: 'last',
     'mean', 'first', 'tokens'."""
     dim: int = 0
-    """Sets the output width of a linear map after pooling; the default 0 means that there is no
-    map."""
+    """Sets the output width of a linear map after pooling; the default 0 leaves the map out."""
     normalize: bool = True
     """Scales embeddings to length 1."""
     learn_scale: bool = False
-    """Learns the factor by which cosine similarities are multiplied."""
+    """Learns the scale that cosine similarities are multiplied by."""
     scale: float = 3.0
-    """Sets the initial value of the logarithm of that factor, where ``learn_scale`` is set."""
+    """Sets the initial value of the logarithm of the scale that ``learn_scale`` learns."""
     learn_bias: bool = False
-    """Learns a bias of the logits, for SigLIP's loss."""
+    """Learns a bias that is added to the logits, for SigLIP's sigmoid loss."""
     bias: float = 0.0
-    """Sets the initial value of that bias, where ``learn_bias`` is set."""
+    """Sets the initial value of the bias that ``learn_bias`` learns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,17 +133,17 @@ class PairLossConfig:
     """Configures the losses that train embeddings on pairs (docs/embedding.md)."""
 
     temperature: float = 0.05
-    """Divides similarities by this number; 0 means the model's learned scale."""
+    """Divides similarities by this number; 0 uses the model's learned scale instead."""
     max_scale: float = 100.0
-    """Limits the factor that may be learned instead of ``temperature``; 0 means no limit."""
+    """Limits the scale that is learned where ``temperature`` is 0; 0 means no limit."""
     similarity: str = "cosine"
     """Chooses the similarity of two embeddings. Allowed values: 'cosine', 'dot'."""
     directions: tuple[str, ...] = ("query_to_document",)
     """Lists the comparisons that info_nce makes; 'query_to_document' must be among them. Allowed
     values: 'query_to_document', 'document_to_query', 'query_to_query', 'document_to_document'."""
     softmax_scope: str = "joint"
-    """Chooses whether info_nce takes one softmax over all directions or one for each. Allowed
-    values: 'joint', 'each'."""
+    """Chooses whether info_nce takes one softmax over all ``directions`` together or one for each.
+    Allowed values: 'joint', 'each'."""
     negatives_from: str = "batch"
     """Chooses where info_nce takes a query's negatives from: the global batch, the examples on its
     own device, or its own explicit hard negatives. Allowed values: 'batch', 'shard', 'own'."""
@@ -160,16 +158,16 @@ class PairLossConfig:
     teacher_temperature: float = 1.0
     """Divides the teacher's scores by this number, in the distill loss."""
     tile_size: int = 0
-    """Sets the number of examples on each side of a tile of similarities that exists at once; the
-    default 0 chooses it by memory."""
+    """Sets the number of examples on each side of a tile of similarities; one tile is in memory at
+    a time. The default 0 chooses the number by memory."""
     matryoshka_dims: tuple[int, ...] = ()
     """Lists the lengths of embedding prefixes that are trained too (Matryoshka); the default ()
     means none."""
     matryoshka_weights: tuple[float, ...] = ()
     """Lists the weight of the loss for each of ``matryoshka_dims``; the default () means 1 each."""
     precisions: tuple[str, ...] = ()
-    """Lists the precisions in which embeddings are trained to be stored and are evaluated; the
-    default () means float32. Allowed values: 'float32', 'int8', 'binary'."""
+    """Lists the precisions of stored embeddings that the loss trains for and that evaluations
+    report; the default () means float32 alone. Allowed values: 'float32', 'int8', 'binary'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,8 +176,9 @@ class GradCacheConfig:
 
     query_mini_batch: int = 0
     """Limits how many query sequences a data shard runs at once; on a pipeline
-    (config.mesh.pipeline) such a mini-batch is a microbatch. The default 0 means all at once, and
-    -1 lets the planner choose this setting and ``document_mini_batch``."""
+    (config.mesh.pipeline) such a mini-batch is a microbatch. The default 0 means all at once; -1
+    lets the planner choose this setting and ``document_mini_batch``, and needs the other settings
+    of the group to be 0."""
     document_mini_batch: int = 0
     """Limits how many document sequences (positives and negatives) a data shard runs at once; the
     default 0 means all at once."""

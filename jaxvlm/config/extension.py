@@ -30,10 +30,10 @@ class Extension:
 
     target: str = ""
     """Names the object as MODULE:NAME, or as path/to/FILE.py:NAME, whose path is made absolute; the
-    default "" uses what jaxvlm has built in."""
+    default "" uses what is built in."""
     options: Mapping[str, Any] = NO_OPTIONS
-    """Sets the fields of the frozen dataclass that ``target`` names; a key that the dataclass has
-    no field for, or a value of another type, is refused."""
+    """Sets the fields of the frozen dataclass that ``target`` names; unknown fields and values of
+    another type are refused."""
 
     def __post_init__(self) -> None:
         source, colon, name = self.target.partition(":")
@@ -48,7 +48,7 @@ class LossConfig(Extension):
     """Chooses the training loss: a built-in one by its name, or the user's own by its target."""
 
     name: str = "next_token"
-    """Chooses a built-in loss, where ``target`` is empty: 'next_token' trains a language model and
+    """Chooses a built-in loss, if ``target`` is empty: 'next_token' trains a language model, and
     the others train embeddings. Allowed values: 'next_token', 'info_nce', 'sigmoid', 'triplet',
     'cosine', 'cosent', 'margin_mse', 'distill'."""
 

@@ -17,15 +17,16 @@ class VisionConfig:
     patch_size: int = 16
     """Sets the side of a square patch in pixels."""
     crop_rest: bool = False
-    """Drops the pixels at the right and lower edge that fill no whole patch; False refuses an
-    ``image_size`` that is not a multiple of ``patch_size``."""
+    """Drops the pixels at the right and bottom edges that do not fill a patch; with False, an
+    ``image_size`` that is not a multiple of ``patch_size`` is refused."""
     width: int = 64
     """Sets the width of the hidden states."""
     depth: int = 2
     """Sets the number of transformer blocks."""
     frozen_blocks: int = 0
-    """Freezes the first n blocks and everything before them, as ``vision/*``; the blocks after them
-    are ``vision_top/*``. The default 0 puts all blocks into ``vision/*`` and freezes none."""
+    """Freezes the first n blocks and everything before them, whose parameters are then
+    ``vision/*``; the parameters of the blocks after them are ``vision_top/*``. The default 0
+    freezes nothing, and all parameters are ``vision/*``."""
     num_heads: int = 4
     """Sets the number of attention heads, which must divide ``width``."""
     mlp_dim: int = 256
@@ -56,30 +57,32 @@ class VisionConfig:
     the keys."""
     layer_scale: float = 0.0
     """Sets the initial value of the learned factor on the output of attention and MLP in each block
-    (LayerScale); the default 0 means that there is no such factor."""
+    (LayerScale); the default 0 leaves the factor out."""
     pre_norm: bool = False
     """Applies a LayerNorm before the first block, as CLIP does."""
     feature_layer: int = -1
-    """Chooses the block whose output becomes the visual tokens, counted from the end: -1 is after
-    the last block, -2 before it, and -depth - 1 before the first block."""
+    """Chooses the layer whose output becomes the visual tokens, counted from the end: -1 is the
+    output of the last block, -2 that of the block before it, and -depth - 1 the input of the first
+    block."""
     feature_layers: tuple[int, ...] = ()
     """Lists several layers, counted as in ``feature_layer``, whose outputs are concatenated in each
-    visual token; the default () means that ``feature_layer`` is used."""
+    visual token; the default () uses ``feature_layer`` alone."""
     post_norm: bool = True
     """Gives the encoder a LayerNorm after the last block."""
     final_norm: bool = True
-    """Applies that LayerNorm to the visual tokens where they are taken after the last block
-    (``feature_layer=-1``)."""
+    """Applies the LayerNorm of ``post_norm`` to the visual tokens where they are taken after the
+    last block (``feature_layer=-1``)."""
     pool: str = "none"
-    """Chooses how one embedding per image is made: not at all, from the normed class token, or by
-    SigLIP's attention pooling. Allowed values: 'none', 'class', 'attention'."""
+    """Chooses how one embedding per image is computed: 'none' computes none, 'class' takes the
+    normalized class token, and 'attention' is SigLIP's attention pooling. Allowed values: 'none',
+    'class', 'attention'."""
     norm: str = "layer"
     """Chooses the norm in the blocks. Allowed values: 'layer', 'rms'."""
     norm_eps: float = 1e-6
     """Sets the epsilon that the norms add to the variance."""
     packed: bool = False
-    """Packs the patches of images of any size into one sequence, instead of taking square images
-    of one size."""
+    """Packs the patches of images of any size into one sequence; with False, images are squares of
+    one size."""
     patch_layout: str = "hwc"
     """Chooses the order of the values in a packed patch: height, width, channel or channel, time,
     height, width. Allowed values: 'hwc', 'cthw'."""
@@ -92,13 +95,12 @@ class VisionConfig:
     """Chooses how the table of learned positions is resampled to an image's grid of packed patches:
     with aligned corners, or with antialiasing. Allowed values: 'corners', 'antialias'."""
     rope_theta: float = 0.0
-    """Sets the base of the 2D rotary positions (row, column); the default 0 means that there are
-    none."""
+    """Sets the base of the 2D rotary positions (row, column); the default 0 uses none."""
     window: int = 0
     """Limits the attention of packed images to windows of this side in pixels; the default 0 means
     that each patch attends to its whole image."""
     full_layers: tuple[int, ...] = ()
-    """Lists the blocks, counted from 0, that attend to the whole image although ``window`` is
+    """Lists the blocks, counted from 0, that attend to the whole image even if ``window`` is
     set."""
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Sets the mean of red, green and blue that is subtracted from pixels in 0..1."""
@@ -109,10 +111,10 @@ class VisionConfig:
     """Sets the dropout rate on the output of attention and of the MLP in each block, in training
     only."""
     remat: str = "none"
-    """Chooses what activations are recomputed in the backward pass: nothing is recomputed, products
-    with weights are saved ('dots'), only the inputs of blocks are saved ('full'), these are saved
-    in host memory ('offload'), or the planner chooses ('auto'). Allowed values: 'none', 'dots',
-    'full', 'offload', 'auto'."""
+    """Chooses which activations are recomputed in the backward pass: 'none' recomputes nothing,
+    'dots' saves the outputs of matmuls with weights, 'full' saves only the inputs of blocks,
+    'offload' saves these in host memory, and 'auto' lets the planner choose. Allowed values:
+    'none', 'dots', 'full', 'offload', 'auto'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +125,16 @@ class RelevanceConfig:
     """
 
     budget: int = 0
-    """Sets the number of visual tokens per image, e.g. 64, 100, 256 or 400; the default 0 means
-    that every patch is a token."""
+    """Sets the number of visual tokens per image, e.g. 64, 100, 256 or 400; the default 0 makes
+    every patch a token."""
     levels: int = 2
     """Limits the size of a pooled region to 2^levels patches a side; a region is split at most this
     many times."""
     width: int = 32
-    """Sets the width in which patches are scored."""
+    """Sets the number of dims in which patches are scored."""
     query: bool = True
-    """Lets the question take part in the scores; with False the image alone is scored, so that
-    several questions can share it."""
+    """Lets the scores depend on the question; with False they depend on the image alone, so that
+    several questions can share its tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,8 @@ class ConnectorConfig:
     hidden: int = 0
     """Sets the width of the MLP's hidden layer; the default 0 means the decoder's width."""
     merge: int = 1
-    """Merges m x m neighbouring patches into one visual token; the default 1 merges none."""
+    """Merges m x m neighbouring patches into one visual token; the default 1 leaves each patch a
+    token of its own."""
     pool: str = "concat"
     """Chooses how patches are merged: their widths are concatenated, or their mean is taken.
     Allowed values: 'concat', 'mean'."""
@@ -175,29 +178,29 @@ class RopeScaling:
     """Stretches rotary wavelengths beyond the length that a model was trained on."""
 
     kind: str = "default"
-    """Chooses the method; 'default' stretches nothing. Allowed values: 'default', 'linear',
-    'dynamic', 'llama3', 'yarn'."""
+    """Chooses how rotary wavelengths are stretched; 'default' does not stretch them. Allowed
+    values: 'default', 'linear', 'dynamic', 'llama3', 'yarn'."""
     factor: float = 1.0
     """Sets the factor by which wavelengths are stretched; every kind but 'default' uses it."""
     original_length: int = 0
     """Sets the length in tokens that the model was trained on; it is used by 'dynamic', 'llama3'
     and 'yarn'."""
     low_factor: float = 1.0
-    """Stretches wavelengths above original_length / low_factor by the whole factor, with
+    """Stretches wavelengths above original_length / low_factor by the full factor, with kind
     'llama3'."""
     high_factor: float = 4.0
-    """Leaves wavelengths below original_length / high_factor as they are, with 'llama3'."""
+    """Leaves wavelengths below original_length / high_factor unchanged, with kind 'llama3'."""
     beta_fast: float = 32.0
-    """Sets the rotations within ``original_length`` from which on a dimension is not stretched,
-    with 'yarn'."""
+    """Sets the number of rotations within ``original_length`` from which on a dimension is not
+    stretched, with kind 'yarn'."""
     beta_slow: float = 1.0
-    """Sets the rotations within ``original_length`` below which a dimension is stretched by the
-    whole factor, with 'yarn'."""
+    """Sets the number of rotations within ``original_length`` below which a dimension is stretched
+    by the full factor, with kind 'yarn'."""
     whole_dims: bool = True
     """Rounds the two borders between stretched and unstretched dimensions to whole dimensions, with
-    'yarn'."""
+    kind 'yarn'."""
     magnitude: float = 1.0
-    """Multiplies cosine and sine by this factor; the default 1 leaves them as they are."""
+    """Multiplies cosine and sine by this factor; the default 1 leaves them unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,8 +227,8 @@ class DecoderConfig:
     rope_scaling: RopeScaling = RopeScaling()
     """Groups the settings that stretch rotary wavelengths for longer sequences."""
     rope_sections: tuple[int, ...] = ()
-    """Lists how many rotary wavelengths follow each of the position ids time, height and width
-    (M-RoPE); the default () means one position id per token."""
+    """Lists how many rotary wavelengths use each of the position ids time, height and width
+    (M-RoPE); the default () uses one position id per token."""
     rope_interleaved: bool = False
     """Interleaves the sections of ``rope_sections`` instead of concatenating them."""
     activation: str = "silu"
@@ -257,16 +260,16 @@ class DecoderConfig:
     """Multiplies the token embeddings by this factor."""
     window: int = 0
     """Limits the attention of a local layer to this many positions, the query's own included; the
-    default 0 means that all layers see all positions."""
+    default 0 makes all layers global."""
     window_pattern: tuple[bool, ...] = (True,)
-    """Says which layers are local (True) and which global (False); the pattern repeats over the
+    """Says which layers are local (True) and which are global (False); the pattern repeats over the
     depth and needs ``window``."""
     local_rope_theta: float = 0.0
-    """Sets the rotary base of local layers, whose wavelengths are not stretched; the default 0
-    means that they use those of the other layers."""
+    """Sets the base of the rotary wavelengths in local layers, to which ``rope_scaling`` is then
+    not applied; the default 0 gives local layers the wavelengths of the global ones."""
     num_experts: int = 0
-    """Sets the number of experts of a mixture, each an MLP of ``mlp_dim``; the default 0 means one
-    MLP for every token."""
+    """Sets the number of experts of a mixture, each an MLP of ``mlp_dim``; the default 0 uses one
+    MLP for all tokens."""
     experts_per_token: int = 0
     """Sets how many experts the router chooses for each token, from 1 to ``num_experts``."""
     normalize_experts: bool = True
@@ -277,20 +280,20 @@ class DecoderConfig:
     tied_embeddings: bool = True
     """Shares the token embeddings with the output matrix."""
     head: bool = True
-    """Gives the decoder an output matrix; with False it returns hidden states only, as a model that
-    embeds does, and ``tied_embeddings`` must be False."""
+    """Gives the decoder an output matrix; with False it returns hidden states only, as embedding
+    models do, and ``tied_embeddings`` must be False."""
     visual_mask: str = "causal"
-    """Chooses what attends to what: each token to those before it ('causal'), the tokens of one
-    image to each other both ways too ('prefix'), or everything before the first answer both ways
-    ('prompt'). Allowed values: 'causal', 'prefix', 'prompt'."""
+    """Chooses the attention mask: each token attends to those before it ('causal'), the tokens of
+    one image also attend to each other in both directions ('prefix'), or everything before the
+    first answer does ('prompt'). Allowed values: 'causal', 'prefix', 'prompt'."""
     dropout: float = 0.0
     """Sets the dropout rate on the output of attention and of the MLP in each block, in training
     only."""
     remat: str = "none"
-    """Chooses what activations are recomputed in the backward pass: nothing is recomputed, products
-    with weights are saved ('dots'), only the inputs of blocks are saved ('full'), these are saved
-    in host memory ('offload'), or the planner chooses ('auto'). Allowed values: 'none', 'dots',
-    'full', 'offload', 'auto'."""
+    """Chooses which activations are recomputed in the backward pass: 'none' recomputes nothing,
+    'dots' saves the outputs of matmuls with weights, 'full' saves only the inputs of blocks,
+    'offload' saves these in host memory, and 'auto' lets the planner choose. Allowed values:
+    'none', 'dots', 'full', 'offload', 'auto'."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +301,7 @@ class LoraConfig:
     """Adds low-rank adapters to linear maps, and trains the adapters alone (docs/training.md)."""
 
     rank: int = 0
-    """Sets the rank r of the update x A B; the default 0 means that there are no adapters."""
+    """Sets the rank r of the update x A B; the default 0 adds no adapters."""
     alpha: float = 16.0
     """Scales the update: x A B is multiplied by alpha / rank."""
     rslora: bool = False
@@ -316,8 +319,8 @@ class LoraConfig:
     """Chooses the initial distribution of A ('uniform' is PEFT's default), while B starts at zero.
     Allowed values: 'uniform', 'gaussian'."""
     dropout: float = 0.0
-    """Sets the dropout rate on the input of each adapter, in training only; the default 0 means
-    what the folder of ``checkpoint`` says."""
+    """Sets the dropout rate on the input of each adapter, in training only; the default 0 takes the
+    rate from the folder of ``checkpoint``, if there is one."""
     checkpoint: str = ""
     """Names a PEFT adapter folder to start from, which also sets ``rank``, ``alpha``, ``rslora``,
     ``dora`` and ``targets``; the default "" starts from new adapters."""

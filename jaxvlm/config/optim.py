@@ -10,12 +10,13 @@ class OptimConfig:
     """Configures AdamW and its learning-rate schedule with linear warm-up."""
 
     learning_rate: float = 1e-3
-    """Sets the peak learning rate, which is reached after warm-up."""
+    """Sets the peak learning rate, which is reached at the end of warm-up."""
     schedule: str = "cosine"
     """Chooses how the learning rate decays after warm-up. Allowed values: 'cosine', 'linear',
     'constant'."""
     warmup_steps: int | float = 0.05
-    """Sets the length of the linear warm-up in steps; a number below 1 is a share of all steps."""
+    """Sets the length of the linear warm-up in steps; a number below 1 is a fraction of all
+    steps."""
     min_lr_ratio: float = 0.0
     """Sets the learning rate at the last step as a fraction of ``learning_rate``."""
     b1: float = 0.9
@@ -38,5 +39,5 @@ class OptimConfig:
     """Lists path patterns of parameters that are not trained and take no optimizer memory, e.g.
     ('vision/*',)."""
     lr_multipliers: tuple[tuple[str, float], ...] = ()
-    """Lists pairs of path pattern and factor on the learning rate, e.g. (('vision/*', 0.1),); the
-    first pattern that matches a parameter counts."""
+    """Lists pairs of a path pattern and a factor on the learning rate, e.g. (('vision/*', 0.1),);
+    the first pattern that matches a parameter applies to it."""

@@ -7,25 +7,26 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sets the number of devices along each mesh axis; one axis may be -1, all that are left."""
+    """Sets the number of devices along each mesh axis; one axis may be -1, all remaining
+    devices."""
 
     data: int = -1
-    """Sets the size of the data axis, over which sequences of the batch are split; the default -1
-    takes all devices that are left, and 0 lets the planner choose all axes (docs/planning.md)."""
+    """Sets the size of the data axis, over which the batch is split; the default -1 takes all
+    remaining devices, and 0 lets the planner choose all axes (docs/planning.md)."""
     fsdp: int = 1
-    """Sets the size of the fsdp axis, over which sequences of the batch and what
-    ``config.strategy`` says of the train state are split."""
+    """Sets the size of the fsdp axis, over which the batch and, per config.strategy, the train
+    state are sharded."""
     tensor: int = 1
     """Sets the size of the tensor axis, over which attention heads, MLP widths and the vocabulary
     are split."""
     context: int = 1
     """Sets the size of the context axis, over which the tokens of a sequence are split."""
     expert: int = 1
-    """Sets the size of the expert axis, over which the experts of a mixture and sequences of the
-    batch are split."""
+    """Sets the size of the expert axis, over which the batch and the experts of a mixture are
+    split."""
     pipeline: int = 1
-    """Sets the number of pipeline stages that the decoder's layers are cut into; see
-    ``config.strategy.schedule``."""
+    """Sets the size of the pipeline axis: the number of pipeline stages that the decoder's layers
+    are divided into (see config.strategy.schedule)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +38,11 @@ class StrategyConfig:
     """
 
     name: str = ""
-    """Chooses a preset, which sets the mesh axis and the fields ``params``, ``all_gathered``,
-    ``gradients`` and ``optimizer``; 'auto' lets the planner choose them and the mesh, and the
-    default "" means that the fields are used as they are. Allowed values: '', 'auto', 'single',
-    'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'fsdp_no_reshard', 'hybrid_shard', 'hpz'."""
+    """Chooses a preset, which sets ``params``, ``all_gathered``, ``gradients`` and ``optimizer``,
+    and puts the devices that config.mesh gives to no axis on the preset's own axis; 'auto' lets the
+    planner choose all of this, and the default "" uses the fields as they are. Allowed values: '',
+    'auto', 'single', 'ddp', 'zero1', 'zero2', 'zero3', 'fsdp', 'fsdp_no_reshard', 'hybrid_shard',
+    'hpz'."""
     params: tuple[str, ...] = ("fsdp",)
     """Lists the axes over which parameters are sharded between steps. Allowed values: 'data',
     'fsdp'."""
@@ -49,17 +51,17 @@ class StrategyConfig:
     not listed are all-gathered when the step begins, and the listed ones layer by layer, in the
     forward pass and again in the backward pass. Allowed values: 'data', 'fsdp'."""
     gradients: tuple[str, ...] = ("fsdp",)
-    """Lists the axes over which the gradients' sum over microbatches is sharded. Allowed values:
+    """Lists the axes over which the sum of the microbatches' gradients is sharded. Allowed values:
     'data', 'fsdp'."""
     optimizer: tuple[str, ...] = ("fsdp",)
     """Lists the axes over which the optimizer's moments and the update are sharded. Allowed values:
     'data', 'fsdp'."""
     replicated: tuple[str, ...] = ()
-    """Lists parts of the model whose parameters are replicated on every device, e.g. 'vision'."""
+    """Lists submodels whose parameters are replicated on every device, e.g. 'vision'."""
     context: str = "gather"
-    """Chooses how sequences that are split over the context axis attend: keys and values are
-    all-gathered, travel around a ring, or heads are split instead of tokens. Allowed values:
-    'gather', 'ring', 'ulysses'."""
+    """Chooses how attention works across the context axis: keys and values are all-gathered
+    ('gather') or passed around a ring ('ring'), or heads are split instead of tokens ('ulysses').
+    Allowed values: 'gather', 'ring', 'ulysses'."""
     param_gather_dtype: str = "float32"
     """Chooses the dtype in which parameters are sent in the all-gather from ``params`` to
     ``all_gathered`` when a step begins; 'int8' sends a float32 scale with each block of values.
@@ -88,13 +90,14 @@ class EncoderConfig:
     """Puts the vision encoder on devices of its own (disaggregated), with a mesh and a strategy."""
 
     devices: int = 0
-    """Sets how many of the run's first devices the vision encoder has to itself; the default 0
-    keeps it on config.mesh with the rest of the model, and -1 takes as many as its share of a
-    step's FLOPs, counted on the run's first batch."""
+    """Sets how many of the run's first devices the vision encoder has to itself. The default 0
+    keeps it on config.mesh with the rest of the model; -1 assigns devices in proportion to the
+    encoder's share of a step's FLOPs, counted on the run's first batch."""
     mesh: MeshConfig = MeshConfig()
     """Groups the sizes of the mesh of the vision encoder's devices."""
     strategy: StrategyConfig = StrategyConfig()
     """Groups the sharding settings of the vision encoder on its own devices."""
     microbatches_in_flight: int = 0
-    """Sets how many microbatches enter a pipeline at once after a vision encoder that is trained;
-    the default 0 takes as many as suit an encoder that takes as long as the pipeline stages."""
+    """Sets how many microbatches a trained vision encoder encodes before they enter the pipeline
+    together; it needs config.mesh.pipeline above 1 and must divide config.microbatches. The default
+    0 takes the number that is fastest if the encoder takes as long as the pipeline stages."""

@@ -64,37 +64,38 @@ class Config:
     ``epochs`` is above 0."""
     microbatches: int = 1
     """Splits each batch into this many microbatches whose gradients are accumulated; 0 lets the
-    planner choose. For pairs use ``grad_cache`` instead."""
+    planner choose. With pairs, use ``grad_cache`` instead."""
     loss: LossConfig = LossConfig()
     """Groups the settings of the training loss."""
     embedder: str = "vlm"
-    """Chooses the model that gives embeddings: the vision-language model of ``model`` and
-    ``embedding``, or the dual encoder of ``dual``. Allowed values: 'vlm', 'dual'."""
+    """Chooses the model that computes embeddings, with a loss of pairs: 'vlm' is the
+    vision-language model of config.model and config.embedding, 'dual' the dual encoder of
+    config.dual. Allowed values: 'vlm', 'dual'."""
     dual: DualConfig = DualConfig()
     """Groups the settings of a dual encoder."""
     embedding: EmbeddingConfig = EmbeddingConfig()
-    """Groups the settings by which a vision-language model embeds."""
+    """Groups the settings that make a vision-language model compute embeddings."""
     pair_loss: PairLossConfig = PairLossConfig()
     """Groups the settings of the losses of pairs."""
     grad_cache: GradCacheConfig = GradCacheConfig()
     """Groups the settings of gradient caching for losses of pairs."""
     loss_chunk: int = 0
-    """Sets how many columns of the vocabulary have logits in memory at once, in losses of
-    tokens; the default 0 chooses it by the sequence length."""
+    """Sets the number of entries of the vocabulary whose logits are in memory at once, in losses
+    over tokens; the default 0 chooses it by the sequence length."""
     moe_aux_loss_weight: float = 0.0
     """Sets the weight of the load-balancing loss of a mixture of experts."""
     init_from: str = ""
     """Names the workdir of another run whose weights this run starts from, with a new optimizer and
-    at step 0; the default "" starts from none."""
+    at step 0; the default "" names none."""
     log_every: int = 20
     """Sets the number of steps between log lines; at least 1."""
     eval_every: int = 0
     """Sets the number of steps between evaluations; the default 0 evaluates only at the end."""
     eval_records: int = 0
-    """Limits how many records an evaluation uses, always the same ones; the default 0 uses all."""
+    """Limits the records that an evaluation uses, always the same ones; the default 0 uses all."""
     early_stop: int = 0
     """Ends the run after this many evaluations in a row without a better metric; the default 0
-    never does."""
+    never ends it early."""
     max_bad_steps: int = 10
     """Stops the run after this many steps in a row with a loss or gradient that is not finite; at
     least 1."""

@@ -16,7 +16,7 @@ from jaxvlm.types import Batch, Params, Runner
 Chunks = tuple[Chunk, Chunk]
 """Mini-batch sizes of queries and of documents."""
 AUTO = -1
-"""Value of ``config.grad_cache.query_mini_batch``: the planner chooses all of its settings."""
+"""Value of ``config.grad_cache.query_mini_batch``: the planner chooses both mini-batch sizes."""
 _TOWERS = ("vision", "text")
 
 
@@ -30,7 +30,7 @@ def grad_cache_chunks(config: GradCacheConfig) -> Chunks:
         if value < 0:
             raise ConfigError(
                 f"config.grad_cache.{name}={value} must be at least 0 (0: no limit); "
-                f"query_mini_batch={AUTO} alone leaves all three settings to the planner"
+                f"query_mini_batch={AUTO} alone lets the planner choose both mini-batch sizes"
             )
     return Chunk(config.query_mini_batch, config.max_tokens), Chunk(
         config.document_mini_batch, config.max_tokens
