@@ -13,13 +13,13 @@ USAGE = "stat|verify|prune DIR [--unused_days=N] [--keep_gb=N] [--dry_run]"
 
 _SHOWN = 10  # number of bad files and rows that are listed for an identity
 _LEAST = {
-    "unused_days": "prune: remove the tokens of vision encoders whose store no run has opened for "
-    "this many days. Default 0: remove none for that reason.",
-    "keep_gb": "prune: remove the tokens of vision encoders, the least recently used first, until "
-    "this many GB are left; the most recently used always stay. Default 0: no limit.",
+    "unused_days": "prune: remove the tokens of vision encoders whose tokens no run has opened "
+    "for this many days; 0 removes none for this reason.",
+    "keep_gb": "prune: remove the tokens of vision encoders, the least recently used first, "
+    "until this many GB are left; the most recently used always stay. 0 sets no limit.",
 }
 _FLAGS = {
-    "dry_run": "prune: report what would be removed, and remove nothing. Default: False.",
+    "dry_run": "prune: report what would be removed, and remove nothing.",
 }
 
 

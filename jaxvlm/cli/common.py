@@ -18,7 +18,7 @@ _MODEL = {
     "adapter": "A PEFT adapter folder (LoRA or DoRA) to load with the Hugging Face folder of "
     "--checkpoint.",
     "family": "A model family of your own for the Hugging Face folder: MODULE, or FILE.py "
-    "(docs/extend.md). If not given, the built-in one of the folder's model_type.",
+    "(docs/extend.md); by default the built-in one for the folder's model_type.",
     "mesh": "The number of devices on each mesh axis, such as fsdp=4,tensor=2; by default all "
     "devices are on the data axis.",
 }
@@ -63,11 +63,11 @@ def define_model(values: flags.FlagValues) -> None:
     )
 
 
-def define_instructions(values: flags.FlagValues, note: str = "") -> None:
+def define_instructions(values: flags.FlagValues, note: str = "The ") -> None:
     """Declare the instruction flags of queries and documents; their help starts with ``note``."""
     for side in ("query", "document"):
         text = (
-            f"{note}The instruction for each {side} that has none of its own: a decoder reads it "
+            f"{note}instruction for each {side} that has none of its own: a decoder reads it "
             "as the system turn; an encoder reads it directly before the text, so end it with a "
             "space."
         )

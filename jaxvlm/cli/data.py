@@ -1,4 +1,4 @@
-"""Command ``jaxvlm data``."""
+"""The command ``jaxvlm data``, which checks a data file before training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from jaxvlm.cli.recipe_flag import define_recipe
 SUMMARY = "data check FILE: list the records that training would refuse, by reason."
 USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
 _FLAGS = {
-    "tokenizer": "Sets the folder of the tokenizer. Default: a word tokenizer is built from the "
-    "file.",
-    "max_length": "Sets the maximum number of tokens of a packed sequence.",
-    "image_size": "Sets the height and width of images, in pixels.",
-    "patch_size": "Sets the height and width of a patch, in pixels.",
-    "max_images": "Sets the maximum number of images, or of their tiles, in a packed sequence.",
-    "image_root": "Sets the folder that image names are relative to. Default: the data file's "
-    "folder.",
+    "tokenizer": "The folder of the tokenizer; by default a word tokenizer is built from the file.",
+    "max_length": "The maximum number of tokens in a packed sequence.",
+    "image_size": "The height and width of images, in pixels.",
+    "patch_size": "The height and width of a patch, in pixels.",
+    "max_images": "The maximum number of images, or of tiles of images, in a packed sequence.",
+    "image_root": "The folder that image names are relative to; by default the data file's folder.",
 }
 
 
@@ -28,8 +26,9 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_recipe(
         values,
         argv,
-        "Recipe that is to train on FILE. It sets the limits, image size and tokenizer; the other "
-        "flags of this command are then ignored. Takes overrides as in `jaxvlm train`.",
+        "The recipe that FILE is meant for. It determines the limits, the image size and the "
+        "tokenizer; the other flags of this command are then ignored. Override its settings with "
+        "--config.a.b=value.",
     )
     define_flags(values, _FLAGS, max_length=512, image_size=64, patch_size=16, max_images=8)
 

@@ -20,15 +20,15 @@ _RETRIEVAL_FLAGS = (
     "batch_size",
 )
 _FLAGS = {
-    "data": "The data file to evaluate on, by default config.data.eval of the run. For an "
+    "data": "The data file to evaluate on; by default the run's config.data.eval. For an "
     "embedding model it holds examples with `query`, `positive`, `query_image` and "
     "`positive_image` (docs/embedding_data.md).",
     "limit": "The maximum number of records to evaluate; 0 evaluates all.",
     "prediction_grid": "Write a PNG grid of images with the model's answers, or of queries with "
     "the documents that they retrieve, to this file.",
-    "retrieval": "Measure retrieval with the model's embeddings; an encoder is always evaluated "
-    "so.",
-    "corpus": "Retrieval: search these documents too; a .jsonl, .csv, .parquet or .tar file of "
+    "retrieval": "Measure retrieval with the model's embeddings. Encoders are always evaluated "
+    "this way.",
+    "corpus": "Retrieval: a .jsonl, .csv, .parquet or .tar file with more documents to search: "
     "records with `text` and `image`.",
     "ks": "Retrieval and zero-shot classification: report the metrics at these cut-offs k.",
     "dims": "Retrieval: also measure the embeddings truncated to each of these numbers of dims.",
@@ -45,7 +45,7 @@ _FLAGS = {
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
     common.define_model(values)
-    common.define_instructions(values, "Embeddings: ")
+    common.define_instructions(values, "Embeddings: the ")
     lists: dict[str, Any] = {"ks": ["1", "5", "10"], "dims": [], "precisions": []}
     lists["template"] = ("a photo of a {}.",)
     common.define_flags(values, _FLAGS, limit=0, retrieval=False, batch_size=64, **lists)

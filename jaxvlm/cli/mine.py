@@ -27,12 +27,14 @@ _FLAGS = {
     "seed": "The seed of --sampling=random.",
     "batch_size": "The number of items per batch, over all devices.",
     "dims": "Truncate embeddings to this many dims before the search; 0 keeps all dims.",
-    "part_size": "The number of items between two writes to OUTPUT.parts.",
+    "part_size": "The number of items between two writes to OUTPUT.parts, from which an "
+    "interrupted run resumes.",
     "max_score": "The maximum cosine of a negative with its query; by default there is no maximum.",
     "min_score": "The minimum cosine of a negative with its query; by default there is no minimum.",
     "absolute_margin": "The minimum difference by which a negative must score below its query's "
     "positive; by default there is no margin.",
-    "relative_margin": "The same margin as a fraction of the positive's score; 0.05 is "
+    "relative_margin": "The minimum difference by which a negative must score below its query's "
+    "positive, as a fraction of the positive's score; by default there is no margin. 0.05 is "
     "NV-Retriever's TopK-PercPos at 95 %.",
 }
 

@@ -1,4 +1,4 @@
-"""``jaxvlm plan``."""
+"""The command ``jaxvlm plan``, which estimates memory and time before anything runs."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ USAGE = (
     "--compare A.json B.json | --calibrate"
 )
 _FLAGS = {
-    "model": "Model to plan: a Hugging Face folder (its config.json is read), a published model's "
-    "name, or a recipe.",
-    "devices": "Machine to plan for: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (slices) or cpu:8; "
-    "any, with --prices, compares the prices of machines.",
-    "train": "Parameters to train: full, lora (rank 16) or connector. By default the recipe's, or "
-    "all.",
-    "objective": "Objective to train with: sft (next-token prediction) or contrastive (pairs). By "
-    "default the recipe's, or the one that the model was made for.",
-    "prices": "Read prices of a device per hour from this JSON file, with --devices=any: "
-    '{"h200": 3.5, ...}.',
-    "html": "Write an HTML page with figures to this file; it works offline.",
-    "save": "Write the plan's JSON object to this file, for --compare.",
-    "batch": "Set the batch size over all devices: packed sequences, or pairs. 0 takes the "
+    "model": "The model to plan: a Hugging Face folder (its config.json is read), a published "
+    "model's name, or a recipe.",
+    "devices": "The machine to plan for: h200:8, v5p:4x4x4, v5e:16, 2xv5e:16x16 (two slices) or "
+    "cpu:8; any, with --prices, compares the prices of machines.",
+    "train": "The parameters to train: full, lora (rank 16) or connector; by default those of "
+    "the recipe, or all.",
+    "objective": "The objective: sft (next-token prediction) or contrastive (pairs); by default "
+    "that of the recipe, or the one that the model was made for.",
+    "prices": 'The JSON file with the prices of devices per hour, such as {"h200": 3.5}, for '
+    "--devices=any.",
+    "html": "The file to write an HTML page with figures to; it works offline.",
+    "save": "The file to write the plan's JSON object to, for --compare.",
+    "batch": "The batch size over all devices, in packed sequences or pairs; 0 takes the "
     "recipe's, or one per device.",
-    "seq": "Set the tokens of a packed sequence. 0 takes the recipe's, 2048, or a text encoder's "
-    "maximum.",
-    "images": "Set the images of a packed sequence. -1 takes the recipe's, or fills half of the "
-    "tokens with images.",
-    "patches": "Set the image patches of a packed sequence, for models with images of any size. 0 "
-    "takes the recipe's, or fills half of the tokens with images.",
-    "samples": "Set the packed sequences of an epoch, to report its hours and price and to "
-    "compare caching of visual tokens. 0 leaves these out.",
-    "top": "Print this many of the best candidates.",
-    "price": "Set the price of a device per hour, to report an epoch's price; 0: unknown.",
-    "budget": "Limit the price per hour of all devices together, with --devices=any; 0: no limit.",
+    "seq": "The number of tokens in a packed sequence; 0 takes the recipe's, 2048, or a text "
+    "encoder's maximum.",
+    "images": "The number of images in a packed sequence; -1 takes the recipe's, or fills half "
+    "of the tokens with images.",
+    "patches": "The number of image patches in a packed sequence, for models with images of any "
+    "size; 0 takes the recipe's, or fills half of the tokens with images.",
+    "samples": "The number of packed sequences in an epoch, for its hours and price and for the "
+    "comparison with cached visual tokens; 0 leaves these out.",
+    "top": "The number of best candidates to print.",
+    "price": "The price of a device per hour, for the price of an epoch; 0 means unknown.",
+    "budget": "The maximum price per hour of all devices together, for --devices=any; 0 sets no "
+    "limit.",
     "verify": "Compile the best candidate's real train step for the machine, and compare its "
-    "memory.",
+    "memory with the plan.",
     "calibrate": "Measure the rates of this machine's devices (matmuls, memory, links), and save "
     "them for plans of their kind.",
-    "compare": "Compare two saved plans.",
+    "compare": "Compare two plans that --save wrote.",
 }
 
 
@@ -60,8 +61,8 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_recipe(
         values,
         argv,
-        "Recipe to plan, same as --model=RECIPE.py: its model, batch, length, loss, frozen parts "
-        "and adapters are used. Override settings with --config.a.b=value.",
+        "The recipe to plan, as with --model=RECIPE.py: its model, batch, length, loss, frozen "
+        "parameters and adapters are used. Override its settings with --config.a.b=value.",
         recipe if is_recipe else None,
     )
     sizes = {"batch": 0, "seq": 0, "images": -1, "patches": 0, "samples": 0, "top": 5}

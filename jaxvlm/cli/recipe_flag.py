@@ -1,4 +1,4 @@
-"""``--config=FILE[:arg]``: a recipe's settings and their overrides."""
+"""The flag ``--config=FILE[:arg]``: a recipe's settings and their overrides."""
 
 from __future__ import annotations
 

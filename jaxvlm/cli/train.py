@@ -1,4 +1,4 @@
-"""``jaxvlm train``."""
+"""The command ``jaxvlm train``, which trains a model or resumes a run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from jaxvlm.cli.recipe_flag import define_recipe
 SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
 _FLAGS = {
-    "workdir": "The run's folder; a run that is in it is resumed.",
-    "print_config": "Print every setting, defaults included, and exit.",
-    "xla_flags": "Groups of compiler flags for this machine's platform, set before JAX starts: "
-    "overlap, collective_matmul, nccl. Flags that are set already stay.",
-    "print_xla_flags": "Print these flags by platform, and what is set here, and exit.",
-    "dry_run": "Compile the step, show one batch decoded with its loss mask and the memory it "
-    "would take, and exit.",
+    "workdir": "The folder of the run; an existing run in it is resumed.",
+    "print_config": "Print the value of every setting, defaults included, and exit.",
+    "xla_flags": "The groups of compiler flags to set before JAX starts, for this machine's "
+    "platform: overlap, collective_matmul, nccl (comma-separated). Flags already in XLA_FLAGS or "
+    "LIBTPU_INIT_ARGS take precedence.",
+    "print_xla_flags": "Print the flags of all groups by platform, and those that --xla_flags "
+    "sets on this machine, and exit.",
+    "dry_run": "Compile the step, print one decoded batch with its loss mask and the memory "
+    "that the step needs, and exit; nothing is trained or saved.",
 }
 
 
@@ -31,7 +33,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         argv,
         "The recipe: a Python file with get_config(arg) that returns a jaxvlm.Config or a "
         "ConfigDict with the same keys. Override any setting with --config.a.b=value; "
-        "--print_config prints all settings.",
+        "--print_config prints all settings, and docs/settings.md explains each.",
     )
     shown = {"print_config": False, "print_xla_flags": False, "dry_run": False}
     define_flags(values, _FLAGS, xla_flags=[], **shown)

@@ -81,8 +81,9 @@ def exported(
     if source is None or not (workdir / pretrained.SAVED / pretrained.LAYOUT).is_file():
         raise ConfigError(
             f"{workdir}: its model does not come from one Hugging Face checkpoint, so transformers "
-            "has no class for it; export towers of two checkpoints with "
-            "--format=sentence_transformers"
+            "has no class for it; use the run itself, with `jaxvlm generate --checkpoint`, "
+            "`jaxvlm embed --checkpoint` or `jaxvlm.load` (a dual encoder of two checkpoints can "
+            "be exported with --format=sentence_transformers)"
         )
     check_output(output, dtype)
     return source

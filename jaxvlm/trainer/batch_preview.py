@@ -1,4 +1,4 @@
-"""One batch as a person would read it."""
+"""One batch in readable form, for ``--dry_run``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def batch_preview(
         meta: which record each segment is.
         dataset: where records' ids are.
         tokenizer: decodes.
-        rows: rows shown.
+        rows: number of sequences that are shown.
     """
     length = batch.tokens.shape[1]
-    yield f"batch: {batch.tokens.shape[0]} rows x {length} tokens"
+    yield f"batch: {batch.tokens.shape[0]} sequences x {length} tokens"
     for row, pairs in enumerate(meta.by_sequence()[:rows]):
         names = {segment: dataset.records[index].id for segment, index in pairs}
         filled = int((batch.segment[row] > 0).sum())
-        yield f"row {row}: {filled} of {length} tokens filled"
+        yield f"sequence {row}: {filled} of {length} tokens filled"
         for segment in range(1, int(batch.segment[row].max()) + 1):
             places = np.flatnonzero(batch.segment[row] == segment)
             parent = 0 if batch.parent is None else int(batch.parent[row, places[0]])
