@@ -1,0 +1,1 @@
+"""Checkpoints of a train state, and the run's record ``config.json``."""

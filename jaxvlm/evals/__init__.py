@@ -1,1 +1,1 @@
-"""Evaluation metrics."""
+"""Evaluation metrics: exact match, retrieval, zero-shot classification."""

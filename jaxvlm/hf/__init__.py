@@ -1,0 +1,1 @@
+"""Folders of Hugging Face, PEFT and sentence-transformers: import, export, published models."""

@@ -1,0 +1,1 @@
+"""Models of layers: vision encoder, connector, decoder, VLM, dual encoder, adapters, FLOPs."""

@@ -1,0 +1,1 @@
+"""AdamW, learning-rate schedules, and path patterns of frozen and decayed parameters."""

@@ -1,0 +1,1 @@
+"""Devices: meshes, strategies, sharding rules, collectives, process-wide settings, XLA flags."""

@@ -1,0 +1,1 @@
+"""A run: ``Trainer``, its parts, its files, dry run, ``auto`` settings, out-of-memory advice."""

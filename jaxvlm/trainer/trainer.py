@@ -1,4 +1,4 @@
-"""A training run as a story: settings, mesh, model, data, train step, loop."""
+"""A training run as a story: settings, mesh, data, model, train step, callbacks, loop."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Tokens in host memory and on disk: tiers, file format, codecs, maintenance."""

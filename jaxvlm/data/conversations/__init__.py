@@ -1,0 +1,1 @@
+"""Conversations about images: tokenize, pack, collate, and the data set of batches."""

@@ -1,0 +1,1 @@
+"""Image files: decode, resize, preprocess, and cut into tiles or patches."""

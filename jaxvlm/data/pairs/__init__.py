@@ -1,0 +1,1 @@
+"""Queries and documents of embedding models: examples, sampler, collators, data set."""

@@ -1,0 +1,1 @@
+"""Readers of data files: formats of conversations and of pairs, and file types."""

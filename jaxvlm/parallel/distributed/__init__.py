@@ -1,0 +1,1 @@
+"""Runs in several processes: initialization, preemption, and failure detection."""

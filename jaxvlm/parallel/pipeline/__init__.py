@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, and the forward and backward passes that follow them."""

@@ -1,0 +1,1 @@
+"""Compile a candidate for machines that need not exist, and read the compiled program."""

@@ -1,0 +1,1 @@
+"""Machines to plan for, the local machine, and the measurement of its rates."""

@@ -1,0 +1,1 @@
+"""A plan as text, JSON, an HTML page, or a comparison of two plans."""

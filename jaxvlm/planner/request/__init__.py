@@ -1,0 +1,1 @@
+"""What is planned: model, batch, trainable parameters, and abstract devices."""

@@ -1,0 +1,1 @@
+"""Step time by a roofline model: work, communication, overlap."""
