@@ -121,7 +121,7 @@ def test_microbatches_that_do_not_divide_are_refused(model, params):
         runner.loss_grad(params, {}, on_device(), NextToken(), {})
 
 
-def test_a_frozen_tower_keeps_its_bits_and_costs_nothing(model, params):
+def test_a_frozen_vision_encoder_keeps_its_bits_and_costs_nothing(model, params):
     config = train_config(frozen=("vision/*",), weight_decay=0.1)
     training = made(model, config)
     state, _ = run(training, model, params, [random_batch(seed) for seed in range(20)])
