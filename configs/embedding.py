@@ -1,4 +1,4 @@
-"""Published embedding models on a node or a small pod, 8,192 pairs a step by gradient caching.
+"""Published embedding models on a node or a small pod, 8,192 pairs per step by gradient caching.
 
     jaxvlm train --config=configs/embedding.py:clip-b32 --config.data.train=FILE --workdir=DIR
     jaxvlm train --config=configs/embedding.py:qwen3-2b,FOLDER …   # weights in a local folder

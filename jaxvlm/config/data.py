@@ -52,14 +52,15 @@ class PairDataConfig:
     require_negatives: bool = False
     """Treats an example without a hard negative as a bad record (see ``data.on_bad_record``)."""
     batch_sampler: str = "no_duplicates"
-    """Chooses how examples are grouped into batches: with no query or positive twice in a batch, or
-    at random. Allowed values: 'no_duplicates', 'random'."""
+    """Chooses how examples are grouped into batches: at random, but with no query or positive twice
+    in a batch ('no_duplicates'), or at random without this rule ('random'). Allowed values:
+    'no_duplicates', 'random'."""
     tasks: str = "mixed"
-    """Chooses whether a batch mixes tasks or holds examples of one task only. Allowed values:
-    'mixed', 'homogeneous'."""
+    """Chooses whether a batch mixes examples of several tasks ('mixed') or has those of one task
+    only ('homogeneous'). Allowed values: 'mixed', 'homogeneous'."""
     task_alpha: float = 1.0
-    """Makes the number of a task's batches proportional to its number of examples to this power,
-    with ``tasks='homogeneous'``."""
+    """Makes a task's number of batches proportional to its number of examples to this power, with
+    ``tasks='homogeneous'``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,9 @@ class DataConfig:
     """Sets the number of virtual shards that the data are divided into. The order of the data, and
     which images share a device, follow from these shards and not from the number of devices."""
     on_too_long: str = "refuse"
-    """Chooses what happens to a record longer than ``max_length``: the run is refused, or the
-    record is skipped. Allowed values: 'refuse', 'skip'."""
+    """Chooses what happens to a record that exceeds ``max_length``, ``max_images_per_sequence`` or
+    ``max_patches_per_sequence``: the run is refused, or the record is skipped. Allowed values:
+    'refuse', 'skip'."""
     on_bad_record: str = "skip"
     """Chooses what happens to a record that can't be read: the run is refused, or the record is
     skipped. Allowed values: 'refuse', 'skip'."""

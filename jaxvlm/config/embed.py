@@ -87,8 +87,8 @@ class DualConfig:
     has_bias: bool = False
     """Gives the logits a learned bias, as SigLIP does."""
     dtype: str = "float32"
-    """Chooses the dtype of the computation; parameters are always float32. Allowed values:
-    'float32', 'bfloat16'."""
+    """Chooses the dtype of the computation; parameters and the optimizer's moments are always
+    float32. Allowed values: 'float32', 'bfloat16'."""
     attention: str = "auto"
     """Chooses the attention backend; 'auto' takes cuDNN on GPU, splash on TPU and XLA elsewhere.
     Allowed values: 'auto', 'xla', 'cudnn', 'splash', 'triton'."""
@@ -111,9 +111,9 @@ class EmbeddingConfig:
     """Describes how a vision-language model turns its hidden states into embeddings."""
 
     pool: str = "last"
-    """Chooses which hidden states of the real tokens become the embedding: the last one, their
-    mean, the first one, or one embedding per token for late interaction. Allowed values: 'last',
-    'mean', 'first', 'tokens'."""
+    """Chooses which hidden states of the real tokens become the embedding: the last one ('last'),
+    their mean ('mean'), the first one ('first'), or one embedding per token for late interaction
+    ('tokens'). Allowed values: 'last', 'mean', 'first', 'tokens'."""
     dim: int = 0
     """Sets the output width of a linear map after pooling; the default 0 leaves the map out."""
     normalize: bool = True
@@ -137,20 +137,23 @@ class PairLossConfig:
     max_scale: float = 100.0
     """Limits the scale that is learned where ``temperature`` is 0; 0 means no limit."""
     similarity: str = "cosine"
-    """Chooses the similarity of two embeddings. Allowed values: 'cosine', 'dot'."""
+    """Chooses the similarity of two embeddings: their cosine or their dot product. Allowed values:
+    'cosine', 'dot'."""
     directions: tuple[str, ...] = ("query_to_document",)
     """Lists the comparisons that info_nce makes; 'query_to_document' must be among them. Allowed
     values: 'query_to_document', 'document_to_query', 'query_to_query', 'document_to_document'."""
     softmax_scope: str = "joint"
-    """Chooses whether info_nce takes one softmax over all ``directions`` together or one for each.
-    Allowed values: 'joint', 'each'."""
+    """Chooses whether info_nce takes one softmax over all ``directions`` ('joint') or one for each
+    of them ('each'). Allowed values: 'joint', 'each'."""
     negatives_from: str = "batch"
-    """Chooses where info_nce takes a query's negatives from: the global batch, the examples on its
-    own device, or its own explicit hard negatives. Allowed values: 'batch', 'shard', 'own'."""
+    """Chooses where info_nce takes a query's negatives from: the global batch ('batch'), the
+    examples on its own device ('shard'), or its own explicit hard negatives ('own'). Allowed
+    values: 'batch', 'shard', 'own'."""
     false_negative_filter: str = "none"
     """Chooses which likely positives info_nce removes from the negatives: none, those with a
-    similarity above the positive's plus ``margin``, or above it plus ``margin`` times its absolute
-    value. Allowed values: 'none', 'absolute', 'relative'."""
+    similarity above the positive's plus ``margin`` ('absolute'), or above the positive's plus
+    ``margin`` times its absolute value ('relative'). Allowed values: 'none', 'absolute',
+    'relative'."""
     margin: float = 0.0
     """Sets the margin of ``false_negative_filter`` and of the triplet loss."""
     distance: str = "cosine"

@@ -32,11 +32,11 @@ class VisionConfig:
     mlp_dim: int = 256
     """Sets the width of the hidden layer of each MLP."""
     stem: str = "linear"
-    """Chooses how pixels become patch embeddings: one matmul per patch, or 3x3 convolutions of
-    stride 2. Allowed values: 'linear', 'conv'."""
+    """Chooses how pixels become patch embeddings: by one matmul per patch ('linear'), or by 3x3
+    convolutions of stride 2 ('conv'). Allowed values: 'linear', 'conv'."""
     position: str = "learned"
-    """Chooses the position embedding that is added to the patches. Allowed values: 'learned',
-    'sincos2d', 'none'."""
+    """Chooses the position embedding that is added to the patches: a learned table, fixed sines and
+    cosines of row and column, or none. Allowed values: 'learned', 'sincos2d', 'none'."""
     activation: str = "gelu"
     """Chooses the activation of the MLPs. Allowed values: 'gelu', 'gelu_tanh', 'quick_gelu',
     'silu', 'relu'."""
@@ -77,15 +77,15 @@ class VisionConfig:
     normalized class token, and 'attention' is SigLIP's attention pooling. Allowed values: 'none',
     'class', 'attention'."""
     norm: str = "layer"
-    """Chooses the norm in the blocks. Allowed values: 'layer', 'rms'."""
+    """Chooses the norm in the blocks: LayerNorm or RMSNorm. Allowed values: 'layer', 'rms'."""
     norm_eps: float = 1e-6
     """Sets the epsilon that the norms add to the variance."""
     packed: bool = False
     """Packs the patches of images of any size into one sequence; with False, images are squares of
     one size."""
     patch_layout: str = "hwc"
-    """Chooses the order of the values in a packed patch: height, width, channel or channel, time,
-    height, width. Allowed values: 'hwc', 'cthw'."""
+    """Chooses the order of the values in a packed patch: height, width, channel ('hwc'), or
+    channel, time, height, width ('cthw'). Allowed values: 'hwc', 'cthw'."""
     frames: int = 1
     """Sets how many frames of a video are joined in one packed patch (the temporal patch size)."""
     merge_block: int = 1
@@ -93,7 +93,8 @@ class VisionConfig:
     ordered; the blocks follow each other row by row."""
     position_resize: str = "corners"
     """Chooses how the table of learned positions is resampled to an image's grid of packed patches:
-    with aligned corners, or with antialiasing. Allowed values: 'corners', 'antialias'."""
+    with aligned corners ('corners'), or with antialiasing ('antialias'). Allowed values: 'corners',
+    'antialias'."""
     rope_theta: float = 0.0
     """Sets the base of the 2D rotary positions (row, column); the default 0 uses none."""
     window: int = 0
@@ -119,7 +120,7 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RelevanceConfig:
-    """Pools patches into fewer tokens, with more of them where the question looks.
+    """Pools an image's patches into fewer tokens, with more of them where the question looks.
 
     See docs/relevance.md.
     """
@@ -142,16 +143,16 @@ class ConnectorConfig:
     """Describes the connector, which maps the width of the vision encoder to the decoder's."""
 
     kind: str = "mlp"
-    """Chooses the connector: linear, activation, linear; or one linear map. Allowed values: 'mlp',
-    'linear'."""
+    """Chooses the connector: linear map, activation, linear map ('mlp'), or one linear map
+    ('linear'). Allowed values: 'mlp', 'linear'."""
     hidden: int = 0
     """Sets the width of the MLP's hidden layer; the default 0 means the decoder's width."""
     merge: int = 1
     """Merges m x m neighbouring patches into one visual token; the default 1 leaves each patch a
     token of its own."""
     pool: str = "concat"
-    """Chooses how patches are merged: their widths are concatenated, or their mean is taken.
-    Allowed values: 'concat', 'mean'."""
+    """Chooses how patches are merged: they are concatenated ('concat'), or their mean is taken
+    ('mean'). Allowed values: 'concat', 'mean'."""
     norm: str = "none"
     """Chooses the norm of the visual tokens; 'rms_plus_one' multiplies by 1 + scale. Allowed
     values: 'none', 'layer', 'rms', 'rms_plus_one'."""
@@ -160,15 +161,15 @@ class ConnectorConfig:
     norm_eps: float = 1e-6
     """Sets the epsilon that the norm adds to the variance."""
     bias: bool = True
-    """Adds a bias to the linear maps."""
+    """Adds a bias to the connector's linear maps."""
     newline: bool = False
     """Ends each row of patches of a tiled image with a learned token."""
     deepstack_levels: int = 0
     """Sets how many of the vision encoder's ``feature_layers`` get a connector of their own and are
     added in the decoder's first layers (DeepStack); the default 0 means none."""
     activation: str = "gelu"
-    """Chooses the activation of the MLP. Allowed values: 'gelu', 'gelu_tanh', 'quick_gelu', 'silu',
-    'relu'."""
+    """Chooses the activation of the connector's MLP. Allowed values: 'gelu', 'gelu_tanh',
+    'quick_gelu', 'silu', 'relu'."""
     relevance: RelevanceConfig = RelevanceConfig()
     """Groups the settings of pooling by relevance to the question."""
 
@@ -337,8 +338,8 @@ class ModelConfig:
     decoder: DecoderConfig = DecoderConfig()
     """Groups the settings of the decoder."""
     dtype: str = "float32"
-    """Chooses the dtype of the computation; parameters are always float32. Allowed values:
-    'float32', 'bfloat16'."""
+    """Chooses the dtype of the computation; parameters and the optimizer's moments are always
+    float32. Allowed values: 'float32', 'bfloat16'."""
     attention: str = "auto"
     """Chooses the attention backend; 'auto' takes cuDNN on GPU, splash on TPU and XLA elsewhere.
     Allowed values: 'auto', 'xla', 'cudnn', 'splash', 'triton'."""
