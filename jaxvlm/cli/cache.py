@@ -1,4 +1,4 @@
-"""``jaxvlm cache``: inspects, verifies and prunes a store of visual tokens on disk."""
+"""The command ``jaxvlm cache``, which inspects, verifies and prunes a store of tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from absl import flags
 
 from jaxvlm.cli.common import define_flags
 
-SUMMARY = "cache stat|verify|prune DIR: inspect, check or clean a store of visual tokens on disk."
+SUMMARY = "Inspect, verify or prune a store of visual tokens on disk."
 USAGE = "stat|verify|prune DIR [--unused_days=N] [--keep_gb=N] [--dry_run]"
 
 _SHOWN = 10  # number of bad files and rows that are listed for an identity

@@ -9,7 +9,7 @@ from absl import flags
 from jaxvlm.cli.common import define_flags
 from jaxvlm.cli.recipe_flag import define_recipe
 
-SUMMARY = "data check FILE: list the records that training would refuse, by reason."
+SUMMARY = "Check a data file: list the records that training would refuse, by reason."
 USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
 _FLAGS = {
     "tokenizer": "The folder of the tokenizer; by default a word tokenizer is built from the file.",
