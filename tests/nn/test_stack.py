@@ -11,8 +11,8 @@ import pytest
 from builders import TINY
 from flax import nnx
 
-from jaxvlm.models import decoder
 from jaxvlm.nn.attention import Context
+from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.param import Init
 from jaxvlm.nn.stack import Block, Local, Stack
@@ -23,7 +23,8 @@ DEPTH, LENGTH = 4, 6
 
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_parts_of_a_stack_are_the_whole_and_a_block_is_traced_once(remat, monkeypatch):
-    spec = dataclasses.replace(decoder._spec(TINY.decoder, "xla"), qk_norm=False)
+    spec = BlockSpec.of(TINY.decoder, gated=True, attention="xla")
+    spec = dataclasses.replace(spec, qk_norm=False)
     axes = Axes(
         jax.make_mesh((1,) * 6, ("data", "fsdp", "tensor", "context", "expert", "pipeline"))
     )
