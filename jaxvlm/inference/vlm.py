@@ -195,9 +195,8 @@ class VLM:
         """Yields all answers so far, every few tokens."""
         if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
             raise ConfigError(
-                f"max_new_tokens={max_new_tokens} must be at least 1, "
-                f"temperature={temperature:g} and top_k={top_k} at least 0, and top_p={top_p:g} "
-                "above 0 and at most 1"
+                f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature:g} "
+                f"and top_k={top_k} at least 0, and top_p={top_p:g} above 0 and at most 1"
             )
         self._check_answers()
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)

@@ -47,8 +47,7 @@ class Matryoshka:
         ):
             raise ConfigError(
                 f"matryoshka_weights={self.weights_of_dims}: each must be 0 or more, and at least "
-                "one "
-                "above 0"
+                "one above 0"
             )
 
     @property

@@ -206,9 +206,8 @@ class Axes:
             if size % parts:
                 near = math.gcd(size, parts)
                 raise ConfigError(
-                    f"{name}: {word}={size} is not divisible by the {parts} devices of mesh "
-                    f"axis {'×'.join(axes)}; {near} would do; change config.mesh or the model's "
-                    f"{word}"
+                    f"{name}: {word}={size} is not divisible by the {parts} devices of mesh axis "
+                    f"{'×'.join(axes)}; {near} would do; change config.mesh or the model's {word}"
                 )
             split = tuple(a for a in axes if self._size(a) > 1)
             places.append(split if len(split) > 1 else next(iter(split), None))

@@ -77,9 +77,8 @@ def resolve(
     if strategy.param_gather_dtype == "int8" and strategy.all_gathered == strategy.params:
         raise ConfigError(
             f"{where}.param_gather_dtype='int8' applies to the all-gather at the beginning of a "
-            "step, and "
-            f"there is none: all_gathered={strategy.all_gathered} equals params; 'hpz' and "
-            "'fsdp_no_reshard' have one"
+            f"step, and there is none: all_gathered={strategy.all_gathered} equals params; 'hpz' "
+            "and 'fsdp_no_reshard' have one"
         )
     _check_offload(strategy, devices, where)
     _check_reduce(strategy, mesh, where)

@@ -234,10 +234,8 @@ def _own_format(item: dict[str, Any], context: Context) -> Group:
     sentence-transformers."""
     is_similarity = "sentence1" in item and "query" not in item
     for theirs, ours in _ALIASES.items():
-        if theirs in item:
-            if ours in item:
-                raise BadItem(f"both '{theirs}' and '{ours}'; which one is meant?")
-            item[ours] = item[theirs]
+        if (value := _one_of(item, theirs, ours)) is not None:
+            item[ours] = value
     instruction = {
         column: _text(_one_of(item, f"{column}_instruction") or "", f"{column}_instruction")
         for column in ("query", "document")

@@ -21,10 +21,9 @@ VIEWS = words(
 )
 """Operations whose result is their operand with another shape or layout."""
 OPAQUE = words(
-    "dot_general conv_general_dilated scan while cond gather scatter scatter-add sort top_k "
-    "cumsum cumlogsumexp cummax custom_call pallas_call shard_map "
-    "ragged_dot_general dynamic_update_slice all_gather psum reduce_scatter all_to_all "
-    "ppermute"
+    "dot_general conv_general_dilated scan while cond gather scatter scatter-add sort top_k cumsum "
+    "cumlogsumexp cummax custom_call pallas_call shard_map ragged_dot_general dynamic_update_slice "
+    "all_gather psum reduce_scatter all_to_all ppermute"
 )
 """Operations that read and write full buffers: they are not fused with elementwise work."""
 BODIES = ("scan", "cond", "while", "shard_map")

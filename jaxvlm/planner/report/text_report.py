@@ -86,10 +86,9 @@ def headline(plan: dict[str, Any]) -> str:
     if "documents" in batch:
         rows = f"{batch['rows']} queries, {batch['rows'] * batch['documents']} documents"
     return (
-        f"{plan['model']} on {machine['devices']} x {machine['name']}{shape}{usable}; "
-        f"{rows}; {plan['loss']}, "
-        f"{', '.join(trained) or 'all trained'}; "
-        f"{plan['compared']} candidates compared"
+        f"{plan['model']} on {machine['devices']} x {machine['name']}{shape}{usable}; {rows}; "
+        f"{plan['loss']}, {', '.join(trained) or 'all trained'}; {plan['compared']} candidates "
+        "compared"
     )
 
 
