@@ -13,7 +13,7 @@ from jaxvlm.cache.encode import EncodeStep
 from jaxvlm.cache.metrics import metrics_of
 from jaxvlm.cache.page_writes import PageWrites
 from jaxvlm.cache.policy import Policy, make_policy
-from jaxvlm.cache.settings import check_codec, token_layout
+from jaxvlm.cache.settings import check_codec, is_outside_devices, token_layout
 from jaxvlm.cache.state import advance, init, pages_after_halving, renumber_pages, shardings
 from jaxvlm.cache.token_order import TokenLayout
 from jaxvlm.config import CacheConfig, ConfigError, DualConfig, cache_halvings
@@ -72,7 +72,7 @@ def make_cache(
         )
     images = make_encode_step(config, model, windows, policy, rate)
     layout = token_layout(config, model.config)
-    cached = CachedStep(images, learns, writer.is_outside_devices(config), pages, layout)
+    cached = CachedStep(images, learns, is_outside_devices(config), pages, layout)
     dtype, (_, width) = DTYPES[model.config.dtype], feature_shape(model.config)
     return Cache(
         lambda times=0: init(pages_after_halving(pages, shards, times), width, dtype),

@@ -12,6 +12,7 @@ from jaxvlm.cache import cached_step, settings, writer
 from jaxvlm.cache.cached_step import TOKENS, CachedStep
 from jaxvlm.cache.metrics import metrics_of
 from jaxvlm.cache.policy import make_policy
+from jaxvlm.cache.settings import is_outside_devices
 from jaxvlm.config import CacheConfig, Config, ConfigError, DualConfig, uses_cache
 from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.sharding import batch_sharding
@@ -36,7 +37,7 @@ def check_pair_cache(config: Config) -> None:
             f"{policy} with {loss}: embedding training caches tokens of a frozen vision encoder "
             "alone, which are never stale; that is policy='strict'"
         )
-    if cache.policy == "strict" and not writer.is_outside_devices(cache):
+    if cache.policy == "strict" and not is_outside_devices(cache):
         raise ConfigError(
             f"{policy} with {loss} caches tokens in host memory or on disk, not on the devices; "
             f"set {where}.memory_mb or {where}.store"

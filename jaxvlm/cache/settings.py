@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxvlm.cache import writer
+from jaxvlm.cache.identity import IDENTITIES
 from jaxvlm.cache.policy import NEVER, make_policy
 from jaxvlm.cache.store.codec import CODECS
 from jaxvlm.cache.token_order import ROW_MAJOR, TokenLayout, parse, permutation
@@ -39,6 +39,11 @@ from jaxvlm.types import PAGE, TrainState
 POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive", "custom")
 
 
+def is_outside_devices(config: CacheConfig) -> bool:
+    """Whether tokens are cached outside of the devices: in host memory or on disk."""
+    return bool(config.store) or config.memory_mb > 0
+
+
 def allocate_pages(
     config: Config, dataset: Dataset | PairDataset, learns: bool
 ) -> PageAllocation | NoPages:
@@ -60,7 +65,7 @@ def allocate_pages(
     """
     size, width = feature_shape(config.network)
     given = TokenShape(width, np.dtype(DTYPES[config.network.dtype]))
-    outside = writer.is_outside_devices(config.cache)
+    outside = is_outside_devices(config.cache)
     if outside and not learns and not size and dataset.position_rows != 3:
         raise ConfigError(
             "config.cache.store and memory_mb take images of any size only with models whose "
@@ -136,7 +141,7 @@ def pages_written(
         learns
         or config.refresh_fraction > 0
         or config.min_pages_fraction < 1
-        or writer.is_outside_devices(config)
+        or is_outside_devices(config)
     )
     return WrittenPages() if on_devices and not needs_pixels else None
 
@@ -151,10 +156,8 @@ def check_cache(config: Config) -> None:
     if cache.policy not in POLICIES:
         raise ConfigError(f"{where}.policy={cache.policy!r}; known: {', '.join(POLICIES)}")
     refuse_unread(cache, where)
-    if cache.identity not in writer.IDENTITIES:
-        raise ConfigError(
-            f"{where}.identity={cache.identity!r}; known: {', '.join(writer.IDENTITIES)}"
-        )
+    if cache.identity not in IDENTITIES:
+        raise ConfigError(f"{where}.identity={cache.identity!r}; known: {', '.join(IDENTITIES)}")
     if cache.codec not in CODECS:
         raise ConfigError(f"{where}.codec={cache.codec!r}; known: {', '.join(CODECS)}")
     make_policy(cache)

@@ -6,42 +6,32 @@ Tokens that steps encode are written by a thread; the input pipeline reads them 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import json
-import os
 import pathlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jaxvlm.cache.identity import identity, segments_at_start
 from jaxvlm.cache.policy import make_policy
 from jaxvlm.cache.run_inputs import CacheInputs
-from jaxvlm.cache.store import segment_files
+from jaxvlm.cache.settings import is_outside_devices
 from jaxvlm.cache.store.codec import error_bound
 from jaxvlm.cache.store.rows import Store
 from jaxvlm.cache.store.segment_files import Identity
 from jaxvlm.cache.store.tiers import Tiers
 from jaxvlm.cache.token_order import TokenLayout
-from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
-from jaxvlm.config import CacheConfig, ConfigError, DualConfig, LoraConfig, VisionConfig
+from jaxvlm.config import ConfigError
 from jaxvlm.data.image_inputs import Lookup
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
-from jaxvlm.spmd.model import Model
-from jaxvlm.spmd.submodels import feature_shape
-from jaxvlm.types import Batch, Params, is_vision_path
+from jaxvlm.types import Batch, Params
 
-IDENTITIES = ("all", "weights")
-_SEEDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 _FLUSH_SECONDS = 20.0
 _WAITING = 4
 """Steps whose tokens may wait for the writer's thread. While as many wait, further steps' tokens
@@ -185,11 +175,6 @@ def tokens_of_image(tokens: np.ndarray, batch: Batch, row: int, place: int) -> n
     return tokens[first : first + int(sizes[place])]
 
 
-def is_outside_devices(config: CacheConfig) -> bool:
-    """Whether tokens are cached outside of the devices: in host memory or on disk."""
-    return bool(config.store) or config.memory_mb > 0
-
-
 def processes_share_sequences(run: CacheInputs) -> bool:
     """Whether several processes hold the same sequences, so that their cache hits would have to
     agree.
@@ -208,8 +193,8 @@ def refuse_shared_sequences(run: CacheInputs) -> None:
     if processes_share_sequences(run):
         raise ConfigError(
             f"config.cache.{name}: processes that share sequences (config.mesh.tensor, context or "
-            "stage spans several processes) may have different cache hits; leave it out, or keep "
-            "these axes within a process"
+            "pipeline spans several processes) may have different cache hits; leave it out, or "
+            "keep these axes within a process"
         )
 
 
@@ -262,143 +247,8 @@ def open_cache_writer(
     return CacheWriter(tiers, run.rows, say, find)
 
 
-def segments_at_start(
-    workdir: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]
-) -> set[str]:
-    """Return the names of the segment files that ``folder`` held when the run in ``workdir`` began.
-
-    A run does not read tokens that it wrote itself with a lossy codec, however often it is stopped
-    and resumed: its losses would depend on when it was stopped. The names are recorded in the
-    workdir when the run first opens the store.
-
-    Args:
-        workdir: of the run.
-        folder: of the store's identity.
-        say: takes a line for the log.
-
-    Raises:
-        ConfigError: the run's record of them can't be read.
-    """
-    path = workdir / "cache_segments.json"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        at_start = record.get(folder.name)
-        at_start = at_start if at_start is None else set(map(str, at_start))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: can't be read ({error}), so it is unknown which tokens in {folder} this run "
-            "may read; remove it to read all of them, the run's own too, in which case its losses "
-            "differ from those of an uninterrupted run"
-        ) from None
-    present = set[str]()
-    try:
-        present = {file.name for file in segment_files.list_folder(folder).segments}
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return present  # the store warns why
-    if at_start is None:
-        at_start = present
-        segment_files.write_whole(
-            path, json.dumps(record | {folder.name: sorted(present)}).encode()
-        )
-        if present and any(x.name.isdigit() for x in (workdir / "checkpoints").glob("*")):
-            say(
-                f"{path} does not list the token files that {folder} held when this run began, so "
-                "all are read; if this run wrote some of them, its losses differ from those of an "
-                "uninterrupted run"
-            )
-    if missing := at_start - present:
-        say(
-            f"{folder}: {len(missing)} of {len(at_start)} token files that were there when this "
-            "run began are missing, or were rewritten by `jaxvlm cache prune`; images that no "
-            "other file holds are encoded, and losses differ from those of an uninterrupted run"
-        )
-    return at_start
-
-
 def default_drift_warning(codec: str) -> float:
     """Return the relative change of a frozen vision encoder's tokens above which neither rounding
     nor the codec explains it.
     """
     return max(1e-3, 10 * float(error_bound(codec, 1.0)))
-
-
-def _without_dropout(part: VisionConfig | LoraConfig) -> dict[str, Any]:
-    """Return the settings with dropout 0: a frozen part, whose output is cached, has no dropout."""
-    return dataclasses.asdict(dataclasses.replace(part, dropout=0.0))
-
-
-def identity(run: CacheInputs, params: Params, encode_batch: int) -> dict[str, Any]:
-    """Collect all facts that tokens depend on in addition to the image.
-
-    Args:
-        run: its settings, model and dataset.
-        params: of the model.
-        encode_batch: images that the vision encoder takes at once on a data shard.
-
-    Returns:
-        JSON values; two runs with equal facts compute equal tokens of the same image.
-    """
-    config, model, pages = run.config, run.model, run.pages
-    network = config.network
-    assert pages is not None
-    facts: dict[str, Any] = {
-        "weights": weights_digest(params),
-        "tower": _without_dropout(network.vision),
-        "width": feature_shape(network)[1],
-        "pooled": isinstance(network, DualConfig),
-        # Adapters above frozen blocks do not change the cached hidden states below.
-        "adapters": {} if model.has_frozen_blocks else _without_dropout(network.lora),
-        "images": run.dataset.preparation.fingerprint,
-        "libraries": {name: version(name) for name in ("pillow", "transformers")},
-        "tokens": segment_files.TOKENS_VERSION,
-    }
-    if config.cache.identity == "all":
-        device = jax.devices()[0]
-        facts |= {
-            "platform": f"{device.device_kind} {device.client.platform_version}",
-            "jax": f"{jax.__version__} {jax.lib.__version__}",
-            "flags": [
-                os.environ.get("XLA_FLAGS", ""),
-                str(jax.config.values["jax_default_matmul_precision"]),
-            ],
-            "dtype": network.dtype,
-            "attention": network.attention,
-            "layout": _layout(model),
-            "chunk": [*pages.windows, encode_batch],
-        }
-    return facts
-
-
-def weights_digest(params: Params) -> str:
-    """Return a digest of the vision encoder's parameters that is the same on every mesh."""
-    paths = sorted(path for path in params if is_vision_path(path))
-    sums = _mixed(tuple(params[path] for path in paths))
-    facts = [(p, str(params[p].dtype), params[p].shape) for p in paths]
-    return hashlib.blake2b(repr((facts, np.asarray(sums).tolist())).encode()).hexdigest()[:32]
-
-
-@jax.jit
-def _mixed(leaves: tuple[jax.Array, ...]) -> jax.Array:
-    """Return u32[leaves, 4]: sums of words mixed with their positions. Mixing keeps changes in
-    several words from cancelling, as they may in a sum of products; a sum does not depend on the
-    order of its terms, so it is the same on every mesh.
-    """
-    lanes = []
-    for leaf in leaves:
-        words = bit_words(leaf)
-        place = flat_index(words.shape)
-        lane = [
-            jnp.sum(mix(words ^ mix(place + jnp.uint32(seed))), dtype=jnp.uint32) for seed in _SEEDS
-        ]
-        lanes.append(jnp.stack(lane))
-    return jnp.stack(lanes)
-
-
-def _layout(model: Model) -> dict[str, Any]:
-    """Describe how the vision encoder is sharded. The number of data shards is left out, since it
-    does not change how one image is computed.
-    """
-    mesh = {axis: size for axis, size in model.mesh.shape.items() if axis != "data"}
-    return {"mesh": mesh, "strategy": dataclasses.asdict(model.strategies["vision"])}

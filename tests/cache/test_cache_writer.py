@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from jaxvlm.cache import writer as tokens_module
+from jaxvlm.cache.identity import changed_settings, segments_at_start, weights_digest
 from jaxvlm.cache.store.rows import Store
 from jaxvlm.cache.store.segment_files import Identity
 from jaxvlm.cache.store.tiers import Tiers
-from jaxvlm.cache.writer import CacheWriter, EncodedTokens, segments_at_start, weights_digest
-from jaxvlm.config import ConfigError
+from jaxvlm.cache.writer import CacheWriter, EncodedTokens
+from jaxvlm.config import ConfigError, VisionConfig
 from jaxvlm.types import Batch
 
 
@@ -224,6 +226,21 @@ def test_a_run_reads_what_was_there_before_it_began(tmp_path):
     (work / "cache_segments.json").unlink()
     (work / "checkpoints" / "4").mkdir(parents=True)
     assert opened().has(key_of(3)) and len(said) == 1 and "all are read" in said[0]
+
+
+def test_a_default_is_no_part_of_an_identity():
+    """A setting that is added with its default, or renamed, leaves every store valid."""
+    facts = changed_settings(VisionConfig(width=96, remat="full", dropout=0.1))
+    assert facts == {"width": 96}
+    added = dataclasses.make_dataclass(
+        "VisionConfig", [("new", int, 3)], bases=(VisionConfig,), frozen=True
+    )
+    assert changed_settings(added(width=96)) == facts
+    fields = [(f.name, f.type, f) for f in dataclasses.fields(VisionConfig) if f.name != "depth"]
+    renamed = dataclasses.make_dataclass("VisionConfig", [*fields, ("layers", int, 2)])
+    assert changed_settings(renamed(width=96)) == facts
+    assert changed_settings(added(width=96, new=4)) == facts | {"new": 4}
+    assert changed_settings(VisionConfig(width=96, depth=3)) != facts
 
 
 @pytest.mark.parametrize("what", ["ulp", "signs", "swap", "moved", "dtype"])

@@ -19,7 +19,7 @@ from PIL import Image
 from token_cases import FINDERS
 
 from jaxvlm.cache import token_order
-from jaxvlm.cache.store.segment_files import TOKENS_VERSION
+from jaxvlm.cache.identity import TOKENS_VERSION
 from jaxvlm.config import derived
 from jaxvlm.data.images import image_files
 from jaxvlm.grid_order import permutation
@@ -82,7 +82,7 @@ def verdict(held, found, version):
         return (
             f"What is computed as visual tokens has changed: {', '.join(other)}. Stores on disk "
             "hold the tokens of before. If the change is meant, raise TOKENS_VERSION in "
-            f"jaxvlm/cache/store/segment_files.py, so that they are not read, and then run {UPDATE}"
+            f"jaxvlm/cache/identity.py, so that they are not read, and then run {UPDATE}"
         )
     if odd := sorted(held["found"].keys() ^ found.keys()):
         return f"{GOLDEN.name} has other cases than the test: {', '.join(odd)}. Run {UPDATE}"

@@ -30,7 +30,7 @@ def key(i: int) -> bytes:
 
 def write(folder, tower: str, rows=range(6), days_ago: float = 0.0) -> pathlib.Path:
     """An identity with two rows a segment file; returns its folder."""
-    with Store(folder, {"tower": tower}) as store:
+    with Store(folder, {"vision_encoder": tower}) as store:
         for i in rows:
             store.put(key(i), row(i))
             if i % 2:
@@ -41,7 +41,7 @@ def write(folder, tower: str, rows=range(6), days_ago: float = 0.0) -> pathlib.P
 
 
 def found(folder, tower: str, rows=range(6)) -> list[int]:
-    store = Store(folder, {"tower": tower}, on_warning=lambda text: None)
+    store = Store(folder, {"vision_encoder": tower}, on_warning=lambda text: None)
     got = {i: store.get(key(i)) for i in rows}
     assert all(x.tobytes() == row(i).tobytes() for i, x in got.items() if x is not None)
     return [i for i, x in got.items() if x is not None]
@@ -74,9 +74,9 @@ def test_stat_says_whose_rows_there_are_and_what_they_take(capsys, tmp_path):
     write(tmp_path, "siglip", days_ago=3)
     write(tmp_path, "clip", range(2))
     text, told = says(capsys, "stat", tmp_path)
-    assert "2 identities, 8 rows" in text and "tower: siglip" in text
+    assert "2 identities, 8 rows" in text and "vision_encoder: siglip" in text
     assert "6 rows in 3 files" in text and "used 3.0 days ago" in text
-    assert [each["facts"]["tower"] for each in told["identities"]] == ["clip", "siglip"]
+    assert [each["facts"]["vision_encoder"] for each in told["identities"]] == ["clip", "siglip"]
     assert told["rows"] == 8
     assert told["bytes"] == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
     assert told["identities"][1]["raw_bytes"] == 6 * row(0).nbytes

@@ -11,10 +11,10 @@ from runs import losses
 from test_cache import assert_same_run, made, metric
 
 import jaxvlm
-from jaxvlm.cache.store import maintenance, segment_files
+from jaxvlm.cache.identity import TOKENS_VERSION, identity
+from jaxvlm.cache.store import maintenance
 from jaxvlm.cache.store.rows import Store
 from jaxvlm.cache.store.segment_files import Identity
-from jaxvlm.cache.writer import identity
 from jaxvlm.config import ConfigError
 
 ONE = {"devices": jax.devices()[:1]}
@@ -148,12 +148,12 @@ def test_what_the_identity_is_of(first, monkeypatch):
     done, store = first
     made_by = identity(done.cache_inputs, done.model.init(done.config.seed), 2)
     assert (store / Identity.of(made_by, "exact").name).is_dir()
-    of_the_tower = {"weights", "tower", "width", "pooled", "adapters", "images"}
-    of_the_code = {"tokens", "libraries"}
-    of_the_machine = {"platform", "jax", "flags", "dtype", "attention", "layout", "chunk"}
+    of_the_tower = {"weights", "vision_encoder", "width", "pooled", "adapters", "images"}
+    of_the_code = {"tokens_version", "libraries"}
+    of_the_machine = {"platform", "jax", "flags", "dtype", "attention", "sharding", "encode_batch"}
     assert made_by.keys() == of_the_tower | of_the_code | of_the_machine
-    assert made_by["tokens"] == segment_files.TOKENS_VERSION
-    monkeypatch.setattr(segment_files, "TOKENS_VERSION", segment_files.TOKENS_VERSION + 1)
+    assert made_by["tokens_version"] == TOKENS_VERSION
+    monkeypatch.setattr("jaxvlm.cache.identity.TOKENS_VERSION", TOKENS_VERSION + 1)
     raised = identity(done.cache_inputs, done.model.init(done.config.seed), 2)
     assert not (store / Identity.of(raised, "exact").name).exists()
 

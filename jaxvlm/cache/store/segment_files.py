@@ -25,16 +25,6 @@ from jaxvlm.cache.store import codec
 
 FORMAT = f"jaxvlm visual tokens {codec.VERSION}"
 """Part of an identity: rows of another format version are neither read nor removed."""
-TOKENS_VERSION = 1
-"""Version of the computation of visual tokens; part of an identity, so rows of another version are
-not read.
-
-Raise it together with a change after which a vision encoder computes other tokens of the same
-image, weights and settings: another formula, another block whose output is taken, another dtype of
-a norm, another token order, another decoding or resizing of images. Leave it where tokens differ by
-rounding alone. ``tests/cache/test_golden_tokens.py`` fails until it is raised, but that test runs
-on the machine's own backend: it covers no kernel for other devices (GPUs, TPUs), and no JPEG files.
-"""
 IDENTITY = "identity.json"
 
 _OURS = re.compile(r"[0-9a-f]{32}\.(safetensors|tmp)")
