@@ -5,11 +5,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 _WHERE = {
+    "Callback": "jaxvlm.train.callbacks",
     "Config": "jaxvlm.config",
     "Trainer": "jaxvlm.trainer.trainer",
     "load": "jaxvlm.inference.vlm",
 }
-__all__ = ["Config", "Trainer", "load"]
+__all__ = ["Callback", "Config", "Trainer", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -233,6 +233,19 @@ class Checkpointer:
         self.wait()
         self._manager.close()
 
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close; after an error that error is raised, and no other process is waited for."""
+        if error is None:
+            self.close()
+        elif jax.process_count() == 1:
+            try:
+                self.close()
+            except CheckpointError as second:
+                error.add_note(str(second))
+
     def _best(self, steps: Iterable[int]) -> int | None:
         scored = [(self._sign * self._scores[s], s) for s in steps if s in self._scores]
         return max(scored)[1] if scored else None

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxvlm.types import TrainState
+from jaxvlm.types import Batch, Pairs, TrainState
+
+
+class StepBatch(NamedTuple):
+    """A batch as the step takes it, and as it was made."""
+
+    arrays: Batch | Pairs
+    """The global batch, on the devices."""
+    local: Batch | Pairs
+    """This process's rows of it, NumPy, with the visual tokens that the host cache holds."""
+    given: Batch | Pairs
+    """These rows before the host cache filled them in."""
 
 
 @dataclasses.dataclass
@@ -24,7 +35,7 @@ class CheckpointRecord:
 class Callback:
     """Hooks around train steps; each does nothing unless a callback overrides it."""
 
-    def on_dispatch(self, metrics: dict[str, Any]) -> None:
+    def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """Called when a step was dispatched; must remove non-scalars from ``metrics``."""
 
     def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
@@ -53,6 +64,9 @@ class Callback:
         """Called after every step; True saves a checkpoint and ends the process's run."""
         return False
 
+    def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
+        """Called when the run has ended, not failed; may add to the ``result`` of ``fit``."""
+
 
 class CallbackList(Callback):
     """Calls each of several callbacks, in their order."""
@@ -60,10 +74,10 @@ class CallbackList(Callback):
     def __init__(self, callbacks: Sequence[Callback]):
         self.callbacks = list(callbacks)
 
-    def on_dispatch(self, metrics: dict[str, Any]) -> None:
+    def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """See :class:`Callback`."""
         for callback in self.callbacks:
-            callback.on_dispatch(metrics)
+            callback.on_dispatch(batch, metrics)
 
     def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
         """See :class:`Callback`."""
@@ -103,3 +117,8 @@ class CallbackList(Callback):
         """Whether any of them stops the run; all are called, as processes synchronize in them."""
         stops = [callback.should_stop(step) for callback in self.callbacks]
         return any(stops)
+
+    def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
+        """See :class:`Callback`."""
+        for callback in self.callbacks:
+            callback.on_end(state, result)

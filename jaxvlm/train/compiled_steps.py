@@ -17,7 +17,7 @@ class CompiledSteps:
 
     Args:
         build: compiles the step for a state and a batch, or for their shapes.
-        say: logs a line whenever a program is compiled.
+        log: takes a line whenever a program is compiled.
         sizes: shapes of the states that a run may have, where the sizes of their caches may differ:
             each shape of batch is compiled for all of them at once, so that evicting cache memory
             does not wait for a compilation.
@@ -26,12 +26,11 @@ class CompiledSteps:
     def __init__(
         self,
         build: Callable[[TrainState, Any], Any],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         sizes: Sequence[TrainState] = (),
     ):
-        self.build, self.say, self.sizes = build, say, sizes
+        self.build, self.log, self.sizes = build, log, sizes
         self.compiled: dict[tuple[Any, ...], Any] = {}
-        self.seconds = 0.0
 
     def get(self, state: TrainState, batch: Batch | Pairs) -> Any:
         """Return the program for a batch's shape: ``program(state, batch) -> (state, metrics)``."""
@@ -43,10 +42,9 @@ class CompiledSteps:
             for other in self.sizes or (state,):
                 self.compiled[shapes, _size(other)] = self.build(other, batch)
             seconds = time.perf_counter() - start
-            self.seconds += seconds
             batches = [batch] if isinstance(batch, Batch) else [batch.query, batch.document]
             shape = " and ".join(map(_shape, batches))
-            self.say(
+            self.log(
                 f"compiled the step for {shape} per sequence: {seconds:.1f} s (program "
                 f"{len(self.compiled)})"
             )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from jaxvlm.train.cache_memory import CacheMemory
-from jaxvlm.train.callbacks import Callback, CallbackList
+from jaxvlm.train.callbacks import CallbackList, StepBatch
 from jaxvlm.train.compiled_steps import CompiledSteps
 from jaxvlm.types import Batch, Pairs, TrainState
 
@@ -28,11 +28,11 @@ class TrainingStopped(RuntimeError):
 class Batches(Protocol):
     """An endless iterator of global batches that knows where it is."""
 
-    def __iter__(self) -> Iterator[Batch | Pairs]:
+    def __iter__(self) -> Iterator[StepBatch]:
         """Itself."""
         ...
 
-    def __next__(self) -> Batch | Pairs:
+    def __next__(self) -> StepBatch:
         """The next global batch."""
         ...
 
@@ -59,7 +59,7 @@ def train(
     programs: CompiledSteps,
     batches: Batches,
     schedule: Schedule,
-    callbacks: Sequence[Callback],
+    callbacks: CallbackList,
     *,
     start: int,
     leaves: list[str],
@@ -87,8 +87,7 @@ def train(
     Raises:
         TrainingStopped: too many non-finite steps in a row.
     """
-    calls = CallbackList(callbacks)
-    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, calls)
+    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, callbacks)
     pending: tuple[int, dict[str, Any]] | None = None
     why = "done"
     with contextlib.ExitStack() as stack:
@@ -100,30 +99,30 @@ def train(
                     clock.hide()  # the device was still at work: nothing was lost
             with clock.paused():
                 state = cache_memory.restored(state) if cache_memory else state
-                programs.get(state, batch)  # compiles where the shape is new
+                programs.get(state, batch.arrays)  # compiles where the shape is new
             with clock.dispatching():
-                state, metrics = _step(programs, cache_memory, state, batch)
-                calls.on_dispatch(metrics)
+                state, metrics = _step(programs, cache_memory, state, batch.arrays)
+                callbacks.on_dispatch(batch, metrics)
             with clock.computing():
                 window.read(pending)
                 pending = (step, metrics)
                 last = step == schedule.steps
                 logs = last or _due(step, schedule.log_every)
-                stop = calls.should_stop(step)
+                stop = callbacks.should_stop(step)
                 evaluates = not stop and (last or _due(step, schedule.eval_every))
                 saves = stop or evaluates or _due(step, schedule.save_every)
                 if logs or saves:
                     window.read(pending)
                     pending = None
             if logs:
-                calls.on_log(step, window.means() | clock.lap(step))
+                callbacks.on_log(step, window.means() | clock.lap(step))
             with clock.paused():
                 if stop:
                     why = "preempted"
-                if evaluates and calls.on_evaluate(step, state) and not last:
+                if evaluates and callbacks.on_evaluate(step, state) and not last:
                     why = "no better"
                 if saves:
-                    calls.save(step, state, batches.state())
+                    callbacks.save(step, state, batches.state())
             if why != "done":
                 break
     return state, why

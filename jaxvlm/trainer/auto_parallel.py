@@ -121,7 +121,7 @@ def _unread(config: Config, name: str) -> str:
     if group in ("model", "dual") and (group == "dual") != (config.embedder == "dual"):
         return f"it is not read with config.embedder={config.embedder!r}"
     if group == "microbatches" and pairs:
-        return f"parts of pairs are chunks of config.grad_cache; query={CHOSEN} leaves them open"
+        return f"pairs have mini-batches: set config.grad_cache.query_mini_batch={CHOSEN} instead"
     if group == "grad_cache" and not pairs:
         return f"it is of losses of pairs, not of {loss_setting(config)}"
     return ""
@@ -293,5 +293,6 @@ def _with(config: Config, way: Candidate, left: list[str]) -> Config:
 
 def unsupported(config: Config) -> str:
     """What of a run's settings the planner does not know; "" where it knows all."""
-    kept = "visual tokens that are kept" if config.cache.policy != "off" else ""
-    return request.unsupported(config) or kept
+    policy = config.cache.policy
+    cached = f"cached visual tokens (config.cache.policy={policy!r})" if policy != "off" else ""
+    return request.unsupported(config) or cached

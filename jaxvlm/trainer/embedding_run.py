@@ -82,8 +82,8 @@ def _check(config: Config) -> None:
         (
             f"microbatches={config.microbatches}",
             config.microbatches > 1,
-            "the parts of a batch, on a pipeline too, are the chunks of config.grad_cache: set "
-            "its query and document, rows of a data shard",
+            "the parts of a batch, on a pipeline too, are GradCache's mini-batches: set "
+            "config.grad_cache.query_mini_batch and document_mini_batch",
         ),
     ):
         if on:
@@ -173,7 +173,7 @@ def _cut(model: Model, name: str, rows: int, length: int, chunk: Chunk) -> str:
     stages, local = model.mesh.shape["pipeline"], rows // batch_shards(model.mesh)
     parts = chunk.parts(length, local, group_of(model))
     filled = f" and {-local % parts} of padding" if local % parts else ""
-    line = f"a data shard's {local} {name}{filled} in {parts} chunk{'s' * (parts > 1)}"
+    line = f"a data shard's {local} {name}{filled} in {parts} mini-batch{'es' * (parts > 1)}"
     if stages > 1:
         line += f", {pipeline_line(model.strategies['decoder'], stages, parts)}"
     return line

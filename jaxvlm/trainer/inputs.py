@@ -16,6 +16,7 @@ from jaxvlm.data.prefetch import TrainBatches
 from jaxvlm.hf import peft_folder, pretrained
 from jaxvlm.hf.families import sentences
 from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
+from jaxvlm.train.callbacks import StepBatch
 from jaxvlm.types import Batch, Pairs
 
 
@@ -102,9 +103,7 @@ class GlobalBatches:
         host_cache: fills in the visual tokens that it holds, if there is one.
 
     Attributes:
-        last: the global batch that was taken last.
-        local: this process's rows of ``last``, numpy, visual tokens filled in.
-        given: these rows as ``source`` gave them.
+        last: the batch that was taken last.
     """
 
     def __init__(
@@ -113,19 +112,17 @@ class GlobalBatches:
         self.source, self.place, self._host_cache = source, place, host_cache
         self._peeked: tuple[Any, Batch | Pairs] | None = None
         self._taken = source.state()
-        self.last: Batch | Pairs | None = None
-        self.local: Batch | Pairs | None = None
-        self.given: Any = None
+        self.last: StepBatch | None = None
 
     def __iter__(self) -> GlobalBatches:
         return self
 
-    def __next__(self) -> Batch | Pairs:
-        self.local = self.peek()
+    def __next__(self) -> StepBatch:
+        local = self.peek()
         assert self._peeked is not None
-        self.given, _ = self._peeked
+        given, _ = self._peeked
         self._peeked, self._taken = None, self.source.state()
-        self.last = self.place(self.local)
+        self.last = StepBatch(self.place(local), local, given)
         return self.last
 
     def peek(self) -> Batch | Pairs:

@@ -66,7 +66,7 @@ def estimate(run: Run, local: Batch | Pairs) -> MemoryEstimate | str:
         local: rows of a batch.
     """
     if why := unsupported(run.config):
-        return f"not planned: {why}: only training on one mesh is known yet"
+        return f"not planned: {why} can't be planned yet"
     try:
         return _counted(run, _setup(run, local))
     except ConfigError as error:

@@ -46,12 +46,12 @@ def explained(run: Run, batches: GlobalBatches) -> Iterator[None]:
         )
         text = compiled_steps.explain_out_of_memory(
             run.training.abstract,
-            batches.last,
+            batches.last.arrays,
             {"activations and work space": work},
-            _PAIR_ADVICE if isinstance(batches.last, Pairs) else _ADVICE,
+            _PAIR_ADVICE if isinstance(batches.last.arrays, Pairs) else _ADVICE,
         )
         from jaxvlm.trainer import memory_estimate  # the planner is loaded only where it is asked
 
-        if batches.local is not None and (better := memory_estimate.advice(run, batches.local)):
+        if better := memory_estimate.advice(run, batches.last.local):
             text = f"{text}. {better}"
         raise TrainingStopped(text) from error

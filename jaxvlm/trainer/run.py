@@ -67,7 +67,7 @@ class Run:
             extra: what was saved with that checkpoint.
         """
         kept = self.workdir is not None and (self.workdir / HOST_CACHE).is_dir()
-        return self.pages is not None or "host_cache" in extra or kept
+        return self.pages is not None or HOST_CACHE in extra or kept
 
     @property
     def cache_inputs(self) -> CacheInputs:

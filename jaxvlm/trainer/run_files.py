@@ -33,10 +33,10 @@ def open_workdir(
     Args:
         run: built.
         workdir: its folder.
-        stack: unlocks the folder again.
+        stack: unlocks the folder again, once checkpoints are written.
 
     Returns:
-        The checkpointer of the folder, and a list that its warnings go to.
+        The folder's checkpointer, which ``stack`` closes, and a list that its warnings go to.
     """
     config = run.config
     if (workdir / "config.json").is_file() and not jax.process_index():
@@ -52,6 +52,7 @@ def open_workdir(
         config.checkpoint.mode,
         on_warning=warnings.append,
     )
+    stack.enter_context(checkpointer)
     same = [run.dataset.fingerprint(), run.steps, dataclasses.asdict(config)]
     processes.check_same("settings or data", same)
     return checkpointer, warnings
@@ -71,7 +72,6 @@ def open_progress(run: Run, start: int, lines: list[str], stack: contextlib.Exit
     progress = stack.enter_context(contextlib.closing(Progress(run.steps, start)))
     for line in lines:
         progress.log(line)
-    run.training.step.say = progress.log
     return progress
 
 

@@ -17,6 +17,7 @@ from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.train import loop
+from jaxvlm.train.callbacks import Callback, CallbackList
 from jaxvlm.trainer import checks, embedding_run, inputs, layout, out_of_memory, run_files
 from jaxvlm.trainer.callbacks import checkpoint, evaluation, metrics
 from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
@@ -31,6 +32,7 @@ class Trainer(Run):
         config: what a recipe's ``get_config`` returns: a Config, or a ConfigDict of its keys.
         workdir: the run's folder; a run that is in it is resumed. All that a run writes is there.
         devices: which devices the mesh is made of; all by default.
+        callbacks: what happens around steps besides; see :class:`jaxvlm.Callback`.
 
     Raises:
         ConfigError: settings that can't be used.
@@ -42,7 +44,9 @@ class Trainer(Run):
         config: Any,
         workdir: str | pathlib.Path = "",
         devices: Sequence[jax.Device] | None = None,
+        callbacks: Sequence[Callback] = (),
     ):
+        self.callbacks = callbacks
         # Settings, and what of them the planner is to choose.
         config = checks.checked(config, workdir)
         self.workdir = pathlib.Path(workdir) if workdir else None
@@ -99,7 +103,7 @@ class Trainer(Run):
             # The run's files only now: a config that fails must not replace the run's own.
             run_files.write_run_files(self, self.workdir)
             progress = run_files.open_progress(self, start, lines, stack)
-            log = progress.log
+            log = self.training.step.log = progress.log
             # Batches, and the tiers of the visual-token cache that fill them.
             caches = None
             if self.has_cache(extra):
@@ -109,15 +113,18 @@ class Trainer(Run):
             batches = inputs.GlobalBatches(source, self.training.place, host_cache)
             # Callbacks: what happens around the steps.
             writer = run_files.open_writer(self, self.workdir, start, stack)
-            estimate, flops, peak = metrics.introduce(self, batches.peek(), log)
+            estimate = metrics.memory_callback(self, batches.peek(), log)
+            flops, peak = metrics.introduce(self, batches.peek(), log)
             evaluations = evaluation.callback(self, evaluator, memory, writer, progress, extra)
-            caching = caches and CacheCallback(caches, batches, self, flops, checkpointer, log)
-            callbacks = [
+            caching = CacheCallback(caches, self, flops, checkpointer, log) if caches else None
+            rate = self.training.learning_rate
+            callbacks = CallbackList([
                 *filter(None, (caching, evaluations, estimate)),
-                metrics.MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
-                checkpoint.CheckpointCallback(checkpointer, self.training),
+                *self.callbacks,
+                metrics.MetricsCallback(writer, progress, rate, flops, peak),
+                checkpoint.CheckpointCallback(checkpointer, self.training, extra),
                 checkpoint.PreemptionCallback(),
-            ]
+            ])  # fmt: skip
             # The loop. Tightly around it: a failure here reaches peers before anything waits.
             begin = time.perf_counter()
             with processes.guard_peers(), out_of_memory.explained(self, batches):
@@ -129,11 +136,12 @@ class Trainer(Run):
                         start=start, leaves=self.training.leaves, cache_memory=memory,
                     )  # fmt: skip
             seconds = time.perf_counter() - begin
-            checkpointer.close()
+            checkpointer.wait()
             result = evaluation.finish(self, state, ended, evaluator, evaluations, writer, log)
-            result["plan"] = estimate.finish(ended, log) if estimate else {}
+            result |= {"plan": {}, "seconds": seconds}
             self.state = memory.restored(state) if memory else state
-            return result | {"seconds": seconds}
+            callbacks.on_end(self.state, result)
+            return result
 
     def dry_run(self) -> dict[str, Any]:
         """Compile the step, print one batch with its loss mask and the memory; train nothing."""

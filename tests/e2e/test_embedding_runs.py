@@ -127,7 +127,8 @@ def test_a_dry_run_shows_pairs(captions, capsys):
     seen = jaxvlm.Trainer(config, devices=jax.devices()[:1]).dry_run()
     said = capsys.readouterr().out
     assert (
-        "shard's 8 queries in 4 chunks; a data shard's 16 documents and 2 of padding in 6" in said
+        "shard's 8 queries in 4 mini-batches; a data shard's 16 documents and 2 of padding in 6"
+        in said
     )
     assert "positive a " in said and "negative a " in said and "label " in said
     assert seen["tokens"] > 0 and seen["memory"]["peak"] > 0
@@ -186,8 +187,8 @@ def test_a_run_on_a_pipeline_is_the_same_run(captions, embeds, tmp_path, capsys)
     run = jaxvlm.Trainer(config, tmp_path / "run", jax.devices()[:2])
     assert run.dry_run()["memory"]["peak"] > 0
     said = capsys.readouterr().out
-    assert "8 queries in 4 chunks, pipeline 1f1b: 2 stages, 4 microbatches at once" in said
-    assert "2 of padding in 6 chunks" in said and "stages are busy 86%" in said
+    assert "8 queries in 4 mini-batches, pipeline 1f1b: 2 stages, 4 microbatches at once" in said
+    assert "2 of padding in 6 mini-batches" in said and "stages are busy 86%" in said
     result = run.fit()
     losses, same = (list(steps_of(folder).values()) for folder in (tmp_path / "run", embeds[0]))
     np.testing.assert_allclose(losses, same, rtol=1e-4)
@@ -210,7 +211,7 @@ def test_a_dual_encoder_has_no_stages(captions):
     "setting, value, says",
     [
         ("embedder", "tower", "known: vlm, dual"),
-        ("microbatches", 2, "are the chunks of config.grad_cache: set its query"),
+        ("microbatches", 2, "set config.grad_cache.query_mini_batch"),
         ("eval_records", 5, "searched whole"),
         ("loss_chunk", 5, "config.pair_loss.tile_size"),
         ("moe_aux_loss_weight", 0.1, "router"),

@@ -14,7 +14,7 @@ import runs
 from runs import finish, losses
 
 import jaxvlm
-from jaxvlm.checkpoint.checkpointer import CheckpointError, restore_params
+from jaxvlm.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params
 from jaxvlm.config import ConfigError, MeshConfig
 
 DROPOUT = 0.1
@@ -29,6 +29,12 @@ def recipe(data):
 
 def start(*args):
     return runs.start(*args, f"--config.model.decoder.dropout={DROPOUT}")
+
+
+def saved_with(run):
+    folder = run.workdir / "checkpoints"
+    with Checkpointer(folder, 3, "exact_match", "max", on_warning=pytest.fail) as checkpointer:
+        return checkpointer.restore(run.training.kept(run.training.abstract)).extra
 
 
 def weights(run):
@@ -204,6 +210,19 @@ def test_early_stop_survives_the_same_command(data, tmp_path):
     assert "blind/exact_match" in first and (tmp_path / "predictions.png").is_file()
     again = jaxvlm.Trainer(config, tmp_path).fit()
     assert again["ended"] == "no better" and again["step"] == 6
+
+
+def test_a_resume_without_evaluation_keeps_the_best_score(data, tmp_path):
+    config = recipe(data)
+    config.data.eval, config.eval_every, config.steps = str(data), 3, 3
+    run = jaxvlm.Trainer(config, tmp_path)
+    run.fit()
+    before = saved_with(run)
+    config.data.eval, config.eval_every, config.steps = "", 0, 6
+    jaxvlm.Trainer(config, tmp_path).fit()
+    after = saved_with(run)
+    assert before["evaluated"] == 3 and after["data"] != before["data"]
+    assert before == after | {"data": before["data"]}
 
 
 def test_half_written_files_of_a_killed_start_do_no_harm(data, tmp_path):

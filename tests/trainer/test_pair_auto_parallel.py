@@ -93,7 +93,10 @@ def test_the_mesh_alone_is_chosen_under_the_recipes_strategy(config, rates):
             "-1 chooses config.grad_cache.document_mini_batch too",
         ),
         ({"mesh": {"data": 0, "tensor": 2}}, "mesh.data=0 chooses config.mesh.tensor too"),
-        ({"microbatches": 0}, "microbatches=0: parts of pairs are chunks of config.grad_cache"),
+        (
+            {"microbatches": 0},
+            "microbatches=0: pairs have mini-batches: set config.grad_cache.q",
+        ),
         (
             {
                 "loss": {"name": "next_token"},
@@ -104,7 +107,7 @@ def test_the_mesh_alone_is_chosen_under_the_recipes_strategy(config, rates):
         ),
         (
             {"grad_cache": {"query_mini_batch": -1}, "cache": {"policy": "strict"}},
-            "visual tokens that are kept",
+            "cached visual tokens",
         ),
     ],
 )

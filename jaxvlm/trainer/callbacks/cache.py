@@ -27,10 +27,9 @@ from jaxvlm.data.page_allocation import WrittenPages
 from jaxvlm.models.model_flops import Flops
 from jaxvlm.train import compiled_steps
 from jaxvlm.train.cache_memory import CacheMemory
-from jaxvlm.train.callbacks import Callback, CheckpointRecord
+from jaxvlm.train.callbacks import Callback, CheckpointRecord, StepBatch
 from jaxvlm.train.gradcache import rows_of
 from jaxvlm.train.loop import TrainingStopped
-from jaxvlm.trainer.inputs import GlobalBatches
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Batch, Pairs, TrainState
 
@@ -75,7 +74,7 @@ class CacheTiers:
         )
         if self.writer:
             stack.callback(self.writer.close)
-        self.host = self._open_host_cache(run, start, extra.get("host_cache"), log, stack)
+        self.host = self._open_host_cache(run, start, extra.get(HOST_CACHE), log, stack)
         self.memory: CacheMemory = training.cache_memory(cache_halvings(config.cache), log)
         self.pages: WrittenPages | None = self._track_pages(run, stack)
 
@@ -123,7 +122,6 @@ class CacheCallback(Callback):
 
     Args:
         caches: the tiers outside of the train state.
-        batches: whose last batch a step's tokens belong to.
         run: of them.
         flops: model FLOPs of a mean step that encodes all its images.
         checkpointer: says which checkpoints there are.
@@ -133,13 +131,12 @@ class CacheCallback(Callback):
     def __init__(
         self,
         caches: CacheTiers,
-        batches: GlobalBatches,
         run: Run,
         flops: Flops,
         checkpointer: Checkpointer,
         log: Callable[[str], None],
     ):
-        self.caches, self.batches, self.flops = caches, batches, flops
+        self.caches, self.flops = caches, flops
         self.checkpointer, self.log = checkpointer, log
         cache, learns = run.config.cache, run.training.learns
         default = 0.0 if learns else default_drift_warning(cache.codec)
@@ -148,15 +145,16 @@ class CacheCallback(Callback):
         self.drift = 0.0
         """The largest since the last line, as the host measured it."""
 
-    def on_dispatch(self, metrics: dict[str, Any]) -> None:
+    def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """Take what the step encoded."""
         tokens = metrics.pop(TOKENS, None)
-        local, caches = self.batches.local, self.caches
+        local, caches = batch.local, self.caches
         if caches.pages is not None:
             assert isinstance(local, Batch)  # pairs have no pages
             caches.pages.take(local)
         if caches.host is not None:
-            caches.host.write(self.batches.given, tokens)
+            assert isinstance(batch.given, Batch)
+            caches.host.write(batch.given, tokens)
         if caches.writer is None:
             return
         columns, of_columns = [local], [tokens]
@@ -200,7 +198,7 @@ class CacheCallback(Callback):
     def on_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
         """Note which host tier the checkpoint goes with."""
         if self.caches.host is not None:
-            record.extra["host_cache"] = self.caches.host.checkpoint_record
+            record.extra[HOST_CACHE] = self.caches.host.checkpoint_record
 
     def after_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
         """Save the host tier once the checkpoint is on its way; let the cache grow again."""

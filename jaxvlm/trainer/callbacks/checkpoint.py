@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxvlm.cache.host_cache import HOST_CACHE
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer, restore_params
 from jaxvlm.data.prefetch import resume_step
@@ -82,13 +83,18 @@ class CheckpointCallback(Callback):
     Args:
         checkpointer: of the workdir.
         training: says what of the state is saved.
+        extra: what was saved with the checkpoint that the run resumes from. What no callback adds
+            of it is saved again: a run may resume for a while without evaluation data.
     """
 
-    def __init__(self, checkpointer: Checkpointer, training: Training):
+    def __init__(self, checkpointer: Checkpointer, training: Training, extra: dict[str, Any]):
         self.checkpointer, self.training = checkpointer, training
+        # Tokens in host memory are those of their own checkpoint alone.
+        self.carried = {name: x for name, x in extra.items() if name != HOST_CACHE}
 
     def on_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
         """Write the state with what the callbacks before this one added to ``record``."""
+        record.extra = self.carried | record.extra
         record.written = self.checkpointer.save(
             step, self.training.kept(state), record.extra, record.metrics
         )

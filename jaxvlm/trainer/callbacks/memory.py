@@ -9,7 +9,7 @@ from jaxvlm.train import compiled_steps
 from jaxvlm.train.callbacks import Callback
 from jaxvlm.trainer import memory_estimate
 from jaxvlm.trainer.run import Run
-from jaxvlm.types import Batch, Pairs
+from jaxvlm.types import Batch, Pairs, TrainState
 
 
 class MemoryCallback(Callback):
@@ -22,7 +22,8 @@ class MemoryCallback(Callback):
     """
 
     def __init__(self, run: Run, local: Batch | Pairs, log: Callable[[str], None]):
-        self.run, self.estimate = run, memory_estimate.estimate(run, local)
+        self.run, self.log = run, log
+        self.estimate = memory_estimate.estimate(run, local)
         self.step_ms: list[float] = []
         log(self.estimate if isinstance(self.estimate, str) else self.estimate.line())
 
@@ -30,11 +31,11 @@ class MemoryCallback(Callback):
         """Remember the mean time of the steps since the last line."""
         self.step_ms.append(metrics["step_ms"])
 
-    def finish(self, ended: str, log: Callable[[str], None]) -> dict[str, Any]:
-        """The predicted figures next to the real ones; ``{}`` where nothing was predicted."""
+    def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
+        """Add ``plan``: the predicted figures next to the real ones, ``{}`` where none were."""
         compiled = self.run.training.step.compiled.values()
         peak = max((compiled_steps.memory(x).get("peak", 0) for x in compiled), default=0)
         figures = memory_estimate.compare(self.estimate, peak, self.step_ms)
-        if figures and ended != "preempted":
-            log(memory_estimate.compare_line(figures))
-        return figures
+        if figures and result["ended"] != "preempted":
+            self.log(memory_estimate.compare_line(figures))
+        result["plan"] = figures

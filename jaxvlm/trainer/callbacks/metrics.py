@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -83,7 +82,7 @@ class MetricsCallback(Callback):
 
 def introduce(
     run: Run, local: Batch | Pairs, log: Callable[[str], None]
-) -> tuple[Any, model_flops.Flops, float]:
+) -> tuple[model_flops.Flops, float]:
     """Log what is about to run.
 
     Args:
@@ -92,12 +91,11 @@ def introduce(
         log: prints a line.
 
     Returns:
-        The callback that compares the planner's estimate, if one is asked for; model FLOPs of a
-        mean step, judged by the first batch; FLOP/s of all devices at best, MFU's denominator.
+        Model FLOPs of a mean step, judged by the first batch; FLOP/s of all devices at best,
+        MFU's denominator.
     """
-    estimate = _estimate_if_asked(run, local, log)
     peak, source_of_peak = peak_flops(run.meshes, run.config.network.dtype)
-    return estimate, _log_model(run, local, source_of_peak, log), peak
+    return _log_model(run, local, source_of_peak, log), peak
 
 
 def _log_model(
@@ -145,10 +143,15 @@ def _log_unknown(run: Run, log: Callable[[str], None]) -> None:
         )
 
 
-def _estimate_if_asked(run: Run, local: Batch | Pairs, log: Callable[[str], None]) -> Any:
+def memory_callback(run: Run, local: Batch | Pairs, log: Callable[[str], None]) -> Callback | None:
     """The callback that compares the planner's estimate with the real step, or ``None``.
 
     The planner is loaded only where ``config.memory_estimate`` or an ``auto`` setting asks for it.
+
+    Args:
+        run: built.
+        local: this process's rows of its first batch.
+        log: prints a line.
     """
     if not (run.config.memory_estimate or run.auto):
         return None
