@@ -46,13 +46,13 @@ from jaxvlm.config import (
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.optim.optimizer import split_frozen
+from jaxvlm.parallel.distributed.processes import keep_freed_memory
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.process import keep_freed_memory
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.submodels import vision_encoder_part
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Pairs
 
 ROWS, LENGTH, FROZEN = 2, 512, ("vision/*",)
@@ -205,7 +205,7 @@ class Locked:
                 continue
             run, abstract, init = assemble(
                 self.model, InfoNCE(temperature=0.0), optax.adamw(1e-4), frozen=FROZEN,
-                cache=cached, chunks=(Chunk(), Chunk()),
+                cache=cached, mini_batches=(MiniBatch(), MiniBatch()),
             )  # fmt: skip
             self.batches[kind] = to_global(mesh, given, EXAMPLES)
             self.steps[kind] = run.lower(abstract, self.batches[kind]).compile()

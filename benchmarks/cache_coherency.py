@@ -37,7 +37,7 @@ import numpy as np
 
 from benchmarks.cache import LENGTH, LOCKED, MODELS, Contest, Locked, make, write_rows
 from benchmarks.common import ROOT, environment, timed
-from jaxvlm.parallel.process import keep_freed_memory
+from jaxvlm.parallel.distributed.processes import keep_freed_memory
 
 STEPS, APART = 3, 4  # steps at a time; tokens between the lengths of two processes' rows
 APART_LOCKED = 16  # between those of two processes' texts, sixteen times

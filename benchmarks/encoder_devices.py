@@ -45,12 +45,12 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.spmd.disaggregated_encoder import (
     assemble_disaggregated,
-    encoder_devices,
+    divide_devices,
     encoder_on_devices,
 )
-from jaxvlm.spmd.encoder_devices import best_first, model_costs
+from jaxvlm.spmd.encoder_share import best_first, model_costs
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.disaggregated import VISION_PATHS, DisaggregatedStep, EncoderAndRest
+from jaxvlm.train.disaggregated import ENCODER_PROGRAMS, DisaggregatedStep, EncoderAndRest
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -68,14 +68,14 @@ class Replay:
     """When each program of a step would end, if each mesh had devices of its own."""
 
     def __init__(self, devices: EncoderAndRest):
-        self.devices, self.free = devices, {"tower": 0.0, "rest": 0.0}
+        self.devices, self.free = devices, {"encoder": 0.0, "rest": 0.0}
         self.work = dict(self.free)
         self.ready: dict[int, float] = {}
         self.kept: list[Any] = []  # or an id would come again
 
     def program(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, waited for and put into its mesh's queue."""
-        side = "tower" if name in VISION_PATHS else "rest"
+        side = "encoder" if name in ENCODER_PROGRAMS else "rest"
 
         def call(*args: Any) -> Any:
             came = self._ready(args)
@@ -111,12 +111,13 @@ class Contestant:
 
     def __init__(self, count: int):
         self.devices = EncoderAndRest(count, 8 - count)
-        own, devices = encoder_devices(EncoderConfig(count), jax.devices())
+        own, devices = divide_devices(EncoderConfig(count), jax.devices())
         mesh, split = resolve(StrategyConfig("ddp"), MeshConfig(), devices)
         model = build_model(MODEL, make_mesh(mesh, devices), split)
-        tower = encoder_on_devices(model, EncoderConfig(count, strategy=StrategyConfig("ddp")), own)
+        config = EncoderConfig(count, strategy=StrategyConfig("ddp"))
+        encoder = encoder_on_devices(model, config, own)
         tx = make_optimizer(OptimConfig(), lambda step: 1e-3, model.logical)
-        made = assemble_disaggregated(model, tower, NextToken(), tx, PARTS)
+        made = assemble_disaggregated(model, encoder, NextToken(), tx, PARTS)
         self.batch = made.place(images_and_text(MODEL, ROWS, LENGTH, IMAGES), ROWS)
         self.state, self.metrics = made.init(model.init(0)), {}
         self.step: DisaggregatedStep = made.build(self.state, self.batch)
@@ -141,7 +142,7 @@ def main() -> None:
     config = Config(model=MODEL, data=DataConfig(batch_size=ROWS))
     cost = model_costs(config, images_and_text(MODEL, ROWS, LENGTH, IMAGES))
     order = best_first(cost, 8)
-    print(f"the encoder has {cost.tower / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
+    print(f"the encoder has {cost.encoder / sum(cost):.1%} of the FLOPs: {order[0]} of 8 devices")
     for turn in range(1 + args.rounds):
         for count, contestant in found.items():
             contestant.run()
@@ -154,14 +155,14 @@ def main() -> None:
         def share(side: str, replays: list[Replay] = replays) -> float:
             return round(statistics.median(r.work[side] / r.length for r in replays), 3)
 
-        most = max(cost.tower / count, cost.rest / (8 - count))
+        most = max(cost.encoder / count, cost.rest / (8 - count))
         rows.append(
             {
                 "encoder_devices": count,
                 "loss": round(float(c.metrics["loss"]), 5),
                 "step_ms": round(1e3 * min(lengths), 1),
                 "step_median_ms": round(1e3 * statistics.median(lengths), 1),
-                "encoder": share("tower"),
+                "encoder": share("encoder"),
                 "rest": share("rest"),
                 "slower_mesh_gflops_per_device": round(most / 1e9, 2),
             }
@@ -172,7 +173,7 @@ def main() -> None:
         "environment": before,
         "model": f"vision {MODEL.vision}, decoder {MODEL.decoder}",
         **size,
-        "flops": {"encoder": cost.tower, "rest": cost.rest, "best_first": order},
+        "flops": {"encoder": cost.encoder, "rest": cost.rest, "best_first": order},
         "splits": rows,
     }
     write("encoder_devices_cpu.json", result)

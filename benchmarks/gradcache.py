@@ -36,12 +36,12 @@ from jaxvlm.config import (
 )
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.optim.optimizer import make_optimizer
+from jaxvlm.parallel.distributed.processes import keep_freed_memory
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.process import keep_freed_memory
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Pairs
 
 CLIP = DualConfig(
@@ -87,35 +87,35 @@ def found(batch: Pairs, config: DualConfig = CLIP) -> Pairs:
 
 
 def step_of(
-    chunk: int, frozen: tuple[str, ...] = (), given: bool = False
+    mini_batch: int, frozen: tuple[str, ...] = (), given: bool = False
 ) -> tuple[Any, tuple[Any, Any]]:
     """The jitted step and its first state; of batches whose images are :func:`found` or not."""
     model = build_model(CLIP, make_mesh(MeshConfig(1), jax.devices()[:1]))
     own = {p: w for p, w in model.logical.items() if not any(p.startswith(f[:-1]) for f in frozen)}
     tx = make_optimizer(OptimConfig(), lambda step: 1e-3, own)
-    cut = (Chunk(chunk), Chunk(chunk))
+    cut = (MiniBatch(mini_batch), MiniBatch(mini_batch))
     asked = CacheConfig("strict", memory_mb=1, encode_batch=8)
     trained = [path for path in model.shapes if not path.startswith("vision/")]
     cache = make_pair_cache(asked, model, trained, (1,)) if given else None
     loss = InfoNCE(temperature=0.0)
-    step, _, init = assemble(model, loss, tx, frozen=frozen, cache=cache, chunks=cut)
+    step, _, init = assemble(model, loss, tx, frozen=frozen, cache=cache, mini_batches=cut)
     return model, (step, init(model.init(0)))
 
 
 def memory() -> list[dict[str, Any]]:
     """Bytes of temporaries by batch, with and without."""
     rows = []
-    for chunk in (CHUNK, 0):
-        model, (step, state) = step_of(chunk)
+    for mini_batch in (CHUNK, 0):
+        model, (step, state) = step_of(mini_batch)
         for count in BATCHES:
-            if not chunk and count > PLAIN_UP_TO:
+            if not mini_batch and count > PLAIN_UP_TO:
                 continue
             batch = to_global(model.mesh, pairs(count), count)
             stats = step.lower(state, batch).compile().memory_analysis()
             embeddings = 2 * count * CLIP.embed_dim * 4
             rows.append(
                 {
-                    "chunk": chunk,
+                    "chunk": mini_batch,
                     "batch": count,
                     "temporaries": stats.temp_size_in_bytes,
                     "embeddings": embeddings,
@@ -181,9 +181,9 @@ def plot(rows: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot
 
     figure, panel = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
-    arms = ((CHUNK, f"in chunks of {CHUNK}", "o-"), (0, "plain", "s-"))
-    for chunk, label, style in arms:
-        mine = sorted((r["batch"], r["temporaries"]) for r in rows if r["chunk"] == chunk)
+    arms = ((CHUNK, f"in mini-batches of {CHUNK}", "o-"), (0, "plain", "s-"))
+    for mini_batch, label, style in arms:
+        mine = sorted((r["batch"], r["temporaries"]) for r in rows if r["chunk"] == mini_batch)
         panel.plot(*zip(*((n, size / 2**30) for n, size in mine)), style, label=label)
     embeddings = sorted({(r["batch"], r["embeddings_and_their_gradients"]) for r in rows})
     panel.plot(

@@ -1,4 +1,4 @@
-"""Gradient caching against the whole batch on one device: each loss, cut in chunks, on meshes.
+"""Gradient caching against the whole batch on one device: each loss, in mini-batches, on meshes.
 
     python -m benchmarks.gradcache_parity
 
@@ -45,7 +45,7 @@ from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
 from jaxvlm.train.grad_accum import total
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Embeddings, Pairs, Sums
 
 NAME = "gradcache_parity"
@@ -102,7 +102,7 @@ DECODER = ModelConfig(
 )  # fmt: skip
 EMBEDDINGS = EmbeddingConfig(dim=16, learn_scale=True, learn_bias=True, bias=-1.0)
 # MaxSim adds up to eight cosines. Times 20, as one cosine is, they would be logits above 100, whose
-# last bit in float32 is 1e-5 of a softmax's weights, in chunks or whole.
+# last bit in float32 is 1e-5 of a softmax's weights, in mini-batches or whole.
 OF_TOKEN = dataclasses.replace(EMBEDDINGS, pool="tokens", scale=0.0)
 LORA = LoraConfig(rank=2, dropout=0.1, targets=("*/stack/*",))
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
@@ -120,12 +120,12 @@ FSDP = StrategyConfig()
 
 
 class Cell(NamedTuple):
-    """Where a step runs, and in what chunks of queries and of documents."""
+    """Where a step runs, and in what mini-batches of queries and of documents."""
 
     mesh: str
     axes: MeshConfig
     strategy: StrategyConfig
-    chunks: tuple[int, int]
+    mini_batches: tuple[int, int]
 
 
 WHOLE = Cell("1", MeshConfig(1), FSDP, (0, 0))
@@ -249,9 +249,9 @@ def gradients(
         embeddings = EMBEDDINGS if kind == "decoder" else OF_TOKEN
     mesh = make_mesh(cell.axes, jax.devices()[: np.prod(dataclasses.astuple(cell.axes))])
     model = build_model(config, mesh, cell.strategy, embeddings=embeddings)
-    cut = (Chunk(cell.chunks[0]), Chunk(cell.chunks[1]))
+    cut = (MiniBatch(cell.mini_batches[0]), MiniBatch(cell.mini_batches[1]))
     made = Chosen(tuple(LOSSES[loss](mesh) for loss in losses))
-    step, _, init = assemble(model, made, recorded(), frozen=frozen, chunks=cut, seed=5)
+    step, _, init = assemble(model, made, recorded(), frozen=frozen, mini_batches=cut, seed=5)
     rng = np.random.default_rng(1)
     first = {p: np.asarray(x) for p, x in sorted(jax.device_get(model.init(0)).items())}
     for path, x in first.items():  # adapters that do something, less than their maps
@@ -278,7 +278,7 @@ def main() -> None:
     before, table = environment(), kept(NAME)
     whole = functools.cache(lambda kind, losses: gradients(kind, losses, WHOLE))
     for kind, losses, cell in [(k, x, c) for k, x, cells in PLAN for c in cells]:
-        here = {"model": kind, "mesh": cell.mesh, "chunks": list(cell.chunks)}
+        here = {"model": kind, "mesh": cell.mesh, "chunks": list(cell.mini_batches)}
         there = [row["loss"] for row in table if all(row[k] == v for k, v in here.items())]
         if not (left := tuple(x for x in losses if x not in there)):
             continue

@@ -32,7 +32,7 @@ from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.gradcache import pair_runner
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.train.grad_accum import scales
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Pairs, Params
 
 SCALE = "head/scale"
@@ -57,7 +57,7 @@ class Peer(NamedTuple):
 
 def our_step(model: Model, params: Params, batch: Pairs, loss: Any) -> tuple[Callable, int]:
     """The compiled step, and the bytes of its temporaries."""
-    runner = pair_runner(model, list(params), (Chunk(CHUNK), Chunk(CHUNK)))
+    runner = pair_runner(model, list(params), (MiniBatch(CHUNK), MiniBatch(CHUNK)))
     run = jax.jit(lambda p, x: runner.loss_grad(p, {}, x, loss, scales(loss, x)))
     there = to_global(model.mesh, batch, BOTH_HOLD)
     made = run.lower(params, there).compile()

@@ -7,7 +7,7 @@ Published vision-language models at their real sizes on eight devices: strategie
 device, what is trained and the target are drawn from a fixed seed. ``open`` points are those that
 the planner's rules were found on; the prediction for a ``held`` one is written down (``--say``)
 before it is compiled. ``pairs`` points are held ones too, of contrastive training (CLIP, SigLIP,
-and vision-language models that make embeddings), whole and in chunks. When rules change, held
+and vision-language models that make embeddings), whole and in mini-batches. When rules change, held
 points
 that they were found on become open ones, and others are drawn. A compilation takes up to minutes:
 rows that are in the result are kept.
@@ -61,7 +61,7 @@ from jaxvlm.planner.memory import step_memory
 from jaxvlm.planner.request import abstract_devices
 from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.planner.request.pairs import PairShapes, embedding_settings
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 
 NAME = "planner_memory"
 MODELS = (
@@ -222,12 +222,12 @@ def frozen(point: Point) -> tuple[str, ...]:
 def setup_of(point: Point, devices: Sequence[Any]) -> step_memory.StepSetup:
     """What is planned, and compiled."""
     config, platform = model_config(point), PLATFORMS[point.target.split(":")[0]]
-    name, _, chunk = point.strategy.partition(" grad_cache=")
+    name, _, mini_batch = point.strategy.partition(" grad_cache=")
     preset = "fsdp" if " x " in name else name
     mesh, strategy = resolve(StrategyConfig(preset), MESHES[name], devices)
     rows = point.rows * mesh.data * mesh.fsdp
     if point in pair_points(point.target):
-        row, pairing = pairing_of(config, point.length, int(chunk or 0))
+        row, pairing = pairing_of(config, point.length, int(mini_batch or 0))
         how = (frozen(point), pairing.parts(point.rows), pairing)
         return step_memory.StepSetup(config, mesh, strategy, platform, rows, *row, *how)
     assert isinstance(config, ModelConfig)
@@ -238,22 +238,22 @@ def setup_of(point: Point, devices: Sequence[Any]) -> step_memory.StepSetup:
 
 
 def pairing_of(
-    config: ModelConfig | DualConfig, length: int, chunk: int
+    config: ModelConfig | DualConfig, length: int, mini_batch: int
 ) -> tuple[BatchShape, PairShapes]:
     """The larger row of an example, and the example."""
     dual = isinstance(config, DualConfig)
     run = Config(loss=LossConfig(name="info_nce"), embedder="dual" if dual else "vlm")
-    chunks = Chunk(chunk), Chunk(chunk)
+    mini_batches = MiniBatch(mini_batch), MiniBatch(mini_batch)
     if isinstance(config, DualConfig):
         run = dataclasses.replace(
             run, loss=LossConfig(name="sigmoid" if config.has_bias else "info_nce")
         )
         pairing = PairShapes(
-            BatchShape(0, 1), BatchShape(length), embedding_settings(run), chunks=chunks
+            BatchShape(0, 1), BatchShape(length), embedding_settings(run), mini_batches=mini_batches
         )
         return BatchShape(length, 1), pairing
     row = BatchShape(length, *images(config, length))
-    return row, PairShapes(BatchShape(128), row, embedding_settings(run), chunks=chunks)
+    return row, PairShapes(BatchShape(128), row, embedding_settings(run), mini_batches=mini_batches)
 
 
 def compiled(point: Point) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from jaxvlm.config import (
     VisionConfig,
 )
 from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.distributed.processes import keep_freed_memory
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.parallel.process import keep_freed_memory
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.hardware import calibrate, machine
 from jaxvlm.planner.memory import step_memory

@@ -29,7 +29,7 @@ and the step returns the next :class:`TrainState`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -48,6 +48,11 @@ Params = dict[str, Any]
 def is_vision_path(path: str) -> bool:
     """Whether a parameter belongs to the vision encoder."""
     return path.startswith("vision/")
+
+
+def trains_vision(paths: Iterable[str]) -> bool:
+    """Whether the vision encoder is trained, where ``paths`` are the trainable parameters."""
+    return any(map(is_vision_path, paths))
 
 
 Logical = tuple[str, ...]

@@ -63,7 +63,7 @@ class Case(NamedTuple):
     order: str = ""
     """``config.cache.token_order``."""
     whole: bool = False
-    """Through all of the cache's choice of images and windows, not one chunk by itself."""
+    """Through all of the cache's choice of images and windows, not one encode batch by itself."""
 
 
 def _model(base: VisionConfig = BASE, connector: Any = None, **settings: Any) -> ModelConfig:

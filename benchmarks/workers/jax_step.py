@@ -17,8 +17,8 @@ from safetensors.numpy import load_file  # noqa: E402
 from benchmarks.common import serve, timed  # noqa: E402
 from jaxvlm.config import Config, MeshConfig, OptimConfig  # noqa: E402
 from jaxvlm.hf.families import llava  # noqa: E402
+from jaxvlm.parallel.distributed.processes import keep_freed_memory  # noqa: E402
 from jaxvlm.parallel.mesh import make_mesh  # noqa: E402
-from jaxvlm.parallel.process import keep_freed_memory  # noqa: E402
 from jaxvlm.spmd.model import build_model  # noqa: E402
 from jaxvlm.trainer.training import build_training  # noqa: E402
 from jaxvlm.types import Batch  # noqa: E402

@@ -23,7 +23,7 @@ from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import AnyModelConfig, Model
 from jaxvlm.spmd.submodels import feature_shape, vision_encoder_part
 from jaxvlm.train.grad_accum import FEATURES
-from jaxvlm.types import Age, Batch, Cache, Params, Read, is_vision_path
+from jaxvlm.types import Age, Batch, Cache, Params, Read, is_vision_path, trains_vision
 
 TOKENS = "cache/tokens"
 """Name, among a step's metrics, of its images' tokens, arrays that stay on the devices:
@@ -60,7 +60,7 @@ def make_cache(
     Raises:
         ConfigError: a setting that a trained vision encoder, or this number of pages, excludes.
     """
-    learns = any(is_vision_path(path) for path in trained)
+    learns = trains_vision(trained)
     if learns:
         _check_learning(config, model)
     check_codec(config, trained)

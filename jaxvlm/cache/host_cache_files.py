@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxvlm.cache.store import segment_files
 from jaxvlm.cache.store.rows import Store
+from jaxvlm.checkpoint.whole_files import write_whole
 from jaxvlm.types import Age
 
 _INDEX = "index.npz"
@@ -75,7 +76,7 @@ def write(folder: pathlib.Path, entries: HostEntries, run: int, say: Callable[[s
             index[name] = np.asarray([x.age[i] for _, x, _ in every])
         file = io.BytesIO()
         np.savez(file, **index)
-        segment_files.write_whole(folder / _INDEX, file.getvalue())  # last: marks it complete
+        write_whole(folder / _INDEX, file.getvalue())  # last: marks it complete
         why = f"{lost} of {len(every)} are" if lost else ""
     except Exception as error:  # whatever it is, training goes on
         why = f"{segment_files.reason(error)}; they are"

@@ -18,6 +18,7 @@ import numpy as np
 from jaxvlm.cache.run_inputs import CacheInputs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
+from jaxvlm.checkpoint.whole_files import write_whole
 from jaxvlm.config import ConfigError, DualConfig
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape
@@ -165,9 +166,7 @@ def segments_at_start(
         return present  # the store warns why
     if at_start is None:
         at_start = present
-        segment_files.write_whole(
-            path, json.dumps(record | {folder.name: sorted(present)}).encode()
-        )
+        write_whole(path, json.dumps(record | {folder.name: sorted(present)}).encode())
         if present and any(x.name.isdigit() for x in (workdir / "checkpoints").glob("*")):
             say(
                 f"{path} does not list the token files that {folder} held when this run began, so "

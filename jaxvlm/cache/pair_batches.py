@@ -18,7 +18,7 @@ from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import AnyModelConfig, Model
 from jaxvlm.train.gradcache import rows_of
-from jaxvlm.types import Cache, Pairs, Params, Read, is_vision_path
+from jaxvlm.types import Cache, Pairs, Params, Read, trains_vision
 
 
 def check_pair_cache(config: Config) -> None:
@@ -74,7 +74,7 @@ def make_pair_cache(
     Raises:
         ConfigError: the vision encoder is trained, or the codec does not fit it.
     """
-    if any(is_vision_path(path) for path in trained):
+    if trains_vision(trained):
         name = "encode_batch" if config.policy == "off" else "policy"
         raise ConfigError(
             f"config.cache.{name}={getattr(config, name)!r} with an embedding loss and a trained "

@@ -29,6 +29,7 @@ from jaxvlm.cache.token_order import TokenLayout
 from jaxvlm.config import ConfigError
 from jaxvlm.data.image_inputs import Lookup
 from jaxvlm.models.vlm import DTYPES
+from jaxvlm.parallel.distributed.processes import barrier
 from jaxvlm.parallel.sharding import owned_rows, sum_over_processes
 from jaxvlm.types import Batch, Params
 
@@ -231,7 +232,7 @@ def open_cache_writer(
             name = Identity.of(facts, config.codec).name
             if not jax.process_index():
                 only = segments_at_start(run.workdir, folder / name, say)
-            sum_over_processes(np.zeros(1))  # a barrier: the others read process 0's list
+            barrier("token store")  # the others read process 0's list
             if jax.process_index():
                 only = segments_at_start(run.workdir, folder / name, lambda line: None)
         store = Store(folder, facts, config.codec, say, only=only)

@@ -20,15 +20,15 @@ from etils import epath
 from jaxvlm.checkpoint import digest, manifest
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
 from jaxvlm.checkpoint.restore import (
-    barrier,
     committed_steps,
-    first_line,
+    error_line,
     restore_params,
     score,
     scores,
     sign,
     try_read,
 )
+from jaxvlm.parallel.distributed.processes import barrier
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
 
@@ -256,7 +256,7 @@ class Checkpointer:
             yield
         except Exception as error:
             raise CheckpointError(
-                f"writing a checkpoint to {self.folder} failed: {first_line(error)}. Check free "
+                f"writing a checkpoint to {self.folder} failed: {error_line(error)}. Check free "
                 "space and permissions; the run resumes from the last complete checkpoint"
             ) from error
 

@@ -142,12 +142,6 @@ def restore_params(
     raise CheckpointError(f"no usable checkpoint in {root}: {'; '.join(failures) or 'it has none'}")
 
 
-def barrier(name: str) -> None:
-    """Waits for all processes; does nothing in a single one."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def _by_preference(root: epath.Path, which: str, metric: str, better: int) -> list[int]:
     """Committed steps, the preferred one first."""
     if which not in ("latest", "best"):
@@ -207,7 +201,7 @@ def _agreed(read: Callable[[], Any]) -> Any:
         try:
             value = read()
         except Exception as error:
-            problem = f"{type(error).__name__}: {first_line(error)}"
+            problem = error_line(error)
         if problem:
             time.sleep(0.2)  # lets the reads that run in parallel with the failed one end
             gc.collect()
@@ -228,7 +222,7 @@ def _silence_abandoned_reads() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, truncated to 300 characters."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0][:300]
+def error_line(error: BaseException) -> str:
+    """An error's kind, and the first line of its message, truncated to 300 characters."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from importlib import metadata
 from typing import Any
 
+from jaxvlm.checkpoint.whole_files import write_whole
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, from_config_dict
 from jaxvlm.config.merge import RECIPE_FIELDS
 
@@ -63,11 +64,7 @@ def write_config(workdir: pathlib.Path, config: Config, devices: str) -> None:
         "commit": source_commit(),
         "devices": devices,
     }
-    text = json.dumps(document, indent=2) + "\n"
-    # A kill during the write must leave either the old file or the new one.
-    partial = workdir / f"{_FILE}.tmp"
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, workdir / _FILE)
+    write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
 
 
 def is_begun(workdir: str | pathlib.Path) -> bool:

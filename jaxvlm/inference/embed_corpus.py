@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxvlm.checkpoint.digest import digests
 from jaxvlm.config import ConfigError
@@ -28,6 +27,7 @@ from jaxvlm.inference.items import embed_items
 from jaxvlm.inference.quantize import KINDS, MIN_FOR_RANGES, quantize, ranges_of
 from jaxvlm.inference.resumable_array import ResumableArray
 from jaxvlm.inference.vlm import VLM
+from jaxvlm.parallel.distributed.processes import barrier
 from jaxvlm.parallel.sharding import sum_over_processes
 from jaxvlm.train.progress import Progress
 
@@ -96,7 +96,7 @@ def in_parts(
             ready += len(embeddings)
             rate = len(embeddings) / max(time.monotonic() - begun, 1e-9)
             progress.update(ready, {"items/s": rate})
-    _barrier()  # before other processes read the parts
+    barrier("embeddings")  # before other processes read the parts
     return parts
 
 
@@ -119,14 +119,9 @@ def _embedded(model: Encoder | VLM, items: Sequence[Item], config: EmbedConfig) 
 
 def remove(folder: pathlib.Path) -> None:
     """Deletes the parts in ``folder``, once every process has finished reading them."""
-    _barrier()
+    barrier("embeddings")
     if jax.process_index() == 0:
         shutil.rmtree(folder)
-
-
-def _barrier() -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("jaxvlm embeddings")
 
 
 def identity(

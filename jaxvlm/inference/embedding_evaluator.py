@@ -25,12 +25,12 @@ from jaxvlm.inference.vlm import VLM
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import local_rows, replicated, to_global
-from jaxvlm.spmd.gradcache import Chunks, grad_cache_chunks, pair_runner
+from jaxvlm.spmd.gradcache import MiniBatches, grad_cache_mini_batches, pair_runner
 from jaxvlm.spmd.model import Model
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Params
 
-WHOLE: Chunks = (Chunk(), Chunk())
+WHOLE: MiniBatches = (MiniBatch(), MiniBatch())
 
 
 def collator_of(config: Config, tokenizer: Any, images: Any) -> Any:
@@ -99,10 +99,11 @@ def embedding_evaluator(
         )
     shards = batch_shards(model.mesh)
     batch_size = -(-data.batch_size // shards) * shards
-    chunks = grad_cache_chunks(config.grad_cache)
+    mini_batches = grad_cache_mini_batches(config.grad_cache)
     loss = config.pair_loss
-    dims, precisions = loss.matryoshka_dims, loss.precisions
-    return EmbeddingEvaluator(model, dataset, batch_size, dims, chunks, precisions)
+    return EmbeddingEvaluator(
+        model, dataset, batch_size, loss.matryoshka_dims, mini_batches, loss.precisions
+    )
 
 
 class EmbeddingEvaluator:
@@ -113,7 +114,7 @@ class EmbeddingEvaluator:
         dataset: data set of pairs.
         batch_size: number of items per batch, over all devices.
         dims: numbers of dims to truncate embeddings to, measured in addition to all dims.
-        chunks: mini-batches in which queries and documents are embedded.
+        mini_batches: mini-batches in which queries and documents are embedded.
         precisions: precisions to quantize embeddings to, measured in addition to float32.
     """
 
@@ -123,7 +124,7 @@ class EmbeddingEvaluator:
         dataset: PairDataset,
         batch_size: int,
         dims: tuple[int, ...] = (),
-        chunks: Chunks = WHOLE,
+        mini_batches: MiniBatches = WHOLE,
         precisions: Sequence[str] = (),
     ):
         self.precisions = quantized_precisions(precisions)
@@ -135,7 +136,7 @@ class EmbeddingEvaluator:
         same = same_content(dataset.queries.items, dataset.documents.items)
         self.exclude = never_retrieved(same, self.positives)
         self._last: tuple[np.ndarray, np.ndarray] | None = None
-        runner = pair_runner(model, model.shapes, chunks)
+        runner = pair_runner(model, model.shapes, mini_batches)
 
         def embed(params: Params, batch: Batch, column: str) -> jax.Array:
             return runner.embed(params, getattr(runner, column), batch).hidden

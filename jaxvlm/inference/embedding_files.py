@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxvlm.checkpoint.whole_files import whole_file
 from jaxvlm.config import ConfigError
 
 _RANGES = "ranges"
@@ -60,8 +61,10 @@ def write(output: pathlib.Path, table: EmbeddingTable) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     ranges = table.ranges
     if ranges is not None and output.suffix in (".npy", ".jsonl"):
-        write_atomically(ranges_path(output), lambda file: np.save(file, ranges))
-    write_atomically(output, lambda file: WRITERS[output.suffix](file, table))
+        with whole_file(ranges_path(output)) as file:
+            np.save(file, ranges)
+    with whole_file(output) as file:
+        WRITERS[output.suffix](file, table)
 
 
 def ranges_path(output: pathlib.Path) -> pathlib.Path:
@@ -101,19 +104,6 @@ def read_ranges(name: str) -> np.ndarray:
     if ranges is None or ranges.ndim != 2 or len(ranges) != 2:
         raise ConfigError(f"--ranges={name}: the ranges of int8 embeddings have shape [2, E]")
     return ranges.astype(np.float32)
-
-
-def write_atomically(path: pathlib.Path, fill: Callable[[Any], Any]) -> None:
-    """Write a file under a temporary name, and rename it when it is complete.
-
-    Args:
-        path: The file.
-        fill: Writes what the file holds to a binary file object.
-    """
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        fill(file)
-    partial.replace(path)
 
 
 def _npy(file: Any, table: EmbeddingTable) -> None:

@@ -20,8 +20,8 @@ from jaxvlm.hf.encoder_folder import described
 from jaxvlm.hf.families import sentences
 from jaxvlm.inference import prompts
 from jaxvlm.inference.prompts import ImageLike
+from jaxvlm.parallel.distributed.processes import set_up_process
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.types import Params

@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxvlm.checkpoint.whole_files import whole_file
 from jaxvlm.config import DataConfig
 from jaxvlm.data.pairs.examples import Example, Item, relevant, same_content
 from jaxvlm.data.sources import pair_formats, tables
-from jaxvlm.inference.embedding_files import write_atomically
 from jaxvlm.inference.items import refuse
 
 
@@ -101,4 +101,5 @@ def write(path: pathlib.Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes records as JSON lines, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    write_atomically(path, lambda file: file.writelines(line.encode() for line in lines))
+    with whole_file(path) as file:
+        file.writelines(map(str.encode, lines))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxvlm.checkpoint.whole_files import whole_file, write_whole
 from jaxvlm.config import ConfigError
-from jaxvlm.inference.embedding_files import write_atomically
 
 _IDENTITY = "made_from.json"
 
@@ -66,14 +65,9 @@ class ResumableArray:
         """Writes part ``number`` atomically; call :meth:`begin` first."""
         if not (self.folder / _IDENTITY).is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self._identity, indent=2) + "\n"
-            write_atomically(self.folder / _IDENTITY, lambda file: file.write(text.encode()))
-        partial = self._file(number).with_suffix(".tmp")
-        with partial.open("wb") as file:
+            write_whole(self.folder / _IDENTITY, json.dumps(self._identity, indent=2) + "\n")
+        with whole_file(self._file(number)) as file:
             np.save(file, np.ascontiguousarray(rows, np.float32))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._file(number))
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -40,8 +40,8 @@ from jaxvlm.inference.prompts import ImageLike
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.nn.norm import unit
+from jaxvlm.parallel.distributed.processes import set_up_process
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
-from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import replicated
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.types import Batch, Params

@@ -1,7 +1,7 @@
 """Dropout whose masks are a function of seed, step, sequence, layer and index in the sequence.
 
 Each sequence's key comes with the batch (``Batch.dropout_keys``), and every layer folds its name or
-number into it. So a mask is the same on every mesh, in every microbatch, chunk or pipeline stage,
+number into it. So a mask is the same on every mesh, in every microbatch, mini-batch or stage,
 and when rematerialization recomputes a forward pass. Without keys there is no dropout: there is no
 train/eval mode to set.
 """

@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
     reduction: PairTile
     ring: int
     """Devices in the ring; 1: columns stay on their device."""
-    chunk: int
+    tile_size: int
 
 
 def all_pairs(
@@ -83,21 +83,21 @@ def all_pairs(
     rows: PairSide,
     columns: PairSide,
     shared: PairSide,
-    chunk: int,
+    tile_size: int,
     mesh: Mesh | None = None,
     around: bool = True,
 ) -> Any:
     """Reduce over all columns for every row.
 
-    Temporaries are a few tiles of ``chunk`` by ``chunk`` pairs and a few copies of one device's
-    rows and columns.
+    Temporaries are a few tiles of ``tile_size`` by ``tile_size`` pairs and a few copies of one
+    device's rows and columns.
 
     Args:
         reduction: computes and reduces a tile.
         rows: leaves [b, ...], split over the mesh's batch axes.
         columns: leaves [b', ...], split over the mesh's batch axes.
         shared: leaves that are replicated on every device.
-        chunk: most rows, and most columns, of a tile.
+        tile_size: most rows, and most columns, of a tile.
         mesh: the device mesh; ``None``: one device.
         around: whether columns go to all devices; ``False``: rows are compared with the columns
             of their own device alone.
@@ -110,7 +110,7 @@ def all_pairs(
     """
     parts = 1 if mesh is None else batch_shards(mesh)
     if mesh is None or mesh.size == 1:
-        return _reduce(_Plan(reduction, 1, chunk), rows, columns, shared)
+        return _reduce(_Plan(reduction, 1, tile_size), rows, columns, shared)
     for side in (rows, columns):
         count = jax.tree.leaves(side)[0].shape[0]
         if count % parts:
@@ -120,7 +120,7 @@ def all_pairs(
             )
     split, everywhere = PartitionSpec(BATCH_AXES), PartitionSpec()
     run = jax.shard_map(
-        functools.partial(_reduce, _Plan(reduction, parts if around else 1, chunk)),
+        functools.partial(_reduce, _Plan(reduction, parts if around else 1, tile_size)),
         in_specs=(split, split, everywhere),
         out_specs=split,
         check_vma=False,
@@ -135,7 +135,7 @@ def _reduce(plan: _Plan, rows: PairSide, columns: PairSide, shared: PairSide) ->
 
 
 def _forward(plan: _Plan, rows: PairSide, columns: PairSide, shared: PairSide) -> tuple[Any, Any]:
-    reduction, cut_rows = plan.reduction, _cut(rows, plan.chunk)
+    reduction, cut_rows = plan.reduction, _cut(rows, plan.tile_size)
 
     def by_columns(carry: Any, some: PairSide) -> tuple[Any, None]:
         def by_rows(_: None, x: Any) -> tuple[None, Any]:
@@ -150,7 +150,7 @@ def _forward(plan: _Plan, rows: PairSide, columns: PairSide, shared: PairSide) -
         carry, _ = jax.lax.scan(by_columns, carry, columns)
         return (carry, _pass_on(plan, columns)), None
 
-    start = (jax.vmap(reduction.start)(cut_rows), _cut(columns, plan.chunk))
+    start = (jax.vmap(reduction.start)(cut_rows), _cut(columns, plan.tile_size))
     (carry, _), _ = jax.lax.scan(by_device, start, None, length=plan.ring)
     result = jax.vmap(reduction.finish)(carry, cut_rows)
     return _joined(result, rows), (rows, columns, shared, carry)
@@ -158,8 +158,8 @@ def _forward(plan: _Plan, rows: PairSide, columns: PairSide, shared: PairSide) -
 
 def _backward(plan: _Plan, kept: Any, d_result: Any) -> tuple[PairSide, PairSide, PairSide]:
     rows, columns, shared, carry = kept
-    reduction, cut_rows = plan.reduction, _cut(rows, plan.chunk)
-    d_result = _cut(d_result, plan.chunk)
+    reduction, cut_rows = plan.reduction, _cut(rows, plan.tile_size)
+    d_result = _cut(d_result, plan.tile_size)
 
     def tile_gradient(mine: PairSide, some: PairSide, carry: Any, d: Any) -> Any:
         sides = PairSides(mine, some, shared)
@@ -187,7 +187,7 @@ def _backward(plan: _Plan, kept: Any, d_result: Any) -> tuple[PairSide, PairSide
         carried, d_columns = jax.lax.scan(by_columns, carried, travelling)
         return (carried, _pass_on(plan, (travelling[0], d_columns))), None
 
-    cut_columns = _cut(columns, plan.chunk)
+    cut_columns = _cut(columns, plan.tile_size)
     embeddings = (cut_rows.embeddings, shared.embeddings, cut_columns.embeddings)
     nothing = jax.tree.map(jnp.zeros_like, embeddings)
     start = (nothing[:2], (cut_columns, nothing[2]))
@@ -210,11 +210,11 @@ def _pass_on(plan: _Plan, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, BATCH_AXES, pairs), tree)
 
 
-def _cut(tree: Any, chunk: int) -> Any:
-    """[n, ...] -> [tiles, at most ``chunk``, ...], tiles of one size, padded with zeros."""
+def _cut(tree: Any, tile_size: int) -> Any:
+    """[n, ...] -> [tiles, at most ``tile_size``, ...], tiles of one size, padded with zeros."""
 
     def one(x: jax.Array) -> jax.Array:
-        parts = math.ceil(len(x) / chunk)
+        parts = math.ceil(len(x) / tile_size)
         size = math.ceil(len(x) / parts)
         x = jnp.pad(x, [(0, parts * size - len(x))] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(parts, size, *x.shape[1:])

@@ -1,8 +1,8 @@
 """Exact top-k search: the documents of a corpus that score highest for a query, over a mesh.
 
-Documents are split over the mesh's batch axes. Each device scores its own in chunks, keeps the top
+Documents are split over the mesh's batch axes. Each device scores its own in tiles, keeps the top
 k, and the devices' top k are merged: a matrix of all queries against all documents never exists.
-Chunks have one shape on every mesh and normalization happens in them, so that scores, and with them
+Tiles have one shape on every mesh and normalization happens in them, so that scores, and with them
 ties, are bit-identical on one device and on many.
 """
 
@@ -23,7 +23,7 @@ from jaxvlm.parallel.mesh import BATCH_AXES, batch_shards
 from jaxvlm.parallel.sharding import batch_sharding, replicated
 
 _TINY = 1e-12
-_CHUNKS = {2: (256, 2048), 3: (8, 64)}  # queries and documents; late interaction has many scores
+_TILES = {2: (256, 2048), 3: (8, 64)}  # queries and documents; late interaction has many scores
 Best = tuple[jax.Array, jax.Array]
 """f32[q, k] scores, best first, and i32[q, k] document indices."""
 
@@ -48,23 +48,23 @@ class Nearest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Similarity and chunk sizes of a search. Sizes change time and memory, not results."""
+    """Similarity and tile sizes of a search. Sizes change time and memory, not results."""
 
     cosine: bool = True
     """Whether embeddings are normalized to unit length first; else plain inner products."""
     dims: int = 0
     """Leading dims of an embedding to use (Matryoshka), cut before normalization; 0: all."""
-    query_chunk: int = 0
-    """Queries in a chunk; 0: 256, or 8 with late interaction."""
-    document_chunk: int = 0
-    """Documents in a device's chunk; 0: 2048, or 64 with late interaction."""
+    query_tile: int = 0
+    """Queries in a tile; 0: 256, or 8 with late interaction."""
+    document_tile: int = 0
+    """Documents in a device's tile; 0: 2048, or 64 with late interaction."""
     resident: int = 1 << 18
     """Most documents in device memory at once, for a corpus in host memory."""
 
     def __post_init__(self) -> None:
-        if min(self.dims, self.query_chunk, self.document_chunk, self.resident - 1) < 0:
+        if min(self.dims, self.query_tile, self.document_tile, self.resident - 1) < 0:
             raise ConfigError(
-                f"{self}: dims, query_chunk and document_chunk must be at least 0, resident at "
+                f"{self}: dims, query_tile and document_tile must be at least 0, resident at "
                 "least 1"
             )
 
@@ -99,19 +99,19 @@ def nearest(
     query, corpus = _late(queries), _late(documents)
     _check(query, corpus, k, how)
     host = jax.tree.map(lambda x: _host(x, mesh), query)
-    Q, q = len(host.embeddings), _size(how.query_chunk or _CHUNKS[host.embeddings.ndim][0], host)
+    Q, q = len(host.embeddings), _size(how.query_tile or _TILES[host.embeddings.ndim][0], host)
     left_out = _padded(exclude, Q)
     best_of = [
         (np.full((q, k), -np.inf, np.float32), np.full((q, k), -1, np.int32))
         for _ in range(0, Q, q)
     ]
-    chunk = _size(how.document_chunk or _CHUNKS[corpus.embeddings.ndim][1], corpus)
-    for first, count, part in _parts(corpus, chunk, how.resident, mesh):
+    tile = _size(how.document_tile or _TILES[corpus.embeddings.ndim][1], corpus)
+    for first, count, part in _parts(corpus, tile, how.resident, mesh):
         for i, best in enumerate(best_of):
             rows = slice(i * q, (i + 1) * q)
             some = jax.tree.map(lambda x, rows=rows: _filled(x[rows], q), (host, left_out))
             numbers = np.asarray([first, count], np.int32)
-            new = _step(mesh, k, chunk, how.cosine, how.dims, best, *some, part, numbers)
+            new = _step(mesh, k, tile, how.cosine, how.dims, best, *some, part, numbers)
             best_of[i] = np.asarray(new[0]), np.asarray(new[1])
     score, index = (np.concatenate([best[i] for best in best_of])[:Q] for i in (0, 1))
     if np.isnan(score).any():
@@ -144,7 +144,7 @@ def _check(queries: Late, documents: Late, k: int, how: Search) -> None:
 
 
 def _size(most: int, of: Late) -> int:
-    """Return a chunk's size: it depends on the number of examples alone, never on the devices."""
+    """Return a tile's size: it depends on the number of examples alone, never on the devices."""
     return min(most, max(8, 1 << (len(of.embeddings) - 1).bit_length()))
 
 
@@ -176,22 +176,22 @@ def _padded(exclude: Sequence[Collection[int]] | None, count: int) -> np.ndarray
 
 
 def _parts(
-    documents: Late, chunk: int, resident: int, mesh: Mesh
+    documents: Late, tile: int, resident: int, mesh: Mesh
 ) -> Iterator[tuple[int, int, Late]]:
-    """Yield (first index, count, documents on the devices), padded to full chunks on each."""
+    """Yield (first index, count, documents on the devices), padded to full tiles on each."""
     count, shards = len(documents.embeddings), batch_shards(mesh)
-    chunks = -(-count // (chunk * shards))  # chunks of one device
+    tiles = -(-count // (tile * shards))  # tiles of one device
     sharding, x = batch_sharding(mesh), documents.embeddings
     if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
-        rows = chunks * chunk * shards
+        rows = tiles * tile * shards
         fill = jax.jit(
             lambda x: jnp.pad(x, [(0, rows - count)] + [(0, 0)] * (x.ndim - 1)),
             out_shardings=sharding,
         )
         yield 0, count, jax.tree.map(fill if rows > count else lambda x: x, documents)
         return
-    parts = -(-chunks // max(1, resident // chunk))
-    rows = -(-chunks // parts) * chunk * shards
+    parts = -(-tiles // max(1, resident // tile))
+    rows = -(-tiles // parts) * tile * shards
     for first in range(0, count, rows):
         some = jax.tree.map(
             lambda x, first=first: jax.device_put(
@@ -206,7 +206,7 @@ def _parts(
 def _step(
     mesh: Mesh,
     k: int,
-    chunk: int,
+    tile: int,
     cosine: bool,
     dims: int,
     best: Best,
@@ -225,21 +225,21 @@ def _step(
         start = first + jax.lax.axis_index(BATCH_AXES) * len(mine.embeddings)
         query = queries._replace(embeddings=_ready(queries.embeddings, cosine, dims))
 
-        def score_chunk(top_k: Best, chunk_number: jax.Array) -> tuple[Best, None]:
-            at = chunk_number * chunk
-            some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, chunk), mine)
+        def score_tile(top_k: Best, tile_number: jax.Array) -> tuple[Best, None]:
+            at = tile_number * tile
+            some = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, at, tile), mine)
             score = _scores(query, some._replace(embeddings=_ready(some.embeddings, cosine, dims)))
-            index = start + at + jnp.arange(chunk, dtype=jnp.int32)
+            index = start + at + jnp.arange(tile, dtype=jnp.int32)
             score = jnp.where(index < end, score, -jnp.inf)
-            # Scatter drops indices past the chunk; negative ones would count from its end.
-            column = jnp.where(exclude < start + at, chunk, exclude - start - at)
+            # Scatter drops indices past the tile; negative ones would count from its end.
+            column = jnp.where(exclude < start + at, tile, exclude - start - at)
             score = score.at[jnp.arange(len(score))[:, None], column].set(-jnp.inf, mode="drop")
-            top, where = jax.lax.top_k(score, min(k, chunk))
+            top, where = jax.lax.top_k(score, min(k, tile))
             return _merged(k, top_k, (top, index[where])), None
 
         nothing = jnp.full_like(best[0], -jnp.inf), jnp.full_like(best[1], -1)
-        chunks = jnp.arange(len(mine.embeddings) // chunk, dtype=jnp.int32)
-        top_k, _ = jax.lax.scan(score_chunk, nothing, chunks)
+        tiles = jnp.arange(len(mine.embeddings) // tile, dtype=jnp.int32)
+        top_k, _ = jax.lax.scan(score_tile, nothing, tiles)
         everyones = [jax.lax.all_gather(x, BATCH_AXES, axis=1, tiled=True) for x in top_k]
         return _merged(k, best, (everyones[0], everyones[1]))
 

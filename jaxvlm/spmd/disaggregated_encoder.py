@@ -23,13 +23,13 @@ from jaxvlm.spmd.train_step import Assembled, assemble, placement, split, state_
 from jaxvlm.train import disaggregated
 from jaxvlm.train.disaggregated import EncoderAndRest
 from jaxvlm.train.dropout_keys import seeded
-from jaxvlm.types import Batch, Loss, Params, TrainState, is_vision_path
+from jaxvlm.types import Batch, Loss, Params, TrainState, trains_vision
 
 
-def encoder_devices(
+def divide_devices(
     config: EncoderConfig, devices: Sequence[jax.Device]
 ) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Divide devices into the encoder's own, possibly none, and the others.
+    """Return the devices of the encoder, possibly none, and the others.
 
     Raises:
         ConfigError: no devices would be left, or arrays cannot move between the two meshes.
@@ -97,7 +97,7 @@ def encoder_on_devices(
 
 def assemble_disaggregated(
     model: Model[ModelConfig],
-    tower: Model[ModelConfig],
+    encoder: Model[ModelConfig],
     loss: Loss,
     tx: optax.GradientTransformation,
     microbatches: int = 1, frozen: tuple[str, ...] = (), in_flight: int = 0, seed: int = 0,
@@ -106,7 +106,7 @@ def assemble_disaggregated(
 
     Args:
         model: the full model, on the mesh of everything but the encoder.
-        tower: the encoder of :func:`encoder_on_devices`.
+        encoder: that of :func:`encoder_on_devices`.
         loss: the loss, as sums and weights.
         tx: the optimizer over the trainable parameters; must work on a part of them when given the
             gradients' ``global_norm``, as that of ``make_optimizer`` does.
@@ -124,28 +124,28 @@ def assemble_disaggregated(
             "config.strategy.replicated names 'vision', which config.encoder.devices puts on "
             "devices of its own; set config.encoder.strategy instead ('ddp' replicates it)"
         )
-    own, still = split(model, model.shapes, frozen)
-    model, drops = without_frozen_dropout(model, own)
-    tower, rest = (
-        dataclasses.replace(tower, has_dropout=model.has_dropout),
+    trainable, fixed = split(model, model.shapes, frozen)
+    model, drops = without_frozen_dropout(model, trainable)
+    encoder, rest = (
+        dataclasses.replace(encoder, has_dropout=model.has_dropout),
         without_vision_encoder(model),
     )
-    sides = EncoderAndRest(tower, rest)
-    parts = [state_of(m, tx, *split(m, m.shapes, _literal(still, m))) for m in sides]
+    models = EncoderAndRest(encoder, rest)
+    parts = [state_of(m, tx, *split(m, m.shapes, _literal(fixed, m))) for m in models]
     states = EncoderAndRest(*(state for state, _ in parts))
-    abstract = disaggregated.join(states.rest, states.tower)
+    abstract = disaggregated.join(states.rest, states.encoder)
 
     def init(params: Params) -> TrainState:
         states = []
-        for side, (_, first) in zip(sides, parts):
-            own = {p: jax.device_put(params.pop(p), side.shardings[p]) for p in side.shapes}
-            states.append(first(*split(side, own, _literal(still, side))))
+        for one, (_, first) in zip(models, parts):
+            placed = {p: jax.device_put(params.pop(p), one.shardings[p]) for p in one.shapes}
+            states.append(first(*split(one, placed, _literal(fixed, one))))
         return disaggregated.join(states[1], states[0])
 
     def place(local: Batch, count: int) -> Batch:
         images = {"pixels": local.pixels, "patches": local.patches}
         others = local._replace(pixels=None, patches=None)
-        placed = to_global(tower.mesh, Batch(None, None, None, None)._replace(**images), count)
+        placed = to_global(encoder.mesh, Batch(None, None, None, None)._replace(**images), count)
         return to_global(rest.mesh, others, count)._replace(
             pixels=placed.pixels, patches=placed.patches
         )
@@ -154,11 +154,11 @@ def assemble_disaggregated(
         both = {**state.params, **state.frozen}
         return {p: jax.device_put(x, model.shardings[p]) for p, x in both.items()}
 
-    if any(is_vision_path(path) for path in own):
+    if trains_vision(trainable):
         _check_trained(model)
         group = microbatches_in_flight(model, microbatches, in_flight)
         step: disaggregated.DisaggregatedStep = _trained(
-            sides, tx, states, loss, microbatches, group
+            models, tx, states, loss, microbatches, group
         )
         if drops:
             step = _with_dropout_keys(step, seed)
@@ -168,12 +168,12 @@ def assemble_disaggregated(
                 f"config.encoder.microbatches_in_flight={in_flight} is not read: this encoder is "
                 "frozen; leave it at 0"
             )
-        if tower.strategies["vision"].offload:
+        if encoder.strategies["vision"].offload:
             raise ConfigError(
                 "config.encoder.strategy.offload: a frozen encoder has no moments; leave it out"
             )
-        run = assemble(rest, loss, tx, microbatches, _literal(still, rest), seed=seed)[0]
-        step = _frozen(sides, run, microbatches)
+        run = assemble(rest, loss, tx, microbatches, _literal(fixed, rest), seed=seed)[0]
+        step = _frozen(models, run, microbatches)
     return Assembled(step.compiled, abstract, init, place, params)
 
 
@@ -185,8 +185,8 @@ def _with_dropout_keys(
     return dataclasses.replace(step, programs={**step.programs, "dropout_keys": run})
 
 
-def _literal(still: Mapping[str, Any], side: Model) -> tuple[str, ...]:
-    return tuple(path for path in still if path in side.shapes)
+def _literal(fixed: Mapping[str, Any], one: Model) -> tuple[str, ...]:
+    return tuple(path for path in fixed if path in one.shapes)
 
 
 def microbatches_in_flight(model: Model, parts: int, in_flight: int) -> int:
@@ -200,15 +200,15 @@ def microbatches_in_flight(model: Model, parts: int, in_flight: int) -> int:
     Raises:
         ConfigError: a setting that does not fit, or that is set without a pipeline.
     """
-    stages, chunks = model.mesh.shape["pipeline"], model.strategies["decoder"].virtual_stages
-    best = schedule.best_microbatches_in_flight(stages, parts, chunks)
+    stages, virtual = model.mesh.shape["pipeline"], model.strategies["decoder"].virtual_stages
+    best = schedule.best_microbatches_in_flight(stages, parts, virtual)
     where = f"config.encoder.microbatches_in_flight={in_flight}"
     if in_flight and stages == 1:
         raise ConfigError(f"{where} is not read with config.mesh.pipeline=1")
-    if in_flight < 0 or (in_flight and parts % in_flight) or (chunks > 1 and in_flight % stages):
+    if in_flight < 0 or (in_flight and parts % in_flight) or (virtual > 1 and in_flight % stages):
         raise ConfigError(
             f"{where} does not divide config.microbatches={parts}"
-            + (f", or is not a multiple of config.mesh.pipeline={stages}" if chunks > 1 else "")
+            + (f", or is not a multiple of config.mesh.pipeline={stages}" if virtual > 1 else "")
             + f"; {best} would do"
         )
     return in_flight or best
@@ -223,47 +223,47 @@ def _check_trained(model: Model) -> None:
         )
 
 
-def _shardings(sides: EncoderAndRest) -> tuple[EncoderAndRest, EncoderAndRest, EncoderAndRest]:
+def _shardings(models: EncoderAndRest) -> tuple[EncoderAndRest, EncoderAndRest, EncoderAndRest]:
     """Return shardings of batches, of replicated values, and of transfers between the meshes.
 
     See :class:`jaxvlm.train.disaggregated.DisaggregatedStep`.
     """
-    rows = EncoderAndRest(*(batch_sharding(side.mesh) for side in sides))
+    rows = EncoderAndRest(*(batch_sharding(one.mesh) for one in models))
     # In a pipeline, only data shards of the batch are contiguous in the order of devices.
     parts = [
-        side.mesh.shape["data"] if side.mesh.shape["pipeline"] > 1 else batch_shards(side.mesh)
-        for side in sides
+        one.mesh.shape["data"] if one.mesh.shape["pipeline"] > 1 else batch_shards(one.mesh)
+        for one in models
     ]
     common, between = math.gcd(*parts), []
-    for side in sides:
-        devices = side.mesh.devices.reshape(common, -1)
+    for one in models:
+        devices = one.mesh.devices.reshape(common, -1)
         auto = (jax.sharding.AxisType.Auto,) * 2
         mesh = jax.sharding.Mesh(devices, ("part", "copy"), axis_types=auto)
         between.append(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("part")))
     return (
         rows,
-        EncoderAndRest(*(replicated(side.mesh) for side in sides)),
+        EncoderAndRest(*(replicated(one.mesh) for one in models)),
         EncoderAndRest(*between),
     )
 
 
-def _encoder(tower: Model[ModelConfig]) -> Callable[[Params, Batch], Any]:
-    return lambda params, taken: tower.module(params, taken.dropout_keys)(taken)
+def _apply(encoder: Model[ModelConfig]) -> Callable[[Params, Batch], Any]:
+    return lambda params, images: encoder.module(params, images.dropout_keys)(images)
 
 
-def _frozen(sides: EncoderAndRest, step: Any, parts: int) -> disaggregated.FrozenEncoder:
-    gathered, apply = placement(sides.tower).all_gather, _encoder(sides.tower)
-    shardings = _shardings(sides)
+def _frozen(models: EncoderAndRest, step: Any, parts: int) -> disaggregated.FrozenEncoder:
+    gathered, apply = placement(models.encoder).all_gather, _apply(models.encoder)
+    shardings = _shardings(models)
 
-    def encode(params: Params, taken: Batch) -> Any:
-        return disaggregated.encode(apply, gathered(params), taken, parts)
+    def encode(params: Params, images: Batch) -> Any:
+        return disaggregated.encode(apply, gathered(params), images, parts)
 
-    run = jax.jit(encode, out_shardings=shardings[2].tower)
+    run = jax.jit(encode, out_shardings=shardings[2].encoder)
     return disaggregated.FrozenEncoder({"encode": run, "step": step}, *shardings)
 
 
 def _trained(
-    sides: EncoderAndRest,
+    models: EncoderAndRest,
     tx: optax.GradientTransformation,
     states: EncoderAndRest,
     loss: Loss,
@@ -271,35 +271,35 @@ def _trained(
     group: int,
 ) -> disaggregated.TrainedEncoder:
     make = disaggregated.EncoderPrograms(
-        _encoder(sides.tower),
-        runner_of(sides.rest, group),
+        _apply(models.encoder),
+        runner_of(models.rest, group),
         loss,
         tx,
-        EncoderAndRest(*(placement(side) for side in sides)),
-        EncoderAndRest(*(constrain(side.layout("gradients")) for side in sides)),
-        batch_sharding(sides.rest.mesh),
+        EncoderAndRest(*(placement(one) for one in models)),
+        EncoderAndRest(*(constrain(one.layout("gradients")) for one in models)),
+        batch_sharding(models.rest.mesh),
         parts // group,
         group,
     )
-    rows, replicate, between = _shardings(sides)
+    rows, replicate, between = _shardings(models)
     stored = EncoderAndRest(*(jax.tree.map(lambda x: x.sharding, state) for state in states))
     sums = EncoderAndRest(
-        *({p: side.layout("gradients")[p] for p in s.params} for side, s in zip(sides, states))
+        *({p: one.layout("gradients")[p] for p in s.params} for one, s in zip(models, states))
     )
     carry = (replicate.rest, sums.rest)
     programs = {
-        "encode": jax.jit(make.encode, out_shardings=between.tower),
+        "encode": jax.jit(make.encode, out_shardings=between.encoder),
         "begin": jax.jit(make.begin, out_shardings=(replicate.rest, carry)),
-        "zeros": jax.jit(make.zeros, out_shardings=sums.tower),
+        "zeros": jax.jit(make.zeros, out_shardings=sums.encoder),
         "gradients": jax.jit(
             make.gradients, out_shardings=(carry, between.rest), donate_argnums=(5, 6)
         ),
-        "backward": jax.jit(make.backward, out_shardings=sums.tower, donate_argnums=5),
+        "backward": jax.jit(make.backward, out_shardings=sums.encoder, donate_argnums=5),
         "norms": jax.jit(make.norms, out_shardings=replicate.rest),
-        "squares": jax.jit(make.squares, out_shardings=replicate.tower),
+        "squares": jax.jit(make.squares, out_shardings=replicate.encoder),
         "update": jax.jit(
             make.update,
-            out_shardings=(stored.tower.params, stored.tower.opt_state),
+            out_shardings=(stored.encoder.params, stored.encoder.opt_state),
             donate_argnums=(0, 1),
         ),
         "finish": jax.jit(

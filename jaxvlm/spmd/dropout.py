@@ -13,25 +13,25 @@ _PARTS = {"vision": ("vision/", "vision_top/"), "decoder": ("decoder/",), "text"
 _AT_ZERO = "set it to 0, and lora_dropout in the adapter_config.json that a run starts from too"
 
 
-def without_frozen_dropout(model: Model, own: Collection[str]) -> tuple[Model, bool]:
+def without_frozen_dropout(model: Model, trainable: Collection[str]) -> tuple[Model, bool]:
     """Return the model with dropout on trainable adapters alone, and whether it has any dropout.
 
     Args:
         model: a model of any kind.
-        own: paths of the trainable parameters.
+        trainable: paths of the trainable parameters.
 
     Raises:
         ConfigError: dropout in a frozen part, whose outputs may be computed once and cached.
     """
     where = "config.dual" if isinstance(model.config, DualConfig) else "config.model"
-    noisy = frozenset(path for path in model.has_dropout if f"{path}/{lora.A}" in own)
+    noisy = frozenset(path for path in model.has_dropout if f"{path}/{lora.A}" in trainable)
     if model.has_dropout and not noisy:
         raise ConfigError(
             f"{where}.lora.dropout={model.adapter.dropout:g}: no adapter is trainable; {_AT_ZERO}"
         )
     rates = dropout_rates(model.config)
     for name, rate in rates.items():
-        if not any(path.startswith(_PARTS[name.split(".")[0]]) for path in own):
+        if not any(path.startswith(_PARTS[name.split(".")[0]]) for path in trainable):
             raise ConfigError(
                 f"{where}.{name}={rate:g}: this part is frozen, and dropout applies to trainable "
                 "parts only; set it to 0"
@@ -39,7 +39,7 @@ def without_frozen_dropout(model: Model, own: Collection[str]) -> tuple[Model, b
     return dataclasses.replace(model, has_dropout=noisy), bool(noisy or rates)
 
 
-def check_kept(model: Model) -> None:
+def check_cached(model: Model) -> None:
     """Refuse dropout in a vision encoder whose tokens are cached.
 
     Raises:

@@ -10,17 +10,17 @@ from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.train.grad_accum import LocalGradients
-from jaxvlm.train.gradcache import Chunk, GradCache, GradCacheColumn
+from jaxvlm.train.gradcache import GradCache, GradCacheColumn, MiniBatch
 from jaxvlm.types import Batch, Params, Runner
 
-Chunks = tuple[Chunk, Chunk]
+MiniBatches = tuple[MiniBatch, MiniBatch]
 """Mini-batch sizes of queries and of documents."""
 AUTO = -1
 """Value of ``config.grad_cache.query_mini_batch``: the planner chooses both mini-batch sizes."""
 _TOWERS = ("vision", "text")
 
 
-def grad_cache_chunks(config: GradCacheConfig) -> Chunks:
+def grad_cache_mini_batches(config: GradCacheConfig) -> MiniBatches:
     """Return the mini-batch sizes of queries and of documents that the settings ask for.
 
     Raises:
@@ -32,7 +32,7 @@ def grad_cache_chunks(config: GradCacheConfig) -> Chunks:
                 f"config.grad_cache.{name}={value} must be at least 0 (0: no limit); "
                 f"query_mini_batch={AUTO} alone lets the planner choose both mini-batch sizes"
             )
-    return Chunk(config.query_mini_batch, config.max_tokens), Chunk(
+    return MiniBatch(config.query_mini_batch, config.max_tokens), MiniBatch(
         config.document_mini_batch, config.max_tokens
     )
 
@@ -47,14 +47,14 @@ def group_of(model: Model) -> int:
 
 
 def pair_runner(
-    model: Model, trained: Collection[str], chunks: Chunks, axes: tuple[str, ...] = ()
+    model: Model, trained: Collection[str], mini_batches: MiniBatches, axes: tuple[str, ...] = ()
 ) -> GradCache:
     """Build the runner that takes the gradient of a loss over embeddings.
 
     Args:
         model: an embedding model.
         trained: paths of its trainable parameters.
-        chunks: mini-batch sizes of queries and of documents.
+        mini_batches: mini-batch sizes of queries and of documents.
         axes: batch axes over which gradients are not all-reduced, see
             :class:`jaxvlm.train.grad_accum.LocalGradients`; (): the compiler reduces those of each
             mini-batch.
@@ -80,7 +80,8 @@ def pair_runner(
     has = [t for t in (model.config.towers if dual else ("vision",)) if t in model.strategies]
     frozen = [tower for tower in has if not any_of(f"{tower}/")]
     query, document = (
-        GradCacheColumn(chunk, encode_frozen if frozen else None, learns) for chunk in chunks
+        GradCacheColumn(mini_batch, encode_frozen if frozen else None, learns)
+        for mini_batch in mini_batches
     )
 
     def runner(parts: int) -> Runner:

@@ -209,7 +209,7 @@ def build_model(
     config: AnyModelConfig,
     mesh: Mesh,
     strategy: StrategyConfig = _FSDP,
-    tower_here: bool = True,
+    with_encoder: bool = True,
     embeddings: EmbeddingConfig | None = None,
 ) -> Model[AnyModelConfig]:
     """Build the model of ``config`` on ``mesh``; allocates nothing.
@@ -218,13 +218,13 @@ def build_model(
         config: dims and variants, with the vocabulary's size set.
         mesh: the mesh that it runs on.
         strategy: the mesh axes that parameters are split over.
-        tower_here: whether its vision encoder runs on ``mesh`` too.
+        with_encoder: whether its vision encoder runs on ``mesh`` too.
         embeddings: pooling of a vision-language model's output into embeddings; ``None``: logits.
 
     Raises:
         ConfigError: dims that do not fit each other or the mesh.
     """
-    strategies = _strategies(config, mesh, strategy, tower_here, _towers(config, embeddings))
+    strategies = _strategies(config, mesh, strategy, with_encoder, _towers(config, embeddings))
     axes = axes_of(config, mesh, strategy)
 
     def make(init: Init) -> nnx.Module:
@@ -241,7 +241,7 @@ def _strategies(
     config: ModelConfig | DualConfig,
     mesh: Mesh,
     strategy: StrategyConfig,
-    tower_here: bool,
+    with_encoder: bool,
     towers: Iterable[str],
 ) -> dict[str, StrategyConfig]:
     """Return the strategy of each submodel; refuses a mesh that the model cannot use."""
@@ -251,7 +251,7 @@ def _strategies(
             f"config.mesh.expert={mesh.shape['expert']}: this model has no experts; put these "
             "devices on config.mesh.data or fsdp"
         )
-    _check_stages(config, mesh, strategy, tower_here)
+    _check_stages(config, mesh, strategy, with_encoder)
     if unknown := set(strategy.replicated) - set(towers):
         raise ConfigError(
             f"config.strategy.replicated names {unknown.pop()!r}; this model has "
@@ -281,7 +281,7 @@ def on(model: Model[AnyModelConfig], mesh: Mesh, strategy: StrategyConfig) -> Mo
 
 
 def _check_stages(
-    config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig, tower_here: bool
+    config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig, with_encoder: bool
 ) -> None:
     stages = mesh.shape["pipeline"]
     if stages == 1:
@@ -292,7 +292,7 @@ def _check_stages(
             f"{where} splits a decoder's layers, and this model has none; put these devices on "
             "config.mesh.data or fsdp"
         )
-    for tower in ("vision", "decoder") if tower_here else ("decoder",):
+    for tower in ("vision", "decoder") if with_encoder else ("decoder",):
         if (remat := getattr(config, tower).remat) in ("none", "offload"):
             raise ConfigError(
                 f"config.model.{tower}.remat={remat!r} with {where}: each microbatch in flight "
@@ -374,11 +374,14 @@ def axes_of(
     config: ModelConfig | DualConfig, mesh: Mesh, strategy: StrategyConfig
 ) -> dict[str, Axes]:
     """Return mesh and sharding rules of each submodel."""
-    both: dict[str, Place] = {"stream": ("context", "tensor")} if strategy.sequence_parallel else {}
-    own: dict[str, Place] = {"stream": "tensor"} if strategy.sequence_parallel else {}
-    rows = Axes(mesh, activations=tuple({**ACTIVATIONS, **both}.items()), context=strategy.context)
-    images = Axes(mesh, activations=tuple({**IMAGES, **own}.items()))
+    on_rows: dict[str, Place] = {}
+    on_images: dict[str, Place] = {}
+    if strategy.sequence_parallel:
+        on_rows, on_images = {"stream": ("context", "tensor")}, {"stream": "tensor"}
+    activations = tuple({**ACTIVATIONS, **on_rows}.items())
+    rows = Axes(mesh, activations=activations, context=strategy.context)
+    images = Axes(mesh, activations=tuple({**IMAGES, **on_images}.items()))
     if config.vision.packed:
-        images = dataclasses.replace(rows, activations=tuple({**PACKED, **both}.items()))
+        images = dataclasses.replace(rows, activations=tuple({**PACKED, **on_rows}.items()))
     of_images = dict.fromkeys(("vision", "vision_top", "connector"), images)
     return {**dict.fromkeys(_TOWERS, rows), **of_images}

@@ -47,8 +47,8 @@ def vision_encoder_part(
     # The full model has matched adapters already; _part takes over those of the encoder.
     config = dataclasses.replace(model.config, lora=LoraConfig())
     alone = wrap(make, mesh, {"vision": strategy}, config)
-    own = {"mesh": mesh, "graph": alone.graph, "make": make, "strategies": alone.strategies}
-    return _part(model, is_vision_path, **own)
+    placement = {"mesh": mesh, "graph": alone.graph, "make": make, "strategies": alone.strategies}
+    return _part(model, is_vision_path, **placement)
 
 
 def without_vision_encoder(model: Model[AnyModelConfig]) -> Model[AnyModelConfig]:
@@ -59,10 +59,10 @@ def without_vision_encoder(model: Model[AnyModelConfig]) -> Model[AnyModelConfig
 
 
 def _part(
-    model: Model[AnyModelConfig], mine: Callable[[str], bool], **more: Any
+    model: Model[AnyModelConfig], belongs: Callable[[str], bool], **more: Any
 ) -> Model[AnyModelConfig]:
     def pick(of: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: x for path, x in of.items() if mine(path)}
+        return {path: x for path, x in of.items() if belongs(path)}
 
     part = dataclasses.replace(
         model,

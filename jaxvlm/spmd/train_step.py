@@ -16,15 +16,15 @@ from jaxvlm.parallel.grad_reduce import ORDER, GradReduction
 from jaxvlm.parallel.quantized_gather import gather_in_bytes
 from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
 from jaxvlm.parallel.strategies import reduced_axes
-from jaxvlm.spmd.dropout import check_kept, without_frozen_dropout
-from jaxvlm.spmd.gradcache import Chunks, pair_runner
+from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
+from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.submodels import without_vision_encoder
 from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.train.grad_accum import LocalGradients
 from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
-from jaxvlm.types import Cache, Loss, Params, Runner, TrainState, is_vision_path
+from jaxvlm.types import Cache, Loss, Params, Runner, TrainState, is_vision_path, trains_vision
 
 
 class Assembled(NamedTuple):
@@ -50,7 +50,7 @@ def assemble(
     microbatches: int = 1,
     frozen: tuple[str, ...] = (),
     cache: Cache | None = None,
-    chunks: Chunks | None = None,
+    mini_batches: MiniBatches | None = None,
     seed: int = 0,
 ) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
     """Build the step of any model, loss and optimizer under the model's strategy.
@@ -62,7 +62,7 @@ def assemble(
         microbatches: number of microbatches for gradient accumulation or a pipeline.
         frozen: path patterns of frozen parameters.
         cache: cache of visual tokens; ``None``: the vision encoder runs in the step.
-        chunks: mini-batch sizes of queries and of documents, for an embedding model trained on
+        mini_batches: sizes for queries and for documents, of an embedding model trained on
             ``Pairs``; ``None``: the model is trained on a ``Batch``.
         seed: seed of dropout.
 
@@ -70,22 +70,23 @@ def assemble(
         The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
         shardings; and a function that makes the first state from all parameters, consuming them.
     """
-    own, still = split(model, model.shapes, frozen)
+    trainable, fixed = split(model, model.shapes, frozen)
     drops = False
     if model.has_dropout or dropout_rates(model.config):
-        model, drops = without_frozen_dropout(model, own)
+        model, drops = without_frozen_dropout(model, trainable)
     if cache is not None:
-        check_kept(model)
-    trains_cached = cache is not None and any(is_vision_path(path) for path in own)
-    parts = max(microbatches, 1 + any(any(chunk) for chunk in chunks or ()))
+        check_cached(model)
+    trains_cached = cache is not None and trains_vision(trainable)
+    parts = max(microbatches, 1 + any(any(mini_batch) for mini_batch in mini_batches or ()))
     reduction = None if trains_cached else grad_reduction(model, parts)
     run, cache = (without_vision_encoder(model), cache) if cache else (model, NO_CACHE)
-    abstract, init = state_of(model, tx, own, still, reduction, cache)
+    abstract, init = state_of(model, tx, trainable, fixed, reduction, cache)
     place = placement(model)
     if reduction:
         place = place._replace(reduce=reduction)
-    if chunks is not None:
-        runner: Runner = pair_runner(run, own, chunks, reduction.axes if reduction else ())
+    if mini_batches is not None:
+        axes = reduction.axes if reduction else ()
+        runner: Runner = pair_runner(run, trainable, mini_batches, axes)
     elif reduction:
         runner = LocalGradients(runner_of(run, microbatches), model.mesh, reduction.axes)
     else:
@@ -107,11 +108,13 @@ def assemble_with_cache(
     microbatches: int,
     frozen: tuple[str, ...],
     cache: Cache | None = None,
-    chunks: Chunks | None = None,
+    mini_batches: MiniBatches | None = None,
     seed: int = 0,
 ) -> Assembled:
     """Build the step on one mesh; see :func:`assemble`."""
-    step, abstract, init = assemble(model, loss, tx, microbatches, frozen, cache, chunks, seed)
+    step, abstract, init = assemble(
+        model, loss, tx, microbatches, frozen, cache, mini_batches, seed
+    )
     return Assembled(
         lambda state, batch: step.lower(state, batch).compile(),
         abstract,
@@ -125,8 +128,8 @@ def assemble_with_cache(
 def state_of(
     model: Model,
     tx: optax.GradientTransformation,
-    own: Params,
-    still: Params,
+    trainable: Params,
+    frozen: Params,
     reduction: GradReduction | None = None,
     cache: Cache = NO_CACHE,
 ) -> tuple[TrainState, Callable[[Params, Params], TrainState]]:
@@ -134,9 +137,9 @@ def state_of(
 
     Args:
         model: a model on its mesh.
-        tx: the optimizer over ``own``.
-        own: shapes of the trainable parameters.
-        still: shapes of the frozen parameters.
+        tx: the optimizer over ``trainable``.
+        trainable: shapes of these parameters.
+        frozen: shapes of the frozen parameters.
         reduction: gradient reduction, whose rounding errors are part of the state.
         cache: cache of visual tokens, which is part of the state.
 
@@ -149,11 +152,11 @@ def state_of(
         comm = reduction.init(params) if reduction else {}
         return init_state(params, frozen, tx, comm, cache.init())
 
-    shapes = jax.eval_shape(first, own, still)
+    shapes = jax.eval_shape(first, trainable, frozen)
     everywhere: Any = jax.tree.map(lambda _: replicated(mesh), shapes)
     shardings: TrainState = everywhere._replace(
-        params={path: model.shardings[path] for path in own},
-        frozen={path: model.shardings[path] for path in still},
+        params={path: model.shardings[path] for path in trainable},
+        frozen={path: model.shardings[path] for path in frozen},
         opt_state=follow(shapes.opt_state, _moments_between_steps(model), mesh),
         comm={path: reduction.where(path) for path in shapes.comm} if reduction else {},
         cache=cache.shardings,

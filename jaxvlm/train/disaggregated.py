@@ -32,7 +32,7 @@ from jaxvlm.train.peak_memory import PeakMemory
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
 from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState, is_vision_path
 
-VISION_PATHS = ("encode", "zeros", "backward", "squares", "update")
+ENCODER_PROGRAMS = ("encode", "zeros", "backward", "squares", "update")
 """Programs that run on the encoder's mesh."""
 _LAST = ("step", "update", "finish")
 """Programs whose results are the new state, in the donated buffers of the old one."""
@@ -43,7 +43,7 @@ AHEAD = 1
 class EncoderAndRest(NamedTuple):
     """A value for each of the two meshes: the encoder's, and that of the rest."""
 
-    tower: Any
+    encoder: Any
     rest: Any
 
 
@@ -58,34 +58,33 @@ def cut(state: TrainState, move: Callable[[Any], Any]) -> EncoderAndRest:
             the rest's.
         move: copies leaves that belong to no parameter to the encoder's mesh.
     """
-    sides = []
-    for mine, other in (
-        (is_vision_path, move),
-        (lambda path: not is_vision_path(path), lambda x: x),
-    ):
-        own = {path: x for path, x in state.params.items() if mine(path)}
-        still = {path: x for path, x in state.frozen.items() if mine(path)}
 
-        def pick(node: Any, mine: Any = mine, other: Any = other) -> Any:
+    def part(belongs: Callable[[str], bool], copy: Callable[[Any], Any]) -> TrainState:
+        def pick(node: Any) -> Any:
             if not isinstance(node, dict):
-                return other(node)
-            return {path: x for path, x in node.items() if mine(path)}
+                return copy(node)
+            return {path: x for path, x in node.items() if belongs(path)}
 
         opt_state = jax.tree.map(pick, state.opt_state, is_leaf=_is_dict)
-        sides.append(state._replace(params=own, frozen=still, opt_state=opt_state))
-    return EncoderAndRest(*sides)
+        return state._replace(
+            params=pick(state.params), frozen=pick(state.frozen), opt_state=opt_state
+        )
+
+    return EncoderAndRest(
+        part(is_vision_path, move), part(lambda path: not is_vision_path(path), lambda x: x)
+    )
 
 
-def join(rest: TrainState, tower: TrainState) -> TrainState:
+def join(rest: TrainState, encoder: TrainState) -> TrainState:
     """Invert :func:`cut`; leaves that belong to no parameter are taken from ``rest``."""
 
     def both(a: Any, b: Any) -> Any:
         return {**a, **b} if isinstance(a, dict) else a
 
     return rest._replace(
-        params={**rest.params, **tower.params},
-        frozen={**rest.frozen, **tower.frozen},
-        opt_state=jax.tree.map(both, rest.opt_state, tower.opt_state, is_leaf=_is_dict),
+        params={**rest.params, **encoder.params},
+        frozen={**rest.frozen, **encoder.frozen},
+        opt_state=jax.tree.map(both, rest.opt_state, encoder.opt_state, is_leaf=_is_dict),
     )
 
 
@@ -127,17 +126,17 @@ class DisaggregatedStep(abc.ABC):
         """Return this step with its programs compiled for the shapes of a state and a batch."""
         state, batch = jax.tree.map(lambda x: like(x, x.sharding), (state, batch))
         ready: dict[str, Any] = {}
-        alive = PeakMemory(VISION_PATHS, _LAST)
+        alive = PeakMemory(ENCODER_PROGRAMS, _LAST)
 
         def move(tree: Any, sharding: Any) -> Any:
             return alive.allocate(like(tree, sharding))
 
         def shapes_of(name: str, program: Any) -> Callable[..., Any]:
             def run(*args: Any) -> Any:
-                taken = [
+                signature = [
                     (x.shape, x.dtype, getattr(x, "sharding", None)) for x in jax.tree.leaves(args)
                 ]
-                key = (name, jax.tree.structure(args), *taken)
+                key = (name, jax.tree.structure(args), *signature)
                 if key not in self.cache:
                     lowered = program.lower(*args)
                     self.cache[key] = lowered.out_info, lowered.compile()
@@ -154,8 +153,8 @@ class DisaggregatedStep(abc.ABC):
             if x.sharding.memory_kind == HOST:
                 host += bytes_of(x)
             else:
-                held[x.sharding.device_set != self.replicate.tower.device_set] += bytes_of(x)
-        most = alive.most(self.replicate.tower.device_set)
+                held[x.sharding.device_set != self.replicate.encoder.device_set] += bytes_of(x)
+        most = alive.most(self.replicate.encoder.device_set)
         return dataclasses.replace(
             self,
             programs=ready,
@@ -190,7 +189,7 @@ class DisaggregatedStep(abc.ABC):
 
         def to_encoder(x: Any) -> Any:  # in shards that both meshes have; see ``between``
             return (
-                x if x is None else self.move(self.move(x, self.between.rest), self.between.tower)
+                x if x is None else self.move(self.move(x, self.between.rest), self.between.encoder)
             )
 
         images = Batch(None, None, None, None, pixels=batch.pixels, patches=batch.patches)
@@ -205,31 +204,31 @@ def like(tree: Any, sharding: Any) -> Any:
 
 
 def encode(
-    encoder: Callable[[Params, Batch], Any], params: Params, taken: Batch, parts: int
+    encoder: Callable[[Params, Batch], Any], params: Params, images: Batch, parts: int
 ) -> Any:
     """Encode a batch in ``parts`` microbatches, one after the other."""
     if parts == 1:
-        return encoder(params, taken)
+        return encoder(params, images)
     return merge_microbatches(
-        jax.lax.map(lambda part: encoder(params, part), split_microbatches(taken, parts))
+        jax.lax.map(lambda part: encoder(params, part), split_microbatches(images, parts))
     )
 
 
 class FrozenEncoder(DisaggregatedStep):
     """A step with a frozen encoder: features are part of the batch.
 
-    Programs: ``encode(frozen, taken)`` and ``step(state, batch)``.
+    Programs: ``encode(frozen, images)`` and ``step(state, batch)``.
     """
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Take a step, as a compiled :func:`jaxvlm.train.step.make_step`."""
-        tower, rest = cut(state, lambda x: x)
-        taken, batch = self.images(batch)
-        if taken is not None:
-            features = self.programs["encode"](tower.frozen, taken)
+        encoder, rest = cut(state, lambda x: x)
+        images, batch = self.images(batch)
+        if images is not None:
+            features = self.programs["encode"](encoder.frozen, images)
             batch = batch._replace(features=self.move(features, self.between.rest))
         new, metrics = self.programs["step"](rest, batch)
-        return join(new, tower._replace(opt_state=new.opt_state)), metrics
+        return join(new, encoder._replace(opt_state=new.opt_state)), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,32 +244,35 @@ class TrainedEncoder(DisaggregatedStep):
         """Take a step, as a compiled :func:`jaxvlm.train.step.make_step`."""
         run, between, replicate = self.programs, self.between, self.replicate
         batch = self.with_dropout_keys(state.step, batch)
-        tower, rest = cut(state, lambda x: self.move(x, replicate.tower))
-        taken, batch = self.images(batch)
-        theirs, ours = (tower.params, tower.frozen), (rest.params, rest.frozen)
+        encoder, rest = cut(state, lambda x: self.move(x, replicate.encoder))
+        images, batch = self.images(batch)
+        encoder_params = encoder.params, encoder.frozen
+        rest_params = rest.params, rest.frozen
 
         def features(m: int) -> Any:
-            if taken is None or m >= self.groups:
+            if images is None or m >= self.groups:
                 return None
-            return self.move(run["encode"](*theirs, taken, np.int32(m)), between.rest)
+            return self.move(run["encode"](*encoder_params, images, np.int32(m)), between.rest)
 
         encoded = [features(m) for m in range(AHEAD)]
-        scale, carry = run["begin"](*ours, batch, encoded[0])
-        grads = run["zeros"](tower.params)
+        scale, carry = run["begin"](*rest_params, batch, encoded[0])
+        grads = run["zeros"](encoder.params)
         for m in range(self.groups):
             encoded.append(features(m + AHEAD))
             part = np.int32(m)
-            carry, back = run["gradients"](*ours, batch, part, scale, carry, encoded.pop(0))
-            if taken is not None:
-                back = self.move(back, between.tower)
-                grads = run["backward"](*theirs, taken, part, back, grads)
+            carry, back = run["gradients"](*rest_params, batch, part, scale, carry, encoded.pop(0))
+            if images is not None:
+                back = self.move(back, between.encoder)
+                grads = run["backward"](*encoder_params, images, part, back, grads)
         value, norms = run["norms"](scale, carry)
-        own = run["squares"](grads)
-        to_tower = self.move((value, norms), replicate.tower)
-        to_rest = self.move(own, replicate.rest)
-        changed = run["update"](tower.params, tower.opt_state, grads, *to_tower, own)
+        encoder_norms = run["squares"](grads)
+        to_encoder = self.move((value, norms), replicate.encoder)
+        to_rest = self.move(encoder_norms, replicate.rest)
+        params, opt_state = run["update"](
+            encoder.params, encoder.opt_state, grads, *to_encoder, encoder_norms
+        )
         new, metrics = run["finish"](rest, batch, scale, carry, value, norms, to_rest)
-        return join(new, tower._replace(params=changed[0], opt_state=changed[1])), metrics
+        return join(new, encoder._replace(params=params, opt_state=opt_state)), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,11 +302,11 @@ class EncoderPrograms:
             split_microbatches(batch, self.groups),
         )
 
-    def encode(self, params: Params, frozen: Params, taken: Batch, m: Any) -> Any:
+    def encode(self, params: Params, frozen: Params, images: Batch, m: Any) -> Any:
         """Encoder's mesh: return the features of group ``m``."""
-        gathered = self.place.tower.all_gather
+        gathered = self.place.encoder.all_gather
         both = {**gathered(params), **gathered(frozen)}
-        return encode(self.encoder, both, self._group(taken, m), self.group)
+        return encode(self.encoder, both, self._group(images, m), self.group)
 
     def begin(
         self, params: Params, frozen: Params, batch: Batch, features: Any
@@ -350,24 +352,24 @@ class EncoderPrograms:
 
     def zeros(self, params: Params) -> Params:
         """Encoder's mesh: return zeros to add gradients to."""
-        return self.sums.tower({p: jnp.zeros(x.shape, x.dtype) for p, x in params.items()})
+        return self.sums.encoder({p: jnp.zeros(x.shape, x.dtype) for p, x in params.items()})
 
     def backward(
-        self, params: Params, frozen: Params, taken: Batch, m: Any, back: Any, grads: Params
+        self, params: Params, frozen: Params, images: Batch, m: Any, back: Any, grads: Params
     ) -> Params:
         """Encoder's mesh: add to ``grads`` those of group ``m``, from its features' gradient.
 
         It recomputes the forward pass, so that no activations are kept between programs.
         """
         # All-gather first: where that quantizes, gradients are those of the rounded weights.
-        gathered, group = self.place.tower.all_gather, self._group(taken, m)
-        own, still = gathered(params), gathered(frozen)
+        gathered, group = self.place.encoder.all_gather, self._group(images, m)
+        params, frozen = gathered(params), gathered(frozen)
 
         def add(grads: Params, part: Any) -> tuple[Params, None]:
             rows, d_features = part
-            _, pull = jax.vjp(lambda p: self.encoder({**p, **still}, rows), own)
-            more = self.sums.tower(pull(d_features)[0])
-            return self.sums.tower(jax.tree.map(jnp.add, grads, more)), None
+            _, pull = jax.vjp(lambda p: self.encoder({**p, **frozen}, rows), params)
+            more = self.sums.encoder(pull(d_features)[0])
+            return self.sums.encoder(jax.tree.map(jnp.add, grads, more)), None
 
         if self.group == 1:
             return add(grads, (group, back))[0]
@@ -375,18 +377,24 @@ class EncoderPrograms:
 
     def squares(self, grads: Params) -> Any:
         """Encoder's mesh: return the squared norms of its gradients."""
-        return squares(self.place.tower.constrain(grads))
+        return squares(self.place.encoder.constrain(grads))
 
     def norms(self, scale: Any, carry: tuple[Sums, Params]) -> tuple[Any, Any]:
         """Rest's mesh: return the loss, and the squared norms of its gradients."""
         return total(carry[0], scale), squares(self.place.rest.constrain(carry[1]))
 
     def update(
-        self, params: Params, opt_state: Any, grads: Params, value: Any, norms: Any, own: Any
+        self,
+        params: Params,
+        opt_state: Any,
+        grads: Params,
+        value: Any,
+        norms: Any,
+        encoder_norms: Any,
     ) -> tuple[Params, Any]:
         """Encoder's mesh: update parameters and moments; the rest's norms come before its own."""
-        place: Placement = self.place.tower
-        verdict = judge(value, jnp.concatenate([norms, own]))
+        place: Placement = self.place.encoder
+        verdict = judge(value, jnp.concatenate([norms, encoder_norms]))
         return update(verdict, params, opt_state, place.constrain(grads), self.tx, place)
 
     def finish(
@@ -397,12 +405,12 @@ class EncoderPrograms:
         carry: tuple[Sums, Params],
         value: Any,
         norms: Any,
-        theirs: Any,
+        encoder_norms: Any,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Rest's mesh: return its state after the step, and the metrics."""
         place: Placement = self.place.rest
         sums, grads = carry
-        verdict = judge(value, jnp.concatenate([norms, theirs]))
+        verdict = judge(value, jnp.concatenate([norms, encoder_norms]))
         changed = update(
             verdict, state.params, state.opt_state, place.constrain(grads), self.tx, place
         )

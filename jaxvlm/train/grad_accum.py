@@ -198,7 +198,7 @@ class PipelineRunner:
     cut: forward.StageCut
     mesh: jax.sharding.Mesh
     schedule: str
-    chunks: int
+    virtual_stages: int
     parts: int
     skip: bool = True
     """Whether an idle stage skips computation; see ``jaxvlm.parallel.pipeline.backward``."""
@@ -269,7 +269,7 @@ class PipelineRunner:
 
     def _table(self) -> Schedule:
         stages = self.mesh.shape[forward.AXIS]
-        return timetable(self.schedule, stages, self.parts, self.chunks)
+        return timetable(self.schedule, stages, self.parts, self.virtual_stages)
 
 
 def _inner(x: jax.Array, d: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from jaxvlm.train.grad_accum import merge_microbatches, split_microbatches, tota
 from jaxvlm.types import Array, Batch, Embeddings, Loss, Out, Pairs, Params, Runner, Sums
 
 
-class Chunk(NamedTuple):
+class MiniBatch(NamedTuple):
     """Most queries, or documents, that a batch shard runs at once."""
 
     rows: int = 0
@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 class GradCacheColumn(NamedTuple):
     """How queries, or documents, are run."""
 
-    mini_batch: Chunk = Chunk()
+    mini_batch: MiniBatch = MiniBatch()
     encode_frozen: Callable[[Params, Batch], Batch] | None = None
     """(all parameters, batch) -> batch with the outputs of frozen encoders, so that these run once;
     ``None``: no encoder is frozen."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxvlm.checkpoint.whole_files import write_whole
 from jaxvlm.config import ConfigError
 
 FILE = "metrics.jsonl"
@@ -135,9 +135,7 @@ def keep_until(path: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a truncated line
-    new = path.with_name(path.name + ".new")
-    new.write_text("".join(kept), encoding="utf-8")
-    os.replace(new, path)
+    write_whole(path, "".join(kept))
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint.restore import error_line
 from jaxvlm.config import Config, ConfigError, GradCacheConfig, MeshConfig, StrategyConfig
 from jaxvlm.config.merge import json_object
 from jaxvlm.hf import pretrained
@@ -68,7 +69,7 @@ def resolve_auto(
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
     except Exception as error:  # the planner's mistake, of which the run is told in one line
-        raise ConfigError(f"{what}: the planner failed ({first_line(error)}); set it") from error
+        raise ConfigError(f"{what}: the planner failed ({error_line(error)}); set it") from error
     if not found.best:
         near = found.nearest
         least = f"; {near.candidate.text()} needs {gib(near.peak)}" if near else ""
@@ -204,8 +205,10 @@ def _left(
         if way.cache != "off" or asked.rows % way.shards:
             continue
         if asked.pairs and "grad_cache.query_mini_batch" not in left:
-            own, chunk = candidates.chunk_of(asked.pairs, config, asked.rows // way.shards)
-            way = way._replace(microbatches=own, chunk=chunk)
+            own, mini_batches = candidates.mini_batches_of(
+                asked.pairs, config, asked.rows // way.shards
+            )
+            way = way._replace(microbatches=own, mini_batches=mini_batches)
         elif parts and not asked.pairs:
             way = way._replace(microbatches=parts)
         cut = asked.rows // way.shards % way.microbatches or way.microbatches % way.mesh.pipeline
@@ -269,19 +272,13 @@ def _remats(config: Config) -> tuple[str, str]:
     return "model.vision.remat", "model.decoder.remat"
 
 
-def first_line(error: Exception) -> str:
-    """Kind and first line of an error."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
 def _with(config: Config, way: Candidate, left: list[str]) -> Config:
     """``config`` with the way where it leaves a choice."""
     vision, other = _remats(config)
     chosen = {vision: way.vision or way.remat, other: way.remat, "microbatches": way.microbatches}
     config = functools.reduce(lambda c, n: _put(c, n, chosen[n]), chosen.keys() & left, config)
     if "grad_cache.query_mini_batch" in left:
-        config = dataclasses.replace(config, grad_cache=GradCacheConfig(*way.chunk))
+        config = dataclasses.replace(config, grad_cache=GradCacheConfig(*way.mini_batches))
     if not {"strategy.name", "mesh.data"} & set(left):
         return config
     config = dataclasses.replace(config, mesh=way.mesh)

@@ -22,9 +22,9 @@ from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
 from jaxvlm.inference.embedding_evaluator import collator_of
 from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.mesh import batch_shards
-from jaxvlm.spmd.gradcache import grad_cache_chunks, group_of
+from jaxvlm.spmd.gradcache import grad_cache_mini_batches, group_of
 from jaxvlm.spmd.model import Model
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.trainer.inputs import Prepared
 from jaxvlm.trainer.run import Run
 from jaxvlm.trainer.training import pipeline_line
@@ -155,9 +155,12 @@ def introduction(run: Run, local: Pairs) -> list[str]:
     lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]
     negatives = f"a positive and {K - 1} hard negatives" if K > 1 else "a positive"
     queries, documents = (
-        _cut(run.model, name, rows, length, chunk)
-        for name, rows, length, chunk in zip(
-            ("queries", "documents"), (b, b * K), lengths, grad_cache_chunks(config.grad_cache)
+        _cut(run.model, name, rows, length, mini_batch)
+        for name, rows, length, mini_batch in zip(
+            ("queries", "documents"),
+            (b, b * K),
+            lengths,
+            grad_cache_mini_batches(config.grad_cache),
         )
     )
     return [
@@ -168,10 +171,10 @@ def introduction(run: Run, local: Pairs) -> list[str]:
     ]
 
 
-def _cut(model: Model, name: str, rows: int, length: int, chunk: Chunk) -> str:
+def _cut(model: Model, name: str, rows: int, length: int, mini_batch: MiniBatch) -> str:
     """How a side is run."""
     stages, local = model.mesh.shape["pipeline"], rows // batch_shards(model.mesh)
-    parts = chunk.parts(length, local, group_of(model))
+    parts = mini_batch.parts(length, local, group_of(model))
     filled = f" and {-local % parts} of padding" if local % parts else ""
     line = f"a data shard's {local} {name}{filled} in {parts} mini-batch{'es' * (parts > 1)}"
     if stages > 1:

@@ -15,7 +15,7 @@ from jaxvlm.config import Config, ConfigError, EncoderConfig
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
-from jaxvlm.spmd import disaggregated_encoder, encoder_devices
+from jaxvlm.spmd import disaggregated_encoder, encoder_share
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.trainer.checks import check_lengths
 from jaxvlm.trainer.training import check_shards
@@ -43,7 +43,7 @@ class Placed(NamedTuple):
 
 def is_by_cost(config: Config) -> bool:
     """Whether the first batch decides how many devices the vision encoder gets."""
-    return config.encoder.devices == encoder_devices.BY_COST
+    return config.encoder.devices == encoder_share.BY_COST
 
 
 def lay_out(config: Config, devices: Sequence[jax.Device]) -> Layout:
@@ -52,19 +52,26 @@ def lay_out(config: Config, devices: Sequence[jax.Device]) -> Layout:
     Raises:
         ConfigError: the mesh or the strategy does not fit the devices.
     """
-    own: list[jax.Device] = []
+    encoder_devices: list[jax.Device] = []
     if config.encoder != EncoderConfig():
-        own, devices = disaggregated_encoder.encoder_devices(config.encoder, devices)
-    if own and config.strategy.name == "single" and len(devices) > 1:
+        encoder_devices, devices = disaggregated_encoder.divide_devices(config.encoder, devices)
+    if encoder_devices and config.strategy.name == "single" and len(devices) > 1:
         raise ConfigError(
             "config.strategy.name='single' runs on one device, and "
-            f"config.encoder.devices={len(own)} leaves {len(devices)}: take 'ddp'"
+            f"config.encoder.devices={len(encoder_devices)} leaves {len(devices)}: take 'ddp'"
         )
     mesh, strategy = resolve(config.strategy, config.mesh, devices)
     config = dataclasses.replace(config, mesh=mesh, strategy=strategy)
     check_lengths(config)
-    made = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
-    return Layout(config, made, own)
+    jax_mesh = make_mesh(mesh, devices[:1] if strategy.name == "single" else devices)
+    return Layout(config, jax_mesh, encoder_devices)
+
+
+def place(
+    config: Config, layout: Layout | None, devices: Sequence[jax.Device], dataset: Any
+) -> Placed:
+    """Build the model where it lies: on ``layout``, or on one chosen by :func:`place_by_cost`."""
+    return place_model(config, layout) if layout else place_by_cost(config, devices, dataset)
 
 
 def place_model(config: Config, layout: Layout) -> Placed:
@@ -77,12 +84,15 @@ def place_model(config: Config, layout: Layout) -> Placed:
     Raises:
         ConfigError: dims that the mesh does not divide, or a batch that the shards do not divide.
     """
-    own = layout.encoder_devices
     embeddings = config.embedding if trains_embeddings(config) else None
     model: Model = build_model(
-        config.network, layout.mesh, config.strategy, not own, embeddings=embeddings
+        config.network, layout.mesh, config.strategy, not layout.encoder_devices, embeddings
     )
-    encoder = disaggregated_encoder.encoder_on_devices(model, config.encoder, own) if own else None
+    encoder = None
+    if layout.encoder_devices:
+        encoder = disaggregated_encoder.encoder_on_devices(
+            model, config.encoder, layout.encoder_devices
+        )
     check_shards(config, model, encoder)
     return Placed(config, layout.mesh, model, encoder)
 
@@ -100,12 +110,12 @@ def place_by_cost(config: Config, devices: Sequence[jax.Device], dataset: Any) -
     """
     rows = np.arange(config.data.batch_size)
     with contextlib.closing(dataset.train(rows, 0)) as batches:
-        cost = encoder_devices.model_costs(config, next(batches)[0])
-    if len(devices) < 2 or not cost.tower:
+        cost = encoder_share.model_costs(config, next(batches)[0])
+    if len(devices) < 2 or not cost.encoder:
         what = "one device" if len(devices) < 2 else "a first batch without images"
         raise ConfigError(f"config.encoder.devices=-1 with {what}: leave it at 0")
     refused: dict[int, str] = {}
-    for count in encoder_devices.best_first(cost, len(devices)):
+    for count in encoder_share.best_first(cost, len(devices)):
         encoder = dataclasses.replace(config.encoder, devices=count)
         try:
             layout = lay_out(dataclasses.replace(config, encoder=encoder), devices)
@@ -113,7 +123,7 @@ def place_by_cost(config: Config, devices: Sequence[jax.Device], dataset: Any) -
         except ConfigError as error:
             refused[count] = str(error)
             continue
-        share = cost.tower / sum(cost)
+        share = cost.encoder / sum(cost)
         print(
             f"config.encoder.devices={count} of {len(devices)}: the vision encoder has "
             f"{share:.0%} of a step's FLOPs" + (f" ({_reasons(refused)})" if refused else ""),

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+from jaxvlm.checkpoint.restore import error_line
 from jaxvlm.config import Config, ConfigError, DecoderConfig, DualConfig, TextConfig
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.planner.hardware.local_machine import machine_of
@@ -20,8 +21,8 @@ from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.planner.search import candidate_memory, candidates, search
 from jaxvlm.planner.search.candidates import Candidate
 from jaxvlm.planner.time.step_time import StepTime, step_time
-from jaxvlm.spmd.gradcache import grad_cache_chunks
-from jaxvlm.trainer.auto_parallel import first_line, unsupported
+from jaxvlm.spmd.gradcache import grad_cache_mini_batches
+from jaxvlm.trainer.auto_parallel import unsupported
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Batch, Pairs
 
@@ -72,7 +73,7 @@ def estimate(run: Run, local: Batch | Pairs) -> MemoryEstimate | str:
     except ConfigError as error:
         return f"not planned: {error}"
     except Exception as error:  # a figure that can't be told must not end the run that it is of
-        return f"not planned: {first_line(error)}"
+        return f"not planned: {error_line(error)}"
 
 
 def _setup(run: Run, local: Batch | Pairs) -> StepSetup:
@@ -92,8 +93,8 @@ def _setup(run: Run, local: Batch | Pairs) -> StepSetup:
     )  # fmt: skip
     if not isinstance(local, Pairs):
         return setup
-    documents, chunks = local.valid.shape[1], grad_cache_chunks(config.grad_cache)
-    pairs = PairShapes(sides[0], sides[1], embedding_settings(config), documents, chunks)
+    documents, mini_batches = local.valid.shape[1], grad_cache_mini_batches(config.grad_cache)
+    pairs = PairShapes(sides[0], sides[1], embedding_settings(config), documents, mini_batches)
     return setup._replace(pairs=pairs, microbatches=pairs.parts(rows // batch_shards(run.mesh)))
 
 
@@ -204,7 +205,9 @@ def cheapest(predicted: MemoryEstimate | str, config: Config, there: Machine) ->
     )  # fmt: skip
     if asked.pairs:
         now = now._replace(
-            chunk=candidates.chunk_of(asked.pairs, config, setup.rows // now.shards)[1]
+            mini_batches=candidates.mini_batches_of(asked.pairs, config, setup.rows // now.shards)[
+                1
+            ]
         )
     parts = sorted(predicted.work.items(), key=lambda item: -item[1])[:4]
     shown = ", ".join(f"{name} {gib(n)}" for name, n in [*predicted.states.items(), *parts])

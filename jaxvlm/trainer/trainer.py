@@ -14,7 +14,6 @@ from jaxvlm.cache.settings import allocate_pages
 from jaxvlm.config import ConfigError, uses_cache
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
-from jaxvlm.parallel.process import set_up_process
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.train import loop
 from jaxvlm.train.callbacks import Callback, CallbackList
@@ -22,7 +21,8 @@ from jaxvlm.trainer import checks, embedding_run, inputs, layout, out_of_memory,
 from jaxvlm.trainer.callbacks import checkpoint, evaluation, metrics
 from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
 from jaxvlm.trainer.run import Run
-from jaxvlm.trainer.training import build_training, total_steps, trains_vision
+from jaxvlm.trainer.training import build_training, total_steps, trained_paths
+from jaxvlm.types import trains_vision
 
 
 class Trainer(Run):
@@ -50,7 +50,7 @@ class Trainer(Run):
         # Settings, and what of them the planner is to choose.
         config = checks.checked(config, workdir)
         self.workdir = pathlib.Path(workdir) if workdir else None
-        set_up_process(config.compile_cache)
+        processes.set_up_process(config.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
         self.auto = checks.auto_settings(config)
         if self.auto:
@@ -64,23 +64,23 @@ class Trainer(Run):
         # Data, and the checkpoint that says what the model is.
         of_kind = embedding_run if trains_embeddings(config) else inputs
         prepared = of_kind.prepare(mesh.config if mesh else config, self.workdir)
-        config, self.source, self.tokenizer, self.image_format = prepared[:4]
-        self.dataset, self.dual = prepared.dataset, prepared.dual
+        config, self.dataset, self.dual = prepared.config, prepared.dataset, prepared.dual
+        self.source, self.tokenizer = prepared.source, prepared.tokenizer
+        self.image_format = prepared.image_format
         self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
         # Model, on its mesh.
-        self.config, self.mesh, self.model, self.encoder = (
-            layout.place_model(config, mesh)
-            if mesh
-            else layout.place_by_cost(config, devices, self.dataset)
-        )
+        placed = layout.place(config, mesh, devices, self.dataset)
+        self.config, self.mesh = placed.config, placed.mesh
+        self.model, self.encoder = placed.model, placed.encoder
         self.rows = local_rows(self.mesh, self.config.data.batch_size)
         # Train step: built here, so that what can't be used is refused before a file is written.
         self.pages = None
         if uses_cache(self.config.cache):
-            learns = trains_vision(self.model, self.config.optim.frozen)
+            learns = trains_vision(trained_paths(self.model, self.config))
             self.pages = allocate_pages(self.config, self.dataset, learns)
-        parts = (self.model, self.steps, print, self.encoder, self.pages)
-        self.training = build_training(self.config, *parts)
+        self.training = build_training(
+            self.config, self.model, self.steps, log=print, encoder=self.encoder, pages=self.pages
+        )
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, or until SIGTERM; resume what the workdir holds.
@@ -117,11 +117,10 @@ class Trainer(Run):
             flops, peak = metrics.introduce(self, batches.peek(), log)
             evaluations = evaluation.callback(self, evaluator, memory, writer, progress, extra)
             caching = CacheCallback(caches, self, flops, checkpointer, log) if caches else None
-            rate = self.training.learning_rate
             callbacks = CallbackList([
                 *filter(None, (caching, evaluations, estimate)),
                 *self.callbacks,
-                metrics.MetricsCallback(writer, progress, rate, flops, peak),
+                metrics.MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
                 checkpoint.CheckpointCallback(checkpointer, self.training, extra),
                 checkpoint.PreemptionCallback(),
             ])  # fmt: skip

@@ -29,7 +29,7 @@ from jaxvlm.optim.optimizer import make_optimizer, make_schedule
 from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight
-from jaxvlm.spmd.gradcache import grad_cache_chunks
+from jaxvlm.spmd.gradcache import grad_cache_mini_batches
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.train_step import Assembled, assemble_with_cache, split
 from jaxvlm.train.cache_memory import CacheMemory
@@ -38,7 +38,7 @@ from jaxvlm.train.grad_accum import check_local_gradients, check_microbatches
 from jaxvlm.train.gradcache import rows_of
 from jaxvlm.train.step import NO_CACHE
 from jaxvlm.trainer.checks import check_dropout
-from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState, is_vision_path
+from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState, trains_vision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,32 +62,34 @@ class Training:
 
     @property
     def learns(self) -> bool:
-        """Whether the vision tower does."""
-        return any(is_vision_path(path) for path in self.leaves)
+        """Whether the vision encoder is trained."""
+        return trains_vision(self.leaves)
 
-    def kept(self, state: TrainState) -> TrainState:
+    def checkpointed(self, state: TrainState) -> TrainState:
         """What a checkpoint holds of a state: the cache where a run could not go on without."""
         return state if self.cache.in_checkpoint else state._replace(cache=())
 
-    def cache_memory(self, max_halvings: int, say: Callable[[str], None]) -> CacheMemory:
+    def cache_memory(self, max_halvings: int, log: Callable[[str], None]) -> CacheMemory:
         """What gives the cache's memory back, where the run could go on without what is in it.
 
         Args:
             max_halvings: how often the cache may be halved.
-            say: takes lines for people.
+            log: takes lines for people.
         """
         if self.cache.in_checkpoint or not jax.tree.leaves(self.abstract.cache):
             return CacheMemory()
-        lie = self.cache.shardings
+        shardings = self.cache.shardings
 
         def empty(times: int) -> Callable[[], Any]:
             # Compiled now: when memory is short is no time for it.
-            return jax.jit(lambda: self.cache.init(times), out_shardings=lie).lower().compile()
+            return (
+                jax.jit(lambda: self.cache.init(times), out_shardings=shardings).lower().compile()
+            )
 
-        return CacheMemory([empty(n) for n in range(max_halvings + 1)], say)
+        return CacheMemory([empty(n) for n in range(max_halvings + 1)], log)
 
-    def whole(self, state: TrainState) -> TrainState:
-        """A state that :meth:`kept` made, with an empty cache where it has none."""
+    def with_empty_cache(self, state: TrainState) -> TrainState:
+        """A state of :meth:`checkpointed`, with an empty cache where it has none."""
         if self.cache.in_checkpoint:
             return state
         empty = jax.jit(self.cache.init, out_shardings=self.cache.shardings)
@@ -112,15 +114,9 @@ class Training:
         return model_flops.Flops(*(scale * sum(parts) for parts in zip(*each)))
 
 
-def trains_vision(model: Model, frozen: tuple[str, ...]) -> bool:
-    """Whether a step changes parameters of the vision encoder.
-
-    Args:
-        model: on its mesh.
-        frozen: path patterns that are not trained.
-    """
-    trained, _ = split(model, model.shapes, frozen)
-    return any(is_vision_path(path) for path in trained)
+def trained_paths(model: Model, config: Config) -> list[str]:
+    """Paths of the parameters that a run trains, sorted."""
+    return sorted(split(model, model.shapes, config.optim.frozen)[0])
 
 
 def total_steps(config: Config, steps_per_epoch: Callable[[], int]) -> int:
@@ -141,9 +137,9 @@ def build_training(
     config: Config,
     model: Model,
     steps: int,
-    say: Callable[[str], None],
-    tower: Model | None = None,
-    slots: PageAllocation | NoPages | None = None,
+    log: Callable[[str], None],
+    encoder: Model | None = None,
+    pages: PageAllocation | NoPages | None = None,
 ) -> Training:
     """The optimizer, the step and the shardings of its state; allocates nothing.
 
@@ -151,16 +147,16 @@ def build_training(
         config: of the run.
         model: on its mesh.
         steps: of the whole run.
-        say: takes lines for people.
-        tower: the model's vision tower, where it is on a mesh of its own.
-        slots: where visual tokens are kept, if they are.
+        log: takes lines for people.
+        encoder: the vision encoder, where it is on a mesh of its own.
+        pages: where visual tokens are cached, if they are.
 
     Raises:
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
             fit ``steps``.
     """
     check_dropout(config)
-    trainable, _ = split(model, model.shapes, config.optim.frozen)
+    trainable = trained_paths(model, config)
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")
     schedule = make_schedule(config.optim, steps)
@@ -175,69 +171,69 @@ def build_training(
     check_microbatches(config.microbatches, loss, config.data.batch_size)
     check_local_gradients(config.strategy.grad_reduce_dtype, loss)
     if (stages := model.mesh.shape["pipeline"]) > 1 and not trains_embeddings(config):
-        how, parts = model.strategies["decoder"], config.microbatches
-        if tower and any(is_vision_path(path) for path in trainable):
+        parts = config.microbatches
+        if encoder and trains_vision(trainable):
             parts = microbatches_in_flight(model, parts, config.encoder.microbatches_in_flight)
-        say(f"{pipeline_line(how, stages, parts)} (config.microbatches raises it)")
-    asked = (loss, tx, config.microbatches, config.optim.frozen)
-    cache = None
-    if slots:
-        asks = settings.with_encode_batch(config, model.mesh)
-        cache = (
-            pair_batches.make_pair_cache(asks, model, trainable, slots.windows)
-            if isinstance(slots, NoPages)
-            else make_cache(
-                asks, model, trainable, slots.count, slots.windows, schedule, config.seed
-            )
+        line = pipeline_line(model.strategies["decoder"], stages, parts)
+        log(f"{line} (config.microbatches raises it)")
+    options = (loss, tx, config.microbatches, config.optim.frozen)
+    cache, cache_config = None, config.cache
+    if pages:
+        cache_config = settings.with_encode_batch(config, model.mesh)
+    if isinstance(pages, NoPages):
+        cache = pair_batches.make_pair_cache(cache_config, model, trainable, pages.windows)
+    elif pages:
+        cache = make_cache(
+            cache_config, model, trainable, pages.count, pages.windows, schedule, config.seed
         )
-    if trains_embeddings(config):
-        made = assemble_with_cache(
-            model, *asked, cache, grad_cache_chunks(config.grad_cache), config.seed
-        )
-    elif tower:
-        made = assemble_disaggregated(
-            model, tower, *asked, in_flight=config.encoder.microbatches_in_flight, seed=config.seed
+    if encoder:
+        in_flight = config.encoder.microbatches_in_flight
+        assembled = assemble_disaggregated(
+            model, encoder, *options, in_flight=in_flight, seed=config.seed
         )
     else:
-        made = assemble_with_cache(model, *asked, cache, seed=config.seed)
-    if slots:
-        say(settings.cache_line(asks, slots, made.abstract))
+        mini_batches = None
+        if trains_embeddings(config):
+            mini_batches = grad_cache_mini_batches(config.grad_cache)
+        assembled = assemble_with_cache(model, *options, cache, mini_batches, config.seed)
+    if pages:
+        log(settings.cache_line(cache_config, pages, assembled.abstract))
     return Training(
-        model,
-        CompiledSteps(made.build, say, _sizes(made, cache_halvings(config.cache))),
-        made.abstract,
-        lambda step: float(schedule(jnp.asarray(step))),
-        sorted(trainable),
-        made.init,
-        lambda local: made.place(local, config.data.batch_size),
-        made.params,
-        made.cache,
+        model=model,
+        step=CompiledSteps(assembled.build, log, _sizes(assembled, cache_halvings(config.cache))),
+        abstract=assembled.abstract,
+        learning_rate=lambda step: float(schedule(jnp.asarray(step))),
+        leaves=trainable,
+        init=assembled.init,
+        place=lambda local: assembled.place(local, config.data.batch_size),
+        params=assembled.params,
+        cache=assembled.cache,
     )
 
 
-def _sizes(made: Assembled, max_halvings: int) -> list[TrainState]:
+def _sizes(assembled: Assembled, max_halvings: int) -> list[TrainState]:
     """The state as ShapeDtypeStructs, its cache whole, halved once, twice, and so on; or none."""
 
-    def laid(times: int) -> Any:
-        shapes = jax.eval_shape(lambda: made.cache.init(times))
+    def cache_of(times: int) -> Any:
+        shapes = jax.eval_shape(lambda: assembled.cache.init(times))
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             shapes,
-            made.cache.shardings,
+            assembled.cache.shardings,
         )
 
     sizes = range(max_halvings + 1) if max_halvings else ()
-    return [made.abstract._replace(cache=laid(n)) for n in sizes]
+    return [assembled.abstract._replace(cache=cache_of(n)) for n in sizes]
 
 
-def check_shards(config: Config, model: Model, tower: Model | None) -> None:
+def check_shards(config: Config, model: Model, encoder: Model | None) -> None:
     """Refuse batches that do not have a row for each shard in each part.
 
     Raises:
         ConfigError: which mesh's shards, and how many there are.
     """
-    for name, side in (("config.mesh", model), ("config.encoder.mesh", tower)):
-        shards = batch_shards(side.mesh) if side else 1
+    for name, part in (("config.mesh", model), ("config.encoder.mesh", encoder)):
+        shards = batch_shards(part.mesh) if part else 1
         if config.data.batch_size % (config.microbatches * shards):
             raise ConfigError(
                 f"config.microbatches={config.microbatches} on {shards} data shards of {name} does "
@@ -263,11 +259,11 @@ def pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
 
 
 def _used_layers(vision: VisionConfig) -> dict[str, int]:
-    """What of the tower is run on the way to visual tokens, where that is not all."""
+    """What of the encoder is run on the way to visual tokens, where that is not all."""
     used, run = {}, max(feature_blocks(vision))
-    tower = "vision_top" if vision.frozen_blocks else "vision"
+    name = "vision_top" if vision.frozen_blocks else "vision"
     if run < vision.depth:
-        used[f"{tower}/stack/*"] = run - vision.frozen_blocks
+        used[f"{name}/stack/*"] = run - vision.frozen_blocks
     if vision.pool == "attention":
-        used[f"{tower}/head/*"] = 0
+        used[f"{name}/head/*"] = 0
     return used

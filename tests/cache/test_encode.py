@@ -89,7 +89,7 @@ class Made:
 
     def __init__(
         self, mesh="one", policy="strict", frozen=FROZEN, model="llava", dtype="float32",
-        bound=0, pages=ROWS * PER_ROW, parts=1, chunk=1, clip=1.0, **more,
+        bound=0, pages=ROWS * PER_ROW, parts=1, encode_batch=1, clip=1.0, **more,
     ):  # fmt: skip
         config = dataclasses.replace(MODELS[model], dtype=dtype)
         self.mesh = make_mesh(MESHES[mesh], devices_of(MESHES[mesh]))
@@ -97,7 +97,7 @@ class Made:
         own, _ = split(self.model, self.model.shapes, frozen)
         cache = None
         if policy:
-            asked = CacheConfig(policy, max_staleness=bound, encode_batch=chunk, **more)
+            asked = CacheConfig(policy, max_staleness=bound, encode_batch=encode_batch, **more)
             windows = WINDOWS if config.vision.packed else (encoder_tokens(config),)
             cache = make_cache(asked, self.model, own, pages, windows)
             self.kept = token_layout(asked, config)
@@ -303,12 +303,12 @@ def test_pixels_are_not_missed_where_pages_are_good_and_an_error_where_not():
         pytest.param("data4_stage2", 2, "staged", marks=pytest.mark.long),
     ],
 )
-def test_chunks_give_the_gradients_of_the_whole(mesh, parts, model):
+def test_encode_batches_give_the_gradients_of_the_whole(mesh, parts, model):
     """Of a trained encoder, in microbatches too, against the model as it runs by itself."""
     plain = Made(policy="", frozen=(), model=model)
-    chunked = Made(mesh, "off", (), model, parts=parts, chunk=3 if mesh == "one" else 2)
+    batched = Made(mesh, "off", (), model, parts=parts, encode_batch=3 if mesh == "one" else 2)
     grads = []
-    for made in (plain, chunked):
+    for made in (plain, batched):
         state, _ = made.run(turns(1, False, model))
         grads.append(optax.tree.get(state.opt_state, "mu"))  # of one step: a tenth of them
     assert any(path.startswith("vision/") for path in grads[0])

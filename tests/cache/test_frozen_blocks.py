@@ -20,8 +20,11 @@ from jaxvlm.models.frozen_blocks import onto, recut, shapes
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel.mesh import make_mesh
-from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, encoder_on_devices
-from jaxvlm.spmd.disaggregated_encoder import encoder_devices as sides_of
+from jaxvlm.spmd.disaggregated_encoder import (
+    assemble_disaggregated,
+    divide_devices,
+    encoder_on_devices,
+)
 from jaxvlm.spmd.model import build_model
 
 
@@ -73,7 +76,7 @@ def test_gradients_are_those_of_the_whole_tower(whole, kind, mesh, policy):
     params, expected = whole(kind)
     frozen = MODELS[kind].vision.frozen_blocks
     parts = 2 if "pipeline" in mesh else 1
-    made = Made(mesh, policy, (), kind, clip=0.0, parts=parts, chunk=2)
+    made = Made(mesh, policy, (), kind, clip=0.0, parts=parts, encode_batch=2)
     grads = moments(made, recut(params, frozen), turns(1, model=kind)[0])
     assert not any(path.startswith("vision/") for path in grads)
     assert any(np.any(x) for path, x in grads.items() if path.startswith("vision_top/stack/"))
@@ -167,7 +170,7 @@ def test_frozen_blocks_on_devices_of_its_own(whole):
     params, expected = whole("frozen")
     config, frozen = MODELS["frozen"], MODELS["frozen"].vision.frozen_blocks
     tower = EncoderConfig(4)
-    own, devices = sides_of(tower, jax.devices())
+    own, devices = divide_devices(tower, jax.devices())
     model = build_model(config, make_mesh(MeshConfig(4), devices))
     tx = make_optimizer(OptimConfig(max_grad_norm=0.0), lambda step: 1e-2, model.logical)
     made = assemble_disaggregated(model, encoder_on_devices(model, tower, own), NextToken(), tx)

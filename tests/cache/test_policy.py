@@ -90,8 +90,8 @@ def one_a_row(seed, which=0):
 def test_gradients_by_draw_are_right_in_the_mean():
     """Of 2,000 draws, against the gradient with every image encoded; one image a row."""
     # A clipped gradient's mean is not the mean's.
-    made = Made("one", "lazy", (), bound=NEVER, refresh_fraction=0.375, chunk=4, clip=0.0)
-    full = Made("one", "off", (), chunk=4, clip=0.0)
+    made = Made("one", "lazy", (), bound=NEVER, refresh_fraction=0.375, encode_batch=4, clip=0.0)
+    full = Made("one", "off", (), encode_batch=4, clip=0.0)
     first, second = (made.place(one_a_row(seed)) for seed in (0, 1))
     state, _ = made.step(made.init(made.model.init(0)), first)
     at = jax.tree.map(np.asarray, state)
@@ -125,7 +125,7 @@ def test_gradients_by_draw_are_right_in_the_mean():
 def test_need_is_drawn_more_often():
     """A row that teaches nothing has no gradient at its tokens, and waits."""
     more = {"refresh_fraction": 0.25, "drift_threshold": 1e9}
-    made = Made("one", "adaptive", (), bound=NEVER, chunk=4, **more)
+    made = Made("one", "adaptive", (), bound=NEVER, encode_batch=4, **more)
     batch = one_a_row(0)
     weight = batch.loss_weight.copy()
     weight[: ROWS // 2] = 0
@@ -144,10 +144,10 @@ def test_need_is_drawn_more_often():
 
 
 @pytest.mark.long
-def test_hybrid_fills_the_last_chunk():
+def test_hybrid_fills_the_last_encode_batch():
     for policy, encoded in (("lazy", 1), ("hybrid", 4)):
         more = {"prefetch_staleness": 1} if policy == "hybrid" else {}
-        made = Made("one", policy, (), bound=6, chunk=4, **more)
+        made = Made("one", policy, (), bound=6, encode_batch=4, **more)
         state, _ = made.step(made.init(made.model.init(0)), made.place(one_a_row(0)))
         for _ in range(2):
             state, metrics = made.step(state, made.place(one_a_row(0)))
@@ -161,7 +161,7 @@ def test_hybrid_fills_the_last_chunk():
 
 def test_tokens_are_due_by_their_drift():
     tolerance = 0.3
-    made = Made("one", "adaptive", (), bound=1000, drift_threshold=tolerance, chunk=4)
+    made = Made("one", "adaptive", (), bound=1000, drift_threshold=tolerance, encode_batch=4)
     tower = vision_encoder_part(made.model, made.mesh, made.model.strategies["vision"])
     run = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
     pixels = np.stack([image(r, 0) for r in range(ROWS)])[:, None]
@@ -186,8 +186,16 @@ def test_tokens_are_due_by_their_drift():
 @pytest.fixture(scope="module")
 def policies():
     return [
-        Made("data8", "adaptive", (), bound=3, drift_threshold=0.2, refresh_fraction=0.25, chunk=2),
-        Made("data2_fsdp2_tensor2", "hybrid", (), bound=3, prefetch_staleness=1, chunk=2),
+        Made(
+            "data8",
+            "adaptive",
+            (),
+            bound=3,
+            drift_threshold=0.2,
+            refresh_fraction=0.25,
+            encode_batch=2,
+        ),
+        Made("data2_fsdp2_tensor2", "hybrid", (), bound=3, prefetch_staleness=1, encode_batch=2),
     ]
 
 

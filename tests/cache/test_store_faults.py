@@ -17,6 +17,7 @@ import pytest
 from stored import assert_none_wrong, filled, key_of, row_of, same, segments
 
 from jaxvlm.cache.store import maintenance, segment_files
+from jaxvlm.checkpoint import whole_files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -30,9 +31,9 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(opened, monkeypatch, where
         raise OSError(28, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr(segment_files, "open", full, raising=False)
+        monkeypatch.setattr(whole_files, "open", full, raising=False)
     else:
-        monkeypatch.setattr(segment_files.os, where, full)
+        monkeypatch.setattr(os, where, full)
     for i in range(6, 12):
         store.put(key_of(i), row_of(i))
         if i == 8:
@@ -125,7 +126,7 @@ def test_a_read_only_folder_is_read(opened, monkeypatch):
 def test_rows_that_come_too_fast_are_dropped_and_the_run_does_not_wait(opened, monkeypatch):
     go, real = threading.Event(), os.fsync
     store = opened(segment_mb=1)
-    monkeypatch.setattr(segment_files.os, "fsync", lambda handle: (go.wait(30), real(handle)))
+    monkeypatch.setattr(os, "fsync", lambda handle: (go.wait(30), real(handle)))
     x = np.zeros((256, 1024), np.float32)  # a whole segment
     begin = time.monotonic()
     for i in range(8):

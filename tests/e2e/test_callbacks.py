@@ -51,7 +51,7 @@ class Failure(jaxvlm.Callback):
 def saved(run):
     folder = run.workdir / "checkpoints"
     with Checkpointer(folder, 3, "exact_match", "max", on_warning=pytest.fail) as checkpointer:
-        return checkpointer.restore(run.training.kept(run.training.abstract))
+        return checkpointer.restore(run.training.checkpointed(run.training.abstract))
 
 
 def lines_of(workdir):

@@ -34,7 +34,7 @@ def start(*args):
 def saved_with(run):
     folder = run.workdir / "checkpoints"
     with Checkpointer(folder, 3, "exact_match", "max", on_warning=pytest.fail) as checkpointer:
-        return checkpointer.restore(run.training.kept(run.training.abstract)).extra
+        return checkpointer.restore(run.training.checkpointed(run.training.abstract)).extra
 
 
 def weights(run):

@@ -160,10 +160,12 @@ def test_what_the_identity_is_of(first, monkeypatch):
 
 def test_trust_of_weights_alone(first, data, tmp_path, capsys):
     _, store = first
-    for chunk, found in ((2, 0.0), (4, 1.0)):
-        config = made(data, "strict", encode_batch=chunk, store=str(store), identity="weights")
+    for encode_batch, found in ((2, 0.0), (4, 1.0)):
+        config = made(
+            data, "strict", encode_batch=encode_batch, store=str(store), identity="weights"
+        )
         config.steps = 4
-        other = jaxvlm.Trainer(config, tmp_path / str(chunk), **ONE)
+        other = jaxvlm.Trainer(config, tmp_path / str(encode_batch), **ONE)
         other.fit()
         assert metric(other, "train/cache/from_store")[0] == found
     assert "encoded on any kind of machine" in said(capsys)

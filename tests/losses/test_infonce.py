@@ -220,9 +220,9 @@ def test_masks_are_gists(kind, margin):
 
 
 @pytest.mark.parametrize(
-    "chunk", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 12, 100))]
+    "tile_size", [5, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 12, 100))]
 )
-def test_tiles_change_neither_loss_nor_gradient(chunk):
+def test_tiles_change_neither_loss_nor_gradient(tile_size):
     embeddings, pairs = embeddings_of(learned=True), tangled()
 
     def run(size):
@@ -231,7 +231,7 @@ def test_tiles_change_neither_loss_nor_gradient(chunk):
         )
         return gradients(loss, embeddings, pairs)
 
-    (whole, expected, sums), (value, grads, parts) = run(B), run(chunk)
+    (whole, expected, sums), (value, grads, parts) = run(B), run(tile_size)
     np.testing.assert_allclose(value, whole, rtol=1e-6)
     worst_gradient(grads, expected, TOLERANCE)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums, parts)

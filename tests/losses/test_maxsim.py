@@ -48,12 +48,14 @@ def check(ours, wanted, embeddings, pairs):
     return grads, sums
 
 
-@pytest.mark.parametrize("chunk", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1))])
-def test_maxsim_in_infonce(chunk):
+@pytest.mark.parametrize(
+    "tile_size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (0, 1))]
+)
+def test_maxsim_in_infonce(tile_size):
     embeddings = embeddings_of(tokens=TOKENS)
     loss = late.MultiVectorMultipleNegativesRankingLoss(Given(), scale=2.0)
     grads, _ = check(
-        InfoNCE(0.5, tile_size=chunk), theirs(loss, embeddings), embeddings, pairs_of()
+        InfoNCE(0.5, tile_size=tile_size), theirs(loss, embeddings), embeddings, pairs_of()
     )
     for name, seen in (("query", embeddings.query_mask), ("document", embeddings.document_mask)):
         assert not np.any(grads[name][~seen]) and np.any(grads[name][seen])

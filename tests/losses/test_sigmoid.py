@@ -40,10 +40,10 @@ def signs_of(pairs):
     return signs
 
 
-@pytest.mark.parametrize("chunk", [0, 5, pytest.param(1, marks=pytest.mark.long)])
-def test_equals_the_whole_matrix(chunk):
+@pytest.mark.parametrize("tile_size", [0, 5, pytest.param(1, marks=pytest.mark.long)])
+def test_equals_the_whole_matrix(tile_size):
     embeddings, pairs = embeddings_of(learned=True), tangled()
-    value, grads, sums = gradients(Sigmoid(tile_size=chunk), embeddings, pairs)
+    value, grads, sums = gradients(Sigmoid(tile_size=tile_size), embeddings, pairs)
     wanted, expected = whole_matrix(embeddings, signs_of(pairs))
     np.testing.assert_allclose(value, wanted, rtol=TOLERANCE)
     worst_gradient(grads, expected, TOLERANCE)

@@ -23,13 +23,13 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.spmd.disaggregated_encoder import (
     assemble_disaggregated,
-    encoder_devices,
+    divide_devices,
     encoder_on_devices,
 )
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble_with_cache
 from jaxvlm.train import compiled_steps
-from jaxvlm.train.disaggregated import VISION_PATHS
+from jaxvlm.train.disaggregated import ENCODER_PROGRAMS
 
 ROWS, STEPS = 12, 3
 TWO, ALL, FSDP = EncoderConfig(2), MeshConfig(), StrategyConfig()
@@ -47,7 +47,7 @@ def run(kind, tower=None, mesh=ALL, split=FSDP, frozen=(), parts=1, lora=NO_LORA
     if lora.dropout:  # and of both towers' streams
         drops = {n: dataclasses.replace(getattr(config, n), dropout=0.1) for n in TOWERS}
         config = dataclasses.replace(config, **drops)
-    own, devices = encoder_devices(tower, jax.devices()) if tower else ([], jax.devices()[:1])
+    own, devices = divide_devices(tower, jax.devices()) if tower else ([], jax.devices()[:1])
     mesh, split = resolve(split, mesh, devices)
     config = on_stages(config) if mesh.pipeline > 1 else config
     model = build_model(config, make_mesh(mesh, devices), split)
@@ -118,19 +118,19 @@ def assert_they_meet(program, parts):
     """Features have as many shards on both sides, or JAX blocks and copies through the host."""
     assert [way.shard_shape((ROWS,)) for way in program.between] == [(ROWS // parts,)] * 2
     memory = compiled_steps.memory(program)
-    for side in ("tower", "rest"):
+    for side in ("encoder", "rest"):
         assert memory[f"{side}, peak"] > memory[f"{side}, state and batch"] > 0
 
 
 def assert_memory_counts_what_waits(program, state):
     """Gradients are there while a program adds to them or encodes the next group."""
     memory = compiled_steps.memory(program)
-    for side, mine in (("tower", True), ("rest", False)):
+    for side, mine in (("encoder", True), ("rest", False)):
         params = {p: x for p, x in state.params.items() if p.startswith("vision/") == mine}
         held = sum(bytes_on(x) for x in jax.tree.leaves(params))
         moments = 2 * held
         assert memory[f"{side}, state and batch"] >= held + moments
-        ran = {n: p for n, p in program.programs.items() if (n in VISION_PATHS) == mine}
+        ran = {n: p for n, p in program.programs.items() if (n in ENCODER_PROGRAMS) == mine}
         adds = ran["backward" if mine else "gradients"].memory_analysis()
         work = adds.temp_size_in_bytes + adds.output_size_in_bytes - adds.alias_size_in_bytes
         assert memory[f"{side}, work"] >= held + work

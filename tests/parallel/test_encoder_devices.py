@@ -13,7 +13,7 @@ from zoo import KINDS, LLAVA
 from jaxvlm.config import Config, DataConfig, MeshConfig, OptimConfig, feature_blocks
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.pipeline.schedule import best_microbatches_in_flight
-from jaxvlm.spmd.encoder_devices import best_first, model_costs
+from jaxvlm.spmd.encoder_share import best_first, model_costs
 from jaxvlm.spmd.model import build_model
 from jaxvlm.train.disaggregated import AHEAD, EncoderAndRest
 
@@ -40,8 +40,8 @@ def test_costs_are_what_is_run():
     full = dataclasses.replace(LLAVA, vision=dataclasses.replace(LLAVA.vision, remat="full"))
     frozen = model_costs(of(LLAVA, ("vision/*",)), batch)
     learns, again = model_costs(of(LLAVA), batch), model_costs(of(full), batch)
-    assert learns.tower == pytest.approx(4 * frozen.tower)
-    assert again.tower == pytest.approx(5 * frozen.tower)
+    assert learns.encoder == pytest.approx(4 * frozen.encoder)
+    assert again.encoder == pytest.approx(5 * frozen.encoder)
     assert learns.rest == pytest.approx(again.rest) == frozen.rest
 
     # Wide, so that matmuls are most of what the compiler counts.
@@ -57,7 +57,7 @@ def test_costs_are_what_is_run():
     here = (batch.image_start >= 0).sum() / batch.image_start.size
     # The compiler counts a loop over layers once, and all places for images.
     counted = made.cost_analysis()["flops"] * max(feature_blocks(vision)) * here
-    assert 1 <= counted / model_costs(of(wide, ("vision/*",)), batch).tower < 1.15
+    assert 1 <= counted / model_costs(of(wide, ("vision/*",)), batch).encoder < 1.15
 
 
 def test_microbatches_in_flight_take_the_least_time():
@@ -86,6 +86,6 @@ def test_microbatches_in_flight_take_the_least_time():
     assert worst < 1.1
     assert best_microbatches_in_flight(1, 8) == 1 and best_microbatches_in_flight(4, 32) == 8
     assert (
-        best_microbatches_in_flight(4, 32, chunks=2) % 4 == 0
-        and best_microbatches_in_flight(4, 6, chunks=2) == 6
+        best_microbatches_in_flight(4, 32, virtual_stages=2) % 4 == 0
+        and best_microbatches_in_flight(4, 6, virtual_stages=2) == 6
     )

@@ -11,7 +11,7 @@ from jaxvlm.parallel.exact_search import Late, Search, nearest
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import batch_sharding
 
-SMALL = Search(query_chunk=8, document_chunk=16)
+SMALL = Search(query_tile=8, document_tile=16)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_products_with_many_ties_are_numpys(meshes, count):
     queries, documents = numbers(0, 13, 6), numbers(1, count, 6)
     k = min(count, 20)
     exclude = [range(i % 3) for i in range(13)]
-    how = Search(cosine=False, query_chunk=8, document_chunk=16)
+    how = Search(cosine=False, query_tile=8, document_tile=16)
     score, index = by_hand(queries @ documents.T, k, exclude)
     assert np.sum(score[:, :-1] == score[:, 1:]) > 3  # ties there are
     for mesh in meshes:
@@ -60,7 +60,7 @@ def test_eight_devices_find_the_bits_of_one(meshes):
     documents[80:90] = documents[:10]
     expected = unit(queries[:, :8].astype(np.float64)) @ unit(documents[:, :8].astype(float)).T
     score, index = by_hand(np.round(expected, 6), 12)
-    how = Search(dims=8, query_chunk=8, document_chunk=16)
+    how = Search(dims=8, query_tile=8, document_tile=16)
     one = nearest(queries, documents, 12, meshes[0], how)
     np.testing.assert_allclose(one.score, score, atol=2e-6)
     np.testing.assert_array_equal(one.document, index)
@@ -70,7 +70,7 @@ def test_eight_devices_find_the_bits_of_one(meshes):
             again = nearest(queries, given, 12, mesh, how)
             np.testing.assert_array_equal(again.score, one.score)
             np.testing.assert_array_equal(again.document, one.document)
-    parts = Search(dims=8, query_chunk=8, document_chunk=16, resident=16)
+    parts = Search(dims=8, query_tile=8, document_tile=16, resident=16)
     again = nearest(queries, documents, 12, meshes[0], parts)  # ten of them
     np.testing.assert_array_equal(again.score, one.score)
     np.testing.assert_array_equal(again.document, one.document)
@@ -88,7 +88,7 @@ def test_late_interaction_is_a_sum_of_maxima(meshes):
     expected, index = by_hand(score, 9)
     sides = (Late(x.astype(np.float32), m) for x, m in ((queries, asked), (documents, seen)))
     sides = tuple(sides)
-    how = Search(query_chunk=8, document_chunk=8)
+    how = Search(query_tile=8, document_tile=8)
     one = nearest(*sides, 9, meshes[0], how)
     np.testing.assert_allclose(one.score, expected, atol=1e-5)
     np.testing.assert_array_equal(one.document, index)
@@ -103,10 +103,10 @@ def test_late_interaction_is_a_sum_of_maxima(meshes):
 
 
 def test_the_whole_matrix_is_in_no_program(meshes):
-    """Nor is a corpus gathered: what a device holds is its documents and a few chunks."""
+    """Nor is a corpus gathered: what a device holds is its documents and a few tiles."""
     from jaxvlm.parallel import exact_search
 
-    q, E, k, chunk, rows = 8, 32, 4, 16, 4096
+    q, E, k, tile, rows = 8, 32, 4, 16, 4096
     f32, i32 = np.float32, np.int32
     shapes = [(q, k), (q, k), (q, E), (q, 1), (rows, E), (2,)]
     best0, best1, asked, out, documents, two = (
@@ -114,7 +114,7 @@ def test_the_whole_matrix_is_in_no_program(meshes):
     )
     documents = jax.ShapeDtypeStruct((rows, E), f32, sharding=batch_sharding(meshes[2]))
     args = (best0, best1), Late(asked, None), out, Late(documents, None), two
-    lowered = exact_search._step.lower(meshes[2], k, chunk, True, 0, *args)
+    lowered = exact_search._step.lower(meshes[2], k, tile, True, 0, *args)
     used = lowered.compile().memory_analysis()
     assert used.temp_size_in_bytes < 4 * rows // 8 * E  # below its own documents
 

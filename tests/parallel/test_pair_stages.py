@@ -22,7 +22,7 @@ from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Out
 from tests.train.test_gradcache import EMBEDDINGS, pairs_of, texts
 
@@ -51,21 +51,21 @@ def small_pairs():
     return pairs_of(texts(np.random.default_rng(4), ROWS), document)
 
 
-def stepper(kind, loss, mesh, chunks, strategy=()):
+def stepper(kind, loss, mesh, mini_batches, strategy=()):
     config, frozen = KINDS[kind]
     here = make_mesh(mesh, devices_of(mesh))
     model = build_model(
         on_stages(config), here, StrategyConfig(**dict(strategy)), embeddings=EMBEDDINGS
     )
     tx = optax.chain(recorded(), optax.sgd(1e-2))
-    cut = tuple(Chunk(rows) for rows in chunks)
-    step, abstract, init = assemble(model, LOSSES[loss](here), tx, frozen=frozen, chunks=cut)
+    cut = tuple(MiniBatch(rows) for rows in mini_batches)
+    step, abstract, init = assemble(model, LOSSES[loss](here), tx, frozen=frozen, mini_batches=cut)
     return step, abstract, init, model
 
 
-def stepped(kind, loss, mesh, chunks=(0, 0), strategy=()):
+def stepped(kind, loss, mesh, mini_batches=(0, 0), strategy=()):
     """(loss, gradients, trainable parameters before) of a step."""
-    step, _, init, model = stepper(kind, loss, mesh, chunks, strategy)
+    step, _, init, model = stepper(kind, loss, mesh, mini_batches, strategy)
     params = stepped_from(FIRST.setdefault(kind, {}), model)
     state = init({path: jax.device_put(x, model.shardings[path]) for path, x in params.items()})
     state, metrics = step(state, to_global(model.mesh, small_pairs(), ROWS))
@@ -118,7 +118,7 @@ def test_embeddings_and_gradients_go_through_stages():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind, loss, mesh, chunks, strategy",
+    "kind, loss, mesh, mini_batches, strategy",
     [
         ("full", "info_nce", MeshConfig(2, pipeline=2), (3, 5), {**DDP, "schedule": "gpipe"}),
         (
@@ -131,8 +131,8 @@ def test_embeddings_and_gradients_go_through_stages():
         ("lora", "sigmoid", STAGE2, (1, 7), {"schedule": "interleaved", "virtual_stages": 2}),
     ],
 )
-def test_stages_give_one_devices_gradient(kind, loss, mesh, chunks, strategy, one):
-    found, expected = stepped(kind, loss, mesh, chunks, strategy), one(kind, loss)
+def test_stages_give_one_devices_gradient(kind, loss, mesh, mini_batches, strategy, one):
+    found, expected = stepped(kind, loss, mesh, mini_batches, strategy), one(kind, loss)
     assert abs(found[0] - expected[0]) <= 1e-5 * abs(expected[0])
     assert_gradients_close(found[1], expected[1])
     assert kind == "lora" or found[1]["head/scale"]

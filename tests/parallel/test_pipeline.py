@@ -91,12 +91,13 @@ def branches(text):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("schedule", "parts", "chunks"), [("1f1b", 8, 1), ("interleaved", 4, 2), ("zero_bubble", 8, 1)]
+    ("schedule", "parts", "virtual_stages"),
+    [("1f1b", 8, 1), ("interleaved", 4, 2), ("zero_bubble", 8, 1)],
 )
-def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
+def test_idle_ticks_take_an_empty_branch(schedule, parts, virtual_stages):
     """Stages count in the branch that works: the share is the lock-step formula's."""
     mesh = MeshConfig(data=4, pipeline=2)
-    split = StrategyConfig(schedule=schedule, virtual_stages=chunks)
+    split = StrategyConfig(schedule=schedule, virtual_stages=virtual_stages)
     step, abstract, init, here, model = stepper("llava", mesh, parts, split)
     batch = to_global(here, rows(KINDS["llava"].batch(0, True), 32), 32)
     program = step.lower(abstract, batch).compile()
@@ -106,7 +107,7 @@ def test_idle_ticks_take_an_empty_branch(schedule, parts, chunks):
         idle = [b for b in found if " dot(" not in b]
         assert len(idle) == 1 and not re.search(r" (while|all-\w+|collective-\w+)\(", idle[0])
     _, metrics = program(init(model.init(0)), batch)
-    units, kinds = parts * chunks, 3 if schedule == "zero_bubble" else 2
+    units, kinds = parts * virtual_stages, 3 if schedule == "zero_bubble" else 2
     assert float(metrics["busy_stages"]) == pytest.approx(kinds * units / (kinds * units + 2))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from jaxvlm.parallel.process import keep_freed_memory
+from jaxvlm.parallel.distributed.processes import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 import jax, jax.numpy as jnp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.pipeline.schedule import chunk_moves, one_way, rounds, timetable
+from jaxvlm.parallel.pipeline.schedule import one_way, rounds, timetable, virtual_stage_moves
 
 CASES = [
     (name, S, M, V)
@@ -32,7 +32,7 @@ def play(table, S, M, V):
             begun[table.begin_slot[t]] = table.begin[t]
         sent, left = [None] * S, None
         for s in range(S):
-            m, v = table.forward[t, s], table.forward_chunk[t, s]
+            m, v = table.forward[t, s], table.forward_virtual_stage[t, s]
             if m < 0:
                 continue
             if (s, v) == (0, 0):
@@ -50,7 +50,7 @@ def play(table, S, M, V):
             ended[table.end_slot[t]] = left
         sent = [None] * S
         for s in range(S):
-            m, v = table.backward[t, s], table.backward_chunk[t, s]
+            m, v = table.backward[t, s], table.backward_virtual_stage[t, s]
             if m < 0:
                 continue
             if v * S + s == V * S - 1:
@@ -64,7 +64,7 @@ def play(table, S, M, V):
             if table.kept_rest:
                 rest[s][table.rest_slot[t, s]] = (m, v)
         d_inbox = [sent[(s + 1) % S] for s in range(S)]
-        m, v = table.weights[t], table.weights_chunk[t]
+        m, v = table.weights[t], table.weights_virtual_stage[t]
         for s in range(S if m >= 0 else 0):
             assert kept[s][table.weights_slot[t, s]] == (m, v), "it is still there"
             assert rest[s][table.rest_back_slot[t, s]] == (m, v)
@@ -112,8 +112,8 @@ def test_microbatches_that_stages_do_not_divide():
 
 
 @pytest.mark.parametrize(("S", "V"), [(2, 2), (4, 2), (2, 4), (4, 3), (3, 3), (1, 2)])
-def test_chunks_come_where_the_schedule_wants_them(S, V):
-    moves = chunk_moves(S, V)
+def test_virtual_stages_come_where_the_schedule_wants_them(S, V):
+    moves = virtual_stage_moves(S, V)
     assert moves[(1 % S, 1)] == divmod(S + 1 % S, V)
     for there in (moves, {source: to for to, source in moves.items()}):
         got = {}
@@ -130,7 +130,7 @@ def test_chunks_come_where_the_schedule_wants_them(S, V):
 def test_one_way_is_the_same_way_and_no_longer(name, S, M, V):
     there, both = one_way(timetable(name, S, M, V)), timetable(name, S, M, V)
     ticks = M * V + S - 1
-    for column in ("forward", "forward_chunk", "begin", "end"):
+    for column in ("forward", "forward_virtual_stage", "begin", "end"):
         assert (getattr(there, column) == getattr(both, column)[:ticks]).all()
     assert len(there.forward) == ticks == there.span and there.units == M * V
     assert (both.end[ticks:] < 0).all() and there.kept == there.kept_begin == there.kept_end == 0

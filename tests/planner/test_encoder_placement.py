@@ -14,7 +14,7 @@ from jaxvlm.planner.request import request
 from jaxvlm.planner.search import candidates, encoder_placement, search
 from jaxvlm.planner.time import step_time as time
 from jaxvlm.planner.time.step_time import step_time
-from jaxvlm.spmd.encoder_devices import best_first
+from jaxvlm.spmd.encoder_share import best_first
 from jaxvlm.train.disaggregated import EncoderAndRest
 
 

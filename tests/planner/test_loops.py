@@ -48,7 +48,7 @@ def test_stacked_outputs_exist_once():
 
 
 def test_an_unchanged_carry_has_no_buffer():
-    """As in a loop over one tower's chunks, which carries the other tower's gradients too."""
+    """As in a loop over one tower's mini-batches, which carries the other tower's gradients too."""
 
     def fn(x, *params):
         def turn(sums, x):

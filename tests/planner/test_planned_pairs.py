@@ -36,7 +36,7 @@ from jaxvlm.planner.search import candidates, decision_tree, search
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
 from jaxvlm.train import compiled_steps
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 
 CLIP = DualConfig(
     vision=VisionConfig(
@@ -62,7 +62,7 @@ SHAPES = {
 MESHES = {"ddp": MeshConfig(data=8), "fsdp": MeshConfig(data=1, fsdp=8)}
 
 
-def setup_of(kind, preset, chunk=0, remat="none", rows=512, platform="cpu", **more):
+def setup_of(kind, preset, mini_batch=0, remat="none", rows=512, platform="cpu", **more):
     config, query, document = SHAPES[kind]
     towers = {
         t: dataclasses.replace(getattr(config, t), remat=remat)
@@ -77,7 +77,10 @@ def setup_of(kind, preset, chunk=0, remat="none", rows=512, platform="cpu", **mo
     if kind == "clip":
         run = dataclasses.replace(run, embedding=EmbeddingConfig())
     pairing = pairs.PairShapes(
-        query, document, pairs.embedding_settings(run), chunks=(Chunk(chunk), Chunk(chunk))
+        query,
+        document,
+        pairs.embedding_settings(run),
+        mini_batches=(MiniBatch(mini_batch), MiniBatch(mini_batch)),
     )
     mesh, strategy = resolve(
         StrategyConfig(preset), MESHES[preset], abstract_devices.devices(platform, 8)
@@ -91,14 +94,14 @@ def setup_of(kind, preset, chunk=0, remat="none", rows=512, platform="cpu", **mo
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "preset", "chunk", "remat"),
+    ("kind", "preset", "mini_batch", "remat"),
     [
         ("clip", "ddp", 8, "none"),
         ("vlm", "fsdp", 8, "none"),
     ],
 )
-def test_the_peak_is_close_to_the_compilers(kind, preset, chunk, remat):
-    setup = setup_of(kind, preset, chunk, remat)
+def test_the_peak_is_close_to_the_compilers(kind, preset, mini_batch, remat):
+    setup = setup_of(kind, preset, mini_batch, remat)
     found = step_memory.estimate(setup)
     real = verify.compiled(setup, jax.devices())["memory"]
     assert found.peak == pytest.approx(real["peak"], rel=0.15)
@@ -111,7 +114,7 @@ def test_states_between_steps_are_exact(kind, preset):
     mesh = make_mesh(setup.mesh, jax.devices())
     model = build_model(setup.config, mesh, setup.strategy, embeddings=setup.pairs.embeddings)
     _, state, _ = assemble(
-        model, InfoNCE(mesh=mesh), optax.adamw(1e-3), frozen=setup.frozen, chunks=WHOLE
+        model, InfoNCE(mesh=mesh), optax.adamw(1e-3), frozen=setup.frozen, mini_batches=WHOLE
     )
     for name, part in (("parameters", state.params), ("frozen", state.frozen)):
         assert found[name] == sum(map(compiled_steps.bytes_of, part.values())) > 0
@@ -121,8 +124,8 @@ def test_states_between_steps_are_exact(kind, preset):
 
 
 @pytest.mark.long
-def test_gradcache_chunks_need_less_memory_and_take_longer():
-    whole, cut = (setup_of("clip", "fsdp", chunk, platform="gpu") for chunk in (0, 8))
+def test_mini_batches_need_less_memory_and_take_longer():
+    whole, cut = (setup_of("clip", "fsdp", mini_batch, platform="gpu") for mini_batch in (0, 8))
     most, least = step_memory.estimate(whole), step_memory.estimate(cut)
     assert least.states == most.states and least.peak < 0.6 * most.peak
     rough = QuickMemory(step_memory.model_of(whole), (), 32, 0, "gpu")
@@ -159,11 +162,11 @@ def test_overrides_of_pairs_set_grad_cache(clip):
         StrategyConfig("ddp"), MESHES["ddp"], abstract_devices.devices("gpu", 8, 8)
     )
     every = list(candidates.of_mesh(clip, mesh, strategy))
-    assert {way.chunk for way in every} >= {(0, 0), (1024, 1024), (8, 8)}
+    assert {way.mini_batches for way in every} >= {(0, 0), (1024, 1024), (8, 8)}
     assert not any(
         "context" in way.text() or "pipeline" in way.text() for way in candidates.candidates(clip)
     )
-    way = next(way for way in every if way.chunk == (64, 64) and way.remat == "dots")
+    way = next(way for way in every if way.mini_batches == (64, 64) and way.remat == "dots")
     assert way.text() == "ddp data=8 remat=dots grad_cache=64" and way.microbatches == 32
     lines = candidates.overrides(clip, way)
     for line in (

@@ -37,7 +37,7 @@ from jaxvlm.planner.request import abstract_devices, pairs
 from jaxvlm.planner.time import communication, workload
 from jaxvlm.planner.time.step_time import model_flops, step_time
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -288,8 +288,8 @@ def test_gradcache_costs_one_more_forward_pass():
     )
     whole = setup._replace(pairs=made)
     once = step_time(whole, there)
-    chunks = (Chunk(1), Chunk(1))
-    cut = whole._replace(pairs=made._replace(chunks=chunks), microbatches=made.parts(4))
+    mini_batches = (MiniBatch(1), MiniBatch(1))
+    cut = whole._replace(pairs=made._replace(mini_batches=mini_batches), microbatches=made.parts(4))
     twice = step_time(cut, there)
     forward = step_time(setup._replace(frozen=("*",)), there)
     head = 2 * 32 * setup.length * SMALL.decoder.width * SMALL.decoder.vocab_size
@@ -309,7 +309,9 @@ def test_frozen_towers_run_once_with_gradcache():
         pairs.embedding_settings(run),
     )
     one = setup._replace(pairs=made, frozen=("vision/*",))
-    cut = one._replace(pairs=made._replace(chunks=(Chunk(2), Chunk(0))), microbatches=4)
+    cut = one._replace(
+        pairs=made._replace(mini_batches=(MiniBatch(2), MiniBatch(0))), microbatches=4
+    )
     assert step_time(cut, there).hardware_flops == step_time(one, there).hardware_flops
     every = [x._replace(frozen=()) for x in (cut, one)]
     again, once = (step_time(x, there).hardware_flops for x in every)

@@ -30,10 +30,10 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models import lora
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
-from jaxvlm.spmd.dropout import check_kept, without_frozen_dropout
+from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.trainer.checks import check_dropout
 from jaxvlm.trainer.training import build_training
 
@@ -80,12 +80,16 @@ def shaken(model):
     return jax.device_put(drawn, model.shardings)
 
 
-def stepped(config, mesh=ONE, strategy=DDP, parts=1, chunks=None, batch=None, rows=ROWS, loss=None):
+def stepped(
+    config, mesh=ONE, strategy=DDP, parts=1, mini_batches=None, batch=None, rows=ROWS, loss=None
+):
     """Loss and gradients of a step that is the run's fourth."""
-    embeddings = EMBEDDINGS if chunks is not None and isinstance(config, ModelConfig) else None
+    embeddings = (
+        EMBEDDINGS if mini_batches is not None and isinstance(config, ModelConfig) else None
+    )
     model = build_model(config, make_mesh(mesh, devices_of(mesh)), strategy, embeddings=embeddings)
     step, _, init = assemble(
-        model, loss or NextToken(chunk=8), recorded(), parts, chunks=chunks, seed=5
+        model, loss or NextToken(chunk=8), recorded(), parts, mini_batches=mini_batches, seed=5
     )
     state = init(shaken(model))
     # Placed as a state's count lies: the mesh's own.
@@ -172,22 +176,22 @@ class Plain(Softmax):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", PAIR_CASES)
-def test_a_chunk_that_is_run_again_drops_the_same(case, whole):
-    config, mesh, chunks, strategy = PAIR_CASES[case]
+def test_a_mini_batch_that_is_run_again_drops_the_same(case, whole):
+    config, mesh, mini_batches, strategy = PAIR_CASES[case]
     made, loss = mixed_pairs, Softmax()
     if config is TEXT:
         made, loss = text_pairs, Plain()
     elif isinstance(config, ModelConfig):
         made = vlm_pairs
     asked = {"batch": made(), "rows": PAIRS, "loss": loss}
-    expected = whole(str(config), config, chunks=(Chunk(), Chunk()), **asked)
-    cut = tuple(Chunk(rows) for rows in chunks)
+    expected = whole(str(config), config, mini_batches=(MiniBatch(), MiniBatch()), **asked)
+    cut = tuple(MiniBatch(rows) for rows in mini_batches)
     same(
         stepped(
             config,
             {**PAIR_MESHES, "stage2": MeshConfig(1, pipeline=2)}[mesh],
             strategy,
-            chunks=cut,
+            mini_batches=cut,
             **asked,
         ),
         expected,
@@ -244,10 +248,10 @@ def test_what_is_frozen_drops_nothing():
         != set()
     )
     with pytest.raises(ConfigError, match=r"vision.dropout=0.1 in a vision encoder whose tok"):
-        check_kept(model_of(VLM))
+        check_cached(model_of(VLM))
     with pytest.raises(ConfigError, match=r"lora.dropout=0.3 in a vision encoder whose tok"):
-        check_kept(model)
-    check_kept(found)
+        check_cached(model)
+    check_cached(found)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Embeddings, Pairs, Sums
 
 K = 2
@@ -138,7 +138,7 @@ KINDS: dict[str, Any] = {
 
 
 def step_of(
-    kind, mesh="one", chunks=(0, 0), strategy=FSDP, tokens=0, loss_on=lambda mesh: Softmax()
+    kind, mesh="one", mini_batches=(0, 0), strategy=FSDP, tokens=0, loss_on=lambda mesh: Softmax()
 ):
     """(loss, tenths of gradients) of a step."""
     config, make, frozen = KINDS[kind]
@@ -152,8 +152,8 @@ def step_of(
         lambda step: 1e-2,
         {p: model.logical[p] for p in model.shapes},
     )
-    cut = tuple(Chunk(rows, tokens) for rows in chunks)
-    step, _, init = assemble(model, loss_on(model.mesh), tx, frozen=frozen, chunks=cut)
+    cut = tuple(MiniBatch(rows, tokens) for rows in mini_batches)
+    step, _, init = assemble(model, loss_on(model.mesh), tx, frozen=frozen, mini_batches=cut)
     state, metrics = step(init(model.init(0)), to_global(model.mesh, make(), ROWS))
     return float(metrics["loss"]), jax.device_get(optax.tree.get(state.opt_state, "mu"))
 
@@ -182,26 +182,26 @@ QUICK = ("dual", "locked whole")
 @pytest.mark.parametrize(
     "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.long) for k in KINDS]
 )
-def test_a_chunk_at_a_time_gives_the_whole_batchs_gradient(kind, whole):
-    same(step_of(kind, chunks=(3, 5)), whole(kind))
+def test_a_mini_batch_at_a_time_gives_the_whole_batchs_gradient(kind, whole):
+    same(step_of(kind, mini_batches=(3, 5)), whole(kind))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("chunks", [(1, 1), (0, 7), (16, 32)])
-def test_any_chunk_does(chunks, whole):
-    same(step_of("dual", chunks=chunks), whole("dual"))
+@pytest.mark.parametrize("mini_batches", [(1, 1), (0, 7), (16, 32)])
+def test_any_mini_batch_does(mini_batches, whole):
+    same(step_of("dual", mini_batches=mini_batches), whole("dual"))
 
 
 @pytest.mark.long
-def test_a_chunk_may_be_so_many_tokens(whole):
+def test_a_mini_batch_may_be_so_many_tokens(whole):
     same(step_of("mixed", tokens=30), whole("mixed"))
 
 
-def test_chunks_are_of_one_size():
-    assert Chunk(5).parts(12, 16) == 4 and Chunk(5).parts(12, 16, group=3) == 6
-    assert Chunk().parts(12, 16) == Chunk(99).parts(12, 16) == 1
-    assert Chunk(tokens=30).parts(12, 99) == 50 and Chunk(tokens=3).parts(12, 99) == 99
-    assert Chunk(4, 30).parts(12, 99) == 50 and Chunk(1, 30).parts(12, 99) == 99
+def test_mini_batches_are_of_one_size():
+    assert MiniBatch(5).parts(12, 16) == 4 and MiniBatch(5).parts(12, 16, group=3) == 6
+    assert MiniBatch().parts(12, 16) == MiniBatch(99).parts(12, 16) == 1
+    assert MiniBatch(tokens=30).parts(12, 99) == 50 and MiniBatch(tokens=3).parts(12, 99) == 99
+    assert MiniBatch(4, 30).parts(12, 99) == 50 and MiniBatch(1, 30).parts(12, 99) == 99
 
 
 @pytest.mark.parametrize(

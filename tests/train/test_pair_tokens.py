@@ -35,7 +35,7 @@ from jaxvlm.planner.compiled import collectives
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.submodels import feature_shape
 from jaxvlm.spmd.train_step import assemble, split
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 
 NAFLEX = dataclasses.replace(
     DUAL,
@@ -85,7 +85,9 @@ CASES = {
 class Made:
     """A compiled step, with room for tokens or plain."""
 
-    def __init__(self, case, mesh="one", dtype="float32", chunks=(0, 0), cached=True, fed=False):
+    def __init__(
+        self, case, mesh="one", dtype="float32", mini_batches=(0, 0), cached=True, fed=False
+    ):
         config, self.batch, frozen, windows = CASES[case]
         self.config = config = dataclasses.replace(config, dtype=dtype)
         where = {**MESHES, "stage2": MeshConfig(1, pipeline=2)}[mesh]
@@ -97,9 +99,9 @@ class Made:
         asked = CacheConfig("strict", memory_mb=1, encode_batch=2)
         cache = make_pair_cache(asked, self.model, own, windows) if cached else None
         tx = make_optimizer(OptimConfig(max_grad_norm=0.0), lambda step: 1e-2, self.model.logical)
-        cut = tuple(Chunk(rows) for rows in chunks)
+        cut = tuple(MiniBatch(rows) for rows in mini_batches)
         step, abstract, self.init = assemble(
-            self.model, Softmax(), tx, frozen=frozen, cache=cache, chunks=cut
+            self.model, Softmax(), tx, frozen=frozen, cache=cache, mini_batches=cut
         )
         shapes = self.with_room() if cached or fed else self.batch()
         if fed:
@@ -175,7 +177,7 @@ def long(*case):
 
 
 @pytest.mark.parametrize(
-    "case, mesh, dtype, chunks",
+    "case, mesh, dtype, mini_batches",
     [
         ("dual", "one", "float32", (0, 0)),
         long("dual", "data4", "float32", (2, 3)),
@@ -186,8 +188,8 @@ def long(*case):
         long("vlm, stages", "stage2", "float32", (1, 3)),
     ],
 )
-def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, chunks):
-    step = compiled(case, mesh, dtype, chunks)
+def test_tokens_that_are_given_change_no_bit(case, mesh, dtype, mini_batches):
+    step = compiled(case, mesh, dtype, mini_batches)
     off = step.run([step.with_room()] * 3)
     tokens = [made and made.tokens for made in off[2][0][TOKENS]]
     some = np.random.default_rng(0)
@@ -225,7 +227,7 @@ def test_the_step_is_that_without_a_cache():
 def test_no_collective_carries_a_feature():
     """Against the same step that is given all features."""
     step = compiled("dual", "data4", "float32", (2, 3))
-    fed = Made("dual", "data4", chunks=(2, 3), cached=False, fed=True)
+    fed = Made("dual", "data4", mini_batches=(2, 3), cached=False, fed=True)
 
     def wire(text):
         return collectives.total(collectives.read(text, dict(step.model.mesh.shape)))

@@ -151,7 +151,7 @@ def test_short_of_memory_gradient_caching_may_be_the_change(predicted):
     run, said, _ = predicted
     there = machine.parse("h200:8")
     config = asks(run.config, grad_cache=GradCacheConfig())
-    pairing = said.setup.pairs._replace(chunks=step_memory.pairs.WHOLE)
+    pairing = said.setup.pairs._replace(mini_batches=step_memory.pairs.WHOLE)
     setup = said.setup._replace(platform="gpu", rows=65536, pairs=pairing, microbatches=1)
     now = step_memory.estimate(setup)
     full = memory_estimate.MemoryEstimate(setup, dict(now.states), dict(now.work), True, None)

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from jaxvlm.cache.store import codec as codecs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.cache.store.segment_files import Identity, Index, RowLocation, Segment
+from jaxvlm.checkpoint.whole_files import write_whole
 
 _WAITING = 4  # size of the rows that may wait for the disk, in segments
 _TOUCH = 3600.0  # seconds after which a read updates the store's time of last use
@@ -193,8 +194,7 @@ class Store:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if segment_files.read_identity(self.folder) is None:
-                path = self.folder / segment_files.IDENTITY
-                segment_files.write_whole(path, self.identity.text.encode())
+                write_whole(self.folder / segment_files.IDENTITY, self.identity.text.encode())
         except OSError as error:
             self._stop_writing(error)
         self._touch()

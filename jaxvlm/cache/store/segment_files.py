@@ -22,6 +22,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxvlm.cache.store import codec
+from jaxvlm.checkpoint.whole_files import write_whole
 
 FORMAT = f"jaxvlm visual tokens {codec.VERSION}"
 """Part of an identity: rows of another format version are neither read nor removed."""
@@ -235,27 +236,6 @@ def write_segment(
     path = folder / f"{uuid.uuid4().hex}.safetensors"
     write_whole(path, safetensors.numpy.save(tensors, about))
     return read_segment(path)
-
-
-def write_whole(path: pathlib.Path, data: bytes) -> None:
-    """Write a file atomically: it is never seen in part, whatever fails. Raises OSError."""
-    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # some file systems can't sync folders
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Multi-process runs: initialization, coordinated preemption, and exit without hanging on peers.
+"""Processes of a run: settings before JAX starts, initialization, preemption, exit without a hang.
 
 A program calls :func:`initialize` before any other use of JAX, wraps its work in
 :func:`guard_peers`, calls :func:`should_stop` once a step, and exits with :func:`exit_now`
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -31,6 +33,7 @@ from jaxvlm.parallel.distributed.heartbeat import PeerWatch, flush_and_exit
 HEARTBEAT_S = 40  # JAX's own heartbeat, the fallback of PeerWatch; ends a hang within a minute
 SHUTDOWN_S = 600  # how long a finished process waits for the others to finish
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 _liveness: list[PeerWatch] = []  # none, or the one of this process
 _failed: list[BaseException] = []
 _asked_to_stop: list[int] = []
@@ -49,6 +52,49 @@ class ProcessPlace(NamedTuple):
     process_id: int
     local_devices: list[int] | None
     """Indices of this machine's devices that this process uses; None: all."""
+
+
+def set_up_process(compile_cache: str) -> None:
+    """Apply the settings below; to be called before JAX starts its threads.
+
+    Args:
+        compile_cache: see :func:`use_compile_cache`.
+    """
+    keep_freed_memory()
+    use_compile_cache(compile_cache)
+
+
+def use_compile_cache(setting: str) -> None:
+    """Enable JAX's persistent compilation cache, so that the next start is fast.
+
+    Args:
+        setting: a folder, ``auto`` (``~/.cache/jaxvlm/xla``), or ``""`` for none.
+    """
+    if not setting or jax.config.values["jax_compilation_cache_dir"]:
+        return
+    folder = pathlib.Path("~/.cache/jaxvlm/xla" if setting == "auto" else setting).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a read-only home: slower, not wrong
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse memory that a CPU step frees, instead of returning it to the kernel.
+
+    Every step allocates its temporary buffers; page faults on returned memory cost a fifth of a
+    step. To be called before JAX starts its threads. Does nothing on a machine with an
+    accelerator, whose buffers are not in host memory, or with another C library.
+    """
+    platforms = jax.config.values["jax_platforms"] or ""
+    accelerators = ("/dev/nvidiactl", "/dev/accel0", "/dev/vfio/0", "/dev/kfd")
+    if platforms != "cpu" and any(pathlib.Path(path).exists() for path in accelerators):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1):
+            mallopt(option, value)
 
 
 def initialize() -> bool:
@@ -144,6 +190,12 @@ def check_same(what: str, value: Any) -> None:
             f"{what}: process {', '.join(map(str, others))} differs from process 0; every host "
             "must run the same command and see the same files"
         )
+
+
+def barrier(name: str) -> None:
+    """Wait for all processes; do nothing in a single one."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
 
 
 def exit_now(code: int) -> None:

@@ -70,7 +70,7 @@ class _ForwardBackward(PipelineForward):
     def loss_grad(self) -> tuple[Sums, Params, jax.Array, jax.Array | None]:
         """See the function of this name."""
         end = jax.lax.scan(self._tick, self._nothing(), self._table())[0]
-        blocks = self._chunked(end["d_blocks"], back=True)
+        blocks = self._by_virtual_stage(end["d_blocks"], back=True)
         grads = {**end["d_pre"], **end["d_post"], **blocks}
         for path in end["d_pre"].keys() & end["d_post"].keys():
             grads[path] = end["d_pre"][path] + end["d_post"][path]
@@ -170,14 +170,14 @@ class _ForwardBackward(PipelineForward):
         self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, grads: Any, rest: Any,
         worked: Any, d_left: Flow, parts: Batch, row: Any,
     ) -> tuple[Flow, Flow, Any, Any, Any]:  # fmt: skip
-        unit, chunk = row["backward"][stage], row["backward_chunk"][stage]
+        unit, virtual = row["backward"][stage], row["backward_virtual_stage"][stage]
         slot = row["rest_slot"][stage]
-        last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
+        last = (stage == self.stages - 1) & (virtual == self.virtual_stages - 1)
         d_out = buffers.where(last, d_left, inbox)
         has, old = buffers.take(kept, row["backward_slot"][stage]), buffers.take(rest, slot)
 
         def work() -> tuple[Flow, Any, Any, Any]:
-            known = self._unit(stage, unit, chunk, own, still, parts)[2]
+            known = self._unit(stage, unit, virtual, own, still, parts)[2]
             available = known, has
             count = worked.at[1].add(1)
             if self.split:
@@ -185,13 +185,13 @@ class _ForwardBackward(PipelineForward):
                 d_flow, d_own, new = cut.first(available, d_out)
             else:
                 (d_own, d_flow), new = buffers.back(self.how["blocks"], *available)(d_out), []
-            return d_flow, new, buffers.add_at(grads, {p: d_own[p] for p in grads}, chunk), count
+            return d_flow, new, buffers.add_at(grads, {p: d_own[p] for p in grads}, virtual), count
 
         def idle() -> tuple[Flow, Any, Any, Any]:
             return buffers.zeros(self.entry), old, grads, worked
 
         d_flow, new, grads, worked = self._if(row["backward"], stage, work, idle)
-        first = (stage == 0) & (chunk == 0) & (unit >= 0)
+        first = (stage == 0) & (virtual == 0) & (unit >= 0)
         d_entry = {}
         if self._goes_back():
             d_entry = self._from(first, d_flow)
@@ -202,16 +202,17 @@ class _ForwardBackward(PipelineForward):
         self, stage: Any, own: Any, still: Any, kept: Any, grads: Any, rest: Any, worked: Any,
         parts: Batch, row: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        unit, chunk = row["weights"], row["weights_chunk"]
+        unit, virtual = row["weights"], row["weights_virtual_stage"]
         has, more = (
             buffers.take(kept, row["weights_slot"][stage]),
             buffers.take(rest, row["rest_back_slot"][stage]),
         )
 
         def work() -> tuple[Any, Any]:
-            known = self._unit(stage, unit, chunk, own, still, parts)[2]
+            known = self._unit(stage, unit, virtual, own, still, parts)[2]
             d_own = self.how["split"].second((known, has), more)
-            return buffers.add_at(grads, {p: d_own[p] for p in grads}, chunk), worked.at[2].add(1)
+            new = buffers.add_at(grads, {p: d_own[p] for p in grads}, virtual)
+            return new, worked.at[2].add(1)
 
         # All stages have a W unit in the same ticks.
         return jax.lax.cond(unit >= 0, work, lambda: (grads, worked))

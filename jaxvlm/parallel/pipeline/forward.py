@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxvlm.parallel.pipeline import buffers
 from jaxvlm.parallel.pipeline.buffers import Flow
-from jaxvlm.parallel.pipeline.schedule import Schedule, chunk_moves, one_way, rounds
+from jaxvlm.parallel.pipeline.schedule import Schedule, one_way, rounds, virtual_stage_moves
 from jaxvlm.types import Batch, Out, Params
 
 AXIS = "pipeline"
@@ -99,18 +99,19 @@ class PipelineForward:
     ):
         self.skip = skip
         self.cut, self.schedule, self.mesh, self.parts = cut, schedule, mesh, parts
-        self.stages, self.chunks = mesh.shape[AXIS], 1 + int(schedule.forward_chunk.max())
+        self.stages = mesh.shape[AXIS]
+        self.virtual_stages = 1 + int(schedule.forward_virtual_stage.max())
         # All in one exchange: JAX gives every permute one channel, and XLA on CPU (jaxlib 0.10.2)
         # mixed up those of several exchanges at once, or aborted.
-        blocks = self._chunked(dict(sorted({**own.blocks, **still.blocks}.items())))
+        blocks = self._by_virtual_stage(dict(sorted({**own.blocks, **still.blocks}.items())))
         self.own = own._replace(blocks={path: blocks[path] for path in own.blocks})
         self.still = still._replace(blocks={path: blocks[path] for path in still.blocks})
         layers = next(iter({**own.blocks, **still.blocks}.values())).shape[0]
-        self.depth = layers // self.stages // self.chunks
+        self.depth = layers // self.stages // self.virtual_stages
         part = jax.tree.map(lambda x: x[0], parts)
         self.entry = jax.eval_shape(self._begin(part), self.own.pre, self._learned(part))
         flow = jax.eval_shape(
-            lambda p, f: cut.blocks(p, f, part, jnp.int32(0)), self._one_chunk(), self.entry
+            lambda p, f: cut.blocks(p, f, part, jnp.int32(0)), self._one_virtual_stage(), self.entry
         )
         self.sent = tuple(flow)
 
@@ -225,21 +226,21 @@ class PipelineForward:
         self, stage: Any, own: Any, still: Any, inbox: Flow, kept: Any, worked: Any,
         entry: Flow, parts: Batch, row: Any,
     ) -> tuple[Flow, Flow, Any, Any]:  # fmt: skip
-        unit, chunk = row["forward"][stage], row["forward_chunk"][stage]
+        unit, virtual = row["forward"][stage], row["forward_virtual_stage"][stage]
         slot = row["forward_slot"][stage]
-        first = (stage == 0) & (chunk == 0)
+        first = (stage == 0) & (virtual == 0)
         flow = buffers.where(first, entry, {**buffers.zeros(entry), **inbox})
         old = buffers.take(kept, slot)
 
         def work() -> tuple[Flow, Any, Any]:
-            f, mine, known = self._unit(stage, unit, chunk, own, still, parts)
+            f, mine, known = self._unit(stage, unit, virtual, own, still, parts)
             return *self._run("blocks", f, mine, flow, known), worked.at[0].add(1)
 
         def idle() -> tuple[Flow, Any, Any]:
             return {name: jnp.zeros_like(flow[name]) for name in self.sent}, old, worked
 
         out, new, worked = self._if(row["forward"], stage, work, idle)
-        last = (stage == self.stages - 1) & (chunk == self.chunks - 1)
+        last = (stage == self.stages - 1) & (virtual == self.virtual_stages - 1)
         left = self._from(last, out)
         return self._shift(out, 1), left, buffers.put(kept, new, slot), worked
 
@@ -254,14 +255,14 @@ class PipelineForward:
 
         return jax.lax.cond((units >= 0).any(), chosen, idle)
 
-    def _unit(self, stage: Any, unit: Any, chunk: Any, own: Any, still: Any, parts: Batch) -> Any:
+    def _unit(self, stage: Any, unit: Any, virtual: Any, own: Any, still: Any, parts: Batch) -> Any:
         """Return a unit as a function of parameters and flow, its parameters, all known values."""
         mine, fixed, part = (
-            buffers.take(own, chunk),
-            buffers.take(still, chunk),
+            buffers.take(own, virtual),
+            buffers.take(still, virtual),
             buffers.take(parts, unit),
         )
-        first = (chunk * self.stages + stage) * self.depth
+        first = (virtual * self.stages + stage) * self.depth
 
         def f(mine: Params, flow: Flow) -> Flow:
             return self.cut.blocks({**mine, **fixed}, flow, part, first)
@@ -287,7 +288,7 @@ class PipelineForward:
 
     # Shapes.
 
-    def _one_chunk(self) -> Params:
+    def _one_virtual_stage(self) -> Params:
         both = {**self.own.blocks, **self.still.blocks}
         return {p: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for p, x in both.items()}
 
@@ -306,10 +307,10 @@ class PipelineForward:
             "worked": jnp.zeros((self.stages, 3), jnp.int32),
         }
 
-    def _chunked(self, tree: Params, back: bool = False) -> Params:
+    def _by_virtual_stage(self, tree: Params, back: bool = False) -> Params:
         """[L, ...] -> [S, V, L / S / V, ...]: move layers to the virtual stages of the schedule."""
-        S, V = self.stages, self.chunks
-        moves = chunk_moves(S, V)
+        S, V = self.stages, self.virtual_stages
+        moves = virtual_stage_moves(S, V)
         if back:
             moves = {source: to for to, source in moves.items()}
         else:

@@ -27,12 +27,12 @@ class Schedule(NamedTuple):
 
     forward: np.ndarray
     """i32[ticks, S]: microbatch of the forward unit."""
-    forward_chunk: np.ndarray
+    forward_virtual_stage: np.ndarray
     """i32[ticks, S]: its virtual stage, 0..V-1."""
     forward_slot: np.ndarray
     """i32[ticks, S]: buffer slot for the residuals that the backward unit needs."""
     backward: np.ndarray
-    backward_chunk: np.ndarray
+    backward_virtual_stage: np.ndarray
     backward_slot: np.ndarray
     begin: np.ndarray
     """i32[ticks]: microbatch that enters the first stage."""
@@ -48,7 +48,7 @@ class Schedule(NamedTuple):
     weights: np.ndarray
     """i32[ticks]: microbatch of all stages' unit of weights' gradients (W); -1 throughout where
     these are a part of the backward unit."""
-    weights_chunk: np.ndarray
+    weights_virtual_stage: np.ndarray
     weights_slot: np.ndarray
     """i32[ticks, S]: slot of the forward unit's residuals."""
     rest_slot: np.ndarray
@@ -82,7 +82,7 @@ class Schedule(NamedTuple):
         return self.units / self.span
 
 
-def timetable(name: str, stages: int, parts: int, chunks: int = 1) -> Schedule:
+def timetable(name: str, stages: int, parts: int, virtual_stages: int = 1) -> Schedule:
     """Build the table of a schedule.
 
     Args:
@@ -96,12 +96,12 @@ def timetable(name: str, stages: int, parts: int, chunks: int = 1) -> Schedule:
             tick).
         stages: S, the size of the mesh axis ``pipeline``.
         parts: M, the number of microbatches.
-        chunks: V, virtual stages of each stage.
+        virtual_stages: V, virtual stages of each stage.
 
     Raises:
         ConfigError: ``interleaved`` with a number of microbatches that is no multiple of S.
     """
-    S, M, V = stages, parts, chunks
+    S, M, V = stages, parts, virtual_stages
     if V > 1 and M % S:
         raise ConfigError(
             f"config.strategy.schedule='interleaved' takes microbatches in groups of "
@@ -155,7 +155,7 @@ def one_way(schedule: Schedule) -> Schedule:
     return schedule._replace(**columns | idle, kept=0, kept_begin=0, kept_end=0, kept_rest=0)
 
 
-def best_microbatches_in_flight(stages: int, parts: int, chunks: int = 1) -> int:
+def best_microbatches_in_flight(stages: int, parts: int, virtual_stages: int = 1) -> int:
     """Choose how many microbatches enter a pipeline together after an encoder on another mesh.
 
     The encoder's mesh works on one group of microbatches while the stages work on the group
@@ -166,18 +166,18 @@ def best_microbatches_in_flight(stages: int, parts: int, chunks: int = 1) -> int
     Args:
         stages: S, the size of the mesh axis ``pipeline``.
         parts: M, the number of microbatches.
-        chunks: V, virtual stages of each stage.
+        virtual_stages: V, virtual stages of each stage.
 
     Returns:
         The divisor of ``parts`` for which that is least; 1 without a pipeline.
     """
-    fit = [g for g in divisors(parts) if chunks == 1 or g % stages == 0]
-    return min(fit or [parts], key=lambda g: g + parts / g * (stages - 1) / chunks)
+    fit = [g for g in divisors(parts) if virtual_stages == 1 or g % stages == 0]
+    return min(fit or [parts], key=lambda g: g + parts / g * (stages - 1) / virtual_stages)
 
 
-def _only(units: np.ndarray, chunk: int) -> np.ndarray:
+def _only(units: np.ndarray, virtual: int) -> np.ndarray:
     """Keep the units of one virtual stage; set the others to -1."""
-    return np.where(units[:, 1:] == chunk, units, -1)
+    return np.where(units[:, 1:] == virtual, units, -1)
 
 
 def _at(units: np.ndarray, slots: dict[Unit, int]) -> np.ndarray:
@@ -204,29 +204,32 @@ def _slots(made: np.ndarray, used: np.ndarray) -> dict[Unit, int]:
     return slots
 
 
-def chunk_moves(stages: int, chunks: int) -> dict[tuple[int, int], tuple[int, int]]:
+def virtual_stage_moves(stages: int, virtual_stages: int) -> dict[tuple[int, int], tuple[int, int]]:
     """Map virtual stages to where their layers are stored; layers are stored in order.
 
     Returns:
         (stage, virtual stage) in the schedule's order -> (stage, position) in storage order.
     """
-    return {(g % stages, g // stages): (g // chunks, g % chunks) for g in range(stages * chunks)}
+    return {
+        (g % stages, g // stages): (g // virtual_stages, g % virtual_stages)
+        for g in range(stages * virtual_stages)
+    }
 
 
 def rounds(
     moves: dict[tuple[int, int], tuple[int, int]], stages: int
 ) -> Iterable[tuple[int, Sequence[int], Sequence[int]]]:
-    """Group ``moves`` into collective permutes, in each of which a stage sends one chunk at most.
+    """Group ``moves`` into collective permutes, in each of which a stage sends at most once.
 
     Yields:
-        The distance in stages; the chunk that each stage sends; the slot in which each stage puts
+        The distance in stages; the virtual stage that each sends; the slot in which each stage puts
         what it receives, -1 for none.
     """
     for far in range(stages):
         queues: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-        for (to, slot), (source, chunk) in moves.items():
+        for (to, slot), (source, virtual) in moves.items():
             if (to - source) % stages == far:
-                queues[source].append((chunk, slot))
+                queues[source].append((virtual, slot))
         for k in range(max(map(len, queues))):
             sent, put = [0] * stages, [-1] * stages
             for source, queue in enumerate(queues):

@@ -96,8 +96,8 @@ def compiled(
     logical = {path: model.logical[path] for path in trained}
     tx = make_optimizer(run.optim, make_schedule(run.optim, run.steps), logical)
     loss = make_loss(run, mesh)
-    parts, chunks = (1, pairing.chunks) if pairing else (setup.microbatches, None)
-    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, chunks=chunks)
+    parts, mini_batches = (1, pairing.mini_batches) if pairing else (setup.microbatches, None)
+    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, mini_batches=mini_batches)
     batch = _batch(setup, mesh)
     start = time.process_time()
     # JAX 0.12 reads the GPU of a Triton kernel from the ambient mesh; one device has none.

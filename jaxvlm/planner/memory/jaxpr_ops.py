@@ -209,7 +209,7 @@ class Jaxpr:
 
         Smaller copies (bfloat16) are made of all layers' parameters before the first loop that
         reads them, once for all loops, as XLA for TPUs does. A loop that would save such copies for
-        another loop saves none. Within a loop over microbatches or GradCache chunks, its
+        another loop saves none. Within a loop over microbatches or GradCache mini-batches, its
         loop-invariant inputs count as parameters: copies exist as long as the loop runs.
 
         Args:

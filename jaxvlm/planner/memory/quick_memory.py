@@ -82,7 +82,7 @@ class QuickStep(NamedTuple):
     vision: str = ""
     """Remat of the vision tower, if it differs."""
     pairs: PairShapes | None = None
-    """Shapes of an example, with its GradCache chunks, when training on pairs."""
+    """Shapes of an example, with its GradCache mini-batches, when training on pairs."""
 
 
 class QuickMemory:
@@ -240,7 +240,7 @@ class QuickMemory:
     def _encoders(
         self, step: QuickStep, config: DualConfig, rows: float | int, row: BatchShape
     ) -> float:
-        """Bytes for the sequences of a dual encoder's GradCache chunk."""
+        """Bytes for the sequences of a dual encoder's GradCache mini-batch."""
         total = sum(self._vision(step, rows, row.patches)) if row.patches else 0.0
         total += self._weights(step)
         if "text" in config.towers and row.length:

@@ -71,9 +71,9 @@ class StepSetup(NamedTuple):
     frozen: tuple[str, ...] = ()
     """Path patterns of frozen parameters."""
     microbatches: int = 1
-    """Number of microbatches; of pairs, GradCache chunks of the side that has more of them."""
+    """Number of microbatches; of pairs, mini-batches of the side that has more of them."""
     pairs: PairShapes | None = None
-    """Shapes of an example and its GradCache chunks; ``None``: training is not on pairs."""
+    """Shapes of an example and its GradCache mini-batches; ``None``: training is not on pairs."""
 
 
 class Estimate(NamedTuple):
@@ -273,7 +273,7 @@ def _shares(
     step, rows = _step(setup, layouts.model)
     model, layout = layouts.model, layouts.model.layout("all_gathered")
     # A step's gradients are constrained to the moments' sharding, and compilers compute them in it;
-    # those of microbatches or GradCache chunks to the sharding of the strategy's gradients.
+    # those of microbatches or GradCache mini-batches to the sharding of the strategy's gradients.
     summed = layouts.bytes["gradients" if setup.microbatches > 1 else "optimizer"]
 
     compiler = COMPILERS[setup.platform]

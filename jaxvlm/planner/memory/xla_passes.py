@@ -233,8 +233,8 @@ def _transposed(held: ShardedValues) -> list[Copy]:
     """Copies of parameters that loops read in another layout.
 
     A parameter is copied if more than one loop reads it, or one over microbatches or GradCache
-    chunks, which contains loops. One that a single loop over layers reads (a frozen tower's forward
-    pass) is not.
+    mini-batches, which contains loops. One that a single loop over layers reads (a frozen tower's
+    forward pass) is not.
     """
     copies = []
     loops = {i: op for i, op in enumerate(held.body.ops) if op.name == "scan"}

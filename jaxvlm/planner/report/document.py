@@ -82,7 +82,7 @@ def of_plan(request: PlanRequest, plan: Plan) -> dict[str, Any]:
         "mesh": {axis: getattr(candidate.mesh, axis) for axis in AXES},
         "remat": candidate.remat,
         "microbatches": 1 if request.pairs else candidate.microbatches,
-        "grad_cache": dict(zip(("query", "document"), candidate.chunk)),
+        "grad_cache": dict(zip(("query", "document"), candidate.mini_batches)),
         "cache": candidate.cache,
         "replicated": list(candidate.strategy.replicated),
         "memory": {

@@ -12,17 +12,17 @@ from jaxvlm.losses.registry import make_loss
 from jaxvlm.parallel.rules import quiet
 from jaxvlm.planner.request import abstract_devices
 from jaxvlm.planner.request.abstract_devices import BatchShape
-from jaxvlm.spmd.gradcache import Chunks, pair_runner
+from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.spmd.train_step import split
 from jaxvlm.train.grad_accum import scales
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Pairs, Params
 
 TOWERS = {"images": ("vision", "vision_top", "connector"), "texts": ("text",)}
 """Towers that images, and texts, go through before or instead of a decoder."""
 
-WHOLE: Chunks = (Chunk(), Chunk())
+WHOLE: MiniBatches = (MiniBatch(), MiniBatch())
 _SCORED = ("cosine", "cosent", "margin_mse", "distill")
 """Losses that need a teacher's scores."""
 
@@ -36,8 +36,8 @@ class PairShapes(NamedTuple):
     """Settings with the loss and pooling; see :func:`embedding_settings`."""
     documents: int = 1
     """Documents per example: its positive and its negatives."""
-    chunks: Chunks = WHOLE
-    """GradCache chunks of queries and of documents, see ``config.grad_cache``."""
+    mini_batches: MiniBatches = WHOLE
+    """GradCache mini-batches of queries and of documents, see ``config.grad_cache``."""
 
     @property
     def embeddings(self) -> EmbeddingConfig | None:
@@ -47,11 +47,13 @@ class PairShapes(NamedTuple):
     def sides(self, examples: int) -> list[PairColumn]:
         """Queries and documents of a batch shard with so many examples."""
         counts = (examples, examples * self.documents)
-        sides = zip((self.query, self.document), counts, self.chunks, strict=True)
-        return [PairColumn(rows, n, chunk.parts(rows.length, n)) for rows, n, chunk in sides]
+        sides = zip((self.query, self.document), counts, self.mini_batches, strict=True)
+        return [
+            PairColumn(rows, n, mini_batch.parts(rows.length, n)) for rows, n, mini_batch in sides
+        ]
 
     def parts(self, examples: int) -> int:
-        """GradCache chunks of the side that has more of them."""
+        """GradCache mini-batches of the side that has more of them."""
         return max(side.parts for side in self.sides(examples))
 
     def width(self, config: ModelConfig | DualConfig) -> int:
@@ -75,7 +77,7 @@ class PairColumn(NamedTuple):
     number: int
     """Number of them in the batch shard."""
     parts: int
-    """Number of GradCache chunks."""
+    """Number of GradCache mini-batches."""
 
     def runs(self, config: ModelConfig | DualConfig) -> tuple[str, ...]:
         """Towers that they go through."""
@@ -132,14 +134,16 @@ def traced(
         pairing: shapes of the examples.
         frozen: path patterns.
         examples: examples of the device.
-        recompute: run even a single chunk's forward pass twice, see
+        recompute: run even a single mini-batch's forward pass twice, see
             :class:`jaxvlm.train.gradcache.GradCache`.
     """
     mesh = abstract_devices.mesh(MeshConfig(data=1), platform)
     model = model_of(config, mesh, pairing)
     trained, fixed = split(model, model.shapes, frozen)
     loss = make_loss(pairing.run, mesh)
-    runner = dataclasses.replace(pair_runner(model, trained, pairing.chunks), recompute=recompute)
+    runner = dataclasses.replace(
+        pair_runner(model, trained, pairing.mini_batches), recompute=recompute
+    )
 
     def grads(params: Params, frozen: Params, batch: Pairs) -> Any:
         return runner.loss_grad(params, frozen, batch, loss, scales(loss, batch))

@@ -14,7 +14,7 @@ from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.memory import step_memory
 from jaxvlm.planner.memory.quick_memory import QuickMemory, QuickStep
 from jaxvlm.planner.request.request import PlanRequest
-from jaxvlm.planner.search.candidates import Candidate, pair_chunks, setup_of
+from jaxvlm.planner.search.candidates import Candidate, pair_mini_batches, setup_of
 from jaxvlm.planner.time.step_time import StepTime, step_time, without_vision
 
 MARGIN = 0.08
@@ -101,7 +101,7 @@ class Memory:
         c = candidate
         key: tuple[Any, ...] = (c.remat, c.vision, c.microbatches, c.mesh.expert)
         if self.request.pairs:  # traced with a device's own examples
-            key = *key, c.chunk, self.request.rows // c.shards
+            key = *key, c.mini_batches, self.request.rows // c.shards
         return key
 
     def plan(self, candidate: Candidate, time: StepTime, always: bool = False) -> Plan:
@@ -159,14 +159,14 @@ class _Correction(NamedTuple):
 def kind(candidate: Candidate) -> tuple[Any, ...]:
     """Key of candidates for which the formula errs alike: with experts it errs differently."""
     mesh = candidate.mesh
-    return candidate.remat, mesh.expert > 1, mesh.tensor > 1, any(candidate.chunk)
+    return candidate.remat, mesh.expert > 1, mesh.tensor > 1, any(candidate.mini_batches)
 
 
 def _step(request: PlanRequest, candidate: Candidate) -> QuickStep:
     return QuickStep(
         candidate.mesh, candidate.strategy, candidate.remat, candidate.microbatches,
         request.rows, candidate.vision,
-        pair_chunks(request, candidate),
+        pair_mini_batches(request, candidate),
     )  # fmt: skip
 
 

@@ -16,13 +16,13 @@ from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.planner.request.request import PlanRequest
-from jaxvlm.spmd.gradcache import AUTO, grad_cache_chunks
-from jaxvlm.train.gradcache import Chunk
+from jaxvlm.spmd.gradcache import AUTO, grad_cache_mini_batches
+from jaxvlm.train.gradcache import MiniBatch
 
 REMATS = ("none", "dots", "full")
 _LONG = 16_384
 """Tokens of a sequence from which on sequences are sharded over ``context``."""
-_MOST_PARTS, _MOST_CHUNKS = 64, 256
+_MOST_PARTS, _MOST_MINI_BATCHES = 64, 256
 _NAMES = {"tensor": "tensor", "context": "context", "expert": "experts", "pipeline": "stages"}
 
 
@@ -37,12 +37,12 @@ class Candidate(NamedTuple):
     remat: str
     """Remat of both towers, unless :attr:`vision` is set."""
     microbatches: int = 1
-    """Number of microbatches; of pairs, of GradCache chunks."""
+    """Number of microbatches; of pairs, of GradCache mini-batches."""
     cache: str = "off"
     """off | strict: a frozen vision encoder's visual tokens are cached, and it does not run."""
     vision: str = ""
     """Remat of the vision tower, if it differs."""
-    chunk: tuple[int, int] = (0, 0)
+    mini_batches: tuple[int, int] = (0, 0)
     """Queries and documents of a batch shard that run at once, see ``config.grad_cache``; 0: all.
     """
 
@@ -62,8 +62,8 @@ class Candidate(NamedTuple):
         axes = " ".join(f"{a}={getattr(self.mesh, a)}" for a in AXES if getattr(self.mesh, a) > 1)
         remat = f"remat={self.remat}" + (f" (vision {self.vision})" if self.vision else "")
         parts = [self.preset or "strategy", axes, remat]
-        if any(self.chunk):
-            parts.append(f"grad_cache={','.join(str(n) for n in dict.fromkeys(self.chunk))}")
+        if any(self.mini_batches):
+            parts.append(f"grad_cache={','.join(str(n) for n in dict.fromkeys(self.mini_batches))}")
         elif self.microbatches > 1:
             parts.append(f"microbatches={self.microbatches}")
         if self.strategy.replicated:
@@ -96,15 +96,15 @@ def setup_of(request: PlanRequest, candidate: Candidate) -> StepSetup:
         with_remat(request.config.network, candidate), candidate.mesh, candidate.strategy,
         request.machine.platform, request.rows, request.length, request.images,
         request.patches, request.config.optim.frozen, candidate.microbatches,
-        pair_chunks(request, candidate),
+        pair_mini_batches(request, candidate),
     )  # fmt: skip
 
 
-def pair_chunks(request: PlanRequest, candidate: Candidate) -> PairShapes | None:
-    """Shapes of an example, in the candidate's chunks; ``None``: training is not on pairs."""
-    query, document = candidate.chunk
-    chunks = Chunk(query), Chunk(document)
-    return request.pairs._replace(chunks=chunks) if request.pairs else None
+def pair_mini_batches(request: PlanRequest, candidate: Candidate) -> PairShapes | None:
+    """Shapes of an example, in the candidate's mini-batches; ``None``: training is not on pairs."""
+    query, document = candidate.mini_batches
+    mini_batches = MiniBatch(query), MiniBatch(document)
+    return request.pairs._replace(mini_batches=mini_batches) if request.pairs else None
 
 
 def of_mesh(
@@ -112,9 +112,9 @@ def of_mesh(
 ) -> Iterator[Candidate]:
     """All candidates on one mesh under one strategy; both resolved."""
     shards = mesh.data * mesh.fsdp * mesh.expert
-    for parts, chunk in _cuts(request, mesh, request.rows // shards):
+    for parts, mini_batches in _cuts(request, mesh, request.rows // shards):
         for remat in REMATS[mesh.pipeline > 1 :]:
-            yield Candidate(strategy.name, mesh, strategy, remat, parts, chunk=chunk)
+            yield Candidate(strategy.name, mesh, strategy, remat, parts, mini_batches=mini_batches)
 
 
 def candidates(request: PlanRequest) -> Iterator[Candidate]:
@@ -127,10 +127,12 @@ def candidates(request: PlanRequest) -> Iterator[Candidate]:
         shards = mesh.data * mesh.fsdp * mesh.expert
         if request.rows % shards:
             continue
-        for parts, chunk in _cuts(request, mesh, request.rows // shards):
+        for parts, mini_batches in _cuts(request, mesh, request.rows // shards):
             for remat in REMATS[mesh.pipeline > 1 :]:
                 for cache in cache_policies if mesh.pipeline == 1 else ["off"]:
-                    yield Candidate(preset, mesh, strategy, remat, parts, cache, chunk=chunk)
+                    yield Candidate(
+                        preset, mesh, strategy, remat, parts, cache, mini_batches=mini_batches
+                    )
 
 
 def meshes(request: PlanRequest) -> Iterator[tuple[str, MeshConfig]]:
@@ -191,21 +193,27 @@ def _shares(machine: Machine, rest: int, inner: int) -> list[int]:
 
 
 def _cuts(request: PlanRequest, mesh: MeshConfig, rows: int) -> list[tuple[int, tuple[int, int]]]:
-    """(number, chunk sizes) of microbatches of a batch shard; for pairs, of GradCache chunks."""
+    """(number, sizes) of microbatches of a batch shard; for pairs, of mini-batches."""
     if request.pairs is None:
         return [(parts, (0, 0)) for parts in _parts(request, mesh, rows)]
     documents = request.pairs.documents
-    sizes = [(n, (rows // n, documents * rows // n)) for n in _powers(min(rows, _MOST_CHUNKS))]
-    chunks = {parts: chunk for parts, chunk in sizes if parts > 1 and rows % parts == 0}
-    own = chunk_of(request.pairs, request.given, rows)  # the recipe's
-    return list({1: (0, 0), **chunks, own[0]: own[1]}.items())
+    sizes = [
+        (n, (rows // n, documents * rows // n)) for n in _powers(min(rows, _MOST_MINI_BATCHES))
+    ]
+    mini_batches = {
+        parts: mini_batches for parts, mini_batches in sizes if parts > 1 and rows % parts == 0
+    }
+    own = mini_batches_of(request.pairs, request.given, rows)  # the recipe's
+    return list({1: (0, 0), **mini_batches, own[0]: own[1]}.items())
 
 
-def chunk_of(pairs: PairShapes, config: Config, rows: int) -> tuple[int, tuple[int, int]]:
-    """A run's own GradCache chunks of a batch shard: their number at most, and their sizes."""
+def mini_batches_of(pairs: PairShapes, config: Config, rows: int) -> tuple[int, tuple[int, int]]:
+    """A run's own mini-batches of a batch shard: their number at most, and their sizes."""
     if config.grad_cache.query_mini_batch == AUTO:
         return 1, (0, 0)
-    query, document = pairs._replace(chunks=grad_cache_chunks(config.grad_cache)).sides(rows)
+    query, document = pairs._replace(mini_batches=grad_cache_mini_batches(config.grad_cache)).sides(
+        rows
+    )
     parts = max(query.parts, document.parts)
     sizes = -(-query.number // query.parts), -(-document.number // document.parts)
     return parts, sizes if parts > 1 else (0, 0)
@@ -280,7 +288,7 @@ def _cut_overrides(request: PlanRequest, candidate: Candidate) -> dict[str, int]
     if request.pairs is None:
         return {"microbatches": candidate.microbatches}
     names = ("grad_cache.query_mini_batch", "grad_cache.document_mini_batch")
-    sizes = dict(zip(names, candidate.chunk, strict=True))
+    sizes = dict(zip(names, candidate.mini_batches, strict=True))
     return sizes | ({"grad_cache.max_tokens": 0} if request.given.grad_cache.max_tokens else {})
 
 

@@ -45,7 +45,7 @@ BRANCHES = (
         "DDP, in microbatches",
         "With a replica on every device, its share in microbatches?",
         lambda w: w.preset == "ddp" and _plain(w) and w.microbatches > 1,
-        of_pairs=("DDP + GradCache", "With a replica on every device, its share in chunks?"),
+        of_pairs=("DDP + GradCache", "With a replica on every device, its share in mini-batches?"),
     ),
     Branch(
         "FSDP + LoRA",

@@ -10,7 +10,7 @@ from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.search.candidates import Candidate
 from jaxvlm.planner.time import workload
 from jaxvlm.planner.time.step_time import StepTime, step_time
-from jaxvlm.spmd.encoder_devices import best_first
+from jaxvlm.spmd.encoder_share import best_first
 from jaxvlm.train.disaggregated import EncoderAndRest
 
 

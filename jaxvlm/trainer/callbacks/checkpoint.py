@@ -33,11 +33,11 @@ def restore_or_init(
         The state, how many steps it has taken, and what was saved with it.
     """
     training = run.training
-    restored = checkpointer.restore(training.kept(training.abstract))
+    restored = checkpointer.restore(training.checkpointed(training.abstract))
     if restored is not None:
         start = resume_step(restored.extra["data"], run.dataset.fingerprint())
         log(f"resuming at step {start} of {run.steps}")
-        return training.whole(restored.state), start, restored.extra
+        return training.with_empty_cache(restored.state), start, restored.extra
     return training.init(_first_params(run, log)), 0, {}
 
 
@@ -96,7 +96,7 @@ class CheckpointCallback(Callback):
         """Write the state with what the callbacks before this one added to ``record``."""
         record.extra = self.carried | record.extra
         record.written = self.checkpointer.save(
-            step, self.training.kept(state), record.extra, record.metrics
+            step, self.training.checkpointed(state), record.extra, record.metrics
         )
 
 

@@ -10,7 +10,7 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import split
 from jaxvlm.train.disaggregated import EncoderAndRest
-from jaxvlm.types import Batch, is_vision_path
+from jaxvlm.types import Batch, trains_vision
 
 BY_COST = -1
 """Value of ``config.encoder.devices``: the first of :func:`best_first` that the run can use."""
@@ -27,13 +27,13 @@ def model_costs(config: Config, batch: Batch) -> EncoderAndRest:
     one = build_model(model, make_mesh(MeshConfig(1), jax.devices()[:1]))
     trained, _ = split(one, one.shapes, config.optim.frozen)
     forward, step = model_flops.of_batch(model, trained, batch)
-    tower, rest = step.vision, step.total - step.vision
-    if any(is_vision_path(path) for path in trained):
-        tower += forward.vision  # the backward pass recomputes the encoder's forward pass
-        tower += forward.vision * (model.vision.remat == "full")
+    encoder, rest = step.vision, step.total - step.vision
+    if trains_vision(trained):
+        encoder += forward.vision  # the backward pass recomputes the encoder's forward pass
+        encoder += forward.vision * (model.vision.remat == "full")
     rest += forward.vision_top * (model.vision.remat == "full")
     rest += forward.decoder * (model.decoder.remat == "full")
-    return EncoderAndRest(tower, rest)
+    return EncoderAndRest(encoder, rest)
 
 
 def best_first(cost: EncoderAndRest, devices: int) -> list[int]:
@@ -41,4 +41,4 @@ def best_first(cost: EncoderAndRest, devices: int) -> list[int]:
 
     A step takes as long as the side that has more FLOPs for each device.
     """
-    return sorted(range(1, devices), key=lambda n: max(cost.tower / n, cost.rest / (devices - n)))
+    return sorted(range(1, devices), key=lambda n: max(cost.encoder / n, cost.rest / (devices - n)))
