@@ -33,13 +33,13 @@ HOST_CACHE = "host_cache"
 _MODEL_ORDER = TokenLayout(ROW_MAJOR, ROW_MAJOR, 0)
 
 
-def open_host_cache(run: CacheInputs, say: Callable[[str], None]) -> HostCache | None:
+def open_host_cache(run: CacheInputs, log: Callable[[str], None]) -> HostCache | None:
     """Open the host cache of a run; ``None`` where its vision encoder is frozen, or no image has
     pages in host memory.
 
     Args:
         run: its settings and page allocation.
-        say: takes a line for the log.
+        log: takes a line for the log.
 
     Raises:
         ConfigError: processes share sequences.
@@ -48,7 +48,7 @@ def open_host_cache(run: CacheInputs, say: Callable[[str], None]) -> HostCache |
         return None
     writer.refuse_shared_sequences(run)
     layout = token_layout(run.config.cache, run.config.network)
-    return HostCache(run.pages, run.rows, say, layout)
+    return HostCache(run.pages, run.rows, log, layout)
 
 
 class HostCache:
@@ -57,7 +57,7 @@ class HostCache:
     Args:
         pages: allocation that says which images have pages in host memory.
         rows: indices of this process's sequences in the global batch, ascending.
-        say: takes a line for the log of process 0; other processes log warnings instead.
+        log: takes a line for the log of process 0; other processes log warnings instead.
         layout: order of the cached tokens; tokens stored in another order are converted.
     """
 
@@ -65,12 +65,12 @@ class HostCache:
         self,
         pages: PageAllocation,
         rows: np.ndarray,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         layout: TokenLayout = _MODEL_ORDER,
     ):
-        self._pages, self._say, self._layout = pages, say, layout
+        self._pages, self._log, self._layout = pages, log, layout
         if number := jax.process_index():  # the log shows lines of process 0 alone
-            self._say = lambda line: _log.warning("process %d: %s", number, line)
+            self._log = lambda line: _log.warning("process %d: %s", number, line)
         self._rows = rows.tolist()
         self._tokens = HostEntries({}, {})
         self._pending: collections.deque[tuple[Batch, TrainableTokens]] = collections.deque()
@@ -126,18 +126,18 @@ class HostCache:
         entry = self._tokens.current[at] = entry._replace(key=key, tokens=data)
         return entry
 
-    def write(self, batch: Batch, made: TrainableTokens | None) -> None:
+    def write(self, batch: Batch, encoded_tokens: TrainableTokens | None) -> None:
         """Take a step's tokens right after its dispatch; waits for the step before it.
 
         Args:
             batch: as given to :meth:`fill`.
-            made: tokens that the step returned; ``None``: it has no images.
+            encoded_tokens: tokens that the step returned; ``None``: it has no images.
         """
         self._finish_pending()
-        if made is not None:
-            for x in jax.tree.leaves(made):
+        if encoded_tokens is not None:
+            for x in jax.tree.leaves(encoded_tokens):
                 x.copy_to_host_async()
-            self._pending.append((batch, made))
+            self._pending.append((batch, encoded_tokens))
 
     def _finish_pending(self) -> None:
         """Make the tokens of the steps dispatched so far visible to the next :meth:`fill`."""
@@ -146,7 +146,7 @@ class HostCache:
         while self._pending:
             self._tokens.current.update(self._changed(*self._pending.popleft()))
 
-    def _changed(self, batch: Batch, made: TrainableTokens) -> dict[HostPage, HostTokens]:
+    def _changed(self, batch: Batch, encoded_tokens: TrainableTokens) -> dict[HostPage, HostTokens]:
         """Return the entries that a step changed."""
         local = {row: i for i, row in enumerate(self._rows)}
         new: dict[HostPage, HostTokens] = {}
@@ -155,9 +155,9 @@ class HostCache:
             by_row = {local[row]: data for row, data in owned_rows(x).items()}
             return [by_row[i] for i in range(len(by_row))]
 
-        features = own(made.tokens)
-        encoded, shown = own(made.encoded), own(made.shown)
-        ages = [own(x) for x in made.age]
+        features = own(encoded_tokens.tokens)
+        encoded, shown = own(encoded_tokens.encoded), own(encoded_tokens.shown)
+        ages = [own(x) for x in encoded_tokens.age]
         for row, place, at in self._host_images(batch):
             if encoded[row][place] and at not in new:
                 data = np.array(writer.tokens_of_image(features[row], batch, row, place))
@@ -199,7 +199,7 @@ class HostCache:
         for item in self._pending:
             entries.next.update(self._changed(*item))
         self.close()
-        args = (_part(folder, step), entries, self._run, self._say)
+        args = (_part(folder, step), entries, self._run, self._log)
         self._writer = threading.Thread(target=host_cache_files.write, args=args, name="host_cache")
         self._writer.start()
 
@@ -227,7 +227,7 @@ class HostCache:
         for number in range(wanted["processes"]):
             part = _part(folder, step, number, wanted["processes"])
             try:
-                read, damaged = host_cache_files.read(part, wanted["run"], has_room, self._say)
+                read, damaged = host_cache_files.read(part, wanted["run"], has_room, self._log)
             except ValueError as error:
                 unreadable.append(str(error))
                 continue
@@ -242,11 +242,11 @@ class HostCache:
         whose = f"{folder / str(step)}: the host cache saved with the checkpoint lacks the tokens"
         if unreadable:  # on this process; others may read what it can't
             count = f"{len(unreadable)} of {wanted['processes']}"
-            self._say(
+            self._log(
                 f"{whose} of {count} processes, which can't be read ({unreadable[0]}); {effect}"
             )
         if lost and not jax.process_index():
-            self._say(f"{whose} of {lost} images, which are damaged or missing; {effect}")
+            self._log(f"{whose} of {lost} images, which are damaged or missing; {effect}")
 
     def close(self) -> None:
         """Wait until the last save is on disk."""

@@ -45,19 +45,19 @@ class HostEntries(NamedTuple):
     """That replace those of ``current`` for the step after it."""
 
 
-def write(folder: pathlib.Path, entries: HostEntries, run: int, say: Callable[[str], None]) -> None:
+def write(folder: pathlib.Path, entries: HostEntries, run: int, log: Callable[[str], None]) -> None:
     """Write the host cache's entries. A failure is logged, and the run goes on.
 
     Args:
         folder: its contents are replaced.
         entries: to be written.
         run: number of the run, which :func:`read` must be given.
-        say: takes a line for the log, from any thread.
+        log: takes a line for the log, from any thread.
     """
     every = [(at, entry, late) for late, part in enumerate(entries) for at, entry in part.items()]
     try:
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was at this step before
-        with Store(folder, {"run": run}, on_warning=say, may_prune=False) as store:
+        with Store(folder, {"run": run}, on_warning=log, may_prune=False) as store:
             waiting = 0
             for at, entry, late in every:
                 if (waiting := waiting + entry.tokens.nbytes) > _FLUSH:
@@ -81,7 +81,7 @@ def write(folder: pathlib.Path, entries: HostEntries, run: int, say: Callable[[s
     except Exception as error:  # whatever it is, training goes on
         why = f"{segment_files.reason(error)}; they are"
     if why:
-        say(
+        log(
             f"{folder}: the host cache is not saved completely: {why} recomputed by a run that "
             "resumes from this checkpoint, whose losses then differ from this one's."
         )
@@ -91,7 +91,7 @@ def read(
     folder: pathlib.Path,
     run: int,
     wanted: Callable[[HostPage, int], bool],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[HostEntries, int]:
     """Read the entries that :func:`write` wrote.
 
@@ -99,7 +99,7 @@ def read(
         folder: as given to :func:`write`.
         run: number of the run that wrote it.
         wanted: (page, tokens) -> whether to read the entry.
-        say: takes a line for the log.
+        log: takes a line for the log.
 
     Returns:
         The entries, and how many wanted ones are damaged or missing.
@@ -113,7 +113,7 @@ def read(
     except Exception as error:  # whatever NumPy and zip raise for a damaged file
         raise ValueError(segment_files.reason(error)) from error
     entries, lost = HostEntries({}, {}), 0
-    store = Store(folder, {"run": run}, on_warning=say, may_prune=False)
+    store = Store(folder, {"run": run}, on_warning=log, may_prune=False)
     for at, key, length, late, age in every:
         if not wanted(at, length):
             continue

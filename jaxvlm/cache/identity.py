@@ -130,7 +130,7 @@ def _sharding(model: Model) -> dict[str, Any]:
 
 
 def segments_at_start(
-    workdir: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]
+    workdir: pathlib.Path, folder: pathlib.Path, log: Callable[[str], None]
 ) -> set[str]:
     """Return the names of the segment files that ``folder`` held when the run in ``workdir`` began.
 
@@ -141,7 +141,7 @@ def segments_at_start(
     Args:
         workdir: of the run.
         folder: of the store's identity.
-        say: takes a line for the log.
+        log: takes a line for the log.
 
     Raises:
         ConfigError: the run's record of them can't be read.
@@ -168,13 +168,13 @@ def segments_at_start(
         at_start = present
         write_whole(path, json.dumps(record | {folder.name: sorted(present)}).encode())
         if present and any(x.name.isdigit() for x in (workdir / "checkpoints").glob("*")):
-            say(
+            log(
                 f"{path} does not list the token files that {folder} held when this run began, so "
                 "all are read; if this run wrote some of them, its losses differ from those of an "
                 "uninterrupted run"
             )
     if missing := at_start - present:
-        say(
+        log(
             f"{folder}: {len(missing)} of {len(at_start)} token files that were there when this "
             "run began are missing, or were rewritten by `jaxvlm cache prune`; images that no "
             "other file holds are encoded, and losses differ from those of an uninterrupted run"

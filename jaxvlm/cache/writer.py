@@ -54,14 +54,14 @@ class CacheWriter:
     Args:
         tiers: host memory and disk.
         rows: indices of this process's sequences in the global batch, ascending.
-        say: takes a line for the log.
+        log: takes a line for the log.
         find: looks tokens up by key, also in other token orders; ``None``: ``tiers.get``.
     """
 
     def __init__(
-        self, tiers: Tiers, rows: np.ndarray, say: Callable[[str], None], find: Lookup | None = None
+        self, tiers: Tiers, rows: np.ndarray, log: Callable[[str], None], find: Lookup | None = None
     ):
-        self.tiers, self._say, self._find = tiers, say, find or tiers.get
+        self.tiers, self._log, self._find = tiers, log, find or tiers.get
         self._local = {row: i for i, row in enumerate(rows.tolist())}
         self._failed, self._flushed = False, time.monotonic()
         self._change = 0.0
@@ -71,18 +71,18 @@ class CacheWriter:
         self._thread = threading.Thread(target=self._work, name="tokens", daemon=True)
         self._thread.start()
 
-    def write(self, batch: Batch, made: EncodedTokens) -> None:
+    def write(self, batch: Batch, encoded_tokens: EncodedTokens) -> None:
         """Queue a step's tokens for writing; returns at once.
 
         Args:
             batch: this process's sequences, NumPy arrays; the same number for each example of the
                 global batch.
-            made: tokens that the step returned, sharded as a batch is.
+            encoded_tokens: tokens that the step returned, sharded as a batch is.
         """
         fresh = batch.image_key[(batch.image_start >= 0) & ~batch.is_stored]
         if not self._failed and any(self._is_wanted(key.tobytes()) for key in fresh):
             with contextlib.suppress(queue.Full):  # then the image's next show is another chance
-                self._queue.put_nowait((batch, made))
+                self._queue.put_nowait((batch, encoded_tokens))
 
     def max_drift(self) -> float:
         """Return the largest relative difference, since the last call, between cached tokens and
@@ -121,15 +121,15 @@ class CacheWriter:
                 self._flush()
             except Exception as error:  # training goes on without the cache writer
                 self._failed = True
-                self._say(
+                self._log(
                     "visual tokens are no longer written to the cache: "
                     f"{type(error).__name__}: {error}"
                 )
 
-    def _write_images(self, batch: Batch, made: EncodedTokens) -> None:
+    def _write_images(self, batch: Batch, encoded_tokens: EncodedTokens) -> None:
         per_row = len(batch.image_key) // len(self._local)  # documents of an example
-        encoded = owned_rows(made.encoded)
-        for row, data in owned_rows(made.tokens).items():
+        encoded = owned_rows(encoded_tokens.encoded)
+        for row, data in owned_rows(encoded_tokens.tokens).items():
             at = self._local[row // per_row] * per_row + row % per_row
             for place in np.flatnonzero((batch.image_start[at] >= 0) & ~batch.is_stored[at]):
                 key = batch.image_key[at, place].tobytes()
@@ -204,7 +204,7 @@ def open_cache_writer(
     params: Callable[[], Params],
     encode_batch: int,
     layout: TokenLayout,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> CacheWriter | None:
     """Open the cache writer of a run; ``None`` where tokens are cached on the devices alone, or the
     vision encoder is trained.
@@ -214,7 +214,7 @@ def open_cache_writer(
         params: returns all of the model's parameters.
         encode_batch: images that the vision encoder takes at once on a data shard.
         layout: order of the cached tokens.
-        say: takes a line for the log.
+        log: takes a line for the log.
 
     Raises:
         ConfigError: processes share sequences, or the run's list of segment files can't be read.
@@ -231,21 +231,21 @@ def open_cache_writer(
         if config.codec != "exact" and run.workdir:
             name = Identity.of(facts, config.codec).name
             if not jax.process_index():
-                only = segments_at_start(run.workdir, folder / name, say)
+                only = segments_at_start(run.workdir, folder / name, log)
             barrier("token store")  # the others read process 0's list
             if jax.process_index():
                 only = segments_at_start(run.workdir, folder / name, lambda line: None)
-        store = Store(folder, facts, config.codec, say, only=only)
+        store = Store(folder, facts, config.codec, log, only=only)
         counts = store.counts()
         trusted = "" if config.identity == "all" else ", encoded on any kind of machine"
-        say(
+        log(
             f"visual tokens on disk: {store.folder}: {counts.rows:,} images of this vision encoder"
             f"{trusted}, {counts.bytes / 2**20:.1f} MiB"
         )
     tiers = Tiers(store, config.memory_mb, DTYPES[run.config.network.dtype])
     find = functools.partial(layout.find, tiers.get)
     run.dataset.look_up(find, make_policy(config).refresh_fraction)
-    return CacheWriter(tiers, run.rows, say, find)
+    return CacheWriter(tiers, run.rows, log, find)
 
 
 def default_drift_warning(codec: str) -> float:

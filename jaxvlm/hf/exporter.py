@@ -132,7 +132,7 @@ def write(
     return {"tensors": len(layout), "bytes": safetensors.num_bytes(layout)}
 
 
-def tell_bounds(folder: pathlib.Path, image_pixels_range: tuple[int, int]) -> None:
+def write_pixel_bounds(folder: pathlib.Path, image_pixels_range: tuple[int, int]) -> None:
     """Write a run's bounds of image pixels to the image processor in ``folder``, on process 0."""
     if any(image_pixels_range) and not jax.process_index():
         write_bounds(folder, image_pixels_range)

@@ -136,7 +136,7 @@ def export(
     sentences.check_written(pretrained.modules(source.files))
     if merged or not model.adapted:
         merged_params = model.merged(params)
-        more = functools.partial(exporter.tell_bounds, image_pixels_range=image_pixels_range)
+        more = functools.partial(exporter.write_pixel_bounds, image_pixels_range=image_pixels_range)
         return exporter.rewrite(source, output, merged_params, model.config, dtype, more)
     base, names = source.family.weights(model.config), _names(source, model)
     kind, shapes = exporter.DTYPES[dtype or "float32"], names.tensors()

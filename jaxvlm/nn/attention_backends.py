@@ -19,7 +19,7 @@ from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.nn.mask import Mask
 from jaxvlm.parallel.context_parallel import HIDDEN, ring_attention
 from jaxvlm.parallel.per_device import per_device
-from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, say_once, shard
+from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, log_once, shard
 
 BATCHED = ("batch", "seq")
 QUERY = ("batch", "seq", "heads", "head_dim")
@@ -96,7 +96,7 @@ def attend(
             return _ring(q, k, v, mask, axes, scores)
         if axes.context == "ulysses" and q.shape[1] == k.shape[1]:
             return _ulysses(q, k, v, mask, axes, backend, scores, drop)
-        say_once(f"attention {q.shape} x {k.shape}: xla (queries of split sequences)")
+        log_once(f"attention {q.shape} x {k.shape}: xla (queries of split sequences)")
         k, v = (shard(axes, x, "batch", "row", "kv_heads", "head_dim") for x in (k, v))
         return _xla(q, k, v, mask, axes, scores, drop)  # the others need whole sequences of queries
     name = _choose(q, k, mask, axes.platform, backend, scores.cap, drop is not None)
@@ -194,9 +194,9 @@ def _choose(
     for name in _PREFERRED.get(platform, ()):
         refusal = _refusal(name, q, k, mask, cap, drops)
         if not refusal:
-            say_once(f"attention {q.shape} x {k.shape}: {name}")
+            log_once(f"attention {q.shape} x {k.shape}: {name}")
             return name
-        say_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
+        log_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
     return "xla"
 
 

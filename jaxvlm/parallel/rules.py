@@ -99,20 +99,20 @@ def split_over(axes: tuple[str, ...], cut: bool = False) -> tuple[tuple[str, Pla
 _QUIET = contextvars.ContextVar("quiet", default=False)
 
 
-def say_once(line: str) -> None:
+def log_once(line: str) -> None:
     """Log a line once per process, however often the code that logs it is traced."""
     if not _QUIET.get():
-        _say(line)
+        _logged(line)
 
 
 @functools.cache
-def _say(line: str) -> None:
+def _logged(line: str) -> None:
     _LOG.info("%s", line)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that silences :func:`say_once`, for traces that are never run."""
+    """Context manager that silences :func:`log_once`, for traces that are never run."""
     before = _QUIET.set(True)
     try:
         yield
@@ -165,7 +165,7 @@ class Axes:
                 axes = _as_tuple(rules.get(word))
                 if axis in axes and size % math.prod(map(self._size, axes)):
                     if size > 1 and self._size(axis) > 1:
-                        say_once(f"{word!r} of {size}: replicated over mesh axis {axis!r}")
+                        log_once(f"{word!r} of {size}: replicated over mesh axis {axis!r}")
                     rules[word] = tuple(a for a in axes if a != axis) or None
         return rules
 

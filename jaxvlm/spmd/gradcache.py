@@ -15,7 +15,7 @@ from jaxvlm.types import Batch, Params, Runner
 
 MiniBatches = tuple[MiniBatch, MiniBatch]
 """Mini-batch sizes of queries and of documents."""
-AUTO = -1
+AUTO_MINI_BATCH = -1
 """Value of ``config.grad_cache.query_mini_batch``: the planner chooses both mini-batch sizes."""
 _TOWERS = ("vision", "text")
 
@@ -30,7 +30,8 @@ def grad_cache_mini_batches(config: GradCacheConfig) -> MiniBatches:
         if value < 0:
             raise ConfigError(
                 f"config.grad_cache.{name}={value} must be at least 0 (0: no limit); "
-                f"query_mini_batch={AUTO} alone lets the planner choose both mini-batch sizes"
+                f"query_mini_batch={AUTO_MINI_BATCH} alone lets the planner choose both mini-batch "
+                "sizes"
             )
     return MiniBatch(config.query_mini_batch, config.max_tokens), MiniBatch(
         config.document_mini_batch, config.max_tokens

@@ -17,7 +17,7 @@ class CacheMemory:
     Args:
         empty: functions that allocate an empty cache: of full size, of half the size, and so on;
             ``()``: there is no cache that may be evicted.
-        say: takes a line for the log whenever the cache's size changes.
+        log: takes a line for the log whenever the cache's size changes.
 
     Attributes:
         halved: how many times the cache is halved, from the next allocation on.
@@ -27,9 +27,9 @@ class CacheMemory:
     def __init__(
         self,
         empty: Sequence[Callable[[], Any]] = (),
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ):
-        self.empty, self.say, self.halved = empty, say, 0
+        self.empty, self.log, self.halved = empty, log, 0
         self.on_evict: Callable[[], None] = lambda: None
 
     def evict(self, state: TrainState) -> bool:
@@ -61,7 +61,7 @@ class CacheMemory:
         if self.halved:
             self.evict(state)
             self.halved -= 1
-            self.say("visual-token cache: trying twice the pages again")
+            self.log("visual-token cache: trying twice the pages again")
 
     def retry_smaller(self, state: TrainState, error: Exception) -> TrainState:
         """Halve the cache after a step that ran out of memory.
@@ -82,7 +82,7 @@ class CacheMemory:
         if not (is_out_of_memory(error) and is_intact and can_halve and jax.process_count() == 1):
             raise error
         self.halved += 1
-        self.say(
+        self.log(
             f"a step is short of memory: the visual-token cache is cut to 1/{2**self.halved} of "
             "its pages, and its tokens are recomputed"
         )

@@ -12,7 +12,7 @@ from jaxvlm.checkpoint.run_record import local_folder
 from jaxvlm.config import Config, ConfigError, LoraConfig, dropout_rates, from_config_dict
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, trains_embeddings
-from jaxvlm.spmd.gradcache import AUTO as AUTO_CHUNK
+from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 
 AUTO = "auto"
 
@@ -136,7 +136,7 @@ def auto_settings(config: Config) -> list[str]:
         "dual.vision.remat": config.dual.vision.remat == AUTO,
         "dual.text.remat": config.dual.text.remat == AUTO,
         "microbatches": config.microbatches == 0,
-        "grad_cache.query_mini_batch": config.grad_cache.query_mini_batch == AUTO_CHUNK,
+        "grad_cache.query_mini_batch": config.grad_cache.query_mini_batch == AUTO_MINI_BATCH,
         # Refused by the planner, which knows one mesh only.
         "encoder.strategy.name": config.encoder.strategy.name == AUTO,
     }

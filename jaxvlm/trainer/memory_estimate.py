@@ -104,26 +104,27 @@ def _images(batch: Batch) -> int:
 
 
 def _counted(run: Run, setup: StepSetup) -> MemoryEstimate:
-    there = machine_of(list(run.mesh.devices.flat), setup.config.dtype)
-    takes = step_time(setup, there)
-    time = takes if takes.total and not there.missing else None
+    machine = machine_of(list(run.mesh.devices.flat), setup.config.dtype)
+    estimated = step_time(setup, machine)
+    time = estimated if estimated.total and not machine.missing else None
     size = sum(math.prod(x.shape) for x in run.model.shapes.values())
     if setup.platform != "cpu" or size > _SMALL:
-        found = step_memory.estimate(setup)
-        states = {name: float(n) for name, n in found.states.items()}
-        return MemoryEstimate(setup, states, dict(found.work), True, time)
+        figures = step_memory.estimate(setup)
+        states = {name: float(n) for name, n in figures.states.items()}
+        return MemoryEstimate(setup, states, dict(figures.work), True, time)
     vision = setup.config.vision
     patches = setup.patches or setup.images * (vision.image_size // vision.patch_size) ** 2
-    remat = _behind(setup).remat
+    remat = _decoder_or_text(setup).remat
     rough = QuickMemory(run.model, setup.frozen, setup.length, patches, setup.platform)
     states = {name: float(n) for name, n in step_memory.states(setup, run.model).items()}
     step = QuickStep(setup.mesh, setup.strategy, remat, setup.microbatches, setup.rows,
                 vision=setup.config.vision.remat, pairs=setup.pairs)  # fmt: skip
-    known = sum(n for name, n in states.items() if name != "batch")
-    return MemoryEstimate(setup, states, {"work": rough.total(step) - known}, False, time)
+    without_batch = sum(n for name, n in states.items() if name != "batch")
+    work = rough.total(step) - without_batch
+    return MemoryEstimate(setup, states, {"work": work}, False, time)
 
 
-def _behind(setup: StepSetup) -> DecoderConfig | TextConfig:
+def _decoder_or_text(setup: StepSetup) -> DecoderConfig | TextConfig:
     """The decoder, or a dual encoder's text tower."""
     return setup.config.text if isinstance(setup.config, DualConfig) else setup.config.decoder
 
@@ -151,13 +152,13 @@ def compare(
     }
 
 
-def compare_line(found: dict[str, Any]) -> str:
-    """:func:`beside` for people."""
-    sizes = [gib(found[name]) for name in ("planned_bytes", "compiled_bytes")]
-    times = [seconds(found[name]) for name in ("planned_seconds", "measured_seconds")]
-    sizes[1] = sizes[1] if found["compiled_bytes"] else "not known"
+def compare_line(figures: dict[str, Any]) -> str:
+    """:func:`compare` for people."""
+    sizes = [gib(figures[name]) for name in ("planned_bytes", "compiled_bytes")]
+    times = [seconds(figures[name]) for name in ("planned_seconds", "measured_seconds")]
+    sizes[1] = sizes[1] if figures["compiled_bytes"] else "not known"
     times = [
-        text if found[name] else "not known"
+        text if figures[name] else "not known"
         for name, text in zip(("planned_seconds", "measured_seconds"), times)
     ]
     return (
@@ -180,41 +181,41 @@ def advice(run: Run, local: Batch | Pairs) -> str:
         return ""
 
 
-def cheapest(predicted: MemoryEstimate | str, config: Config, there: Machine) -> str:
+def cheapest(predicted: MemoryEstimate | str, config: Config, machine: Machine) -> str:
     """What fills a device's memory, and the change that costs least time and makes room.
 
     Args:
         predicted: of the run that was short of memory.
         config: of it.
-        there: its machine.
+        machine: its machine.
 
     Returns:
         "" where the planner does not know the run, or the device's memory.
     """
-    if isinstance(predicted, str) or not there.chip.hbm_bytes:
+    if isinstance(predicted, str) or not machine.chip.hbm_bytes:
         return ""
     setup = predicted.setup
     data = dataclasses.replace(config.data, batch_size=setup.rows, max_length=setup.length)
-    asked = PlanRequest(
-        "this run", dataclasses.replace(config, data=data), there, setup.images, setup.patches,
+    request = PlanRequest(
+        "this run", dataclasses.replace(config, data=data), machine, setup.images, setup.patches,
         given=config, pairs=setup.pairs,
     )  # fmt: skip
-    now = Candidate(
-        setup.strategy.name, setup.mesh, setup.strategy, _behind(setup).remat,
+    current = Candidate(
+        setup.strategy.name, setup.mesh, setup.strategy, _decoder_or_text(setup).remat,
         setup.microbatches, "off", setup.config.vision.remat,
     )  # fmt: skip
-    if asked.pairs:
-        now = now._replace(
-            mini_batches=candidates.mini_batches_of(asked.pairs, config, setup.rows // now.shards)[
-                1
-            ]
+    if request.pairs:
+        current = current._replace(
+            mini_batches=candidates.mini_batches_of(
+                request.pairs, config, setup.rows // current.shards
+            )[1]
         )
     parts = sorted(predicted.work.items(), key=lambda item: -item[1])[:4]
     shown = ", ".join(f"{name} {gib(n)}" for name, n in [*predicted.states.items(), *parts])
-    text = f"planned: {gib(predicted.peak)} of {gib(there.chip.hbm_bytes)}: {shown}"
-    if plan := _smaller(asked, now, predicted.peak):
-        return f"{text}. The cheapest change: {_change(asked, now, plan)}"
-    if predicted.peak <= search.capacity(asked):
+    text = f"planned: {gib(predicted.peak)} of {gib(machine.chip.hbm_bytes)}: {shown}"
+    if plan := _smaller(request, current, predicted.peak):
+        return f"{text}. The cheapest change: {_change(request, current, plan)}"
+    if predicted.peak <= search.capacity(request):
         return f"{text}: planned too low. Nothing that needs less is known: {_MORE}"
     return f"{text}. Nothing else fits: {_MORE}"
 
@@ -222,35 +223,36 @@ def cheapest(predicted: MemoryEstimate | str, config: Config, there: Machine) ->
 _MORE = "more devices, a smaller batch or length"
 
 
-def _smaller(asked: PlanRequest, now: Candidate, peak: float) -> search.Plan | None:
+def _smaller(request: PlanRequest, current: Candidate, peak: float) -> search.Plan | None:
     """The fastest that fits and needs clearly less than ``peak``, on the same mesh if there is one.
 
     Where the plan was too low for the run, what needs as much would not do either, however fast.
     """
-    known = search.Memory(asked)
-    for among in (list(candidates.of_mesh(asked, now.mesh, now.strategy)), None):
+    memory = search.Memory(request)
+    on_its_mesh = list(candidates.of_mesh(request, current.mesh, current.strategy))
+    for of_mesh in (on_its_mesh, None):
         for share in _LESS:
 
-            def less(way: Candidate, share: float = share) -> bool:
-                if way.cache != "off" or set(way.strategy.replicated) - set(
-                    now.strategy.replicated
+            def needs_less(candidate: Candidate, share: float = share) -> bool:
+                if candidate.cache != "off" or set(candidate.strategy.replicated) - set(
+                    current.strategy.replicated
                 ):
                     return False  # what is short is memory
-                return known.bytes_by_formula(way) < share * known.bytes_by_formula(now)
+                return memory.bytes_by_formula(candidate) < share * memory.bytes_by_formula(current)
 
-            found = search.search(asked, 1, less, known, among)
-            if found.best and found.best[0].peak < _LESS[0] * peak:
-                return found.best[0]
+            result = search.search(request, 1, needs_less, memory, of_mesh)
+            if result.best and result.best[0].peak < _LESS[0] * peak:
+                return result.best[0]
     return None
 
 
 _LESS = (0.95, 0.75, 0.5)
-"""Shares of a run's memory, of which formulas say that a way needs less."""
+"""Shares of a run's memory, of which formulas say that a candidate needs less."""
 
 
-def _change(asked: PlanRequest, now: Candidate, plan: search.Plan) -> str:
-    before = set(candidates.overrides(asked, now))
-    changed = [line for line in candidates.overrides(asked, plan.candidate) if line not in before]
-    was = candidate_memory.time_of(asked, now).total
-    slower = f", {plan.time.total / was - 1:+.0%} time" if was else ""
+def _change(request: PlanRequest, current: Candidate, plan: search.Plan) -> str:
+    before = set(candidates.overrides(request, current))
+    changed = [line for line in candidates.overrides(request, plan.candidate) if line not in before]
+    before_seconds = candidate_memory.time_of(request, current).total
+    slower = f", {plan.time.total / before_seconds - 1:+.0%} time" if before_seconds else ""
     return f"{' '.join(changed)} ({gib(plan.peak)}{slower})"

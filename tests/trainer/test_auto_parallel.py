@@ -60,7 +60,7 @@ def test_what_no_list_of_the_planner_has_may_be_set(config, rates, remat):
     assert made.microbatches == 3 and made.model.decoder.remat == remat
     assert made.model.vision.remat in ("none", "dots", "full")
     odd = dataclasses.replace(asked, microbatches=5)
-    with pytest.raises(ConfigError, match="no way: 24 rows, microbatches=5 and 8 devices do not"):
+    with pytest.raises(ConfigError, match="no candidate: 24 rows, microbatches=5 and 8 devices"):
         auto_parallel.resolve_auto(odd, jax.devices(), lambda line: None)
 
 
@@ -68,7 +68,7 @@ def test_a_run_refuses_what_it_would_not_take(config, rates):
     def none(made):
         raise ConfigError(f"never {made.strategy.name}")
 
-    with pytest.raises(ConfigError, match="'auto': the planner has no way: never "):
+    with pytest.raises(ConfigError, match="'auto': the planner has no candidate: never "):
         auto_parallel.resolve_auto(_auto(config, "strategy.name"), jax.devices(), print, none)
 
 

@@ -201,7 +201,7 @@ class Store:
         try:
             segments, _, others = segment_files.list_folder(self.folder)
         except OSError as error:
-            self._say(self.folder, f"the folder can't be listed: {segment_files.reason(error)}")
+            self._report(self.folder, f"the folder can't be listed: {segment_files.reason(error)}")
             return
         for path in segments:
             try:
@@ -215,7 +215,7 @@ class Store:
             except (OSError, ValueError) as error:
                 self._lost(str(path), error)
         for path in others:
-            self._say(path, "not part of the store, and ignored")
+            self._report(path, "not part of the store, and ignored")
         self.unread.difference_update(self._index.keys())
 
     def _add_segment(self, segment: Segment) -> None:
@@ -293,13 +293,13 @@ class Store:
         text = (
             f"{why}; the run goes on and reads existing tokens. {space} or make the folder writable"
         )
-        self._say(self.folder, text, "write")
+        self._report(self.folder, text, "write")
 
     def _not_written(self, count: str, why: str) -> None:
         with self._changed:
             self._count[count] += 1
         if not self.read_only:  # otherwise that was warned of
-            self._say(self.folder, f"{why}; they are recomputed when they are needed", count)
+            self._report(self.folder, f"{why}; they are recomputed when they are needed", count)
 
     def _touch(self) -> None:
         """Update the store's time of last use, by which ``prune`` decides."""
@@ -309,9 +309,9 @@ class Store:
 
     def _lost(self, path: str, error: Exception) -> None:
         prune = f". {self._prune} removes them" if self._prune else ""
-        self._say(path, f"{segment_files.reason(error)}; damaged rows are recomputed{prune}")
+        self._report(path, f"{segment_files.reason(error)}; damaged rows are recomputed{prune}")
 
-    def _say(self, where: str | os.PathLike[str], text: str, about: str = "") -> None:
+    def _report(self, where: str | os.PathLike[str], text: str, about: str = "") -> None:
         """Warn once about each subject ``about``, or about each path ``where``."""
         about = about or str(where)
         with self._changed:

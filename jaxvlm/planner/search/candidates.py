@@ -16,7 +16,7 @@ from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.planner.request.request import PlanRequest
-from jaxvlm.spmd.gradcache import AUTO, grad_cache_mini_batches
+from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH, grad_cache_mini_batches
 from jaxvlm.train.gradcache import MiniBatch
 
 REMATS = ("none", "dots", "full")
@@ -209,7 +209,7 @@ def _cuts(request: PlanRequest, mesh: MeshConfig, rows: int) -> list[tuple[int, 
 
 def mini_batches_of(pairs: PairShapes, config: Config, rows: int) -> tuple[int, tuple[int, int]]:
     """A run's own mini-batches of a batch shard: their number at most, and their sizes."""
-    if config.grad_cache.query_mini_batch == AUTO:
+    if config.grad_cache.query_mini_batch == AUTO_MINI_BATCH:
         return 1, (0, 0)
     query, document = pairs._replace(mini_batches=grad_cache_mini_batches(config.grad_cache)).sides(
         rows

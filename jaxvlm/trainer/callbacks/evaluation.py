@@ -160,7 +160,7 @@ def within_memory(
                 ):
                     raise
             # Out here, where the error holds nothing of what was tried in memory.
-            memory.say("an evaluation is short of memory: once more, with the cache evicted")
+            memory.log("an evaluation is short of memory: once more, with the cache evicted")
 
     return evaluate
 
