@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxvlm.config import Config, DecoderConfig, MeshConfig, ModelConfig, OptimConfig, VisionConfig
+from jaxvlm.models.lora import is_adapter
 from jaxvlm.types import Batch
 
 VOCAB, ROWS, LENGTH, PATCHES = 64, 8, 32, 4
@@ -150,3 +151,13 @@ def worst_gradient(grads, expected, tolerance=1e-3) -> float:
 def assert_gradients_close(grads, expected) -> None:
     """Of one device against many."""
     worst_gradient(grads, expected, 1e-5)
+
+
+def stepped_from(first, model):
+    """The first model's parameters, its adapters away from zero."""
+    if not first:
+        rng = np.random.default_rng(0)
+        for path, x in jax.device_get(model.init(0)).items():
+            shaken = rng.normal(size=x.shape).astype(x.dtype) * 0.1
+            first[path] = shaken if is_adapter(path) else x
+    return first

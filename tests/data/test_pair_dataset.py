@@ -6,7 +6,6 @@ import json
 import logging
 import pathlib
 import tarfile
-import time
 
 import jax
 import numpy as np
@@ -299,24 +298,3 @@ def test_shards_of_captions_are_trained_on(tmp_path):
             pixels = shown.pixels[row, 0, 0] if side else shown.pixels[row, 0]
             assert (pixels == colors[example]).all()
     assert len(digests) == 2
-
-
-def test_speed(capsys, prompt_collator):
-    """Printed, not asserted, and with every argument's type checked: ids, and batches of them."""
-    count = 300
-    made = [
-        Example(str(i), Item(f"w{i % 60} q{i} w1 w2 w3"), Item(f"w{i % 59} d{i} w4"))
-        for i in range(count)
-    ]
-    said = []
-    for name, rows in (("texts", text_collator()), ("prompts", prompt_collator)):
-        start = time.perf_counter()
-        data = dataset(made, rows, batch_size=64)
-        data.sampler.batch(0)
-        ready = time.perf_counter()
-        take(data.train(np.arange(64)), 5)
-        done = time.perf_counter()
-        rate = 5 * 64 / (done - ready)
-        said.append(f"{name}: {count:,} encoded in {ready - start:.2f} s, {rate:,.0f} examples/s")
-    with capsys.disabled():
-        print("\n" + "\n".join(said))

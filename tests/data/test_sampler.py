@@ -1,7 +1,5 @@
 """Batches of pairs: nothing twice in one, everything once a pass, the same wherever it is asked."""
 
-import time
-
 import hypothesis
 import hypothesis.extra.numpy as arrays
 import numpy as np
@@ -191,18 +189,3 @@ def test_the_batch_size_that_is_named_works():
         sampler(contents, most).batch(0)
         with pytest.raises(DataError):
             sampler(contents, most + 1)
-
-
-def test_speed(capsys):
-    """Printed, not asserted: a pass over many examples that share positives."""
-    count = 50_000
-    contents = pairs(range(count), np.random.default_rng(0).integers(0, count // 4, count))
-    start = time.perf_counter()
-    found = sampler(contents, 256)
-    ready = time.perf_counter()
-    found.batch(0)
-    dealt = time.perf_counter()
-    with capsys.disabled():
-        print(
-            f"\n{count:,} examples: grouped in {ready - start:.2f} s, a pass {dealt - ready:.2f} s"
-        )

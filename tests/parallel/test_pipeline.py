@@ -9,11 +9,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from builders import assert_gradients_close, recorded
+from builders import assert_gradients_close, recorded, stepped_from
 from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
-from jaxvlm.models.lora import is_adapter
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
@@ -136,16 +135,6 @@ def test_adapters_on_stages(schedule):
 
 def here_devices(mesh):
     return 8 if mesh.pipeline > 1 else 1
-
-
-def stepped_from(first, model):
-    """The first model's parameters, its adapters away from zero."""
-    if not first:
-        rng = np.random.default_rng(0)
-        for path, x in jax.device_get(model.init(0)).items():
-            shaken = rng.normal(size=x.shape).astype(x.dtype) * 0.1
-            first[path] = shaken if is_adapter(path) else x
-    return first
 
 
 @pytest.mark.parametrize(

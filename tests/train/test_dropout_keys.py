@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import VOCAB, assert_gradients_close, devices_of, random_batch, recorded, train_config
-from test_gradcache import EMBEDDINGS, Softmax, mixed_pairs, pairs_of
-from test_gradcache import MESHES as PAIR_MESHES
-from test_gradcache import ROWS as PAIRS
+from gradcache_cases import EMBEDDINGS, Softmax, mixed_pairs, pairs_of
+from gradcache_cases import MESHES as PAIR_MESHES
+from gradcache_cases import ROWS as PAIRS
 from zoo import text_and_images
 
 from jaxvlm.config import (

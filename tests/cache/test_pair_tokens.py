@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from builders import assert_gradients_close, devices_of
-from test_gradcache import (
+from gradcache_cases import (
     EMBEDDINGS,
     FSDP,
     KINDS,

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 pytest.importorskip("transformers", reason="the oracle")
 
 import qwen  # after the oracle is known to be there
-import test_vlm_parity as vlm
+import vlm_cases as vlm
 
 from jaxvlm.config import feature_blocks
 from jaxvlm.hf.families import FAMILIES, qwen_vl

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from builders import TINY, assert_gradients_close, devices_of
-from test_pipeline import stepped_from
-from test_strategies import recorded
+from builders import TINY, assert_gradients_close, devices_of, recorded, stepped_from
+from gradcache_cases import EMBEDDINGS, pairs_of, texts
 from zoo import ROWS, on_stages, text_and_images
 
 from jaxvlm.config import LoraConfig, MeshConfig, StrategyConfig
@@ -24,7 +23,6 @@ from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.train_step import assemble
 from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Out
-from tests.train.test_gradcache import EMBEDDINGS, pairs_of, texts
 
 LORA = LoraConfig(rank=2, targets=("decoder/stack/*",))
 DDP = {"params": (), "all_gathered": (), "gradients": (), "optimizer": ()}
