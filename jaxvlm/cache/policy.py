@@ -114,11 +114,12 @@ def _custom_policy(config: CacheConfig, seed: int) -> Policy:
     found = extension.resolve(config.custom_policy, _CUSTOM)
     what = f"{_CUSTOM}.target={config.custom_policy.target!r}"
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"{what} is no subclass of jaxvlm.cache.policy.Policy")
+        raise ConfigError(f"{what} is no subclass of jaxvlm.cache.policy.Policy; derive it")
     made = extension.make(config.custom_policy, _CUSTOM, {"seed": seed})
     for name in ("max_staleness", "prefetch_staleness", "drift_threshold", "refresh_fraction"):
-        if not 0 <= getattr(made, name) <= (1 if name == "refresh_fraction" else NEVER):
-            raise ConfigError(f"{what}: {name}={getattr(made, name)} is out of range")
+        most = 1 if name == "refresh_fraction" else NEVER
+        if not 0 <= getattr(made, name) <= most:
+            raise ConfigError(f"{what}: set {name}={getattr(made, name)} between 0 and {most}")
     if made.refresh_fraction and made.prefetch_staleness < made.max_staleness:
         raise ConfigError(
             f"{what}: refresh_fraction={made.refresh_fraction} with a prefetch_staleness below "

@@ -211,14 +211,6 @@ class Checkpointer:
         """Committed steps, oldest first; one that is still being written is not among them."""
         return committed_steps(self.folder)
 
-    def latest_step(self) -> int | None:
-        """The newest committed step; None if there is none."""
-        return max(self.all_steps(), default=None)
-
-    def best_step(self) -> int | None:
-        """The committed step with the best metric; None if none has one."""
-        return self._best(self.all_steps())
-
     def wait(self) -> None:
         """Waits until no checkpoint is being written.
 

@@ -93,7 +93,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
 
     for name in ("corpus", "retrieval", "prediction_grid", "dims", "precisions"):
         if values[name].present:
-            raise ConfigError(f"--{name} does not go with --classes")
+            raise ConfigError(f"--{name} does not go with --classes; leave one out")
     if not values.data:
         raise ConfigError("--classes needs --data=FILE with records of `image` and `label`")
     items, labels = zero_shot.read(values.data)
@@ -146,5 +146,7 @@ def _numbers(flag: str, texts: list[str]) -> tuple[int, ...]:
     from jaxvlm.config import ConfigError
 
     if bad := [text for text in texts if not text.strip().isdecimal()]:
-        raise ConfigError(f"--{flag}={','.join(texts)}: {bad[0]!r} is not a whole number")
+        raise ConfigError(
+            f"--{flag}={','.join(texts)}: {bad[0]!r} is not a whole number; give some, as in 1,5,10"
+        )
     return tuple(int(text) for text in texts)

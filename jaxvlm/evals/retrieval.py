@@ -61,7 +61,8 @@ class Relevance:
         if len(document) and not 0 <= document.min() <= document.max() < documents:
             raise ConfigError(
                 f"relevance: document {document.max() if document.min() >= 0 else document.min()} "
-                f"is relevant to a query, but there are {documents} documents, counted from 0"
+                f"is relevant to a query, but there are {documents} documents, counted from 0; "
+                "give the indices of these documents"
             )
         return cls(query, document, np.asarray([p[2] for p in pairs]), len(relevant), documents)
 
@@ -132,7 +133,7 @@ def evaluate(
     if (relevance.queries, relevance.documents) != counts:
         raise ConfigError(
             f"relevance covers {relevance.queries} queries and {relevance.documents} documents, "
-            f"but there are embeddings of {counts[0]} and {counts[1]}"
+            f"but there are embeddings of {counts[0]} and {counts[1]}; give those of the same items"
         )
     excluded = None if exclude is None else Relevance.of(exclude, relevance.documents)
     report: dict[str, float] = {}

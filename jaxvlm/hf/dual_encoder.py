@@ -100,7 +100,7 @@ def make_dual_encoder(
             if tower not in given.towers:
                 raise ConfigError(
                     f"config.dual.{tower}_checkpoint={checkpoint}, but "
-                    f"config.dual.towers={given.towers}"
+                    f"config.dual.towers={given.towers}; add {tower!r} there, or leave it out"
                 )
             if _is_workdir(checkpoint, tower, workdir):
                 of_run = pathlib.Path(checkpoint).expanduser()
@@ -111,7 +111,8 @@ def make_dual_encoder(
             folders[tower] = described(sources[tower])
             if tower not in folders[tower].config.towers:
                 raise ConfigError(
-                    f"config.dual.{tower}_checkpoint={checkpoint} has no {tower} tower"
+                    f"config.dual.{tower}_checkpoint={checkpoint} has no {tower} tower; name a "
+                    "checkpoint that has one, or leave it out"
                 )
     vision, text = given.vision, given.text
     if "vision" in folders:
@@ -166,7 +167,9 @@ def _with_tower_of_run(
     run = run_record.read_config(workdir if begun and workdir is not None else folder)
     dual = run.dual
     if run.embedder != "dual" or not trains_embeddings(run) or "vision" not in dual.towers:
-        raise ConfigError(f"{where}: that run trained no dual encoder with a vision tower")
+        raise ConfigError(
+            f"{where}: that run trained no dual encoder with a vision tower; name one that did"
+        )
     has_saved_tower = (folder / tower / pretrained.SAVED).is_dir()
     pretrained_tower = dual.checkpoint or (not begun and has_saved_tower)
     if pretrained_tower or (dual.lora.rank and not begun):

@@ -204,7 +204,8 @@ def grad_reduction(model: Model, parts: int) -> GradReduction | None:
     towers = list(model.strategies.values())
     if len({(s.grad_reduce_dtype, s.error_feedback) for s in towers}) > 1:
         raise ConfigError(
-            "strategy.grad_reduce_dtype and error_feedback must be the same for all submodels"
+            "config.strategy.grad_reduce_dtype and error_feedback differ between submodels; set "
+            "each to one value for all"
         )
     bits, feedback = grad_reduce_bits(towers[0]), towers[0].error_feedback
     setting = f"config.strategy.grad_reduce_dtype={towers[0].grad_reduce_dtype!r}"

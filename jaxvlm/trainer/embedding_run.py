@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxvlm.cache import pair_batches
 from jaxvlm.config import Config, ConfigError, DualConfig, EmbeddingConfig
-from jaxvlm.data import validate as checks
+from jaxvlm.data import validate
 from jaxvlm.data.errors import DataError, ImageError, Problem
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
@@ -31,8 +31,8 @@ from jaxvlm.trainer.training import pipeline_line
 from jaxvlm.types import Pairs
 
 
-def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
-    """What a run that trains embeddings is made of; see :func:`jaxvlm.trainer.inputs.prepare`."""
+def prepare_pairs(given: Config, workdir: pathlib.Path | None) -> Prepared:
+    """What a run that trains embeddings is made of; see :class:`jaxvlm.trainer.inputs.Prepared`."""
     _check(given)
     read = pair_formats.read(given.data.train, given.data)
     if given.embedder == "dual":
@@ -91,7 +91,7 @@ def _check(config: Config) -> None:
     pair_batches.check_pair_cache(config)
 
 
-def validate_file(config: Config, spec: str) -> checks.ValidationReport:
+def validate_file(config: Config, spec: str) -> validate.ValidationReport:
     """What a run of a recipe would refuse of a file; every image is decoded.
 
     Args:
@@ -102,7 +102,7 @@ def validate_file(config: Config, spec: str) -> checks.ValidationReport:
         DataError: the file as a whole can't be used.
     """
     data = dataclasses.replace(config.data, train=spec, on_bad_record="skip", max_skip_fraction=1.0)
-    dataset = prepare(dataclasses.replace(config, data=data), None).dataset
+    dataset = prepare_pairs(dataclasses.replace(config, data=data), None).dataset
     problems, broken = list(dataset.problems), {}
     read: set[str] = set()
     for side in (dataset.queries, dataset.documents):
@@ -119,13 +119,13 @@ def validate_file(config: Config, spec: str) -> checks.ValidationReport:
         good += not why
         problems += [Problem(example.id, why[0])] if why else []
     lengths = [dataset.queries.num_tokens, dataset.documents.num_tokens]
-    return checks.ValidationReport(
+    return validate.ValidationReport(
         name=spec,
         total=dataset.total,
         good=good,
         images=len(read) - len(broken),
-        problems=checks.by_reason(problems),
-        tokens=checks.percentiles(np.concatenate(lengths)),
+        problems=validate.by_reason(problems),
+        tokens=validate.percentiles(np.concatenate(lengths)),
         images_most=int(bool(read)),
         of="examples",
     )
@@ -147,9 +147,9 @@ def introduction(run: Run, local: Pairs) -> list[str]:
         raise DataError(
             "config.loss.name='info_nce' tells a positive from other documents, and "
             + (
-                "the data have one"
+                "the data have one; add examples with other positives, or hard negatives"
                 if b * K > 1
-                else "a batch of one query and its positive has none"
+                else "a batch of one query and its positive has none; raise config.data.batch_size"
             )
         )
     lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]

@@ -30,14 +30,14 @@ class Prepared(NamedTuple):
     tokenizer: Any
     """A ChatTokenizer; of a dual encoder a TextTokenizer, or ``None`` where it reads no texts."""
     image_format: Any
-    """A ImageFormat; of a dual encoder a Processor, or ``None`` where it takes none."""
+    """An ImageFormat; of a dual encoder a Processor, or ``None`` where it takes none."""
     dataset: Any
     """A Dataset, or a PairDataset."""
     dual: Any = None
     """The dual encoder, see :mod:`jaxvlm.hf.dual_encoder`."""
 
 
-def prepare(given: Config, workdir: pathlib.Path | None) -> Prepared:
+def prepare_conversations(given: Config, workdir: pathlib.Path | None) -> Prepared:
     """What a run that trains tokens is made of.
 
     Args:

@@ -62,11 +62,12 @@ class Trainer(Run):
         # Mesh: before any file is read, so that one that does not fit is refused at once.
         mesh = None if layout.is_by_cost(config) else layout.lay_out(config, devices)
         # Data, and the checkpoint that says what the model is.
-        of_kind = embedding_run if trains_embeddings(config) else inputs
-        prepared = of_kind.prepare(mesh.config if mesh else config, self.workdir)
+        pairs = trains_embeddings(config)
+        prepare = embedding_run.prepare_pairs if pairs else inputs.prepare_conversations
+        prepared = prepare(mesh.config if mesh else config, self.workdir)
         config, self.dataset, self.dual = prepared.config, prepared.dataset, prepared.dual
-        self.source, self.tokenizer = prepared.source, prepared.tokenizer
-        self.image_format = prepared.image_format
+        self.source, self.image_format = prepared.source, prepared.image_format
+        self.tokenizer = prepared.tokenizer
         self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
         # Model, on its mesh.
         placed = layout.place(config, mesh, devices, self.dataset)

@@ -40,10 +40,6 @@ class PairMeta(NamedTuple):
 
     example: np.ndarray
     """i32[b]: each row's example, as an index into ``PairDataset.examples``."""
-    query_tokens: np.ndarray
-    """i32[b]: tokens of each query, those of its image included."""
-    document_tokens: np.ndarray
-    """i32[b, K]: tokens of each document; 0 for padding."""
 
 
 class PairDataset:
@@ -337,8 +333,7 @@ class PairDataset:
             teacher=score if corpus.has_scores else None,
             example_id=example_id,
         )
-        tokens = np.append(self.documents.num_tokens, 0).astype(np.int32)
-        return pairs, PairMeta(example, self.queries.num_tokens[query], tokens[used])
+        return pairs, PairMeta(example)
 
     def _augmentations(self, example: np.ndarray, pass_: int, width: int = 0) -> Draw | None:
         """Draw augmentations of ``width`` documents per example; 0: of the queries."""
