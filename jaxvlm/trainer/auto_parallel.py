@@ -75,7 +75,8 @@ def resolve_auto(
         least = f"; {near.candidate.text()} needs {gib(near.peak)}" if near else ""
         raise ConfigError(
             f"{setting}: nothing that fits is left on {len(devices)} x {machine.name}, "
-            f"{gib(search.capacity(request))} usable each{least}"
+            f"{gib(search.capacity(request))} usable each{least}; take more devices, or lower "
+            "config.data.batch_size or the lengths"
         )
     best = result.best[0]
     if request.pairs:  # the data are not read yet
@@ -122,12 +123,12 @@ def _unread(config: Config, name: str) -> str:
     if group == "encoder":
         return "the planner does not choose it; set it"
     if group in ("model", "dual") and (group == "dual") != (config.embedder == "dual"):
-        return f"it is not read with config.embedder={config.embedder!r}"
+        return f"it is not read with config.embedder={config.embedder!r}; leave it out"
     if group == "microbatches" and pairs:
         grad_cache = f"config.grad_cache.query_mini_batch={AUTO_MINI_BATCH}"
         return f"pairs have mini-batches: set {grad_cache} instead"
     if group == "grad_cache" and not pairs:
-        return f"it is of losses of pairs, not of {loss_setting(config)}"
+        return f"it is of losses of pairs, not of {loss_setting(config)}; leave it at 0"
     return ""
 
 
