@@ -53,6 +53,8 @@ IDENTIFIERS = {
     *("row_version", "by_need", "at_once", "clip_norm", "final_share", "learning_rate_scale"),
     *("on_long", "on_bad", "share_pictures", "picture_pixels", "router_loss", "open_keeper"),
     *("reduce_bits", "gather_bits", "halvings"),
+    *("Chunk", "grad_cache_chunks", "chunk_of", "tower_here", "VISION_PATHS", "say_once"),
+    *("tell_bounds", "check_kept", "AUTO_CHUNK", "_said", "_behind"),
 }
 IDENTIFIER_EXCEPTIONS: dict[tuple[str, str], str] = {}
 

@@ -205,11 +205,9 @@ def cheapest(predicted: MemoryEstimate | str, config: Config, machine: Machine) 
         setup.microbatches, "off", setup.config.vision.remat,
     )  # fmt: skip
     if request.pairs:
-        current = current._replace(
-            mini_batches=candidates.mini_batches_of(
-                request.pairs, config, setup.rows // current.shards
-            )[1]
-        )
+        local = setup.rows // current.shards
+        _, sizes = candidates.mini_batches_of(request.pairs, config, local)
+        current = current._replace(mini_batches=sizes)
     parts = sorted(predicted.work.items(), key=lambda item: -item[1])[:4]
     shown = ", ".join(f"{name} {gib(n)}" for name, n in [*predicted.states.items(), *parts])
     text = f"planned: {gib(predicted.peak)} of {gib(machine.chip.hbm_bytes)}: {shown}"
