@@ -356,7 +356,8 @@ def _pair_shapes(config: Config, row: BatchShape, notes: list[str]) -> PairShape
     if config.microbatches > 1:
         raise ConfigError(
             f"config.microbatches={config.microbatches} can't be combined with "
-            f"{loss_setting(config)}: divide the batch by config.grad_cache instead"
+            f"{loss_setting(config)}: set config.grad_cache.query_mini_batch and "
+            "document_mini_batch instead"
         )
     own = config.data.pairs
     lengths = [own.max_query_length or row.length, own.max_document_length or row.length]
