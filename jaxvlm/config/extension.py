@@ -198,4 +198,5 @@ def failure(error: Exception, source: str = "") -> str:
     stem = f"{source.removesuffix('.py').replace('.', '/')}.py"
     own = [frame for frame in frames if frame[0].endswith(stem)] if source else []
     file, line = (own or frames)[-1]
-    return f"at {os.path.basename(file)}:{line}: {type(error).__name__}: {error}"
+    first = (str(error).strip().splitlines() or [""])[0]  # JAX's go on for a paragraph
+    return f"at {os.path.basename(file)}:{line}: {type(error).__name__}: {first}"

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxvlm.config import Config, ConfigError, PairLossConfig, extension
 from jaxvlm.losses.contrastive import InfoNCE
+from jaxvlm.losses.custom_loss import CustomLoss
 from jaxvlm.losses.matryoshka import Matryoshka
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.losses.quantized_embeddings import QuantizedEmbeddings
@@ -124,14 +125,7 @@ def _chosen(config: Config, common: Collection[str]) -> tuple[MakeLoss, tuple[st
         )
 
     def make(**settings: Any) -> Loss:
-        loss = extension.make(config.loss, "config.loss", settings)
-        members = ("additive", "weights", "coefficients", "__call__")
-        if missing := [name for name in members if not hasattr(loss, name)]:
-            raise ConfigError(
-                f"{what} is no loss: it has no {', '.join(missing)}; see the protocol Loss in "
-                "jaxvlm/types.py"
-            )
-        return loss
+        return CustomLoss.of(extension.make(config.loss, "config.loss", settings), what)
 
     return make, reads
 

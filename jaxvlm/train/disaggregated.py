@@ -415,4 +415,4 @@ class EncoderPrograms:
             verdict, state.params, state.opt_state, place.constrain(grads), self.tx, place
         )
         new = finish(state, verdict, *changed, state.comm)
-        return new, report(new, verdict, sums, scale, batch)
+        return new, report(new, verdict, self.loss, sums, scale, batch)

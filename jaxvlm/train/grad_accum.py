@@ -70,7 +70,7 @@ def check_microbatches(parts: int, loss: Loss, rows: int) -> None:
     """
     if parts > 1 and not loss.additive:
         raise ConfigError(
-            f"config.microbatches={parts}: {type(loss).__name__} is not a sum over examples, so "
+            f"config.microbatches={parts}: {_name(loss)} is not a sum over examples, so "
             "microbatches would give another gradient; set config.microbatches=1"
         )
     if parts < 1 or rows % parts:
@@ -78,6 +78,11 @@ def check_microbatches(parts: int, loss: Loss, rows: int) -> None:
             f"config.microbatches={parts} does not divide data.batch_size={rows}; "
             f"{nearest_divisor(rows, parts)} would do"
         )
+
+
+def _name(loss: Loss) -> str:
+    """The class of a loss, for messages; the user's own where one is wrapped."""
+    return getattr(loss, "name", type(loss).__name__)
 
 
 def split_microbatches(batch: Any, parts: int, shards: int = 0) -> Any:
@@ -285,7 +290,7 @@ def check_local_gradients(dtype: str, loss: Loss) -> None:
     """
     if dtype != "float32" and not loss.additive:
         raise ConfigError(
-            f"config.strategy.grad_reduce_dtype={dtype!r}: {type(loss).__name__} is not a sum over "
+            f"config.strategy.grad_reduce_dtype={dtype!r}: {_name(loss)} is not a sum over "
             "examples, so a device cannot take the gradient of its local examples; leave it at "
             "'float32'"
         )
@@ -335,13 +340,19 @@ class LocalGradients:
 def scales(loss: Loss, batch: Batch | Pairs) -> dict[str, jax.Array]:
     """Return ``coefficient_k / W_k`` of each term over the global batch; 0 where W_k is 0.
 
+    It is NaN where W_k is negative or NaN, so that the step is skipped as one that is not finite.
+
     Args:
         loss: the loss.
         batch: the whole global batch, before it is split into microbatches.
     """
     weights = loss.weights(batch)
     return {
-        name: jnp.where(weights[name] > 0, factor / jnp.maximum(weights[name], 1e-20), 0.0)
+        name: jnp.where(
+            weights[name] > 0,
+            factor / jnp.maximum(weights[name], 1e-20),
+            jnp.where(weights[name] == 0, 0.0, jnp.nan),
+        )
         for name, factor in loss.coefficients().items()
     }
 

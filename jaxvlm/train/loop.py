@@ -17,6 +17,7 @@ import jax
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import CallbackList, StepBatch
 from jaxvlm.train.compiled_steps import CompiledSteps
+from jaxvlm.train.step import NO_WEIGHT
 from jaxvlm.types import Batch, Pairs, TrainState
 
 
@@ -85,7 +86,7 @@ def train(
         ``done``, ``preempted`` or ``no better``.
 
     Raises:
-        TrainingStopped: too many non-finite steps in a row.
+        TrainingStopped: too many non-finite steps in a row, or none that had anything to train on.
     """
     clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, callbacks)
     pending: tuple[int, dict[str, Any]] | None = None
@@ -116,6 +117,7 @@ def train(
                     pending = None
             if logs:
                 callbacks.on_log(step, window.means() | clock.lap(step))
+                window.check_trained(step, is_whole_run=last and not start)
             with clock.paused():
                 if stop:
                     why = "preempted"
@@ -145,13 +147,15 @@ def _step(
 
 
 class _Window:
-    """Means of metrics between two log lines, and the watch over skipped updates."""
+    """Means of metrics between two log lines, and the watch over steps that train nothing."""
 
     def __init__(self, leaves: list[str], max_bad_steps: int, callbacks: CallbackList):
         self.leaves, self.max_bad_steps, self.callbacks = leaves, max_bad_steps, callbacks
         self.sums: dict[str, float] = {}
         self.maxima: dict[str, float] = {}
         self.count = 0
+        self.steps, self.untrained = 0, 0
+        self.empty: dict[str, int] = {}
 
     def read(self, pending: tuple[int, dict[str, Any]] | None) -> None:
         """Fetch a step's metrics; waits until that step is done."""
@@ -162,6 +166,7 @@ class _Window:
         self.callbacks.on_step_end(step, values)
         in_a_row, bad_leaf = int(values.pop("bad_in_a_row")), int(values.pop("bad_leaf"))
         self.skipped = values.pop("skipped")
+        self._count_empty(values)
         if in_a_row:
             self._bad(step, in_a_row, bad_leaf, values["loss"])
             return
@@ -178,6 +183,39 @@ class _Window:
         out = {name: value / count for name, value in self.sums.items()} | self.maxima
         self.sums, self.maxima, self.count = {}, {}, 0
         return out | {"skipped_updates": self.skipped}
+
+    def check_trained(self, step: int, is_whole_run: bool) -> None:
+        """Name terms that no step since the last call had anything for; stop if none ever had.
+
+        Raises:
+            TrainingStopped: no step so far trained anything, and these are the whole run, or as
+                many as ``max_bad_steps``.
+        """
+        terms = [repr(term) for term, count in self.empty.items() if count == self.steps]
+        self.steps, self.empty = 0, {}
+        if not terms:
+            return
+        what = f"the loss's weight of {', '.join(terms)} is 0"
+        if self.untrained > 0 and (is_whole_run or self.untrained >= self.max_bad_steps):
+            raise TrainingStopped(
+                f"step {step}: {what} in all of {self.untrained} steps, so that nothing was "
+                "trained; look at what the loss's weights() gives for the data, or raise "
+                f"config.max_bad_steps={self.max_bad_steps} if later batches have some"
+            )
+        self.callbacks.on_bad_step(
+            step, f"{what} in every step since the last line: they had nothing to train it on"
+        )
+
+    def _count_empty(self, values: dict[str, float]) -> None:
+        """Count the steps that had nothing for a term, or for any."""
+        names = [name for name in values if name.startswith(NO_WEIGHT)]
+        empty = {name.removeprefix(NO_WEIGHT): values.pop(name) > 0 for name in names}
+        self.steps += 1
+        for term in empty:
+            self.empty[term] = self.empty.get(term, 0) + empty[term]
+        all_empty = bool(empty) and all(empty.values())
+        if self.untrained >= 0:  # -1: a step has trained something
+            self.untrained = self.untrained + 1 if all_empty else -1
 
     def _bad(self, step: int, in_a_row: int, bad_leaf: int, loss: float) -> None:
         where = f"the gradient of {self.leaves[bad_leaf]}" if bad_leaf >= 0 else "the loss"

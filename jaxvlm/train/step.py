@@ -31,6 +31,8 @@ class Placement(NamedTuple):
 
 ANYWHERE = Placement()
 NO_CACHE = Cache()
+NO_WEIGHT = "no_weight/"
+"""Prefix of the metrics that say whether a batch has nothing for a term of the loss."""
 
 
 def init_state(
@@ -68,7 +70,8 @@ def make_step(
         returns: the loss and, where it has several, its terms as ``loss/<term>``, scaled as they
         add up; ``grad_norm``, ``skipped``, ``bad_in_a_row``, ``bad_leaf`` (the index, in the order
         of sorted paths, of the first gradient that is not finite, or -1), ``tokens`` and ``images``
-        in the batch, each of the loss's metrics as a mean, and the cache's metrics.
+        in the batch, ``no_weight/<term>`` (whether the batch has nothing for a term),
+        each of the loss's metrics as a mean, and the cache's metrics.
     """
 
     def step(state: TrainState, batch: Batch | Pairs) -> tuple[TrainState, dict[str, Any]]:
@@ -84,7 +87,11 @@ def make_step(
         changed = update(verdict, state.params, state.opt_state, grads, tx, place)
         new_cache, cache_metrics = cache.write(state.cache, read, given, verdict.ok)
         new = finish(state, verdict, *changed, comm)._replace(cache=new_cache)
-        return new, {**report(new, verdict, sums, scale, batch), **read.metrics, **cache_metrics}
+        return new, {
+            **report(new, verdict, loss, sums, scale, batch),
+            **read.metrics,
+            **cache_metrics,
+        }
 
     return step
 
@@ -149,7 +156,12 @@ def finish(
 
 
 def report(
-    new: TrainState, verdict: Verdict, sums: Sums, scale: Mapping[str, Any], batch: Batch | Pairs
+    new: TrainState,
+    verdict: Verdict,
+    loss: Loss,
+    sums: Sums,
+    scale: Mapping[str, Any],
+    batch: Batch | Pairs,
 ) -> dict[str, Any]:
     """Return a step's metrics; see :func:`make_step`."""
     batches = [batch.query, batch.document] if isinstance(batch, Pairs) else [batch]
@@ -162,6 +174,8 @@ def report(
         "tokens": sum(jnp.sum(x.segment > 0) for x in batches),
         "images": sum(jnp.sum(x.image_start >= 0) for x in batches if x.image_start is not None),
     }
+    used = [name for name, factor in loss.coefficients().items() if factor]
+    metrics |= {f"{NO_WEIGHT}{name}": scale[name] == 0 for name in used}
     terms = {f"loss/{name}": scale[name] * s for name, s in sums.terms.items()}
     metrics |= terms if len(terms) > 1 else {}
     return metrics | {name: s / jnp.maximum(w, 1e-20) for name, (s, w) in sums.metrics.items()}

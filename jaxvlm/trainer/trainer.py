@@ -82,6 +82,10 @@ class Trainer(Run):
         self.training = build_training(
             self.config, self.model, self.steps, log=print, encoder=self.encoder, pages=self.pages
         )
+        if self.config.loss.target:
+            from jaxvlm.trainer import loss_check  # for a loss of the user's own
+
+            loss_check.check(self)
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, or until SIGTERM; resume what the workdir holds.

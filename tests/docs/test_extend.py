@@ -51,7 +51,7 @@ def test_the_page_shows_the_examples(title, file):
 def test_the_loss_is_what_it_says():
     group = LossConfig(target=str(EXAMPLES / "custom_loss.py:Focal"), options={"gamma": 3})
     focal = make_loss(Config(loss=group, loss_chunk=5))
-    assert isinstance(focal, Loss) and (focal.gamma, focal.loss_chunk) == (3.0, 5)
+    assert isinstance(focal, Loss) and (focal.loss.gamma, focal.loss.loss_chunk) == (3.0, 5)
     batch = jax.tree.map(jnp.asarray, random_batch())
     hidden = jnp.ones((*batch.tokens.shape, 1))
     head = jnp.log(jnp.arange(1.0, VOCAB + 1))[None]  # token t has t + 1 parts of the probability
