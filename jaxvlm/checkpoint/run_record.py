@@ -56,10 +56,22 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         yield
 
 
-def write_config(workdir: pathlib.Path, config: Config, devices: str) -> None:
-    """Writes ``config.json`` with settings, versions, commit and devices."""
+def write_config(
+    workdir: pathlib.Path, config: Config, devices: str, trains_embeddings: bool | None = None
+) -> None:
+    """Writes ``config.json`` with settings, versions, commit and devices.
+
+    Args:
+        workdir: folder of the run.
+        config: its settings.
+        devices: what it runs on.
+        trains_embeddings: whether a loss of the user's own does, so that no one has to import it
+            to use the model; ``None``: not known.
+    """
+    own = {} if trains_embeddings is None else {"trains_embeddings": trains_embeddings}
     document = {
         "config": dataclasses.asdict(config),
+        **own,
         "versions": _versions(),
         "commit": source_commit(),
         "devices": devices,
@@ -93,7 +105,11 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return from_config_dict(document["config"])
+        config = from_config_dict(document["config"])
+        if "trains_embeddings" in document:
+            loss = config.loss.recorded(bool(document["trains_embeddings"]))
+            config = dataclasses.replace(config, loss=loss)
+        return config
     except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from absl import flags
@@ -10,8 +11,8 @@ from jaxvlm.cli import common
 
 SUMMARY = "Evaluate a model: exact match of its answers, or the retrieval of its embeddings."
 USAGE = (
-    "--checkpoint=WORKDIR [--data=FILE] [--limit=N] [--prediction_grid=FILE.png]\n"
-    "                   [--mesh=fsdp=4,tensor=2]\n"
+    "--checkpoint=WORKDIR [--data=FILE] [--data_format=built_in] [--limit=N]\n"
+    "                   [--prediction_grid=FILE.png] [--mesh=fsdp=4,tensor=2]\n"
     "       jaxvlm eval --checkpoint=ENCODER --data=PAIRS.jsonl [--ks=1,5,10] [--dims=64,128]\n"
     "       jaxvlm eval --checkpoint=ENCODER --data=IMAGES.jsonl --classes=cat,dog|NAMES.txt"
 )
@@ -49,15 +50,26 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     lists: dict[str, Any] = {"ks": ["1", "5", "10"], "dims": [], "precisions": []}
     lists["template"] = ("a photo of a {}.",)
     common.define_flags(values, _FLAGS, limit=0, retrieval=False, batch_size=64, **lists)
+    flags.DEFINE_enum(
+        "data_format",
+        "run",
+        ["run", "built_in"],
+        "How --data is read where the run has a data format of its own (config.data.format): by "
+        "that format, or by jaxvlm's own.",
+        flag_values=values,
+    )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Evaluate the model, print the report and return the metrics."""
     from jaxvlm.config import ConfigError
-    from jaxvlm.inference import embedding_evaluator
+    from jaxvlm.data.errors import DataError
     from jaxvlm.inference.encoder import Encoder
 
     common.flags_only("eval", args)
+    if values["data_format"].present and (values.retrieval or values.classes):
+        other = "retrieval" if values.retrieval else "classes"
+        raise ConfigError(f"--data_format does not go with --{other}, whose files are jaxvlm's own")
     if values.classes:
         return _classes(values)
     if values["template"].present:
@@ -65,7 +77,49 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.retrieval:
         _pairs(values)  # fails before the model is loaded
     model = common.load_model("eval", values)
-    if embedding_evaluator.is_run(model) and not values.retrieval:
+    if values.retrieval or (isinstance(model, Encoder) and model.run is None):
+        return _retrieval(values, model)
+    target = _choose_format(values, model)
+    try:
+        return _of_run(values, model)
+    except DataError as error:
+        if not target:
+            raise
+        raise DataError(
+            f"{error}; the run's config.data.format.target={target!r} reads it, and "
+            "--data_format=built_in reads jaxvlm's own formats"
+        ) from None
+
+
+def _choose_format(values: flags.FlagValues, model: Any) -> str:
+    """Say, or change, what reads ``--data``; returns the target where that is the run's own."""
+    from jaxvlm.config import ConfigError, Extension
+    from jaxvlm.inference.encoder import Encoder
+
+    name = "run" if isinstance(model, Encoder) else "config"
+    config = getattr(model, name)
+    target = str(config.data.format.target) if values.data else ""
+    if not target:
+        if values["data_format"].present:
+            raise ConfigError(
+                f"--data_format={values.data_format} is for --data=FILE of a run with "
+                "config.data.format.target"
+            )
+        return ""
+    if values.data_format == "run":
+        common.say(f"{values.data} is read by the run's config.data.format.target={target!r}")
+        return target
+    data = dataclasses.replace(config.data, format=Extension())
+    setattr(model, name, dataclasses.replace(config, data=data))
+    return ""
+
+
+def _of_run(values: flags.FlagValues, model: Any) -> dict[str, Any]:
+    """Evaluate as in training: exact match, or the retrieval of a run that trained embeddings."""
+    from jaxvlm.config import ConfigError
+    from jaxvlm.inference import embedding_evaluator
+
+    if embedding_evaluator.is_run(model):
         if given := [name for name in (*_RETRIEVAL_FLAGS, "limit") if values[name].present]:
             raise ConfigError(
                 f"--{given[0]} needs --retrieval; without it a run is evaluated as in training"
@@ -76,8 +130,6 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         for line in report.lines():
             common.say(line)
         return report.metrics
-    if values.retrieval or isinstance(model, Encoder):
-        return _retrieval(values, model)
     if given := [name for name in _RETRIEVAL_FLAGS if values[name].present]:
         raise ConfigError(f"--{given[0]} is for embeddings: add --retrieval")
     report = model.evaluate(values.data, limit=values.limit, prediction_grid=values.prediction_grid)

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -44,7 +45,15 @@ def _load(name: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 on success, 1 if a run had to stop, 2 on bad input."""
-    code = run(list(sys.argv[1:] if argv is None else argv))
+    try:
+        code = run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_closed(sys.stdout):
+            raise
+        # Whoever read the output has gone, as in `jaxvlm ... | head`: that is no error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
     if "jax" in sys.modules:  # a failed process must not wait for its peers
         from jaxvlm.parallel.distributed.processes import exit_now
 
@@ -56,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 sys.stderr.flush()
                 os._exit(code)
     sys.exit(code)
+
+
+def _is_closed(stream: Any) -> bool:
+    """Whether no one reads a pipe that still has to be written to."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def run(argv: list[str]) -> int:

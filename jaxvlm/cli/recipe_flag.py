@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
@@ -14,22 +16,47 @@ class RecipeParser(flags.ArgumentParser):
 
     Args:
         loader: parser of ml_collections, which calls get_config.
+        argv: arguments of the command, in which overrides are looked for.
     """
 
-    def __init__(self, loader: flags.ArgumentParser):
+    def __init__(self, loader: flags.ArgumentParser, argv: list[str]):
         super().__init__()
-        self.loader = loader
+        self.loader, self.argv = loader, argv
 
     def parse(self, argument: str) -> Any:
         """Call get_config of the file ``argument``; text after a colon is its own argument."""
         from jaxvlm.config import to_config_dict
 
         config = self.loader.parse(argument)
-        return to_config_dict(config) if dataclasses.is_dataclass(config) else config
+        config = to_config_dict(config) if dataclasses.is_dataclass(config) else config
+        for override in re.findall(r"^--?config\.([\w.]+)", "\n".join(self.argv), re.MULTILINE):
+            _add_groups(config, override.split("."))
+        return config
 
     def flag_type(self) -> str:
         """Type in the help of the flag."""
         return self.loader.flag_type()
+
+
+def _add_groups(config: Any, path: list[str]) -> None:
+    """Add the groups of an extension's options that an override sets a field of."""
+    from jaxvlm.config import ConfigError
+
+    for depth, name in enumerate(path):
+        if not isinstance(config, ml_collections.ConfigDict):
+            if "options" not in path[:depth]:
+                return
+            raise ConfigError(
+                f"config.{'.'.join(path[:depth])} is {config!r}, and no group of settings, which "
+                f"config.{'.'.join(path)} would be in"
+            )
+        if depth == len(path) - 1:
+            return
+        if name not in config:
+            if config.is_locked or "options" not in path[:depth]:
+                return
+            config[name] = ml_collections.ConfigDict()
+        config = config[name]
 
 
 def define_recipe(
@@ -55,6 +82,6 @@ def define_recipe(
         accept_new_attributes=True,
         sys_argv=["jaxvlm", *argv],
     )
-    values["config"].parser = RecipeParser(values["config"].parser)
+    values["config"].parser = RecipeParser(values["config"].parser, argv)
     if default is not None:
         values.set_default("config", default)

@@ -122,12 +122,31 @@ def _checked(value: Any, kind: Any, path: str) -> Any:
         return Options(value)
     if typing.get_origin(kind) is tuple:
         return _checked_tuple(value, typing.get_args(kind), path)
+    if typing.get_origin(kind) is typing.Literal:
+        known = {(type(x), x) for x in typing.get_args(kind)}
+        if isinstance(value, str | int) and (type(value), value) in known:
+            return value
+        names = ", ".join(map(repr, typing.get_args(kind)))
+        raise ConfigError(f"{path}={value!r}; known: {names}")
+    if not _is_settable(kind):
+        raise ConfigError(
+            f"{path}: a field of type {getattr(kind, '__name__', kind)} can't be set; give it the "
+            "type bool, int, float, str, Literal, a tuple of these (tuple[float, ...] instead of a "
+            "list), or a frozen dataclass instead of a dict"
+        )
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     wrong_bool = isinstance(value, bool) and kind is not bool
     if isinstance(kind, types.GenericAlias) or wrong_bool or not isinstance(value, kind):
         raise ConfigError(f"{path} must be {getattr(kind, '__name__', kind)}, not {value!r}")
     return value
+
+
+def _is_settable(kind: Any) -> bool:
+    """Whether a value can be checked to be of a type."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return all(map(_is_settable, typing.get_args(kind)))
+    return kind in (bool, int, float, str, tuple, type(None))
 
 
 def _checked_tuple(value: Any, args: tuple[Any, ...], path: str) -> tuple[Any, ...]:

@@ -52,6 +52,12 @@ class LossConfig(Extension):
     the others train embeddings. Allowed values: 'next_token', 'info_nce', 'sigmoid', 'triplet',
     'cosine', 'cosent', 'margin_mse', 'distill'."""
 
+    def recorded(self, trains_embeddings: bool) -> LossConfig:
+        """These settings with what their class said when the run began, instead of the class."""
+        copy = dataclasses.replace(self)
+        object.__setattr__(copy, "trains_embeddings", trains_embeddings)  # no setting: no field
+        return copy
+
 
 def is_set(extension: Extension, path: str) -> bool:
     """Whether the group of settings ``path`` names an extension.
@@ -65,13 +71,14 @@ def is_set(extension: Extension, path: str) -> bool:
     return bool(extension.target)
 
 
-def resolve(extension: Extension, path: str) -> Any:
+def resolve(extension: Extension, path: str, allow_module: bool = False) -> Any:
     """The class, function or module that ``target`` names; it is imported where it was not yet.
 
     Args:
         extension: ``target`` is ``MODULE:NAME``, ``path/to/FILE.py:NAME``, or a module or file
             alone.
         path: what error messages call the group of settings, for instance ``config.loss``.
+        allow_module: whether a module or file alone will do.
 
     Raises:
         ConfigError: there is no such file, module or name, or importing it fails.
@@ -88,10 +95,25 @@ def resolve(extension: Extension, path: str) -> Any:
                 + (f"did you mean {near[0]!r}?" if near else "give MODULE:NAME or FILE.py:NAME")
             )
         found = getattr(found, part)
+    if isinstance(found, types.ModuleType) and not allow_module:
+        kind = "file" if source.endswith(".py") and not name else "module"
+        own = [key for key, x in vars(found).items() if _is_written_in(x, found.__name__)]
+        raise ConfigError(
+            f"{what} names a {kind}, not a class or function; add :NAME"
+            + (f" ({', '.join(own)})" if own else "")
+        )
     return found
 
 
-def make(extension: Extension, path: str, given: Mapping[str, Any] = {}) -> Any:
+def _is_written_in(value: Any, module: str) -> bool:
+    """Whether it is a public class or function of a module's own."""
+    named = isinstance(value, type | types.FunctionType) and not value.__name__.startswith("_")
+    return named and value.__module__ == module
+
+
+def make(
+    extension: Extension, path: str, given: Mapping[str, Any] = {}, allow_module: bool = False
+) -> Any:
     """The object that ``target`` names: an instance of a class, or a function or module itself.
 
     A class with options is a frozen dataclass, and ``options`` are its fields.
@@ -101,12 +123,14 @@ def make(extension: Extension, path: str, given: Mapping[str, Any] = {}) -> Any:
         path: what error messages call the group of settings.
         given: fields that other settings of the run have a value for, by name; options can't set
             them.
+        allow_module: see :func:`resolve`.
 
     Raises:
         ConfigError: see :func:`resolve`; an option that the class has no field for, or of a wrong
             type, or one that is missing.
     """
-    found, what = resolve(extension, path), f"{path}.target={extension.target!r}"
+    found = resolve(extension, path, allow_module)
+    what = f"{path}.target={extension.target!r}"
     if isinstance(found, type) and dataclasses.is_dataclass(found):
         return _instance(found, extension.options, f"{path}.options", what, given)
     if extension.options or given:

@@ -62,7 +62,7 @@ def enforce(
         raise DataError(
             f"{what}: {len(problems)} of {total} records ({share:.1%}) can't be used, over"
             f" data.max_skip_fraction={max_skip_fraction:.1%}: {first}."
-            " `jaxvlm data check` lists them"
+            f" `jaxvlm data check {what} --config=RECIPE` lists them"
         )
 
 

@@ -36,6 +36,8 @@ class ValidationReport:
     """Number of distinct image files that were decoded without error."""
     problems: dict[str, list[str]]
     """Reason -> ids of the records refused for it, most frequent reason first."""
+    details: dict[str, list[str]]
+    """Reason -> what is special about each of these records (a path, a count), or ""."""
     tokens: dict[str, int]
     """Percentiles (p0 ... p100) of the tokens of good records; empty if there are none."""
     images_most: int
@@ -64,7 +66,9 @@ class ValidationReport:
             out.append(f"tokens per record: {spread}; {most}")
         for reason, ids in self.problems.items():
             more = ", ..." if len(ids) > _MAX_LISTED else ""
-            out.append(f"{len(ids):>7}  {reason}: {', '.join(ids[:_MAX_LISTED])}{more}")
+            pairs = zip(ids[:_MAX_LISTED], self.details[reason])
+            listed = [f"{name} ({detail})" if detail else name for name, detail in pairs]
+            out.append(f"{len(ids):>7}  {reason}: {', '.join(listed)}{more}")
         return out
 
 
@@ -103,10 +107,10 @@ def validate(
             broken[i] = str(error)
     limits, good = packing.limits_of(config, patching), []
     for i, source in enumerate(corpus.source.tolist()):
-        reasons = [broken[p] for p in corpus.images[i] if p in broken]
-        reason = (reasons or limits.exceeded(corpus, i))[0]
+        failed = [(broken[p], corpus.paths[p]) for p in corpus.images[i] if p in broken]
+        reason, detail = failed[0] if failed else limits.exceeded(corpus, i)
         if reason:
-            problems.append(Problem(records[source].id, reason))
+            problems.append(Problem(records[source].id, reason, detail))
         else:
             good.append(i)
     return ValidationReport(
@@ -115,16 +119,17 @@ def validate(
         good=len(good),
         images=len(corpus.paths) - len(broken),
         problems=by_reason(problems),
+        details=by_reason(problems, "detail"),
         tokens=percentiles(corpus.length[good]),
         images_most=max((len(corpus.images[i]) for i in good), default=0),
     )
 
 
-def by_reason(problems: Sequence[Problem]) -> dict[str, list[str]]:
-    """Group record ids by the reason they were refused for, most frequent reason first."""
+def by_reason(problems: Sequence[Problem], field: str = "id") -> dict[str, list[str]]:
+    """Group record ids, or details, by the reason of refusal, most frequent reason first."""
     ids: dict[str, list[str]] = collections.defaultdict(list)
     for problem in problems:
-        ids[problem.reason].append(problem.id)
+        ids[problem.reason].append(getattr(problem, field))
     return dict(sorted(ids.items(), key=lambda item: -len(item[1])))
 
 

@@ -42,17 +42,21 @@ PAIR_LOSSES: dict[str, tuple[MakeLoss, tuple[str, ...]]] = {
 }
 """Losses of embeddings of pairs, in the same form."""
 _EVERY_PAIR_LOSS = ("matryoshka_dims", "matryoshka_weights", "precisions")
-_TOKEN_SETTINGS = ("loss_chunk", "moe_aux_loss_weight")
+_TOKEN_SETTINGS = tuple(dict.fromkeys(name for _, reads in TOKEN_LOSSES.values() for name in reads))
 _PAIR_SETTINGS = tuple(field.name for field in dataclasses.fields(PairLossConfig))
 
 
 def trains_embeddings(config: Config) -> bool:
     """Whether the run trains embeddings of pairs, not tokens.
 
+    The settings of a trained run say so, and its loss is not imported.
+
     Raises:
         ConfigError: ``config.loss.target`` can't be imported.
     """
     if config.loss.target:
+        if (recorded := getattr(config.loss, "trains_embeddings", None)) is not None:
+            return bool(recorded)
         return bool(getattr(_target(config), "trains_embeddings", False))
     return config.loss.name in PAIR_LOSSES
 

@@ -226,7 +226,8 @@ class _Window:
                 f"step {step}: {where} is not finite, {in_a_row} steps in a row "
                 f"(config.max_bad_steps={self.max_bad_steps}); lower "
                 "config.optim.learning_rate, raise config.optim.warmup_steps, set "
-                "config.optim.max_grad_norm, or look at the data with `jaxvlm data check`"
+                "config.optim.max_grad_norm, or look at the data with `jaxvlm data check "
+                "FILE --config=RECIPE`"
             )
 
 

@@ -115,9 +115,9 @@ def validate_file(config: Config, spec: str) -> validate.ValidationReport:
     good = 0
     for example in dataset.examples:
         items = (example.query, example.positive, *example.negatives)
-        why = [broken[item.image] for item in items if item.image in broken]
+        why = [(broken[item.image], item.image) for item in items if item.image in broken]
         good += not why
-        problems += [Problem(example.id, why[0])] if why else []
+        problems += [Problem(example.id, *why[0])] if why else []
     lengths = [dataset.queries.num_tokens, dataset.documents.num_tokens]
     return validate.ValidationReport(
         name=spec,
@@ -125,6 +125,7 @@ def validate_file(config: Config, spec: str) -> validate.ValidationReport:
         good=good,
         images=len(read) - len(broken),
         problems=validate.by_reason(problems),
+        details=validate.by_reason(problems, "detail"),
         tokens=validate.percentiles(np.concatenate(lengths)),
         images_most=int(bool(read)),
         of="examples",

@@ -12,6 +12,7 @@ import jax
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.hf import exporter
+from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.train import loop
 from jaxvlm.train.metrics import MetricWriter
@@ -105,4 +106,5 @@ def write_run_files(run: Run, workdir: pathlib.Path) -> None:
     for tower, source in (run.dual.towers if run.dual else {}).items():
         exporter.keep(source, workdir / tower)
     kind, size = run.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in run.meshes)
-    run_record.write_config(workdir, run.config, f"{size} x {kind}")
+    own = trains_embeddings(run.config) if run.config.loss.target else None
+    run_record.write_config(workdir, run.config, f"{size} x {kind}", own)

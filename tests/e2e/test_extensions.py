@@ -15,6 +15,16 @@ from runs import command, environment, losses, write_data
 from jaxvlm.cli import main
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+FORMATS = """
+def nothing(file):
+    "A file's name."
+
+def text(file):
+    return file
+
+def number(file):
+    return 3
+"""
 POLICY = '''
 import dataclasses
 import jax.numpy as jnp
@@ -48,6 +58,7 @@ def folder(tmp_path_factory):
         shutil.copy(file, folder)
     (folder / "my_policy.py").write_text(POLICY)
     (folder / "my_family.py").write_text(FAMILY)
+    (folder / "my_formats.py").write_text(FORMATS)
     lines = [json.loads(line) for line in write_data(folder, images=8).read_text().splitlines()]
     table = []
     for line in lines:
@@ -105,6 +116,8 @@ def test_a_loss_lives_through_kill_resume_eval_and_export(folder, run):
     steps = f"--config.steps={done + 2}"
     run(folder, "train", *given, steps)
     recorded = json.loads((folder / "loss" / "config.json").read_text())["config"]
+    document = json.loads((folder / "loss" / "config.json").read_text())
+    assert document["trains_embeddings"] is False
     assert recorded["loss"] == {
         "target": f"{folder}/custom_loss.py:Focal",
         "options": {"gamma": 1.5},
@@ -114,7 +127,15 @@ def test_a_loss_lives_through_kill_resume_eval_and_export(folder, run):
     elsewhere.mkdir()
     data = f"--data={folder / 'data.jsonl'}"
     assert "exact_match" in run(elsewhere, "eval", "--checkpoint=../loss", data)
+    # The loss is in no one's way once the model is trained.
+    (folder / "custom_loss.py").rename(folder / "gone.py")
+    assert "exact_match" in run(elsewhere, "eval", "--checkpoint=../loss", data)
+    image = f"--image={folder / '0.png'}"
+    run(elsewhere, "generate", "--checkpoint=../loss", image, "--prompt=is it red?")
     run(elsewhere, "export", "--workdir=../loss", "--output=exported")
+    error = run(folder, "train", *given, f"--config.steps={done + 4}", code=2)
+    assert "custom_loss.py" in error and "no such" in error
+    (folder / "gone.py").rename(folder / "custom_loss.py")
     named = f"--family={folder / 'my_family.py'}"
     assert "exact_match" in run(elsewhere, "eval", "--checkpoint=exported", data, named)
     assert "config.model.family.target" in run(
@@ -145,7 +166,19 @@ def test_a_format_and_a_policy_live_through_resume_and_eval(folder, run):
     bad = folder / "bad.txt"
     bad.write_text(table.read_text() + "\na|b")
     checked = run(folder, "data", "check", "bad.txt", given[0], given[2], code=1)
-    assert "16 of 17 records are good" in checked and "not three cells: line 17" in checked
+    assert "16 of 17 records are good" in checked
+    assert "not three cells: bad.txt: line 17 (2 cells)" in checked
+    # A file in another format: by the run's, which says so, or by jaxvlm's own.
+    data = f"--data={folder / 'data.jsonl'}"
+    said = run(elsewhere, "eval", workdir, data, code=2)
+    target = f"config.data.format.target='{folder}/custom_data.py:Table'"
+    assert f"data.jsonl is read by the run's {target}" in said
+    assert "--data_format=built_in reads jaxvlm's own formats" in said.splitlines()[-1]
+    assert "data.jsonl: line 1: not three cells" in said
+    said = run(elsewhere, "eval", workdir, data, "--data_format=built_in")
+    assert "exact_match" in said and "is read by" not in said
+    refused = run(elsewhere, "eval", workdir, "--data_format=run", code=2)
+    assert "--data_format=run is for --data=FILE of a run" in refused
 
 
 @pytest.mark.parametrize(
@@ -159,10 +192,22 @@ def test_a_format_and_a_policy_live_through_resume_and_eval(folder, run):
         ("loss.target=custom_loss.py:Focl", "did you mean 'Focal'?"),
         ("loss.target=custom_data.py:Table", "config.loss.options.gamma is not a setting"),
         ("loss.target=nowhere.py:Focal", "no such file"),
+        ("loss.target=custom_loss.py", "names a file, not a class or function; add :NAME (Focal, "),
+        ("data.format.target=custom_data.py", "names a file, not a class or function; add :NAME"),
+        ("loss.target=json", "names a module, not a class or function; add :NAME"),
+        ("loss.options.gamma.x=1", "config.loss.options.gamma is 2.0, and no group of"),
+        ("loss.options.sub.x=1", "config.loss.options.sub is not a setting"),
         ("loss.target=nowhere:Focal", "no module 'nowhere'"),
         ("loss.target=", "config.loss.options.gamma=2.0 is not read without config.loss.target"),
         ("loss=focal", "it is a group of settings"),
         ("data.format.target=custom_loss.py:default_config", "failed"),
+        ("data.format.target=json:JSONDecoder.raw_decode", "failed"),
+        ("data.format.target=my_formats.py:nothing", "returned None; it must give an iterable"),
+        (
+            "data.format.target=my_formats.py:text",
+            "returned an object of type str; it must give an iterable",
+        ),
+        ("data.format.target=my_formats.py:number", "returned an object of type int; it must"),
         ("data.format.target=custom_loss.py:__doc__", "is no function of a file's name"),
         ("model.family.target=my_family.py", "not read without config.model.checkpoint"),
         ("cache.policy=custom", "needs config.cache.custom_policy.target"),

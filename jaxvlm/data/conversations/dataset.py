@@ -76,7 +76,7 @@ class Dataset:
         self.problems = bad + too_long
         enforce(self.problems, self.total, "skip", config.max_skip_fraction, name)
         if not len(pieces.num_tokens):
-            reasons = "`jaxvlm data check` lists the reasons"
+            reasons = f"`jaxvlm data check {name} --config=RECIPE` lists the reasons"
             raise DataError(f"{name}: no usable record is left; {reasons}")
         different = {id(span): span for span in corpus.spans}.values()
         tiles_of_image = max((len(span.starts) for span in different), default=1)

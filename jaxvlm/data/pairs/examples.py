@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, tidy
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, file_name, tidy
 from jaxvlm.data.sources.fields import BadItem
 
 
@@ -39,8 +39,10 @@ class Item(NamedTuple):
             instruction: task of the embedding.
 
         Raises:
-            BadItem: the item is empty, or a placeholder has no image.
+            BadItem: the item is empty, a placeholder has no image, or an image is no file's name.
         """
+        if image and not isinstance(image, str):
+            file_name(image)
         text = tidy(text.strip())
         marks = text.count(PLACEHOLDER)
         if not text and not image:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import custom_format, fields
-from jaxvlm.data.sources.fields import Allowed, BadItem
+from jaxvlm.data.sources.fields import Allowed, BadItem, is_empty
 
 DEFAULT = DataConfig()
 PLACEHOLDER = "<image>"
@@ -99,7 +99,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
                 problems.append(item)
                 continue
             if isinstance(item, Record):
-                records.append(_checked_record(item._replace(id=item.id or where), root))
+                records.append(_own_record(item._replace(id=item.id or where), root))
                 continue
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
@@ -197,6 +197,19 @@ def _checked_record(record: Record, root: pathlib.Path) -> Record:
     _check_turns(turns)
     files = tuple(_locate(name, root) for name in images)
     return record._replace(turns=tuple(turns), images=files)
+
+
+def _own_record(record: Record, root: pathlib.Path) -> Record:
+    """A Record that a format of the user's own made, checked like one of a file; raises BadItem."""
+    for turn in record.turns:
+        if not isinstance(turn, Turn):
+            raise BadItem("a turn is not an object", f"{type(turn).__name__}, not a Turn")
+        if turn.role not in _ROLES:
+            raise BadItem("unknown role", repr(turn.role))
+        if not isinstance(turn.content, str):
+            raise BadItem("a turn whose 'content' is neither text nor a list")
+    images = tuple(map(file_name, record.images))
+    return _checked_record(record._replace(images=images), root)
 
 
 def tidy(text: str) -> str:
@@ -315,7 +328,7 @@ def message_turn(
 
 def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:
     """File that an image part names; "" if it takes the next of the record's 'images'."""
-    given = [key for key in _FIELDS_OF_PART["image"][1:] if part.get(key)]
+    given = [key for key in _FIELDS_OF_PART["image"][1:] if not is_empty(part.get(key))]
     if len(given) > 1:
         raise BadItem(f"both {' and '.join(map(repr, given))}; which one is meant?")
     return _image_name(part[given[0]], allowed) if given else ""
@@ -325,7 +338,7 @@ def _image_name(value: Any, allowed: Allowed) -> str:
     """File that a name, or an object with one name, stands for."""
     if isinstance(value, dict):
         allowed.refuse_others("image", value, _FIELDS_OF_IMAGE)
-        given = [value[key] for key in _FIELDS_OF_IMAGE if value.get(key)]
+        given = [value[key] for key in _FIELDS_OF_IMAGE if not is_empty(value.get(key))]
         if len(given) > 1:
             raise BadItem("an image with several names or contents; which one is meant?")
         value = given[0] if given else None
@@ -334,7 +347,7 @@ def _image_name(value: Any, allowed: Allowed) -> str:
 
 def _listed(item: dict[str, Any], allowed: Allowed) -> list[str]:
     """Image files in the record's 'images' or 'image' field."""
-    given = [item[key] for key in _LISTS_OF_IMAGES if item.get(key) not in (None, "", [])]
+    given = [item[key] for key in _LISTS_OF_IMAGES if not is_empty(item.get(key))]
     if not given:
         return []
     if len(given) > 1:
@@ -347,7 +360,8 @@ def _listed(item: dict[str, Any], allowed: Allowed) -> list[str]:
 def file_name(value: Any) -> str:
     """Check and return the file that a record names for an image; raises BadItem."""
     if not isinstance(value, str) or not value:
-        raise BadItem("an image's name is not text")
+        detail = f"{type(value).__name__}; an image must be a file, given by its name"
+        raise BadItem("an image's name is not text", detail)
     if value.startswith(("http://", "https://", "data:")):
         raise BadItem("an image that is not a file", value[:60])
     return value.removeprefix("file://")

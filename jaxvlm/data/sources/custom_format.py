@@ -34,7 +34,11 @@ def read_items(data_format: Extension, spec: str, kind: type) -> list[tuple[str,
     if not callable(reader):
         raise ConfigError(f"{what} is no function of a file's name, and has no __call__")
     try:
-        items = list(reader(spec))
+        given = reader(spec)
+        if isinstance(given, str | bytes | dict) or not hasattr(given, "__iter__"):
+            shown = "None" if given is None else f"an object of type {type(given).__name__}"
+            raise DataError(f"{spec}: {what} returned {shown}; it must give an iterable of records")
+        items = list(given)
     except (ConfigError, DataError):
         raise
     except Exception as error:  # whatever a user's reader may raise
@@ -48,4 +52,12 @@ def read_items(data_format: Extension, spec: str, kind: type) -> list[tuple[str,
             )
     if not items:
         raise DataError(f"{spec}: {what} gave no record")
-    return [(f"{os.path.basename(spec)}[{i}]", item) for i, item in enumerate(items)]
+    name = os.path.basename(spec)
+    return [(f"{name}[{i}]", _named(item, f"{name}[{i}]", name)) for i, item in enumerate(items)]
+
+
+def _named(item: Any, where: str, file: str) -> Any:
+    """A Problem with an id that names its file."""
+    if not isinstance(item, Problem) or file in item.id:
+        return item
+    return item._replace(id=f"{file}: {item.id}" if item.id else where)

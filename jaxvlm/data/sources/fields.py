@@ -42,6 +42,11 @@ class BadItem(Exception):
         self.reason, self.detail = reason, detail
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a field is as good as not there; an array is compared with nothing."""
+    return value is None or (isinstance(value, str | bytes | list | dict) and not value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Allowed:
     """Fields that may occur beside those that are read."""

@@ -17,7 +17,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, custom_format, tables
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
-from jaxvlm.data.sources.fields import Allowed, BadItem
+from jaxvlm.data.sources.fields import Allowed, BadItem, is_empty
 
 _ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
 """sentence-transformers' columns -> jaxvlm's fields."""
@@ -116,7 +116,7 @@ def _mapped(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, 
     out: dict[str, Any] = {}
     marked = any(key in fields for key in FORMATS)
     for column, value in fields.items():
-        if value is None or value == "" or value == [] or value == {}:
+        if is_empty(value):
             continue
         name = mapping.get(column, column if marked else _OF_TAR.get(column, column))
         if name in out:
@@ -211,7 +211,7 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
             raise BadItem("an image embedded in the table; give files, or tar shards", name)
         context.allowed.refuse_others(f"image of '{name}'", image, {"path", "bytes"})
         image = image.get("path")
-    file = context.locate(conversation_formats.file_name(image)) if image not in (None, "") else ""
+    file = context.locate(conversation_formats.file_name(image)) if not is_empty(image) else ""
     try:
         return Item.of(_text(text or "", name), file, instruction)
     except BadItem as bad:

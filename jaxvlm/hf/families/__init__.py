@@ -138,7 +138,7 @@ def family_of(own: Extension, path: str, built_in: ChooseFamily = family) -> Cho
     """
     if not extension.is_set(own, path):
         return built_in
-    made = extension.make(own, path)
+    made = extension.make(own, path, allow_module=True)
     members = ("config_from_hf", "weights", "chat_style", "span")
     if missing := [name for name in members if not callable(getattr(made, name, None))]:
         raise ConfigError(
