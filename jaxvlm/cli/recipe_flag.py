@@ -29,8 +29,9 @@ class RecipeParser(flags.ArgumentParser):
 
         config = self.loader.parse(argument)
         config = to_config_dict(config) if dataclasses.is_dataclass(config) else config
-        for override in re.findall(r"^--?config\.([\w.]+)", "\n".join(self.argv), re.MULTILINE):
-            _add_groups(config, override.split("."))
+        for given in self.argv:
+            if override := re.match(r"--?(?:no)?config\.([\w.]+)", given):
+                _add_groups(config, override[1].split("."))
         return config
 
     def flag_type(self) -> str:

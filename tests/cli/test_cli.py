@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 from runs import HERE, write_data
 
+from jaxvlm.cli import main
 from jaxvlm.cli.main import COMMANDS, run
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECIPE = str(HERE / "recipe.py")
 
 
@@ -95,6 +101,23 @@ def test_print_config_prints_what_would_be_used(capsys, tmp_path):
     assert "config.seed=7" in lines and "config.optim.frozen=()" in lines
     assert json.loads(last)["seed"] == 7
     assert json.loads(last)["data"]["train"] == "x.jsonl"
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    command = [sys.executable, "-m", "jaxvlm", "train", f"--config={RECIPE}:x.jsonl"]
+    shell = f"{shlex.join([*command, '--print_config'])} | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=ROOT)
+    first, code = done.stdout.splitlines()
+    assert first.startswith("config.") and code in ("0", "141") and not done.stderr
+
+
+def test_only_standard_output_may_break(monkeypatch):
+    def broken(argv):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(main, "run", broken)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main.main([])
 
 
 def test_a_space_is_accepted_for_an_equals_sign(capsys):

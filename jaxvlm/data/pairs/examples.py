@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, file_name, tidy
-from jaxvlm.data.sources.fields import BadItem
+from jaxvlm.data.sources.fields import BadItem, is_empty
 
 
 class Item(NamedTuple):
@@ -30,19 +30,20 @@ class Item(NamedTuple):
         return self.text.replace(PLACEHOLDER, " ").strip()
 
     @classmethod
-    def of(cls, text: str = "", image: str = "", instruction: str = "") -> Item:
+    def of(cls, text: str = "", image: Any = "", instruction: str = "") -> Item:
         """Create an item; an image without an ``<image>`` placeholder goes before the text.
 
         Args:
             text: text of the item.
-            image: image file of the item.
+            image: name of the item's image file.
             instruction: task of the embedding.
 
         Raises:
             BadItem: the item is empty, a placeholder has no image, or an image is no file's name.
         """
-        if image and not isinstance(image, str):
-            file_name(image)
+        image = "" if is_empty(image) else image
+        if not isinstance(image, str):
+            file_name(image)  # which refuses it
         text = tidy(text.strip())
         marks = text.count(PLACEHOLDER)
         if not text and not image:

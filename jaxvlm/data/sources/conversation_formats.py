@@ -99,7 +99,8 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
                 problems.append(item)
                 continue
             if isinstance(item, Record):
-                records.append(_own_record(item._replace(id=item.id or where), root))
+                identifier = item.id or where
+                records.append(_own_record(item._replace(id=identifier), root))
                 continue
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
