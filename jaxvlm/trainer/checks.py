@@ -99,6 +99,24 @@ def check_dropout(config: Config) -> None:
         )
 
 
+def check_loss(config: Config, model: Any, dataset: Any, rows: Any) -> None:
+    """Refuse a loss of the user's own that does not add up.
+
+    Args:
+        config: of the run.
+        model: on its mesh.
+        dataset: that the run trains on.
+        rows: rows of the global batch that this process holds.
+
+    Raises:
+        ConfigError: see :func:`jaxvlm.trainer.loss_check.check`.
+    """
+    if config.loss.target:
+        from jaxvlm.trainer import loss_check
+
+        loss_check.check(config, model, dataset, rows)
+
+
 def _check_ranges(config: Config) -> None:
     """Refuse numbers that have no meaning."""
     optim, data = config.optim, config.data

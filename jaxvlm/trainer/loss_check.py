@@ -13,35 +13,37 @@ from jaxvlm.config import Config, MeshConfig
 from jaxvlm.losses import custom_loss, registry
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import Model
-from jaxvlm.trainer.run import Run
 from jaxvlm.types import Batch, Embeddings, Out, Pairs
 
 _ROWS, _WIDTH, _LOGITS = 8, 8, 2**24
 """Most examples, hidden width, and most logits of a sequence: a check takes 128 MiB at most."""
 
 
-def check(run: Run) -> None:
+def check(config: Config, model: Model, dataset: Any, rows: np.ndarray) -> None:
     """Check the loss of the user's own on examples of the first batch, with random embeddings.
 
     Args:
-        run: built, with ``config.loss.target``.
+        config: of the run, with ``loss.target``.
+        model: on its mesh.
+        dataset: that the run trains on.
+        rows: rows of the global batch that this process holds.
 
     Raises:
         ConfigError: what the loss gives can't be used; see ``jaxvlm.losses.custom_loss``.
     """
-    with contextlib.closing(run.dataset.train(run.rows, 0)) as batches:
+    with contextlib.closing(dataset.train(rows, 0)) as batches:
         batch: Any = next(batches)[0]
     one = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.local_devices()[:1])
-    loss, what = registry.make_loss(run.config, one), registry.loss_setting(run.config)
+    loss, what = registry.make_loss(config, one), registry.loss_setting(config)
     draws = np.random.default_rng(0)
     out: Out | Embeddings
     if isinstance(batch, Pairs):
         batch = _rows(batch, np.sum(batch.valid, axis=1))
-        out = _embeddings(run.config, run.model, batch, draws)
+        out = _embeddings(config, model, batch, draws)
     else:
         batch = _rows(batch, np.sum(batch.loss_weight, axis=1))
-        batch = _window(batch, max(16, _LOGITS // run.config.model.decoder.vocab_size))
-        out = _hidden(run.config, batch, draws)
+        batch = _window(batch, max(16, _LOGITS // config.model.decoder.vocab_size))
+        out = _hidden(config, batch, draws)
     custom_loss.check_sums(loss, what, out, jax.tree.map(jnp.asarray, batch))
 
 

@@ -56,9 +56,8 @@ class Trainer(Run):
         if self.auto:
             from jaxvlm.trainer.auto_parallel import resolve_auto  # loads the planner
 
-            config = resolve_auto(
-                config, devices, run_files.log, checks.check_lengths, self.workdir
-            )
+            how = (devices, run_files.log, checks.check_lengths, self.workdir)
+            config = resolve_auto(config, *how)
         # Mesh: before any file is read, so that one that does not fit is refused at once.
         mesh = None if layout.is_by_cost(config) else layout.lay_out(config, devices)
         # Data, and the checkpoint that says what the model is.
@@ -82,10 +81,7 @@ class Trainer(Run):
         self.training = build_training(
             self.config, self.model, self.steps, log=print, encoder=self.encoder, pages=self.pages
         )
-        if self.config.loss.target:
-            from jaxvlm.trainer import loss_check  # for a loss of the user's own
-
-            loss_check.check(self)
+        checks.check_loss(self.config, self.model, self.dataset, self.rows)
 
     def fit(self) -> dict[str, Any]:
         """Train to the end, or until SIGTERM; resume what the workdir holds.
