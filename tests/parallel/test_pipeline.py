@@ -91,7 +91,11 @@ def branches(text):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "parts", "virtual_stages"),
-    [("1f1b", 8, 1), ("interleaved", 4, 2), ("zero_bubble", 8, 1)],
+    [
+        pytest.param("1f1b", 8, 1, marks=pytest.mark.exhaustive),
+        ("interleaved", 4, 2),
+        ("zero_bubble", 8, 1),
+    ],
 )
 def test_idle_ticks_take_an_empty_branch(schedule, parts, virtual_stages):
     """Stages count in the branch that works: the share is the lock-step formula's."""
@@ -111,7 +115,9 @@ def test_idle_ticks_take_an_empty_branch(schedule, parts, virtual_stages):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "zero_bubble"]
+)
 def test_adapters_on_stages(schedule):
     found = {}
     for name, mesh, parts in (("one", MeshConfig(1), 1), ("many", MeshConfig(4, pipeline=2), 2)):
@@ -175,7 +181,9 @@ def test_copies_of_weights_are_not_kept(remat):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "zero_bubble"]
+)
 def test_bfloat16_goes_through_stages(schedule):
     mesh = MeshConfig(data=4, pipeline=2)
     step, _, init, here, model = stepper(

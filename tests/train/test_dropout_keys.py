@@ -175,7 +175,10 @@ class Plain(Softmax):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", PAIR_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.exhaustive] * (c == "vlm, uneven")) for c in PAIR_CASES],
+)
 def test_a_mini_batch_that_is_run_again_drops_the_same(case, whole):
     config, mesh, mini_batches, strategy = PAIR_CASES[case]
     made, loss = mixed_pairs, Softmax()

@@ -90,12 +90,12 @@ def test_mini_batches_are_of_one_size():
 @pytest.mark.parametrize(
     "kind, mesh, strategy",
     [
-        pytest.param("dual", "data8", DDP, marks=pytest.mark.long),
-        pytest.param("dual", "data4", DDP, marks=pytest.mark.long),
+        pytest.param("dual", "data8", DDP, marks=pytest.mark.exhaustive),
+        pytest.param("dual", "data4", DDP, marks=pytest.mark.exhaustive),
         pytest.param("dual", "data2", ZERO2, marks=pytest.mark.long),
         pytest.param("mixed", "fsdp8", FSDP, marks=pytest.mark.long),
         pytest.param("locked", "data2_fsdp2_tensor2", FSDP, marks=pytest.mark.long),
-        pytest.param("vlm", "fsdp8", FSDP, marks=pytest.mark.long),
+        pytest.param("vlm", "fsdp8", FSDP, marks=pytest.mark.exhaustive),
         pytest.param("vlm", "data2_context2_tensor2", FSDP, marks=pytest.mark.long),
         pytest.param("vlm, tower frozen", "data4", ZERO2, marks=pytest.mark.long),
     ],
