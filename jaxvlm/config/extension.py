@@ -53,9 +53,12 @@ class LossConfig(Extension):
     'cosine', 'cosent', 'margin_mse', 'distill'."""
 
     def recorded(self, trains_embeddings: bool) -> LossConfig:
-        """These settings with what their class said when the run began, instead of the class."""
+        """These settings with what their class said when the run began, instead of the class.
+
+        It is an attribute and no field, as it is no setting.
+        """
         copy = dataclasses.replace(self)
-        object.__setattr__(copy, "trains_embeddings", trains_embeddings)  # no setting: no field
+        object.__setattr__(copy, "trains_embeddings", trains_embeddings)
         return copy
 
 

@@ -13,7 +13,7 @@ from builders import ROWS, VOCAB, random_batch
 
 from jaxvlm.cache.policy import Policy
 from jaxvlm.config import Config, LossConfig, MeshConfig
-from jaxvlm.losses.next_token import targets
+from jaxvlm.losses.next_token import targets, token_scores
 from jaxvlm.losses.registry import make_loss
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
@@ -44,8 +44,30 @@ def run_section(title: str) -> dict:
 )
 def test_the_page_shows_the_examples(title, file):
     """tests/e2e/test_extensions.py trains with them."""
-    blocks = section_blocks(title)
-    assert all(block.strip() in (EXAMPLES / file).read_text() for block in blocks)
+    assert section_blocks(title)[0].strip() in (EXAMPLES / file).read_text()
+    assert run_section(title)  # with the imports that it shows
+
+
+def test_targets_scores_and_logits_are_what_the_page_says():
+    entropy = run_section("A loss")["entropy"]
+    batch = jax.tree.map(jnp.asarray, random_batch())
+    hidden = jax.random.normal(jax.random.key(0), (*batch.tokens.shape, 4))
+    head = jax.random.normal(jax.random.key(1), (4, VOCAB))
+    labels, weight = targets(batch)
+    rows, places = np.nonzero(np.asarray(weight))
+    np.testing.assert_array_equal(labels[rows, places], batch.tokens[rows, places + 1])
+    np.testing.assert_array_equal(batch.segment[rows, places], batch.segment[rows, places + 1])
+    for cap in (None, 5.0):
+        x = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64)
+        x = x if cap is None else cap * np.tanh(x / cap)
+        log_p = x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
+        out = Out(hidden, head, logit_cap=cap)
+        nll, correct = token_scores(out, labels)
+        expected = -np.take_along_axis(log_p, np.asarray(labels)[..., None], axis=-1)[..., 0]
+        np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(correct, np.argmax(x, axis=-1) == np.asarray(labels))
+        expected = np.sum(-np.sum(np.exp(log_p) * log_p, axis=-1) * np.asarray(weight))
+        np.testing.assert_allclose(entropy(out, batch), expected, rtol=1e-4)
 
 
 def test_the_loss_is_what_it_says():
