@@ -79,6 +79,10 @@ def test_bad_input_is_one_line(root, tmp_path, capsys):
     assert "--dims does not go with --classes" in said(names, "--dims=3")
     (tmp_path / "a.jsonl").write_text('{"image": "0.png"}\n')
     assert "no class: give its name as 'label'" in said(names, data=tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl").write_text('{"label": "red", "text": "x"}\n')
+    (tmp_path / "b.jsonl").write_text('{"label": "red"}\n')
     assert "no image: give its path as 'image'" in said(names, data=tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text('{"image": "0.png", "label": "red", "text": "x"}\n')
+    assert "a field of the record that jaxvlm does not read" in said(
+        names, data=tmp_path / "c.jsonl"
+    )
     assert "needs --data=FILE with records" in said(names, data="")
