@@ -74,6 +74,22 @@ def define_instructions(values: flags.FlagValues, note: str = "The ") -> None:
         define_flags(values, {f"{side}_instruction": text})
 
 
+def define_reading(values: flags.FlagValues) -> None:
+    """Declare the flags of how files of records are read."""
+    text = (
+        "The names of fields of records to pass over, separated by commas; a record with any other "
+        "field that is not read is refused (data.ignored_fields of a run)."
+    )
+    define_flags(values, {"ignored_fields": text}, ignored_fields=[])
+
+
+def reading(values: flags.FlagValues) -> Any:
+    """Return the data settings that the flags of :func:`define_reading` give."""
+    from jaxvlm.config import DataConfig
+
+    return DataConfig(ignored_fields=tuple(values.ignored_fields))
+
+
 def flags_only(command: str, args: list[str]) -> None:
     """Check that a command is given flags, and nothing else.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from absl import flags
 
+from jaxvlm.cli import common
 from jaxvlm.cli.common import define_flags, define_model, flags_only, load_model, say
 
 SUMMARY = "Write embeddings of texts, images, or both together."
@@ -44,6 +45,7 @@ _FLAGS = {
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``embed``."""
     define_model(values)
+    common.define_reading(values)
     define_flags(values, _FLAGS, text=(), image=(), batch_size=64, dims=0, part_size=4096)
 
 
@@ -66,7 +68,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     to_embed += [Item(image=image) for image in images]
     ids = [""] * len(to_embed)
     if values.input:
-        from_file, names = items.read(values.input)
+        from_file, names = items.read(values.input, common.reading(values))
         to_embed, ids = to_embed + from_file, ids + names
     if not to_embed:
         raise ConfigError(

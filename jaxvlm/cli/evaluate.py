@@ -18,7 +18,7 @@ USAGE = (
 )
 _RETRIEVAL_FLAGS = (
     *("corpus", "ks", "dims", "precisions", "query_instruction", "document_instruction"),
-    "batch_size",
+    *("batch_size", "ignored_fields"),
 )
 _FLAGS = {
     "data": "The data file to evaluate on; by default the run's config.data.eval. For an "
@@ -47,6 +47,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``eval``."""
     common.define_model(values)
     common.define_instructions(values, "Embeddings: the ")
+    common.define_reading(values)
     lists: dict[str, Any] = {"ks": ["1", "5", "10"], "dims": [], "precisions": []}
     lists["template"] = ("a photo of a {}.",)
     common.define_flags(values, _FLAGS, limit=0, retrieval=False, batch_size=64, **lists)
@@ -148,7 +149,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
             raise ConfigError(f"--{name} does not go with --classes; leave one out")
     if not values.data:
         raise ConfigError("--classes needs --data=FILE with records of `image` and `label`")
-    items, labels = zero_shot.read(values.data)
+    items, labels = zero_shot.read(values.data, common.reading(values))
     items, labels = items[: values.limit or None], labels[: values.limit or None]
     names = zero_shot.classes_of(values.classes, labels)
     ks = _numbers("ks", values.ks) if values["ks"].present else ()
@@ -169,7 +170,7 @@ def _pairs(values: flags.FlagValues) -> Any:
 
     if not values.data:
         raise ConfigError("eval of an embedding model needs --data=FILE with queries and positives")
-    return examples.read(values.data)[: values.limit or None]
+    return examples.read(values.data, common.reading(values))[: values.limit or None]
 
 
 def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     from jaxvlm.inference.embed_corpus import EmbedConfig
 
     pairs = _pairs(values)
-    more = items.read(values.corpus)[0] if values.corpus else []
+    more = items.read(values.corpus, common.reading(values))[0] if values.corpus else []
     ks, dims = _numbers("ks", values.ks), _numbers("dims", values.dims)
     if not values["ks"].present:  # drop cut-offs beyond the corpus size
         count = len(examples.gather(pairs, more).documents)

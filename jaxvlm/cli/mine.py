@@ -43,6 +43,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``mine``."""
     common.define_model(values)
     common.define_instructions(values)
+    common.define_reading(values)
     counts = {"num_negatives": 3, "range_min": 0, "range_max": 0, "seed": 0, "dims": 0}
     bounds = dict.fromkeys(("max_score", "min_score", "absolute_margin", "relative_margin"))
     sizes = {"batch_size": 64, "part_size": 4096}
@@ -76,8 +77,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         for field in dataclasses.fields(hard_negatives.MiningConfig)
     }
     mining = hard_negatives.MiningConfig(**settings)
-    given = examples.read(values.data)
-    more = items.read(values.corpus)[0] if values.corpus else []
+    how = common.reading(values)
+    given = examples.read(values.data, how)
+    more = items.read(values.corpus, how)[0] if values.corpus else []
     gathered = examples.gather(given, more)
     hard_negatives.check(len(gathered.documents), mining)
     model = common.load_model("mine", values)
