@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxvlm.cache.store import segment_files
 from jaxvlm.cache.store.rows import Store
-from jaxvlm.checkpoint.whole_files import write_whole
+from jaxvlm.checkpoint.run_record import write_whole
 from jaxvlm.types import Age
 
 _INDEX = "index.npz"

@@ -18,7 +18,7 @@ import numpy as np
 from jaxvlm.cache.run_inputs import CacheInputs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
-from jaxvlm.checkpoint.whole_files import write_whole
+from jaxvlm.checkpoint.run_record import write_whole
 from jaxvlm.config import ConfigError, DualConfig
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape

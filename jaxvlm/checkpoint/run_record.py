@@ -1,4 +1,7 @@
-"""The record of a run: ``config.json`` with its settings, versions, commit and devices."""
+"""The record of a run: ``config.json`` with its settings, versions, commit and devices.
+
+Its files, and others that must not be seen in part, are written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import os
 import pathlib
 import platform
 import subprocess
+import uuid
 from collections.abc import Collection, Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, BinaryIO
 
-from jaxvlm.checkpoint.whole_files import write_whole
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, from_config_dict
 from jaxvlm.config.merge import RECIPE_FIELDS
 
@@ -209,3 +212,35 @@ def source_commit() -> str:
     if commit.returncode:
         return ""
     return commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+@contextlib.contextmanager
+def whole_file(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that is never seen in part; it replaces an older one at the end.
+
+    Raises:
+        OSError: it can't be written; then an older file is unchanged.
+    """
+    temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some file systems can't sync folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_whole(path: pathlib.Path, data: bytes | str) -> None:
+    """Write a file as :func:`whole_file` does; text becomes UTF-8."""
+    with whole_file(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)

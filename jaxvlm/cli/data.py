@@ -6,8 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_flags
-from jaxvlm.cli.recipe_flag import define_recipe
+from jaxvlm.cli.common import define_flags, define_recipe
 
 SUMMARY = "Check a data file: list the records that training would refuse, by reason."
 USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"

@@ -11,8 +11,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_flags, flags_only
-from jaxvlm.cli.recipe_flag import define_recipe
+from jaxvlm.cli.common import define_flags, define_recipe, flags_only
 
 SUMMARY = "Estimate memory and step time, and choose a strategy, before anything runs."
 USAGE = (

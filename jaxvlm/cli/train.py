@@ -8,8 +8,7 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_flags, flags_only
-from jaxvlm.cli.recipe_flag import define_recipe
+from jaxvlm.cli.common import define_flags, define_recipe, flags_only
 
 SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"

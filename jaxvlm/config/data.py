@@ -82,9 +82,9 @@ class DataConfig:
     """Names the folder that image paths are relative to; the default "" means the data file's own
     folder."""
     ignored_fields: tuple[str, ...] = ()
-    """Lists fields of records, turns and content parts that are ignored. A record with any other
-    field that jaxvlm does not read is a bad record (see ``on_bad_record``), because the field may
-    say what is to be trained."""
+    """Lists fields of records, turns and content parts that are ignored, even those that could be
+    read. A record with any other field that jaxvlm does not read is a bad record (see
+    ``on_bad_record``), because the field may say what is to be trained."""
     batch_size: int = 32
     """Sets the number of sequences per step over all devices; with pairs, the number of
     examples."""

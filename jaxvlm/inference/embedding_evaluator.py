@@ -97,6 +97,10 @@ def embedding_evaluator(
         raise DataError(
             f"{spec}: the corpus has fewer than two documents; ranking needs at least 2"
         )
+    if not any(dataset.relevance()):
+        raise DataError(
+            f"{spec}: no query has a relevant document: every pair has a score of 0 or less"
+        )
     shards = batch_shards(model.mesh)
     batch_size = -(-data.batch_size // shards) * shards
     mini_batches = grad_cache_mini_batches(config.grad_cache)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxvlm.checkpoint.whole_files import whole_file
+from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.config import ConfigError
 
 _RANGES = "ranges"

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxvlm.checkpoint.whole_files import whole_file
+from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.config import DataConfig
 from jaxvlm.data.pairs.examples import Example, Item, relevant, same_content
 from jaxvlm.data.sources import pair_formats, tables

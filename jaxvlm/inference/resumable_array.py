@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvlm.checkpoint.whole_files import whole_file, write_whole
+from jaxvlm.checkpoint.run_record import whole_file, write_whole
 from jaxvlm.config import ConfigError
 
 _IDENTITY = "made_from.json"

@@ -121,13 +121,23 @@ def train(
             with clock.paused():
                 if stop:
                     why = "preempted"
-                if evaluates and callbacks.on_evaluate(step, state) and not last:
+                if evaluates and _evaluated(callbacks, step, state, batches) and not last:
                     why = "no better"
                 if saves:
                     callbacks.save(step, state, batches.state())
             if why != "done":
                 break
     return state, why
+
+
+def _evaluated(callbacks: CallbackList, step: int, state: TrainState, batches: Batches) -> bool:
+    """Evaluate; where that fails, save first what was trained since the last checkpoint."""
+    try:
+        return callbacks.on_evaluate(step, state)
+    except Exception:
+        if jax.process_count() == 1:  # with several, the others would not take part in it
+            callbacks.save(step, state, batches.state())
+        raise
 
 
 def _step(

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvlm.checkpoint.whole_files import write_whole
+from jaxvlm.checkpoint.run_record import write_whole
 from jaxvlm.config import ConfigError
 
 FILE = "metrics.jsonl"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxvlm.cache import pair_batches
 from jaxvlm.config import Config, ConfigError, DualConfig, EmbeddingConfig
 from jaxvlm.data import validate
-from jaxvlm.data.errors import DataError, ImageError, Problem
+from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
 from jaxvlm.data.pairs.examples import Example
@@ -25,6 +25,7 @@ from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.spmd.gradcache import grad_cache_mini_batches, group_of
 from jaxvlm.spmd.model import Model
 from jaxvlm.train.gradcache import MiniBatch
+from jaxvlm.trainer import pair_design
 from jaxvlm.trainer.inputs import Prepared
 from jaxvlm.trainer.run import Run
 from jaxvlm.trainer.training import pipeline_line
@@ -144,15 +145,6 @@ def introduction(run: Run, local: Pairs) -> list[str]:
     """
     data, config = run.dataset, run.config
     b, K = config.data.batch_size, local.valid.shape[1]
-    if config.loss.name == "info_nce" and (len(data.documents.items) == 1 or b * K == 1):
-        raise DataError(
-            "config.loss.name='info_nce' tells a positive from other documents, and "
-            + (
-                "the data have one; add examples with other positives, or hard negatives"
-                if b * K > 1
-                else "a batch of one query and its positive has none; raise config.data.batch_size"
-            )
-        )
     lengths = [x.tokens.shape[-1] for x in (local.query, local.document)]
     negatives = f"a positive and {K - 1} hard negatives" if K > 1 else "a positive"
     queries, documents = (
@@ -169,6 +161,7 @@ def introduction(run: Run, local: Pairs) -> list[str]:
         f"{len(data.documents.items):,} documents; {run.steps} steps of {b} queries x "
         f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
         f"loss {config.loss.target or config.loss.name}; {queries}; {documents}",
+        *pair_design.check(config, data, batch_shards(run.model.mesh)),
     ]
 
 

@@ -17,7 +17,7 @@ import pytest
 from stored import assert_none_wrong, filled, key_of, row_of, same, segments
 
 from jaxvlm.cache.store import maintenance, segment_files
-from jaxvlm.checkpoint import whole_files
+from jaxvlm.checkpoint import run_record
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(opened, monkeypatch, where
         raise OSError(28, "No space left on device")
 
     if where == "write":
-        monkeypatch.setattr(whole_files, "open", full, raising=False)
+        monkeypatch.setattr(run_record, "open", full, raising=False)
     else:
         monkeypatch.setattr(os, where, full)
     for i in range(6, 12):

@@ -6,7 +6,7 @@ import runpy
 import pytest
 from absl import flags
 
-from jaxvlm.cli.recipe_flag import define_recipe
+from jaxvlm.cli.common import define_recipe
 from jaxvlm.config import (
     Config,
     ConfigError,

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from jaxvlm.cache.store import codec as codecs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.cache.store.segment_files import Identity, Index, RowLocation, Segment
-from jaxvlm.checkpoint.whole_files import write_whole
+from jaxvlm.checkpoint.run_record import write_whole
 
 _WAITING = 4  # size of the rows that may wait for the disk, in segments
 _TOUCH = 3600.0  # seconds after which a read updates the store's time of last use

@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxvlm.cache.store import codec
-from jaxvlm.checkpoint.whole_files import write_whole
+from jaxvlm.checkpoint.run_record import write_whole
 
 FORMAT = f"jaxvlm visual tokens {codec.VERSION}"
 """Part of an identity: rows of another format version are neither read nor removed."""

@@ -17,7 +17,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs import collate_items
 from jaxvlm.data.pairs.collate_items import Collator, Encoded, Rejected
 from jaxvlm.data.pairs.column import Column
-from jaxvlm.data.pairs.examples import Example, Item, relevant
+from jaxvlm.data.pairs.examples import Example, Item, matching, relevant
 
 _log = logging.getLogger("jaxvlm.data")
 
@@ -26,7 +26,7 @@ class PairCorpus(NamedTuple):
     """Contents of a data set of pairs.
 
     A *content* is a text and an image, whatever the instruction of its embedding; it has one
-    number in both columns.
+    number in both columns. Texts that are the same after truncation have one number too.
     """
 
     examples: list[Example]
@@ -228,6 +228,7 @@ def _build(
         own = collate_items.take(encoded[side], [tables[side][item] for item in used[side]])
         columns[side] = Column(side, list(used[side]), own, collator, memory[side], config.buckets)
         image_files.refuse_augmented_tiles(name, config, columns[side].images)
+    same = _same_to_the_model(name, columns, contents)
     lists = [[used["document"][item] for _, item in _items(e)[1:]] for e in examples]
     count = [len(documents) for documents in lists]
     flat = itertools.chain.from_iterable
@@ -247,8 +248,7 @@ def _build(
         score=np.asarray(list(flat(scores)), np.float32),
         has_scores=scored,
         content={
-            side: np.asarray([contents[item.content] for item in table], np.int32)
-            for side, table in used.items()
+            side: same[[contents[item.content] for item in table]] for side, table in used.items()
         },
         label=labels if any(e.label for e in examples) else None,
         task=np.asarray([tasks[e.task] for e in examples], np.int64),
@@ -260,12 +260,41 @@ def _build(
     return corpus._replace(digest=_digest(corpus))
 
 
+def _same_to_the_model(
+    name: str, columns: dict[str, Column], contents: dict[tuple[str, str], int]
+) -> np.ndarray:
+    """i32[contents]: one number for contents that are the same tokens and image to the model.
+
+    Long texts may differ only behind what is left of them; as negatives of each other they could
+    never be told apart.
+    """
+    parent = list(range(len(contents)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = i = parent[parent[i]]
+        return i
+
+    for column in columns.values():
+        first: dict[tuple[bytes, str], int] = {}
+        merged = 0
+        for i, item in enumerate(column.items):
+            image, own = column.encoded.image[i], contents[item.content]
+            path = column.encoded.paths[image] if image >= 0 else ""
+            other = first.setdefault((column.encoded.ids(i).tobytes(), path), own)
+            merged += root(own) != root(other)
+            parent[root(own)] = root(other)
+        if merged:
+            text = "%s: %d %s texts are the same tokens as another and count as the same text"
+            _log.warning(text, name, merged, column.name)
+    return np.asarray([root(i) for i in range(len(parent))], np.int32)
+
+
 def _without_false_negatives(name: str, examples: list[Example]) -> list[Example]:
     """Drop hard negatives that are the query itself, or its positive in another example."""
     positives_of: dict[tuple[str, str], set[tuple[str, str]]] = collections.defaultdict(set)
-    for example in examples:
-        if not example.scores or example.scores[0] > 0:
-            positives_of[example.query.content].add(example.positive.content)
+    for example in matching(examples):
+        positives_of[example.query.content].add(example.positive.content)
     out, dropped = [], 0
     for example in examples:
         known = positives_of[example.query.content] | {example.query.content}

@@ -228,6 +228,20 @@ class PairDataset:
         source = prefetch(load, start_step, 2**31 - 1, self.config)
         return TrainBatches(source, start_step, self.fingerprint())
 
+    def keys(self, step: int) -> Pairs:
+        """Contents and groups of a step's whole batch, without its texts and images."""
+        chosen = self.sampler.batch(step)[0]
+        document, _ = self._with_negatives(*self.sampler.batch(step))
+        corpus = self.corpus
+        return Pairs(
+            query=None,  # type: ignore[arg-type]  # keys alone
+            document=None,  # type: ignore[arg-type]
+            valid=document >= 0,
+            query_key=corpus.key("query", corpus.query[chosen]),
+            document_key=corpus.key("document", document),
+            group=None if corpus.label is None else corpus.label[chosen],
+        )
+
     def items(
         self, side: str, local_rows: np.ndarray, batch_size: int
     ) -> Iterator[tuple[np.ndarray, Batch]]:

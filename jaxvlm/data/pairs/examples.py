@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, file_name, tidy
@@ -78,10 +78,9 @@ def relevant(
 ) -> list[list[int]]:
     """List the relevant documents of each query, ascending.
 
-    They are the positives of the query in all examples, and those of all examples that share a
-    label with it, except for examples with a score of 0 or less, whose query and positive do not
-    match. Items with equal content (text and image) are the same query or document, whatever
-    their instructions.
+    They are the positives of the query in all :func:`matching` examples, and those of all that
+    share a label with it. Items with equal content (text and image) are the same query or document,
+    whatever their instructions.
 
     Args:
         examples: examples that define which documents match a query.
@@ -94,12 +93,12 @@ def relevant(
     positives: dict[tuple[str, str], set[tuple[str, str]]] = {}  # by a query's content
     of_label: dict[str, set[tuple[str, str]]] = {}
     labels: dict[tuple[str, str], set[str]] = {}
+    examples = list(examples)
     for example in examples:
-        query, positive = example.query.content, example.positive.content
         if example.label:
-            labels.setdefault(query, set()).add(example.label)
-        if example.scores and example.scores[0] <= 0:
-            continue
+            labels.setdefault(example.query.content, set()).add(example.label)
+    for example in matching(examples):
+        query, positive = example.query.content, example.positive.content
         positives.setdefault(query, set()).add(positive)
         if example.label:
             of_label.setdefault(example.label, set()).add(positive)
@@ -112,6 +111,18 @@ def relevant(
         matches.update(*(of_label.get(label, ()) for label in labels.get(item.content, ())))
         out.append(sorted(i for content in matches for i in indices.get(content, ())))
     return out
+
+
+def matching(examples: Sequence[Example]) -> Iterator[Example]:
+    """Yield the examples whose query and positive match.
+
+    Where scores are similarities of pairs (no example has one for a negative), those with a score
+    of 0 or less do not. A teacher's scores, of positives and negatives, have no such zero.
+    """
+    of_teacher = any(len(example.scores) > 1 for example in examples)
+    for example in examples:
+        if of_teacher or not example.scores or example.scores[0] > 0:
+            yield example
 
 
 def same_content(queries: Iterable[Item], documents: Iterable[Item]) -> list[list[int]]:

@@ -104,6 +104,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
                 continue
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
+            item = {k: v for k, v in item.items() if k not in config.ignored_fields}
             identifier = where if item.get("id") is None else str(item["id"])
             records.append(_record(identifier, item, root, allowed))
         except BadItem as bad:

@@ -96,7 +96,8 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
                 continue
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
-            item = _mapped(record.fields, mapping)
+            read = {k: v for k, v in record.fields.items() if k not in config.ignored_fields}
+            item = _mapped(read, mapping)
             identifier = str(item.get("id", record.where))
             seen[identifier] += 1
             examples += _examples(identifier, item, record, allowed)

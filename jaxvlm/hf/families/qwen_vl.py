@@ -19,10 +19,16 @@ from jaxvlm.types import Span, TileGrid
 
 _READS = {"vision_config": None, "text_config": None, "tie_word_embeddings": False}
 # Tokens that the chat template writes around images and for videos.
-_SPECIAL = ("image", "video", "vision_start", "vision_end", "vision")
-_IDS = frozenset(f"{name}_token_id" for name in _SPECIAL)
-_TOWERS = {name: name for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
-_TOWERS["qwen3_vl_moe"] = "qwen3_vl"
+_IDS = frozenset([
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    "vision_token_id",
+])  # fmt: skip
+_TOWERS = {
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl",
+}
 """``model_type`` -> the generation of the vision encoder."""
 _FIELDS = ConfigFields(_READS, {"model_type": tuple(_TOWERS)}, METADATA | _IDS)
 _OLD_ALIASES = (
