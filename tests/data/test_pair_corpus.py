@@ -134,7 +134,8 @@ def test_relevance_is_by_content():
     assert keys[0].document_key == keys[2].document_key != keys[1].document_key
 
 
-def test_what_is_right_is_as_defined():
+@pytest.mark.parametrize("of_teacher", [False, True])
+def test_what_is_right_is_as_defined(of_teacher):
     rng, told = np.random.default_rng(0), ("", "find ")
 
     def item(most):
@@ -144,12 +145,16 @@ def test_what_is_right_is_as_defined():
         Example(str(i), item(9), item(12), (item(12),), ("", "", "x", "y")[k], (float(score),))
         for i, (k, score) in enumerate(zip(rng.integers(4, size=30), rng.integers(-1, 3, 30)))
     ]
-    made = [e._replace(scores=(*e.scores, 0.5)) for e in made]
+    # A teacher's scores of positives and negatives have no zero below which nothing matches.
+    made = [
+        e._replace(scores=(*e.scores, 0.5)) if of_teacher else e._replace(negatives=())
+        for e in made
+    ]
 
     def right(query, document):
         labels = {e.label for e in made if e.query.content == query.content} - {""}
         return any(
-            e.positive.content == document.content and e.scores[0] > 0
+            e.positive.content == document.content and (of_teacher or e.scores[0] > 0)
             for e in made
             if e.query.content == query.content or e.label in labels
         )
