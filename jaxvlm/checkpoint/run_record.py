@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, from_config_dict
 from jaxvlm.config.merge import RECIPE_FIELDS
+from jaxvlm.parallel.distributed.processes import numeric_settings
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
@@ -78,6 +80,7 @@ def write_config(
         "versions": _versions(),
         "commit": source_commit(),
         "devices": devices,
+        "numeric_settings": numeric_settings(),
     }
     write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
 
@@ -118,12 +121,45 @@ def read_config(workdir: str | pathlib.Path) -> Config:
 
 
 def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
-    """Lists the settings that differ from those of the last start of the run in ``workdir``."""
+    """Lists the settings that differ from those of the last start of the run in ``workdir``.
+
+    Raises:
+        ConfigError: a setting of JAX that changes results is another one; XLA's flags, which go
+            with a kind of device, are only listed.
+    """
     try:
         old = read_config(workdir)
     except ConfigError as error:  # the file is about to be rewritten
         return [str(error)]
-    return [f"changed since this run began: {line}" for line in changes(old, config)]
+    lines = [f"changed since this run began: {line}" for line in changes(old, config)]
+    before = json.loads((workdir / _FILE).read_text("utf-8")).get("numeric_settings", {})
+    now = numeric_settings()
+    for name in sorted(before.keys() | now.keys()):
+        if (was := before.get(name, "")) != (value := now.get(name, "")):
+            line = f"{name} was {was or 'not set'} when this run began, and is {value or 'not set'}"
+            if name.startswith("JAX_"):
+                raise ConfigError(f"{workdir}: {line}; it changes results, so set it as it was")
+            lines.append(line)
+    return lines
+
+
+def code_digest() -> str:
+    """Hash of jaxvlm's source files, by which processes find that they run different code."""
+    digest = hashlib.blake2b(digest_size=8)
+    root = pathlib.Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def program() -> dict[str, Any]:
+    """What computes: versions, commit, source and settings that change results; JSON-able."""
+    return {
+        "versions": _versions(),
+        "source files": code_digest(),
+        "commit": source_commit(),
+        "settings of JAX and XLA": numeric_settings(),
+    }
 
 
 def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:

@@ -40,6 +40,13 @@ def open_workdir(
         The folder's checkpointer, which ``stack`` closes, and a list that its warnings go to.
     """
     config = run.config
+    if jax.process_count() > 1:
+        for what, value in run_record.program().items():
+            processes.check_same(what, value)
+        processes.check_same("the bytes of images", run.dataset.sample_digest())
+        processes.check_shared(workdir)
+    for name, value in processes.numeric_settings().items():
+        log(f"{name}={value} changes results; it is recorded in config.json")
     if (workdir / "config.json").is_file() and not jax.process_index():
         for line in run_record.changed_settings(workdir, config):
             log(line)

@@ -263,3 +263,28 @@ def test_a_missing_evaluation_image_harms_neither_control_nor_grid(data, tmp_pat
     result = jaxvlm.Trainer(config, tmp_path).fit()
     assert result["answers"] == result["blind/answers"] == 80
     assert (tmp_path / "predictions.png").is_file()
+
+
+def test_a_setting_of_jax_that_changes_results_belongs_to_the_run(data, tmp_path):
+    """It is told, recorded, and the same after a resume; what jaxvlm can't compute with is not."""
+    args = ("--config.steps=4", "--config.data.eval=", "--config.checkpoint.every=4")
+    odd = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
+    told = finish(runs.start(tmp_path / "run", data, *args, **odd))
+    assert "JAX_DEFAULT_PRNG_IMPL=rbg changes results" in told
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())["numeric_settings"]
+    assert recorded["JAX_DEFAULT_PRNG_IMPL"] == "rbg"
+
+    def refused(workdir, **env):
+        process = runs.start(workdir, data, *args, "--config.steps=6", **env)
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err[-2000:]
+        return err.strip().splitlines()[-1]
+
+    line = refused(tmp_path / "run")
+    assert "JAX_DEFAULT_PRNG_IMPL was rbg when this run began, and is not set" in line
+    assert "JAX_ENABLE_X64=True is set" in refused(tmp_path / "x64", JAX_ENABLE_X64="1")
+    strict = refused(tmp_path / "strict", JAX_NUMPY_DTYPE_PROMOTION="strict")
+    assert "JAX_NUMPY_DTYPE_PROMOTION=strict is set" in strict
+    assert "train 6/6" in finish(
+        runs.start(tmp_path / "run", data, *args, "--config.steps=6", **odd)
+    )

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+import shutil
 import socket
 import time
 
 import pytest
+from PIL import Image, ImageOps
 from runs import finish, losses, start
 
+ROOT = pathlib.Path(__file__).parents[2]
 
-def together(workdir, data, *args):
-    """Both processes of one run."""
+
+def together(workdir, data, *args, env=({}, {})):
+    """Both processes of one run; each may have its own folder, data and variables."""
+    workdirs = workdir if isinstance(workdir, list) else [workdir] * 2
+    files = data if isinstance(data, list) else [data] * 2
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     return [
         start(
-            workdir,
-            data,
+            workdirs[number],
+            files[number],
             *args,
             devices=4,
-            JAXVLM_COORDINATOR=f"127.0.0.1:{port}",
-            JAXVLM_NUM_PROCESSES="2",
-            JAXVLM_PROCESS_ID=str(number),
+            **{
+                "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
+                "JAXVLM_NUM_PROCESSES": "2",
+                "JAXVLM_PROCESS_ID": str(number),
+            }
+            | env[number],
         )
         for number in range(2)
     ]
@@ -71,3 +82,59 @@ def test_a_killed_process_ends_the_other_with_a_message(data, tmp_path, victim):
     assert survivor.returncode not in (0, None)
     lines = [line for line in err.splitlines() if line.startswith("jaxvlm")]
     assert any(f"process {victim}" in line for line in lines), err[-2000:]
+
+
+def refused(processes):
+    """The line with which each process refuses to train; none takes a step."""
+    lines = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=300)
+            assert process.returncode == 2, err[-2000:]
+            assert "train 1/" not in out
+            lines.append(next(x for x in err.splitlines() if x.startswith("jaxvlm: ")))
+    finally:
+        for process in processes:
+            process.kill()
+    return lines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["folder", "code", "images", "setting", "count"])
+def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path, what):
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "jaxvlm", other / "jaxvlm")
+    shutil.copytree(data.parent, other / "data")
+    folders, files, env = [tmp_path / "run"] * 2, [data, other / "data" / data.name], [{}, {}]
+    words = {
+        "folder": r"--workdir=.*: process 1 does not see what process 0 writes",
+        "code": "source files: process 1 differs from process 0",
+        "images": "the bytes of images: process 1 differs from process 0",
+        "setting": "settings of JAX and XLA: process 1 differs from process 0",
+        "count": "JAXVLM_NUM_PROCESSES: process 1 differs from process 0",
+    }[what]
+    if what == "folder":
+        folders = [tmp_path / "one", tmp_path / "two"]
+    if what == "code":
+        with (other / "jaxvlm" / "data" / "images" / "image_files.py").open("a") as file:
+            file.write("# another line\n")
+        env[1] = {"PYTHONPATH": str(other), "PYTHONSAFEPATH": "1"}  # not of this folder
+    if what == "images":
+        image = other / "data" / "0.png"
+        ImageOps.invert(Image.open(image)).save(image)
+    if what == "setting":
+        env[1] = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
+    if what == "count":
+        env[1] = {"JAXVLM_NUM_PROCESSES": "3"}
+    lines = refused(
+        together(
+            folders,
+            files,
+            "--config.steps=4",
+            "--config.mesh.data=8",
+            "--config.data.eval=",
+            env=env,
+        )
+    )
+    for line in lines:
+        assert re.search(words, line), lines

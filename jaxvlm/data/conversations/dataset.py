@@ -96,6 +96,10 @@ class Dataset:
         self._written_pages: WrittenPages | None = None
         self._digest = tokenize.digest(corpus)
 
+    def sample_digest(self) -> str:
+        """Hash of some images' bytes, by which processes find that they read different files."""
+        return image_files.sample_digest(self.corpus.paths)
+
     @property
     def order(self) -> SequenceOrder:
         """Packed sequences by step; raises DataError if a batch has more than there are pieces."""

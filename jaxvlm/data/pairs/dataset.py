@@ -297,6 +297,11 @@ class PairDataset:
         rest = {"seed": self.seed, "examples": len(self.examples), "content": self.corpus.digest}
         return picked | rest
 
+    def sample_digest(self) -> str:
+        """Hash of some images' bytes, by which processes find that they read different files."""
+        paths = (*self.queries.encoded.paths, *self.documents.encoded.paths)
+        return image_files.sample_digest(paths)
+
     def _with_negatives(self, chosen: np.ndarray, pass_: int) -> tuple[np.ndarray, np.ndarray]:
         """Choose the documents i32[B, K] of examples, -1 is padding, and their scores f32[B, K]."""
         corpus, most = self.corpus, self.corpus.num_documents - 1

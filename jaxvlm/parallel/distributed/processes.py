@@ -31,6 +31,7 @@ from jaxvlm.config import ConfigError
 from jaxvlm.parallel.distributed.heartbeat import PeerWatch, flush_and_exit
 
 HEARTBEAT_S = 40  # JAX's own heartbeat, the fallback of PeerWatch; ends a hang within a minute
+SHARED_S = 20  # how long a network's file system may take to show a new file
 SHUTDOWN_S = 600  # how long a finished process waits for the others to finish
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
@@ -54,14 +55,68 @@ class ProcessPlace(NamedTuple):
     """Indices of this machine's devices that this process uses; None: all."""
 
 
+_NUMERIC = {
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_random_seed_offset": 0,
+    "jax_threefry_partitionable": True,
+}
+"""JAX's settings that change results, and their defaults."""
+_NUMERIC_VARIABLES = (
+    *("JAX_ALLOW_F16_REDUCTIONS", "JAX_DEFAULT_DTYPE_BITS", "JAX_DISABLE_JIT", "JAX_REMAT3"),
+    *(
+        "JAX_DISABLE_MOST_OPTIMIZATIONS",
+        "JAX_ENABLE_CUSTOM_PRNG",
+        "JAX_EXEC_TIME_OPTIMIZATION_EFFORT",
+    ),
+    *("JAX_HIGH_DYNAMIC_RANGE_GUMBEL", "JAX_OPTIMIZATION_LEVEL", "JAX_SCAN3"),
+    *("JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING", "JAX_USE_DIRECT_LINEARIZE"),
+    *("JAX_USE_SHARDY_PARTITIONER",),
+)
+"""Variables of others, whose defaults differ between versions of JAX."""
+_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
+"""Flags of XLA that change no result."""
+
+
 def set_up_process(compile_cache: str) -> None:
     """Apply the settings below; to be called before JAX starts its threads.
 
     Args:
         compile_cache: see :func:`use_compile_cache`.
+
+    Raises:
+        ConfigError: a setting of JAX is set that jaxvlm does not work with.
     """
+    for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
+        if jax.config.values[name] != value:
+            raise ConfigError(
+                f"{name.upper()}={jax.config.values[name]} is set: jaxvlm computes with JAX's "
+                f"default, {value}; unset the variable"
+            )
     keep_freed_memory()
     use_compile_cache(compile_cache)
+
+
+def numeric_settings() -> dict[str, str]:
+    """Return the settings of JAX and XLA that change results and are not the defaults.
+
+    They come from variables (``JAX_DEFAULT_PRNG_IMPL``, ``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) or
+    from ``jax.config.update``.
+
+    Returns:
+        Name of the variable -> its value; of flags, those that may change a result, sorted.
+    """
+    found = {
+        name.upper(): str(jax.config.values[name])
+        for name, default in _NUMERIC.items()
+        if jax.config.values.get(name, default) != default
+    }
+    found |= {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = os.environ.get(name, "").split()
+        if kept := sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS)):
+            found[name] = " ".join(kept)
+    return found
 
 
 def use_compile_cache(setting: str) -> None:
@@ -137,6 +192,8 @@ def initialize() -> bool:
             f"could not join {where}: {error}. Check that every process was started, that they "
             "agree on address and count, and that no firewall or proxy stands between"
         ) from error
+    if place is not None:
+        check_same("JAXVLM_NUM_PROCESSES", place.num_processes)
     if jax.process_count() == 1:
         return False
     if jax.process_index():
@@ -189,6 +246,34 @@ def check_same(what: str, value: Any) -> None:
         raise ConfigError(
             f"{what}: process {', '.join(map(str, others))} differs from process 0; every host "
             "must run the same command and see the same files"
+        )
+
+
+def check_shared(folder: pathlib.Path) -> None:
+    """Refuse a folder that is not one folder for all processes: each would save a part of a run.
+
+    Raises:
+        ConfigError: in every process, naming those that do not see what process 0 writes.
+    """
+    if jax.process_count() == 1:
+        return
+    token = np.frombuffer(os.urandom(16), np.uint32)
+    token = np.asarray(multihost_utils.broadcast_one_to_all(token))
+    path = folder / f".shared-{token.tobytes().hex()}"
+    if not jax.process_index():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    barrier("the folder's token is written")
+    end = time.monotonic() + SHARED_S
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.2)  # a network's file system shows a new file late
+    sees = np.asarray(multihost_utils.process_allgather(np.asarray([path.exists()])))
+    if not jax.process_index():
+        path.unlink()
+    if others := np.flatnonzero(~sees.reshape(-1)).tolist():
+        raise ConfigError(
+            f"--workdir={folder}: process {', '.join(map(str, others))} does not see what process "
+            "0 writes there; give a folder on a file system that all hosts share"
         )
 
 
