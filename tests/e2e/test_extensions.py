@@ -86,6 +86,7 @@ def run(monkeypatch, capfd):
     return command_of
 
 
+@pytest.mark.long
 def test_a_loss_lives_through_kill_resume_eval_and_export(folder, run):
     given = (
         "--config=custom_loss.py:data.jsonl",
@@ -143,6 +144,7 @@ def test_a_loss_lives_through_kill_resume_eval_and_export(folder, run):
     )
 
 
+@pytest.mark.long
 def test_a_format_and_a_policy_live_through_resume_and_eval(folder, run):
     given = (
         "--config=custom_data.py:table.txt,table.txt",

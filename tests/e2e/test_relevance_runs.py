@@ -98,7 +98,7 @@ def test_images_alone_may_be_shared(data, tmp_path):
     )
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive  # minutes; benchmarks/results/relevance_cpu.json has its figures
 def test_it_learns_where_to_look(tmp_path):
     """One mark, few steps: far better than as many tokens of a uniform pooling.
 
