@@ -46,7 +46,7 @@ def open_workdir(
         processes.check_same("the bytes of images", run.dataset.sample_digest())
         processes.check_shared(workdir)
     for name, value in processes.numeric_settings().items():
-        log(f"{name}={value} changes results; it is recorded in config.json")
+        log(f"{name}={value} may change results; it is recorded in config.json")
     if (workdir / "config.json").is_file() and not jax.process_index():
         for line in run_record.changed_settings(workdir, config):
             log(line)

@@ -270,7 +270,7 @@ def test_a_setting_of_jax_that_changes_results_belongs_to_the_run(data, tmp_path
     args = ("--config.steps=4", "--config.data.eval=", "--config.checkpoint.every=4")
     odd = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
     told = finish(runs.start(tmp_path / "run", data, *args, **odd))
-    assert "JAX_DEFAULT_PRNG_IMPL=rbg changes results" in told
+    assert "JAX_DEFAULT_PRNG_IMPL=rbg may change results" in told
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["numeric_settings"]
     assert recorded["JAX_DEFAULT_PRNG_IMPL"] == "rbg"
 
