@@ -18,7 +18,7 @@ import numpy as np
 from jaxvlm.cache.run_inputs import CacheInputs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
-from jaxvlm.checkpoint.run_record import write_whole
+from jaxvlm.checkpoint.run_record import has_checkpoint, write_whole
 from jaxvlm.config import ConfigError, DualConfig
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape
@@ -167,7 +167,7 @@ def segments_at_start(
     if at_start is None:
         at_start = present
         write_whole(path, json.dumps(record | {folder.name: sorted(present)}).encode())
-        if present and any(x.name.isdigit() for x in (workdir / "checkpoints").glob("*")):
+        if present and has_checkpoint(workdir):
             log(
                 f"{path} does not list the token files that {folder} held when this run began, so "
                 "all are read; if this run wrote some of them, its losses differ from those of an "

@@ -85,6 +85,11 @@ def write_config(
     write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
 
 
+def has_checkpoint(workdir: pathlib.Path) -> bool:
+    """Whether a step of the run was saved; its folder alone is there from the first start on."""
+    return any(path.name.isdigit() for path in (workdir / "checkpoints").glob("*"))
+
+
 def is_begun(workdir: str | pathlib.Path) -> bool:
     """Whether a folder holds a ``config.json``, as that of a run does."""
     return (pathlib.Path(workdir) / _FILE).is_file()

@@ -7,6 +7,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
+from jaxvlm.checkpoint import run_record
 from jaxvlm.config import Config, ConfigError, ModelConfig
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
@@ -45,7 +46,7 @@ def make_tokenizer(
     )
     if saved is not None and saved.is_dir():
         return chat_tokenizer.load(saved, style)
-    if saved is not None and (saved.parent / "checkpoints").is_dir():
+    if saved is not None and run_record.has_checkpoint(saved.parent):
         raise ConfigError(
             f"{saved} is missing, but its run has checkpoints, whose weights belong to its tokens; "
             "put it back, or start in another workdir"

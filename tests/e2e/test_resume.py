@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import time
 
@@ -16,6 +17,7 @@ from runs import finish, losses
 import jaxvlm
 from jaxvlm.checkpoint.checkpointer import Checkpointer, CheckpointError, restore_params
 from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.data.errors import DataError
 
 DROPOUT = 0.1
 """Whatever happens to a run, its masks stay the same."""
@@ -234,6 +236,22 @@ def test_half_written_files_of_a_killed_start_do_no_harm(data, tmp_path):
     config.steps = 6
     assert jaxvlm.Trainer(config, tmp_path).fit()["step"] == 6
     assert jaxvlm.load(tmp_path).generate([], "is it red?", max_new_tokens=2) is not None
+
+
+def test_a_start_that_ended_before_config_json_blocks_nothing(data, tmp_path):
+    """Killed, or refused for its evaluation data: the same command with the fault mended trains."""
+    config = recipe(data)
+    config.steps, config.data.eval = 3, str(tmp_path / "typo.jsonl")
+    run = jaxvlm.Trainer(config, tmp_path / "run")
+    with pytest.raises(DataError, match="no such file"):
+        run.fit()
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert not (tmp_path / "run" / "config.json").exists()
+    config.data.eval = ""
+    assert jaxvlm.Trainer(config, tmp_path / "run").fit()["step"] == 3
+    shutil.rmtree(tmp_path / "run" / "tokenizer")
+    with pytest.raises(ConfigError, match="is missing, but its run has checkpoints"):
+        jaxvlm.Trainer(config, tmp_path / "run")
 
 
 def test_an_address_is_no_folder(data):
