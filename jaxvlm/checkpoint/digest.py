@@ -99,3 +99,16 @@ def _run(leaves: tuple[jax.Array, ...], copy: bool) -> tuple[jax.Array, list[Any
     leaves = tuple(jax.device_put(leaf, jax.memory.Space.Device) for leaf in leaves)
     sums = jnp.stack([digest_one(leaf) for leaf in leaves])
     return sums, [jnp.copy(leaf) for leaf in leaves] if copy else []
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Whether no value is NaN or infinite, looked at in parts of a MiB; integers always are."""
+    if not jax.dtypes.issubdtype(values.dtype, np.floating):
+        return True
+    flat = values.reshape(-1)
+    return all(
+        np.isfinite(flat[i : i + _PART_OF_CHECK]).all() for i in range(0, len(flat), _PART_OF_CHECK)
+    )
+
+
+_PART_OF_CHECK = 1 << 20  # values: what is looked at needs a byte for each

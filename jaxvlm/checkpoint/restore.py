@@ -112,7 +112,7 @@ def restore_params(
 
     Raises:
         StructureError: an array is missing from the checkpoint, or its shape or dtype differs.
-        CheckpointError: there is no checkpoint, or all are damaged.
+        CheckpointError: there is no checkpoint, all are damaged, or a value is NaN or infinite.
         ValueError: ``which`` or ``mode`` is unknown.
     """
     root = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
@@ -138,7 +138,16 @@ def restore_params(
             failures.append(f"{step_folder} is damaged ({result})")
             on_warning(failures[-1])
             continue
-        return {names[full]: array for full, array in result[0].items()}
+        params = {names[full]: array for full, array in result[0].items()}
+        for name, array in params.items():
+            if not all(
+                digest.is_finite(np.asarray(shard.data)) for shard in array.addressable_shards
+            ):
+                raise CheckpointError(
+                    f"{step_folder}: {name} has values that are NaN or infinite; use an earlier "
+                    "checkpoint"
+                )
+        return params
     raise CheckpointError(f"no usable checkpoint in {root}: {'; '.join(failures) or 'it has none'}")
 
 

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxvlm.checkpoint.digest import is_finite
 from jaxvlm.config import ConfigError
 from jaxvlm.config.merge import write_json
 from jaxvlm.types import Params, WeightMap
@@ -93,10 +94,13 @@ def read_params(
         only: as for :func:`read_layout`.
 
     Raises:
-        ConfigError: tensors that are missing, extra, of another shape, or not floats.
+        ConfigError: tensors that are missing, extra, of another shape, or not floats; or a value is
+            NaN or infinite.
     """
     with _opened(Path(folder), weights, only) as (_, get):
-        return {path: _read(path, leaf, weights, get) for path, leaf in abstract.items()}
+        return {
+            path: _read(Path(folder), path, leaf, weights, get) for path, leaf in abstract.items()
+        }
 
 
 def check_copies(folder: str | os.PathLike[str], weights: WeightMap) -> None:
@@ -148,6 +152,7 @@ def _opened(
 
 
 def _read(
+    root: Path,
     path: str,
     leaf: jax.ShapeDtypeStruct,
     weights: WeightMap,
@@ -161,6 +166,11 @@ def _read(
         if str(index) not in shards:
             shards[str(index)] = out = _empty(shape, np.dtype(leaf.dtype))
             weights.read(path, index, get, out)
+            if not is_finite(out):
+                raise ConfigError(
+                    f"{root}: the weights of {path} have values that are NaN or infinite; fetch "
+                    "them again"
+                )
         return shards[str(index)]
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)

@@ -105,6 +105,11 @@ def embed_items(
         _embed_with_encoder(model, items, out, batch_size, instruction)
     else:
         _embed_with_decoder(model, items, out, batch_size, instruction)
+    if bad := np.flatnonzero(~np.isfinite(out).all(axis=1)).tolist():
+        raise ConfigError(
+            f"the model's embedding of item {bad[0]} has values that are NaN or infinite, and of "
+            f"{len(bad) - 1} others; its weights are damaged, or too large for its dtype"
+        )
     return out
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvlm.checkpoint.digest import digests, digests_and_copies
+from jaxvlm.checkpoint.digest import digests, digests_and_copies, is_finite
 
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "int8", "bool", "float8_e4m3fn"]
 
@@ -50,3 +50,14 @@ def test_order_and_zeros():
     first, second, empty = digests([x, swapped, jnp.zeros((0, 3))])
     assert first != second
     assert empty == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_one_value_that_is_not_finite_is_found(dtype):
+    values = np.zeros((3, 2**20), jnp.dtype(dtype))
+    assert is_finite(values)
+    if dtype != "int8":
+        for at, value in (((0, 0), np.nan), ((2, -1), np.inf), ((1, 7), -np.inf)):
+            values[:] = 0
+            values[at] = value
+            assert not is_finite(values)

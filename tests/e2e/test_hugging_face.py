@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import write_llava
 from PIL import Image
 from runs import HERE, recipe, without_torch
+from safetensors.numpy import load_file, save_file
 
 import jaxvlm
 from jaxvlm.cli.main import run as cli
@@ -209,3 +212,25 @@ def test_a_folder_that_does_not_fit_is_named(data, folder, tmp_path, capsys):
     with pytest.raises(ConfigError, match="no such folder"):
         config = settings(data, "/no/where")
         jaxvlm.Trainer(config)
+
+
+@pytest.mark.parametrize("value, dtype", [(np.nan, "float32"), (np.inf, "bfloat16")])
+def test_weights_that_are_not_finite_are_refused(folder, tmp_path, capsys, value, dtype):
+    """By every command: none answers with nothing, or writes embeddings that are NaN."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    for path in damaged.glob("*.safetensors"):
+        tensors = {k: v.astype(jnp.dtype(dtype)) for k, v in load_file(path).items()}
+        name = max(tensors, key=lambda k: tensors[k].size)
+        tensors[name] = tensors[name].copy()
+        tensors[name].reshape(-1)[-1] = value
+        save_file(tensors, path, metadata={"format": "pt"})
+    (tmp_path / "texts.txt").write_text("a\n")
+    output = tmp_path / "out.npy"
+    for args in (
+        ["generate", "--prompt=is it red?"],
+        ["embed", f"--texts={tmp_path / 'texts.txt'}", f"--output={output}"],
+    ):
+        assert cli([*args, f"--checkpoint={damaged}"]) == 2
+        assert "have values that are NaN or infinite" in capsys.readouterr().err
+    assert not output.exists()
