@@ -7,7 +7,9 @@ keep-alive (also done by the kernel) covers machines and networks that vanish. N
 on Python running at regular intervals, so a long compilation is never mistaken for a failure.
 
 Messages: ``hello TOKEN ID``, ``bye`` (this process ends normally), ``failed ID`` (it ends with an
-error), ``lost ID`` (it vanished).
+error), ``lost ID`` (it vanished). Process 0 listens on the coordinator's address alone, on a port
+that the kernel chooses, and closes a connection whose first line is not the run's token, which only
+the processes of the run can read from JAX's key-value store.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ EXIT_LOST = 75
 """Exit status after the loss of a peer: EX_TEMPFAIL, so that a scheduler may retry."""
 
 _KEY = "jaxvlm/liveness"
+_MOST_STRANGERS = 64  # connections that have not said who they are
 _GRACE_S = 5.0  # after a peer's error, time for this process to fail from the same cause
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 _USER_TIMEOUT_MS = 20_000  # unacknowledged bytes end the connection after this time
@@ -58,7 +61,7 @@ class PeerWatch:
         self._lock = threading.Lock()
         if process == 0:
             self._token = secrets.token_hex(16)
-            server = _listen()
+            server = _listen(compat.coordinator_host())
             self._selector.register(server, selectors.EVENT_READ, "server")
             compat.put(_KEY, f"{self._token} {server.getsockname()[1]}")
         else:
@@ -81,10 +84,19 @@ class PeerWatch:
         while True:
             for key, _ in self._selector.select():
                 if key.data == "server":
-                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]  # a socket
-                    self._add(-1, connection)
+                    self._accept(key.fileobj)  # type: ignore[arg-type]  # a socket
                 else:
                     self._read(key.fileobj)  # type: ignore[arg-type]  # a socket
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return  # whoever it was is gone already
+        if len(self._ids) - len(self._peers) >= _MOST_STRANGERS:
+            connection.close()
+            return
+        self._add(-1, connection)
 
     def _add(self, peer: int, connection: socket.socket) -> None:
         _keep_alive(connection)
@@ -105,22 +117,33 @@ class PeerWatch:
         *lines, rest = (self._buffers[connection] + data).split(b"\n")
         self._buffers[connection] = rest[-4096:]
         for line in lines:
+            if connection not in self._ids:
+                return  # dropped for the line before
             self._heard(connection, line.decode(errors="replace").split())
 
     def _heard(self, connection: socket.socket, words: list[str]) -> None:
         peer = self._ids[connection]
         if words[:1] == ["hello"]:
-            if self._process == 0 and len(words) == 3 and words[1] == self._token:
-                self._ids[connection] = int(words[2])
-                self._peers[int(words[2])] = connection
-            else:
+            number = self._named(words)
+            if number is None:
                 self._drop(connection)
+            else:
+                self._ids[connection], self._peers[number] = number, connection
         elif peer < 0:
             self._drop(connection)  # not a process of this run
         elif words == ["bye"]:
             self._left.add(peer)
         elif words[:1] in (["failed"], ["lost"]):
             self._end(int(words[1]), gone=words[0] == "lost")
+
+    def _named(self, words: list[str]) -> int | None:
+        """The process that a hello names, with the run's token; ``None``: it is a stranger's."""
+        if self._process or len(words) != 3 or not words[2].isascii() or not words[2].isdigit():
+            return None
+        if not secrets.compare_digest(words[1].encode(), self._token.encode()):
+            return None
+        number = int(words[2]) if len(words[2]) < 9 else self._count
+        return number if 0 < number < self._count and number not in self._peers else None
 
     def _closed(self, connection: socket.socket) -> None:
         peer = self._ids[connection]
@@ -196,7 +219,13 @@ def _delay_abort() -> None:
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-def _listen() -> socket.socket:
+def _listen(host: str) -> socket.socket:
+    """Listen on the coordinator's address, or on all where it is none of this machine's."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError:  # behind a translated address, or a name that others alone resolve
+        pass
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
