@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, from_config_dict
 from jaxvlm.config.merge import RECIPE_FIELDS
-from jaxvlm.parallel.distributed.processes import numeric_settings
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
@@ -80,7 +79,7 @@ def write_config(
         "versions": _versions(),
         "commit": source_commit(),
         "devices": devices,
-        "numeric_settings": numeric_settings(),
+        "numeric_settings": _numeric_settings(),
     }
     write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
 
@@ -138,7 +137,7 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
         return [str(error)]
     lines = [f"changed since this run began: {line}" for line in changes(old, config)]
     before = json.loads((workdir / _FILE).read_text("utf-8")).get("numeric_settings", {})
-    now = numeric_settings()
+    now = _numeric_settings()
     for name in sorted(before.keys() | now.keys()):
         if (was := before.get(name, "")) != (value := now.get(name, "")):
             line = f"{name} was {was or 'not set'} when this run began, and is {value or 'not set'}"
@@ -146,6 +145,12 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
                 raise ConfigError(f"{workdir}: {line}; it changes results, so set it as it was")
             lines.append(line)
     return lines
+
+
+def _numeric_settings() -> dict[str, str]:
+    from jaxvlm.parallel.distributed import processes  # JAX, which `jaxvlm cache` does without
+
+    return processes.numeric_settings()
 
 
 def code_digest() -> str:
@@ -163,7 +168,7 @@ def program() -> dict[str, Any]:
         "versions": _versions(),
         "source files": code_digest(),
         "commit": source_commit(),
-        "settings of JAX and XLA": numeric_settings(),
+        "settings of JAX and XLA": _numeric_settings(),
     }
 
 
