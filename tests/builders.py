@@ -10,7 +10,9 @@ import numpy as np
 import optax
 
 from jaxvlm.config import Config, DecoderConfig, MeshConfig, ModelConfig, OptimConfig, VisionConfig
+from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.lora import is_adapter
+from jaxvlm.train.grad_accum import scales, total
 from jaxvlm.types import Batch
 
 VOCAB, ROWS, LENGTH, PATCHES = 64, 8, 32, 4
@@ -161,3 +163,14 @@ def stepped_from(first, model):
             shaken = rng.normal(size=x.shape).astype(x.dtype) * 0.1
             first[path] = shaken if is_adapter(path) else x
     return first
+
+
+def loss_and_gradient(model):
+    """(params, batch) -> ((mean loss, logits), gradients) of next-token prediction, compiled."""
+
+    def objective(params, batch):
+        loss, result = NextToken(), model.apply(params, batch)
+        value = total(loss(result, batch), scales(loss, batch))
+        return value, result.logits(result.hidden)
+
+    return jax.jit(jax.value_and_grad(objective, has_aux=True))

@@ -9,16 +9,15 @@ import re
 import jax
 import numpy as np
 import pytest
+from builders import loss_and_gradient
 from text_cases import VOCAB
 
 from jaxvlm.config import MeshConfig
 from jaxvlm.data import image_placeholders
 from jaxvlm.hf.families import FAMILIES
-from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import scales, total
 from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
@@ -294,11 +293,4 @@ def rows_of(name, rows):
 
 @functools.cache
 def loss_and_grad(name):
-    ours = oracle(name)[1]
-
-    def objective(params, batch):
-        loss, result = NextToken(), ours.apply(params, batch)
-        value = total(loss(result, batch), scales(loss, batch))
-        return value, result.logits(result.hidden)
-
-    return jax.jit(jax.value_and_grad(objective, has_aux=True))
+    return loss_and_gradient(oracle(name)[1])

@@ -13,8 +13,8 @@ from jaxvlm.data.pairs.dataset import PairDataset
 from jaxvlm.losses import positives
 from jaxvlm.types import Pairs
 
-_STEPS = 16
-"""Batches that are looked at."""
+_STEPS, _QUERIES = 16, 128
+"""Batches that are looked at, and queries of each that are compared with all its documents."""
 _CONTRASTIVE = ("info_nce", "sigmoid")
 """Losses whose negatives are other documents of the batch, and whose positives labels add to."""
 _SCORED = ("cosine", "cosent", "margin_mse", "distill")
@@ -118,7 +118,7 @@ def _why(config: Config, dataset: PairDataset, scope: str) -> str:
 
 
 def _has_negative(pairs: Pairs, scope: str, shards: int) -> np.ndarray:
-    """bool[B]: whether a query of the batch has a negative."""
+    """Whether each of some queries of the batch has a negative, bool of their number."""
     if scope == "own":
         return pairs.valid[:, 1:].any(axis=1)
     parts = shards if scope == "shard" else 1
@@ -127,6 +127,7 @@ def _has_negative(pairs: Pairs, scope: str, shards: int) -> np.ndarray:
         rows = slice(part * len(pairs.valid) // parts, (part + 1) * len(pairs.valid) // parts)
         local: Any = jax.tree.map(lambda x, rows=rows: x[rows], pairs)
         keys, index = positives.index_positives(local)
-        negative, _ = positives.candidates(keys, keys, index)
+        some = jax.tree.map(lambda x: x[:_QUERIES], keys)
+        negative, _ = positives.candidates(some, keys, index)
         found.append(np.asarray(negative).any(axis=(1, 2)))
     return np.concatenate(found)

@@ -23,7 +23,7 @@ class Sub:
 @dataclasses.dataclass(frozen=True)
 class Own:
     kind: Literal["a", "b", 3] = "a"
-    most: Optional[int] = None  # noqa: UP045
+    most: Optional[int] = None  # noqa: UP045  # users write it so
     least: float | None = None
     sub: Sub = Sub()
     names: list = dataclasses.field(default_factory=list)

@@ -5,15 +5,14 @@ import functools
 import jax
 import numpy as np
 import pytest
-from builders import worst_gradient
+from builders import loss_and_gradient, worst_gradient
 from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.hf.families import llava
-from jaxvlm.losses.next_token import NextToken, targets, token_scores
+from jaxvlm.losses.next_token import targets, token_scores
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
-from jaxvlm.train.grad_accum import scales, total
 from jaxvlm.types import Batch
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
@@ -126,13 +125,7 @@ def labels(batch):
 
 @functools.cache
 def loss_and_grad(name):
-    ours = oracle(name)[1]
-
-    def objective(params, batch):
-        loss, result = NextToken(), ours.apply(params, batch)
-        return total(loss(result, batch), scales(loss, batch)), result.hidden @ result.head
-
-    return jax.jit(jax.value_and_grad(objective, has_aux=True))
+    return loss_and_gradient(oracle(name)[1])
 
 
 def relative(ours, theirs):

@@ -11,12 +11,10 @@ import os
 import jax
 import numpy as np
 import pytest
-from builders import worst_gradient
+from builders import loss_and_gradient, worst_gradient
 from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
 
 from jaxvlm.hf.families import qwen_vl
-from jaxvlm.losses.next_token import NextToken
-from jaxvlm.train.grad_accum import scales, total
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -40,14 +38,7 @@ DRAWS = int(os.environ.get("JAXVLM_DRAWS", "1"))
 
 @functools.cache
 def loss_and_grad(name):
-    ours = oracle(name)[1]
-
-    def objective(params, batch):
-        loss, result = NextToken(), ours.apply(params, batch)
-        value = total(loss(result, batch), scales(loss, batch))
-        return value, result.logits(result.hidden)
-
-    return jax.jit(jax.value_and_grad(objective, has_aux=True))
+    return loss_and_gradient(oracle(name)[1])
 
 
 CHOSEN = [

@@ -230,12 +230,12 @@ class PairDataset:
 
     def keys(self, step: int) -> Pairs:
         """Contents and groups of a step's whole batch, without its texts and images."""
-        chosen = self.sampler.batch(step)[0]
-        document, _ = self._with_negatives(*self.sampler.batch(step))
+        chosen, pass_ = self.sampler.batch(step)
+        document, _ = self._with_negatives(chosen, pass_)
         corpus = self.corpus
         return Pairs(
             query=None,  # type: ignore[arg-type]  # keys alone
-            document=None,  # type: ignore[arg-type]
+            document=None,  # type: ignore[arg-type]  # keys alone
             valid=document >= 0,
             query_key=corpus.key("query", corpus.query[chosen]),
             document_key=corpus.key("document", document),

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import conversation_formats, delimited, webdataset
+from jaxvlm.data.sources.conversation_formats import DEFAULT
 from jaxvlm.data.sources.fields import BadItem
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
 """File extensions of images in a tar."""
-DEFAULT = DataConfig()
 
 
 class Raw(NamedTuple):
