@@ -76,6 +76,15 @@ _NUMERIC_VARIABLES = (
 """Variables of others, whose defaults differ between versions of JAX."""
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
 """Flags of XLA that change no result."""
+_COUNTS = {
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "WORLD_SIZE": "RANK",
+    "SKYPILOT_NUM_NODES": "SKYPILOT_NODE_RANK",
+    "MEGASCALE_NUM_SLICES": "MEGASCALE_SLICE_ID",
+    "PROCESSES_IN_JOB": "JOB_COMPLETION_INDEX",
+}
+"""Others' variables that say how many processes there are -> which of them this one is."""
 
 
 def set_up_process(compile_cache: str) -> None:
@@ -85,8 +94,11 @@ def set_up_process(compile_cache: str) -> None:
         compile_cache: see :func:`use_compile_cache`.
 
     Raises:
-        ConfigError: a setting of JAX is set that jaxvlm does not work with.
+        ConfigError: a setting of JAX is set that jaxvlm does not work with, or the environment
+            describes several processes that nothing has joined.
     """
+    if not jax.distributed.is_initialized():
+        refuse_alone(os.environ)
     for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
         if jax.config.values[name] != value:
             raise ConfigError(
@@ -158,19 +170,21 @@ def initialize() -> bool:
     Reads ``JAXVLM_COORDINATOR``, ``JAXVLM_NUM_PROCESSES``, ``JAXVLM_PROCESS_ID``; then the
     variables of a SLURM step with several tasks; then ``JAXVLM_DISTRIBUTED=auto`` or several
     ``TPU_WORKER_HOSTNAMES``, where JAX detects the cluster itself (TPU pods). Call it before any
-    other use of JAX. Calling it again does nothing.
+    other use of JAX. Calling it again does nothing. ``JAXVLM_NUM_PROCESSES=1`` joins none.
 
     Returns:
         True if this run has several processes.
 
     Raises:
-        ConfigError: the variables are incomplete or not numbers.
+        ConfigError: the variables are incomplete or not numbers, or they describe several
+            processes that nothing joins (:func:`refuse_alone`).
         JoinError: the other processes can't be reached.
     """
     if _liveness:
         return True
     place = find_place(os.environ)
     if place is None and not _tpu_pod(os.environ):
+        refuse_alone(os.environ)
         return False
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     settings: dict[str, Any] = {}
@@ -186,7 +200,7 @@ def initialize() -> bool:
         jax.distributed.initialize(
             heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=SHUTDOWN_S, **settings
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: JAX finds no cluster
         where = f"process 0 at {place.coordinator}" if place else "the other hosts"
         raise JoinError(
             f"could not join {where}: {error}. Check that every process was started, that they "
@@ -195,6 +209,7 @@ def initialize() -> bool:
     if place is not None:
         check_same("JAXVLM_NUM_PROCESSES", place.num_processes)
     if jax.process_count() == 1:
+        refuse_alone(os.environ)
         return False
     if jax.process_index():
         logging.getLogger("jaxvlm").setLevel(logging.WARNING)  # process 0 logs for all
@@ -335,6 +350,8 @@ def find_place(environ: Any) -> ProcessPlace | None:
     Raises:
         ConfigError: the variables are incomplete or not numbers.
     """
+    if _is_asked_alone(environ):
+        return None
     names = ("JAXVLM_COORDINATOR", "JAXVLM_NUM_PROCESSES", "JAXVLM_PROCESS_ID")
     given = [name for name in names if environ.get(name)]
     if given and len(given) < len(names):
@@ -346,6 +363,70 @@ def find_place(environ: Any) -> ProcessPlace | None:
             raise ConfigError(f"JAXVLM_PROCESS_ID is {process}; it must be below {count}")
         return ProcessPlace(environ[names[0]], count, process, None) if count > 1 else None
     return _slurm_place(environ)
+
+
+def refuse_alone(environ: Any) -> None:
+    """Refuse to work alone as one of several processes: each would do the whole work.
+
+    ``JAXVLM_NUM_PROCESSES=1`` says that a process is meant to be alone.
+
+    Args:
+        environ: mapping of names to strings, of a process that nothing has joined to others.
+
+    Raises:
+        ConfigError: a launcher's variable says that there are several processes, or is malformed.
+    """
+    if _is_asked_alone(environ):
+        return
+    said = ""
+    for name, index in _COUNTS.items():
+        if environ.get(name) and _number(environ, name) > 1:
+            said = f"{name}={environ[name]}: this is one of {environ[name]} processes"
+            said += f" (number {index}={environ[index]})" if environ.get(index) else ""
+            break
+    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+    if not said and "," in hosts:
+        said = f"TPU_WORKER_HOSTNAMES={hosts}: this is one of {hosts.count(',') + 1} processes"
+    said = said or _jobset(environ) or _slurm_without_step(environ)
+    if said:
+        raise ConfigError(
+            f"{said}, but nothing joins them; set JAXVLM_COORDINATOR=HOST:PORT, "
+            "JAXVLM_NUM_PROCESSES and JAXVLM_PROCESS_ID in each (JAXVLM_DISTRIBUTED=auto on TPU "
+            "slices, srun under SLURM), or JAXVLM_NUM_PROCESSES=1 to work alone"
+        )
+
+
+def _is_asked_alone(environ: Any) -> bool:
+    return environ.get("JAXVLM_NUM_PROCESSES") == "1" and environ.get("JAXVLM_PROCESS_ID", "0") in (
+        "",
+        "0",
+    )
+
+
+def _jobset(environ: Any) -> str:
+    """What says that this may be one of a JobSet's pods; "" where it is the only one."""
+    if not environ.get("JOB_COMPLETION_INDEX"):
+        return ""
+    names = [n for n in ("JOBSET_NAME", "REPLICATED_JOB_NAME") if environ.get(n)]
+    others = [n for n in ("JOB_COMPLETION_INDEX", "JOB_INDEX") if environ.get(n)]
+    if above := [n for n in others if _number(environ, n) > 0]:
+        return f"{above[0]}={environ[above[0]]}: this is one of several pods"
+    # Neither Kubernetes nor JobSet says how many pods there are: xpk does, and TPUs' hosts do.
+    if not names or environ.get("PROCESSES_IN_JOB") or environ.get("TPU_WORKER_HOSTNAMES"):
+        return ""
+    return f"{names[0]}={environ[names[0]]}: this is a pod of a JobSet, of any number"
+
+
+def _slurm_without_step(environ: Any) -> str:
+    """What says that SLURM has several tasks, of which srun did not start this process.
+
+    A shell of ``salloc`` has no SLURM_PROCID; a step of one task is meant to be one.
+    """
+    if environ.get("SLURM_STEP_NUM_TASKS") or not environ.get("SLURM_PROCID"):
+        return ""
+    if not environ.get("SLURM_NTASKS") or _number(environ, "SLURM_NTASKS") < 2:
+        return ""
+    return f"SLURM_NTASKS={environ['SLURM_NTASKS']}: the job has several tasks"
 
 
 def _slurm_place(environ: Any) -> ProcessPlace | None:
@@ -380,12 +461,14 @@ def first_host(nodes: str) -> str:
 
 def _number(environ: Any, name: str) -> int:
     value = environ.get(name, "")
-    if not value.isdigit():
+    if not (value.isascii() and value.isdigit()):
         raise ConfigError(f"{name} must be a number, not {value!r}")
     return int(value)
 
 
 def _tpu_pod(environ: Any) -> bool:
+    if _is_asked_alone(environ):
+        return False
     hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
     return environ.get("JAXVLM_DISTRIBUTED") == "auto" or "," in hosts
 
