@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -19,13 +20,15 @@ PROGRAM = """
 import sys, time
 from jaxvlm.parallel.distributed import processes as distributed
 
+mode = sys.argv[1]
+if mode == "absent":
+    distributed.START_S = 4
 assert distributed.initialize()
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-mode = sys.argv[1]
 mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 ones = jax.make_array_from_callback(
     (8,), NamedSharding(mesh, PartitionSpec("data")), lambda i: np.ones(8, np.float32)[i]
@@ -54,17 +57,17 @@ with distributed.guard_peers():
 """
 
 
-def start_pair(mode: str) -> list[subprocess.Popen]:
+def start_pair(mode: str, which=(0, 1), count: int = 2) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pair = []
-    for process in range(2):
+    for process in which:
         env = os.environ | {
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
             "JAX_PLATFORMS": "cpu",
             "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
-            "JAXVLM_NUM_PROCESSES": "2",
+            "JAXVLM_NUM_PROCESSES": str(count),
             "JAXVLM_PROCESS_ID": str(process),
         }
         command = [sys.executable, "-c", PROGRAM, mode]
@@ -83,8 +86,8 @@ def until_running(pair: list[subprocess.Popen]) -> None:
 def started():
     pairs = []
 
-    def start(mode: str) -> list[subprocess.Popen]:
-        pairs.append(start_pair(mode))
+    def start(mode: str, **how) -> list[subprocess.Popen]:
+        pairs.append(start_pair(mode, **how))
         return pairs[-1]
 
     yield start
@@ -111,7 +114,7 @@ def test_killing_one_ends_the_other(started, victim, mode):
 def test_an_error_in_one_ends_both(started):
     pair = started("error")
     (_, first), (_, second) = [process.communicate(timeout=60) for process in pair]
-    assert "process 1 of 2 stopped with an error" in first
+    assert "process 1 of 2 stopped with an error or by Ctrl-C" in first
     assert "ValueError: a bug in one process" in second
     assert [process.returncode for process in pair] == [75, 1]
 
@@ -119,9 +122,38 @@ def test_an_error_in_one_ends_both(started):
 def test_exit_now_keeps_its_status(started):
     pair = started("exit")
     (_, first), (_, second) = [process.communicate(timeout=60) for process in pair]
-    assert "process 1 of 2 stopped with an error" in first
+    assert "process 1 of 2 stopped with an error or by Ctrl-C" in first
     assert second.rstrip().endswith("bad input")
     assert [process.returncode for process in pair] == [75, 2]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_in_one_ends_the_other_in_one_line(started, victim):
+    pair = started("loop")
+    until_running(pair)
+    pair[victim].send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, errors = pair[1 - victim].communicate(timeout=60)
+    assert time.monotonic() - begin < 20
+    assert pair[1 - victim].returncode == 75, errors
+    assert f"jaxvlm: process {victim} of 2 stopped with an error or by Ctrl-C" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("which", "count", "who"),
+    [
+        ([0], 2, "process 1"),
+        ([1], 2, r"process 0 at 127\.0\.0\.1:\d+"),
+        ([0, 2], 3, "(one of processes 1, 2|process 1)"),
+    ],
+)
+def test_a_peer_that_never_starts_is_named(started, which, count, who):
+    for process in started("absent", which=which, count=count):
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 75, errors
+        assert re.search(rf"jaxvlm: {who} has not joined within 4 seconds", errors), errors
+        assert "stack trace" not in errors
 
 
 def test_a_good_end_is_quiet(started):

@@ -32,6 +32,7 @@ EXIT_LOST = 75
 _KEY = "jaxvlm/liveness"
 _MOST_STRANGERS = 64  # connections that have not said who they are
 _GRACE_S = 5.0  # after a peer's error, time for this process to fail from the same cause
+_FAILED = "stopped with an error or by Ctrl-C"
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 _USER_TIMEOUT_MS = 20_000  # unacknowledged bytes end the connection after this time
 
@@ -79,6 +80,11 @@ class PeerWatch:
                 return
             self._leaving = True
         self._tell_all(f"failed {self._process}" if failed else "bye")
+
+    def die_if_a_peer_failed(self) -> None:
+        """End this process if a peer has said that it ends with an error; else do nothing."""
+        for peer in sorted(self._failed):
+            self._die(peer, _FAILED)
 
     def _watch(self) -> None:
         while True:
@@ -166,7 +172,7 @@ class PeerWatch:
             self._tell_all(f"{'lost' if gone else 'failed'} {peer}", but=peer)
         if not gone:
             self._failed.add(peer)
-            timer = threading.Timer(_GRACE_S, self._die, [peer, "stopped with an error"])
+            timer = threading.Timer(_GRACE_S, self._die, [peer, _FAILED])
             timer.daemon = True  # so that it does not delay this process's own exit
             timer.start()
             return
@@ -194,6 +200,40 @@ def die(message: str, code: int = EXIT_LOST) -> None:
     """Print one line on stderr and end the process, without exit handlers that could block."""
     os.write(2, f"{message}\n".encode())
     os._exit(code)
+
+
+def die_of_absence(seconds: float, place: tuple[str, int, int] | None) -> None:
+    """End this process, since not all others have joined, with a line that says which.
+
+    Args:
+        seconds: how long this process has waited.
+        place: address of process 0, number of processes, this process's index; ``None``: unknown.
+    """
+    if place is None:
+        who = "another host of the slice"
+    elif place[2] and not _answers(place[0]):
+        who = f"process 0 at {place[0]}"
+    else:
+        others = [str(i) for i in range(place[1]) if i and i != place[2]]
+        who = f"process {others[0]}" if len(others) == 1 else f"one of processes {_list(others)}"
+    die(
+        f"jaxvlm: {who} has not joined within {seconds:g} seconds, so this process stops; check "
+        "that it was started, that all agree on JAXVLM_COORDINATOR and JAXVLM_NUM_PROCESSES, and "
+        "that no firewall or proxy stands between"
+    )
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) if len(names) < 9 else f"{names[0]} to {names[-1]}"
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def flush_and_exit(code: int) -> None:

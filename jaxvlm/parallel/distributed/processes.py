@@ -28,9 +28,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.distributed.heartbeat import PeerWatch, flush_and_exit
+from jaxvlm.parallel.distributed.heartbeat import PeerWatch, die_of_absence, flush_and_exit
 
 HEARTBEAT_S = 40  # JAX's own heartbeat, the fallback of PeerWatch; ends a hang within a minute
+START_S = 280  # how long to wait for the others to start
 SHARED_S = 20  # how long a network's file system may take to show a new file
 SHUTDOWN_S = 600  # how long a finished process waits for the others to finish
 
@@ -196,9 +197,17 @@ def initialize() -> bool:
             "local_device_ids": place.local_devices,
             "cluster_detection_method": "deactivate",
         }
+    # JAX's own end of the wait, an abort with a C++ stack that names none, comes after ours.
+    where_and_how_many = place[:3] if place else None
+    timer = threading.Timer(START_S, die_of_absence, [START_S, where_and_how_many])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
-            heartbeat_timeout_seconds=HEARTBEAT_S, shutdown_timeout_seconds=SHUTDOWN_S, **settings
+            initialization_timeout=START_S + 20,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            **settings,
         )
     except (RuntimeError, ValueError) as error:  # ValueError: JAX finds no cluster
         where = f"process 0 at {place.coordinator}" if place else "the other hosts"
@@ -206,6 +215,8 @@ def initialize() -> bool:
             f"could not join {where}: {error}. Check that every process was started, that they "
             "agree on address and count, and that no firewall or proxy stands between"
         ) from error
+    finally:
+        timer.cancel()
     if place is not None:
         check_same("JAXVLM_NUM_PROCESSES", place.num_processes)
     if jax.process_count() == 1:
@@ -236,6 +247,9 @@ def guard_peers() -> Iterator[None]:
     except BaseException as error:
         if _liveness and not isinstance(error, GeneratorExit):
             time.sleep(2.0 if isinstance(error, Exception) else 0.0)  # a peer's death may be why
+            # Memory may be short here too; every other error of the runtime is a broken collective.
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXH" not in str(error):
+                _liveness[0].die_if_a_peer_failed()
             _failed.append(error)
             _liveness[0].leave(failed=True)
         raise
