@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import logging
 import math
@@ -45,6 +46,8 @@ def _load(name: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 on success, 1 if a run had to stop, 2 on bad input."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # an id may have characters that it can't write
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ def check_choice(setting: str, value: str, known: Iterable[str]) -> None:
     Raises:
         ConfigError: ``value`` is none of ``known``.
     """
+    known = list(known)  # a value that has no hash can be looked for in a list
     if value not in known:
         raise ConfigError(f"{setting}={value!r}; known: {', '.join(known)}")
 
@@ -107,6 +109,50 @@ def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}.{key} is not a setting; {advice}")
         checked[key] = _checked(value, hints[key], f"{path}.{key}")
     return checked
+
+
+_LARGEST = 2**31 - 1  # arrays are indexed by 32 bits
+_FROM_1 = frozenset(
+    (
+        *("width", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "patch_size", "frames"),
+        *("merge", "merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards"),
+        *("microbatches", "max_pixels"),
+    )
+)
+_FROM_0 = frozenset(
+    (
+        *("depth", "vocab_size", "num_experts", "experts_per_token", "image_size", "eps"),
+        *("norm_eps", "weight_decay", "min_lr_ratio", "max_grad_norm", "learning_rate"),
+        *("rope_theta", "local_rope_theta", "max_length", "window"),
+    )
+)
+
+
+def check_ranges(settings: Any, path: str) -> None:
+    """Check that numbers can be sizes, rates and bounds at all; what fits what is checked later.
+
+    Args:
+        settings: a dataclass of settings, nested ones included; extensions' options are left out.
+        path: path of ``settings`` in error messages.
+
+    Raises:
+        ConfigError: a number is NaN, infinite, over 2**31 - 1 (the seed may be), or below the
+            least that its setting can have.
+    """
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), f"{path}.{field.name}"
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if not math.isfinite(number):
+                raise ConfigError(f"{name}={number}: give a finite number")
+            if isinstance(number, int) and number > _LARGEST and field.name != "seed":
+                raise ConfigError(f"{name}={number}: give at most {_LARGEST}")
+            least = 1 if field.name in _FROM_1 else 0 if field.name in _FROM_0 else number
+            if number < least:
+                raise ConfigError(f"{name}={number}: give at least {least}")
 
 
 def _checked(value: Any, kind: Any, path: str) -> Any:

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from jaxvlm.config import ConfigError, ModelConfig
+from jaxvlm.config import ConfigError, ModelConfig, json_text
 
 T = TypeVar("T")
 RECIPE_FIELDS = ("remat", "frozen_blocks", "dropout", "attention_dropout", "expert_matmul")
@@ -24,7 +24,7 @@ def json_object(path: pathlib.Path, advice: str = "give a checkpoint's folder") 
         ConfigError: the file is missing (the message includes ``advice``), or holds no object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_text.read(path)
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing; {advice}") from None
     except ValueError as error:

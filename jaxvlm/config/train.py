@@ -8,7 +8,7 @@ from typing import Any
 import ml_collections
 
 from jaxvlm.config.cache import CacheConfig
-from jaxvlm.config.convert import checked_fields, to_config_dict
+from jaxvlm.config.convert import check_ranges, checked_fields, to_config_dict
 from jaxvlm.config.data import DataConfig, TokenizerConfig
 from jaxvlm.config.embed import DualConfig, EmbeddingConfig, GradCacheConfig, PairLossConfig
 from jaxvlm.config.extension import LossConfig
@@ -127,6 +127,8 @@ def from_config_dict(values: Any) -> Config:
     """Convert a ConfigDict, or check a Config; see :func:`jaxvlm.config.convert.checked_fields`.
 
     Raises:
-        ConfigError: an unknown key, or a value of a wrong type.
+        ConfigError: an unknown key, a value of a wrong type, or a number that is out of range.
     """
-    return Config(**checked_fields(values, Config, "config"))
+    config = Config(**checked_fields(values, Config, "config"))
+    check_ranges(config, "config")
+    return config

@@ -10,7 +10,7 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import processor
 from jaxvlm.data.tokenizer import text_tokenizer
 from jaxvlm.hf import pretrained
-from jaxvlm.hf.families import bert, sentences
+from jaxvlm.hf.families import bert, config_reader, sentences
 
 
 class Described(NamedTuple):
@@ -31,12 +31,13 @@ def described(source: pretrained.Source) -> Described:
         ConfigError: an unknown field in one of its files, or files that contradict each other.
         DataError: a tokenizer or processor that can't be read.
     """
-    config, files = source.family.config_from_hf(source.hf_config), source.files
-    tokenizer_config = files / "tokenizer_config.json"
-    fields = pretrained.json_object(tokenizer_config) if tokenizer_config.is_file() else {}
-    style = source.family.text_style(config, fields)
-    if modules := pretrained.modules(files):
-        config, style = _sentences(source, modules, config, style)
+    config, files = config_reader.model_of(source.family, source.hf_config), source.files
+    fields = pretrained.optional(files / "tokenizer_config.json")
+    modules = pretrained.modules(files)
+    with config_reader.refusing(str(files)):
+        style = source.family.text_style(config, fields)
+        if modules:
+            config, style = _sentences(source, modules, config, style)
     images = processor.load(files) if "vision" in config.towers else None
     if images is not None:
         vision = config.vision

@@ -16,7 +16,7 @@ import numpy as np
 from jaxvlm.config import ConfigError, DualConfig, MeshConfig, ModelConfig
 from jaxvlm.config.merge import write_json
 from jaxvlm.hf import safetensors
-from jaxvlm.hf.families import any_family
+from jaxvlm.hf.families import any_family, config_reader
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
 
@@ -48,12 +48,12 @@ def config_of(name: str) -> ModelConfig | DualConfig:
         ConfigError: an unknown name.
     """
     hf_config = published_config(name)
-    return any_family(hf_config, name).config_from_hf(hf_config)
+    return config_reader.model_of(any_family(hf_config, name), hf_config)
 
 
 def num_parameters(hf_config: Mapping[str, Any]) -> int:
     """Count the parameters of the model of a ``config.json``, without allocating them."""
-    config = any_family(hf_config, "config.json").config_from_hf(hf_config)
+    config = config_reader.model_of(any_family(hf_config, "config.json"), hf_config)
     model = build_model(config, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     return sum(int(np.prod(x.shape)) for x in model.shapes.values())
 

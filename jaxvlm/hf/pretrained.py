@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, VisionConfig
+from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, VisionConfig, json_text
 from jaxvlm.config.merge import json_object, merged_model
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files, processor
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf import safetensors
-from jaxvlm.hf.families import ChooseFamily, common, family, family_of, sentences
+from jaxvlm.hf.families import ChooseFamily, common, config_reader, family, family_of, sentences
 from jaxvlm.types import Params
 
 SAVED = "source"
@@ -118,7 +117,7 @@ def with_source(config: Config, source: Source) -> Config:
         ConfigError: an unsupported field of ``config.json``, or a setting that contradicts the
             checkpoint.
     """
-    hf_model = _with_head(source, source.family.config_from_hf(source.hf_config))
+    hf_model = _with_head(source, config_reader.model_of(source.family, source.hf_config))
     image_processor, patching = _image_processor(source, config), _patching(hf_model.vision)
     if image_processor.patching != patching:
         raise ConfigError(
@@ -254,7 +253,7 @@ def modules(folder: pathlib.Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
+        listed = json_text.read(path)
         paths = [pathlib.PurePosixPath(module.get("path", "")) for module in listed]
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: {error}; fetch it again") from None

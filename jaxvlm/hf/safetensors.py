@@ -7,7 +7,6 @@ the files that it names. A ``WeightMap`` says which tensors hold which parameter
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxvlm.checkpoint.digest import is_finite
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, json_text
 from jaxvlm.config.merge import write_json
 from jaxvlm.types import Params, WeightMap
 
@@ -280,8 +279,10 @@ def _files(root: Path, only: str) -> list[str]:
         files = [SINGLE]
     elif (root / INDEX).is_file():
         try:
-            names = json.loads((root / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError, AttributeError) as error:
+            names = list(json_text.read(root / INDEX)["weight_map"].values())
+            if not names or not all(isinstance(name, str) and name for name in names):
+                raise ValueError("weight_map has to name a file for each tensor")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"{root / INDEX} is damaged: {error}; fetch it again") from None
         files = sorted(set(names))
     else:

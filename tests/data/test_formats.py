@@ -1,5 +1,6 @@
 """Every format gives the same records; every bad record is named, with the reason."""
 
+import json
 import pathlib
 import sys
 
@@ -183,3 +184,37 @@ def test_easy_vqa_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "easy_vqa", None)
     with pytest.raises(DataError, match="pip install easy-vqa"):
         read("easy-vqa:train")
+
+
+TWO_TURNS = [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "red"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"id": "\ud800"}, "text that is not valid Unicode"),
+        ({"id": [1]}, "an id that is neither text nor a number"),
+        ({"conversations": 300 * TWO_TURNS}, "a conversation of more than 512 turns"),
+        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "a content item of unknown"),
+    ],
+)
+def test_what_no_report_or_template_can_hold_is_refused(record, reason, tmp_path):
+    path = tmp_path / "data.jsonl"
+    text = json.dumps({"conversations": TWO_TURNS, "id": "good"})
+    given = {"conversations": TWO_TURNS, **record}
+    if "messages" in record:
+        given = record
+    path.write_text(f"{json.dumps(given)}\n{text}\n", encoding="utf-8")
+    (good,), (problem,) = read(str(path))
+    assert good.id == "good" and problem.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "part", ["9" * 5_000, "1" + "0" * 400, "[" * 980 + "]" * 980, "[" * 100_000]
+)
+def test_json_that_python_can_not_hold_costs_one_line(part, tmp_path):
+    path = tmp_path / "data.jsonl"
+    text = json.dumps({"conversations": TWO_TURNS, "id": "good"})
+    path.write_text('{"id": ' + part + "}\n" + text + "\n", encoding="utf-8")
+    (good,), (problem,) = read(str(path))
+    assert good.id == "good" and problem.reason == "not JSON"

@@ -1,5 +1,6 @@
 """Images against Pillow, and every way in which a file can be bad."""
 
+import os
 import struct
 import zlib
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from jaxvlm.data.errors import ImageError
 from jaxvlm.data.images import image_files
+from tests.bad_input.data_files import png
 
 RNG = np.random.default_rng(0)
 COLORS = RNG.integers(0, 256, (16, 16, 3), np.uint8)
@@ -192,3 +194,16 @@ def test_damaged_files_are_images_or_image_errors(kind, tmp_path):
             assert "\n" not in str(error)
             refused += 1
     assert refused
+
+
+def test_what_can_be_read_without_end_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "x.tar").write_bytes(b"abc")
+    (tmp_path / "tall.png").write_bytes(png(1, 49_999_999))
+    # The last is a tar's member that is said to have 10^12 bytes.
+    for name in ("fifo.png", "zero.png", "tall.png", "x.tar::0+1000000000000::p.png"):
+        path = str(tmp_path / name)
+        assert image_files.check(path, 50_000_000) is not None
+        with pytest.raises(ImageError):
+            image_files.load(path, image_files.squares(8))

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.conversation_formats import Turn
-from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.data.tokenizer import chat_template, chat_tokenizer
 
 TEXTS = ["What color is the shape?", "red, blue; don't know", "is it a circle", "Grüße, 世界"]
 TURNS = [
@@ -155,3 +155,23 @@ def test_data_needs_neither_torch_nor_transformers():
         "assert t.encode('b a')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 1 / 0 }}",
+        "{{ {}['a'].b }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ 'a' | center(10**10) }}",
+        "{% set n=namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_raises_loops_or_fills_the_memory_is_an_error(text):
+    with pytest.raises(chat_template.TemplateError):
+        chat_template.render(text, [{"role": "user", "content": "a"}])
+    rest = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content + '!' * 2 }}{% endfor %}"
+    assert chat_template.render(rest, [{"role": "user", "content": "a"}]) == "user: a!!"

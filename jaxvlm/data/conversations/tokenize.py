@@ -75,7 +75,10 @@ def prompt_ids(
     Raises:
         TemplateError: the chat template refuses these turns.
     """
-    text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
+    try:
+        text = tokenizer.render(turns, add_generation_prompt=True, leads=leads)
+    except TemplateError as error:
+        raise TemplateError(f"the chat template rejects the conversation: {error}") from None
     return np.asarray(tokenizer.encode_chat(text), np.int32)
 
 

@@ -39,6 +39,9 @@ class Decoded(NamedTuple):
     """16 bytes: hash of the file's bytes."""
 
 
+MAX_SIDE = 65_535
+"""Pixels of an image's longer side, the most that JPEG has. Resizing an image of 1 x 50,000,000
+pixels takes gigabytes, because the short side grows before the long one shrinks."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """File formats that are decoded. Pillow reads more, but its EPS reader runs Ghostscript."""
 
@@ -298,6 +301,7 @@ def sample_digest(paths: Sequence[str], count: int = 16) -> str:
 
 
 def _bytes(path: str) -> bytes:
+    _check_regular(path)
     try:
         return webdataset.read(path) if _is_in_tar(path) else pathlib.Path(path).read_bytes()
     except FileNotFoundError:
@@ -306,10 +310,18 @@ def _bytes(path: str) -> bytes:
         raise ImageError(f"can't be read: {getattr(error, 'strerror', error)}") from None
 
 
+def _check_regular(path: str) -> None:
+    """Refuse a pipe, a device or a folder, which may be read without end; raises ImageError."""
+    if not _is_in_tar(path) and os.path.exists(path) and not os.path.isfile(path):
+        raise ImageError("can't be read: not a regular file")
+
+
 def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     """Open an image and read its header; raises ImageError."""
     if isinstance(source, str) and _is_in_tar(source):
         source = io.BytesIO(_bytes(source))
+    if isinstance(source, str):
+        _check_regular(source)
     try:
         empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
         if empty:
@@ -322,6 +334,8 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
         raise
     except FileNotFoundError:
         raise ImageError("missing file") from None
+    except MemoryError:
+        raise ImageError("can't be decoded: not enough memory") from None
     except UnidentifiedImageError:
         raise ImageError("not an image that Pillow can read") from None
     except Image.DecompressionBombError:
@@ -332,6 +346,9 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     if image.width * image.height > max_pixels:
         image.close()
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels")
+    if max(image.size) > MAX_SIDE:
+        image.close()
+        raise ImageError(f"a side of more than {MAX_SIDE} pixels")
     return image
 
 

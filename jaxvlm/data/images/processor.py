@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from jaxvlm.config import json_text
 from jaxvlm.config.merge import write_json
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import tiling
@@ -70,11 +71,19 @@ def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Pr
     if not path.is_file():
         raise DataError(f"{path} is missing; images can't be prepared without it")
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        settings = settings.get("image_processor", settings)
-        processor = _load_processor(folder)
-    except (ValueError, OSError, ImportError, TypeError) as error:
-        raise DataError(f"{path}: {' '.join(str(error).split())}") from None
+        return _load(folder, path, bounds)
+    except DataError:
+        raise
+    except Exception as error:  # transformers' code raises all kinds where a value is wrong
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise DataError(f"{path}: {text[:300]}") from None
+
+
+def _load(folder: str | os.PathLike[str], path: pathlib.Path, bounds: tuple[int, int]) -> Processor:
+    settings = json_text.read(path)
+    settings = settings.get("image_processor", settings)
+    _check_sides(settings, path)
+    processor = _load_processor(folder)
     for name in ("do_rescale", "do_normalize"):
         if not getattr(processor, name, False):
             raise DataError(f"{path}: {name}=False is not supported; set it to true")
@@ -121,6 +130,26 @@ def load(folder: str | os.PathLike[str], bounds: tuple[int, int] = (0, 0)) -> Pr
     )
 
 
+_MAX_SIDE = 2**14
+_SIZES = ("size", "crop_size", "patch_size", "merge_size", "temporal_patch_size")
+
+
+def _check_sides(settings: dict[str, Any], path: pathlib.Path) -> None:
+    """Refuse sizes that no image is resized to: an image of them would fill the memory."""
+    for name in _SIZES:
+        given = settings.get(name)
+        sides = given if isinstance(given, dict) else {"": given}
+        for key, side in sides.items():
+            if side is None:
+                continue
+            most = _MAX_SIDE**2 if key.endswith("_edge") or "pixels" in key else _MAX_SIDE
+            if type(side) is not int or not 0 < side <= most:
+                raise DataError(
+                    f"{path}: {'.'.join(filter(None, (name, key)))}={side!r} has to be a whole "
+                    f"number from 1 to {most}"
+                )
+
+
 def write_bounds(folder: pathlib.Path, bounds: tuple[int, int]) -> None:
     """Write ``data.image_pixels_range`` into the processor file of a folder.
 
@@ -131,7 +160,7 @@ def write_bounds(folder: pathlib.Path, bounds: tuple[int, int]) -> None:
     path, combined = folder / FILE, folder / "processor_config.json"
     for file in (path, combined):
         if file.is_file():
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json_text.read(file)
             settings = content.get("image_processor", content)
             size = settings.get("size") or {}
             for own, key, old in zip(

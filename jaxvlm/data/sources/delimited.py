@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError, Problem
 
 _SWALLOWED = "a quotation mark opens a cell that goes on over lines that look like records"
@@ -115,8 +115,8 @@ def _value(cell: str) -> Any:
     if (text[:1], text[-1:]) not in (("[", "]"), ("{", "}")):
         return cell
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_text.parse(text)
+    except ValueError:
         pass
     if _PRINTED_LIST.match(text):
         raise ValueError('a cell with a list that is not JSON; write it as ["a", "b"]')

@@ -98,7 +98,7 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
                 raise BadItem("not a JSON object")
             read = {k: v for k, v in record.fields.items() if k not in config.ignored_fields}
             item = _mapped(read, mapping)
-            identifier = str(item.get("id", record.where))
+            identifier = conversation_formats.id_of(item.get("id", record.where))
             seen[identifier] += 1
             examples += _examples(identifier, item, record, allowed)
         except BadItem as bad:
@@ -174,7 +174,7 @@ def _scores(raw: Sequence[Any], positives: int, negatives: int) -> tuple[float, 
 def _number(value: Any) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise BadItem("a score that is not a finite number", repr(value)[:60])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxvlm.config import DataConfig
+from jaxvlm.config import DataConfig, json_text
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import conversation_formats, delimited, webdataset
 from jaxvlm.data.sources.conversation_formats import DEFAULT
@@ -148,8 +147,8 @@ def _sample(members: Mapping[str, str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if "json" in members:
         try:
-            fields = json.loads(webdataset.read(members["json"]).decode("utf-8"))
-        except (ValueError, OSError, RecursionError) as error:
+            fields = json_text.parse(webdataset.read(members["json"]))
+        except (ValueError, OSError) as error:
             raise BadItem("not JSON", str(error)) from None
         if not isinstance(fields, dict):
             raise BadItem("not a JSON object")

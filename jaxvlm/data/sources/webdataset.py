@@ -6,6 +6,7 @@ image file can, and any thread or process reads it with one seek, without the ar
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import tarfile
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from jaxvlm.data.errors import DataError, Problem
 
-_MEMBER = re.compile(r"(.+\.tar)::(\d+)\+(\d+)::.*", re.DOTALL)
+_MEMBER = re.compile(r"(.+\.tar)::(\d{1,18})\+(\d{1,18})::.*", re.DOTALL)
 _PARTS = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.DOTALL)
 """A sample's key and its member's extension, split at the first dot of the file's name as in
 webdataset."""
@@ -52,9 +53,14 @@ def read(path: str) -> bytes:
     if match is None:
         raise ValueError(f"{path!r} does not name a member of a tar")
     first, size = int(match[2]), int(match[3])
+    if not os.path.isfile(match[1]):
+        raise ValueError(f"{match[1]} is no regular file")
     with open(match[1], "rb") as file:
-        file.seek(first)
-        data = file.read(size)
+        # A name in a record may say any size; memory is only taken for what there is.
+        data = b""
+        if first + size <= os.fstat(file.fileno()).st_size:
+            file.seek(first)
+            data = file.read(size)
     if len(data) != size:
         raise ValueError("the tar was truncated since it was indexed")
     return data
@@ -74,7 +80,7 @@ def index(path: pathlib.Path) -> TarShard:
         with tarfile.open(path, "r:") as tar:
             for info in tar:
                 _add(shard, path, info)
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path}: can't be read as an uncompressed tar ({error}); decompress a compressed one, "
             "since images are read from the middle of it"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
@@ -12,13 +15,116 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from jaxvlm.data.errors import DataError
+
 CLOCK = datetime.datetime(2024, 7, 26)
 """Time that ``strftime_now`` gives a template. Fixed: training data must not depend on the day, or
 a run resumed tomorrow would see other tokens (Llama 3 writes the date into its system turn)."""
 
 
-class TemplateError(ValueError):
+class TemplateError(DataError):
     """A chat template that can't render these turns; the message is the template's own."""
+
+
+MAX_STEPS = 200_000
+"""Rounds of loops and calls of macros in one rendering; published templates take a few a turn."""
+MAX_TEXT = 50_000_000
+"""Characters, or items of a list, that a template may build at once."""
+_steps = threading.local()
+
+
+def count_step() -> str:
+    """Count a round of a loop or a call of a macro; :class:`_Limited` writes the calls.
+
+    Raises:
+        jinja2.TemplateRuntimeError: there were more than :data:`MAX_STEPS`.
+    """
+    _steps.left -= 1
+    if _steps.left < 0:
+        raise jinja2.exceptions.TemplateRuntimeError(f"it takes more than {MAX_STEPS} steps")
+    return ""
+
+
+def join_limited(*parts: Any) -> str:
+    """Join the operands of ``~``.
+
+    Raises:
+        jinja2.TemplateRuntimeError: the result is longer than :data:`MAX_TEXT`.
+    """
+    text = "".join(map(str, parts))
+    _check_size(len(text))
+    return text
+
+
+def _check_size(size: int | float) -> None:
+    if size > MAX_TEXT:
+        raise jinja2.exceptions.TemplateRuntimeError(f"it builds more than {MAX_TEXT} characters")
+
+
+class _Limited(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox in which no template runs for ever or fills the memory."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute ``left operator right`` unless the result is too large."""
+        if operator == "*":
+            for text, count in ((left, right), (right, left)):
+                if hasattr(text, "__len__") and isinstance(count, int):
+                    _check_size(len(text) * count)
+        if operator == "**" and abs(right) > 64:
+            _check_size(math.inf)
+        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            _check_size(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``obj`` unless an argument is a width or a count that would fill the memory."""
+        _check_arguments(*args, *kwargs.values())
+        return super().call(context, obj, *args, **kwargs)
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
+        bodies: list[Any] = [*source.find_all(jinja2.nodes.For)]
+        for body in [*bodies, *source.find_all(jinja2.nodes.Macro)]:
+            step = jinja2.nodes.Call(_imported("count_step"), [], [], None, None)
+            body.body.insert(0, jinja2.nodes.ExprStmt(step))
+        _limit_joins(source)
+        source.set_environment(self)
+        return super()._generate(source, *args, **kwargs)
+
+
+def _check_arguments(*arguments: Any) -> None:
+    for value in arguments:
+        if isinstance(value, int):
+            _check_size(value)
+
+
+def _with_checked_arguments(filter_: Callable[..., str]) -> Callable[..., str]:
+    def checked(text: str, *args: Any, **kwargs: Any) -> str:
+        _check_arguments(*args, *kwargs.values())
+        return filter_(text, *args, **kwargs)
+
+    return checked
+
+
+def _imported(name: str) -> jinja2.nodes.ImportedName:
+    return jinja2.nodes.ImportedName(f"{__name__}.{name}")
+
+
+def _limit_joins(node: jinja2.nodes.Node) -> None:
+    """Replace each ``a ~ b`` below ``node`` by a call of :func:`join_limited`."""
+
+    def limited(value: Any) -> Any:
+        if isinstance(value, list):
+            return [limited(one) for one in value]
+        if isinstance(value, jinja2.nodes.Node):
+            _limit_joins(value)
+        if isinstance(value, jinja2.nodes.Concat):
+            return jinja2.nodes.Call(_imported("join_limited"), value.nodes, [], None, None)
+        return value
+
+    for name in node.fields:
+        setattr(node, name, limited(getattr(node, name)))
 
 
 class _Generation(jinja2.ext.Extension):
@@ -51,10 +157,12 @@ def _tojson(
 
 @functools.lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Limited(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    for name in ("center", "indent"):
+        environment.filters[name] = _with_checked_arguments(environment.filters[name])
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = CLOCK.strftime
     return environment.from_string(template)
@@ -78,11 +186,12 @@ def render(
         The conversation as one string.
 
     Raises:
-        TemplateError: the template is broken, or refuses these messages.
+        TemplateError: the template is broken, refuses these messages, or exceeds a limit.
 
     Source:
         transformers, utils/chat_template_utils.py (the sandbox and its globals).
     """
+    _steps.left = MAX_STEPS
     try:
         return _compile(template).render(
             messages=messages,
@@ -91,5 +200,5 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-    except (jinja2.exceptions.TemplateError, TypeError) as error:
+    except Exception as error:  # a template is a program, which may raise anything
         raise TemplateError(str(error) or type(error).__name__) from None

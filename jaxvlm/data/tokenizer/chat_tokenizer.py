@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import chat_template
@@ -351,25 +353,35 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json_text.read(path)
     except ValueError as error:
         raise DataError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: holds no JSON object; fetch it again")
+    return content
 
 
 def _text(value: Any) -> str:
     """Text of a special token that is given as a string or as an AddedToken."""
     value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else ""
+    # Half of a surrogate pair is no token of any vocabulary, and can't be looked up.
+    return value if isinstance(value, str) and not _SURROGATES.search(value) else ""
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _find_template(folder: pathlib.Path, config: dict[str, Any]) -> str:
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise DataError(f"{folder}/chat_template.jinja: not UTF-8; fetch it again") from None
     template = _json(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template}
-        template = by_name.get("default")
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), "")
     return template if isinstance(template, str) else ""
 
 
@@ -385,7 +397,8 @@ def _find_image_token(
     named += [_text(extra.get("image_token"))] if isinstance(extra, dict) else []
     model = _json(folder / "config.json")
     number = model.get("image_token_id", model.get("image_token_index"))
-    named += [backend.id_to_token(number) or ""] if isinstance(number, int) else []
+    if isinstance(number, int) and 0 <= number < 2**32:
+        named.append(backend.id_to_token(int(number)) or "")
     for token in [*named, *_KNOWN_IMAGE_TOKENS]:
         if token and backend.token_to_id(token) is not None:
             return token

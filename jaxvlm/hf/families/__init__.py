@@ -112,6 +112,8 @@ def family(hf_config: Mapping[str, Any], where: str) -> Family:
         ConfigError: no family has its ``model_type``, or an encoder's has.
     """
     kind = hf_config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}/config.json: model_type={kind!r} has to be a text")
     if kind in ENCODERS:
         raise ConfigError(
             f"{where}: model_type={kind!r} is an encoder: it computes embeddings (`jaxvlm embed`, "
@@ -150,4 +152,5 @@ def family_of(own: Extension, path: str, built_in: ChooseFamily = family) -> Cho
 
 def any_family(hf_config: Mapping[str, Any], where: str) -> Any:
     """Return the :class:`Family` or :class:`EncoderFamily` of a ``config.json``; as `family`."""
-    return ENCODERS.get(hf_config.get("model_type", "")) or family(hf_config, where)
+    kind = hf_config.get("model_type")
+    return ENCODERS.get(kind if isinstance(kind, str) else "") or family(hf_config, where)

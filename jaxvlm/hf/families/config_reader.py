@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, check_choice
+from jaxvlm.config.convert import check_ranges, checked_fields
+from jaxvlm.data.errors import DataError
 
 _GENERATION = frozenset(
     (
@@ -76,6 +80,51 @@ def read(group: Mapping[str, Any], fields: ConfigFields, where: str) -> dict[str
         if name not in fields.reads and name not in fields.only and name not in fields.ignored:
             raise ConfigError(f"{where}{name}={value!r} is unknown to this family")
     return {name: group.get(name, default) for name, default in fields.reads.items()}
+
+
+@contextlib.contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Turn what a value of a wrong type raises in code that reads it into one error.
+
+    Args:
+        where: the file, for the message.
+
+    Raises:
+        ConfigError: the code raised an error of Python; one of jaxvlm passes through.
+    """
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except _OF_VALUES as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ConfigError(f"{where}: a value that can't be read ({what}); fetch it again") from None
+
+
+_OF_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def model_of(family: Any, hf_config: Mapping[str, Any]) -> Any:
+    """Read a model's settings by its family's ``config_from_hf``, and check each one.
+
+    Args:
+        family: a ``Family`` or an ``EncoderFamily``.
+        hf_config: content of ``config.json``.
+
+    Raises:
+        ConfigError: the family refuses a field; or a value has a wrong type, or is out of range.
+    """
+    with refusing("config.json"):
+        model = family.config_from_hf(hf_config)
+        for name in _GROUPS:
+            group = getattr(model, name, None)
+            if dataclasses.is_dataclass(group):
+                checked_fields(group, type(group), f"config.json, as model.{name}")
+        check_ranges(model, "config.json, as model")
+        return model
+
+
+_GROUPS = ("vision", "connector", "decoder", "text")
 
 
 class FeatureLayers(NamedTuple):

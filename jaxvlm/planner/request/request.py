@@ -21,7 +21,7 @@ from jaxvlm.config import (
 )
 from jaxvlm.config.merge import json_object, merged_model
 from jaxvlm.hf import model_zoo
-from jaxvlm.hf.families import any_family, family_of
+from jaxvlm.hf.families import any_family, config_reader, family_of
 from jaxvlm.losses.registry import loss_setting, trains_embeddings
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.planner.hardware.machine import Machine
@@ -169,7 +169,7 @@ def _check(flags: RequestFlags) -> None:
 def _of_model(name: str, machine: Machine) -> Config:
     """Default settings with the dims of a folder or of a published model."""
     hf_config, source = _described(name, "--model")
-    model = any_family(hf_config, source).config_from_hf(hf_config)
+    model = config_reader.model_of(any_family(hf_config, source), hf_config)
     dtype = "float32" if machine.platform == "cpu" else "bfloat16"
     network = dataclasses.replace(model, dtype=dtype, checkpoint=_folder(name))
     if isinstance(network, DualConfig):
@@ -205,7 +205,7 @@ def _of_recipe(recipe: Config, notes: list[str]) -> Config:
     if model.checkpoint:
         hf_config, source = _described(model.checkpoint, "config.model.checkpoint")
         choose = family_of(model.family, "config.model.family", any_family)
-        network = choose(hf_config, source).config_from_hf(hf_config)
+        network = config_reader.model_of(choose(hf_config, source), hf_config)
         if not isinstance(network, ModelConfig):
             raise ConfigError(
                 f"config.model.checkpoint={model.checkpoint} is a dual encoder: set "
@@ -240,7 +240,7 @@ def _of_dual(recipe: Config, notes: list[str]) -> DualConfig:
     def described(field: str) -> DualConfig:
         name, setting = getattr(recipe.dual, field), f"config.dual.{field}"
         hf_config, source = _described(name, setting)
-        network = any_family(hf_config, source).config_from_hf(hf_config)
+        network = config_reader.model_of(any_family(hf_config, source), hf_config)
         if not isinstance(network, DualConfig):
             raise ConfigError(f"{setting}={name} is neither a dual encoder nor a tower of one")
         return network
