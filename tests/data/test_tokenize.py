@@ -215,3 +215,77 @@ def test_a_template_that_drops_text_is_a_problem(word_tokenizer):
     ours = chat_tokenizer.ChatTokenizer(word_tokenizer.backend, silent, word_tokenizer.special)
     _, problems = tokenize.encode([record("x")], ours, 4)
     assert "drops 'what color is the shape?'" in str(problems[0])
+
+
+SYSTEM = "{% if m.role == 'system' %}<|start|>system\n{{ m.content }}<|end|>\n{% endif %}"
+USER = "{% if m.role == 'user' %}<|start|>user\n{{ m.content }}<|end|>\n{% endif %}"
+HEAD = "<|start|>assistant\n"
+
+
+def template_of(answer, behind="", before=""):
+    """A template with the parts of published ones: each turn's, and what stands around them."""
+    turns = f"{SYSTEM}{USER}{{% if m.role == 'assistant' %}}{HEAD}{answer}{{% endif %}}"
+    prompt = f"{{% if add_generation_prompt %}}{HEAD}{{% else %}}{behind}{{% endif %}}"
+    return f"{before}{{% for m in messages %}}{turns}{{% endfor %}}{prompt}"
+
+
+WORDS = "{{ m.content }}"
+SHAPES = {
+    "nothing behind (Llama 3)": template_of(WORDS + "<|end|>"),
+    "a line break (Qwen)": template_of(WORDS + "<|end|>{{ '\n' }}"),
+    "trimmed words (Gemma)": template_of("{{ m.content | trim }}<|end|>{{ '\n' }}"),
+    "spaces around (LLaVA)": template_of(WORDS + " <|end|>  "),
+    "text": template_of(WORDS + "<|end|>\nend of turn\n"),
+    "text after the last turn": template_of(WORDS + "<|end|>\n", "That was all."),
+    "EOS after the last turn (Phi 3)": template_of(WORDS + "<|end|>{{ '\n' }}", "{{ eos_token }}"),
+    "another marker": template_of(WORDS + "<|end|><|start|>\n"),
+    "thinking in the last answer (Qwen 3)": template_of(
+        "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}" + WORDS + "<|end|>{{ '\n' }}"
+    ),
+    "thinking, and text": template_of(
+        "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}" + WORDS + " <|end|>\nover\n"
+    ),
+    "tools": template_of(
+        WORDS + "{% for call in m.tool_calls or [] %}{{ call }}{% endfor %}<|end|>{{ '\n' }}",
+        before="{% if tools %}<|start|>tools {{ tools }}<|end|>{% endif %}",
+    ),
+    "no end token, and text (LLaVA 1.5)": template_of(WORDS + " over "),
+}
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("eos", ["<|end|>", "<eos>"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_answer_is_trained_as_it_is_generated(shape, eos, system, marked):
+    special = marked[0].special | {"eos_token": eos}
+    ours = chat_tokenizer.ChatTokenizer(marked[0].backend, SHAPES[shape], special)
+    turns = [Turn("system", "be brief")] if system else []
+    turns += [Turn("user", "red?"), Turn("assistant", "blue")]
+    turns += [Turn("user", "is it?"), Turn("assistant", "yes it is")]
+    corpus, problems = tokenize.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    end = eos if "no end token" in shape else "<|end|>"
+    thought = "<think>\n\n</think>\n\n" if "thinking" in shape else ""
+    gap = " " if shape in ("spaces around (LLaVA)", "thinking, and text") else ""
+    said = ours.decode(corpus.tokens[corpus.loss], skip_special=False)
+    assert said == f"blue{gap}{end}{thought}yes it is{gap}{end}"
+    # A model that has learned the record by heart: it writes on until a token stops it.
+    prompt = tokenize.prompt_ids(turns[:-1], ours)
+    assert corpus.tokens[: len(prompt)].tolist() == prompt.tolist()
+    rest = corpus.tokens[len(prompt) :]
+    stop = int(np.flatnonzero(np.isin(rest, ours.stop_ids))[0])
+    trained = corpus.loss[len(prompt) :]
+    assert trained[: stop + 1].all() and not trained[stop + 1 :].any()
+
+
+def test_an_end_token_that_is_not_special_is_refused_in_text():
+    base = chat_tokenizer.build(["what color is it? red, blue"], "bpe", 320)
+    base.backend.add_tokens([AddedToken("[END]", normalized=False)])
+    special = base.special | {"eos_token": "[END]"}
+    template = template_of(WORDS + "[END]\nover\n")
+    ours = chat_tokenizer.ChatTokenizer(base.backend, template, special)
+    turns = (Turn("user", "red?"), Turn("assistant", "blue[END]red"))
+    _, problems = tokenize.encode([Record("x", turns, ())], ours, 4)
+    assert [(p.reason, p.detail) for p in problems] == [
+        ("the text contains a special token", "[END]")
+    ]

@@ -209,13 +209,14 @@ def _encode_turns(
         for encoding, where in zip(tokenizer.encode_chats(rendered), spans):
             tokens = np.asarray(encoding.ids, np.int32)
             ids.append(tokens)
-            loss.append(_mask(tokens, encoding.offsets, where, tokenizer.image_id))
+            loss.append(_mask(tokens, encoding.offsets, where, tokenizer))
     return ids, loss, reasons
 
 
 def special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
     """Compile a pattern of special tokens, which a record's text must not contain (fake turns)."""
-    names = sorted(tokenizer.special_tokens - {PLACEHOLDER}, key=len, reverse=True)
+    stops = {t for i in tokenizer.stop_ids if (t := tokenizer.backend.id_to_token(i))}
+    names = sorted((tokenizer.special_tokens | stops) - {PLACEHOLDER}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
@@ -251,37 +252,43 @@ def _turn_end(
     tokenizer: ChatTokenizer,
     render: Callable[..., str],
 ) -> int:
-    """Find the end of answer ``i`` in ``text``: after its end-of-turn token; -1 if ambiguous.
-
-    A line break after that token is excluded: generation has stopped by then, so training on it
-    would train a token that is never generated.
-    """
+    """Find where answer ``i`` ends in ``text``: at or after its end token; -1 if ambiguous."""
     whole = render(turns[: i + 1]) if i + 1 < len(turns) else text
     if text.startswith(whole):
-        trimmed = whole.rstrip()
-        return len(trimmed) if trimmed.endswith(tuple(tokenizer.special_tokens)) else len(whole)
+        return len(whole)
     # Qwen3 writes a thinking block into the last answer only, so the conversation up to this turn
     # renders differently. A marker appended to the answer then shows where it ends.
     marked = turns[i]._replace(content=turns[i].content + "\u2063")
     other = render((*turns[:i], marked, *turns[i + 1 :]))
     end = next((at for at, (a, b) in enumerate(zip(text, other)) if a != b), len(text))
+    space = len(text[end:]) - len(text[end:].lstrip())
     for stop in tokenizer.stop_ids:
         token = tokenizer.backend.id_to_token(stop)
-        if token and text.startswith(token, end):
-            return end + len(token)
+        if token and text.startswith(token, end + space):
+            return end + space + len(token)
     return -1
 
 
 def _mask(
-    ids: np.ndarray, offsets: list[tuple[int, int]], spans: list[tuple[int, int]], image_id: int
+    ids: np.ndarray,
+    offsets: list[tuple[int, int]],
+    spans: list[tuple[int, int]],
+    tokenizer: ChatTokenizer,
 ) -> np.ndarray:
-    """bool[T]: tokens that overlap a span of the assistant."""
+    """bool[T]: tokens that overlap a span of the assistant, to the first stop token of each.
+
+    Generation ends at that token, so what the template writes after it (a line break, text) is
+    never generated: it is neither trained nor compared.
+    """
     mask = np.zeros(len(ids), bool)
     if len(ids):
         begin, end = np.asarray(offsets, np.int64).T
+        stop = np.isin(ids, tokenizer.stop_ids)
         for first, last in spans:
-            mask |= (begin < last) & (end > first)
-        mask &= ids != image_id
+            answer = np.flatnonzero((begin < last) & (end > first))
+            stops = np.flatnonzero(stop[answer])
+            mask[answer[: stops[0] + 1] if len(stops) else answer] = True
+        mask &= ids != tokenizer.image_id
         mask[0] = False  # no preceding token could predict it
     return mask
 

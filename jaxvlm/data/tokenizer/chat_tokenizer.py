@@ -104,8 +104,10 @@ class ChatTokenizer:
         roles = ("system", "user", "assistant")
         self._list_roles = frozenset(role for role in roles if self._needs_lists(role))
         self._end_token = ""
-        self.stop_ids: tuple[int, ...] = self._stop_ids()
-        if len(self.stop_ids) == 1 and not self._writes_end():
+        ends = self._answer_ends()
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *(ends or [])[:1]]))
+        """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
+        if ends == []:
             # LLaVA-1.5's template: an answer would never end.
             self._end_token = self.special["eos_token"]
 
@@ -222,15 +224,6 @@ class ChatTokenizer:
 
         return not shown("probe") and shown([{"type": "text", "text": "probe"}])
 
-    def _writes_end(self) -> bool:
-        """Whether the template writes a special token after an answer."""
-        turns = [Turn("user", "a"), Turn("assistant", "b")]
-        try:
-            text = self.render(turns).rstrip()
-        except chat_template.TemplateError:
-            return True
-        return text.endswith(tuple(self.special_tokens))
-
     def _supports_image_parts(self) -> bool:
         """Whether the template itself writes an image token for ``{"type": "image"}``.
 
@@ -243,20 +236,20 @@ class ChatTokenizer:
         except chat_template.TemplateError:
             return False
 
-    def _stop_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
-        stops: dict[int, None] = {self.eos_id: None}
+    def _answer_ends(self) -> list[int] | None:
+        """Ids of the special tokens that the template writes behind an answer's words.
+
+        The first of them ends the answer: a template may write more after it, such as Phi-3's
+        EOS after the last turn. None if the template refuses to render an answer.
+        """
+        mark = "\u2063"  # in no template; special tokens before the words are no end (<think>)
         try:
-            turns = [Turn("user", "a"), Turn("assistant", "b")]
-            start = len(self.render(turns[:1], add_generation_prompt=True))
-            ids = self.encode(self.render(turns)[start:])
-            # The last special token: an empty <think></think>, or "b" as <unk>, may precede it.
-            names = self.special_tokens - {self.special.get("unk_token")}
-            ends = [i for i in ids if self.backend.id_to_token(i) in names]
-            stops |= dict.fromkeys(ends[-1:])
+            text = self.render([Turn("user", "a"), Turn("assistant", "b" + mark)])
         except chat_template.TemplateError:
-            pass
-        return tuple(stops)
+            return None
+        names = self.special_tokens - {self.special.get("unk_token")} | {self.special["eos_token"]}
+        behind = self.encode(text[text.rindex(mark) + 1 :])
+        return [i for i in behind if self.backend.id_to_token(i) in names]
 
 
 def build(texts: Iterable[str], kind: str = "word", vocab_size: int = 8192) -> ChatTokenizer:
