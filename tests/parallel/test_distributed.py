@@ -156,6 +156,18 @@ def test_a_peer_that_never_starts_is_named(started, which, count, who):
         assert "stack trace" not in errors
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_process_is_named(started, victim):
+    pair = started("loop")
+    until_running(pair)
+    time.sleep(0.3)
+    pair[victim].send_signal(signal.SIGSTOP)
+    _, errors = pair[1 - victim].communicate(timeout=90)
+    assert pair[1 - victim].returncode == 75, errors
+    assert f"jaxvlm: process {victim} of 2 does not answer (stopped" in errors
+
+
 def test_a_good_end_is_quiet(started):
     pair = started("finish")
     outputs = [process.communicate(timeout=60) for process in pair]

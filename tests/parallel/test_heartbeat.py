@@ -39,7 +39,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(compat, "put", stored.__setitem__)
     monkeypatch.setattr(compat, "get", lambda key, timeout_s: stored[key])
     monkeypatch.setattr(compat, "coordinator_host", lambda: "127.0.0.1")
-    monkeypatch.setattr(heartbeat, "_delay_abort", lambda: None)
+    monkeypatch.setattr(heartbeat, "_catch_abort", lambda _: None)
     made = process(0, ended)
     token, port = stored[heartbeat._KEY].split()
     return made, ended, token, ("127.0.0.1", int(port))

@@ -7,9 +7,11 @@ keep-alive (also done by the kernel) covers machines and networks that vanish. N
 on Python running at regular intervals, so a long compilation is never mistaken for a failure.
 
 Messages: ``hello TOKEN ID``, ``bye`` (this process ends normally), ``failed ID`` (it ends with an
-error), ``lost ID`` (it vanished). Process 0 listens on the coordinator's address alone, on a port
-that the kernel chooses, and closes a connection whose first line is not the run's token, which only
-the processes of the run can read from JAX's key-value store.
+error), ``lost ID`` (it vanished), ``alive``. A process that misses its ``alive`` may be busy, so
+that alone ends nothing; but where JAX or a collective gives up, it tells which peer is why.
+Process 0 listens on the coordinator's address alone, on a port that the kernel chooses, and closes
+a connection whose first line is not the run's token, which only the processes of the run can read
+from JAX's key-value store.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from jaxvlm.parallel import compat
 
@@ -32,9 +36,16 @@ EXIT_LOST = 75
 _KEY = "jaxvlm/liveness"
 _MOST_STRANGERS = 64  # connections that have not said who they are
 _GRACE_S = 5.0  # after a peer's error, time for this process to fail from the same cause
+_BEAT_S = 5.0  # each process says ``alive`` this often
+_SILENT_S = (
+    20.0  # a peer that has not said so for this long is named where JAX or a collective fails
+)
 _FAILED = "stopped with an error or by Ctrl-C"
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 _USER_TIMEOUT_MS = 20_000  # unacknowledged bytes end the connection after this time
+
+
+_handlers: list[Any] = []  # C holds their addresses
 
 
 class PeerWatch:
@@ -57,6 +68,7 @@ class PeerWatch:
         self._buffers: dict[socket.socket, bytes] = {}
         self._ids: dict[socket.socket, int] = {}
         self._left: set[int] = set()  # peers that said bye
+        self._heard_at: dict[int, float] = {}
         self._failed: set[int] = set()  # peers that end with an error
         self._leaving = False
         self._lock = threading.Lock()
@@ -70,7 +82,7 @@ class PeerWatch:
             address = (compat.coordinator_host(), int(port))
             self._add(0, socket.create_connection(address, timeout=timeout_s))
             self._send(0, f"hello {self._token} {process}")
-        _delay_abort()
+        _catch_abort(self._on_abort)
         threading.Thread(target=self._watch, name="jaxvlm-liveness", daemon=True).start()
 
     def leave(self, failed: bool) -> None:
@@ -82,13 +94,27 @@ class PeerWatch:
         self._tell_all(f"failed {self._process}" if failed else "bye")
 
     def die_if_a_peer_failed(self) -> None:
-        """End this process if a peer has said that it ends with an error; else do nothing."""
+        """End this process if a peer ends with an error or is silent; else do nothing."""
         for peer in sorted(self._failed):
             self._die(peer, _FAILED)
+        late = time.monotonic() - _SILENT_S
+        for peer in sorted(self._peers):
+            if self._heard_at[peer] < late:
+                if self._process == 0:
+                    self._tell_all(f"lost {peer}", but=peer)
+                self._die(peer, "does not answer (stopped, or its machine hangs)")
+
+    def _on_abort(self, _number: int) -> None:
+        self.die_if_a_peer_failed()
+        time.sleep(6)  # the watch may be about to print its line
 
     def _watch(self) -> None:
+        beat = 0.0
         while True:
-            for key, _ in self._selector.select():
+            if time.monotonic() >= beat:
+                self._tell_all("alive")
+                beat = time.monotonic() + _BEAT_S
+            for key, _ in self._selector.select(_BEAT_S):
                 if key.data == "server":
                     self._accept(key.fileobj)  # type: ignore[arg-type]  # a socket
                 else:
@@ -109,7 +135,7 @@ class PeerWatch:
         connection.settimeout(10)  # for sending; reading happens when data is available
         self._buffers[connection], self._ids[connection] = b"", peer
         if peer >= 0:
-            self._peers[peer] = connection
+            self._peers[peer], self._heard_at[peer] = connection, time.monotonic()
         self._selector.register(connection, selectors.EVENT_READ, "peer")
 
     def _read(self, connection: socket.socket) -> None:
@@ -120,6 +146,7 @@ class PeerWatch:
         if not data:
             self._closed(connection)
             return
+        self._heard_at[self._ids[connection]] = time.monotonic()
         *lines, rest = (self._buffers[connection] + data).split(b"\n")
         self._buffers[connection] = rest[-4096:]
         for line in lines:
@@ -135,6 +162,7 @@ class PeerWatch:
                 self._drop(connection)
             else:
                 self._ids[connection], self._peers[number] = number, connection
+                self._heard_at[number] = time.monotonic()
         elif peer < 0:
             self._drop(connection)  # not a process of this run
         elif words == ["bye"]:
@@ -247,16 +275,17 @@ def flush_and_exit(code: int) -> None:
     os._exit(code)
 
 
-def _delay_abort() -> None:
-    """Delay abort(), so that this module's line is printed where JAX notices a death too.
+def _catch_abort(handler: Callable[[int], None]) -> None:
+    """Call ``handler`` in the thread that aborts, before the abort.
 
-    JAX's C++ client then calls abort(), and its callback for Python is broken (std::bad_cast in
-    0.10.2 and 0.12.0). POSIX allows sleep() as a signal handler: it is called with the signal's
-    number, so an abort takes six seconds in its own thread, while this module prints its line.
+    JAX's C++ client calls abort() where it notices a death, and its callback for Python is broken
+    (std::bad_cast in 0.10.2 and 0.12.0). Python's own signal handlers run in the main thread alone,
+    which may wait in a collective for ever.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    _handlers.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(handler))
+    libc.signal(signal.SIGABRT, ctypes.cast(_handlers[-1], ctypes.c_void_p))
 
 
 def _listen(host: str) -> socket.socket:
