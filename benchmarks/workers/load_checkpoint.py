@@ -46,7 +46,9 @@ def transformers_load(folder: str) -> tuple[Callable[[], Any], Callable[[Any], A
     from transformers import AutoModelForImageTextToText
 
     def load() -> Any:
-        return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+        return AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
 
     return load, lambda model: sum(float(p.sum()) for p in model.parameters())
 

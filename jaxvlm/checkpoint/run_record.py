@@ -44,10 +44,17 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     """Locks ``workdir`` so that no other run writes to it at the same time.
 
     Raises:
-        ConfigError: another run holds the lock.
+        ConfigError: another run holds the lock, or its file is a symbolic link.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / ".lock").open("w") as file:
+    path = workdir / ".lock"
+    try:  # never truncated: the file may be another's
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link; remove it") from None
+        raise ConfigError(f"{path} can't be opened: {error.strerror}") from None
+    with os.fdopen(lock, "r+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

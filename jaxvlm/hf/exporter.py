@@ -53,6 +53,12 @@ def rewrite(
 def saved_layout(source: pretrained.Source) -> safetensors.Layout:
     """Read the layout of the source's weights from the workdir, where :func:`keep` wrote it."""
     stored = pretrained.json_object(source.files / pretrained.LAYOUT)
+    outside = [file for file, *_ in stored.values() if file != pathlib.Path(file).name]
+    if outside:
+        raise ConfigError(
+            f"{source.files / pretrained.LAYOUT} names a shard {outside[0]!r}, which is not in its "
+            "own folder; train from the checkpoint again"
+        )
     return {
         name: safetensors.Stored(file, kind, tuple(shape))
         for name, (file, kind, shape) in stored.items()
@@ -165,18 +171,37 @@ def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copy a checkpoint's folder and its sentence-transformers modules, without weights."""
+    """Copy a checkpoint's folder and its sentence-transformers modules, without weights.
+
+    Raises:
+        ConfigError: a symbolic link to a file outside of the folder, other than a blob of the same
+            repository in Hugging Face's cache.
+    """
+    _copy_files(source, target, _roots(source))
+
+
+def _copy_files(source: pathlib.Path, target: pathlib.Path, roots: list[pathlib.Path]) -> None:
     target.mkdir(parents=True, exist_ok=True)
-    for module in pretrained.modules(source):
-        if module.get("path") and (source / module["path"]).is_dir():
-            copy_files(source / module["path"], target / module["path"])
-    for folder in _FOLDERS:
+    folders = [module["path"] for module in pretrained.modules(source) if module.get("path")]
+    for folder in [*folders, *_FOLDERS]:
         if (source / folder).is_dir():
-            shutil.copytree(source / folder, target / folder)
+            _copy_files(source / folder, target / folder, roots)
     for path in sorted(source.iterdir()):
         excluded = path.name == pretrained.LAYOUT or any(path.match(p) for p in _WEIGHTS)
         if path.is_file() and not excluded and path.stat().st_size < _SMALL:
+            if not any(path.resolve().is_relative_to(root) for root in roots):
+                raise ConfigError(
+                    f"{path} is a link to {path.resolve()}, outside of the checkpoint's folder, so "
+                    "it is not copied; put the file itself there, or remove the link"
+                )
             shutil.copyfile(path, target / path.name)
+
+
+def _roots(source: pathlib.Path) -> list[pathlib.Path]:
+    """The folders that a checkpoint's files may lie in: its own, and the hub cache's blobs."""
+    whole = source.resolve()
+    is_hub = whole.parent.name == "snapshots" and whole.parents[1].name.startswith("models--")
+    return [whole, whole.parents[1] / "blobs"] if is_hub else [whole]
 
 
 def remove_modules(folder: pathlib.Path) -> None:

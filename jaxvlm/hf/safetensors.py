@@ -272,6 +272,16 @@ def host(x: jax.Array, place: tuple[int, ...] = ()) -> np.ndarray:
     return np.asarray(part)
 
 
+def _plain_name(root: Path, name: Any) -> str:
+    """Refuse a name that would lead out of the folder: reading follows it, and an export writes."""
+    if not isinstance(name, str) or name != Path(name).name or not name.endswith(".safetensors"):
+        raise ConfigError(
+            f"{root / INDEX} names a shard {name!r}; only .safetensors files in its own folder are "
+            "read, so put them there or fetch it again"
+        )
+    return name
+
+
 def _files(root: Path, only: str) -> list[str]:
     if only:
         files = [only]
@@ -284,7 +294,7 @@ def _files(root: Path, only: str) -> list[str]:
                 raise ValueError("weight_map has to name a file for each tensor")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigError(f"{root / INDEX} is damaged: {error}; fetch it again") from None
-        files = sorted(set(names))
+        files = sorted({_plain_name(root, name) for name in names})
     else:
         files = [SINGLE]
     missing = [file for file in files if not (root / file).is_file()]

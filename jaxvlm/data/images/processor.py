@@ -251,4 +251,6 @@ def _load_processor(folder: str | os.PathLike[str]) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoImageProcessor
 
-    return AutoImageProcessor.from_pretrained(str(folder), backend="pil", local_files_only=True)
+    return AutoImageProcessor.from_pretrained(
+        str(folder), backend="pil", local_files_only=True, trust_remote_code=False
+    )
