@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import json
@@ -136,7 +137,7 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         code = _exit_code(error)
         if code is None:
             raise
-        return _fail(str(error), code)
+        return _fail(_words(error), code)
     if values.json and not _is_silent_process():
         print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
@@ -182,7 +183,34 @@ def _exit_code(error: Exception) -> int | None:
 
     if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
         return 2
+    if isinstance(error, OSError) and error.errno in _REFUSED_BY_SYSTEM:
+        return 2
     return 1 if isinstance(error, (TrainingStopped, JoinError)) else None
+
+
+# What a full, a read-only or somebody else's disk answers, and a name that is no file or folder.
+_REFUSED_BY_SYSTEM = {
+    errno.ENOSPC: "free some space, or name a folder on another disk",
+    errno.EDQUOT: "free some of your quota, or name a folder on another disk",
+    errno.EFBIG: "the limit of a file's size (ulimit -f) is too low",
+    errno.EROFS: "name a folder that can be written to",
+    errno.EACCES: "change its permissions, or name another one",
+    errno.EPERM: "change its permissions, or name another one",
+    errno.ENOTDIR: "a part of it is a file, not a folder; name another one",
+    errno.EISDIR: "name a file, not a folder",
+    errno.EEXIST: "it is in the way; move it, or name another one",
+    errno.ENAMETOOLONG: "use a shorter name",
+}
+
+
+def _words(error: Exception) -> str:
+    """What is said of ``error``: of the system's, the file, why it failed and what to do."""
+    if type(error).__module__ == "builtins" and isinstance(error, OSError):
+        advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
+        if advice:
+            where = error.filename2 or error.filename or "a file that is being written"
+            return f"{where}: {(error.strerror or str(error)).lower()}; {advice}"
+    return str(error)
 
 
 def _fail(text: str, code: int) -> int:

@@ -82,7 +82,7 @@ class MetricWriter:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
         if self._wandb is not None:
-            self._wandb.log(numbers, step=int(step))
+            self._wandb.log({"step": int(step), **numbers})
 
     def images(self, step: int, name: str, array: Any) -> None:
         """Write one image or several, to TensorBoard and wandb.
@@ -105,7 +105,8 @@ class MetricWriter:
         if self._wandb is not None:
             import wandb
 
-            self._wandb.log({name: [wandb.Image(image) for image in images]}, step=int(step))
+            shown = [wandb.Image(image) for image in images]
+            self._wandb.log({"step": int(step), name: shown})
 
     def close(self) -> None:
         """Flush and close the files; calling it again does nothing."""
@@ -179,4 +180,9 @@ def _start_wandb(project: str, folder: Path) -> Any:
     if not id_file.is_file():
         id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
     name = id_file.read_text(encoding="utf-8").strip()
-    return wandb.init(project=project, dir=str(folder), name=folder.name, id=name, resume="allow")
+    run = wandb.init(project=project, dir=str(folder), name=folder.name, id=name, resume="allow")
+    # W&B's own step may only rise, and it drops what is logged below it: the steps that a run
+    # trains again after a kill. Charts are over our step instead.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    return run

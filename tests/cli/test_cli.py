@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pathlib
 import shlex
 import subprocess
@@ -297,3 +299,46 @@ def test_a_lost_tokenizer_is_not_trained_again(capsys, tmp_path):
     assert "is missing" in fails(capsys, *args)
     ask = ["generate", f"--checkpoint={tmp_path / 'run'}", "--prompt=what?"]
     assert "is missing" in fails(capsys, *ask)
+
+
+def _a_file_in_the_way(folder: pathlib.Path) -> str:
+    (folder / "there").write_text("mine")
+    return str(folder / "there")
+
+
+def _below_a_file(folder: pathlib.Path) -> str:
+    return _a_file_in_the_way(folder) + "/run"
+
+
+def _too_long(folder: pathlib.Path) -> str:
+    return str(folder / ("x" * 300))
+
+
+@pytest.mark.parametrize("workdir", [_a_file_in_the_way, _below_a_file, _too_long])
+def test_a_workdir_that_can_not_be_is_one_line(capsys, tmp_path, workdir):
+    name = workdir(tmp_path)
+    text = fails(capsys, "train", f"--config={RECIPE}:{write_data(tmp_path)}", f"--workdir={name}")
+    assert "there" in text or "xxx" in text
+    assert name.startswith(str(tmp_path / "x")) or (tmp_path / "there").read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_disk_that_takes_nothing_more_is_one_line(capsys, monkeypatch, code, named):
+    def full(*_):
+        name = ("/runs/a/metrics.jsonl",) if named else ()
+        raise OSError(code, os.strerror(code), *name)
+
+    monkeypatch.setattr("jaxvlm.cli.train.run", full)
+    text = fails(capsys, "train", f"--config={RECIPE}:x", "--workdir=x")
+    assert ("/runs/a/metrics.jsonl" if named else "a file that is being written") in text
+    assert os.strerror(code).lower() in text and "; " in text
+
+
+def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EBADF, "bad file descriptor")
+
+    monkeypatch.setattr("jaxvlm.cli.train.run", broken)
+    with pytest.raises(OSError, match="bad file"):
+        run(["train", f"--config={RECIPE}:x", "--workdir=x"])

@@ -82,7 +82,7 @@ def test_wandb_missing_names_the_line(tmp_path, monkeypatch):
 
 
 def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
-    logged, started = [], []
+    logged, started, axes = [], [], []
 
     class Wandb:
         Image = staticmethod(lambda image: image.shape)
@@ -91,8 +91,11 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
             started.append(settings["id"])
             return self
 
-        def log(self, values, step):
-            logged.append((step, values))
+        def define_metric(self, name, **settings):
+            axes.append((name, settings))
+
+        def log(self, values):
+            logged.append(values)
 
         def finish(self):
             logged.append("finished")
@@ -102,8 +105,15 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
     writer.write(1, {"train/loss": 2.0, "note": "x"})
     writer.images(1, "eval/one", np.zeros((4, 5, 3), np.uint8))
     writer.close()
-    assert logged == [(1, {"train/loss": 2.0}), (1, {"eval/one": [(4, 5, 3)]}), "finished"]
-    MetricWriter(tmp_path, tensorboard=False, wandb_project="p", resume_step=1).close()
+    assert logged == [
+        {"step": 1, "train/loss": 2.0}, {"step": 1, "eval/one": [(4, 5, 3)]}, "finished",
+    ]  # fmt: skip
+    assert axes[-1] == ("*", {"step_metric": "step"}), "charts are over our step"
+    # After a kill, step 1 is trained again: W&B's own step, which only rises, is not used.
+    writer = MetricWriter(tmp_path, tensorboard=False, wandb_project="p", resume_step=0)
+    writer.write(1, {"train/loss": 2.0})
+    writer.close()
+    assert logged[-2:] == [{"step": 1, "train/loss": 2.0}, "finished"]
     assert started[0] == started[1] != "", "a resumed run goes on in its own chart"
 
 
