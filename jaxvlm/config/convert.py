@@ -147,12 +147,12 @@ def check_ranges(settings: Any, path: str) -> None:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
             if not math.isfinite(number):
-                raise ConfigError(f"{name}={number}: give a finite number")
+                raise ConfigError(f"{name}={number}: must be a finite number")
             if isinstance(number, int) and number > _LARGEST and field.name != "seed":
                 raise ConfigError(f"{name}={number}: give at most {_LARGEST}")
             least = 1 if field.name in _FROM_1 else 0 if field.name in _FROM_0 else number
             if number < least:
-                raise ConfigError(f"{name}={number}: give at least {least}")
+                raise ConfigError(f"{name}={number}: must be at least {least}")
 
 
 def _checked(value: Any, kind: Any, path: str) -> Any:
