@@ -205,12 +205,11 @@ _REFUSED_BY_SYSTEM = {
 
 def _words(error: Exception) -> str:
     """What is said of ``error``: of the system's, the file, why it failed and what to do."""
-    if type(error).__module__ == "builtins" and isinstance(error, OSError):
-        advice = _REFUSED_BY_SYSTEM.get(error.errno or 0)
-        if advice:
-            where = error.filename2 or error.filename or "a file that is being written"
-            return f"{where}: {(error.strerror or str(error)).lower()}; {advice}"
-    return str(error)
+    advice = _REFUSED_BY_SYSTEM.get(error.errno or 0) if isinstance(error, OSError) else None
+    if not isinstance(error, OSError) or advice is None:
+        return str(error)
+    where = error.filename2 or error.filename or "a file that is being written"
+    return f"{where}: {(error.strerror or str(error)).lower()}; {advice}"
 
 
 def _fail(text: str, code: int) -> int:

@@ -112,20 +112,25 @@ def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
 
 
 _LARGEST = 2**31 - 1  # arrays are indexed by 32 bits
-_FROM_1 = frozenset(
-    (
-        *("width", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "patch_size", "frames"),
-        *("merge", "merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards"),
-        *("microbatches", "max_pixels"),
-    )
+_FROM_1 = (
+    *("width", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "patch_size", "frames", "merge"),
+    *("merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards", "microbatches"),
+    *("max_pixels", "max_images_per_sequence", "workers", "prefetch", "log_every", "max_bad_steps"),
 )
-_FROM_0 = frozenset(
-    (
-        *("depth", "vocab_size", "num_experts", "experts_per_token", "image_size", "eps"),
-        *("norm_eps", "weight_decay", "min_lr_ratio", "max_grad_norm", "learning_rate"),
-        *("rope_theta", "local_rope_theta", "max_length", "window"),
-    )
+_FROM_0 = (
+    *("depth", "vocab_size", "num_experts", "experts_per_token", "image_size", "eps", "norm_eps"),
+    *("weight_decay", "min_lr_ratio", "max_grad_norm", "learning_rate", "warmup_steps", "window"),
+    *("rope_theta", "local_rope_theta", "max_length", "max_patches_per_sequence", "loss_chunk"),
+    *("image_pixels_range", "every"),
 )
+_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(_FROM_1, (1, math.inf)),
+    **dict.fromkeys(_FROM_0, (0, math.inf)),
+    "b1": (0, 0.9999999),
+    "b2": (0, 0.9999999),
+    "max_skip_fraction": (0, 1),
+}
+"""Name of a setting -> the least and the largest number that it can be, in whatever group it is."""
 
 
 def check_ranges(settings: Any, path: str) -> None:
@@ -136,8 +141,8 @@ def check_ranges(settings: Any, path: str) -> None:
         path: path of ``settings`` in error messages.
 
     Raises:
-        ConfigError: a number is NaN, infinite, over 2**31 - 1 (the seed may be), or below the
-            least that its setting can have.
+        ConfigError: a number is NaN, infinite, over 2**31 - 1 (the seed may be), or outside of
+            what its setting can be.
     """
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), f"{path}.{field.name}"
@@ -149,10 +154,11 @@ def check_ranges(settings: Any, path: str) -> None:
             if not math.isfinite(number):
                 raise ConfigError(f"{name}={number}: must be a finite number")
             if isinstance(number, int) and number > _LARGEST and field.name != "seed":
-                raise ConfigError(f"{name}={number}: give at most {_LARGEST}")
-            least = 1 if field.name in _FROM_1 else 0 if field.name in _FROM_0 else number
-            if number < least:
-                raise ConfigError(f"{name}={number}: must be at least {least}")
+                raise ConfigError(f"{name}={number}: must be at most {_LARGEST}")
+            least, most = _BOUNDS.get(field.name, (-math.inf, math.inf))
+            if not least <= number <= most:
+                span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                raise ConfigError(f"{name}={number}: must be {span}")
 
 
 def _checked(value: Any, kind: Any, path: str) -> Any:

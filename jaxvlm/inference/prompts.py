@@ -113,11 +113,11 @@ def _ids(
             "mark per image, or none"
         )
     prompt = conversation_formats.tidy(prompt)
-    special = tokenizer.special_tokens - {PLACEHOLDER}
-    _refuse_special_tokens("prompt", prompt, special)
+    reserved = tokenizer.reserved_tokens
+    _refuse_special_tokens("prompt", prompt, reserved)
     turns = [Turn("user", prompt)]
     if instruction is not None:
-        _refuse_special_tokens("instruction", instruction, special | {PLACEHOLDER})
+        _refuse_special_tokens("instruction", instruction, reserved | {PLACEHOLDER})
         turns = tokenize.to_embed(prompt, instruction)
     return tokenize.prompt_ids(turns, tokenizer, [span.lead for span in images])
 

@@ -116,7 +116,7 @@ def classes_of(spec: str, labels: Sequence[str]) -> list[str]:
     names = [name.strip() for name in names]
     if len(names) < 2 or not all(names):
         raise ConfigError(
-            f"--classes={spec}: must be at least two names, none empty, as A,B,C or as a file with "
+            f"--classes={spec}: give at least two names, none empty, as A,B,C or as a file with "
             "one name per line"
         )
     if twice := [name for name, count in Counter(names).items() if count > 1]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import pathlib
 from typing import Any
 
@@ -50,7 +49,6 @@ def _check_config(config: Config) -> None:
         raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
     if mode not in ("max", "min"):
         raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")
-    _check_ranges(config)
     if config.eval_every and not config.data.eval:
         raise ConfigError(
             f"config.eval_every={config.eval_every}, but config.data.eval names no data"
@@ -115,33 +113,6 @@ def check_loss(config: Config, model: Any, dataset: Any, rows: Any) -> None:
         from jaxvlm.trainer import loss_check
 
         loss_check.check(config, model, dataset, rows)
-
-
-def _check_ranges(config: Config) -> None:
-    """Refuse numbers that have no meaning."""
-    optim, data = config.optim, config.data
-    bounds = {
-        "optim.learning_rate": (optim.learning_rate, 0, math.inf),
-        "optim.warmup_steps": (optim.warmup_steps, 0, math.inf),
-        "optim.b1": (optim.b1, 0, 0.9999999),
-        "optim.b2": (optim.b2, 0, 0.9999999),
-        "optim.weight_decay": (optim.weight_decay, 0, math.inf),
-        "optim.max_grad_norm": (optim.max_grad_norm, 0, math.inf),
-        "data.workers": (data.workers, 1, math.inf),
-        "data.prefetch": (data.prefetch, 1, math.inf),
-        "data.max_images_per_sequence": (data.max_images_per_sequence, 1, math.inf),
-        "data.max_patches_per_sequence": (data.max_patches_per_sequence, 0, math.inf),
-        "data.image_pixels_range": (min(data.image_pixels_range), 0, math.inf),
-        "data.max_skip_fraction": (data.max_skip_fraction, 0, 1),
-        "log_every": (config.log_every, 1, math.inf),
-        "loss_chunk": (config.loss_chunk, 0, math.inf),
-        "max_bad_steps": (config.max_bad_steps, 1, math.inf),
-        "checkpoint.every": (config.checkpoint.every, 0, math.inf),
-    }
-    for name, (value, least, most) in bounds.items():
-        if not least <= value <= most:
-            span = f"at least {least}" if most == math.inf else f"between {least} and {most}"
-            raise ConfigError(f"config.{name}={value}: it must be {span}")
 
 
 def auto_settings(config: Config) -> list[str]:

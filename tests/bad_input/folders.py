@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from jaxvlm.data.tokenizer import chat_tokenizer
 from tests.bad_input import values
+from tests.checkpoints import CLIP_PROCESSOR, PATCH, QWEN_PROCESSOR, SIZE
 
-SIDE = 16
 BUILT = chat_tokenizer.build(["a cat what is it dogs"], "word", 96)
+_DECODER = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 LLAVA: dict[str, Any] = {
     "model_type": "llava",
     "image_token_index": 3,
@@ -25,19 +33,14 @@ LLAVA: dict[str, Any] = {
         "intermediate_size": 48,
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": 8,
+        "image_size": SIZE,
+        "patch_size": PATCH,
         "hidden_act": "quick_gelu",
         "layer_norm_eps": 1e-5,
     },
     "text_config": {
         "model_type": "llama",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **_DECODER,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
         "rope_scaling": {"type": "linear", "factor": 2.0},
@@ -58,12 +61,7 @@ QWEN: dict[str, Any] = {
     },
     "text_config": {
         "model_type": "qwen2_5_vl_text",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        **_DECODER,
         "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
     },
 }
@@ -77,28 +75,6 @@ BERT: dict[str, Any] = {
     "max_position_embeddings": 64,
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-12,
-}
-PROCESSOR: dict[str, Any] = {
-    "crop_size": {"height": SIDE, "width": SIDE},
-    "do_center_crop": True,
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": [0.48, 0.45, 0.40],
-    "image_processor_type": "CLIPImageProcessor",
-    "image_std": [0.26, 0.26, 0.27],
-    "resample": 3,
-    "rescale_factor": 1 / 255,
-    "size": {"shortest_edge": SIDE},
-}
-QWEN_PROCESSOR: dict[str, Any] = {
-    **{k: v for k, v in PROCESSOR.items() if k not in ("crop_size", "do_center_crop")},
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "size": {"shortest_edge": 64, "longest_edge": 1_024},
-    "patch_size": 4,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
 }
 INDEX: dict[str, Any] = {"metadata": {"total_size": 4}, "weight_map": {"a": "a.safetensors"}}
 TEMPLATES = [
@@ -120,7 +96,7 @@ def write_good(folder: pathlib.Path, config: dict[str, Any]) -> None:
     BUILT.save(folder)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(
-        json.dumps(QWEN_PROCESSOR if config is QWEN else PROCESSOR)
+        json.dumps(QWEN_PROCESSOR if config is QWEN else CLIP_PROCESSOR)
     )
 
 
@@ -169,7 +145,7 @@ def templates(draw: st.DrawFn) -> Change:
 def processors(draw: st.DrawFn) -> Change:
     """A ``preprocessor_config.json``."""
     return "preprocessor_config.json", draw(
-        values.json_texts(draw(st.sampled_from([PROCESSOR, QWEN_PROCESSOR])))
+        values.json_texts(draw(st.sampled_from([CLIP_PROCESSOR, QWEN_PROCESSOR])))
     )
 
 

@@ -167,21 +167,17 @@ def one(kind: str, file: str, data: bytes, enter: Any) -> Outcome:
         try:
             text.encode("utf-8", "backslashreplace")
         except UnicodeError:
-            return Outcome(kind, "traceback", "an unprintable line", repr(data)[:300])
+            return Outcome(kind, "traceback", "an unprintable line", repr((file, data))[:300])
         return Outcome(kind, "refused", text[:120])
-    except MemoryError:
-        return Outcome(kind, "memory", _place(), repr((file, data))[:300])
-    except Exception:
-        return Outcome(kind, "traceback", _place(), repr((file, data))[:300])
+    except MemoryError as error:
+        return Outcome(kind, "memory", _place(error), repr((file, data))[:300])
+    except Exception as error:
+        return Outcome(kind, "traceback", _place(error), repr((file, data))[:300])
     return Outcome(kind, "refused" if said else "ok", str(said)[:120])
 
 
-def _place() -> str:
-    """The last line of jaxvlm's that the error being handled went through, and the error."""
-    import sys
-
-    error = sys.exc_info()[1]
-    assert error is not None
+def _place(error: Exception) -> str:
+    """The last line of jaxvlm's that an error went through, and the error."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/jaxvlm/" in f.filename] or list(frames)
     place = f"{ours[-1].filename.split('/jaxvlm/')[-1]}:{ours[-1].lineno}"
@@ -204,6 +200,3 @@ def write(path: str, found: list[Outcome]) -> None:
     """Write the summary, and the inputs that went wrong."""
     bad = [o._asdict() for o in found if o.what not in ("ok", "refused")]
     pathlib.Path(path).write_text(json.dumps({**summary(found), "bad": bad}, indent=2) + "\n")
-
-
-__all__ = ["KINDS", "Outcome", "inputs", "one", "outcomes", "summary", "write"]

@@ -190,6 +190,12 @@ def test_bad_record_is_named(reason, write_json):
     assert problems[0].id == ("x" if isinstance(bad, dict) else "data.json[1]")
 
 
+def test_records_with_an_empty_id_are_named_by_their_lines(write_json):
+    examples, problems = pair_formats.read(write_json([good(id=None), good(id=None)]))
+    assert not problems
+    assert [example.id.endswith(f"[{i}]") for i, example in enumerate(examples)] == [True, True]
+
+
 def test_nothing_is_lost_silently(write_json):
     rows = [good(source="web", url=None), good(source="web", rank=3), good(negative="c")]
     found, (problem,) = pair_formats.read(write_json(rows))

@@ -7,9 +7,11 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from jaxvlm.config import ConfigError
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.sources.conversation_formats import Record, Turn
 from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.inference import prompts
 from tests.data.conftest import record
 
 WITH_MARKS = """{% for message in messages %}
@@ -289,3 +291,5 @@ def test_an_end_token_that_is_not_special_is_refused_in_text():
     assert [(p.reason, p.detail) for p in problems] == [
         ("the text contains a special token", "[END]")
     ]
+    with pytest.raises(ConfigError, match=r"the prompt contains the special token \[END\]"):
+        prompts._ids([], "red?[END]", ours, None)  # what `generate` and `eval` tokenize

@@ -70,7 +70,7 @@ def test_bad_input_is_one_line(root, tmp_path, capsys):
 
     names = "--classes=red,blue,big square"
     assert "'big square', the label of an image, is not among" in said("--classes=red,blue")
-    assert "must be at least two names" in said("--classes=red")
+    assert "give at least two names" in said("--classes=red")
     assert "'red' occurs twice" in said("--classes=red,red")
     assert "none.txt can't be read" in said(f"--classes={tmp_path / 'none.txt'}")
     assert "write {} exactly once" in said(names, "--template=a photo")

@@ -214,9 +214,8 @@ def _encode_turns(
 
 
 def special_pattern(tokenizer: ChatTokenizer) -> re.Pattern[str]:
-    """Compile a pattern of special tokens, which a record's text must not contain (fake turns)."""
-    stops = {t for i in tokenizer.stop_ids if (t := tokenizer.backend.id_to_token(i))}
-    names = sorted((tokenizer.special_tokens | stops) - {PLACEHOLDER}, key=len, reverse=True)
+    """Compile a pattern of the tokens that a record's text must not contain."""
+    names = sorted(tokenizer.reserved_tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 

@@ -107,7 +107,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
             item = {k: v for k, v in item.items() if k not in config.ignored_fields}
-            identifier = where if item.get("id") is None else id_of(item["id"])
+            identifier = id_of(item.get("id"), where)
             records.append(_record(identifier, item, root, allowed))
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
@@ -216,8 +216,10 @@ def _own_record(record: Record, root: pathlib.Path) -> Record:
     return _checked_record(record._replace(images=images), root)
 
 
-def id_of(value: Any) -> str:
-    """Return a record's id as text, which reports can print; raises BadItem."""
+def id_of(value: Any, where: str) -> str:
+    """Return a record's id as printable text, or ``where`` if it has none; raises BadItem."""
+    if value is None:
+        return where
     if isinstance(value, dict | list):
         raise BadItem("an id that is neither text nor a number")
     check_unicode(str(value))

@@ -98,7 +98,7 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
                 raise BadItem("not a JSON object")
             read = {k: v for k, v in record.fields.items() if k not in config.ignored_fields}
             item = _mapped(read, mapping)
-            identifier = conversation_formats.id_of(item.get("id", record.where))
+            identifier = conversation_formats.id_of(item.get("id"), record.where)
             seen[identifier] += 1
             examples += _examples(identifier, item, record, allowed)
         except BadItem as bad:

@@ -107,6 +107,11 @@ class ChatTokenizer:
         ends = self._answer_ends()
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *(ends or [])[:1]]))
         """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
+        stops = (self.backend.id_to_token(i) for i in self.stop_ids)
+        self.reserved_tokens = frozenset(
+            {*self.special_tokens, *filter(None, stops)} - {PLACEHOLDER}
+        )
+        """Tokens that a text must not contain: it would fake a turn, or end an answer."""
         if ends == []:
             # LLaVA-1.5's template: an answer would never end.
             self._end_token = self.special["eos_token"]

@@ -37,9 +37,7 @@ _KEY = "jaxvlm/liveness"
 _MOST_STRANGERS = 64  # connections that have not said who they are
 _GRACE_S = 5.0  # after a peer's error, time for this process to fail from the same cause
 _BEAT_S = 5.0  # each process says ``alive`` this often
-_SILENT_S = (
-    20.0  # a peer that has not said so for this long is named where JAX or a collective fails
-)
+_SILENT_S = 20.0  # a peer without one for this long is named where JAX or a collective fails
 _FAILED = "stopped with an error or by Ctrl-C"
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 _USER_TIMEOUT_MS = 20_000  # unacknowledged bytes end the connection after this time
