@@ -129,6 +129,9 @@ def run(argv: list[str]) -> int:
 def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("jaxvlm").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_not_of_orbax)
+    sys.unraisablehook = _print_unraisable
     try:
         result = command.run(values, args)
     except KeyboardInterrupt:
@@ -210,6 +213,21 @@ def _words(error: Exception) -> str:
         return str(error)
     where = error.filename2 or error.filename or "a file that is being written"
     return f"{where}: {(error.strerror or str(error)).lower()}; {advice}"
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Whether a log record is none of Orbax's tracebacks: what it logs so, it also raises to us."""
+    return record.name != "absl" or not record.exc_info
+
+
+def _print_unraisable(unraisable: Any) -> None:
+    """Print an error that can't be raised; not those of writes that end after a failed checkpoint.
+
+    TensorStore's threads report to an event loop that Orbax closed at the first failed write, and
+    print what that raises, once for each array.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _fail(text: str, code: int) -> int:

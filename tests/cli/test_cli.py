@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pathlib
+import resource
 import shlex
 import subprocess
 import sys
@@ -333,6 +334,21 @@ def test_a_disk_that_takes_nothing_more_is_one_line(capsys, monkeypatch, code, n
     text = fails(capsys, "train", f"--config={RECIPE}:x", "--workdir=x")
     assert ("/runs/a/metrics.jsonl" if named else "a file that is being written") in text
     assert os.strerror(code).lower() in text and "; " in text
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+
+    args = ("train", f"--config={RECIPE}:{write_data(tmp_path)}", f"--workdir={tmp_path / 'run'}")
+    ended = subprocess.run(
+        [sys.executable, "-c", "from jaxvlm.cli.main import main; main()", *args,
+         "--config.compile_cache="],
+        capture_output=True, text=True, preexec_fn=limited, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert "writing a checkpoint to" in ended.stderr.splitlines()[-1]
 
 
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch):

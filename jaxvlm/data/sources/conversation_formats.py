@@ -83,10 +83,9 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
     path = pathlib.Path(spec).expanduser()
     own = extension.is_set(config.format, custom_format.PATH)
     if not own and not path.is_file():
-        names = ", ".join(SOURCES)
+        names, why = ", ".join(SOURCES), "not a regular" if path.exists() else "no such"
         raise DataError(
-            f"{spec or '(empty name)'}: no such file; give a .json or .jsonl file,"
-            f" or one of {names}"
+            f"{spec or '(empty name)'}: {why} file; give a .json or .jsonl file, or one of {names}"
         )
     root = pathlib.Path(config.image_root).expanduser() if config.image_root else path.parent
     items, problems = (
@@ -328,8 +327,7 @@ def message_turn(
     parts, names = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        kind = kind if isinstance(kind, str) else None
-        if kind in _FIELDS_OF_PART:
+        if isinstance(kind, str) and kind in _FIELDS_OF_PART:
             allowed.refuse_others("content part", part, _FIELDS_OF_PART[kind])
         if kind == "text" and isinstance(part.get("text"), str):
             if PLACEHOLDER in part["text"]:
@@ -339,7 +337,7 @@ def message_turn(
             parts.append(PLACEHOLDER)
             names.append(_inline_name(part, allowed))
         else:
-            raise BadItem("a content item of unknown type", repr(kind))
+            raise BadItem("a content item of unknown type", repr(kind)[:60])
     return Turn(role, "".join(parts)), names
 
 
