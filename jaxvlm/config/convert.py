@@ -114,14 +114,14 @@ def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
 _LARGEST = 2**31 - 1  # arrays are indexed by 32 bits
 _FROM_1 = (
     *("width", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "patch_size", "frames", "merge"),
-    *("merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards", "microbatches"),
+    *("merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards"),
     *("max_pixels", "max_images_per_sequence", "workers", "prefetch", "log_every", "max_bad_steps"),
 )
 _FROM_0 = (
     *("depth", "vocab_size", "num_experts", "experts_per_token", "image_size", "eps", "norm_eps"),
     *("weight_decay", "min_lr_ratio", "max_grad_norm", "learning_rate", "warmup_steps", "window"),
     *("rope_theta", "local_rope_theta", "max_length", "max_patches_per_sequence", "loss_chunk"),
-    *("image_pixels_range", "every"),
+    *("image_pixels_range", "every", "microbatches"),
 )
 _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_FROM_1, (1, math.inf)),

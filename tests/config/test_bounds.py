@@ -6,6 +6,8 @@ import pytest
 
 from jaxvlm.config import Config, ConfigError, from_config_dict, to_config_dict
 from jaxvlm.hf.families import any_family, config_reader
+from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
+from jaxvlm.trainer.checks import auto_settings
 from tests.bad_input import folders, values
 
 
@@ -41,3 +43,13 @@ def test_a_field_of_config_json_with_a_wrong_value_is_refused(field, value):
         hf_config = values.replaced(folders.LLAVA, (group, field), value)
         with pytest.raises(ConfigError, match=r"config\.json"):
             config_reader.model_of(any_family(hf_config, "folder"), hf_config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("microbatches", 0), ("mesh.data", 0), ("grad_cache.query_mini_batch", AUTO_MINI_BATCH)],
+)
+def test_what_leaves_a_choice_to_the_planner_is_in_range(name, value):
+    config = to_config_dict(Config())
+    config.update_from_flattened_dict({name: value})
+    assert auto_settings(from_config_dict(config)) == [name]

@@ -228,19 +228,29 @@ def die(message: str, code: int = EXIT_LOST) -> None:
     os._exit(code)
 
 
-def die_of_absence(seconds: float, place: tuple[str, int, int] | None) -> None:
-    """End this process, since not all others have joined, with a line that says which.
+def die_of_absence(
+    seconds: float, place: tuple[str, int, int] | None, joined: threading.Event
+) -> None:
+    """Wait for all to join, and end this process with a line that says which one did not.
 
     Args:
-        seconds: how long this process has waited.
+        seconds: how long to wait.
         place: address of process 0, number of processes, this process's index; ``None``: unknown.
+        joined: set once all have joined.
     """
+    end = time.monotonic() + seconds
+    others = [str(i) for i in range(1, place[1]) if i != place[2]] if place else []
+    # Asked on the way too: at the end, process 0 may have given up on the same missing one.
+    was_there = False
+    while not joined.wait(min(_BEAT_S, seconds / 4)) and time.monotonic() < end:
+        was_there = was_there or bool(place and place[2] and _answers(place[0]))
+    if joined.is_set():
+        return
     if place is None:
         who = "another host of the slice"
-    elif place[2] and not _answers(place[0]):
+    elif not others or (place[2] and not was_there):
         who = f"process 0 at {place[0]}"
     else:
-        others = [str(i) for i in range(place[1]) if i and i != place[2]]
         who = f"process {others[0]}" if len(others) == 1 else f"one of processes {_list(others)}"
     die(
         f"jaxvlm: {who} has not joined within {seconds:g} seconds, so this process stops; check "

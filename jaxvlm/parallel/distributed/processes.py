@@ -199,9 +199,9 @@ def initialize() -> bool:
         }
     # JAX's own end of the wait, an abort with a C++ stack that names none, comes after ours.
     where_and_how_many = place[:3] if place else None
-    timer = threading.Timer(START_S, die_of_absence, [START_S, where_and_how_many])
-    timer.daemon = True
-    timer.start()
+    joined = threading.Event()
+    waiting = (START_S, where_and_how_many, joined)
+    threading.Thread(target=die_of_absence, args=waiting, daemon=True).start()
     try:
         jax.distributed.initialize(
             initialization_timeout=START_S + 20,
@@ -216,7 +216,7 @@ def initialize() -> bool:
             "agree on address and count, and that no firewall or proxy stands between"
         ) from error
     finally:
-        timer.cancel()
+        joined.set()
     if place is not None:
         check_same("JAXVLM_NUM_PROCESSES", place.num_processes)
     if jax.process_count() == 1:
