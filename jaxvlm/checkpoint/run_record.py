@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import platform
@@ -19,11 +21,20 @@ from collections.abc import Collection, Iterator
 from importlib import metadata
 from typing import Any, BinaryIO
 
-from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, from_config_dict
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    DualConfig,
+    ModelConfig,
+    from_config_dict,
+    json_text,
+)
 from jaxvlm.config.merge import RECIPE_FIELDS
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
+_log = logging.getLogger(__name__)
 
 
 def local_folder(setting: str, folder: str | os.PathLike[str]) -> None:
@@ -82,6 +93,7 @@ def write_config(
     own = {} if trains_embeddings is None else {"trains_embeddings": trains_embeddings}
     document = {
         "config": dataclasses.asdict(config),
+        "folder": os.getcwd(),  # which the settings' relative paths are relative to
         **own,
         "versions": _versions(),
         "commit": source_commit(),
@@ -129,6 +141,41 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         return config
     except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
+
+
+def read_data_config(workdir: str | pathlib.Path) -> DataConfig:
+    """Reads the data settings of the run in ``workdir``, for use in any folder.
+
+    A file of ``train``, ``eval`` or ``image_root`` that is not where its relative path leads from
+    the current folder is taken from the folder in which the run was started.
+
+    Raises:
+        ConfigError: as for :func:`read_config`.
+    """
+    data = read_config(workdir).data
+    document = json_text.read(pathlib.Path(workdir) / _FILE)
+    if not isinstance(start := document.get("folder"), str) or start == os.getcwd():
+        return data
+    changed: dict[str, Any] = {}
+    for name in ("train", "eval", "image_root"):
+        path = pathlib.Path(getattr(data, name)).expanduser()
+        if not getattr(data, name) or path.is_absolute() or _is_found(path):
+            continue
+        there = pathlib.Path(start) / path
+        if _is_found(there):
+            changed[name] = str(there)
+        elif path.suffix and not data.format.target:  # a file, not a name such as easy-vqa:test
+            _log.warning(
+                "config.data.%s=%s is neither in this folder nor in %s, where the run was started",
+                name,
+                path,
+                start,
+            )
+    return dataclasses.replace(data, **changed)
+
+
+def _is_found(path: pathlib.Path) -> bool:
+    return bool(glob.glob(glob.escape(str(path)))) or bool(glob.glob(str(path)))
 
 
 def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:

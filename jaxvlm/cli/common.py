@@ -72,25 +72,98 @@ def define_instructions(values: flags.FlagValues, note: str = "The ") -> None:
         text = (
             f"{note}instruction for each {side} that has none of its own: a decoder reads it "
             "as the system turn; an encoder reads it directly before the text, so end it with a "
-            "space."
+            "space. By default that of the run, or of the sentence-transformers folder."
         )
         define_flags(values, {f"{side}_instruction": text})
+
+
+def embed_settings(values: flags.FlagValues, model: Any, side: str, **settings: Any) -> Any:
+    """Return the settings by which ``side`` is embedded: the model's own, and those of flags.
+
+    Args:
+        values: flags, with those of :func:`define_instructions`.
+        model: the model that embeds.
+        side: query | document.
+        **settings: other fields of the result, an ``EmbedConfig``.
+    """
+    from jaxvlm.inference import input_types
+    from jaxvlm.inference.items import EmbedConfig
+
+    flag = values[f"{side}_instruction"]
+    own = input_types.choose(model.input_types, side)
+    chosen = input_types.choose(model.input_types, side, flag.value if flag.present else None)
+    if own.instruction != chosen.instruction:
+        say(f"--{flag.name}={flag.value!r} replaces the model's {own.instruction!r}")
+    return EmbedConfig(**settings).of_type(chosen)
 
 
 def define_reading(values: flags.FlagValues) -> None:
     """Declare the flags of how files of records are read."""
     text = (
         "The names of fields of records to pass over, separated by commas; a record with any other "
-        "field that is not read is refused (data.ignored_fields of a run)."
+        "field that is not read is refused. By default data.ignored_fields of the run."
     )
     define_flags(values, {"ignored_fields": text}, ignored_fields=[])
+    flags.DEFINE_enum(
+        "data_format",
+        "run",
+        ["run", "built_in"],
+        "How files of records are read: as the run reads its own, which are its data.format, "
+        "data.image_root, data.pairs.column_mapping and data.pairs.tsv_quoting; or by the defaults "
+        "of these settings (built_in).",
+        flag_values=values,
+    )
 
 
 def reading(values: flags.FlagValues) -> Any:
-    """Return the data settings that the flags of :func:`define_reading` give."""
+    """Return the data settings by which files of records are read: the run's, and those of flags.
+
+    Raises:
+        ConfigError: ``--checkpoint`` is missing, or its ``config.json`` is damaged.
+    """
     from jaxvlm.config import DataConfig
 
-    return DataConfig(ignored_fields=tuple(values.ignored_fields))
+    run = run_config(values)
+    return flagged(values, run.data if run is not None else DataConfig())
+
+
+def run_config(values: flags.FlagValues) -> Any:
+    """Return the settings of the run in ``--checkpoint``; ``None`` for a Hugging Face folder.
+
+    Raises:
+        ConfigError: ``--checkpoint`` is missing, or its ``config.json`` is damaged.
+    """
+    from jaxvlm.checkpoint import run_record
+    from jaxvlm.config import ConfigError
+    from jaxvlm.hf import pretrained
+
+    if not values.checkpoint:
+        raise ConfigError("--checkpoint is missing: give a workdir or a Hugging Face folder")
+    if pretrained.is_checkpoint(values.checkpoint):
+        return None
+    config = run_record.read_config(values.checkpoint)
+    return dataclasses.replace(config, data=run_record.read_data_config(values.checkpoint))
+
+
+def flagged(values: flags.FlagValues, data: Any) -> Any:
+    """Return data settings as the flags of :func:`define_reading` change them; says which."""
+    default = type(data)()
+    if values.data_format == "built_in":
+        pairs = dataclasses.replace(
+            data.pairs,
+            column_mapping=default.pairs.column_mapping,
+            tsv_quoting=default.pairs.tsv_quoting,
+        )
+        data = dataclasses.replace(
+            data, format=default.format, image_root=default.image_root, pairs=pairs
+        )
+    if values["ignored_fields"].present:
+        given = tuple(values.ignored_fields)
+        if data.ignored_fields not in ((), given):
+            text = f"--ignored_fields={','.join(given)} replaces"
+            say(f"{text} the run's data.ignored_fields {', '.join(data.ignored_fields)}")
+        data = dataclasses.replace(data, ignored_fields=given)
+    return data
 
 
 def flags_only(command: str, args: list[str]) -> None:

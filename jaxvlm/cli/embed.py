@@ -36,7 +36,8 @@ _FLAGS = {
     "--quantize=int8 (queries use the ranges of their corpus), or a .npy file of f32[2, E]. By "
     "default they are the minimum and maximum of each dim over these embeddings.",
     "instruction": "The instruction for items that have none of their own: a decoder reads it as "
-    "the system turn; a text encoder reads it directly before the text, so end it with a space.",
+    "the system turn; a text encoder reads it directly before the text, so end it with a space. By "
+    "default that of the run, or of the sentence-transformers folder, for --input_type.",
     "part_size": "The number of items between two writes to OUTPUT.parts, from which an "
     "interrupted run resumes.",
 }
@@ -47,6 +48,14 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_model(values)
     common.define_reading(values)
     define_flags(values, _FLAGS, text=(), image=(), batch_size=64, dims=0, part_size=4096)
+    flags.DEFINE_enum(
+        "input_type",
+        "",
+        ["", "query", "document"],
+        "What the items are, where the model embeds queries and documents differently: by another "
+        "instruction, or to another maximum length.",
+        flag_values=values,
+    )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -56,6 +65,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.config import ConfigError
     from jaxvlm.data.pairs.examples import Item
     from jaxvlm.inference import embed_corpus, embedding_files, items
+    from jaxvlm.inference.encoder import Encoder
 
     flags_only("embed", args)
     output = pathlib.Path(values.output)
@@ -67,6 +77,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     images = [*values.image, *(str(root / line) for line in _lines("images", values.images))]
     to_embed += [Item(image=image) for image in images]
     ids = [""] * len(to_embed)
+    ranges = embedding_files.read_ranges(values.ranges) if values.ranges else None
     if values.input:
         from_file, names = items.read(values.input, common.reading(values))
         to_embed, ids = to_embed + from_file, ids + names
@@ -74,11 +85,13 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(
             "embed needs texts (--text, --texts), images (--image, --images) or both (--input)"
         )
-    ranges = embedding_files.read_ranges(values.ranges) if values.ranges else None
     model = load_model("embed", values)
-    settings = embed_corpus.EmbedConfig(
-        values.batch_size, values.dims, values.instruction, values.part_size
-    )
+    settings = _settings(values, model)
+    has_texts = any(item.words for item in to_embed) or not isinstance(model, Encoder)
+    if values.instruction and not has_texts:
+        raise ConfigError(
+            "--instruction is read before a text, and all items are images; leave it out"
+        )
     size = values.dims or model.width
     embed_corpus.check(len(to_embed), size, values.quantize, ranges)
     folder = output.with_name(output.name + ".parts")
@@ -101,6 +114,21 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         "columns": width,
         "kind": kind,
     }
+
+
+def _settings(values: flags.FlagValues, model: Any) -> Any:
+    """Choose how the items are embedded: as the model's input type says, or as the flags do."""
+    from jaxvlm.inference import input_types
+    from jaxvlm.inference.items import EmbedConfig
+
+    flag, name = values["instruction"], values.input_type
+    own = input_types.choose(model.input_types, name, flag.value if flag.present else None)
+    given = EmbedConfig(values.batch_size, values.dims, part_size=values.part_size)
+    if flag.present and (name or len(set(model.input_types.values())) == 1):
+        was = input_types.choose(model.input_types, name).instruction
+        if was != flag.value:
+            say(f"--instruction={flag.value!r} replaces the model's {was!r}")
+    return given.of_type(own)
 
 
 def _lines(flag: str, name: str) -> list[str]:

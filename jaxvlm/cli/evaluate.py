@@ -18,7 +18,7 @@ USAGE = (
 )
 _RETRIEVAL_FLAGS = (
     *("corpus", "ks", "dims", "precisions", "query_instruction", "document_instruction"),
-    *("batch_size", "ignored_fields"),
+    "batch_size",
 )
 _FLAGS = {
     "data": "The data file to evaluate on; by default the run's config.data.eval. For an "
@@ -51,14 +51,6 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     lists: dict[str, Any] = {"ks": ["1", "5", "10"], "dims": [], "precisions": []}
     lists["template"] = ("a photo of a {}.",)
     common.define_flags(values, _FLAGS, limit=0, retrieval=False, batch_size=64, **lists)
-    flags.DEFINE_enum(
-        "data_format",
-        "run",
-        ["run", "built_in"],
-        "How --data is read where the run has a data format of its own (config.data.format): by "
-        "that format, or by jaxvlm's own.",
-        flag_values=values,
-    )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -68,9 +60,6 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.inference.encoder import Encoder
 
     common.flags_only("eval", args)
-    if values["data_format"].present and (values.retrieval or values.classes):
-        other = "retrieval" if values.retrieval else "classes"
-        raise ConfigError(f"--data_format does not go with --{other}, whose files are jaxvlm's own")
     if values.classes:
         return _classes(values)
     if values["template"].present:
@@ -94,25 +83,20 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 def _choose_format(values: flags.FlagValues, model: Any) -> str:
     """Say, or change, what reads ``--data``; returns the target where that is the run's own."""
-    from jaxvlm.config import ConfigError, Extension
+    from jaxvlm.config import ConfigError
     from jaxvlm.inference.encoder import Encoder
 
     name = "run" if isinstance(model, Encoder) else "config"
     config = getattr(model, name)
+    for flag in ("data_format", "ignored_fields"):
+        if values[flag].present and not values.data:
+            raise ConfigError(f"--{flag} is for --data=FILE; add it, or leave --{flag} out")
+    config = dataclasses.replace(config, data=common.flagged(values, config.data))
+    setattr(model, name, config)
     target = str(config.data.format.target) if values.data else ""
-    if not target:
-        if values["data_format"].present:
-            raise ConfigError(
-                f"--data_format={values.data_format} is for --data=FILE of a run with "
-                "config.data.format.target"
-            )
-        return ""
-    if values.data_format == "run":
+    if target:
         common.say(f"{values.data} is read by the run's config.data.format.target={target!r}")
-        return target
-    data = dataclasses.replace(config.data, format=Extension())
-    setattr(model, name, dataclasses.replace(config, data=data))
-    return ""
+    return target
 
 
 def _of_run(values: flags.FlagValues, model: Any) -> dict[str, Any]:
@@ -120,7 +104,7 @@ def _of_run(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     from jaxvlm.config import ConfigError
     from jaxvlm.inference import embedding_evaluator
 
-    if embedding_evaluator.is_run(model):
+    if embedding_evaluator.run_of(model):
         if given := [name for name in (*_RETRIEVAL_FLAGS, "limit") if values[name].present]:
             raise ConfigError(
                 f"--{given[0]} needs --retrieval; without it a run is evaluated as in training"
@@ -142,7 +126,6 @@ def _of_run(values: flags.FlagValues, model: Any) -> dict[str, Any]:
 def _classes(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.config import ConfigError
     from jaxvlm.inference import zero_shot
-    from jaxvlm.inference.embed_corpus import EmbedConfig
 
     for name in ("corpus", "retrieval", "prediction_grid", "dims", "precisions"):
         if values[name].present:
@@ -155,8 +138,8 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     ks = _numbers("ks", values.ks) if values["ks"].present else ()
     model = common.load_model("eval", values)
     settings = (
-        EmbedConfig(values.batch_size, 0, instruction)
-        for instruction in (values.query_instruction, values.document_instruction)
+        common.embed_settings(values, model, side, batch_size=values.batch_size)
+        for side in ("query", "document")
     )
     report = zero_shot.evaluate(model, (items, labels), names, values.template, ks, *settings)
     for line in report.lines():
@@ -175,8 +158,7 @@ def _pairs(values: flags.FlagValues) -> Any:
 
 def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     from jaxvlm.evals.retrieval import Retrieval
-    from jaxvlm.inference import examples, items, retrieval
-    from jaxvlm.inference.embed_corpus import EmbedConfig
+    from jaxvlm.inference import embedding_evaluator, examples, items, retrieval
 
     pairs = _pairs(values)
     more = items.read(values.corpus, common.reading(values))[0] if values.corpus else []
@@ -184,10 +166,16 @@ def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     if not values["ks"].present:  # drop cut-offs beyond the corpus size
         count = len(examples.gather(pairs, more).documents)
         ks = tuple(k for k in ks if k <= max(count, 1))
-    settings = Retrieval(ks, dims)
-    query = EmbedConfig(values.batch_size, 0, values.query_instruction)
-    document = EmbedConfig(values.batch_size, 0, values.document_instruction)
     precisions = tuple(values.precisions)
+    run = embedding_evaluator.run_of(model)
+    if run is not None:
+        dims = dims if values["dims"].present else run.pair_loss.matryoshka_dims
+        precisions = precisions if values["precisions"].present else run.pair_loss.precisions
+    settings = Retrieval(ks, dims, cosine=embedding_evaluator.compares_by_cosine(run))
+    query, document = (
+        common.embed_settings(values, model, side, batch_size=values.batch_size)
+        for side in ("query", "document")
+    )
     grid = values.prediction_grid
     report = retrieval.evaluate(model, pairs, settings, query, document, more, grid, precisions)
     for line in report.lines():

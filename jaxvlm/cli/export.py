@@ -21,6 +21,9 @@ _FLAGS = {
     "output": "The new folder to write the checkpoint or the adapter to.",
     "truncate_dim": "The number of dims to which a sentence-transformers folder truncates its "
     "embeddings, one of the prefixes that the run trained (Matryoshka); 0 keeps all dims.",
+    "max_seq_length": "The number of tokens to which a sentence-transformers folder of a text "
+    "encoder truncates texts; by default that of the run, if it is the same for queries and "
+    "documents.",
     "dtype": "The dtype of the written tensors: float32, bfloat16 or float16. By default each "
     "tensor keeps the dtype that it has in the source, and adapters are written as float32.",
     "merged": "Merge the run's adapters into the weights and write a complete checkpoint.",
@@ -29,7 +32,7 @@ _FLAGS = {
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``export``."""
-    define_flags(values, _FLAGS, truncate_dim=0, merged=False)
+    define_flags(values, _FLAGS, truncate_dim=0, max_seq_length=0, merged=False)
     flags.DEFINE_enum(
         "format",
         "huggingface",
@@ -76,15 +79,19 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
                 "adapters"
             )
         written = sentence_transformers.export(
-            model, workdir, output, values.dtype, values.truncate_dim
+            model, workdir, output, values.dtype, values.truncate_dim, values.max_seq_length
         )
-    elif values.truncate_dim:
-        raise ConfigError(
-            f"--truncate_dim={values.truncate_dim} needs {sentence_transformers.FLAG}"
-        )
+    elif given := [n for n in ("truncate_dim", "max_seq_length") if values[n].value]:
+        name = given[0]
+        raise ConfigError(f"--{name}={values[name].value} needs {sentence_transformers.FLAG}")
     else:
         run_config = model.run if isinstance(model, Encoder) else model.config
         bounds = run_config.data.image_pixels_range if run_config else (0, 0)
+        if run_config and run_config.data.resize != "auto":
+            say(
+                f"the run resized images by config.data.resize={run_config.data.resize!r}; the "
+                "folder's image processor does not, so give it images that are square already"
+            )
         how = (values.merged, values.dtype, bounds)
         written = peft_folder.export(workdir, output, model.params, model.model, *how)
     say(f"{written['tensors']} tensors, {written['bytes'] / 2**20:.1f} MiB: {output}")

@@ -17,7 +17,8 @@ _FLAGS = {
     "corpus": "A .jsonl, .csv, .parquet or .tar file with more documents for the corpus: records "
     "of `text` and `image`.",
     "output": "The .jsonl file to write the examples to, with the mined negatives added.",
-    "scores": "Also write `scores`, the cosines of the query with its positive and each negative.",
+    "scores": "Also write `scores`, the similarities of the query with its positive and each "
+    "negative.",
     "num_negatives": "The maximum number of negatives to mine for each query.",
     "range_min": "The number of best-scoring candidates to skip, after scores and margins are "
     "applied.",
@@ -29,8 +30,10 @@ _FLAGS = {
     "dims": "Truncate embeddings to this many dims before the search; 0 keeps all dims.",
     "part_size": "The number of items between two writes to OUTPUT.parts, from which an "
     "interrupted run resumes.",
-    "max_score": "The maximum cosine of a negative with its query; by default there is no maximum.",
-    "min_score": "The minimum cosine of a negative with its query; by default there is no minimum.",
+    "max_score": "The maximum similarity of a negative with its query, a cosine unless the run has "
+    "pair_loss.similarity='dot'; by default there is no maximum.",
+    "min_score": "The minimum similarity of a negative with its query; by default there is no "
+    "minimum.",
     "absolute_margin": "The minimum difference by which a negative must score below its query's "
     "positive; by default there is no margin.",
     "relative_margin": "The minimum difference by which a negative must score below its query's "
@@ -63,7 +66,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     import pathlib
 
     from jaxvlm.config import ConfigError
-    from jaxvlm.inference import examples, hard_negatives, items
+    from jaxvlm.inference import embedding_evaluator, examples, hard_negatives, items
 
     common.flags_only("mine", args)
     output = pathlib.Path(values.output)
@@ -75,7 +78,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {
         field.name: values[field.name].value
         for field in dataclasses.fields(hard_negatives.MiningConfig)
+        if field.name in values
     }
+    settings["cosine"] = embedding_evaluator.compares_by_cosine(common.run_config(values))
     mining = hard_negatives.MiningConfig(**settings)
     how = common.reading(values)
     given = examples.read(values.data, how)
@@ -87,7 +92,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     embeddings = _embeddings(values, model, gathered, root)
     excluded = hard_negatives.excluded(gathered)
     mined = hard_negatives.mine(*embeddings, gathered.positives, model.model.mesh, mining, excluded)
-    report = _write(output, given, gathered, mined, embeddings if values.scores else ())
+    scored = embeddings if values.scores else ()
+    report = _write(output, given, gathered, mined, scored, mining.cosine)
     for line in _lines(report, mined.excluded, mining):
         common.say(line)
     common.say(f"{len(given)} examples: {output}")
@@ -96,19 +102,20 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 def _embeddings(values: flags.FlagValues, model: Any, gathered: Any, root: Any) -> tuple[Any, Any]:
     """Embed queries and documents, on disk."""
-    from jaxvlm.inference.embed_corpus import EmbedConfig, in_parts
+    from jaxvlm.inference.embed_corpus import in_parts
 
-    def embed(name: str, some: Any, instruction: str) -> Any:
-        settings = EmbedConfig(values.batch_size, values.dims, instruction, values.part_size)
+    sizes = {name: values[name].value for name in ("batch_size", "dims", "part_size")}
+
+    def embed(name: str, some: Any) -> Any:
+        settings = common.embed_settings(values, model, name, **sizes)
         return in_parts(model, some, root / name, settings, values.checkpoint, title=name)
 
-    return (
-        embed("query", gathered.queries, values.query_instruction),
-        embed("document", gathered.documents, values.document_instruction),
-    )
+    return embed("query", gathered.queries), embed("document", gathered.documents)
 
 
-def _write(output: Any, given: Any, gathered: Any, mined: Any, embeddings: Any) -> dict[str, Any]:
+def _write(
+    output: Any, given: Any, gathered: Any, mined: Any, embeddings: Any, cosine: bool
+) -> dict[str, Any]:
     """Write the examples from process 0, delete the embeddings and return the report."""
     import jax
     import numpy as np
@@ -119,8 +126,8 @@ def _write(output: Any, given: Any, gathered: Any, mined: Any, embeddings: Any) 
     scores: list[Any] = [()] * len(written)
     if embeddings and not jax.process_index():
         query = np.repeat([q for q, _, _ in gathered.indices], [len(x) for x in documents])
-        flat = hard_negatives.cosines(
-            embeddings[0], embeddings[1], query, np.concatenate(documents)
+        flat = hard_negatives.similarities(
+            embeddings[0], embeddings[1], query, np.concatenate(documents), cosine
         )
         ends = np.cumsum([len(x) for x in documents])[:-1]
         scores = [some.tolist() for some in np.split(flat, ends)]
@@ -147,8 +154,8 @@ def _lines(report: dict[str, Any], excluded: dict[str, int], mining: Any) -> lis
     """Format the report for people."""
     lines = [
         f"{report['queries']} queries, {report['documents']} documents: {report['negatives']} "
-        f"negatives; mean cosine {report['negative_score']:.4f}, of positives "
-        f"{report['positive_score']:.4f}"
+        f"negatives; mean {'cosine' if mining.cosine else 'dot product'} "
+        f"{report['negative_score']:.4f}, of positives {report['positive_score']:.4f}"
     ]
     lines += [
         f"  {name}={getattr(mining, name):g} excluded {count} candidates"

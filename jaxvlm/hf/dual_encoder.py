@@ -92,6 +92,7 @@ def make_dual_encoder(
             )
         source = _find_source(given.checkpoint, workdir)
         folder = described(source)
+        _check_resizing(config, folder.image_processor)
         dual = merged(given, folder.config)
         return DualEncoderSource(dual, folder.tokenizer, folder.image_processor, source, {})
     sources, folders, of_run = {}, {}, None
@@ -130,8 +131,29 @@ def make_dual_encoder(
     if "vision" in given.towers:
         squares = None if "vision" in folders else _squares(vision, config.data.resize)
         processor = squares or folders["vision"].image_processor
+        _check_resizing(config, None if squares else processor)
     dual = dataclasses.replace(given, vision=vision, text=text)
     return DualEncoderSource(dual, tokenizer, processor, None, sources, of_run)
+
+
+def _check_resizing(config: Config, of_checkpoint: Processor | None) -> None:
+    """Refuse settings of how images are resized that are not read.
+
+    Args:
+        config: settings of the run.
+        of_checkpoint: the checkpoint's image processor; ``None`` if there is none.
+    """
+    data = config.data
+    if any(data.image_pixels_range):
+        raise ConfigError(
+            f"config.data.image_pixels_range={data.image_pixels_range}: a dual encoder's images "
+            "are resized as its image processor or config.dual.vision says; leave it out"
+        )
+    if of_checkpoint is not None and data.resize != "auto":
+        raise ConfigError(
+            f"config.data.resize={data.resize!r}: images are resized as the image processor of the "
+            "vision encoder's checkpoint says; leave it out"
+        )
 
 
 def _is_workdir(checkpoint: str, tower: str, workdir: pathlib.Path | None) -> bool:

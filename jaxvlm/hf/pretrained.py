@@ -270,6 +270,11 @@ def module_config(
     return optional(folder / place / "config.json") if place else {}
 
 
+def sentence_settings(source: Source) -> dict[str, Any]:
+    """Read a sentence-transformers folder's own settings, such as prompts; {} for other folders."""
+    return optional(source.files / "config_sentence_transformers.json")
+
+
 def optional(path: pathlib.Path) -> dict[str, Any]:
     """Read a JSON object as :func:`json_object` does; {} if there is no file."""
     return json_object(path) if path.is_file() else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -23,7 +22,7 @@ from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import webdataset
 from jaxvlm.inference import embedding_files
 from jaxvlm.inference.encoder import Encoder
-from jaxvlm.inference.items import embed_items
+from jaxvlm.inference.items import EmbedConfig, embed_items
 from jaxvlm.inference.quantize import KINDS, MIN_FOR_RANGES, quantize, ranges_of
 from jaxvlm.inference.resumable_array import ResumableArray
 from jaxvlm.inference.vlm import VLM
@@ -33,20 +32,6 @@ from jaxvlm.train.progress import Progress
 
 _log = logging.getLogger(__name__)
 _HASHED = {".json", ".txt", ".jinja", ".model"}  # files of a checkpoint other than weights
-
-
-@dataclasses.dataclass(frozen=True)
-class EmbedConfig:
-    """Settings of how items are embedded."""
-
-    batch_size: int = 64
-    """Number of items per batch, over all devices."""
-    dims: int = 0
-    """Number of dims to truncate embeddings to, at unit length again; 0 keeps all."""
-    instruction: str = ""
-    """Instruction for items that have none of their own."""
-    part_size: int = 4096
-    """Number of items between two writes, which a kill can lose and memory has to hold."""
 
 
 def in_parts(
@@ -90,7 +75,7 @@ def in_parts(
             if is_done:
                 continue
             begun = time.monotonic()
-            embeddings = _embedded(model, items[some], config)
+            embeddings = embed_items(model, items[some], config)
             if first:
                 parts.write(number, embeddings)
             ready += len(embeddings)
@@ -108,13 +93,9 @@ def in_memory(
     with Progress(len(items), title=title) as progress:
         for first in range(0, len(items), config.part_size):
             some = items[first : first + config.part_size]
-            parts.append(_embedded(model, some, config))
+            parts.append(embed_items(model, some, config))
             progress.update(first + len(some), {})
     return np.concatenate(parts)
-
-
-def _embedded(model: Encoder | VLM, items: Sequence[Item], config: EmbedConfig) -> np.ndarray:
-    return embed_items(model, items, config.batch_size, config.dims, config.instruction)
 
 
 def remove(folder: pathlib.Path) -> None:
@@ -150,7 +131,8 @@ def identity(
     return {
         "model": model_hash.hexdigest(),
         "items": item_hash.hexdigest(),
-        "settings": f"dims={config.dims}, part_size={config.part_size}, {config.instruction!r}",
+        "settings": f"dims={config.dims}, part_size={config.part_size}, {config.instruction!r}, "
+        f"max_length={config.max_length}",
     }
 
 

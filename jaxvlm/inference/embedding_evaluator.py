@@ -30,6 +30,7 @@ from jaxvlm.spmd.model import Model
 from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Params
 
+_SETTINGS = retrieval.Retrieval()
 WHOLE: MiniBatches = (MiniBatch(), MiniBatch())
 
 
@@ -40,10 +41,15 @@ def collator_of(config: Config, tokenizer: Any, images: Any) -> Any:
     return PromptCollator(tokenizer, images, config.model.decoder.visual_mask)
 
 
-def is_run(model: VLM | Encoder) -> bool:
-    """Whether a model comes from a run that trained embeddings."""
+def run_of(model: VLM | Encoder) -> Config | None:
+    """The settings of the run that trained a model's embeddings; ``None`` if no run did."""
     config = model.run if isinstance(model, Encoder) else model.config
-    return config is not None and trains_embeddings(config)
+    return config if config is not None and trains_embeddings(config) else None
+
+
+def compares_by_cosine(run: Config | None) -> bool:
+    """Whether a run's embeddings are compared by cosine; without a run they are."""
+    return run is None or not trains_embeddings(run) or run.pair_loss.similarity == "cosine"
 
 
 def evaluate(
@@ -60,11 +66,9 @@ def evaluate(
     Raises:
         ConfigError: neither ``spec`` nor the run names a data file.
     """
-    config = model.run if isinstance(model, Encoder) else model.config
-    if not is_run(model):
+    if (config := run_of(model)) is None:
         assert isinstance(model, VLM)
         return model.evaluate(spec, blind=blind, prediction_grid=prediction_grid)
-    assert config is not None
     images = model.image_processor if isinstance(model, Encoder) else model.image_format
     collator = collator_of(config, model.tokenizer, images)
     evaluator = embedding_evaluator(config, model.model, collator, spec)
@@ -105,9 +109,8 @@ def embedding_evaluator(
     batch_size = -(-data.batch_size // shards) * shards
     mini_batches = grad_cache_mini_batches(config.grad_cache)
     loss = config.pair_loss
-    return EmbeddingEvaluator(
-        model, dataset, batch_size, loss.matryoshka_dims, mini_batches, loss.precisions
-    )
+    settings = retrieval.Retrieval(dims=loss.matryoshka_dims, cosine=compares_by_cosine(config))
+    return EmbeddingEvaluator(model, dataset, batch_size, settings, mini_batches, loss.precisions)
 
 
 class EmbeddingEvaluator:
@@ -117,7 +120,7 @@ class EmbeddingEvaluator:
         model: embedding model.
         dataset: data set of pairs.
         batch_size: number of items per batch, over all devices.
-        dims: numbers of dims to truncate embeddings to, measured in addition to all dims.
+        settings: metrics to compute.
         mini_batches: mini-batches in which queries and documents are embedded.
         precisions: precisions to quantize embeddings to, measured in addition to float32.
     """
@@ -127,13 +130,13 @@ class EmbeddingEvaluator:
         model: Model,
         dataset: PairDataset,
         batch_size: int,
-        dims: tuple[int, ...] = (),
+        settings: retrieval.Retrieval = _SETTINGS,
         mini_batches: MiniBatches = WHOLE,
         precisions: Sequence[str] = (),
     ):
         self.precisions = quantized_precisions(precisions)
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
-        self.settings = retrieval.Retrieval(dims=dims)
+        self.settings = settings
         self.rows = local_rows(model.mesh, batch_size)
         self.positives = dataset.relevance()
         self.relevance = retrieval.Relevance.of(self.positives, len(dataset.documents.items))
@@ -201,5 +204,6 @@ class EmbeddingEvaluator:
             return False
         items = (self.dataset.queries.items, self.dataset.documents.items)
         queries, documents = zip(items, self._last, strict=True)
-        retrieval_grid(queries, documents, self.positives, path, exclude=self.exclude)
+        how = (self.settings.cosine, self.exclude)
+        retrieval_grid(queries, documents, self.positives, path, *how)
         return True

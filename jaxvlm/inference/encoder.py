@@ -18,7 +18,7 @@ from jaxvlm.data.tokenizer import text_tokenizer
 from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.encoder_folder import described
 from jaxvlm.hf.families import sentences
-from jaxvlm.inference import prompts
+from jaxvlm.inference import input_types, prompts
 from jaxvlm.inference.prompts import ImageLike
 from jaxvlm.parallel.distributed.processes import set_up_process
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
@@ -38,6 +38,9 @@ class Encoder:
         tokenizer: tokenizer of its texts; ``None`` if it takes no texts.
         image_processor: processor of its images; ``None`` if it takes no images.
         run: settings of the run that trained it; ``None`` if it is no run's.
+
+    Attributes:
+        input_types: how it embeds ``query`` and ``document``, as far as its run or folder says.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Encoder:
         run: Config | None = None,
     ):
         self.run, self.name = run, str(source.files) if source else "this run"
+        self.input_types = _input_types(source, run)
         self.source, self.model, self.params = source, model, params
         self.tokenizer, self.image_processor = tokenizer, image_processor
         everywhere = replicated(model.mesh)  # each process reads all embeddings
@@ -61,12 +65,16 @@ class Encoder:
         """Number of dims of an embedding."""
         return self.model.config.embed_dim
 
-    def encode_text(self, texts: Sequence[str], batch_size: int = 64) -> np.ndarray:
+    def encode_text(
+        self, texts: Sequence[str], batch_size: int = 64, max_length: int = 0
+    ) -> np.ndarray:
         """Embeds texts.
 
         Args:
-            texts: texts to embed; those that are too long are truncated, which is logged.
+            texts: texts to embed, with their instruction before them, if any; those that are too
+                long are truncated, which is logged.
             batch_size: number of texts per batch, over all devices.
+            max_length: maximum number of tokens of a text; 0 is the model's own limit.
 
         Returns:
             f32[N, E], in the order of ``texts``.
@@ -80,7 +88,7 @@ class Encoder:
         if self.tokenizer is None:
             raise ConfigError(f"{self.name}: this model encodes images, not texts")
         tokenizer = self.tokenizer
-        ids = tokenizer.encode(list(texts))
+        ids = tokenizer.encode(list(texts), max_length)
         # Texts of similar length share a batch, so that little of it is padding.
         order = np.argsort([len(text) for text in ids], kind="stable")
 
@@ -113,7 +121,7 @@ class Encoder:
         prepare = self.image_processor
 
         def batch(indices: Sequence[int], count: int) -> tuple[np.ndarray, ...]:
-            most = DataConfig().max_pixels
+            most = self.run.data.max_pixels if self.run else DataConfig().max_pixels
             loaded = [prompts.load_pixels(images[i], prepare.prepare, most) for i in indices]
             flat = [pixels.reshape(pixels.shape[-3:]) for pixels in loaded]
             rows = np.arange(len(flat))
@@ -180,6 +188,14 @@ class Encoder:
             embeddings = encode(self.params, *(jax.device_put(x, sharding) for x in arrays))
             out[indices] = np.asarray(embeddings).reshape(-1, out.shape[1])[: len(indices)]
         return out
+
+
+def _input_types(
+    source: pretrained.Source | None, run: Config | None
+) -> dict[str, input_types.InputType]:
+    if run is not None or source is None:
+        return input_types.of_run(run)
+    return input_types.of_folder(pretrained.sentence_settings(source))
 
 
 def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str = "") -> Encoder:

@@ -7,6 +7,7 @@ Source: NV-Retriever, arXiv 2407.15831 (TopK-PercPos is ``relative_margin``, Top
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -46,6 +47,8 @@ class MiningConfig:
     """``top`` takes the hardest remaining candidates, ``random`` a random choice of them."""
     seed: int = 0
     """Seed of ``random``."""
+    cosine: bool = True
+    """Whether to compare by cosine instead of by dot product."""
 
     def __post_init__(self) -> None:
         if self.num_negatives < 1 or self.range_min < 0 or self.range_max < 0:
@@ -62,14 +65,15 @@ class MiningConfig:
             raise ConfigError(f"sampling={self.sampling!r}: use top or random")
         for name in ("max_score", "min_score"):
             score = getattr(self, name)
-            if score is not None and not -1 <= score <= 1:
-                raise ConfigError(
-                    f"{name}={score:g}: scores are cosines; use a number from -1 to 1"
-                )
+            if score is None or (-1 <= score <= 1 if self.cosine else math.isfinite(score)):
+                continue
+            use = "scores are cosines; use a number from -1 to 1" if self.cosine else "use a number"
+            raise ConfigError(f"{name}={score:g}: {use}")
         for name in ("absolute_margin", "relative_margin"):
             margin = getattr(self, name)
-            if margin is not None and not 0 <= margin <= 2:
-                raise ConfigError(f"{name}={margin:g}: use a number from 0 to 2")
+            most = 2 if self.cosine or name == "relative_margin" else math.inf
+            if margin is not None and not 0 <= margin <= most:
+                raise ConfigError(f"{name}={margin:g}: use a number from 0 to {most:g}")
 
     @property
     def bounded(self) -> bool:
@@ -121,7 +125,7 @@ def mine(
 
     Args:
         queries: f32[Q, E], NumPy or :class:`~jaxvlm.inference.resumable_array.ResumableArray`.
-        documents: f32[N, E], of either type too; compared with the queries by cosine.
+        documents: f32[N, E], of either type too.
         positives: indices of each query's positives, which never become its negatives. Margins
             do not apply to a query without positives.
         mesh: mesh to search on.
@@ -138,8 +142,10 @@ def mine(
     excluded = [{*x, *y} for x, y in zip(positives, exclude or [()] * len(positives), strict=True)]
     factor = _CANDIDATES_PER_NEGATIVE if mining.bounded else 1
     candidates = mining.range_max or mining.range_min + mining.num_negatives * factor
-    result = nearest(queries, documents, min(candidates, count), mesh, Search(), excluded)
-    positive = _lowest_positive(queries, documents, positives)
+    result = nearest(
+        queries, documents, min(candidates, count), mesh, Search(mining.cosine), excluded
+    )
+    positive = _lowest_positive(queries, documents, positives, mining.cosine)
     score, counts = _apply_bounds(result.score.copy(), positive, mining)
     # Sort the remaining candidates to the front, then skip the first range_min of them.
     order = np.argsort(np.isneginf(score), axis=1, kind="stable")[:, mining.range_min :]
@@ -178,32 +184,36 @@ def _apply_bounds(
     return score, counts
 
 
-def cosines(queries: Any, documents: Any, query: np.ndarray, document: np.ndarray) -> np.ndarray:
-    """Computes f32[M] cosines of M pairs.
+def similarities(
+    queries: Any, documents: Any, query: np.ndarray, document: np.ndarray, cosine: bool = True
+) -> np.ndarray:
+    """Computes f32[M] similarities of M pairs.
 
     Args:
         queries: f32[Q, E], as for :func:`mine`.
         documents: f32[N, E], as for :func:`mine`.
         query: i[M], index of each pair's query.
         document: i[M], index of each pair's document.
+        cosine: whether to compute cosines instead of dot products.
     """
     out = np.zeros(len(query), np.float32)
     for first in range(0, len(query), _PAIRS):
         some = slice(first, first + _PAIRS)
         pair = (queries[query[some]], documents[document[some]])
-        a, b = (unit(np.asarray(x, np.float32)) for x in pair)
+        a, b = (np.asarray(x, np.float32) for x in pair)
+        a, b = (unit(a), unit(b)) if cosine else (a, b)
         out[some] = np.sum(a * b, axis=1)
     return out
 
 
 def _lowest_positive(
-    queries: Any, documents: Any, positives: Sequence[Collection[int]]
+    queries: Any, documents: Any, positives: Sequence[Collection[int]], cosine: bool
 ) -> np.ndarray:
-    """f32[Q]: the lowest cosine of a query with one of its positives; inf without positives."""
+    """f32[Q]: the lowest similarity of a query with one of its positives; inf without positives."""
     query = np.repeat(np.arange(len(positives)), [len(x) for x in positives])
     document = np.asarray([i for x in positives for i in sorted(x)], np.int64)
     lowest = np.full(len(positives), np.inf, np.float32)
-    np.minimum.at(lowest, query, cosines(queries, documents, query, document))
+    np.minimum.at(lowest, query, similarities(queries, documents, query, document, cosine))
     return lowest
 
 

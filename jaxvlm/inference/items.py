@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,34 @@ from jaxvlm.data.sources import tables
 from jaxvlm.data.sources.fields import Allowed, BadItem
 from jaxvlm.evals.zero_shot import unit
 from jaxvlm.inference.encoder import Encoder
+from jaxvlm.inference.input_types import InputType
 from jaxvlm.inference.vlm import VLM
 
 _FIELDS = ("id", "text", "image", "instruction")
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedConfig:
+    """Settings of how items are embedded."""
+
+    batch_size: int = 64
+    """Number of items per batch, over all devices."""
+    dims: int = 0
+    """Number of dims to truncate embeddings to, at unit length again; 0 keeps all."""
+    instruction: str = ""
+    """Instruction for items that have none of their own. A decoder reads it as the system turn; a
+    text encoder reads it directly before the text, like sentence-transformers' prompts."""
+    max_length: int = 0
+    """Maximum number of tokens of an item, whose text is truncated; 0: the model's own limit."""
+    part_size: int = 4096
+    """Number of items between two writes, which a kill can lose and memory has to hold."""
+
+    def of_type(self, own: InputType) -> EmbedConfig:
+        """Returns these settings for items of a type that the model knows."""
+        return dataclasses.replace(self, **own._asdict())
+
+
+DEFAULT = EmbedConfig()
 
 
 def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], list[str]]:
@@ -72,22 +98,14 @@ def refuse(name: str, problems: Sequence[Problem]) -> None:
 
 
 def embed_items(
-    model: Encoder | VLM,
-    items: Sequence[Item],
-    batch_size: int = 64,
-    dims: int = 0,
-    instruction: str = "",
+    model: Encoder | VLM, items: Sequence[Item], config: EmbedConfig = DEFAULT
 ) -> np.ndarray:
     """Embeds items with an encoder or a decoder.
 
     Args:
         model: an encoder, which takes a text or an image; or a decoder, which takes both.
         items: see :class:`~jaxvlm.data.pairs.examples.Item`.
-        batch_size: number of items per batch, over all devices.
-        dims: number of dims to truncate embeddings to, at unit length again; 0 keeps all, as the
-            model computes them.
-        instruction: instruction for items that have none. A decoder reads it as the system turn; a
-            text encoder reads it directly before the text, like sentence-transformers' prompts.
+        config: see :class:`EmbedConfig`.
 
     Returns:
         f32[len(items), E or dims], in the order of ``items``.
@@ -96,15 +114,15 @@ def embed_items(
         ConfigError: ``dims`` is out of range, or the model does not take such an item.
         DataError: an image can't be read.
     """
-    if not 0 <= dims <= model.width:
-        raise ConfigError(f"dims={dims}: the model's embeddings have {model.width}")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must be at least 1")
-    out = np.zeros((len(items), dims or model.width), np.float32)
+    if not 0 <= config.dims <= model.width:
+        raise ConfigError(f"dims={config.dims}: the model's embeddings have {model.width}")
+    if config.batch_size < 1:
+        raise ConfigError(f"batch_size={config.batch_size} must be at least 1")
+    out = np.zeros((len(items), config.dims or model.width), np.float32)
     if isinstance(model, Encoder):
-        _embed_with_encoder(model, items, out, batch_size, instruction)
+        _embed_with_encoder(model, items, out, config)
     else:
-        _embed_with_decoder(model, items, out, batch_size, instruction)
+        _embed_with_decoder(model, items, out, config)
     if bad := np.flatnonzero(~np.isfinite(out).all(axis=1)).tolist():
         raise ConfigError(
             f"the model's embedding of item {bad[0]} has values that are NaN or infinite, and of "
@@ -124,7 +142,7 @@ def truncate(embeddings: np.ndarray, dims: int) -> np.ndarray:
 
 
 def _embed_with_encoder(
-    model: Encoder, items: Sequence[Item], out: np.ndarray, batch_size: int, instruction: str
+    model: Encoder, items: Sequence[Item], out: np.ndarray, config: EmbedConfig
 ) -> None:
     images = [i for i, item in enumerate(items) if item.image]
     words = [i for i, item in enumerate(items) if not item.image]
@@ -134,16 +152,17 @@ def _embed_with_encoder(
                 f"item {i + 1}, {items[i].image}: it has an image and a text, but "
                 f"{model.name} embeds either, not both"
             )
-        if items[i].instruction or instruction:
+        if items[i].instruction:
             raise ConfigError(
                 f"item {i + 1}, {items[i].image}: {model.name} takes an instruction only with texts"
             )
     # No space in between, as in training runs and in sentence-transformers' prompts.
-    texts = [(items[i].instruction or instruction) + items[i].text for i in words]
+    texts = [(items[i].instruction or config.instruction) + items[i].text for i in words]
     if words:
-        out[words] = truncate(model.encode_text(texts, batch_size), _dims(model, out))
+        embeddings = model.encode_text(texts, config.batch_size, config.max_length)
+        out[words] = truncate(embeddings, _dims(model, out))
     if images:
-        embeddings = model.encode_image([items[i].image for i in images], batch_size)
+        embeddings = model.encode_image([items[i].image for i in images], config.batch_size)
         out[images] = truncate(embeddings, _dims(model, out))
 
 
@@ -153,21 +172,22 @@ def _dims(model: Encoder | VLM, out: np.ndarray) -> int:
 
 
 def _embed_with_decoder(
-    model: VLM, items: Sequence[Item], out: np.ndarray, batch_size: int, instruction: str
+    model: VLM, items: Sequence[Item], out: np.ndarray, config: EmbedConfig
 ) -> None:
     """Batches items of one instruction and similar length; pads a batch to a power of two."""
 
     def sort_key(i: int) -> tuple[str, bool, int]:
         item = items[i]
-        return item.instruction or instruction, bool(item.image), len(item.text)
+        return item.instruction or config.instruction, bool(item.image), len(item.text)
 
     order = sorted(range(len(items)), key=sort_key)
-    for indices in _batches(order, lambda i: sort_key(i)[:2], batch_size):
+    for indices in _batches(order, lambda i: sort_key(i)[:2], config.batch_size):
         queries = [([items[i].image] if items[i].image else [], items[i].text) for i in indices]
-        count = min(batch_size, _next_power_of_two(len(indices)))
+        count = min(config.batch_size, _next_power_of_two(len(indices)))
         padded = queries + queries[:1] * (count - len(indices))
         system = sort_key(indices[0])[0] or INSTRUCTION
-        out[indices] = model.embed(padded, system, _dims(model, out))[: len(indices)]
+        how = (system, _dims(model, out), config.max_length)
+        out[indices] = model.embed(padded, *how)[: len(indices)]
 
 
 def _batches(order: Sequence[int], key: Callable[[int], Any], most: int) -> list[list[int]]:

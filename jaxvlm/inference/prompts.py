@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Collection, Sequence
@@ -16,14 +17,17 @@ from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.collate import Places, PromptShape, collate_images, collate_prompts
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images import image_files
+from jaxvlm.data.pairs import collate_prompt_items
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
+from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import Model
 from jaxvlm.types import Batch, Span
 
+_log = logging.getLogger(__name__)
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray
 """An image: a file, a PIL image, or u8[H, W, 3]."""
 
@@ -38,6 +42,7 @@ def batch(
     image_format: image_files.ImageFormat,
     max_pixels: int,
     instruction: str | None = None,
+    max_length: int = 0,
 ) -> Batch:
     """Builds a batch of prompts, padded on the left to one length, with their images.
 
@@ -48,21 +53,35 @@ def batch(
         image_format: how the model takes images.
         max_pixels: maximum number of pixels of an image file.
         instruction: instruction of prompts to embed; ``None`` if the prompts are to be answered.
+        max_length: maximum number of tokens of a prompt to embed: longer texts are truncated as in
+            training, which is logged; 0 is no limit.
 
     Returns:
         The batch, sharded over the mesh.
 
     Raises:
-        ConfigError: the numbers of marks and images differ, or the text has a special token.
+        ConfigError: the numbers of marks and images differ, the text has a special token, or a
+            prompt is longer than ``max_length`` without its text.
         DataError: an image can't be read.
     """
     loaded = [[_load(p, image_format, max_pixels) for p in given] for given, _ in queries]
     spans = [[span for _, span in images] for images in loaded]
     taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
-    sequences = []
+    sequences, truncated = [], 0
     for (_, prompt), of_prompt in zip(queries, spans, strict=True):
-        ids = _ids(of_prompt, prompt, tokenizer, instruction)
+        if instruction is None:
+            ids = tokenize.prompt_ids(
+                [Turn("user", _checked(of_prompt, prompt, tokenizer))],
+                tokenizer,
+                [span.lead for span in of_prompt],
+            )
+        else:
+            ids, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
+            truncated += is_cut
         sequences.append(image_placeholders.expand(ids, tokenizer.image_id, of_prompt, taps))
+    if truncated:
+        text = "%d of %d texts are longer than %d tokens and were truncated"
+        _log.warning(text, truncated, len(queries), max_length)
     tiles = [[tile for pixels, _ in images for tile in pixels] for images in loaded]
     shards = batch_shards(model.mesh)
     B = -(-len(sequences) // shards) * shards
@@ -101,9 +120,8 @@ def _images(
     return collate_images(flat, Places(row, slot), shape, image_format.size, patching, most)
 
 
-def _ids(
-    images: list[Span], prompt: str, tokenizer: ChatTokenizer, instruction: str | None
-) -> np.ndarray:
+def _checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
+    """The prompt with a mark for each image, and without special tokens."""
     marks, count = prompt.count(PLACEHOLDER), len(images)
     if not marks and count:
         prompt = PLACEHOLDER * count + prompt
@@ -113,13 +131,32 @@ def _ids(
             "mark per image, or none"
         )
     prompt = conversation_formats.tidy(prompt)
-    reserved = tokenizer.reserved_tokens
-    _refuse_special_tokens("prompt", prompt, reserved)
-    turns = [Turn("user", prompt)]
-    if instruction is not None:
-        _refuse_special_tokens("instruction", instruction, reserved | {PLACEHOLDER})
-        turns = tokenize.to_embed(prompt, instruction)
-    return tokenize.prompt_ids(turns, tokenizer, [span.lead for span in images])
+    _refuse_special_tokens("prompt", prompt, tokenizer.reserved_tokens)
+    return prompt
+
+
+def _ids_to_embed(
+    images: list[Span], prompt: str, tokenizer: ChatTokenizer, instruction: str, max_length: int
+) -> tuple[np.ndarray, bool]:
+    """The tokens of a prompt to embed, and whether its text was truncated."""
+    prompt = _checked(images, prompt, tokenizer)
+    _refuse_special_tokens("instruction", instruction, tokenizer.reserved_tokens | {PLACEHOLDER})
+    leads = [span.lead for span in images]
+    rendered = collate_prompt_items.rendered(tokenizer, prompt, instruction, leads, {})
+    if rendered.reason:
+        raise TemplateError(f"{rendered.reason}: {rendered.text}")
+    (encoding,) = tokenizer.encode_chats([rendered.text])
+    ids = np.asarray(encoding.ids, np.int32)
+    over = len(ids) + sum(len(span.ids) - 1 for span in images) - max_length
+    if not max_length or over <= 0:
+        return ids, False
+    shorter = rendered.shortened(encoding, over, tokenizer.image_id)
+    if (missing := over - len(ids) + len(shorter)) > 0:
+        raise ConfigError(
+            f"an item has {max_length + missing} tokens without its text, but the model embeds "
+            f"items of at most {max_length}; leave it out, or use a smaller image"
+        )
+    return shorter, True
 
 
 def _refuse_special_tokens(what: str, text: str, tokens: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from jaxvlm.data.conversations import tokenize
 from jaxvlm.hf import exporter, safetensors
 from jaxvlm.hf.families import sentence_files
 from jaxvlm.hf.families.sentence_files import EmbeddingModules
-from jaxvlm.inference import sentence_router
+from jaxvlm.inference import input_types, sentence_router
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.vlm import VLM
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.types import Params
 
+_log = logging.getLogger(__name__)
 FLAG = "--format=sentence_transformers"
 TEXT = ("text",)
 
@@ -51,6 +53,7 @@ def export(
     output: pathlib.Path,
     dtype: str = "",
     truncate_dim: int = 0,
+    max_seq_length: int = 0,
 ) -> dict[str, Any]:
     """Writes a run's model, with adapters merged, and the modules that compute embeddings.
 
@@ -62,6 +65,7 @@ def export(
             the source.
         truncate_dim: number of dims to which the folder truncates its embeddings, one of the
             prefixes that the run trained (Matryoshka); 0 keeps all dims.
+        max_seq_length: number of tokens to which the folder truncates texts; 0: as the run does.
 
     Returns:
         The numbers of ``tensors`` and ``bytes`` that were written.
@@ -76,11 +80,18 @@ def export(
     if truncate_dim and truncate_dim not in dims:
         trained = f"prefixes of {', '.join(map(str, dims))}" if dims else "no prefixes"
         raise ConfigError(f"--truncate_dim={truncate_dim}: the run trained {trained}; leave it out")
+    length = _length(model, run, max_seq_length)
     if isinstance(model, Encoder) and model.source is None and model.model.config.towers != TEXT:
-        return _export_two_checkpoints(model, run, workdir, output, dtype, truncate_dim)
+        return _export_two_checkpoints(model, run, workdir, output, dtype, truncate_dim, length)
     if isinstance(model, Encoder):
-        contents = _of_encoder(model, run, workdir)
+        contents = _of_encoder(model, run, workdir)._replace(length=length)
     else:
+        if run.data.resize != "auto":
+            raise ConfigError(
+                f"{FLAG}: the run in {workdir} resizes images by config.data.resize="
+                f"{run.data.resize!r}, which the checkpoint's image processor does not; "
+                "--format=huggingface writes the weights"
+            )
         contents = _of_decoder(model, workdir)
     embeddings = contents.embeddings._replace(truncate_dim=truncate_dim)
     source = exporter.exported(contents.saved, output, contents.config, dtype)
@@ -110,6 +121,7 @@ def _export_two_checkpoints(
     output: pathlib.Path,
     dtype: str,
     truncate_dim: int,
+    length: int,
 ) -> dict[str, Any]:
     """Exports a dual encoder whose towers come from two checkpoints."""
     config, tokenizer = model.model.config, model.tokenizer
@@ -120,8 +132,51 @@ def _export_two_checkpoints(
         for tower in checkpoints
     }
     lower = tokenizer.style.clean is str.lower
-    first = sentence_files.inputs("bert", config, tokenizer.style.max_length, lower=lower)
+    first = sentence_files.inputs("bert", config, length, lower=lower)
     return sentence_router.write(model, checkpoints, output, embeddings, first, dtype, _write_map)
+
+
+def _length(model: VLM | Encoder, run: Config, given: int) -> int:
+    """The number of tokens to which the folder truncates texts; 0 where it does not.
+
+    Raises:
+        ConfigError: the run truncates queries and documents differently, or pads texts to another
+            length than it truncates them to, and ``given`` does not choose.
+    """
+    types = input_types.of_run(run)
+    limits = {name: own.max_length for name, own in types.items()}
+    if not isinstance(model, Encoder):
+        if given:
+            raise ConfigError(
+                f"--max_seq_length={given}: a SentenceTransformer does not truncate the prompts of "
+                "a model with a chat template; leave it out"
+            )
+        text = "texts of more than %d tokens, which the run truncates, are not truncated by %s"
+        _log.warning(text, min(limits.values()), "SentenceTransformer")
+        return 0
+    if model.tokenizer is None:
+        return 0
+    style = model.tokenizer.style
+    limits = {name: min(limit, style.max_length) for name, limit in limits.items()}
+    if given:
+        if given > style.max_length:
+            raise ConfigError(
+                f"--max_seq_length={given}: the model takes at most {style.max_length} tokens"
+            )
+        return given
+    if len(set(limits.values())) > 1:
+        raise ConfigError(
+            f"{FLAG}: the run truncates queries to {limits['query']} tokens and documents to "
+            f"{limits['document']}, but a SentenceTransformer has one limit; choose it with "
+            "--max_seq_length=N"
+        )
+    if style.see_padding and limits["query"] < style.max_length:
+        raise ConfigError(
+            f"{FLAG}: the run truncates texts to {limits['query']} tokens and pads them to "
+            f"{style.max_length}, but a SentenceTransformer truncates and pads to one length; "
+            "choose it with --max_seq_length=N"
+        )
+    return limits["query"]
 
 
 def _embeddings(model: Encoder, run: Config, tower: str) -> EmbeddingModules:
@@ -172,9 +227,8 @@ def _of_encoder(model: Encoder, run: Config, workdir: pathlib.Path) -> _Folder:
     embeddings = _embeddings(model, run, "text" if config.towers == TEXT else "")
     patches = model.image_processor.max_patches if model.image_processor else 0
     maps = ("head/text", "head/text_bias")
-    style = model.tokenizer.style
-    lower = style.clean is str.lower
-    return _Folder(saved, config, embeddings, maps, style.max_length, patches, lower)
+    lower = model.tokenizer.style.clean is str.lower
+    return _Folder(saved, config, embeddings, maps, 0, patches, lower)
 
 
 def _of_decoder(model: VLM, workdir: pathlib.Path) -> _Folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf import dual_encoder, peft_folder, pretrained
 from jaxvlm.hf.families import ENCODERS, any_family, family_of, sentences
 from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
-from jaxvlm.inference import encoder, prompts
+from jaxvlm.inference import encoder, input_types, prompts
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.generate import DecodeState, Sampling, decode, prefill
@@ -62,6 +62,11 @@ class VLM:
         params: all parameters.
         tokenizer: tokenizer with the chat template.
         image_format: how the model takes images.
+        own_input_types: how the model embeds ``query`` and ``document``; ``None``: as the run that
+            trained it.
+
+    Attributes:
+        input_types: how the model embeds ``query`` and ``document``, as far as it is known.
     """
 
     def __init__(
@@ -71,9 +76,13 @@ class VLM:
         params: Params,
         tokenizer: ChatTokenizer,
         image_format: image_files.ImageFormat,
+        own_input_types: Mapping[str, input_types.InputType] | None = None,
     ):
         self.config, self.model, self.params = config, model, params
         self.tokenizer, self.image_format = tokenizer, image_format
+        self.input_types = (
+            input_types.of_run(config) if own_input_types is None else own_input_types
+        )
         # Replicated on every device, since each process reads all answers.
         everywhere = replicated(model.mesh)
         self._prefill = jax.jit(self._start, static_argnums=(2, 3))
@@ -91,7 +100,8 @@ class VLM:
 
     def _embeddings(self, module: Any, batch: Batch, dims: int) -> jax.Array:
         if trains_embeddings(self.config):
-            return unit(module.embed(batch).hidden[:, : dims or None])
+            embeddings = module.embed(batch).hidden
+            return unit(embeddings[:, :dims]) if dims else embeddings
         return embed_sequences(module, batch, dims)
 
     @property
@@ -161,13 +171,17 @@ class VLM:
         queries: Sequence[tuple[Sequence[ImageLike], str]],
         instruction: str = tokenize.INSTRUCTION,
         dims: int = 0,
+        max_length: int = 0,
     ) -> np.ndarray:
-        """Embeds (images, text) pairs, either of which may be empty, at unit length.
+        """Embeds (images, text) pairs, either of which may be empty.
+
+        The embeddings have unit length, unless the run trained others (``embedding.normalize``).
 
         Args:
             queries: pairs, as for :meth:`generate_batch`.
             instruction: instruction that the model reads as the system turn.
-            dims: number of dims to truncate embeddings to; 0 keeps all.
+            dims: number of dims to truncate embeddings to, at unit length again; 0 keeps all.
+            max_length: maximum number of tokens of an item, whose text is truncated; 0 is no limit.
 
         Returns:
             f32[len(queries), D].
@@ -180,7 +194,7 @@ class VLM:
             raise ConfigError(f"dims={dims}: the model's embeddings have {self.width}")
         if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
             raise ConfigError("this model computes an embedding per token, not one per item")
-        batch = self._batch(queries, instruction)
+        batch = self._batch(queries, instruction, max_length)
         return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
 
     def _texts(
@@ -213,10 +227,13 @@ class VLM:
                 return
 
     def _batch(
-        self, queries: Sequence[tuple[Sequence[ImageLike], str]], instruction: str | None = None
+        self,
+        queries: Sequence[tuple[Sequence[ImageLike], str]],
+        instruction: str | None = None,
+        max_length: int = 0,
     ) -> Batch:
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        return prompts.batch(queries, *how, instruction)
+        return prompts.batch(queries, *how, instruction, max_length)
 
     def _check_answers(self) -> None:
         if trains_embeddings(self.config):
@@ -334,6 +351,7 @@ def load(
         )
     else:
         config = run_record.read_config(workdir)
+        config = dataclasses.replace(config, data=run_record.read_data_config(workdir))
         if trains_embeddings(config) and config.embedder == "dual":
             return _load_run_encoder(config, workdir, which, mesh, dtype)
         source = pretrained.find_for(config.model, workdir)
@@ -353,7 +371,10 @@ def load(
     else:
         choice = (config.checkpoint.metric, config.checkpoint.mode)
         params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
-    return VLM(config, model, params, tokenizer, images)
+    types = None
+    if hugging_face and source is not None:
+        types = input_types.of_folder(pretrained.sentence_settings(source))
+    return VLM(config, model, params, tokenizer, images, types)
 
 
 def _hugging_face_config(

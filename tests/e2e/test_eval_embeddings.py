@@ -183,7 +183,7 @@ def test_images_retrieve_texts_and_texts_images(data, tmp_path):
     words = [Item("it is red"), Item("yes"), Item("green")]
     pairs = zip(image, words)
     given = [Example(str(i), p, w, label="ab"[i // 2]) for i, (p, w) in enumerate(pairs)]
-    how = EmbedConfig(8), EmbedConfig(8, 0, "which color")
+    how = EmbedConfig(8), EmbedConfig(8, instruction="which color")
     grid = str(tmp_path / "s.png")
     report = retrieval.evaluate(model, given, Retrieval((1, 3), (4,)), *how, prediction_grid=grid)
     assert report.metrics["recall@3"] == report.metrics["reverse/dims4/hit@3"] == 1

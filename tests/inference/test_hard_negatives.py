@@ -12,7 +12,13 @@ from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.inference import examples
-from jaxvlm.inference.hard_negatives import MiningConfig, cosines, excluded, mine, with_negatives
+from jaxvlm.inference.hard_negatives import (
+    MiningConfig,
+    excluded,
+    mine,
+    similarities,
+    with_negatives,
+)
 from jaxvlm.parallel.mesh import make_mesh
 
 Q, N, E = 21, 90, 8
@@ -153,7 +159,7 @@ def test_examples_are_gathered_and_written_again(tmp_path):
     mined = mine(x[:4], x[4:], found.positives, mesh, MiningConfig(2), excluded(found))
     made, of = with_negatives(given, found, mined)
     query = np.repeat([q for q, _, _ in found.indices], [len(x) for x in of])
-    scores = cosines(x[:4], x[4:], query, np.concatenate(of))
+    scores = similarities(x[:4], x[4:], query, np.concatenate(of))
     assert [len(e.negatives) for e in made] == [3, 2, 2, 2, 3, 2]
     assert len(scores) == sum(map(len, of)) and scores[0] == pytest.approx(
         unit(x[:1]) @ unit(x[4:5]).T, abs=1e-6

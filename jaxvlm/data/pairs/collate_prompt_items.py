@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
@@ -67,7 +68,11 @@ class PromptCollator(NamedTuple):
         good = [i for i in range(len(items)) if i not in rejected]
         for begin in range(0, len(good), TOKENIZE_BATCH):
             batch = good[begin : begin + TOKENIZE_BATCH]
-            prompts = [self._prompt(items[i], measured.get(items[i].image), ends) for i in batch]
+            leads = [[span.lead] if (span := measured.get(items[i].image)) else [] for i in batch]
+            prompts = [
+                rendered(self.tokenizer, items[i].text, items[i].instruction, own, ends)
+                for i, own in zip(batch, leads, strict=True)
+            ]
             encodings = self.tokenizer.encode_chats([prompt.text for prompt in prompts])
             for i, prompt, encoding in zip(batch, prompts, encodings, strict=True):
                 tokens = np.asarray(encoding.ids, np.int32)
@@ -79,8 +84,7 @@ class PromptCollator(NamedTuple):
                 elif int((tokens == self.tokenizer.image_id).sum()) != bool(span):
                     rejected[i] = "the chat template drops or adds images", items[i].image
                 elif over > 0:
-                    inside = prompt.inside(encoding.offsets) & (tokens != self.tokenizer.image_id)
-                    tokens = np.delete(tokens, np.flatnonzero(inside)[-over:])
+                    tokens = prompt.shortened(encoding, over, self.tokenizer.image_id)
                     truncated += len(tokens) + extra <= max_length
                     if len(tokens) + extra > max_length:
                         detail = f"{len(tokens) + extra} of {max_length} tokens without its text"
@@ -122,34 +126,61 @@ class PromptCollator(NamedTuple):
                 rejected[i] = "the text contains a special token", detail
         return measured, rejected
 
-    def _prompt(self, item: Item, span: Span | None, ends: dict[tuple, int]) -> _Prompt:
-        """Render an item's prompt; ``ends`` caches the length of what follows the item's text."""
-        leads = [span.lead] if span else []
 
-        def render(content: str) -> str:
-            turns = tokenize.to_embed(content, item.instruction)
-            return self.tokenizer.render(turns, add_generation_prompt=True, leads=leads)
+class Prompt(NamedTuple):
+    """A rendered prompt, and where its own text is."""
 
-        try:
-            text, key = render(item.text), (item.instruction, *leads)
-            if key not in ends:  # it does not depend on the item's text
-                ends[key] = len(render(item.text + _MARK).rpartition(_MARK)[2])
-        except TemplateError as error:
-            return _Prompt(str(error), 0, 0, "the chat template rejects the conversation")
-        end = len(text) - ends[key]
-        return _Prompt(text, end - len(item.text.rpartition(PLACEHOLDER)[2]), end)
-
-
-class _Prompt(NamedTuple):
     text: str
     begin: int
-    """Character offset of the item's own text, after its image."""
+    """Character offset of the item's own text, after its images."""
     end: int
     """Character offset of the end of the item's own text."""
     reason: str = ""
     """Why the item can't be used; ``text`` is then the detail. "" if it can."""
 
-    def inside(self, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-        """bool[T]: tokens that lie completely within the item's own text."""
-        begin, end = np.asarray(offsets, np.int64).T
-        return (begin >= self.begin) & (end <= self.end) & (end > begin)
+    def shortened(self, encoding: tokenizers.Encoding, over: int, image_id: int) -> np.ndarray:
+        """Drop tokens from the end of the own text; those of the template and images are kept.
+
+        Args:
+            encoding: the tokenized prompt.
+            over: number of tokens to drop, at least 1.
+            image_id: id of an image's token.
+
+        Returns:
+            i32[T] token ids, more than wanted if the own text has fewer than ``over``.
+        """
+        tokens = np.asarray(encoding.ids, np.int32)
+        begin, end = np.asarray(encoding.offsets, np.int64).T
+        inside = (begin >= self.begin) & (end <= self.end) & (end > begin)
+        return np.delete(tokens, np.flatnonzero(inside & (tokens != image_id))[-over:])
+
+
+def rendered(
+    tokenizer: ChatTokenizer,
+    text: str,
+    instruction: str,
+    leads: Sequence[str],
+    ends: dict[tuple, int],
+) -> Prompt:
+    """Render an item's prompt.
+
+    Args:
+        tokenizer: tokenizer with the chat template.
+        text: text of the item; ``<image>`` stands for an image.
+        instruction: see :func:`jaxvlm.data.conversations.tokenize.to_embed`.
+        leads: text that the model sees before each image.
+        ends: cache of the length of what follows the item's text.
+    """
+
+    def render(content: str) -> str:
+        turns = tokenize.to_embed(content, instruction)
+        return tokenizer.render(turns, add_generation_prompt=True, leads=leads)
+
+    try:
+        whole, key = render(text), (instruction, *leads)
+        if key not in ends:  # it does not depend on the item's text
+            ends[key] = len(render(text + _MARK).rpartition(_MARK)[2])
+    except TemplateError as error:
+        return Prompt(str(error), 0, 0, "the chat template rejects the conversation")
+    end = len(whole) - ends[key]
+    return Prompt(whole, end - len(text.rpartition(PLACEHOLDER)[2]), end)

@@ -34,15 +34,21 @@ class TextTokenizer:
         backend.enable_truncation(style.max_length)
         self.backend, self.style, self.pad_id = backend, style, pad_id
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts; those that are too long are truncated, and counted in the log."""
-        ids, cut = self.encode_within(texts, self.style.max_length)
+    def encode(self, texts: Sequence[str], max_length: int = 0) -> list[list[int]]:
+        """Tokenize texts; those that are too long are truncated, and counted in the log.
+
+        Args:
+            texts: texts to tokenize.
+            max_length: maximum number of tokens of a text, at most the style's; 0 is the style's.
+        """
+        length = min(max_length or self.style.max_length, self.style.max_length)
+        ids, cut = self.encode_within(texts, length)
         if cut:
             log.warning(
                 "%d of %d texts are longer than %d tokens and were truncated",
                 cut,
                 len(texts),
-                self.style.max_length,
+                length,
             )
         return ids
 

@@ -1,0 +1,95 @@
+"""How a model embeds queries and documents, as it was trained: their instruction and length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxvlm.config import Config, ConfigError
+from jaxvlm.losses.registry import trains_embeddings
+
+NAMES = ("query", "document")
+_FOLDER_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Names of the prompts that sentence-transformers takes for queries and for documents."""
+
+
+class InputType(NamedTuple):
+    """How a model embeds the items of one type."""
+
+    instruction: str = ""
+    """Instruction for items that have none of their own."""
+    max_length: int = 0
+    """Maximum number of tokens of an item, whose text is truncated; 0: the model's own limit."""
+
+
+def of_run(config: Config | None) -> dict[str, InputType]:
+    """Returns the input types of a run that trains embeddings; {} for all other models."""
+    if config is None or not trains_embeddings(config):
+        return {}
+    pairs = config.data.pairs
+    return {
+        name: InputType(
+            getattr(pairs, f"{name}_instruction"),
+            getattr(pairs, f"max_{name}_length") or config.data.max_length,
+        )
+        for name in NAMES
+    }
+
+
+def of_folder(settings: Mapping[str, Any]) -> dict[str, InputType]:
+    """Returns the input types of a sentence-transformers folder: its prompts.
+
+    Args:
+        settings: content of its ``config_sentence_transformers.json``; {} if there is none.
+
+    Raises:
+        ConfigError: its prompts are no texts, or its default is none of them.
+    """
+    prompts = settings.get("prompts") or {}
+    is_text = isinstance(prompts, dict) and all(isinstance(p, str) for p in prompts.values())
+    if not is_text:
+        raise ConfigError("config_sentence_transformers.json: prompts must map names to texts")
+    default = settings.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ConfigError(
+            f"config_sentence_transformers.json: default_prompt_name={default!r} is none of its "
+            f"prompts, {', '.join(prompts) or 'of which it has none'}"
+        )
+    types = {}
+    for name, candidates in _FOLDER_NAMES.items():
+        found = next((c for c in (*candidates, default) if c in prompts), None)
+        if found is not None and prompts[found]:
+            types[name] = InputType(prompts[found])
+    return types
+
+
+def choose(
+    own_types: Mapping[str, InputType], name: str, instruction: str | None = None
+) -> InputType:
+    """Chooses how items are embedded.
+
+    Args:
+        own_types: ``input_types`` of the model that embeds them.
+        name: ``query``, ``document``, or "" if the model embeds both in the same way.
+        instruction: instruction that replaces the model's own; ``None`` for its own.
+
+    Raises:
+        ConfigError: ``name`` is "", but the model embeds queries and documents differently.
+    """
+    types = {n: own_types.get(n, InputType()) for n in NAMES}
+    if instruction is not None:
+        types = {n: own._replace(instruction=instruction) for n, own in types.items()}
+    if name:
+        return types[name]
+    query, document = types["query"], types["document"]
+    if query != document:
+        differ = [
+            f"the {field} of queries is {a!r}, that of documents {b!r}"
+            for field, a, b in zip(InputType._fields, query, document, strict=True)
+            if a != b
+        ]
+        raise ConfigError(
+            f"the model embeds queries and documents differently ({'; '.join(differ)}); say which "
+            "these are with --input_type=query or --input_type=document"
+        )
+    return query
