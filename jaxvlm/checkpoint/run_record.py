@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 from jaxvlm.config import (
     Config,
     ConfigError,
-    DataConfig,
     DualConfig,
     ModelConfig,
     from_config_dict,
@@ -143,19 +142,20 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         raise ConfigError(f"{path} is damaged: {error}") from None
 
 
-def read_data_config(workdir: str | pathlib.Path) -> DataConfig:
-    """Reads the data settings of the run in ``workdir``, for use in any folder.
+def read_config_to_use(workdir: str | pathlib.Path) -> Config:
+    """Reads the settings of the run in ``workdir``, for use in any folder.
 
-    A file of ``train``, ``eval`` or ``image_root`` that is not where its relative path leads from
-    the current folder is taken from the folder in which the run was started.
+    A file of ``data.train``, ``data.eval`` or ``data.image_root`` that is not where its relative
+    path leads from the current folder is taken from the folder in which the run was started.
 
     Raises:
         ConfigError: as for :func:`read_config`.
     """
-    data = read_config(workdir).data
+    config = read_config(workdir)
+    data = config.data
     document = json_text.read(pathlib.Path(workdir) / _FILE)
     if not isinstance(start := document.get("folder"), str) or start == os.getcwd():
-        return data
+        return config
     changed: dict[str, Any] = {}
     for name in ("train", "eval", "image_root"):
         path = pathlib.Path(getattr(data, name)).expanduser()
@@ -171,7 +171,7 @@ def read_data_config(workdir: str | pathlib.Path) -> DataConfig:
                 path,
                 start,
             )
-    return dataclasses.replace(data, **changed)
+    return dataclasses.replace(config, data=dataclasses.replace(data, **changed))
 
 
 def _is_found(path: pathlib.Path) -> bool:

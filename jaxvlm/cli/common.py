@@ -141,8 +141,7 @@ def run_config(values: flags.FlagValues) -> Any:
         raise ConfigError("--checkpoint is missing: give a workdir or a Hugging Face folder")
     if pretrained.is_checkpoint(values.checkpoint):
         return None
-    config = run_record.read_config(values.checkpoint)
-    return dataclasses.replace(config, data=run_record.read_data_config(values.checkpoint))
+    return run_record.read_config_to_use(values.checkpoint)
 
 
 def flagged(values: flags.FlagValues, data: Any) -> Any:

@@ -53,7 +53,7 @@ class Encoder:
         run: Config | None = None,
     ):
         self.run, self.name = run, str(source.files) if source else "this run"
-        self.input_types = _input_types(source, run)
+        self.input_types = input_types.of(source, run)
         self.source, self.model, self.params = source, model, params
         self.tokenizer, self.image_processor = tokenizer, image_processor
         everywhere = replicated(model.mesh)  # each process reads all embeddings
@@ -188,14 +188,6 @@ class Encoder:
             embeddings = encode(self.params, *(jax.device_put(x, sharding) for x in arrays))
             out[indices] = np.asarray(embeddings).reshape(-1, out.shape[1])[: len(indices)]
         return out
-
-
-def _input_types(
-    source: pretrained.Source | None, run: Config | None
-) -> dict[str, input_types.InputType]:
-    if run is not None or source is None:
-        return input_types.of_run(run)
-    return input_types.of_folder(pretrained.sentence_settings(source))
 
 
 def load(source: pretrained.Source, mesh: MeshConfig | None = None, dtype: str = "") -> Encoder:

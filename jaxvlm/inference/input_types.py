@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import Config, ConfigError
+from jaxvlm.hf.pretrained import Source, sentence_settings
 from jaxvlm.losses.registry import trains_embeddings
 
 NAMES = ("query", "document")
@@ -20,6 +21,13 @@ class InputType(NamedTuple):
     """Instruction for items that have none of their own."""
     max_length: int = 0
     """Maximum number of tokens of an item, whose text is truncated; 0: the model's own limit."""
+
+
+def of(source: Source | None, run: Config | None) -> dict[str, InputType]:
+    """Returns the input types of a run, or of the folder ``source`` if there is no run."""
+    if run is not None or source is None:
+        return of_run(run)
+    return of_folder(sentence_settings(source))
 
 
 def of_run(config: Config | None) -> dict[str, InputType]:

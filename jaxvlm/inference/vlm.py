@@ -350,8 +350,7 @@ def load(
             f"family={family}: {folder} is a run, which has its own in config.model.family"
         )
     else:
-        config = run_record.read_config(workdir)
-        config = dataclasses.replace(config, data=run_record.read_data_config(workdir))
+        config = run_record.read_config_to_use(workdir)
         if trains_embeddings(config) and config.embedder == "dual":
             return _load_run_encoder(config, workdir, which, mesh, dtype)
         source = pretrained.find_for(config.model, workdir)
@@ -371,9 +370,7 @@ def load(
     else:
         choice = (config.checkpoint.metric, config.checkpoint.mode)
         params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
-    types = None
-    if hugging_face and source is not None:
-        types = input_types.of_folder(pretrained.sentence_settings(source))
+    types = input_types.of(source, None if hugging_face else config)
     return VLM(config, model, params, tokenizer, images, types)
 
 
