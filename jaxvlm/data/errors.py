@@ -16,6 +16,19 @@ class DataError(ValueError):
     """Data that a run can't use; the message says what is wrong, where, and what to do."""
 
 
+class NothingUsable(DataError):
+    """Data of which no record can be used.
+
+    Args:
+        message: see :class:`DataError`.
+        problems: the problem of each record.
+    """
+
+    def __init__(self, message: str, problems: list[Problem]):
+        super().__init__(message)
+        self.problems = problems
+
+
 class ImageError(ValueError):
     """An image that can't be decoded; the message is the reason."""
 

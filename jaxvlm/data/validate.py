@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations.dataset import ModelInputs, select
+from jaxvlm.data.conversations.run_data import validate_settings
 from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.image_inputs import ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
@@ -94,35 +97,56 @@ def validate(
     Raises:
         DataError: the file as a whole can't be used.
     """
+    settings = ModelInputs(0, prepare, num_patches, patching=patching)
+    validate_settings(config, settings)
     records, problems = conversation_formats.read(spec, config)
     total = len(records) + len(problems)
     chat_tokenizer = chat_tokenizer or tokenizer.build(tokenize.texts(records))
-    corpus, unfit = tokenize.encode(records, chat_tokenizer, num_patches)
-    problems = problems + unfit
-    broken: dict[int, str] = {}
-    for i, path in enumerate(corpus.paths):
-        try:
-            image_files.load(path, prepare, config.max_pixels)
-        except ImageError as error:
-            broken[i] = str(error)
-    limits, good = packing.limits_of(config, patching), []
-    for i, source in enumerate(corpus.source.tolist()):
-        failed = [(broken[p], corpus.paths[p]) for p in corpus.images[i] if p in broken]
-        reason, detail = failed[0] if failed else limits.exceeded(corpus, i)
-        if reason:
-            problems.append(Problem(records[source].id, reason, detail))
+    corpus, pieces, bad, too_long = select(records, config, chat_tokenizer, settings)
+    problems = [*problems, *bad, *too_long]
+    used = np.sort(pieces.record[pieces.record >= 0]).tolist()
+    cache = image_files.ImageCache(prepare, config.max_pixels, cache_mb=0)
+    broken = broken_images(
+        ImageInputs(corpus.paths, corpus.spans, cache, patching),
+        sorted({image for i in used for image in corpus.images[i]}),
+    )
+    good = []
+    for i in used:
+        if failed := [p for p in corpus.images[i] if broken.get(p)]:
+            identifier = records[int(corpus.source[i])].id
+            problems.append(Problem(identifier, broken[failed[0]], corpus.paths[failed[0]]))
         else:
             good.append(i)
     return ValidationReport(
         name=spec,
         total=total,
         good=len(good),
-        images=len(corpus.paths) - len(broken),
+        images=sum(not reason for reason in broken.values()),
         problems=by_reason(problems),
         details=by_reason(problems, "detail"),
         tokens=percentiles(corpus.length[good]),
         images_most=max((len(corpus.images[i]) for i in good), default=0),
     )
+
+
+def broken_images(inputs: ImageInputs, images: Sequence[int]) -> dict[int, str]:
+    """Decode images as a run does.
+
+    Args:
+        inputs: the images of a data set.
+        images: indices of those to decode.
+
+    Returns:
+        Each image -> the reason why a run can't use it; "" where it can.
+    """
+    reasons = {}
+    for image in images:
+        try:
+            inputs.get(image)
+            reasons[image] = ""
+        except ImageError as error:
+            reasons[image] = str(error)
+    return reasons
 
 
 def by_reason(problems: Sequence[Problem], field: str = "id") -> dict[str, list[str]]:

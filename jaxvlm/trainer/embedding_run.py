@@ -11,8 +11,7 @@ import numpy as np
 from jaxvlm.cache import pair_batches
 from jaxvlm.config import Config, ConfigError, DualConfig, EmbeddingConfig
 from jaxvlm.data import validate
-from jaxvlm.data.errors import ImageError, Problem
-from jaxvlm.data.images import image_files
+from jaxvlm.data.errors import NothingUsable, Problem
 from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
 from jaxvlm.data.pairs.examples import Example
 from jaxvlm.data.sources import pair_formats
@@ -103,32 +102,44 @@ def validate_file(config: Config, spec: str) -> validate.ValidationReport:
         DataError: the file as a whole can't be used.
     """
     data = dataclasses.replace(config.data, train=spec, on_bad_record="skip", max_skip_fraction=1.0)
-    dataset = prepare_pairs(dataclasses.replace(config, data=data), None).dataset
-    problems, broken = list(dataset.problems), {}
-    read: set[str] = set()
-    for side in (dataset.queries, dataset.documents):
-        for path in set(side.encoded.paths) - read:
-            read.add(path)
-            try:
-                image_files.load(path, side.collator.prepare, data.max_pixels)
-            except ImageError as error:
-                broken[path] = str(error)
-    good = 0
-    for example in dataset.examples:
+    try:
+        dataset = prepare_pairs(dataclasses.replace(config, data=data), None).dataset
+    except NothingUsable as error:
+        return _report(spec, error.problems, [], np.zeros(0, np.int32), 0)
+    corpus, good, problems = dataset.corpus, [], list(dataset.problems)
+    broken = {
+        column.name: [column.problem(item) for item in range(len(column.items))]
+        for column in (dataset.queries, dataset.documents)
+    }
+    for i, example in enumerate(dataset.examples):
+        documents = corpus.documents_of(i)[0].tolist()
+        reasons = [broken["query"][corpus.query[i]], *(broken["document"][d] for d in documents)]
         items = (example.query, example.positive, *example.negatives)
-        why = [(broken[item.image], item.image) for item in items if item.image in broken]
-        good += not why
+        why = [(reason, item.image) for reason, item in zip(reasons, items, strict=True) if reason]
+        good += [] if why else [i]
         problems += [Problem(example.id, *why[0])] if why else []
-    lengths = [dataset.queries.num_tokens, dataset.documents.num_tokens]
+    lengths = np.concatenate([dataset.queries.num_tokens, dataset.documents.num_tokens])
+    images = {
+        item.image
+        for column in (dataset.queries, dataset.documents)
+        for item, reason in zip(column.items, broken[column.name], strict=True)
+        if item.image and not reason
+    }
+    return _report(spec, problems, good, lengths, len(images))
+
+
+def _report(
+    spec: str, problems: Sequence[Problem], good: Sequence[int], lengths: np.ndarray, images: int
+) -> validate.ValidationReport:
     return validate.ValidationReport(
         name=spec,
-        total=dataset.total,
-        good=good,
-        images=len(read) - len(broken),
+        total=len(problems) + len(good),
+        good=len(good),
+        images=images,
         problems=validate.by_reason(problems),
         details=validate.by_reason(problems, "detail"),
-        tokens=validate.percentiles(np.concatenate(lengths)),
-        images_most=int(bool(read)),
+        tokens=validate.percentiles(lengths),
+        images_most=int(images > 0),
         of="examples",
     )
 

@@ -66,12 +66,9 @@ class Dataset:
         self.name, self.config, self.settings = name, config, settings
         self.records, self.tokenizer = list(records), tokenizer
         self.total = len(records) + len(problems)
-        corpus, unfit = tokenize.encode(self.records, tokenizer, settings.num_patches)
-        corpus, broken = tokenize.with_readable_images(corpus, self.records, config.max_pixels)
-        bad = [*problems, *unfit, *broken]
+        corpus, pieces, bad, too_long = select(self.records, config, tokenizer, settings)
+        bad = [*problems, *bad]
         enforce(bad, self.total, config.on_bad_record, config.max_skip_fraction, name)
-        pieces, long = make_pieces(corpus, config, tokenizer, settings)
-        too_long = [Problem(self._record_id(corpus, i), *reason) for i, *reason in long]
         enforce(too_long, self.total, config.on_too_long, 1.0, name)
         self.problems = bad + too_long
         enforce(self.problems, self.total, "skip", config.max_skip_fraction, name)
@@ -436,6 +433,32 @@ class Dataset:
         other = np.arange(len(self.corpus.paths))
         other[cycle] = np.roll(cycle, 1)
         return other
+
+
+class Selected(NamedTuple):
+    """The records that a run can use, and the problems of the others."""
+
+    corpus: tokenize.Corpus
+    pieces: packing.Pieces
+    """Pieces of the usable records."""
+    bad: list[Problem]
+    """Records that ``data.on_bad_record`` is about."""
+    too_long: list[Problem]
+    """Records that ``data.on_too_long`` is about."""
+
+
+def select(
+    records: Sequence[Record], config: DataConfig, tokenizer: ChatTokenizer, settings: ModelInputs
+) -> Selected:
+    """Tokenize records and select those that can be used: in a run, and in `jaxvlm data check`.
+
+    Every image's header is read, and no image is decoded.
+    """
+    corpus, unfit = tokenize.encode(records, tokenizer, settings.num_patches)
+    corpus, broken = tokenize.with_readable_images(corpus, records, config.max_pixels)
+    pieces, long = make_pieces(corpus, config, tokenizer, settings)
+    too_long = [Problem(records[int(corpus.source[i])].id, *reason) for i, *reason in long]
+    return Selected(corpus, pieces, [*unfit, *broken], too_long)
 
 
 def make_pieces(

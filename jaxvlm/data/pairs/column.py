@@ -155,6 +155,16 @@ class Column:
         slots_shape = (len(kept), self._shape.images)
         return self._with_images(batch, inputs, slots_shape, shape[1], token_shape), failed
 
+    def problem(self, item: int) -> str:
+        """Reason why an item's image can't be in a batch, found by decoding it; "" if it can."""
+        try:
+            image = int(self.encoded.image[item])
+            if self.image_inputs and image >= 0:
+                self._check(self.image_inputs.get(image))
+            return ""
+        except ImageError as error:
+            return str(error)
+
     def _check(self, inputs: Sequence[ImageInput]) -> None:
         """Refuse an image that exceeds the batch's patches or slots, as its header didn't show."""
         pixels = inputs[0].pixels

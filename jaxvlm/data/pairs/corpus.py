@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.errors import DataError, Problem, enforce
+from jaxvlm.data.errors import NothingUsable, Problem, enforce
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs import collate_items
 from jaxvlm.data.pairs.collate_items import Collator, Encoded, Rejected
@@ -119,7 +119,8 @@ def make_corpus(
         collators: collators of queries and of documents.
 
     Raises:
-        DataError: too many examples can't be used, or none can.
+        DataError: too many examples can't be used.
+        NothingUsable: none can.
     """
     pairs, total = config.pairs, len(examples) + len(problems)
     instructions = {"query": pairs.query_instruction, "document": pairs.document_instruction}
@@ -149,7 +150,7 @@ def make_corpus(
     enforce(refused, total, config.on_bad_record, config.max_skip_fraction, name)
     if not kept:
         first = refused[0] if refused else "the data has none"
-        raise DataError(f"{name}: no usable example is left; {first}")
+        raise NothingUsable(f"{name}: no usable example is left; {first}", refused)
     return _build(name, kept, refused, config, collators, tables, encoded, scored)
 
 
