@@ -172,8 +172,11 @@ def test_cache_is_bounded(image, monkeypatch):
     assert images.get(paths[0]).digest != images.get(paths[1]).digest
 
 
+AVIF = ["avif"] if image_files.HAS_AVIF else []
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what it finds
-@pytest.mark.parametrize("kind", ["png", "jpg", "gif", "webp", "tiff", "bmp"])
+@pytest.mark.parametrize("kind", ["png", "jpg", "gif", "webp", "tiff", "bmp", *AVIF])
 def test_damaged_files_are_images_or_image_errors(kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     Image.fromarray(COLORS).save(path)
@@ -194,6 +197,28 @@ def test_damaged_files_are_images_or_image_errors(kind, tmp_path):
             assert "\n" not in str(error)
             refused += 1
     assert refused
+
+
+@pytest.mark.skipif(not AVIF, reason="this Pillow does not read AVIF")
+def test_avif_is_read(tmp_path):
+    path = str(tmp_path / "a.avif")
+    Image.new("RGB", (24, 16), (200, 30, 60)).save(path, quality=100)
+    assert image_files.check(path, 24 * 16) is None
+    assert image_files.check(path, 100) == "more than data.max_pixels=100 pixels"
+    pixels = image_files.load(path, image_files.squares(8)).astype(int)
+    assert abs(pixels - [200, 30, 60]).max() <= 4
+
+
+def test_avif_that_pillow_can_not_read_is_refused_by_a_package(tmp_path, monkeypatch):
+    """The files' first bytes, as ISO 23000-22 has them."""
+    monkeypatch.setattr(image_files, "HAS_AVIF", False)
+    monkeypatch.setattr(image_files, "FORMATS", ("JPEG", "PNG"))
+    for brand in (b"avif", b"avis"):
+        data = b"\0\0\0\x20ftyp" + brand + b"\0\0\0\0" + b"avifmif1miafMA1B"
+        (tmp_path / "a.png").write_bytes(data)
+        assert "pip install -U 'pillow>=11.3'" in image_files.check(str(tmp_path / "a.png"), 100)
+        with pytest.raises(ImageError, match="an AVIF image, which this Pillow can't read"):
+            image_files.load(str(tmp_path / "a.png"), image_files.squares(8))
 
 
 def test_what_can_be_read_without_end_is_refused(tmp_path):

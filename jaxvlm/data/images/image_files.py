@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8, UInt32
-from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError, ImageError
@@ -42,7 +42,9 @@ class Decoded(NamedTuple):
 MAX_SIDE = 65_535
 """Pixels of an image's longer side, the most that JPEG has. Resizing an image of 1 x 50,000,000
 pixels takes gigabytes, because the short side grows before the long one shrinks."""
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+HAS_AVIF = bool(features.check("avif"))
+"""Whether this Pillow reads AVIF; its wheels do from version 11.3."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(["AVIF"] if HAS_AVIF else []))
 """File formats that are decoded. Pillow reads more, but its EPS reader runs Ghostscript."""
 
 
@@ -337,7 +339,7 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     except MemoryError:
         raise ImageError("can't be decoded: not enough memory") from None
     except UnidentifiedImageError:
-        raise ImageError("not an image that Pillow can read") from None
+        raise ImageError(_unidentified(source)) from None
     except Image.DecompressionBombError:
         raise ImageError(f"more than data.max_pixels={max_pixels} pixels") from None
     except Exception as error:  # damaged headers make Pillow's plugins raise all kinds
@@ -350,6 +352,17 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
         image.close()
         raise ImageError(f"a side of more than {MAX_SIDE} pixels")
     return image
+
+
+def _unidentified(source: str | io.BytesIO) -> str:
+    """Why no reader took a file."""
+    head = source.getvalue()[:32] if isinstance(source, io.BytesIO) else b""
+    if isinstance(source, str):
+        with contextlib.suppress(OSError), open(source, "rb") as file:
+            head = file.read(32)
+    if not HAS_AVIF and head[4:8] == b"ftyp" and b"avi" in head[8:]:
+        return "an AVIF image, which this Pillow can't read; run `pip install -U 'pillow>=11.3'`"
+    return "not an image that Pillow can read"
 
 
 def _upright(image: Image.Image) -> Image.Image:

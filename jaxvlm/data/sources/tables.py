@@ -14,7 +14,7 @@ from jaxvlm.data.sources import conversation_formats, delimited, webdataset
 from jaxvlm.data.sources.conversation_formats import DEFAULT
 from jaxvlm.data.sources.fields import BadItem
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 """File extensions of images in a tar."""
 
 
