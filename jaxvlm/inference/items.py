@@ -13,6 +13,7 @@ from jaxvlm.data.conversations.tokenize import INSTRUCTION
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import tables
+from jaxvlm.data.sources.conversation_formats import id_of
 from jaxvlm.data.sources.fields import Allowed, BadItem
 from jaxvlm.evals.zero_shot import unit
 from jaxvlm.inference.encoder import Encoder
@@ -76,7 +77,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
             if bad := [n for n in _FIELDS[1:] if not isinstance(given.get(n, ""), str)]:
                 raise BadItem(f"{bad[0]!r} is not text")
             items.append(Item.of(text, record.locate(image) if image else "", instruction))
-            ids.append(str(given.get("id", "")))
+            ids.append(id_of(given.get("id"), ""))
             if ids[-1] in seen:
                 raise BadItem(f"id {ids[-1]!r} occurs twice; ids must be unique in the output")
             seen.update(ids[-1:] if ids[-1] else ())

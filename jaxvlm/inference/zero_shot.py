@@ -14,7 +14,7 @@ from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import tables
-from jaxvlm.data.sources.fields import Allowed, BadItem
+from jaxvlm.data.sources.fields import Allowed, BadItem, name_of
 from jaxvlm.evals import zero_shot
 from jaxvlm.inference.embed_corpus import EmbedConfig, in_memory
 from jaxvlm.inference.encoder import Encoder
@@ -73,13 +73,13 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
         try:
             fields = record.fields if isinstance(record.fields, dict) else {}
             allowed.refuse_others("record", fields, {"id", "image", "label"})
-            image, label = fields.get("image"), fields.get("label")
+            image, label = fields.get("image"), name_of(fields.get("label"))
             if not isinstance(image, str) or not image:
                 raise BadItem("no image: give its path as 'image'")
-            if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
+            if not label or isinstance(fields["label"], bool):
                 raise BadItem("no class: give its name as 'label'")
             items.append(Item.of("", record.locate(image)))
-            labels.append(str(label))
+            labels.append(label)
         except BadItem as bad:
             problems.append(Problem(record.where, bad.reason, bad.detail))
     refuse(name, problems)

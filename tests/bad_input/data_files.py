@@ -29,7 +29,7 @@ MESSAGES = {
     "images": ["good.png"],
     "messages": [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]},
-        {"role": "assistant", "content": "a dog"},
+        {"role": "assistant", "content": "a dog", "weight": 1},
     ],
 }
 PAIR = {
@@ -45,6 +45,15 @@ MESSAGE_PAIR = {
     "messages": [{"role": "user", "content": "a cat"}],
     "positive_messages": [[{"role": "user", "content": "cats"}]],
     "label": 1.0,
+}
+FLAG = {
+    "query": "a cat",
+    "pos": ["cats"],
+    "neg": ["dogs"],
+    "pos_scores": [1.5],
+    "neg_scores": [-1],
+    "prompt": "find ",
+    "type": "normal",
 }
 MMEB = {
     "qry": "<|image_1|> what",
@@ -91,6 +100,7 @@ def pairs(draw: st.DrawFn) -> tuple[str, bytes]:
         records(PAIR, ("positive", "image")),
         records(MMEB, ("qry_image_path",)),
         values.json_texts(MESSAGE_PAIR),
+        values.json_texts(FLAG),
     )
     return draw(_joined(one, PAIR))
 
@@ -196,7 +206,9 @@ def images(draw: st.DrawFn) -> tuple[str, bytes]:
     """(name, content) of an image file."""
     from PIL import Image
 
-    kind = draw(st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "head"]))
+    from jaxvlm.data.images import image_files
+
+    kind = draw(st.sampled_from([*image_files.FORMATS, "head"]))
     if kind == "head":
         width, height = draw(st.sampled_from([(0, 8), (1, 2**31 - 1), (70_000, 2), (7_000, 7_000)]))
         return "image.png", png(width, height, draw(st.binary(max_size=30)))

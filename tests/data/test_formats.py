@@ -9,6 +9,7 @@ import pytest
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.conversation_formats import Turn, read
+from jaxvlm.data.sources.fields import name_of
 from tests.data.conftest import llava
 
 QUESTION = "<image>what color is it?"  # no line break: see formats.tidy
@@ -76,14 +77,43 @@ BAD = {
     "both 'image' and 'images'": llava(image="a.png") | {"images": ["b.png"]},
     "both 'path' and 'url'": messages(part(path="a.png", url="b.png")),
     "an image with several names": messages("<image>", images=[{"path": "a", "url": "b"}]),
-    "a turn with a training weight other than 1": {
+    "a training weight other than 0 and 1": {
         "id": "x",
         "messages": [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "yes", "weight": 0},
+            {"role": "assistant", "content": "yes", "weight": 0.5},
         ],
     },
+    "a content part whose 'text' is not text": messages([{"type": "text", "text": None}]),
 }
+
+
+@pytest.mark.parametrize("make", [lambda x: llava(answer=x), lambda x: messages("hi", x)])
+def test_an_integer_is_its_digits_and_other_values_are_refused(make, write_json):
+    (record,), _ = read(write_json([make(-3)]))
+    assert record.turns[-1].content == "-3"
+    (record,), _ = read(write_json([messages([{"type": "text", "text": 7}])]))
+    assert record.turns[0].content == "7"
+    for value, detail in (
+        (True, 'true; write the words that are meant, such as "true"'),
+        (1.0, '1.0; write the words that are meant, such as "1.0"'),
+        (None, "null"),
+        ({"a": 1}, "dict"),
+    ):
+        _, (problem,) = read(write_json([make(value)]))
+        assert problem.detail == detail and "text" in problem.reason
+
+
+@pytest.mark.parametrize("same", [(1, 1.0, "1"), (0, 0.0, "0", -0.0), (10**22, 1e22)])
+def test_a_number_is_one_name_however_it_is_written(same):
+    assert len({name_of(value) for value in same}) == 1
+    assert name_of(same[-1]) == str(same[0])
+
+
+def test_names_that_differ_stay_apart():
+    names = [name_of(value) for value in (1, "1.0", "01", 1.5, "a", " a", True, "True", 10**22 + 1)]
+    assert len(set(names)) == len(names) and None not in names
+    assert [name_of(value) for value in (float("nan"), float("inf"), [1], {}, None)] == [None] * 5
 
 
 def test_fields_that_say_nothing_are_no_harm(write_json):

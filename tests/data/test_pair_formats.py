@@ -123,6 +123,20 @@ def test_scores_labels_tasks_and_instructions(write_json):
     assert found[-2].positive.instruction == "shown"
 
 
+def test_labels_and_ids_are_compared_by_one_function(write_json):
+    rows = [good(label=1, id=7), good(label=1.0, id=8.0), good(label="1"), good(label="1.0")]
+    found, problems = pair_formats.read(write_json(rows))
+    assert [example.label for example in found] == ["1", "1", "1", "1.0"] and not problems
+    assert [example.id for example in found[:2]] == ["7", "8"]
+    with pytest.raises(DataError, match="ids that several records share: 7 "):
+        pair_formats.read(write_json([good(id=7), good(id=7.0)]))
+    _, problems = pair_formats.read(write_json([good(label=float("nan")), good(id=float("nan"))]))
+    assert [problem.reason for problem in problems] == [
+        "'label' is neither text nor a number",
+        "an id that is neither text nor a number",
+    ]
+
+
 def good(**more):
     return {"query": "a", "positive": "b"} | more
 
@@ -164,6 +178,12 @@ BAD = {
         "images": ["a.png", "b.png"],
         "positive_messages": [user("a")],
     },
+    "'type' is not normal": {"query": "a", "pos": ["b"], "type": "only_1neg"},
+    "'pos_scores' and 'neg_scores' need one score for each text": {
+        "query": "a",
+        "pos": ["b", "c"],
+        "pos_scores": [1],
+    },
     "'messages' is not a user turn, or a system and a user turn": {
         "messages": [*user("a"), {"role": "assistant", "content": "b"}],
         "positive_messages": [user("a")],
@@ -178,6 +198,21 @@ BAD = {
         "positive_images": [["a.png"], ["b.png"]],
     },
 }
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        good(query_image=["a.png", "b.png"]),
+        good(positive={"text": "b", "image": ["a.png", "b.png"]}),
+        good(negative_images=[["a.png", "b.png"]]),
+        {"qry": "a", "qry_image_path": ["a.png", "b.png"], "pos_text": "b"},
+    ],
+)
+def test_several_images_in_an_item_are_refused_with_a_way_out(bad, write_json):
+    found, (problem,) = pair_formats.read(write_json([bad]))
+    assert not found and problem.reason == "several images in one item"
+    assert "2 images; put them into one image file, or into an item each" in problem.detail
 
 
 @pytest.mark.parametrize("reason", BAD)

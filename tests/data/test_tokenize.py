@@ -293,3 +293,40 @@ def test_an_end_token_that_is_not_special_is_refused_in_text():
     ]
     with pytest.raises(ConfigError, match=r"the prompt contains the special token \[END\]"):
         prompts._ids([], "red?[END]", ours, None)  # what `generate` and `eval` tokenize
+
+
+@pytest.mark.parametrize("rounds", [1, 40])
+def test_an_answer_that_is_not_trained_is_read_and_has_no_loss(rounds, word_tokenizer):
+    turns = rounds * (
+        Turn("user", "is it red?"),
+        Turn("assistant", "no", trained=False),
+        Turn("user", "is it blue?"),
+        Turn("assistant", "yes"),
+    )
+    both = Record("both", tuple(turn._replace(trained=True) for turn in turns), ())
+    corpus, _ = tokenize.encode([both, Record("one", turns, ())], word_tokenizer, 4)
+    (all_tokens, all_loss), (tokens, loss) = (
+        (corpus.tokens[span], corpus.loss[span])
+        for span in map(slice, corpus.first.tolist(), corpus.last.tolist())
+    )
+    np.testing.assert_array_equal(tokens, all_tokens)
+    assert word_tokenizer.decode(all_tokens[all_loss]).split() == rounds * ["no", "yes"]
+    assert word_tokenizer.decode(tokens[loss]).split() == rounds * ["yes"]
+
+
+def test_a_template_that_rewrites_earlier_answers_takes_the_last(marked):
+    """As templates of thinking models, which begin the last answer alone with a thought."""
+    ours, _ = marked
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n"
+        "{{ '<think>' if m.role == 'assistant' and loop.last }}{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n<think>{% endif %}"
+    )
+    ours = chat_tokenizer.ChatTokenizer(ours.backend, template, ours.special)
+    turns = [Turn("user", "a"), Turn("assistant", "bb"), Turn("user", "a"), Turn("assistant", "c")]
+    _, problems = tokenize.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert [problem.reason for problem in problems] == ["the chat template rewrites earlier turns"]
+    turns[1] = turns[1]._replace(trained=False)
+    corpus, problems = tokenize.encode([Record("x", tuple(turns), ())], ours, 4)
+    assert not problems
+    assert ours.decode(corpus.tokens[corpus.loss], skip_special=False) == "c<|end|>"

@@ -233,7 +233,7 @@ def _render(
         text = render(turns)
         spans = []
         for i, turn in enumerate(turns):
-            if turn.role == "assistant":
+            if turn.role == "assistant" and turn.trained:
                 head = render(turns[:i], add_generation_prompt=True)
                 end = _turn_end(turns, i, text, tokenizer, render)
                 if not text.startswith(head) or end < len(head):

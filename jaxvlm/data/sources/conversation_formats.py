@@ -6,6 +6,7 @@ A format is a function in ``FORMATS``, chosen by the key that an item has: ``con
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension, json_text
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import custom_format, fields
-from jaxvlm.data.sources.fields import Allowed, BadItem, is_empty
+from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 
 DEFAULT = DataConfig()
 PLACEHOLDER = "<image>"
@@ -31,13 +32,14 @@ _LLAVA_ROLES = {
 _ROLES = ("system", "user", "assistant")
 _LISTS_OF_IMAGES = ("images", "image")
 _FIELDS_OF_IMAGE = ("path", "url", "image", "bytes")
+_NAMES_OF_IMAGE = ("image", "path", "url", "image_url")
 _FIELDS_OF_PART = {
-    "text": ("type", "text"),
-    "image": ("type", "image", "path", "url", "image_url"),
-    "image_url": ("type", "image", "path", "url", "image_url"),
+    "text": frozenset(["type", "text"]),
+    "image": frozenset(["type", *_NAMES_OF_IMAGE]),
+    "image_url": frozenset(["type", *_NAMES_OF_IMAGE]),
 }
-_TRAINED = {"loss", "train", "weight"}
-"""A turn's own training weight; only a weight of 1 is the same as what jaxvlm does."""
+_TRAINED = frozenset(["loss", "loss_scale", "loss_weight", "train", "weight"])
+"""Fields of a turn or a content part that say whether it is trained: 1 or true, 0 or false."""
 MAX_TURNS = 512
 """Turns of a conversation. Each answer's place is found by rendering what comes before it, so the
 work grows with the square of the turns: 2,000 turns took 20 seconds."""
@@ -51,6 +53,8 @@ class Turn(NamedTuple):
     """system | user | assistant."""
     content: str
     """Text, with one ``<image>`` for each image."""
+    trained: bool = True
+    """Whether the loss covers the turn, if it is an assistant's; it covers no other."""
 
 
 class Record(NamedTuple):
@@ -181,7 +185,7 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path, allowed: 
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("images named both in the content and in 'images'")
     images = [i for i in inline if i] or named
-    turns = [Turn(turn.role, tidy(turn.content)) for turn in turns]
+    turns = [turn._replace(content=tidy(turn.content)) for turn in turns]
     return _checked_record(Record(identifier, tuple(turns), tuple(images)), root)
 
 
@@ -192,7 +196,7 @@ def _checked_record(record: Record, root: pathlib.Path) -> Record:
     if count == 0 and len(images) == 1:
         # As in LLaVA's own files, the image goes before the first question.
         first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-        turns[first] = Turn(turns[first].role, f"{PLACEHOLDER}{turns[first].content}")
+        turns[first] = turns[first]._replace(content=f"{PLACEHOLDER}{turns[first].content}")
         count = 1
     if count != len(images):
         detail = f"{count} placeholders, {len(images)} images"
@@ -217,12 +221,13 @@ def _own_record(record: Record, root: pathlib.Path) -> Record:
 
 def id_of(value: Any, where: str) -> str:
     """Return a record's id as printable text, or ``where`` if it has none; raises BadItem."""
-    if value is None:
+    if is_empty(value):
         return where
-    if isinstance(value, dict | list):
+    name = name_of(value)
+    if name is None:
         raise BadItem("an id that is neither text nor a number")
-    check_unicode(str(value))
-    return str(value)
+    check_unicode(name)
+    return name
 
 
 def tidy(text: str) -> str:
@@ -243,7 +248,9 @@ def _check_turns(turns: list[Turn]) -> None:
     answers = [turn for turn in turns if turn.role == "assistant"]
     if not answers:
         raise BadItem("no assistant turn")
-    if not any(turn.content.strip() for turn in answers):
+    if not any(turn.trained for turn in answers):
+        raise BadItem("no assistant turn that is trained")
+    if not any(turn.content.strip() for turn in answers if turn.trained):
         raise BadItem("every assistant turn is empty")
     if any(PLACEHOLDER in turn.content for turn in answers):
         raise BadItem("an image in an assistant turn")
@@ -277,24 +284,56 @@ def _conversation(raw: Any, parse: ParseTurn, allowed: Allowed) -> tuple[list[Tu
     return turns, inline
 
 
-def _check_fields(entry: dict[str, Any], read: set[str], allowed: Allowed) -> None:
-    """Refuse a turn that says something that jaxvlm does not do; raises BadItem."""
-    allowed.refuse_others("turn", entry, read | _TRAINED)
-    if any(entry.get(key) not in (None, 1, True) for key in _TRAINED):
-        raise BadItem("a turn with a training weight other than 1")
+def _text(value: Any, reason: str) -> str:
+    """Text as a record gives it, or an integer's digits; raises BadItem with ``reason``."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, bool | float):  # true, True or yes? 1, 1.0 or 1e0?
+        written = json.dumps(value)
+        raise BadItem(reason, f'{written}; write the words that are meant, such as "{written}"')
+    raise BadItem(reason, "null" if value is None else type(value).__name__)
+
+
+def _own_weight(item: dict[str, Any], is_answer: bool) -> bool | None:
+    """Whether a turn, or a part of it, says that it is trained; None if it says nothing.
+
+    Args:
+        item: its fields.
+        is_answer: whether it is the assistant's; nothing else can be trained.
+
+    Raises:
+        BadItem: it asks for what jaxvlm does not do.
+    """
+    given = {key: item[key] for key in sorted(_TRAINED) if not is_empty(item.get(key))}
+    if not given:
+        return None
+    detail = ", ".join(f"{key}: {value!r}"[:60] for key, value in given.items())
+    if any(value not in (0, 1) for value in given.values()) or len(set(given.values())) > 1:
+        raise BadItem("a training weight other than 0 and 1", detail)
+    trained = 1 in given.values()
+    if trained and not is_answer:
+        raise BadItem("a turn that is to be trained and is not the assistant's", detail)
+    return trained
+
+
+def _is_trained(entry: dict[str, Any], role: str) -> bool:
+    """``Turn.trained`` of a turn; raises BadItem."""
+    is_answer = role == "assistant"
+    return _own_weight(entry, is_answer) is not False or not is_answer
 
 
 def _llava_turn(entry: dict[str, Any], allowed: Allowed) -> tuple[Turn, list[str]]:
-    _check_fields(entry, {"from", "value"}, allowed)
+    allowed.refuse_others("turn", entry, _TRAINED | {"from", "value"}, OF_TURN)
     role = entry.get("from")
     if role is None:
         raise BadItem("a turn without 'from'")
     if not isinstance(role, str) or role not in _LLAVA_ROLES:
-        raise BadItem("unknown role", repr(role))
-    value = entry.get("value")
-    if not isinstance(value, str):
-        raise BadItem("a turn whose 'value' is not text")
-    return Turn(_LLAVA_ROLES[role], value), []
+        raise BadItem("unknown role", repr(role)[:60])
+    role = _LLAVA_ROLES[role]
+    value = _text(entry.get("value"), "a turn whose 'value' is not text")
+    return Turn(role, value, _is_trained(entry, role)), []
 
 
 def message_turn(
@@ -313,37 +352,38 @@ def message_turn(
     Raises:
         BadItem: the message is invalid; the reason says why.
     """
-    _check_fields(entry, {"role", "content"}, allowed)
+    allowed.refuse_others("turn", entry, _TRAINED | {"role", "content"}, OF_TURN)
     role = entry.get("role")
     if role is None:
         raise BadItem("a turn without 'role'")
     if role not in _ROLES:
-        raise BadItem("unknown role", repr(role))
+        raise BadItem("unknown role", repr(role)[:60])
+    trained, is_answer = _is_trained(entry, role), role == "assistant"
     content = entry.get("content")
-    if isinstance(content, str):
-        return Turn(role, content), []
     if not isinstance(content, list):
-        raise BadItem("a turn whose 'content' is neither text nor a list")
+        text = _text(content, "a turn whose 'content' is neither text nor a list")
+        return Turn(role, text, trained), []
     parts, names = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in _FIELDS_OF_PART:
-            allowed.refuse_others("content part", part, _FIELDS_OF_PART[kind])
-        if kind == "text" and isinstance(part.get("text"), str):
-            if PLACEHOLDER in part["text"]:
+        if not isinstance(kind, str) or kind not in _FIELDS_OF_PART:
+            raise BadItem("a content item of unknown type", repr(kind)[:60])
+        allowed.refuse_others("content part", part, _TRAINED | _FIELDS_OF_PART[kind], OF_IMAGE)
+        if _own_weight(part, is_answer) not in (None, trained and is_answer):
+            raise BadItem("a content part that is trained otherwise than its turn", str(part)[:60])
+        if kind == "text":
+            parts.append(_text(part.get("text"), "a content part whose 'text' is not text"))
+            if PLACEHOLDER in parts[-1]:
                 raise BadItem("'<image>' written inside a content list's text")
-            parts.append(part["text"])
-        elif kind in ("image", "image_url"):
+        else:
             parts.append(PLACEHOLDER)
             names.append(_inline_name(part, allowed))
-        else:
-            raise BadItem("a content item of unknown type", repr(kind)[:60])
-    return Turn(role, "".join(parts)), names
+    return Turn(role, "".join(parts), trained), names
 
 
 def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:
     """File that an image part names; "" if it takes the next of the record's 'images'."""
-    given = [key for key in _FIELDS_OF_PART["image"][1:] if not is_empty(part.get(key))]
+    given = [key for key in _NAMES_OF_IMAGE if not is_empty(part.get(key))]
     if len(given) > 1:
         raise BadItem(f"both {' and '.join(map(repr, given))}; which one is meant?")
     return _image_name(part[given[0]], allowed) if given else ""
@@ -352,7 +392,7 @@ def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:
 def _image_name(value: Any, allowed: Allowed) -> str:
     """File that a name, or an object with one name, stands for."""
     if isinstance(value, dict):
-        allowed.refuse_others("image", value, _FIELDS_OF_IMAGE)
+        allowed.refuse_others("image", value, _FIELDS_OF_IMAGE, OF_IMAGE)
         given = [value[key] for key in _FIELDS_OF_IMAGE if not is_empty(value.get(key))]
         if len(given) > 1:
             raise BadItem("an image with several names or contents; which one is meant?")

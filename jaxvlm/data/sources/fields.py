@@ -8,25 +8,37 @@ empty, or a reason to refuse the record.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
-HARMLESS = frozenset(
-    [
-        # Which record it is. (``id`` itself is read.)
-        *("_id", "uid", "uuid", "guid", "idx", "index", "question_id", "sample_id", "image_id"),
-        # Where the record comes from.
+HARMLESS: dict[str, tuple[str, ...]] = {
+    "which record it is": (
+        *("_id", "uid", "uuid", "guid", "idx", "index"),
+        *("question_id", "sample_id", "image_id"),
+    ),
+    "where it comes from": (
         *("source", "data_source", "dataset", "dataset_name", "dataset_id", "subset", "split"),
         *("license", "author", "annotator", "annotator_id", "created_at", "timestamp"),
-        # What it is about.
-        *("category", "topic", "domain", "difficulty", "language", "lang"),
-        # The size of its image, which is read from the image itself.
+    ),
+    "what it is about": ("category", "topic", "domain", "difficulty", "language", "lang"),
+    "the size of its image, which is read from the image": (
         *("height", "width", "image_height", "image_width"),
-        # Notes in any form.
-        *("metadata", "meta", "comment", "comments"),
-    ]
+    ),
+    "notes": ("metadata", "meta", "comment", "comments"),
+}
+"""What a field of these names says -> the names: it can't mean that a record is trained otherwise.
+(``id`` is read.)"""
+OF_RECORD: frozenset[str] = frozenset().union(*HARMLESS.values())
+"""Harmless names of a record's fields, and of an item's that is an object."""
+OF_TURN = OF_RECORD - {"index", "image_id"}
+"""Harmless names of a turn's fields; those left out may choose its image."""
+OF_IMAGE = frozenset(
+    HARMLESS["the size of its image, which is read from the image"] + HARMLESS["notes"]
 )
-"""Names of fields that describe a record and can't mean that it is trained otherwise."""
+"""Harmless names of a content part's or an image's fields. Others choose the image: Anthropic's
+``source`` has its content."""
 
 
 class BadItem(Exception):
@@ -47,25 +59,54 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | bytes | list | dict) and not value)
 
 
+def name_of(value: Any) -> str | None:
+    """The one text of an id or a label, by which two of them are the same or different.
+
+    A number is its shortest decimal text, so that 1, 1.0 and "1" are one name, whatever wrote the
+    file. Text is compared as it is: "1.0" and "01" are names of their own.
+
+    Args:
+        value: what a record gives.
+
+    Returns:
+        The text; ``None`` for what is neither text nor a finite number nor true or false.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        number = float(value)
+        return str(int(number)) if number.is_integer() else repr(number)
+    return value if isinstance(value, str) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Allowed:
     """Fields that may occur beside those that are read."""
 
-    ignored: frozenset[str] = HARMLESS
-    """Names of fields that are passed over, at every level of a record."""
+    ignored: frozenset[str] = frozenset()
+    """Names of fields that are passed over at every level of a record."""
 
     @classmethod
     def of(cls, ignored_fields: Collection[str]) -> Allowed:
-        """Return the harmless fields and those of ``data.ignored_fields``."""
-        return cls(HARMLESS | frozenset(ignored_fields))
+        """Return the fields of ``data.ignored_fields``."""
+        return cls(frozenset(ignored_fields))
 
-    def refuse_others(self, level: str, item: Mapping[str, Any], read: Collection[str]) -> None:
+    def refuse_others(
+        self,
+        level: str,
+        item: Mapping[str, Any],
+        read: Collection[str],
+        harmless: Collection[str] = OF_RECORD,
+    ) -> None:
         """Refuse an item with a field that is neither read nor passed over, unless it is empty.
 
         Args:
             level: what the item is: 'record', 'turn', 'content part', ...
             item: the fields.
             read: names of the fields that are read.
+            harmless: names that are harmless at this level.
 
         Raises:
             BadItem: the item has such a field; the detail names it.
@@ -73,7 +114,7 @@ class Allowed:
         others = sorted(
             str(name)
             for name, value in item.items()
-            if name not in read and name not in self.ignored and value not in (None, "", [], {})
+            if not (name in read or name in harmless or name in self.ignored or is_empty(value))
         )
         if others:
             raise BadItem(

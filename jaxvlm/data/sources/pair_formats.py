@@ -17,7 +17,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, custom_format, tables
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
-from jaxvlm.data.sources.fields import Allowed, BadItem, is_empty
+from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, is_empty, name_of
 
 _ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
 """sentence-transformers' columns -> jaxvlm's fields."""
@@ -39,7 +39,7 @@ class Group(NamedTuple):
     query: Item
     positives: Sequence[Item]
     negatives: Sequence[Item]
-    label: Any = None
+    label: str = ""
     scores: Sequence[Any] = ()
 
 
@@ -141,8 +141,7 @@ def _examples(
         raise BadItem("no positive")
     count = len(group.positives)
     scores = _scores(group.scores, count, len(group.negatives))
-    label = "" if group.label is None else str(group.label)
-    label = label or (f"id:{identifier}" if count > 1 else "")
+    label = group.label or (f"id:{identifier}" if count > 1 else "")
     task = _text(item.get("task", raw.task), "task")
     return [
         Example(
@@ -210,13 +209,22 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
     if isinstance(image, dict):
         if image.get("bytes") is not None:
             raise BadItem("an image embedded in the table; give files, or tar shards", name)
-        context.allowed.refuse_others(f"image of '{name}'", image, {"path", "bytes"})
+        context.allowed.refuse_others(f"image of '{name}'", image, {"path", "bytes"}, OF_IMAGE)
         image = image.get("path")
+    if isinstance(image, list):
+        if len(image) > 1:
+            raise _several_images(name, len(image))
+        image = image[0] if image else None
     file = context.locate(conversation_formats.file_name(image)) if not is_empty(image) else ""
     try:
         return Item.of(_text(text or "", name), file, instruction)
     except BadItem as bad:
         raise BadItem(bad.reason, f"{name}, {bad.detail}" if bad.detail else name) from None
+
+
+def _several_images(name: str, count: int) -> BadItem:
+    detail = f"{name}, {count} images; put them into one image file, or into an item each"
+    return BadItem("several images in one item", detail)
 
 
 def _items(texts: Any, images: Any, instruction: str, context: Context, name: str) -> list[Item]:
@@ -230,10 +238,15 @@ def _items(texts: Any, images: Any, instruction: str, context: Context, name: st
     return [_item(w, f, instruction, context, name) for w, f in zip(words, files, strict=True)]
 
 
+def _check_one_query(item: Mapping[str, Any], name: str) -> None:
+    if isinstance(item.get(name), list):
+        raise BadItem(f"'{name}' is a list; a record has one query")
+
+
 def _own_format(item: dict[str, Any], context: Context) -> Group:
     """Parse jaxvlm's own fields (``query``, ``positive``, ``negatives``, images) and those of
     sentence-transformers."""
-    is_similarity = "sentence1" in item and "query" not in item
+    is_similarity = ("sentence1" in item or "anchor" in item) and "query" not in item
     for theirs, ours in _ALIASES.items():
         if (value := _one_of(item, theirs, ours)) is not None:
             item[ours] = value
@@ -245,9 +258,7 @@ def _own_format(item: dict[str, Any], context: Context) -> Group:
         if instruction["query"]:
             raise BadItem("both 'instruction' and 'query_instruction'; which one is meant?")
         instruction["query"] = _text(item["instruction"], "instruction")
-    for name in ("query", "query_image"):
-        if isinstance(item.get(name), list):
-            raise BadItem(f"'{name}' is a list; a record has one query")
+    _check_one_query(item, "query")
     query = _item(
         item.get("query"), item.get("query_image"), instruction["query"], context, "query"
     )
@@ -266,13 +277,15 @@ def _own_format(item: dict[str, Any], context: Context) -> Group:
     scores = _list(_one_of(item, "score", "scores"))
     if is_similarity and not scores:  # sentence-transformers' label is the similarity
         label, scores = None, _list(label)
-    return Group(query, positives, negatives, _checked(label), scores)
+    return Group(query, positives, negatives, _label(label), scores)
 
 
-def _checked(label: Any) -> Any:
-    if isinstance(label, list | dict):
-        raise BadItem("'label' is neither text nor a number")
-    return label
+def _label(value: Any) -> str:
+    """A label as text, by which examples are of one group; "" is none."""
+    name = "" if value is None else name_of(value)
+    if name is None:
+        raise BadItem("'label' is neither text nor a number", repr(value)[:60])
+    return name
 
 
 def _mmeb(item: dict[str, Any], context: Context) -> Group:
@@ -288,9 +301,7 @@ def _mmeb(item: dict[str, Any], context: Context) -> Group:
         value = item.get(name)
         return [replaced(text) for text in value] if isinstance(value, list) else replaced(value)
 
-    for name in ("qry", "qry_image_path"):
-        if isinstance(item.get(name), list):
-            raise BadItem(f"'{name}' is a list; a record has one query")
+    _check_one_query(item, "qry")
     query = _item(column("qry"), item.get("qry_image_path"), "", context, "qry")
     positives = _items(column("pos_text"), item.get("pos_image_path"), "", context, "pos_text")
     # A list of only "" means that there is none.
@@ -298,7 +309,27 @@ def _mmeb(item: dict[str, Any], context: Context) -> Group:
     texts, images = (values if any(values) else [] for values in columns)
     negatives = _items(texts, images, "", context, "neg_text")
     scores = _list(_one_of(item, "score", "scores"))
-    return Group(query, positives, negatives, _checked(item.get("label")), scores)
+    return Group(query, positives, negatives, _label(item.get("label")), scores)
+
+
+def _flag_embedding(item: dict[str, Any], context: Context) -> Group:
+    """Parse FlagEmbedding's fields. Source: its examples/finetune/embedder/README.md."""
+    if (kind := item.get("type", "normal")) != "normal":
+        # Its other types take no negatives from the batch, or give documents an instruction.
+        detail = f"{str(kind)[:60]}; data.ignored_fields can pass over it"
+        raise BadItem("'type' is not normal", detail)
+    _check_one_query(item, "query")
+    prompt = _text(item.get("prompt", ""), "prompt")
+    query = _item(item.get("query"), None, prompt, context, "query")
+    positives, negatives = (_items(item.get(k), None, "", context, k) for k in ("pos", "neg"))
+    scores = {kind: _list(item.get(f"{kind}_scores")) for kind in ("pos", "neg")}
+    counts = {"pos": len(positives), "neg": len(negatives)}
+    if any(scores.values()) and counts != {kind: len(given) for kind, given in scores.items()}:
+        detail = ", ".join(
+            f"{len(scores[k])} scores of {n} texts in '{k}'" for k, n in counts.items()
+        )
+        raise BadItem("'pos_scores' and 'neg_scores' need one score for each text", detail)
+    return Group(query, positives, negatives, scores=[*scores["pos"], *scores["neg"]])
 
 
 def _messages(item: dict[str, Any], context: Context) -> Group:
@@ -316,7 +347,7 @@ def _messages(item: dict[str, Any], context: Context) -> Group:
         )
     # ms-swift's label is the similarity of the two, or whether they match.
     scores = _list(_one_of(item, "label", "score", "scores"))
-    return Group(query, parsed[0], parsed[1], None, scores)
+    return Group(query, parsed[0], parsed[1], scores=scores)
 
 
 def _message_item(messages: Any, images: Any, context: Context, name: str) -> Item:
@@ -330,7 +361,7 @@ def _message_item(messages: Any, images: Any, context: Context, name: str) -> It
     turn, inline = parsed[-1]
     files = [file for file in inline if file] or _list(images)
     if len(files) > 1:
-        raise BadItem("several images in one item", name)
+        raise _several_images(name, len(files))
     instruction = parsed[0][0].content if len(parsed) > 1 else ""
     return _item(turn.content, files[0] if files else None, instruction, context, name)
 
@@ -340,6 +371,11 @@ FORMATS: dict[str, tuple[Callable[[dict[str, Any], Context], Group], frozenset[s
         _mmeb,
         _COMMON
         | {"qry", "qry_image_path", "pos_text", "pos_image_path", "neg_text", "neg_image_path"},
+    ),
+    "pos": (
+        _flag_embedding,
+        frozenset(["id", "task", "query", "pos", "neg", "pos_scores", "neg_scores"])
+        | {"prompt", "type"},
     ),
     "positive_messages": (
         _messages,
