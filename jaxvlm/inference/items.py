@@ -72,7 +72,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
             given = {field: value for field, value in record.fields.items() if value is not None}
-            allowed.refuse_others("record", given, _FIELDS)
+            given = allowed.fields_of("record", given, _FIELDS)
             text, image, instruction = (given.get(field, "") for field in _FIELDS[1:])
             if bad := [n for n in _FIELDS[1:] if not isinstance(given.get(n, ""), str)]:
                 raise BadItem(f"{bad[0]!r} is not text")

@@ -72,7 +72,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
     for record in raw:
         try:
             fields = record.fields if isinstance(record.fields, dict) else {}
-            allowed.refuse_others("record", fields, {"id", "image", "label"})
+            fields = allowed.fields_of("record", fields, {"id", "image", "label"})
             image, label = fields.get("image"), name_of(fields.get("label"))
             if not isinstance(image, str) or not image:
                 raise BadItem("no image: give its path as 'image'")

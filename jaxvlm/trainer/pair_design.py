@@ -59,8 +59,9 @@ def _judge_scores(config: Config, dataset: PairDataset) -> str:
     low, high = float(score.min()), float(score.max())
     if name not in _SCORED:
         raise DataError(
-            f"{dataset.name}: config.loss.name={name!r} does not read scores; leave them out with "
-            "config.data.ignored_fields=('score', 'scores'), or use one of "
+            f"{dataset.name}: config.loss.name={name!r} does not read scores; leave the field out "
+            "that has them ('score', 'scores', 'label', 'pos_scores' and 'neg_scores') with "
+            "config.data.ignored_fields, which trains every pair as a match, or use one of "
             f"{', '.join(_SCORED)}"
         )
     if name == "cosine" and not -1 <= low <= high <= 1:

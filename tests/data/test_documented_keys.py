@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxvlm.config import DataConfig
 from jaxvlm.data.sources import conversation_formats, fields, pair_formats
 from tests.bad_input import values
 from tests.data import documented_keys as documented
@@ -113,6 +114,22 @@ def test_a_name_that_may_choose_an_image_is_not_harmless_in_a_part(name, write_j
     _, (problem,) = conversation_formats.read(write_json([record]))
     assert problem.detail == name and "of the content part" in problem.reason
     assert conversation_formats.read(write_json([chat(**{name: 1})]))[0]
+
+
+@pytest.mark.parametrize(
+    ("record", "ignored", "said"),
+    [
+        (documented.answer(weight=0.5), ("weight",), documented.TWICE),
+        (documented.answered(train=False), ("train",), "user: hi | assistant: hi"),
+        (image(path="a.png", url="b.png"), ("url",), documented.SEEN),
+        (image(image={"path": "a.png", "bytes": "x"}), ("bytes",), documented.SEEN),
+    ],
+)
+def test_a_field_that_could_be_read_is_ignored_at_every_level(record, ignored, said, write_json):
+    path = write_json([record])
+    assert not conversation_formats.read(path)[0]
+    (read,), _ = conversation_formats.read(path, DataConfig(ignored_fields=ignored))
+    assert documented.shown(read) == said
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path, allowed: 
         raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
-    allowed.refuse_others("record", item, {"id", keys[0], *_LISTS_OF_IMAGES})
+    item = allowed.fields_of("record", item, {"id", keys[0], *_LISTS_OF_IMAGES})
     turns, inline = FORMATS[keys[0]](item, allowed)
     named = _listed(item, allowed)
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
@@ -325,7 +325,7 @@ def _is_trained(entry: dict[str, Any], role: str) -> bool:
 
 
 def _llava_turn(entry: dict[str, Any], allowed: Allowed) -> tuple[Turn, list[str]]:
-    allowed.refuse_others("turn", entry, _TRAINED | {"from", "value"}, OF_TURN)
+    entry = allowed.fields_of("turn", entry, _TRAINED | {"from", "value"}, OF_TURN)
     role = entry.get("from")
     if role is None:
         raise BadItem("a turn without 'from'")
@@ -352,7 +352,7 @@ def message_turn(
     Raises:
         BadItem: the message is invalid; the reason says why.
     """
-    allowed.refuse_others("turn", entry, _TRAINED | {"role", "content"}, OF_TURN)
+    entry = allowed.fields_of("turn", entry, _TRAINED | {"role", "content"}, OF_TURN)
     role = entry.get("role")
     if role is None:
         raise BadItem("a turn without 'role'")
@@ -368,7 +368,8 @@ def message_turn(
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in _FIELDS_OF_PART:
             raise BadItem("a content item of unknown type", repr(kind)[:60])
-        allowed.refuse_others("content part", part, _TRAINED | _FIELDS_OF_PART[kind], OF_IMAGE)
+        read = _TRAINED | _FIELDS_OF_PART[kind]
+        part = allowed.fields_of("content part", part, read, OF_IMAGE)
         if _own_weight(part, is_answer) not in (None, trained and is_answer):
             raise BadItem("a content part that is trained otherwise than its turn", str(part)[:60])
         if kind == "text":
@@ -392,7 +393,7 @@ def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:
 def _image_name(value: Any, allowed: Allowed) -> str:
     """File that a name, or an object with one name, stands for."""
     if isinstance(value, dict):
-        allowed.refuse_others("image", value, _FIELDS_OF_IMAGE, OF_IMAGE)
+        value = allowed.fields_of("image", value, _FIELDS_OF_IMAGE, OF_IMAGE)
         given = [value[key] for key in _FIELDS_OF_IMAGE if not is_empty(value.get(key))]
         if len(given) > 1:
             raise BadItem("an image with several names or contents; which one is meant?")

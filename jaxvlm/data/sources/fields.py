@@ -93,14 +93,14 @@ class Allowed:
         """Return the fields of ``data.ignored_fields``."""
         return cls(frozenset(ignored_fields))
 
-    def refuse_others(
+    def fields_of(
         self,
         level: str,
         item: Mapping[str, Any],
         read: Collection[str],
         harmless: Collection[str] = OF_RECORD,
-    ) -> None:
-        """Refuse an item with a field that is neither read nor passed over, unless it is empty.
+    ) -> dict[str, Any]:
+        """Return an item's fields that are read, and refuse others that are not passed over.
 
         Args:
             level: what the item is: 'record', 'turn', 'content part', ...
@@ -108,13 +108,18 @@ class Allowed:
             read: names of the fields that are read.
             harmless: names that are harmless at this level.
 
+        Returns:
+            The fields in ``read``, without those that are ignored.
+
         Raises:
-            BadItem: the item has such a field; the detail names it.
+            BadItem: the item has a field that is neither read nor harmless, ignored or empty; the
+                detail names it.
         """
+        given = {name: value for name, value in item.items() if name not in self.ignored}
         others = sorted(
             str(name)
-            for name, value in item.items()
-            if not (name in read or name in harmless or name in self.ignored or is_empty(value))
+            for name, value in given.items()
+            if not (name in read or name in harmless or is_empty(value))
         )
         if others:
             raise BadItem(
@@ -122,6 +127,7 @@ class Allowed:
                 "over it",
                 ", ".join(others),
             )
+        return {name: value for name, value in given.items() if name in read}
 
 
 DEFAULT = Allowed()

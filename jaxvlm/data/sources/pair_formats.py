@@ -135,7 +135,7 @@ def _examples(
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
     parse, known = FORMATS[keys[0]] if keys else (_own_format, OWN_FIELDS)
     numbered = [] if keys else [name for name in item if _known(name)]
-    allowed.refuse_others("record", item, known.union(numbered))
+    item = allowed.fields_of("record", item, known.union(numbered))
     group = parse(item, Context(raw.locate, allowed))
     if not group.positives:
         raise BadItem("no positive")
@@ -201,7 +201,7 @@ def _one_of(item: Mapping[str, Any], *names: str) -> Any:
 def _item(text: Any, image: Any, instruction: str, context: Context, name: str) -> Item:
     """Build one item; ``text`` may be an object with text and image; raises BadItem."""
     if isinstance(text, dict):
-        context.allowed.refuse_others(f"'{name}'", text, {"text", "image", "instruction"})
+        text = context.allowed.fields_of(f"'{name}'", text, {"text", "image", "instruction"})
         if image is not None and text.get("image"):
             raise BadItem(f"two images for '{name}'")
         instruction = _text(text.get("instruction") or instruction, "instruction")
@@ -209,7 +209,8 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
     if isinstance(image, dict):
         if image.get("bytes") is not None:
             raise BadItem("an image embedded in the table; give files, or tar shards", name)
-        context.allowed.refuse_others(f"image of '{name}'", image, {"path", "bytes"}, OF_IMAGE)
+        read = {"path", "bytes"}
+        image = context.allowed.fields_of(f"image of '{name}'", image, read, OF_IMAGE)
         image = image.get("path")
     if isinstance(image, list):
         if len(image) > 1:
