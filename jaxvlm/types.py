@@ -434,6 +434,10 @@ class WeightMap(Protocol):
         """Return the name and shape of every tensor."""
         ...
 
+    def fitting(self, found: Mapping[str, tuple[int, ...]]) -> WeightMap:
+        """Return the map in the layout of the tensors ``found``, if there are several."""
+        ...
+
     def check(self, found: Mapping[str, tuple[int, ...]], where: str) -> dict[str, str]:
         """Compare with the tensors ``found`` in a checkpoint; refuse missing or extra ones.
 

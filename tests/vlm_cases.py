@@ -146,13 +146,18 @@ CASES = {
 }
 
 
+def fields_of(name):
+    """A copy of a case's fields of config.json."""
+    fields = {k: dict(v) if isinstance(v, dict) else v for k, v in CASES[name][1].items()}
+    if fields["vision_config"]["model_type"] != "siglip_vision_model":
+        fields["vision_config"].pop("vision_use_head", None)
+    return fields
+
+
 @functools.cache
 def oracle(name):
     """(torch model, our model, our parameters)."""
-    kind, fields = CASES[name]
-    fields = {k: dict(v) if isinstance(v, dict) else v for k, v in fields.items()}
-    if fields["vision_config"]["model_type"] != "siglip_vision_model":
-        fields["vision_config"].pop("vision_use_head", None)
+    kind, fields = CASES[name][0], fields_of(name)
     config = getattr(transformers, kind + "Config")(**fields)
     torch.manual_seed(3)
     theirs = getattr(transformers, kind + "ForConditionalGeneration")(config).float().eval()

@@ -96,7 +96,7 @@ def read_params(
         ConfigError: tensors that are missing, extra, of another shape, or not floats; or a value is
             NaN or infinite.
     """
-    with _opened(Path(folder), weights, only) as (_, get):
+    with _opened(Path(folder), weights, only) as (weights, _, get):
         return {
             path: _read(Path(folder), path, leaf, weights, get) for path, leaf in abstract.items()
         }
@@ -108,7 +108,7 @@ def check_copies(folder: str | os.PathLike[str], weights: WeightMap) -> None:
     Raises:
         ConfigError: as :func:`read_params`; or two tied tensors differ.
     """
-    with _opened(Path(folder), weights, "") as (shapes, get):
+    with _opened(Path(folder), weights, "") as (_, shapes, get):
         for name, of in weights.copies.items():
             rows = shapes.get(name, (0,))[0]
             for start in range(0, rows, _ROWS):
@@ -127,10 +127,13 @@ _Get = Callable[[str, tuple[slice, ...]], np.ndarray]
 @contextlib.contextmanager
 def _opened(
     root: Path, weights: WeightMap, only: str
-) -> Iterator[tuple[dict[str, tuple[int, ...]], _Get]]:
-    """Yield the tensors' shapes by canonical name, and a function that reads slices of them."""
+) -> Iterator[tuple[WeightMap, dict[str, tuple[int, ...]], _Get]]:
+    """Yield the map in the checkpoint's layout, the tensors' shapes by canonical name, and a
+    function that reads slices of them.
+    """
     layout = read_layout(root, only)
-    spelled = weights.check({name: stored.shape for name, stored in layout.items()}, str(root))
+    found = {name: stored.shape for name, stored in layout.items()}
+    spelled = weights.check(found, str(root))
     unsupported = [n for n in spelled.values() if layout[n].dtype not in DTYPES]
     if unsupported:
         raise ConfigError(
@@ -147,7 +150,8 @@ def _opened(
             name = spelled[name]
             return opened[layout[name].file].get_slice(name)[where]
 
-        yield {name: layout[theirs].shape for name, theirs in spelled.items()}, get
+        shapes = {name: layout[theirs].shape for name, theirs in spelled.items()}
+        yield weights.fitting(found), shapes, get
 
 
 def _read(
@@ -193,7 +197,8 @@ def write_params(
         weights: map of tensors to parameters.
         layout: file and dtype of each tensor, under the names to write.
     """
-    spelled = weights.check({name: stored.shape for name, stored in layout.items()}, "the layout")
+    found = {name: stored.shape for name, stored in layout.items()}
+    spelled, weights = weights.check(found, "the layout"), weights.fitting(found)
     ours = {theirs: name for name, theirs in spelled.items()}
 
     def make(name: str) -> np.ndarray:

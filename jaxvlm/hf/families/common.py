@@ -32,22 +32,22 @@ BUFFERS = ("embeddings.position_ids", "rotary_emb.inv_freq")
 
 
 def decoder(
-    top: Mapping[str, Any], model_type: str, tied: bool | None = None, **variants: Any
+    top: Mapping[str, Any], model_type: str, text_ties: bool = False, **variants: Any
 ) -> DecoderConfig:
     """Read a decoder's settings from ``text_config``.
 
     Args:
-        top: fields of ``config.json``.
+        top: fields of ``config.json``. Its ``tie_word_embeddings`` decides whether the output
+            projection is the token embedding, as in transformers.
         model_type: default ``model_type``, for a ``text_config`` without one.
-        tied: whether ``config.json`` ties the output projection to the token embedding, which
-            ``text_config`` may do too; ``None``: only ``text_config`` says.
+        text_ties: whether transformers takes the flag of ``text_config`` too: this family's older
+            files have it there.
         **variants: further fields of :class:`DecoderConfig`.
     """
     where = "config.json: text_config."
     text = text_decoders.decoder_from_hf(top["text_config"] or {}, where, model_type)
-    if tied is not None:
-        variants["tied_embeddings"] = tied or text.tied_embeddings
-    return dataclasses.replace(text, **variants)
+    tied = bool(top["tie_word_embeddings"]) or (text_ties and text.tied_embeddings)
+    return dataclasses.replace(text, tied_embeddings=tied, **variants)
 
 
 def weights(
@@ -79,7 +79,8 @@ def weights(
     }
     depths = encoder_depths(config.vision.depth, frozen_blocks) | llama.depths(config.decoder)
     copies = llama.copies(config.decoder, *language)
-    return NameMap(entries, sizes, depths, aliases, BUFFERS, copies, MODULES)
+    layouts = llama.layouts(config.decoder, language[0])
+    return NameMap(entries, sizes, depths, aliases, BUFFERS, copies, MODULES, layouts=layouts)
 
 
 def whole(_width: int, _height: int) -> tuple[int, int]:

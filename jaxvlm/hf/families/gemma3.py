@@ -42,7 +42,6 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     top = config_reader.read(hf_config, _FIELDS, where)
     tower = top["vision_config"] or {}
     vision = siglip.vision_from_hf(tower, FeatureLayers(), where + "vision_config.")
-    tied = bool(top["tie_word_embeddings"])
     if (cap := (top["text_config"] or {}).get("final_logit_softcapping")) is not None:
         raise ConfigError(  # torch's decoder reads it, but its image-text model does not
             f"{where}text_config.final_logit_softcapping={cap!r} is not supported, only None"
@@ -50,7 +49,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vision=vision,
         connector=connectors.pooled_linear(vision, top["mm_tokens_per_image"]),
-        decoder=common.decoder(top, "gemma3_text", tied, visual_mask="prefix"),
+        decoder=common.decoder(top, "gemma3_text", visual_mask="prefix"),
     )
 
 

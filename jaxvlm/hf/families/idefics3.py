@@ -45,7 +45,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vision=siglip.vision_from_hf(vision, FeatureLayers(), where + "vision_config."),
         connector=connectors.shuffled_linear(top["scale_factor"]),
-        decoder=common.decoder(top, "llama", bool(top["tie_word_embeddings"])),
+        decoder=common.decoder(top, "llama"),
     )
 
 

@@ -46,7 +46,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vision=internvit.vision_from_hf(top["vision_config"] or {}, take, where + "vision_config."),
         connector=connectors.shuffled_mlp(top["downsample_ratio"], act),
-        decoder=common.decoder(top, "qwen2", bool(top["tie_word_embeddings"])),
+        decoder=common.decoder(top, "qwen2"),
     )
 
 

@@ -6,7 +6,7 @@ All of them use :func:`entries`, since their tensors have the same names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxvlm.config import DecoderConfig
@@ -54,6 +54,10 @@ _FIELDS = ConfigFields(
     IGNORED
     | {"_flash_attn_2_enabled", "neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor"},
 )
+
+
+_Rows = list[tuple[Any, ...]]
+"""Arguments of an Entry, without the common prefixes of layers' names."""
 
 
 def decoder_from_hf(group: Mapping[str, Any], where: str) -> DecoderConfig:
@@ -146,18 +150,28 @@ def entries(
     ]
     if config.head and not config.tied_embeddings:
         top.append(Entry("decoder/embed/out", head + "lm_head.weight", "D V", "V D"))
+    return (*top, *_in_layers(layers, model))
+
+
+def layouts(config: DecoderConfig, model: str) -> tuple[tuple[Entry, ...], ...]:
+    """List the entries of other layouts than :func:`entries`', for ``NameMap.layouts``.
+
+    Args:
+        config: settings.
+        model: prefix of ``embed_tokens``.
+    """
+    return (_in_layers(_JOINED_TURNED, model),) if config.num_experts else ()
+
+
+def _in_layers(rows: Iterable[tuple[Any, ...]], model: str) -> tuple[Entry, ...]:
     ours, theirs = "decoder/stack/blocks/", model + "layers.{}."
-    return (*top, *(Entry(ours + o, theirs + t, *layout) for o, t, *layout in layers))
+    return tuple(Entry(ours + o, theirs + t, *layout) for o, t, *layout in rows)
 
 
 def copies(config: DecoderConfig, model: str, head: str) -> dict[str, str]:
     """Return the tied output projection, which some checkpoints hold as a copy."""
     tied = config.head and config.tied_embeddings
     return {head + "lm_head.weight": model + "embed_tokens.weight"} if tied else {}
-
-
-_Rows = list[tuple[Any, ...]]
-"""Arguments of an Entry, without the common prefixes of layers' names."""
 
 
 def _norms(config: DecoderConfig) -> _Rows:
@@ -195,21 +209,28 @@ def _attention(config: DecoderConfig) -> _Rows:
     return rows
 
 
+_SEPARATE: _Rows = [
+    ("mlp/w_gate", "mlp.experts.{}.gate_proj.weight", "D F", "F D"),
+    ("mlp/w_in", "mlp.experts.{}.up_proj.weight", "D F", "F D"),
+    ("mlp/w_out", "mlp.experts.{}.down_proj.weight", "F D", "D F"),
+]
+_JOINED: _Rows = [
+    ("mlp/w_gate", "mlp.experts.gate_up_proj", "X D F", "X D F", (0, 2), 2),
+    ("mlp/w_in", "mlp.experts.gate_up_proj", "X D F", "X D F", (1, 2), 2),
+    ("mlp/w_out", "mlp.experts.down_proj", "X F D", "X F D"),
+]
+# As transformers 5 has them in memory, and saves them. No sizes fit both this and the layout above
+# in both tensors: that would need D = 2 F and D = F.
+_JOINED_TURNED: _Rows = [
+    ("mlp/w_gate", "mlp.experts.gate_up_proj", "X D F", "X F D", (0, 2), 1),
+    ("mlp/w_in", "mlp.experts.gate_up_proj", "X D F", "X F D", (1, 2), 1),
+    ("mlp/w_out", "mlp.experts.down_proj", "X F D", "X D F"),
+]
+
+
 def _experts(joined: bool) -> _Rows:
     router = ("mlp/router", "mlp.gate.weight", "D X", "X D")
-    if joined:
-        return [
-            router,
-            ("mlp/w_gate", "mlp.experts.gate_up_proj", "X D F", "X D F", (0, 2), 2),
-            ("mlp/w_in", "mlp.experts.gate_up_proj", "X D F", "X D F", (1, 2), 2),
-            ("mlp/w_out", "mlp.experts.down_proj", "X F D", "X F D"),
-        ]
-    return [
-        router,
-        ("mlp/w_gate", "mlp.experts.{}.gate_proj.weight", "D F", "F D"),
-        ("mlp/w_in", "mlp.experts.{}.up_proj.weight", "D F", "F D"),
-        ("mlp/w_out", "mlp.experts.{}.down_proj.weight", "F D", "D F"),
-    ]
+    return [router, *(_JOINED if joined else _SEPARATE)]
 
 
 def _mlp(config: DecoderConfig) -> _Rows:

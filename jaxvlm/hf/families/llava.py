@@ -49,7 +49,11 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 
 def model(
-    top: Mapping[str, Any], no_vision: Mapping[str, Any], text: str, newline: bool = False
+    top: Mapping[str, Any],
+    no_vision: Mapping[str, Any],
+    text: str,
+    newline: bool = False,
+    text_ties: bool = True,
 ) -> ModelConfig:
     """Build the settings of a LLaVA model of any generation.
 
@@ -58,6 +62,7 @@ def model(
         no_vision: default ``vision_config``.
         text: default ``model_type`` of ``text_config``.
         newline: whether a learned token ends each row of patches.
+        text_ties: as for :func:`common.decoder`.
     """
     where = "config.json: "
     vision = top["vision_config"] or no_vision
@@ -68,7 +73,7 @@ def model(
     return ModelConfig(
         vision=tower.vision_from_hf(vision, take, where + "vision_config."),
         connector=connectors.mlp(act, bool(top["multimodal_projector_bias"]), newline),
-        decoder=common.decoder(top, text, bool(top["tie_word_embeddings"])),
+        decoder=common.decoder(top, text, text_ties),
     )
 
 

@@ -59,13 +59,12 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     """
     onevision = hf_config.get("model_type") == "llava_onevision"
     top = read(hf_config, _ONEVISION if onevision else _NEXT, "config.json: ")
-    text = top["text_config"] or {}
-    tied = bool(top["tie_word_embeddings"] or (onevision and text.get("tie_word_embeddings")))
     config = llava.model(
-        {**top, "tie_word_embeddings": tied},
+        top,
         _SIGLIP if onevision else llava.NO_VISION,
         "qwen2" if onevision else "llama",
         newline=True,
+        text_ties=onevision,
     )
     if config.vision.keep_class_token:
         raise ConfigError(

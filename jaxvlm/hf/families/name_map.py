@@ -94,11 +94,27 @@ class NameMap(NamedTuple):
     in memory, where these differ; PEFT adapters have those names."""
     partial: bool = False
     """Whether extra tensors in a checkpoint are ignored."""
+    layouts: Sequence[Sequence[Entry]] = ()
+    """Other layouts that checkpoints have of some parameters: each lists their entries anew."""
+
+    def fitting(self, found: Mapping[str, tuple[int, ...]]) -> NameMap:
+        """Return the map in the layout of a checkpoint, by the names and shapes of its tensors.
+
+        Args:
+            found: name -> shape of the checkpoint's tensors, in any known spelling.
+        """
+        shapes = {self._canonical(name): tuple(shape) for name, shape in found.items()}
+        for layout in self.layouts:
+            own = self._replace(entries=layout).tensors()
+            if all(shapes.get(name) == shape for name, shape in own.items()):
+                new = {entry.ours: entry for entry in layout}
+                return self._replace(entries=[new.get(e.ours, e) for e in self.entries], layouts=())
+        return self
 
     def part(self, tower: str) -> NameMap:
         """Return the map of one tower's parameters, for checkpoints that hold more."""
         entries = [entry for entry in self.entries if entry.ours.startswith(f"{tower}/")]
-        return self._replace(entries=entries, copies=MappingProxyType({}), partial=True)
+        return self._replace(entries=entries, copies=MappingProxyType({}), partial=True, layouts=())
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the name and shape of every tensor."""
@@ -126,7 +142,7 @@ class NameMap(NamedTuple):
         """
         spelled = {self._canonical(name): name for name in found}
         spelled.pop("", None)
-        needed = self.tensors()
+        needed = self.fitting(found).tensors()
         needed |= {name: needed[of] for name, of in self.copies.items() if name in spelled}
         shapes = [
             f"{name} (has {list(found[spelled[name]])}, needs {list(shape)})"
@@ -224,7 +240,8 @@ class NameMap(NamedTuple):
         Raises:
             ConfigError: tensors that are missing, extra, or of another shape.
         """
-        spelled = self.check({name: array.shape for name, array in tensors.items()}, "the tensors")
+        shapes = {name: array.shape for name, array in tensors.items()}
+        spelled, self = self.check(shapes, "the tensors"), self.fitting(shapes)
         params: Params = {}
         for entry in self.entries:
             shape = [self.sizes[a] for a in entry.dims.split()]

@@ -51,7 +51,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     where = "config.json: "
     top = read(hf_config, _FIELDS, where)
     text = {k: v for k, v in (top["text_config"] or {}).items() if k not in _NOTES}
-    decoder = common.decoder({"text_config": text}, "gemma", visual_mask="prompt")
+    decoder = common.decoder({**top, "text_config": text}, "gemma", visual_mask="prompt")
     vision = top["vision_config"] or {}
     width = hf_config.get("projection_dim", vision.get("projection_dim", decoder.width))
     if width != decoder.width:

@@ -53,13 +53,11 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
     text_fields = _top_text_fields(hf_config) if kind.startswith("qwen2") else {}
     top = read({n: v for n, v in hf_config.items() if n not in text_fields}, _FIELDS, where)
     text = top["text_config"] or {"model_type": f"{kind}_text", **text_fields}
-    tied = bool(top["tie_word_embeddings"])
-    if kind.startswith("qwen2"):
-        tied = tied or bool(text.get("tie_word_embeddings"))
 
     def decoder(text: Mapping[str, Any]) -> DecoderConfig:
         known = {n: v for n, v in text.items() if n not in _IDS}
-        return common.decoder({"text_config": known}, f"{kind}_text", tied_embeddings=tied)
+        shared = {**top, "text_config": known}
+        return common.decoder(shared, f"{kind}_text", text_ties=kind.startswith("qwen2"))
 
     language = decoder(text)
     for name, value in text_fields.items():
@@ -93,7 +91,10 @@ def weights(config: ModelConfig) -> NameMap:
     depths["connector"] = levels
     copies = llama.copies(config.decoder, language, "")
     aliases, modules = ((), ()) if new else (_OLD_ALIASES, _MODULES)
-    return NameMap(entries, sizes, depths, aliases, common.BUFFERS, copies, modules)
+    layouts = llama.layouts(config.decoder, language)
+    return NameMap(
+        entries, sizes, depths, aliases, common.BUFFERS, copies, modules, layouts=layouts
+    )
 
 
 def _tower(config: ModelConfig) -> str:
