@@ -191,6 +191,8 @@ class ChatStyle(NamedTuple):
     """Text that the model reads instead; it holds the image token once."""
     template: str = ""
     """Default chat template, for checkpoint folders that have none."""
+    marks: str = ""
+    """Regular expression of further tokens in an image's span, which no text may contain."""
 
 
 TileGrid = Callable[[int, int], tuple[int, int]]

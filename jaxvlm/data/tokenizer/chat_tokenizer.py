@@ -6,6 +6,8 @@ gives the same ids.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import pathlib
 import re
@@ -55,6 +57,15 @@ _KNOWN_IMAGE_TOKENS = (
 )
 
 
+# Roles whose turns a template may mark by a token, and names of tokens that are no text.
+_PROBED_ROLES = ("system", "user", "assistant", "tool", "developer")
+_NAMES = re.compile(
+    r"(bos|eos|unk|sep|pad|cls|mask|boi|eoi)_token|.*(image|video|audio|vision).*_token"
+)
+
+_THOUGHT = re.compile(r".*(</think>|\[/THINK\]|◁/think▷)", re.DOTALL)
+"""What an answer begins with where the model thinks before it."""
+
 PLAIN = ChatStyle()
 """Style of families that write an image as its image token alone."""
 
@@ -99,6 +110,7 @@ class ChatTokenizer:
         """-1 if the tokenizer has no unknown token."""
         self.vocab_size: int = max(vocabulary.values()) + 1
         added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
         self.special_tokens = frozenset(t.content for t in added.values() if t.special)
         self._image_parts = self._supports_image_parts()
         roles = ("system", "user", "assistant")
@@ -107,11 +119,12 @@ class ChatTokenizer:
         ends = self._answer_ends()
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *(ends or [])[:1]]))
         """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
-        stops = (self.backend.id_to_token(i) for i in self.stop_ids)
-        self.reserved_tokens = frozenset(
-            {*self.special_tokens, *filter(None, stops)} - {PLACEHOLDER}
-        )
-        """Tokens that a text must not contain: it would fake a turn, or end an answer."""
+        reserved = self._written_tokens() & self.special_tokens
+        reserved |= {self.backend.id_to_token(i) or "" for i in self.stop_ids} - {""}
+        self.reserved_tokens = frozenset(reserved - {PLACEHOLDER})
+        """Tokens that a text must not contain: it would fake a turn or an image, or end an answer.
+        Other special tokens (of grounding, or added by the user) are text."""
+        self._skipped = {vocabulary[token] for token in reserved} | {self.image_id}
         if ends == []:
             # LLaVA-1.5's template: an answer would never end.
             self._end_token = self.special["eos_token"]
@@ -169,9 +182,22 @@ class ChatTokenizer:
 
         Args:
             ids: token ids.
-            skip_special: omit special tokens.
+            skip_special: omit the image token and :attr:`reserved_tokens`. Other special tokens
+                stay: a text may contain them, so they are part of an answer.
         """
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        kept = [i for i in map(int, ids) if not (skip_special and i in self._skipped)]
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
+            return self.backend.decode(kept, skip_special_tokens=False)
+        # An added token stands for itself, but that decoder would take its letters for bytes.
+        parts = []
+        for is_added, run in itertools.groupby(kept, self._added.__contains__):
+            own = list(run)
+            parts += (
+                [self._added[i] for i in own]
+                if is_added
+                else [self.backend.decode(own, skip_special_tokens=False)]
+            )
+        return "".join(parts)
 
     def save(self, folder: str | pathlib.Path) -> None:
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
@@ -240,6 +266,24 @@ class ChatTokenizer:
             return self._render(probe, False).count(self.special["image_token"]) == 1
         except chat_template.TemplateError:
             return False
+
+    def _written_tokens(self) -> set[str]:
+        """Tokens that a conversation has without being in its text.
+
+        They are named in the tokenizer's config (EOS, padding, ...), written by the chat template
+        (literally, or put together from a role's name), or written for an image.
+        """
+        texts = [self.template, self.style.written, self.style.seen]
+        for role in _PROBED_ROLES:
+            turns = {"assistant": ["user", role], "user": [role]}.get(role, [role, "user"])
+            said = [Turn(r, f"{PLACEHOLDER}a" if r == "user" else "a") for r in turns]
+            messages = [{"role": t.role, "content": self._content(t)} for t in said]
+            with contextlib.suppress(chat_template.TemplateError):
+                texts.append(self._render(messages, True))
+        encoded = {self.backend.id_to_token(i) for e in self.encode_batch(texts) for i in e.ids}
+        named = {text for name, text in self.special.items() if _NAMES.fullmatch(name)}
+        marks = {t for t in self.special_tokens if re.fullmatch(self.style.marks, t)}
+        return {token for token in encoded | named | marks if token}
 
     def _answer_ends(self) -> list[int] | None:
         """Ids of the special tokens that the template writes behind an answer's words.

@@ -14,7 +14,7 @@ from jaxvlm.hf.families import common, config_reader, connectors, siglip
 from jaxvlm.hf.families.config_reader import ConfigFields, FeatureLayers
 from jaxvlm.hf.families.name_map import NameMap
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Span, TileGrid
+from jaxvlm.types import ChatStyle, Span, TileGrid
 
 _FIELDS = ConfigFields(
     {
@@ -27,7 +27,7 @@ _FIELDS = ConfigFields(
     config_reader.METADATA | {"_pad_token_id", "vocab_size"},
 )
 
-_MARK = "<fake_token_around_image>"
+_MARK, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
@@ -60,7 +60,9 @@ def weights(config: ModelConfig) -> NameMap:
     )
 
 
-chat_style = common.image_token_style
+def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
+    """Conversations write an image as the image token; its span has tokens of tiles' places."""
+    return ChatStyle(marks=rf"{_MARK}|<row_\d+_col_\d+>|{_WHOLE}")
 
 
 def span(
@@ -78,7 +80,7 @@ def span(
             "".join(f"{_MARK}<row_{r + 1}_col_{c + 1}><image>" for c in range(columns)) + "\n"
             for r in range(rows)
         ]
-        text = "".join(lines) + ("\n" if rows else "") + f"{_MARK}<global-img><image>{_MARK}"
+        text = "".join(lines) + ("\n" if rows else "") + f"{_MARK}{_WHOLE}<image>{_MARK}"
         return Span.of_tiles(encode(text), image_id, count)
 
     return lambda width, height: of(*grid(width, height))
