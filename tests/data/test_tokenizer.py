@@ -162,6 +162,12 @@ def test_data_needs_neither_torch_nor_transformers():
     [
         "{{ 1 / 0 }}",
         "{{ {}['a'].b }}",
+        "{{ [][3] + 1 }}",
+        "{{ '%d' | format('a') }}",
+        "{{ messages[0].content.encode('ascii', 'no such handler') and cycler() }}",
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+        "{% include 'x' %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{{ 'a' * 10**10 }}",
@@ -175,3 +181,12 @@ def test_a_template_that_raises_loops_or_fills_the_memory_is_an_error(text):
         chat_template.render(text, [{"role": "user", "content": "a"}])
     rest = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content + '!' * 2 }}{% endfor %}"
     assert chat_template.render(rest, [{"role": "user", "content": "a"}]) == "user: a!!"
+
+
+def test_an_error_that_no_template_raises_passes_through():
+    class Broken:
+        def __str__(self):
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        chat_template.render("{{ messages[0].content }}", [{"role": "user", "content": Broken()}])

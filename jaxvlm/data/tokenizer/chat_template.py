@@ -200,5 +200,14 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **variables,
         )
-    except Exception as error:  # a template is a program, which may raise anything
+    except _OF_TEMPLATES as error:
         raise TemplateError(str(error) or type(error).__name__) from None
+
+
+_OF_TEMPLATES = (
+    jinja2.TemplateError,
+    # Python's, of operations on values; jinja2 raises RuntimeError for an empty cycler.
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError),
+    SyntaxError,  # Python compiles the template's code, and nests no more than 20 loops
+)
+"""Errors of a template; any other is one of jaxvlm or of the machine."""
