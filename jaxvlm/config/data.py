@@ -85,6 +85,11 @@ class DataConfig:
     """Lists fields of records, turns and content parts that are ignored, even those that could be
     read. A record with any other field that jaxvlm does not read is a bad record (see
     ``on_bad_record``), because the field may say what is to be trained."""
+    loss_turns: str = "all"
+    """Chooses the answers of a conversation that the loss covers: all of them ('all'); the last one
+    ('last'), as ``loss_scale=last_round`` or ``mask_history`` do elsewhere; or each of them in a
+    record of its own, which ends there ('each'). A chat template that writes an earlier answer
+    without its thinking needs 'last' or 'each'. Allowed values: 'all', 'last', 'each'."""
     batch_size: int = 32
     """Sets the number of sequences per step over all devices; with pairs, the number of
     examples."""

@@ -99,7 +99,8 @@ def validate(
     """
     settings = ModelInputs(0, prepare, num_patches, patching=patching)
     validate_settings(config, settings)
-    records, problems = conversation_formats.read(spec, config)
+    read, problems = conversation_formats.read(spec, config)
+    records = tokenize.split_turns(read, config.loss_turns)
     total = len(records) + len(problems)
     chat_tokenizer = chat_tokenizer or tokenizer.build(tokenize.texts(records))
     corpus, pieces, bad, too_long = select(records, config, chat_tokenizer, settings)

@@ -64,8 +64,8 @@ class Dataset:
     ):
         """Tokenize records and group them into pieces; see ``run_data.load_dataset``."""
         self.name, self.config, self.settings = name, config, settings
-        self.records, self.tokenizer = list(records), tokenizer
-        self.total = len(records) + len(problems)
+        self.records, self.tokenizer = tokenize.split_turns(records, config.loss_turns), tokenizer
+        self.total = len(self.records) + len(problems)
         corpus, pieces, bad, too_long = select(self.records, config, tokenizer, settings)
         bad = [*problems, *bad]
         enforce(bad, self.total, config.on_bad_record, config.max_skip_fraction, name)

@@ -13,16 +13,19 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from jaxvlm.config import check_choice
 from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
 from jaxvlm.data.tokenizer.chat_template import TemplateError
-from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.data.tokenizer.chat_tokenizer import ONE_AT_A_TIME, ChatTokenizer
 from jaxvlm.types import Span
 
 _Conversation = tuple[tuple[Turn, ...], tuple[str, ...]]
 """Turns, and the text that precedes each of their images."""
+ALL, LAST, EACH = "all", "last", "each"
+"""Values of ``data.loss_turns``: the answers of a conversation that are trained."""
 _TOKENIZE_BATCH = 4096  # conversations tokenized at once: bounds the memory of their offsets
 
 
@@ -100,6 +103,48 @@ def to_embed(text: str, instruction: str) -> list[Turn]:
     if not unicodedata.category(system[-1]).startswith("P"):
         system += "."
     return [Turn("system", system), Turn("user", text or "NULL")]
+
+
+def split_turns(records: Sequence[Record], loss_turns: str) -> list[Record]:
+    """Return the records that ``data.loss_turns`` makes of conversations.
+
+    A chat template may write an answer otherwise once another turn follows (without its thinking),
+    so what a model reads and says at each turn is exact only if the conversation ends there.
+
+    Args:
+        records: conversations.
+        loss_turns: ``all`` returns them as they are; ``last`` cuts each behind its last trained
+            answer and trains that alone; ``each`` makes a record of each trained answer, with the
+            turns before it, and appends the answer's number to the id of all but the first.
+
+    Raises:
+        ConfigError: ``loss_turns`` is none of these.
+    """
+    check_choice("data.loss_turns", loss_turns, (ALL, LAST, EACH))
+    if loss_turns == ALL:
+        return list(records)
+    chosen: list[Record] = []
+    for record in records:
+        ends = [
+            i for i, turn in enumerate(record.turns) if turn.role == "assistant" and turn.trained
+        ]
+        if loss_turns == LAST:
+            chosen.append(_until(record, ends[-1]))
+            continue
+        parts = [_until(record, end) for end in ends]
+        names = [record.id, *(f"{record.id}#{n + 2}" for n in range(len(parts) - 1))]
+        chosen += [part._replace(id=name) for part, name in zip(parts, names, strict=True)]
+    return chosen
+
+
+def _until(record: Record, last: int) -> Record:
+    """Cut a record behind an answer, which alone is trained; its images are of the turns left."""
+    before = (
+        t._replace(trained=False) if t.role == "assistant" else t for t in record.turns[:last]
+    )
+    turns = (*before, record.turns[last])
+    images = sum(turn.content.count(PLACEHOLDER) for turn in turns)
+    return record._replace(turns=turns, images=record.images[:images])
 
 
 def encode(
@@ -201,7 +246,9 @@ def _encode_turns(
     for begin in range(0, len(conversations), _TOKENIZE_BATCH):
         rendered, spans = [], []
         for turns, leads in conversations[begin : begin + _TOKENIZE_BATCH]:
-            render = functools.partial(tokenizer.render, leads=leads)
+            # An earlier answer that is not trained may be written without its thinking.
+            forgets = not any(turn.trained for turn in turns[:-1] if turn.role == "assistant")
+            render = functools.partial(tokenizer.render, leads=leads, forgets=forgets)
             text, where, reason = _render(turns, tokenizer, forbidden, render)
             rendered.append(text)
             spans.append(where)
@@ -237,11 +284,17 @@ def _render(
                 head = render(turns[:i], add_generation_prompt=True)
                 end = _turn_end(turns, i, text, tokenizer, render)
                 if not text.startswith(head) or end < len(head):
-                    return "", [], ("the chat template rewrites earlier turns", f"turn {i}")
+                    return "", [], ("the chat template rewrites earlier turns", _one(turns, i))
                 spans.append((len(head), end))
     except TemplateError as error:
         return "", [], ("the chat template rejects the conversation", str(error))
     return text, spans, ("", "")
+
+
+def _one(turns: Sequence[Turn], i: int) -> str:
+    """Turn ``i`` by its number, and where several are trained, how to train one at a time."""
+    several = sum(turn.role == "assistant" and turn.trained for turn in turns) > 1
+    return f"turn {i}" + (f"; {ONE_AT_A_TIME}" if several else "")
 
 
 def _turn_end(

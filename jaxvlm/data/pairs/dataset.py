@@ -24,6 +24,7 @@ from jaxvlm.data.sources import pair_formats
 from jaxvlm.types import Batch, Pairs
 
 _OF_CONVERSATIONS = (
+    "loss_turns",
     "max_images_per_sequence",
     "max_patches_per_sequence",
     "on_too_long",

@@ -65,6 +65,8 @@ _NAMES = re.compile(
 
 _THOUGHT = re.compile(r".*(</think>|\[/THINK\]|◁/think▷)", re.DOTALL)
 """What an answer begins with where the model thinks before it."""
+ONE_AT_A_TIME = "data.loss_turns=each or last trains one answer at a time"
+"""What to do where a template writes an earlier answer otherwise than a last one."""
 
 PLAIN = ChatStyle()
 """Style of families that write an image as its image token alone."""
@@ -134,6 +136,7 @@ class ChatTokenizer:
         turns: Sequence[Turn],
         add_generation_prompt: bool = False,
         leads: Sequence[str] = (),
+        forgets: bool = False,
     ) -> str:
         """Render turns as one string, each image as one image token.
 
@@ -141,16 +144,22 @@ class ChatTokenizer:
             turns: turns of a conversation; ``<image>`` stands for an image.
             add_generation_prompt: end with the header of the assistant's next turn.
             leads: text to insert before each image; () is none.
+            forgets: whether the template may leave out what the model thought before an answer,
+                once other turns follow.
 
         Raises:
             TemplateError: the template rejects these turns, or drops some of their text.
         """
         messages = [{"role": t.role, "content": self._content(t)} for t in turns]
         text = self._render(messages, add_generation_prompt, leads)
-        for turn in turns:
-            for piece in turn.content.split(PLACEHOLDER):
+        last = len(turns) if add_generation_prompt else len(turns) - 1
+        for i, turn in enumerate(turns):
+            earlier = turn.role == "assistant" and i < last
+            content = _THOUGHT.sub("", turn.content) if earlier and forgets else turn.content
+            for piece in content.split(PLACEHOLDER):
                 if piece.strip() not in text:
-                    raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}")
+                    advice = f"; {ONE_AT_A_TIME}" if earlier and not forgets else ""
+                    raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}{advice}")
         return text
 
     def encode_chat(self, text: str) -> list[int]:
