@@ -85,6 +85,9 @@ class DataConfig:
     """Lists fields of records, turns and content parts that are ignored, even those that could be
     read. A record with any other field that jaxvlm does not read is a bad record (see
     ``on_bad_record``), because the field may say what is to be trained."""
+    literal_markers: tuple[str, ...] = ()
+    """Lists image markers of other formats, such as '<img>' or '<image_1>', that are text in these
+    data. A record with an image is a bad record if it has any other marker than ``<image>``."""
     loss_turns: str = "all"
     """Chooses the answers of a conversation that the loss covers: all of them ('all'); the last one
     ('last'), as ``loss_scale=last_round`` or ``mask_history`` do elsewhere; or each of them in a

@@ -61,7 +61,15 @@ BAD = {
     "placeholders and images differ in number": llava(image=["a.png", "b.png"], text="what?"),
     "empty conversation": {"id": "x", "conversations": []},
     "no assistant turn": {"id": "x", "messages": [{"role": "user", "content": "hi"}]},
-    "every assistant turn is empty": llava(answer=" "),
+    "an assistant turn is empty": llava(answer=" "),
+    "turn is empty": {
+        "id": "x",
+        "messages": [
+            *({"role": "user", "content": "hi"}, {"role": "assistant", "content": "\n"}),
+            *({"role": "user", "content": "hi?"}, {"role": "assistant", "content": "yes"}),
+        ],
+    },
+    "an image marker of another format": llava(text="<image_1> what?"),
     "an image in an assistant turn": llava(text="draw", answer="<image>"),
     "unknown role": {"id": "x", "conversations": [{"from": "cat", "value": "miau"}]},
     "a turn without 'role'": {"id": "x", "messages": [{"content": "hi"}]},
@@ -248,3 +256,21 @@ def test_json_that_python_can_not_hold_costs_one_line(part, tmp_path):
     path.write_text('{"id": ' + part + "}\n" + text + "\n", encoding="utf-8")
     (good,), (problem,) = read(str(path))
     assert good.id == "good" and problem.reason == "not JSON"
+
+
+MARKERS = ["<image_1>", "<Image>", "<img>", "<image 2>", "<|image_1|>", "[IMG]", "<ImageHere>"]
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+@pytest.mark.parametrize("mark", ["", "<image>"])
+def test_a_marker_of_another_format_is_no_text_beside_an_image(marker, mark, write_json):
+    item = llava(text=f"{mark}what color is {marker}?")
+    _, (problem,) = read(write_json([item]))
+    assert problem.reason.startswith("an image marker of another format")
+    assert "data.literal_markers" in problem.reason and problem.detail == marker
+    (record,), problems = read(write_json([item]), DataConfig(literal_markers=(marker,)))
+    assert not problems and f"is {marker}?" in record.turns[0].content
+    alone = llava(image=None, text=f"what does {marker} mean?")
+    assert not read(write_json([alone]))[1]  # of HTML, say
+    html = llava(text="what is <img src='a'> and <images>?")
+    assert not read(write_json([html]))[1]

@@ -16,6 +16,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import pair_formats
 
+LITERAL = "data.literal_markers can keep it"
 FOUND = Example("x", Item("what is it?"), Item("a cat"), (Item("a dog"), Item("a cow")))
 SEEN = Example("x", Item("<image>what is it?", "a.png"), Item("<image>", "b.png"))
 
@@ -173,6 +174,9 @@ BAD = {
     "an image's name is not text": good(query_image=3),
     "text that is not valid Unicode": good(query="\ud83d"),
     "'label' is neither text nor a number": good(label=[1]),
+    f"an image marker of another format, which would be text; {LITERAL}": good(
+        query="<image_1> what?", query_image="a.png"
+    ),
     "several images in one item": {
         "messages": user("<image><image>"),
         "images": ["a.png", "b.png"],

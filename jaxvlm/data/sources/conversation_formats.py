@@ -18,8 +18,7 @@ from jaxvlm.data.sources import custom_format, fields
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 
 DEFAULT = DataConfig()
-PLACEHOLDER = "<image>"
-"""Marks an image's place in a turn's text, whatever the file's or tokenizer's own marker is."""
+PLACEHOLDER = fields.MARK
 
 _LLAVA_ROLES = {
     "human": "user",
@@ -74,7 +73,8 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
     Args:
         spec: ``FILE.json`` (LLaVA, or a list of messages), ``FILE.jsonl``, or a name in
             ``SOURCES`` such as ``easy-vqa:train``.
-        config: data settings; of these, ``image_root``, ``ignored_fields`` and ``format`` are read.
+        config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers`` and
+            ``format`` are read.
 
     Returns:
         Records in the file's order, and a Problem for each item that is not a valid record.
@@ -95,7 +95,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
     items, problems = (
         (custom_format.read_items(config.format, spec, Record), []) if own else items_of(path)
     )
-    allowed = Allowed.of(config.ignored_fields)
+    allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     records: list[Record] = []
     for where, item in items:
         identifier = where
@@ -105,7 +105,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
                 continue
             if isinstance(item, Record):
                 identifier = item.id or where
-                records.append(_own_record(item._replace(id=identifier), root))
+                records.append(_own_record(item._replace(id=identifier), root, allowed))
                 continue
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
@@ -186,10 +186,10 @@ def _record(identifier: str, item: dict[str, Any], root: pathlib.Path, allowed: 
         raise BadItem("images named both in the content and in 'images'")
     images = [i for i in inline if i] or named
     turns = [turn._replace(content=tidy(turn.content)) for turn in turns]
-    return _checked_record(Record(identifier, tuple(turns), tuple(images)), root)
+    return _checked_record(Record(identifier, tuple(turns), tuple(images)), root, allowed)
 
 
-def _checked_record(record: Record, root: pathlib.Path) -> Record:
+def _checked_record(record: Record, root: pathlib.Path, allowed: Allowed) -> Record:
     """``record`` with a placeholder for each image, and images' paths; raises BadItem."""
     turns, images = list(record.turns), record.images
     count = sum(turn.content.count(PLACEHOLDER) for turn in turns)
@@ -202,11 +202,13 @@ def _checked_record(record: Record, root: pathlib.Path) -> Record:
         detail = f"{count} placeholders, {len(images)} images"
         raise BadItem("placeholders and images differ in number", detail)
     _check_turns(turns)
+    for turn in turns if images else ():
+        allowed.refuse_markers(turn.content)
     files = tuple(_locate(name, root) for name in images)
     return record._replace(turns=tuple(turns), images=files)
 
 
-def _own_record(record: Record, root: pathlib.Path) -> Record:
+def _own_record(record: Record, root: pathlib.Path, allowed: Allowed) -> Record:
     """A Record that a format of the user's own made, checked like one of a file; raises BadItem."""
     for turn in record.turns:
         if not isinstance(turn, Turn):
@@ -216,7 +218,7 @@ def _own_record(record: Record, root: pathlib.Path) -> Record:
         if not isinstance(turn.content, str):
             raise BadItem("a turn whose 'content' is neither text nor a list")
     images = tuple(map(file_name, record.images))
-    return _checked_record(record._replace(images=images), root)
+    return _checked_record(record._replace(images=images), root, allowed)
 
 
 def id_of(value: Any, where: str) -> str:
@@ -250,8 +252,9 @@ def _check_turns(turns: list[Turn]) -> None:
         raise BadItem("no assistant turn")
     if not any(turn.trained for turn in answers):
         raise BadItem("no assistant turn that is trained")
-    if not any(turn.content.strip() for turn in answers if turn.trained):
-        raise BadItem("every assistant turn is empty")
+    for i, turn in enumerate(turns):
+        if turn.role == "assistant" and turn.trained and not turn.content.strip():
+            raise BadItem("an assistant turn is empty", f"turn {i}")
     if any(PLACEHOLDER in turn.content for turn in answers):
         raise BadItem("an image in an assistant turn")
 

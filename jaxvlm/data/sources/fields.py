@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -39,6 +40,16 @@ OF_IMAGE = frozenset(
 )
 """Harmless names of a content part's or an image's fields. Others choose the image: Anthropic's
 ``source`` has its content."""
+
+
+_MARKERS = re.compile(
+    r"<(?:image|img)(?:[ _-]?\d+)?>|<image_?(?:placeholder|soft_token|pad)>|<ImageHere>"
+    r"|<\|image(?:_pad|_\d+)?\|>|<IMG_CONTEXT>|<start_of_image>|\[IMG\]",
+    re.IGNORECASE,
+)
+"""How other formats and models mark an image's place; jaxvlm's own mark is among them."""
+MARK = "<image>"
+"""Marks an image's place in a text, whatever the file's or tokenizer's own marker is."""
 
 
 class BadItem(Exception):
@@ -87,11 +98,13 @@ class Allowed:
 
     ignored: frozenset[str] = frozenset()
     """Names of fields that are passed over at every level of a record."""
+    literal: frozenset[str] = frozenset()
+    """Image markers of other formats that are text."""
 
     @classmethod
-    def of(cls, ignored_fields: Collection[str]) -> Allowed:
-        """Return the fields of ``data.ignored_fields``."""
-        return cls(frozenset(ignored_fields))
+    def of(cls, ignored_fields: Collection[str], literal_markers: Collection[str] = ()) -> Allowed:
+        """Return what ``data.ignored_fields`` and ``data.literal_markers`` allow."""
+        return cls(frozenset(ignored_fields), frozenset(literal_markers))
 
     def fields_of(
         self,
@@ -128,6 +141,23 @@ class Allowed:
                 ", ".join(others),
             )
         return {name: value for name, value in given.items() if name in read}
+
+    def refuse_markers(self, text: str) -> None:
+        """Refuse a text beside an image that marks the image's place as another format does.
+
+        Args:
+            text: text in which only ``<image>`` would be replaced by an image.
+
+        Raises:
+            BadItem: the text has another marker; the detail names it.
+        """
+        for match in _MARKERS.finditer(text):
+            if match.group() != MARK and match.group() not in self.literal:
+                raise BadItem(
+                    "an image marker of another format, which would be text; "
+                    "data.literal_markers can keep it",
+                    match.group(),
+                )
 
 
 DEFAULT = Allowed()

@@ -56,8 +56,9 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
 
     Args:
         spec: file or pattern of files.
-        config: data settings; of these, ``image_root``, ``ignored_fields``, ``format`` and, of
-            ``pairs``, ``column_mapping`` (applied first) and ``tsv_quoting`` are read.
+        config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers``,
+            ``format`` and, of ``pairs``, ``column_mapping`` (applied first) and ``tsv_quoting`` are
+            read.
 
     Returns:
         Examples in the files' order, one for each positive, and a Problem for each invalid record.
@@ -73,7 +74,7 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
     else:
         raw, problems = tables.read(spec, config)
     mapping = dict(config.pairs.column_mapping)
-    allowed = Allowed.of(config.ignored_fields)
+    allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     fields = [r.fields for r in raw if isinstance(r.fields, dict)]
     for column in mapping:
         if fields and not any(column in f for f in fields):
@@ -218,6 +219,8 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
         image = image[0] if image else None
     file = context.locate(conversation_formats.file_name(image)) if not is_empty(image) else ""
     try:
+        if file:
+            context.allowed.refuse_markers(_text(text or "", name))
         return Item.of(_text(text or "", name), file, instruction)
     except BadItem as bad:
         raise BadItem(bad.reason, f"{name}, {bad.detail}" if bad.detail else name) from None
