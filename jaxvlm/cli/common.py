@@ -99,11 +99,15 @@ def embed_settings(values: flags.FlagValues, model: Any, side: str, **settings: 
 
 def define_reading(values: flags.FlagValues) -> None:
     """Declare the flags of how files of records are read."""
-    text = (
-        "The names of fields of records to pass over, separated by commas; a record with any other "
-        "field that is not read is refused. By default data.ignored_fields of the run."
-    )
-    define_flags(values, {"ignored_fields": text}, ignored_fields=[])
+    texts = {
+        "ignored_fields": "The names of fields of records to pass over, separated by commas; a "
+        "record with any other field that is not read is refused. By default data.ignored_fields "
+        "of the run.",
+        "literal_markers": "The image markers of other formats, such as <image_1>, that are text, "
+        "separated by commas; a text beside an image with any other but <image> is refused. By "
+        "default data.literal_markers of the run.",
+    }
+    define_flags(values, texts, ignored_fields=[], literal_markers=[])
     flags.DEFINE_enum(
         "data_format",
         "run",
@@ -156,12 +160,13 @@ def flagged(values: flags.FlagValues, data: Any) -> Any:
         data = dataclasses.replace(
             data, format=default.format, image_root=default.image_root, pairs=pairs
         )
-    if values["ignored_fields"].present:
-        given = tuple(values.ignored_fields)
-        if data.ignored_fields not in ((), given):
-            text = f"--ignored_fields={','.join(given)} replaces"
-            say(f"{text} the run's data.ignored_fields {', '.join(data.ignored_fields)}")
-        data = dataclasses.replace(data, ignored_fields=given)
+    for name in ("ignored_fields", "literal_markers"):
+        if not values[name].present:
+            continue
+        given, own = tuple(values[name].value), getattr(data, name)
+        if own not in ((), given):
+            say(f"--{name}={','.join(given)} replaces the run's data.{name} {', '.join(own)}")
+        data = dataclasses.replace(data, **{name: given})
     return data
 
 

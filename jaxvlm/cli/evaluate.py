@@ -88,7 +88,7 @@ def _choose_format(values: flags.FlagValues, model: Any) -> str:
 
     name = "run" if isinstance(model, Encoder) else "config"
     config = getattr(model, name)
-    for flag in ("data_format", "ignored_fields"):
+    for flag in ("data_format", "ignored_fields", "literal_markers"):
         if values[flag].present and not values.data:
             raise ConfigError(f"--{flag} is for --data=FILE; add it, or leave --{flag} out")
     config = dataclasses.replace(config, data=common.flagged(values, config.data))

@@ -63,7 +63,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
         DataError: the file or a record of it can't be read.
     """
     raw, problems = tables.read(name, config)
-    allowed = Allowed.of(config.ignored_fields)
+    allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     refuse(name, problems)
     items, ids = [], []
     seen: set[str] = set()
@@ -76,6 +76,8 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
             text, image, instruction = (given.get(field, "") for field in _FIELDS[1:])
             if bad := [n for n in _FIELDS[1:] if not isinstance(given.get(n, ""), str)]:
                 raise BadItem(f"{bad[0]!r} is not text")
+            if image:
+                allowed.refuse_markers(text)
             items.append(Item.of(text, record.locate(image) if image else "", instruction))
             ids.append(id_of(given.get("id"), ""))
             if ids[-1] in seen:

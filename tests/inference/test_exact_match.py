@@ -30,9 +30,11 @@ DATA = DataConfig(train="x", batch_size=4, max_length=LENGTH, max_images_per_seq
 
 
 def learned(shape, i):
-    """The answer that the model has learned by heart: two words, drawn for the question."""
+    """The answer that the model has learned by heart: drawn for the question, with a special token
+    that no template writes.
+    """
     rng = np.random.default_rng([list(SHAPES).index(shape), i])
-    return " ".join(rng.choice(WORDS, 2, replace=False))
+    return " <|box|>".join(rng.choice(WORDS, 2, replace=False))
 
 
 def records_of(shape, answers):
@@ -89,7 +91,7 @@ def by_heart():
     texts = [*WORDS, "<think>\n\n</think>\n\n", "system\nuser\nassistant\n", "end of turn over"]
     base = chat_tokenizer.build(texts * 3, "bpe", 340)
     base.backend.add_special_tokens(
-        [AddedToken(n, normalized=False) for n in ("<|start|>", "<|end|>")]
+        [AddedToken(n, normalized=False) for n in ("<|start|>", "<|end|>", "<|box|>")]
     )
     base.backend.add_tokens(KEYS)
     ours = {
