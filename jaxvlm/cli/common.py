@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -232,6 +234,25 @@ def _mesh(text: str) -> Any:
     return MeshConfig(**sizes)
 
 
+class RecipeError(Exception):
+    """A recipe raised an error, the cause of this one; the message says where and what."""
+
+
+def _why(recipe: str, error: BaseException) -> str:
+    """Say which line of a recipe raised ``error``, and what the error says."""
+    if isinstance(error, (TypeError, ValueError)) and error.__context__ is not None:
+        error = error.__context__  # behind ml_collections' own, whose text is a traceback
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if os.path.abspath(f.filename) == os.path.abspath(recipe)]
+    where = f"{recipe}:{lines[-1]}" if lines else recipe
+    advice = ""
+    if isinstance(error, TypeError) and str(error).startswith("get_config() missing"):
+        advice = f"; give its argument behind a colon, --config={recipe}:ARGUMENT"
+    elif isinstance(error, TypeError) and str(error).startswith("get_config() takes"):
+        advice = f"; what stands behind a colon is its argument, --config={recipe}:ARGUMENT"
+    return f"the recipe {where}: {type(error).__name__}: {error}{advice}"
+
+
 class RecipeParser(flags.ArgumentParser):
     """Loads a recipe as a locked ConfigDict, also where its get_config returns a dataclass.
 
@@ -248,7 +269,10 @@ class RecipeParser(flags.ArgumentParser):
         """Call get_config of the file ``argument``; text after a colon is its own argument."""
         from jaxvlm.config import to_config_dict
 
-        config = self.loader.parse(argument)
+        try:
+            config = self.loader.parse(argument)
+        except Exception as error:  # whatever a recipe, somebody's Python file, can raise
+            raise RecipeError(_why(argument.partition(":")[0], error)) from error
         config = to_config_dict(config) if dataclasses.is_dataclass(config) else config
         for given in self.argv:
             if override := re.match(r"--?(?:no)?config\.([\w.]+)", given):

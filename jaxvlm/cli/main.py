@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from absl import flags
 
+from jaxvlm.cli.common import RecipeError
 from jaxvlm.config import ConfigError
 
 
@@ -110,8 +111,6 @@ def run(argv: list[str]) -> int:
             _ = values["config"].value.items  # raises if the recipe failed to load
     except flags.Error as error:
         text = str(error)
-        if "ConfigError: " in text:  # raised by a recipe, after a traceback
-            return _fail(text.rsplit("ConfigError: ", 1)[1].strip(), 2)
         if group := re.search(r"--([\w.]+)=(\S+): Failed to parse .* as a ConfigDict", text):
             return _fail(
                 f"--{group[1]}={group[2]}: it is a group of settings; set its fields, such as "
@@ -119,10 +118,15 @@ def run(argv: list[str]) -> int:
                 2,
             )
         return _fail(f"{text} (see `jaxvlm {name} --help`)", 2)
+    except RecipeError as error:
+        return _fail(_unknown_setting(error.__cause__) or str(error), 2)
     except OSError as error:
+        if error.errno is not None:  # the recipe's own: ml_collections' error has no number
+            return _fail(f"the recipe: {_words(error)}", 2)
         return _fail(f"--config: no such recipe: {str(error).splitlines()[-1]}", 2)
-    except Exception as error:  # whatever a recipe, somebody's Python file, can raise
-        return _fail(_unknown_setting(error) or f"{_RECIPE}: {type(error).__name__}: {error}", 2)
+    except Exception as error:  # whatever a setting's value can lead to
+        advice = f"an override of the recipe: {type(error).__name__}: {error}"
+        return _fail(_unknown_setting(error) or advice, 2)
     return _run(command, values, args)
 
 
@@ -146,12 +150,11 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
     return int(result.get("exit_code", 0))
 
 
-_RECIPE = "the recipe or an override of it"
-
-
-def _unknown_setting(error: Exception) -> str:
+def _unknown_setting(error: BaseException | None) -> str:
     """What ml_collections says of a key that a ConfigDict does not have; "" of other errors."""
-    cause = error.args[0] if error.args and isinstance(error, AttributeError) else error
+    cause: Any = error
+    if isinstance(error, AttributeError) and error.args:
+        cause = error.args[0]
     text = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
     near = re.search(r'Did you mean "(.+)" instead of "(.+)"', text)
     unknown = near[2] if near else "".join(re.findall(r'^Key "(.+?)" does not exist', text))

@@ -358,3 +358,26 @@ def test_other_errors_of_the_system_are_not_hidden(monkeypatch):
     monkeypatch.setattr("jaxvlm.cli.train.run", broken)
     with pytest.raises(OSError, match="bad file"):
         run(["train", f"--config={RECIPE}:x", "--workdir=x"])
+
+
+RAISES = {
+    "missing": ("def get_config(name):\n    return name\n", "give its argument behind a colon"),
+    "argument": ("def get_config():\n    pass\n", "what stands behind a colon is its argument"),
+    "type": ("def get_config(a=''):\n    return len(3)\n", ":2: TypeError: object of type 'int'"),
+    "value": ("def get_config(a=''):\n    return int('x')\n", ":2: ValueError: invalid literal"),
+    "key": ("def get_config(a=''):\n    return {}['b']\n", ":2: KeyError: 'b'"),
+    "unicode": ("def get_config(a=''):\n    return b'\\xff'.decode()\n", ":2: UnicodeDecodeError"),
+    "import": ("import nowhere_at_all\n", ":1: ModuleNotFoundError"),
+    "file": ("def get_config(a=''):\n    return open('gone.txt')\n", "gone.txt"),
+}
+
+
+@pytest.mark.parametrize("kind", RAISES)
+def test_a_recipe_that_raises_is_one_line_that_names_its_own(capsys, tmp_path, kind):
+    code, says = RAISES[kind]
+    recipe = tmp_path / "own.py"
+    recipe.write_text(code)
+    argument = ":x" if kind == "argument" else ""
+    line = fails(capsys, "train", f"--config={recipe}{argument}", f"--workdir={tmp_path / 'run'}")
+    assert says in line and "Traceback" not in line and "whilst" not in line, line
+    assert not (tmp_path / "run").exists()
