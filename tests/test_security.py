@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 
 from jaxvlm.checkpoint import run_record
+from jaxvlm.cli import main
 from jaxvlm.config import ConfigError
 from jaxvlm.data.images import processor
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.hf import exporter, pretrained, safetensors
+from jaxvlm.inference import prediction_grid
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -101,6 +106,72 @@ def test_a_linked_lock_leaves_its_target_alone(tmp_path):
     with pytest.raises(ConfigError, match="symbolic link"), run_record.locked(workdir):
         pass
     assert target.read_text() == "keep"
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "wandb_id", "tensorboard", "checkpoints", "text/hf.tmp", "new/a.png"]
+)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_out_of_a_workdir_is_refused(tmp_path, name, exists):
+    target, workdir = tmp_path / "precious", tmp_path / "run"
+    if exists:
+        target.mkdir()
+    (workdir / name).parent.mkdir(parents=True)
+    (workdir / name).symlink_to(target)
+    with pytest.raises(ConfigError, match="outside of the run's folder"):
+        run_record.locked(workdir).__enter__()
+    assert target.exists() == exists and not (exists and list(target.iterdir()))
+
+
+def test_links_inside_of_a_workdir_and_a_linked_workdir_are_used(tmp_path):
+    (tmp_path / "disk" / "wandb" / "run-1").mkdir(parents=True)
+    (tmp_path / "disk" / "wandb" / "latest").symlink_to("run-1")
+    (tmp_path / "run").symlink_to("disk")
+    with run_record.locked(tmp_path / "run"):
+        assert (tmp_path / "disk" / ".lock").is_file()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/1"])
+def test_a_pipe_in_a_workdir_is_refused(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is a pipe"):
+        run_record.locked(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize("name", ["grid.png", "grid.jpg", "grid"])
+def test_a_grid_replaces_a_link_and_leaves_its_target_alone(tmp_path, name):
+    target = tmp_path / "precious"
+    target.write_text("keep")
+    (tmp_path / name).symlink_to(target)
+    Image.new("RGB", (4, 4)).save(tmp_path / "image.png")
+    cell = prediction_grid.Prediction(str(tmp_path / "image.png"), "what?", "a", "a")
+    prediction_grid.draw_predictions([cell], tmp_path / name)
+    row = prediction_grid.RetrievedRow(prediction_grid.GridItem("q"), [], [], [])
+    prediction_grid.draw_retrieval([row], tmp_path / f"retrieval_{name}")
+    assert target.read_text() == "keep" and not (tmp_path / name).is_symlink()
+    with Image.open(tmp_path / name) as grid:
+        assert grid.format == ("JPEG" if name.endswith("jpg") else "PNG")
+
+
+def test_a_recipe_is_code(tmp_path, capsys):
+    marker = tmp_path / "ran"
+    (tmp_path / "recipe.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    assert main.run(["data", "check", "x.jsonl", f"--config={tmp_path / 'recipe.py'}"]) == 2
+    assert marker.exists() and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["absolute", "file://", ".."])
+def test_data_names_any_image_that_can_be_read(tmp_path, how):
+    outside = tmp_path / "private.png"
+    Image.new("RGB", (4, 4)).save(outside)
+    (tmp_path / "data").mkdir()
+    name = {"absolute": str(outside), "file://": f"file://{outside}", "..": "../private.png"}[how]
+    turns = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}]
+    (tmp_path / "data" / "d.jsonl").write_text(json.dumps({"image": name, "conversations": turns}))
+    records, problems = conversation_formats.read(str(tmp_path / "data" / "d.jsonl"))
+    assert not problems and [str(r.images[0]) for r in records]
+    assert pathlib.Path(records[0].images[0]).samefile(outside)
 
 
 def test_a_lock_that_is_held_is_not_truncated(tmp_path):

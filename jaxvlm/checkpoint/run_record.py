@@ -54,9 +54,10 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     """Locks ``workdir`` so that no other run writes to it at the same time.
 
     Raises:
-        ConfigError: another run holds the lock, or its file is a symbolic link.
+        ConfigError: another run holds the lock, or something in the folder is a link out of it.
     """
     workdir.mkdir(parents=True, exist_ok=True)
+    _refuse_links(workdir)
     path = workdir / ".lock"
     try:  # never truncated: the file may be another's
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -75,6 +76,31 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         yield
+
+
+def _refuse_links(workdir: pathlib.Path) -> None:
+    """Refuse what would lead a run's files elsewhere, or block it: links out, pipes and devices.
+
+    Two levels are looked at. Names that a run writes to are fixed there; below, they are new ones.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
+    root = os.path.realpath(workdir)
+    entries = list(os.scandir(workdir))
+    for entry in list(entries):
+        if entry.is_dir(follow_symlinks=False):
+            entries += os.scandir(entry)
+    for entry in entries:
+        if entry.is_symlink():
+            target = os.path.realpath(entry)
+            if os.path.commonpath([root, target]) != root:
+                raise ConfigError(
+                    f"{entry.path} is a symbolic link to {target}, outside of the run's folder, "
+                    "and nothing is written through it; remove it, or name a --workdir there"
+                )
+        elif not (entry.is_file() or entry.is_dir()) and os.path.lexists(entry):
+            raise ConfigError(f"{entry.path} is a pipe, a socket or a device; remove it")
 
 
 def write_config(

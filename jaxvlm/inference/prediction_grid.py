@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
 
@@ -121,8 +122,14 @@ def draw_predictions(cells: Sequence[Prediction], path: pathlib.Path) -> None:
             + [(line, colour) for line in textwrap.wrap(verdict, 30)[:2]]
         ):
             pen.text((left, top + _IMAGE + 4 + 14 * n), text, fill=ink, font=font)
+    _save(grid, path)
+
+
+def _save(grid: Image.Image, path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
+    kind = Image.registered_extensions().get(path.suffix.lower(), "PNG")
+    with whole_file(path) as file:  # a link there is replaced, and not followed
+        grid.save(file, kind)
 
 
 class GridItem(NamedTuple):
@@ -164,8 +171,7 @@ def draw_retrieval(rows: Sequence[RetrievedRow], path: pathlib.Path) -> None:
         for rank, (place, document, score, right) in enumerate(retrieved, 1):
             head = f"{rank}.  {score:.3f}  {'right' if right else 'wrong'}"
             _draw_item(grid, pen, place, document, head, _RIGHT if right else _WRONG)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
+    _save(grid, path)
 
 
 def _draw_item(
