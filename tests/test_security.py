@@ -6,9 +6,14 @@ import json
 import os
 import pathlib
 import re
+import socket
+import subprocess
+import sys
 
+import jax
 import numpy as np
 import pytest
+from jax._src.lib import _jax
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -183,3 +188,25 @@ def test_a_lock_that_is_held_is_not_truncated(tmp_path):
     ):
         pass
     assert (tmp_path / ".lock").read_text() == "keep"
+
+
+def test_jaxs_port_lets_anyone_in():
+    """Should this fail, JAX has learned a password or an address: say so in docs/security.md."""
+    client = (
+        "import sys; from jax._src.lib import _jax; "
+        "c = _jax.get_distributed_runtime_client(sys.argv[1], 0, init_timeout=10); c.connect(); "
+        "c.key_value_set('stranger', 'x'); print(c.blocking_key_value_get('stranger', 1000))"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # As jax.distributed.initialize does in process 0: its default is all addresses.
+    service = _jax.get_distributed_runtime_service(f"[::]:{port}", 1)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", client, f"127.0.0.1:{port}"], capture_output=True, text=True
+        )
+    finally:
+        service.shutdown()
+    assert done.stdout == "x\n", done.stderr
+    assert "coordinator_bind_address" in (jax.distributed.initialize.__doc__ or "")

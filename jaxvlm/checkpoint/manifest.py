@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,8 +78,9 @@ def read(step_folder: epath.Path) -> Manifest:
 
     Raises:
         OSError: the file does not exist or can't be read.
-        ValueError: its content is not what was written.
+        ValueError: its content is not what was written, or a file of the checkpoint is none.
     """
+    _check_regular(step_folder)
     document = json.loads((step_folder / "record" / "metadata").read_text())
     body = document["record"]
     if _sha256(body) != document["sha256"]:
@@ -88,6 +90,18 @@ def read(step_folder: epath.Path) -> Manifest:
         for name, (shape, dtype, digest) in body["leaves"].items()
     }
     return Manifest(body["step"], body["extra"], body["metrics"], leaves)
+
+
+def _check_regular(step_folder: epath.Path) -> None:
+    """Refuses pipes and devices, which would be read for ever."""
+    if "://" in str(step_folder):
+        return  # an object store
+    for folder, _, files in os.walk(step_folder):
+        for name in files:
+            path = os.path.join(folder, name)
+            if not os.path.isfile(path):
+                kind = "a pipe, a socket or a device" if os.path.exists(path) else "a dangling link"
+                raise ValueError(f"{os.path.relpath(path, step_folder)} is {kind}")
 
 
 def check_structure(

@@ -160,7 +160,29 @@ def silent_change(folder: Path) -> None:
     shutil.copytree(folder.parent / "1" / "state", folder / "state")
 
 
-DAMAGE = [silent_change, delete_largest, truncate_largest, flip_data, flip_record, delete_record]
+def pipe_for_largest(folder: Path) -> None:
+    """Who reads it waits for ever."""
+    path = largest_file(folder)
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device_for_record(folder: Path) -> None:
+    """Who reads it never reaches an end."""
+    (folder / "record" / "metadata").unlink()
+    (folder / "record" / "metadata").symlink_to("/dev/zero")
+
+
+def dangling_link_for_largest(folder: Path) -> None:
+    path = largest_file(folder)
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+DAMAGE = [
+    *(silent_change, delete_largest, truncate_largest, flip_data, flip_record, delete_record),
+    *(pipe_for_largest, device_for_record, dangling_link_for_largest),
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -61,12 +61,21 @@ def test_a_strangers_bytes_change_nothing(watch, name):
 
 
 def test_only_the_coordinators_address_listens(monkeypatch):
-    """On all addresses only where the coordinator's is none of this machine's."""
+    """On all addresses only where the coordinator's is not one that others reach."""
     with heartbeat._listen("127.0.0.1") as server:
         assert server.getsockname()[0] == "127.0.0.1"
+    with heartbeat._listen("localhost") as server:
+        assert server.getsockname()[0] in ("127.0.0.1", "::1")
+    monkeypatch.setattr(socket, "getaddrinfo", loopback)  # as /etc/hosts has it on Debian
+    with heartbeat._listen("the-machines-own-name") as server:
+        assert server.getsockname()[0] in ("::", "0.0.0.0")
     monkeypatch.setattr(socket, "getaddrinfo", no_such_name)
     with heartbeat._listen("behind.a.translated.address") as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def loopback(*_, **__):
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
 
 
 def no_such_name(*_, **__):

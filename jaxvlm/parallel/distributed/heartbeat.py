@@ -17,6 +17,7 @@ from JAX's key-value store.
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import secrets
 import selectors
@@ -297,15 +298,24 @@ def _catch_abort(handler: Callable[[int], None]) -> None:
 
 
 def _listen(host: str) -> socket.socket:
-    """Listen on the coordinator's address, or on all where it is none of this machine's."""
+    """Listen on the coordinator's address, or on all where it is not one that others reach."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
+        # Debian's /etc/hosts gives a machine's own name a loopback address, which none else has.
+        if _is_loopback(host) or not _is_loopback(str(address[0])):
+            return socket.create_server(address[:2], family=family)
     except OSError:  # behind a translated address, or a name that others alone resolve
         pass
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _keep_alive(connection: socket.socket) -> None:
