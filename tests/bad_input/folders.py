@@ -8,7 +8,9 @@ import pathlib
 import struct
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from jaxvlm.data.tokenizer import chat_tokenizer
 from tests.bad_input import values
@@ -91,13 +93,40 @@ TEMPLATES = [
 """Chat templates that raise, loop, or build texts that fill the memory."""
 
 
+def bert_weights() -> dict[str, np.ndarray]:
+    """Random weights of :data:`BERT`, by their names in its checkpoints."""
+    width, wide = BERT["hidden_size"], BERT["intermediate_size"]
+    linear = {"pooler.dense": (width, width)}
+    norms = ["embeddings.LayerNorm"]
+    for i in range(BERT["num_hidden_layers"]):
+        layer = f"encoder.layer.{i}"
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            linear[f"{layer}.attention.{name}"] = (width, width)
+        linear[f"{layer}.intermediate.dense"] = (wide, width)
+        linear[f"{layer}.output.dense"] = (width, wide)
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    tables = {"word": BERT["vocab_size"], "position": BERT["max_position_embeddings"]}
+    rng = np.random.default_rng(0)
+    weights = {
+        f"embeddings.{name}_embeddings.weight": rng.normal(size=(size, width))
+        for name, size in {**tables, "token_type": 2}.items()
+    }
+    for name, shape in linear.items():
+        weights |= {f"{name}.weight": rng.normal(size=shape), f"{name}.bias": np.zeros(shape[0])}
+    for name in norms:
+        weights |= {f"{name}.weight": np.ones(width), f"{name}.bias": np.zeros(width)}
+    return {name: array.astype(np.float32) for name, array in weights.items()}
+
+
 def write_good(folder: pathlib.Path, config: dict[str, Any]) -> None:
-    """Write a folder without weights that loads, but for the weights."""
+    """Write a folder that loads, but for the weights, which BERT's alone has."""
     BUILT.save(folder)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(
         json.dumps(QWEN_PROCESSOR if config is QWEN else CLIP_PROCESSOR)
     )
+    if config is BERT:
+        save_file(bert_weights(), folder / "model.safetensors", {"format": "pt"})
 
 
 def safetensors(header: bytes) -> bytes:

@@ -1,8 +1,9 @@
-"""Overrides of every setting, and files of a workdir."""
+"""Overrides of every setting."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -11,7 +12,12 @@ from hypothesis import strategies as st
 from jaxvlm.config import Config
 from tests.bad_input import values
 
-NUMBERS = [0, -1, 10**12, -(10**12), float("nan"), float("inf"), -float("inf"), 1e12, 0.5]
+COMMANDS = ("train conversations", "train conversations", "train pairs", "plan conversations")
+WHOLE = [0, -1, 1, 3, 7, 10**6, 10**12, -(10**12), 2**63, 10**40]
+NUMBERS = [0.0, -1.0, 0.5, 1e12, 1e308, float("nan"), float("inf"), -float("inf"), 1e-320]
+WORDS = ["", "x", "auto", "none", "gone.py:X", "../..", "/dev/zero", "\ud800", "\x00", "x" * 5_000]
+SEVERAL = ["()", "(0,)", "(-1,)", "('x',)", "('',)", "(1, 2, 3)", "(1e400,)", "'x'", "(None,)", "("]
+"""Values of the right type; :data:`values.VALUES` are mostly of another."""
 
 
 def names(group: Any = Config, at: str = "") -> list[str]:
@@ -29,6 +35,10 @@ def names(group: Any = Config, at: str = "") -> list[str]:
 
 @st.composite
 def overrides(draw: st.DrawFn) -> tuple[str, bytes]:
-    """("override", JSON of a setting's name and its value)."""
-    value = draw(st.one_of(st.sampled_from(NUMBERS), st.sampled_from(NUMBERS), values.VALUES))
-    return "override", json.dumps([draw(st.sampled_from(names())), value]).encode()
+    """("override", JSON of a setting's name, its value, and the command that takes it)."""
+    name, command = draw(st.sampled_from(names())), draw(st.sampled_from(COMMANDS))
+    default = functools.reduce(getattr, name.split("."), Config())
+    known: dict[type, list[Any]] = {int: WHOLE, float: NUMBERS, str: WORDS, tuple: SEVERAL}
+    right = known.get(type(default), ["True", "False"])
+    value = draw(st.one_of(*[st.sampled_from(right)] * 4, values.VALUES))
+    return "override", json.dumps([name, value, command]).encode()
