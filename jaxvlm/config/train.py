@@ -83,7 +83,9 @@ class Config:
     """Sets the number of entries of the vocabulary whose logits are in memory at once, in losses
     over tokens; the default 0 chooses it by the sequence length."""
     moe_aux_loss_weight: float = 0.0
-    """Sets the weight of the load-balancing loss of a mixture of experts."""
+    """Sets the weight of the load-balancing loss of a mixture of experts. Each microbatch is
+    balanced by itself, and the loss is their mean, weighted by tokens; so it depends on
+    ``microbatches``."""
     init_from: str = ""
     """Names the workdir of another run whose weights this run starts from, with a new optimizer and
     at step 0; the default "" names none."""

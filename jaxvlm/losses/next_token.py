@@ -28,6 +28,8 @@ class NextToken:
         chunk: about how many entries of the vocabulary have logits at once; 0 chooses from the
             sequence length.
         moe_aux_weight: factor of the load-balancing term of a mixture of experts; 0: no term.
+            Balance is a function of the tokens that run together, so this term is the mean over
+            microbatches of each one's own balance, weighted by their tokens.
     """
 
     chunk: int = 0
@@ -35,17 +37,22 @@ class NextToken:
     additive: bool = True
 
     def __post_init__(self) -> None:
-        if self.moe_aux_weight:  # load balance is a function of the whole batch
+        if self.moe_aux_weight:
             object.__setattr__(self, "additive", False)
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether gradients are accumulated although a term is no sum over examples."""
+        return self.moe_aux_weight > 0
 
     def coefficients(self) -> Mapping[str, float]:
         """Return 1 for the cross-entropy, and the load-balancing term's factor if it has one."""
         return {"loss": 1.0, **({"router": self.moe_aux_weight} if self.moe_aux_weight else {})}
 
     def weights(self, batch: Batch) -> dict[str, Any]:
-        """Return ``loss``, the sum of the weights of predicted tokens, and ``router``, 1."""
+        """Return ``loss``, the sum of predicted tokens' weights, and ``router``, the tokens."""
         weights = {"loss": jnp.sum(targets(batch)[1])}
-        return weights | ({"router": jnp.float32(1)} if self.moe_aux_weight else {})
+        return weights | ({"router": num_tokens(batch)} if self.moe_aux_weight else {})
 
     def __call__(self, out: Out, batch: Batch) -> Sums:
         """Return sums over ``batch``: the loss, ``accuracy`` of the argmax, and experts' load."""
@@ -55,7 +62,7 @@ class NextToken:
         terms = {"loss": jnp.sum(nll * weight)}
         metrics = {"accuracy": (jnp.sum(hit * weight), total)}
         if self.moe_aux_weight:
-            terms["router"] = load_balance(out.aux)
+            terms["router"] = load_balance(out.aux) * num_tokens(batch)
         if out.aux and "router_load" in out.aux:
             metrics["busiest_expert"] = (busiest(out.aux), jnp.float32(1))
         return Sums(terms, metrics)
@@ -67,6 +74,11 @@ def targets(batch: Batch) -> tuple[jax.Array, jax.Array]:
     same = (jnp.roll(batch.segment, -1, axis=1) == batch.segment) & (batch.segment > 0)
     weight = jnp.where(same, jnp.roll(batch.loss_weight, -1, axis=1), 0.0)
     return labels, weight.at[:, -1].set(0.0)  # the roll wraps around the sequence's end
+
+
+def num_tokens(batch: Batch) -> jax.Array:
+    """Return the number of tokens that are not padding, f32[]."""
+    return jnp.sum(batch.segment > 0).astype(jnp.float32)
 
 
 def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array, jax.Array]:

@@ -14,8 +14,8 @@ def load_balance(aux: Mapping[str, Any]) -> jax.Array:
 
     It is E times the sum over experts of the fraction of choices times the mean probability: the
     number of experts a token chooses where the load is even, and more elsewhere. All layers are
-    taken together, as in transformers. It is no sum over examples: microbatches give another value
-    than the whole batch.
+    taken together, as in transformers. It is no sum over examples: the mean over microbatches is
+    another value than the whole batch's.
 
     Args:
         aux: ``Out.aux``, with ``router_load`` and ``router_probability``, f32[L, E].

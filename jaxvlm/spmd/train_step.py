@@ -22,7 +22,7 @@ from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.submodels import without_vision_encoder
 from jaxvlm.train.dropout_keys import seeded
-from jaxvlm.train.grad_accum import LocalGradients
+from jaxvlm.train.grad_accum import LocalGradients, is_by_microbatch
 from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
 from jaxvlm.types import Cache, Loss, Params, Runner, TrainState, is_vision_path, trains_vision
 
@@ -78,7 +78,8 @@ def assemble(
         check_cached(model)
     trains_cached = cache is not None and trains_vision(trainable)
     parts = max(microbatches, 1 + any(any(mini_batch) for mini_batch in mini_batches or ()))
-    reduction = None if trains_cached else grad_reduction(model, parts)
+    local = not (trains_cached or is_by_microbatch(loss))
+    reduction = grad_reduction(model, parts) if local else None
     run, cache = (without_vision_encoder(model), cache) if cache else (model, NO_CACHE)
     abstract, init = state_of(model, tx, trainable, fixed, reduction, cache)
     place = placement(model)

@@ -68,7 +68,7 @@ def check_microbatches(parts: int, loss: Loss, rows: int) -> None:
         ConfigError: a loss that is no sum over examples, or ``rows`` is not divisible by
             ``parts``.
     """
-    if parts > 1 and not loss.additive:
+    if parts > 1 and not (loss.additive or is_by_microbatch(loss)):
         raise ConfigError(
             f"config.microbatches={parts}: {_name(loss)} is not a sum over examples, so "
             "microbatches would give another gradient; set config.microbatches=1"
@@ -78,6 +78,15 @@ def check_microbatches(parts: int, loss: Loss, rows: int) -> None:
             f"config.microbatches={parts} does not divide data.batch_size={rows}; "
             f"{nearest_divisor(rows, parts)} would do"
         )
+
+
+def is_by_microbatch(loss: Loss) -> bool:
+    """Whether a loss that is no sum over examples is defined as a mean over microbatches.
+
+    A microbatch is then the examples of all batch shards that are run together, under every
+    strategy: a device must not take the gradient of its local examples.
+    """
+    return bool(getattr(loss, "by_microbatch", False))
 
 
 def _name(loss: Loss) -> str:
