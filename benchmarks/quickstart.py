@@ -42,7 +42,8 @@ def one_run(seed: int) -> dict:
     result["tokens_per_s_median"] = round(
         statistics.median(row["train/tokens_per_s"] for row in rows)
     )
-    result["mfu_median"] = round(statistics.median(row["train/mfu"] for row in rows), 3)
+    mfu = [row["train/mfu"] for row in rows if "train/mfu" in row]
+    result["mfu_median"] = round(statistics.median(mfu), 3) if mfu else None
     result["wait_share"] = waited / seconds
     return result
 

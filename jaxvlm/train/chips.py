@@ -10,6 +10,7 @@ it); the driver and XLA reserve some of it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Sequence
@@ -145,21 +146,49 @@ def links(name: str) -> float:
     return _LINKS.get(name, 0.0) * 1e9
 
 
-def peak_flops(meshes: Sequence[jax.sharding.Mesh], dtype: str) -> tuple[float, str]:
-    """Peak matmul FLOP/s of all devices together, and the source of the figure.
+class PeakRate:
+    """Matmul FLOP/s that all devices together reach at best: MFU's denominator.
+
+    A measured rate is too low where the machine was busy: it is measured again when a run beats it.
 
     Args:
         meshes: the devices, all of one kind.
         dtype: dtype of the matmuls.
+
+    Attributes:
+        flops: the rate.
+        source: a chip's name, or how it was measured.
     """
-    device, size = meshes[0].devices.flat[0], sum(mesh.size for mesh in meshes)
-    chip = lookup(device.device_kind, dtype)
-    if chip is not None:
-        return chip.peak_flops * size, chip.name
-    # Forced CPU devices share the cores, so one matmul measures the rate of all of them.
-    if device.platform == "cpu":
-        return _measured(jnp.float32, 1024), "measured matmul"
-    return _measured(jnp.dtype(dtype), 8192) * size, "measured matmul"
+
+    def __init__(self, meshes: Sequence[jax.sharding.Mesh], dtype: str):
+        device, size = meshes[0].devices.flat[0], sum(mesh.size for mesh in meshes)
+        chip = lookup(device.device_kind, dtype)
+        self._measurements = 0 if chip else _MEASUREMENTS
+        # Forced CPU devices share the cores, so one matmul measures the rate of all of them.
+        on_cpu = device.platform == "cpu"
+        self._matmul = (jnp.dtype("float32"), 1024) if on_cpu else (jnp.dtype(dtype), 8192)
+        self._times = 1 if on_cpu else size
+        self.flops = chip.peak_flops * size if chip else self._measured()
+        self.source = chip.name if chip else "measured matmul"
+
+    def share(self, flops: float) -> float | None:
+        """Return ``flops`` over the rate, or ``None`` if it is above it.
+
+        Args:
+            flops: FLOP/s of a run.
+        """
+        if flops > self.flops and self._measurements:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no memory left for matrices
+                self.flops = max(self.flops, self._measured())
+        return flops / self.flops if flops <= self.flops else None
+
+    def _measured(self) -> float:
+        self._measurements -= 1
+        return _measured(*self._matmul) * self._times
+
+
+_MEASUREMENTS = 4
+"""Matmul measurements of a run: a busy machine may have been idle in one of them."""
 
 
 def _measured(dtype: Any, size: int, repeats: int = 3) -> float:

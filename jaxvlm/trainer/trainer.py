@@ -115,13 +115,12 @@ class Trainer(Run):
             # Callbacks: what happens around the steps.
             writer = run_files.open_writer(self, self.workdir, start, stack)
             estimate = metrics.memory_callback(self, batches.peek(), log)
-            flops, peak = metrics.introduce(self, batches.peek(), log)
+            logs = metrics.introduce(self, batches.peek(), writer, progress)
             evaluations = evaluation.callback(self, evaluator, memory, writer, progress, extra)
+            flops = logs.flops_per_step
             caching = CacheCallback(caches, self, flops, checkpointer, log) if caches else None
             callbacks = CallbackList([
-                *filter(None, (caching, evaluations, estimate)),
-                *self.callbacks,
-                metrics.MetricsCallback(writer, progress, self.training.learning_rate, flops, peak),
+                *filter(None, (caching, evaluations, estimate)), *self.callbacks, logs,
                 checkpoint.CheckpointCallback(checkpointer, self.training, extra),
                 checkpoint.PreemptionCallback(),
             ])  # fmt: skip

@@ -1,8 +1,20 @@
 """Device kinds as JAX spells them match their row, and only theirs."""
 
-import pytest
+import io
+import json
 
-from jaxvlm.train.chips import lookup
+import jax
+import pytest
+from rich.console import Console
+
+from jaxvlm.config import MeshConfig
+from jaxvlm.models.model_flops import Flops
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.train import chips
+from jaxvlm.train.chips import PeakRate, lookup
+from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.progress import Progress
+from jaxvlm.trainer.callbacks.metrics import MetricsCallback
 
 KINDS = {
     "TPU v4": ("TPU v4", 275),
@@ -50,3 +62,47 @@ def test_dtype():
     assert lookup("TPU v4", "float16") == lookup("TPU v4", "bfloat16")
     with pytest.raises(ValueError, match="use bfloat16 or float32"):
         lookup("TPU v4", "int8")
+
+
+def peak_that_measures(monkeypatch, *rates):
+    """A CPU's peak whose matmuls, one after the other, have these FLOP/s."""
+    left = list(rates)
+    monkeypatch.setattr(chips, "_measured", lambda *_: left.pop(0))
+    return PeakRate([make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1])], "float32")
+
+
+def test_a_rate_that_a_run_beats_is_measured_again(monkeypatch):
+    peak = peak_that_measures(monkeypatch, 1e9, 4e9, 3e9, 2e9)
+    assert peak.share(0.5e9) == 0.5 and peak.flops == 1e9
+    assert peak.share(2e9) == 0.5 and peak.flops == 4e9
+    # Two measurements are left, then one, then none.
+    assert peak.share(8e9) is None and peak.share(6e9) is None and peak.share(5e9) is None
+    assert peak.flops == 4e9 and peak.share(4e9) == 1.0
+
+
+def test_what_can_not_be_measured_again_is_not_shown(monkeypatch):
+    peak = peak_that_measures(monkeypatch, 1e9)
+
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(chips, "_measured", fail)
+    assert peak.share(2e9) is None and peak.share(0.5e9) == 0.5
+
+
+def test_no_mfu_above_one_is_logged(monkeypatch, tmp_path):
+    """Flops of 1e9 a step, whose time a line has; the measured peak is 1e9, then 2e9."""
+    peak, out = peak_that_measures(monkeypatch, 1e9, 2e9, 2e9, 2e9), io.StringIO()
+    writer = MetricWriter(tmp_path, tensorboard=False)
+    with Progress(9, console=Console(file=out, width=200)) as progress:
+        flops = Flops(vision=0.0, connector=0.0, decoder=1e9, head=0.0)
+        logs = MetricsCallback(writer, progress, lambda step: 0.1, flops, peak)
+        for step, ms in enumerate((2000, 800, 400, 400, 1000), 1):
+            line = {"step_ms": float(ms), "skipped_updates": 0, "wait_share": 0.0, "loss": 1.0}
+            logs.on_log(step, line)
+    writer.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("train/mfu") for row in rows] == [0.5, 0.625, None, None, 0.5]
+    said = out.getvalue()
+    assert said.count("measured again: 2.") == 1 and said.count("no MFU is shown") == 1
+    assert "MFU 50.0%" in said and "125" not in said

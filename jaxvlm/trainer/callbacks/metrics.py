@@ -10,7 +10,7 @@ from jaxvlm.models import model_flops
 from jaxvlm.models.model_flops import Flops
 from jaxvlm.parallel.mesh import mesh_text
 from jaxvlm.train.callbacks import Callback
-from jaxvlm.train.chips import peak_flops
+from jaxvlm.train.chips import PeakRate
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
 from jaxvlm.trainer import embedding_run
@@ -36,7 +36,7 @@ class MetricsCallback(Callback):
         progress: lines for people.
         learning_rate: updates so far -> the learning rate of the next one.
         flops_per_step: model FLOPs of a mean step that encodes all its images, on all devices.
-        peak_flops: FLOP/s that all devices together reach at best, the denominator of MFU.
+        peak: FLOP/s that all devices together reach at best, the denominator of MFU.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class MetricsCallback(Callback):
         progress: Progress,
         learning_rate: Callable[[int], float],
         flops_per_step: Flops,
-        peak_flops: float,
+        peak: PeakRate,
     ):
         self.writer, self.progress, self.learning_rate = writer, progress, learning_rate
-        self.flops_per_step, self.peak_flops = flops_per_step, peak_flops
+        self.flops_per_step, self.peak = flops_per_step, peak
+        self._has_warned = False
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the means since the last line."""
@@ -61,8 +62,9 @@ class MetricsCallback(Callback):
             "learning_rate": self.learning_rate(step - 1 - int(metrics["skipped_updates"])),
             "tokens_per_s": tokens / seconds,
             "images_per_s": images / seconds,
-            "mfu": (self.flops_per_step.total - spared) / seconds / self.peak_flops,
         }
+        mfu = self._mfu(step, (self.flops_per_step.total - spared) / seconds)
+        values |= {} if mfu is None else {"mfu": mfu}
         self.writer.write(step, {f"train/{name}": value for name, value in values.items()})
         shown = {name: values[name] for name in _SHOWN if name in values}
         if values.get("skipped_updates"):
@@ -75,27 +77,46 @@ class MetricsCallback(Callback):
                 "config.data.image_cache_mb"
             )
 
+    def _mfu(self, step: int, flops: float) -> float | None:
+        """MFU of a run that does so many FLOP/s; ``None`` where it would be above 100 %."""
+        before = self.peak.flops
+        mfu = self.peak.share(flops)
+        if self.peak.flops > before:
+            self.progress.log(
+                f"step {step}: the run beat the {self.peak.source} of {before / 1e9:.0f} GFLOP/s, "
+                f"which the machine was busy for; measured again: {self.peak.flops / 1e9:.0f}. "
+                "MFU was shown too high until here"
+            )
+        if mfu is None and not self._has_warned:
+            self._has_warned = True
+            self.progress.log(
+                f"step {step}: {flops / 1e9:.0f} GFLOP/s are more than {self.peak.source} "
+                f"({self.peak.flops / 1e9:.0f}), so no MFU is shown; step_ms is right"
+            )
+        return mfu
+
     def on_bad_step(self, step: int, what: str) -> None:
         """Name a skipped update."""
         self.progress.log(f"step {step}: {what}")
 
 
 def introduce(
-    run: Run, local: Batch | Pairs, log: Callable[[str], None]
-) -> tuple[model_flops.Flops, float]:
+    run: Run, local: Batch | Pairs, writer: MetricWriter, progress: Progress
+) -> MetricsCallback:
     """Log what is about to run.
 
     Args:
         run: built.
-        local: this process's rows of its first batch.
-        log: prints a line.
+        local: this process's rows of its first batch, by which a mean step's FLOPs are judged.
+        writer: of the run's metrics.
+        progress: lines for people.
 
     Returns:
-        Model FLOPs of a mean step, judged by the first batch; FLOP/s of all devices at best,
-        MFU's denominator.
+        What logs the run's steps.
     """
-    peak, source_of_peak = peak_flops(run.meshes, run.config.network.dtype)
-    return _log_model(run, local, source_of_peak, log), peak
+    peak = PeakRate(run.meshes, run.config.network.dtype)
+    flops = _log_model(run, local, peak.source, progress.log)
+    return MetricsCallback(writer, progress, run.training.learning_rate, flops, peak)
 
 
 def _log_model(
