@@ -25,7 +25,8 @@ class CheckpointRecord:
     """What is saved with the arrays of one checkpoint; callbacks add to it."""
 
     extra: dict[str, Any]
-    """JSON-able; ``data`` is the iterator's state after the checkpoint's step."""
+    """JSON-able; ``data`` is the iterator's state after the checkpoint's step, ``unlogged`` the
+    metrics of the steps since the last log line."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     """Metrics of the evaluation at this step; they decide which checkpoint is the best."""
     written: bool = False
@@ -99,15 +100,15 @@ class CallbackList(Callback):
         stops = [callback.on_evaluate(step, state) for callback in self.callbacks]
         return any(stops)
 
-    def save(self, step: int, state: TrainState, data: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, extra: dict[str, Any]) -> None:
         """Save a checkpoint.
 
         Args:
             step: the steps taken so far.
             state: the train state after them.
-            data: the iterator's state after ``step`` batches.
+            extra: what the loop saves with it; see :class:`CheckpointRecord`.
         """
-        record = CheckpointRecord({"data": data})
+        record = CheckpointRecord(dict(extra))
         for callback in self.callbacks:
             callback.on_save(step, state, record)
         for callback in self.callbacks:

@@ -7,9 +7,10 @@ measures where the time of a step goes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -64,6 +65,7 @@ def train(
     *,
     start: int,
     leaves: list[str],
+    unlogged: Mapping[str, Any] | None = None,
     cache_memory: CacheMemory | None = None,
 ) -> tuple[TrainState, str]:
     """Take steps ``start`` to ``schedule.steps``.
@@ -79,6 +81,8 @@ def train(
         callbacks: what happens around steps.
         start: steps taken before.
         leaves: parameter names in the order of the step's ``bad_leaf``.
+        unlogged: what the checkpoint that the run resumes from holds of the steps since the last
+            log line, so that the next line's means cover the same steps as if it had not stopped.
         cache_memory: the device memory of the state's cache, if it has one that may be evicted.
 
     Returns:
@@ -88,7 +92,7 @@ def train(
     Raises:
         TrainingStopped: too many non-finite steps in a row, or none that had anything to train on.
     """
-    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, callbacks)
+    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, callbacks, unlogged)
     pending: tuple[int, dict[str, Any]] | None = None
     why = "done"
     with contextlib.ExitStack() as stack:
@@ -121,22 +125,25 @@ def train(
             with clock.paused():
                 if stop:
                     why = "preempted"
-                if evaluates and _evaluated(callbacks, step, state, batches) and not last:
+                extra = {"data": batches.state(), "unlogged": window.state()} if saves else {}
+                if evaluates and _evaluated(callbacks, step, state, extra) and not last:
                     why = "no better"
                 if saves:
-                    callbacks.save(step, state, batches.state())
+                    callbacks.save(step, state, extra)
             if why != "done":
                 break
     return state, why
 
 
-def _evaluated(callbacks: CallbackList, step: int, state: TrainState, batches: Batches) -> bool:
+def _evaluated(
+    callbacks: CallbackList, step: int, state: TrainState, extra: dict[str, Any]
+) -> bool:
     """Evaluate; where that fails, save first what was trained since the last checkpoint."""
     try:
         return callbacks.on_evaluate(step, state)
     except Exception:
         if jax.process_count() == 1:  # with several, the others would not take part in it
-            callbacks.save(step, state, batches.state())
+            callbacks.save(step, state, extra)
         raise
 
 
@@ -156,16 +163,31 @@ def _step(
             state = cache_memory.retry_smaller(state, error)
 
 
+_STATE = ("sums", "maxima", "count", "steps", "untrained", "empty")
+
+
 class _Window:
     """Means of metrics between two log lines, and the watch over steps that train nothing."""
 
-    def __init__(self, leaves: list[str], max_bad_steps: int, callbacks: CallbackList):
+    def __init__(
+        self,
+        leaves: list[str],
+        max_bad_steps: int,
+        callbacks: CallbackList,
+        state: Mapping[str, Any] | None,
+    ):
         self.leaves, self.max_bad_steps, self.callbacks = leaves, max_bad_steps, callbacks
         self.sums: dict[str, float] = {}
         self.maxima: dict[str, float] = {}
         self.count = 0
         self.steps, self.untrained = 0, 0
         self.empty: dict[str, int] = {}
+        for name, value in (state or {}).items():
+            setattr(self, name, value)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the steps since the last log line; JSON-able."""
+        return {name: copy.copy(getattr(self, name)) for name in _STATE}
 
     def read(self, pending: tuple[int, dict[str, Any]] | None) -> None:
         """Fetch a step's metrics; waits until that step is done."""

@@ -132,7 +132,8 @@ class Trainer(Run):
                 else:
                     state, ended = loop.train(
                         state, self.training.step, batches, run_files.schedule_of(self), callbacks,
-                        start=start, leaves=self.training.leaves, cache_memory=memory,
+                        start=start, leaves=self.training.leaves, unlogged=extra.get("unlogged"),
+                        cache_memory=memory,
                     )  # fmt: skip
             seconds = time.perf_counter() - begin
             checkpointer.wait()
