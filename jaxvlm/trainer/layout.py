@@ -19,6 +19,7 @@ from jaxvlm.spmd import disaggregated_encoder, encoder_share
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.trainer.checks import check_lengths
 from jaxvlm.trainer.training import check_shards
+from jaxvlm.trainer.unreached import MODALITIES, freeze_unreached
 
 
 class Layout(NamedTuple):
@@ -70,8 +71,14 @@ def lay_out(config: Config, devices: Sequence[jax.Device]) -> Layout:
 def place(
     config: Config, layout: Layout | None, devices: Sequence[jax.Device], dataset: Any
 ) -> Placed:
-    """Build the model where it lies: on ``layout``, or on one chosen by :func:`place_by_cost`."""
-    return place_model(config, layout) if layout else place_by_cost(config, devices, dataset)
+    """Build the model where it lies: on ``layout``, or on one chosen by :func:`place_by_cost`.
+
+    Towers that no record of ``dataset`` reaches are frozen.
+    """
+    placed = place_model(config, layout) if layout else place_by_cost(config, devices, dataset)
+    if dataset.modalities >= MODALITIES:
+        return placed
+    return placed._replace(config=freeze_unreached(placed.config, placed.model, dataset))
 
 
 def place_model(config: Config, layout: Layout) -> Placed:

@@ -18,7 +18,6 @@ from jaxvlm.config import (
     DualConfig,
     ModelConfig,
     StrategyConfig,
-    VisionConfig,
     cache_halvings,
     feature_blocks,
 )
@@ -165,7 +164,7 @@ def build_training(
         config.optim,
         schedule,
         {p: model.logical[p] for p in trainable},
-        {} if trains_embeddings(config) else _used_layers(config.model.vision),
+        _used_layers(config),
         getattr(loss, "bounds", {}),
     )
     check_microbatches(config.microbatches, loss, config.data.batch_size)
@@ -258,12 +257,17 @@ def pipeline_line(strategy: StrategyConfig, stages: int, parts: int) -> str:
     )
 
 
-def _used_layers(vision: VisionConfig) -> dict[str, int]:
-    """What of the encoder is run on the way to visual tokens, where that is not all."""
-    used, run = {}, max(feature_blocks(vision))
-    name = "vision_top" if vision.frozen_blocks else "vision"
+def _used_layers(config: Config) -> dict[str, int]:
+    """Pattern of parameters that no loss of the run reads -> their first layers, which one does."""
+    if config.embedder == "dual":
+        text = config.dual.text
+        return {"text/[wb]_pool": 0} if text.pooler and text.pool != "pooler" else {}
+    vision, used = config.model.vision, dict[str, int]()
+    run, name = max(feature_blocks(vision)), "vision_top" if vision.frozen_blocks else "vision"
     if run < vision.depth:
         used[f"{name}/stack/*"] = run - vision.frozen_blocks
     if vision.pool == "attention":
         used[f"{name}/head/*"] = 0
+    if trains_embeddings(config):
+        used["decoder/embed/out*"] = 0
     return used

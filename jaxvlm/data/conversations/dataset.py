@@ -98,6 +98,11 @@ class Dataset:
         return image_files.sample_digest(self.corpus.paths)
 
     @property
+    def modalities(self) -> set[str]:
+        """What usable records hold: ``text``, and ``vision`` if one has an image."""
+        return {"text", *(["vision"] if any(self.pieces.images) else [])}
+
+    @property
     def order(self) -> SequenceOrder:
         """Packed sequences by step; raises DataError if a batch has more than there are pieces."""
         if self._order is None:

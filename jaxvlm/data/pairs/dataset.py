@@ -113,6 +113,16 @@ class PairDataset:
         return cls(name, examples, problems, config, collator, document_collator, seed)
 
     @property
+    def modalities(self) -> set[str]:
+        """What usable examples hold: ``text``, ``vision`` (images), or both."""
+        columns = [self.queries.encoded, self.documents.encoded]
+        has = {
+            "text": any(column.length.any() for column in columns),
+            "vision": any((column.image >= 0).any() for column in columns),
+        }
+        return {name for name, any_has in has.items() if any_has}
+
+    @property
     def sampler(self) -> Sampler:
         """Examples by step; raises DataError if the data can't fill batches as configured."""
         if self._sampler is None:
