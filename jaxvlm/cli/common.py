@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import traceback
@@ -285,22 +286,29 @@ class RecipeParser(flags.ArgumentParser):
 
 
 def _add_groups(config: Any, path: list[str]) -> None:
-    """Add the groups of an extension's options that an override sets a field of."""
+    """Add the groups of an extension's options that an override sets a field of.
+
+    Raises:
+        ConfigError: there is no such group, or it is no group.
+    """
     from jaxvlm.config import ConfigError
 
     for depth, name in enumerate(path):
+        group = f"config.{'.'.join(path[:depth])}"
         if not isinstance(config, ml_collections.ConfigDict):
-            if "options" not in path[:depth]:
-                return
             raise ConfigError(
-                f"config.{'.'.join(path[:depth])} is {config!r}, and no group of settings, which "
-                f"config.{'.'.join(path)} would be in"
+                f"{group} is {config!r}, and no group of settings, which config.{'.'.join(path)} "
+                "would be in"
             )
         if depth == len(path) - 1:
             return
         if name not in config:
             if config.is_locked or "options" not in path[:depth]:
-                return
+                near = difflib.get_close_matches(name, config, n=1)
+                advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(config)}"
+                raise ConfigError(
+                    f"{group.rstrip('.')} has no group of settings {name!r}; {advice}"
+                )
             config[name] = ml_collections.ConfigDict()
         config = config[name]
 

@@ -12,7 +12,7 @@ from jaxvlm.config import Config, ConfigError, DualConfig, TextConfig, VisionCon
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.processor import Processor
 from jaxvlm.data.tokenizer import chat_tokenizer, text_tokenizer
-from jaxvlm.hf import pretrained, safetensors
+from jaxvlm.hf import pretrained, run_processor, safetensors
 from jaxvlm.hf.encoder_folder import described
 from jaxvlm.hf.families import any_family, sentences
 from jaxvlm.losses.registry import trains_embeddings
@@ -258,11 +258,7 @@ def _tokenizer(
 
 def _vocab(text: TextConfig, tokenizer: text_tokenizer.TextTokenizer) -> int:
     size = tokenizer.backend.get_vocab_size()
-    if text.vocab_size and text.vocab_size < size:
-        raise ConfigError(
-            f"config.dual.text.vocab_size={text.vocab_size} is less than the tokenizer's {size} "
-            "tokens; set it to 0 to take the tokenizer's"
-        )
+    run_processor.check_vocab("", "config.dual.text.vocab_size", text.vocab_size, size)
     return text.vocab_size or -(-size // _MULTIPLE) * _MULTIPLE
 
 

@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, DualConfig
-from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import processor
 from jaxvlm.data.tokenizer import text_tokenizer
-from jaxvlm.hf import pretrained
+from jaxvlm.hf import pretrained, run_processor
 from jaxvlm.hf.families import bert, config_reader, sentences
 
 
@@ -49,10 +48,8 @@ def described(source: pretrained.Source) -> Described:
         vision = dataclasses.replace(vision, pixel_mean=images.mean, pixel_std=images.std)
         config = dataclasses.replace(config, vision=vision)
     tokenizer = text_tokenizer.load(files, style)
-    if (size := tokenizer.backend.get_vocab_size()) > config.text.vocab_size:
-        raise DataError(
-            f"{files}: the tokenizer has {size} tokens, but the model {config.text.vocab_size}"
-        )
+    tokens = tokenizer.backend.get_vocab_size()
+    run_processor.check_vocab(str(files), "vocab_size", config.text.vocab_size, tokens)
     return Described(config, tokenizer, images)
 
 

@@ -106,10 +106,33 @@ def with_vocab(model: ModelConfig, vocab_size: int) -> ModelConfig:
         ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
     set_size = model.decoder.vocab_size
-    if set_size and set_size < vocab_size:
-        raise ConfigError(
-            f"config.model.decoder.vocab_size={set_size} is less than the tokenizer's "
-            f"{vocab_size} tokens; set it to 0 to take the tokenizer's"
-        )
+    check_vocab(model.checkpoint, "config.model.decoder.vocab_size", set_size, vocab_size)
     size = set_size or -(-vocab_size // _MULTIPLE) * _MULTIPLE
     return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, vocab_size=size))
+
+
+def check_vocab(checkpoint: str, setting: str, rows: int, tokens: int) -> None:
+    """Check that a model's embedding table has a row for each token.
+
+    Args:
+        checkpoint: the folder that the table is from; "": it is made by ``setting``.
+        setting: name of the setting.
+        rows: of the table; 0: not known yet.
+        tokens: of the tokenizer.
+
+    Raises:
+        ConfigError: it has fewer; the message says how to add some.
+    """
+    if not rows or rows >= tokens:
+        return
+    if not checkpoint:
+        raise ConfigError(
+            f"{setting}={rows} is less than the tokenizer's {tokens} tokens; set it to 0 to take "
+            "the tokenizer's"
+        )
+    raise ConfigError(
+        f"{checkpoint}: its tokenizer has {tokens} tokens, but its embedding table has rows for "
+        f"{rows}; load the model with transformers, call resize_token_embeddings({tokens}) and "
+        "save_pretrained, which adds rows near the mean of the others, or take the added tokens "
+        "out of the tokenizer"
+    )

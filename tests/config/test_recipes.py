@@ -76,6 +76,20 @@ def test_overrides_of_a_recipe_of_either_kind(flag_of):
         flag_of("--config.model.vision.width=wide")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.options.a=2", r"config\.optim has no group of settings 'options'; known: b1, b2"),
+        ("data.pairs.options.a.b=2", r"config\.data\.pairs has no group of settings 'options'"),
+        ("optm.eps=2", r"config has no group of settings 'optm'; did you mean 'optim'\?"),
+        ("optim.b1.options.x=1", r"config\.optim\.b1 is 0\.9, and no group of settings"),
+    ],
+)
+def test_a_group_that_there_is_not_is_named(flag_of, override, message):
+    with pytest.raises(flags.IllegalFlagValueError, match=message):
+        flag_of(f"--config.{override}")
+
+
 def test_a_recipe_that_is_the_default(flag_of):
     flag = flag_of("--config.steps=9", default=True)
     assert from_config_dict(flag.value).steps == 9
