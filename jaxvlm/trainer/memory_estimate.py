@@ -52,11 +52,47 @@ class MemoryEstimate(NamedTuple):
         parts = {**self.states, "work": sum(self.work.values())}
         shown = ", ".join(f"{name} {gib(n)}" for name, n in parts.items() if n)
         about = "" if self.exact else "about "
-        text = f"planned: {about}{gib(self.peak)} a device ({shown})"
+        basis = "from the step's trace" if self.exact else "by formula, up to twice off"
+        text = (
+            f"planned: {about}{gib(self.peak)} a device ({shown}), {basis}, for the largest "
+            f"batches that the data can make ({_largest(self.setup)})"
+        )
         if self.time is None:
             return f"{text}; no step time: this machine's rates are not known (plan --calibrate)"
         mfu = f", MFU {self.time.mfu:.0%}" if self.time.mfu else ""
         return f"{text}; {seconds(self.time.total)} a step{mfu}, bound by {self.time.bound}"
+
+
+def _shapes(setup: StepSetup) -> list[BatchShape]:
+    """The largest sequences: those of a batch, or of queries and of documents."""
+    if setup.pairs:
+        return [setup.pairs.query, setup.pairs.document]
+    return [BatchShape(setup.length, setup.images, setup.patches)]
+
+
+def _largest(setup: StepSetup) -> str:
+    """The sequences that are planned for, for people."""
+    each = [
+        f"{shape.length} tokens" + (f" and {shape.patches} patches" if shape.patches else "")
+        for shape in _shapes(setup)
+    ]
+    names = ("queries", "documents") if setup.pairs else (f"{setup.rows} sequences",)
+    return ", ".join(f"{name} of {size}" for name, size in zip(names, each, strict=True))
+
+
+def is_largest(setup: StepSetup, local: Batch | Pairs) -> bool:
+    """Whether a batch is as large as those that ``setup`` plans for; smaller ones need less.
+
+    Args:
+        setup: of an estimate.
+        local: rows of the batch.
+    """
+    batches = [local.query, local.document] if isinstance(local, Pairs) else [local]
+    return all(
+        batch.tokens.shape[-1] >= shape.length
+        and (0 if batch.patches is None else batch.patches.shape[-2]) >= shape.patches
+        for batch, shape in zip(batches, _shapes(setup), strict=True)
+    )
 
 
 def estimate(run: Run, local: Batch | Pairs) -> MemoryEstimate | str:
@@ -130,7 +166,7 @@ def _decoder_or_text(setup: StepSetup) -> DecoderConfig | TextConfig:
 
 
 def compare(
-    predicted: MemoryEstimate | str, memory_peak: int, step_ms: list[float]
+    predicted: MemoryEstimate | str, memory_peak: int, step_ms: list[float], as_large: bool = True
 ) -> dict[str, Any]:
     """Planned figures beside those of the run: bytes of a device, seconds of a step.
 
@@ -138,6 +174,7 @@ def compare(
         predicted: by :func:`estimate`.
         memory_peak: the compiler's; 0: not known.
         step_ms: of the run's lines; the first is left out, for its steps may have waited.
+        as_large: whether a batch was as large as planned for.
     """
     if isinstance(predicted, str):
         return {}
@@ -149,6 +186,7 @@ def compare(
         "compiled_bytes": memory_peak,
         "planned_seconds": planned,
         "measured_seconds": measured,
+        "as_large": as_large,
     }
 
 
@@ -164,6 +202,7 @@ def compare_line(figures: dict[str, Any]) -> str:
     return (
         f"planned and real: {sizes[0]} and {sizes[1]} a device (the compiler's), "
         f"{times[0]} and {times[1]} a step"
+        + ("" if figures["as_large"] else "; no batch was as large as planned for")
     )
 
 

@@ -7,16 +7,20 @@ import dataclasses
 import re
 
 import jax
+import numpy as np
 import pytest
 from runs import recipe, write_data
 
-from jaxvlm.config import from_config_dict
+from jaxvlm.config import Config, from_config_dict
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.memory import step_memory
+from jaxvlm.planner.request.abstract_devices import BatchShape
+from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.planner.search import candidate_memory
 from jaxvlm.train import compiled_steps
 from jaxvlm.trainer import memory_estimate
 from jaxvlm.trainer.trainer import Trainer
+from jaxvlm.types import Pairs
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,8 @@ def test_states_of_a_run_are_exact_before_it(predicted):
     for name, part in sizes.items():
         assert said.states[name] == sum(map(compiled_steps.bytes_of, jax.tree.leaves(part)))
     assert said.line().startswith("planned: about ") and "parameters" in said.line()
+    assert "), by formula, up to twice off, for the largest batches" in said.line()
+    assert "from the step's trace" in said._replace(exact=True).line()
 
 
 def test_a_run_that_is_not_known_says_so(predicted):
@@ -75,6 +81,25 @@ def test_the_longest_sequences_are_predicted(predicted):
     assert said.setup.length == run.config.data.max_length
     short = local._replace(tokens=local.tokens[:, :8])
     assert memory_estimate.estimate(run, short).peak == said.peak
+    assert f"({run.config.data.batch_size} sequences of {said.setup.length} tokens)" in said.line()
+    assert memory_estimate.is_largest(said.setup, local)
+    assert not memory_estimate.is_largest(said.setup, short)
+
+
+def test_patches_and_pairs_are_compared_too(predicted):
+    _, said, local = predicted
+    any_size = said.setup._replace(patches=64)
+    patches = local._replace(pixels=None, patches=np.zeros((8, 48, 12), np.uint8))
+    assert not memory_estimate.is_largest(any_size, patches)
+    assert memory_estimate.is_largest(any_size._replace(patches=48), patches)
+    shapes = PairShapes(BatchShape(16), BatchShape(32), Config())
+    of_pairs = said._replace(setup=said.setup._replace(pairs=shapes))
+    assert "(queries of 16 tokens, documents of 32 tokens)" in of_pairs.line()
+    query, document = (local._replace(tokens=np.zeros((8, n), np.int32)) for n in (16, 24))
+    pairs = Pairs(query, document, np.ones((8, 1), bool), None, None)
+    assert not memory_estimate.is_largest(of_pairs.setup, pairs)
+    longer = pairs._replace(document=local._replace(tokens=np.zeros((8, 32), np.int32)))
+    assert memory_estimate.is_largest(of_pairs.setup, longer)
 
 
 @pytest.mark.long
