@@ -8,6 +8,7 @@ import math
 import jax
 import numpy as np
 import optax
+from numerics import FAULT, WATCHERS, moved, plain
 
 from jaxvlm.config import Config, DecoderConfig, MeshConfig, ModelConfig, OptimConfig, VisionConfig
 from jaxvlm.losses.next_token import NextToken
@@ -138,15 +139,17 @@ def worst_gradient(grads, expected, tolerance=1e-3) -> float:
     whole = math.sqrt(sum(norm_of(g) ** 2 for g in expected.values()))
     count, worst = sum(g.size for g in expected.values()), 0.0
     for path, g in expected.items():
-        size = norm_of(g)
+        size, found = norm_of(g), plain(grads[path])
         against = max(size, 1e-2 * whole * math.sqrt(g.size / count))
         nothing = max(tolerance * against, rounding_of(path, expected))
-        if size <= nothing:
-            off, bar = norm_of(grads[path]), nothing
-        else:
-            off, bar = norm_of(np.asarray(grads[path]) - np.asarray(g)), tolerance * against
+        wanted, bar = (0.0, nothing) if size <= nothing else (plain(g), tolerance * against)
+        off = norm_of(found - wanted)
         assert off <= bar, (path, off, bar, against)
         worst = max(worst, tolerance * off / bar if bar else 0.0)
+        for watch in WATCHERS:
+            caught = norm_of(moved(found, FAULT * bar) - wanted) > bar or not bar
+            share = off / bar if bar else 0.0
+            watch(grads[path], g, f"{tolerance:.2g} of the norm", share, caught)
     return worst
 
 

@@ -8,7 +8,8 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share builders.py
 
-import isolation  # no JAX in either
+import bars  # no JAX in any
+import isolation
 import shown
 
 isolation.isolate()
@@ -30,6 +31,23 @@ def pytest_addoption(parser):
     parser.addoption(
         "--parity", help="Write the errors of settings drawn at random to this JSON file."
     )
+    parser.addoption(
+        "--bars",
+        help="Plant a fault of ten bars in each comparison of floats, which has to fail; add the "
+        "shares of the bars that were used to this JSON file.",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--bars"):
+        bars.watch()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
+    yield
+    if found := bars.taken():
+        item.user_properties.append(("bars", found))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
@@ -74,7 +92,7 @@ def parity(record_property):
     sys.modules["jax"].clear_caches()  # a process can map only so many pieces of memory
 
 
-_SHOWN, _FAILED, _PARITY = set(), set(), []
+_SHOWN, _FAILED, _PARITY, _BARS = set(), set(), [], []
 
 
 def pytest_runtest_logreport(report):
@@ -82,6 +100,8 @@ def pytest_runtest_logreport(report):
     cells = {value for name, value in report.user_properties if name == "shows"}
     if report.when == "call" and report.passed:
         _PARITY.extend(value for name, value in report.user_properties if name == "parity")
+        for name, value in report.user_properties:
+            _BARS.extend(value if name == "bars" else ())
         cases = [value for name, value in report.user_properties if name == "matrix"]
         file = os.environ.get("JAXVLM_WHOLE_MATRIX")
         if cases and file and "PYTEST_XDIST_WORKER" not in os.environ:
@@ -101,6 +121,10 @@ def pytest_sessionfinish(session):
         session.exitstatus = 1
     if file := session.config.getoption("--parity"):
         shown.write_parity(pathlib.Path(file), _PARITY)
+    file = session.config.getoption("--bars")
+    if file and (passed := bars.write(pathlib.Path(file), _BARS)):
+        print("\nComparisons that hold with a fault of ten bars:", *passed, sep="\n  ")
+        session.exitstatus = 1
     if how := session.config.getoption("--families"):
         problem = shown.settle(how, _SHOWN, _FAILED)
         if problem:

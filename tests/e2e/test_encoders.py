@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 from checkpoints import CLIP_PROCESSOR
+from numerics import close_in_norm
 from PIL import Image
 from runs import environment
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -129,10 +130,6 @@ def their_embeddings(folder, paths):
     return out.text_embeds.numpy(), out.image_embeds.numpy(), out.logits_per_image.numpy()
 
 
-def error(ours, theirs):
-    return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-
-
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
 def test_embeddings_are_transformers(kind, folders, images, tmp_path, shows):
     """On a mesh of eight devices, in batches that do not divide; then exported and loaded again."""
@@ -140,9 +137,9 @@ def test_embeddings_are_transformers(kind, folders, images, tmp_path, shows):
     text_embeddings, image_embeddings, logits = their_embeddings(folders[kind], images)
     model = jaxvlm.load(folders[kind], mesh=MESH)
     ours = model.encode_text(TEXTS, batch_size=3), model.encode_image(images, batch_size=2)
-    assert error(ours[0], text_embeddings) < 1e-4
-    assert error(ours[1], image_embeddings) < 1e-4
-    assert error(model.similarity(ours[1], ours[0]), logits) < 1e-4
+    close_in_norm(ours[0], text_embeddings, 1e-4)
+    close_in_norm(ours[1], image_embeddings, 1e-4)
+    close_in_norm(model.similarity(ours[1], ours[0]), logits, 1e-4)
     opened = [Image.open(path) for path in images]
     np.testing.assert_array_equal(model.encode_image(opened, batch_size=2), ours[1])
 

@@ -7,6 +7,7 @@ import shutil
 
 import jax
 import pytest
+from numerics import close
 from runs import finish, losses, start
 from test_cache import assert_same_run, made, metric
 from test_two_processes import together
@@ -104,7 +105,7 @@ def test_two_processes_and_one_goes_on(data, tmp_path):
     assert "are recomputed" not in finish(start(both, data, *args(16, 2, 1), devices=4))
     assert found_in(both) == found_in(alone)
     for step, value in losses(alone).items():
-        assert abs(losses(both)[step] - value) <= 1e-5 * abs(value), step
+        close(losses(both)[step], value, 1e-5, step)
 
 
 def found_in(workdir):

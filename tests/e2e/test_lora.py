@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import write_llava
+from numerics import close, close_in_norm, relative
 from runs import losses, recipe
 from safetensors.numpy import load_file
 
@@ -97,29 +98,27 @@ def asked(model, data):
     return batch, inputs, real
 
 
-def error(ours, theirs):
-    return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-
-
-def logits_error(model, theirs, data):
-    """Ours against a torch model's, relative."""
+def logits_of(model, theirs, data):
+    """Ours, and a torch model's."""
     batch, inputs, real = asked(model, data)
 
     def logits(params, batch):
         out = model.model.apply(params, batch)
         return out.logits(out.hidden)
 
-    ours = np.asarray(jax.jit(logits)(model.params, batch))[0, real]
     with torch.no_grad():
-        return error(ours, theirs(**inputs).logits[0].numpy())
+        expected = theirs(**inputs).logits[0].numpy()
+    return np.asarray(jax.jit(logits)(model.params, batch))[0, real], expected
 
 
 def test_logits_and_gradients_of_an_adapter_are_pefts(data, folder, adapter):
     model = jaxvlm.load(folder, mesh=MeshConfig(data=1, fsdp=4, tensor=2), adapter=adapter)
     theirs = peft.PeftModel.from_pretrained(base_model(folder), adapter, is_trainable=True)
     theirs.eval()  # without its dropout
-    assert logits_error(model, theirs, data) < 1e-4
-    assert logits_error(model, base_model(folder), data) > 1e-2, "the adapter changes nothing"
+    close_in_norm(*logits_of(model, theirs, data), 1e-4)
+    assert relative(*logits_of(model, base_model(folder), data)) > 1e-2, (
+        "the adapter changes nothing"
+    )
 
     batch, inputs, _ = asked(model, data)
     weight = (np.asarray(batch.segment) > 0) & (np.arange(batch.tokens.shape[1]) > 0)
@@ -137,7 +136,7 @@ def test_logits_and_gradients_of_an_adapter_are_pefts(data, folder, adapter):
     logits = theirs(**inputs).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, inputs["input_ids"][0, 1:])
     expected.backward()
-    assert abs(float(loss) - expected.item()) < 1e-5 * expected.item()
+    close(loss, expected, 1e-5)
 
     base = names_of(model)
     ours = names.weights(model.config.model.lora, base, model.model.adapted).dump(grads)
@@ -150,7 +149,7 @@ def test_logits_and_gradients_of_an_adapter_are_pefts(data, folder, adapter):
         if found[spelled] is None:  # of CLIP's last block, which comes after the layer that is read
             assert "encoder.layers.2" in spelled and not ours[name].any()
             continue
-        assert error(ours[name], found[spelled].numpy()) < 1e-3, spelled
+        close_in_norm(ours[name], found[spelled], 1e-3, spelled)
         checked += 1
     assert checked == sum(x is not None for x in found.values()) > 20
 
@@ -216,11 +215,11 @@ def test_a_runs_adapter_is_pefts_and_merges(data, folder, trained, tmp_path, cap
     files = {p.name for p in (tmp_path / "adapter").iterdir()}
     assert files == {"adapter_config.json", "adapter_model.safetensors"}
     theirs = peft.PeftModel.from_pretrained(base_model(folder), tmp_path / "adapter")
-    assert logits_error(model, theirs, data) < 1e-4
-    assert logits_error(model, base_model(folder), data) > 1e-2, "training changed nothing"
+    close_in_norm(*logits_of(model, theirs, data), 1e-4)
+    assert relative(*logits_of(model, base_model(folder), data)) > 1e-2, "training changed nothing"
 
     assert cli([*common, f"--output={tmp_path / 'merged'}", "--merged"]) == 0
-    assert logits_error(model, base_model(tmp_path / "merged"), data) < 1e-4
+    close_in_norm(*logits_of(model, base_model(tmp_path / "merged"), data), 1e-4)
     image = str(data.parent / "0.png")
     answer = model.generate(image, PROMPT, max_new_tokens=8)
     capsys.readouterr()

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import runs
+from numerics import close
 from runs import finish, losses
 
 import jaxvlm
@@ -77,7 +78,7 @@ def test_resume_onto_another_mesh(data, unbroken, tmp_path, shape, devices):
     expected, got = losses(unbroken.workdir), losses(tmp_path)
     assert got.keys() == expected.keys() == set(range(1, 13))
     for step in range(7, 13):
-        assert abs(got[step] - expected[step]) <= 1e-5 * abs(expected[step]), step
+        close(got[step], expected[step], 1e-5, step)
 
 
 @pytest.mark.long
@@ -95,7 +96,7 @@ def test_the_tower_moves_to_devices_of_its_own_and_back(data, unbroken, tmp_path
     expected, got = losses(unbroken.workdir), losses(tmp_path)
     assert got.keys() == expected.keys()
     for step, value in expected.items():
-        assert abs(got[step] - value) <= 1e-5 * abs(value), step
+        close(got[step], value, 1e-5, step)
 
 
 @pytest.mark.long
@@ -116,7 +117,9 @@ def test_sigterm_saves_and_the_run_goes_on(data, unbroken, tmp_path):
     first = losses(tmp_path)
     for step in range(1, 13):
         if step in first:
-            assert abs(first[step] - losses(unbroken.workdir)[step]) <= 1e-6, step
+            np.testing.assert_allclose(
+                first[step], losses(unbroken.workdir)[step], rtol=0, atol=1e-6, err_msg=step
+            )
 
 
 def wait_for_step(workdir, step, process, timeout=120):

@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from numerics import close
 from runs import losses
 from test_cache import assert_same_run, made, metric
 
@@ -51,7 +52,7 @@ def test_a_second_run_finds_what_the_first_made(first, data, tmp_path, capsys):
     plain = jaxvlm.Trainer(config, tmp_path / "plain", **ONE)
     plain.fit()  # another program: the same to rounding
     for step, value in losses(plain.workdir).items():
-        assert abs(losses(again.workdir)[step] - value) <= 1e-5 * abs(value)
+        close(losses(again.workdir)[step], value, 1e-5)
 
 
 def test_images_that_are_found_are_not_decoded(first, data, tmp_path, monkeypatch):
@@ -107,7 +108,7 @@ def test_another_mesh_finds_them(first, data, tmp_path):
     wide.fit()
     assert set(metric(wide, "train/cache/from_store")) == {1.0}
     for step, value in losses(done.workdir).items():
-        assert abs(losses(wide.workdir)[step] - value) <= 1e-5 * abs(value)
+        close(losses(wide.workdir)[step], value, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_memory_alone(first, data, tmp_path):
     stored = metric(here, "train/cache/from_store")
     assert stored[0] == 0 and stored[-1] == 1
     for step, value in losses(here.workdir).items():
-        assert abs(losses(done.workdir)[step] - value) <= 1e-5 * abs(value)
+        close(losses(done.workdir)[step], value, 1e-5)
 
 
 def test_tokens_are_audited(first, data, tmp_path, capsys, monkeypatch):

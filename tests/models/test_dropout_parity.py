@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import worst_gradient
+from numerics import close_in_norm, relative
 
 from jaxvlm.config import MeshConfig
 from jaxvlm.hf.families import bert
@@ -32,11 +33,6 @@ HIDDEN, SHARES = 0.2, 0.4
 def drawn(shape, rate, noise):
     """A mask as our code draws it: 1 / (1 - rate), or 0."""
     return torch.from_numpy(np.array(dropout(jnp.ones(shape), rate, noise)))
-
-
-def relative(ours, theirs):
-    theirs = theirs.detach().numpy()
-    return float(np.linalg.norm(np.asarray(ours) - theirs) / np.linalg.norm(theirs))
 
 
 def masks_of(noise):
@@ -102,7 +98,7 @@ def test_bert_in_training_is_torchs(monkeypatch):
         return jax.value_and_grad(objective, has_aux=True)(params)
 
     (_, x), grads = run(params, batch)
-    assert relative(x, expected) < 1e-5
+    close_in_norm(x, expected, 1e-5)
     none = torch.zeros(())  # of the pooler, which has no say
     theirs_grads = {n: none.expand(p.shape) if p.grad is None else p.grad for n, p in named.items()}
     worst_gradient(grads, names.load({n: g.numpy() for n, g in theirs_grads.items()}))
@@ -155,6 +151,6 @@ def test_an_adapters_dropout_is_pefts(dora):
         return jnp.sum(y * weight.numpy()), y
 
     (_, found), grads = jax.value_and_grad(objective, has_aux=True)(ours)
-    assert relative(found, y) < 1e-6
+    close_in_norm(found, y, 1e-6)
     for name, grad in grads.items():
-        assert relative(grad, torch.from_numpy(parts[name].grad.numpy().T)) < 1e-5, name
+        close_in_norm(grad, torch.from_numpy(parts[name].grad.numpy().T), 1e-5, name)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builders import loss_and_gradient, worst_gradient
 from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
+from numerics import close_in_norm
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.hf.families import llava
@@ -128,10 +129,6 @@ def loss_and_grad(name):
     return loss_and_gradient(oracle(name)[1])
 
 
-def relative(ours, theirs):
-    return np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-
-
 # Of one shape, so that a configuration compiles once.
 BATCHES = {
     "one image": ([["image", 5], [3, "image", 9]], "right"),
@@ -158,7 +155,7 @@ def test_logits_loss_and_gradients_are_torchs(name, kind):
 
     (value, logits), grads = loss_and_grad(name)(params, batch)
     real = batch.segment > 0
-    assert relative(np.asarray(logits)[real], out.logits.detach().numpy()[real]) < 1e-4
+    close_in_norm(np.asarray(logits)[real], out.logits.detach().numpy()[real], 1e-4)
     np.testing.assert_allclose(float(value), out.loss.item(), rtol=1e-5)
     worst_gradient(grads, their_grads)
     assert all(np.any(their_grads[p]) for p in ("vision/stem/w", "connector/w_in"))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from builders import worst_gradient
 from greedy import assert_same_choices, assert_same_words, forced, our_greedy, torch_greedy
+from numerics import close_in_norm
 from text_cases import VOCAB
 from text_cases import drawn as drawn_text
 from vlm_cases import (
@@ -54,8 +55,7 @@ def assert_torch_agrees(name, rows):
     (value, our_logits), grads = loss_and_grad(name)(params, batch)
     real = batch.segment > 0
     expected, got = logits.detach().numpy()[real], np.asarray(our_logits)[real]
-    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
-    assert error < 1e-4, error
+    error = close_in_norm(got, expected, 1e-4)
     np.testing.assert_allclose(float(value), their_loss.item(), rtol=1e-5)
     worst = worst_gradient(grads, their_grads)
     seen = ["vision/stem/w", "connector/w_out", *({"connector/newline"} & their_grads.keys())]
