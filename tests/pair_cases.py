@@ -88,10 +88,14 @@ def mesh_of(devices=8, **axes) -> jax.sharding.Mesh:
     return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
 
 
+def exact(torch, x):
+    """A tensor of float64 that learns: what is expected has no rounding of its own."""
+    return torch.tensor(x, dtype=torch.float64, requires_grad=True)
+
+
 def in_torch(torch, fn, embeddings, *others):
     """``fn`` of torch tensors and its gradients: ``fn(query [b, E], [documents [b, E], ...])``."""
-    query = torch.tensor(embeddings.query, requires_grad=True)
-    document = torch.tensor(embeddings.document, requires_grad=True)
+    query, document = (exact(torch, x) for x in (embeddings.query, embeddings.document))
     value = fn(query, list(document.unbind(1)), *others)
     value.backward()
     grads = {"query": query.grad.numpy(), "document": document.grad.numpy()}

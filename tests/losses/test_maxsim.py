@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from builders import worst_gradient
-from pair_cases import B, K, embeddings_of, gradients, is_additive, pairs_of, tangled
+from pair_cases import B, K, embeddings_of, exact, gradients, is_additive, pairs_of, tangled
 
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.ranking import Distill, MarginMSE, Triplet
@@ -28,9 +28,7 @@ class Given(torch.nn.Module):
 
 def theirs(loss, embeddings, labels=None):
     """sentence-transformers' loss of unit embeddings, and gradients of what was normalised."""
-    inputs = {
-        n: torch.tensor(getattr(embeddings, n), requires_grad=True) for n in ("query", "document")
-    }
+    inputs = {n: exact(torch, getattr(embeddings, n)) for n in ("query", "document")}
     query, document = (torch.nn.functional.normalize(x, dim=-1) for x in inputs.values())
     features = [{"x": query, "seen": torch.tensor(embeddings.query_mask)}]
     for k in range(K):
@@ -77,9 +75,7 @@ def test_maxsim_of_a_teachers_margins():
 def test_both_ways_and_masks_are_those_of_all_scores_at_once():
     """Against InfoNCE's formula over the whole matrix of scores, in torch."""
     embeddings = embeddings_of(tokens=TOKENS)
-    inputs = {
-        n: torch.tensor(getattr(embeddings, n), requires_grad=True) for n in ("query", "document")
-    }
+    inputs = {n: exact(torch, getattr(embeddings, n)) for n in ("query", "document")}
     q, d = (torch.nn.functional.normalize(x, dim=-1) for x in inputs.values())
     products = torch.einsum("ite,jkse->ijkts", q, d)
     products = products.masked_fill(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from builders import worst_gradient
-from pair_cases import embeddings_of, gradients, pairs_of, relation, tangled
+from pair_cases import embeddings_of, exact, gradients, pairs_of, relation, tangled
 
 from jaxvlm.config import ConfigError
 from jaxvlm.losses.sigmoid import Sigmoid
@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 def whole_matrix(embeddings, signs):
     """-log sigmoid(z logits), summed over pairs with a sign; over queries with a positive."""
     names = ("query", "document", "scale", "bias")
-    inputs = {n: torch.tensor(getattr(embeddings, n), requires_grad=True) for n in names}
+    inputs = {n: exact(torch, getattr(embeddings, n)) for n in names}
     q, d = (torch.nn.functional.normalize(inputs[n], dim=-1) for n in names[:2])
     logits = inputs["scale"].exp() * torch.einsum("ie,jke->ijk", q, d) + inputs["bias"]
     each = -torch.nn.functional.logsigmoid(torch.tensor(signs) * logits)
