@@ -1,5 +1,6 @@
 """What holds tests apart from the machine that they run on."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -10,32 +11,22 @@ import time
 
 import isolation
 import pytest
+from surroundings import VARIABLES
 
 TESTS = pathlib.Path(__file__).parent
 
 
 def test_no_variable_of_a_user_or_a_scheduler_is_left():
-    code = "import isolation, os; isolation.isolate(); print(sorted(os.environ))"
-    theirs = {
-        "SLURM_JOB_ID": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "RANK": "1",
-        "JAX_ENABLE_X64": "1",
-        "JAX_DEFAULT_PRNG_IMPL": "rbg",
-        "https_proxy": "http://proxy:1",
-        "HF_HOME": "/nowhere",
-        "WANDB_MODE": "online",
-        "XDG_CACHE_HOME": "/nowhere",
-    }
-    env = {k: v for k, v in os.environ.items() if k != "JAXVLM_TEST_FOLDER"} | theirs
+    code = "import isolation, json, os; isolation.isolate(); print(json.dumps(dict(os.environ)))"
+    env = {k: v for k, v in os.environ.items() if k != "JAXVLM_TEST_FOLDER"} | VARIABLES
     env["XLA_FLAGS"] = "--xla_cpu_max_isa=AVX2 --xla_cpu_enable_fast_math=true"
-    code += "; print(os.environ['XLA_FLAGS'], os.environ['HOME'])"
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, cwd=TESTS, capture_output=True, text=True, check=True
     )
-    names, flags = done.stdout.splitlines()
-    assert not [name for name in theirs if name in names]
-    assert "max_isa=AVX2" in flags and "fast_math" not in flags and "jaxvlm-tests-" in flags
+    left = json.loads(done.stdout)
+    assert not [name for name, value in VARIABLES.items() if left.get(name) == value]
+    assert "max_isa=AVX2" in left["XLA_FLAGS"] and "fast_math" not in left["XLA_FLAGS"]
+    assert "jaxvlm-tests-" in left["HOME"]
 
 
 @pytest.mark.parametrize("name", ["scancel", "gcloud", "wandb"])
