@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
 import numpy as np
 import optax
+import pytest
 from numerics import FAULT, WATCHERS, moved, plain
 
 from jaxvlm.config import Config, DecoderConfig, MeshConfig, ModelConfig, OptimConfig, VisionConfig
@@ -177,3 +179,20 @@ def loss_and_gradient(model):
         return value, result.logits(result.hidden)
 
     return jax.jit(jax.value_and_grad(objective, has_aux=True))
+
+
+@functools.cache
+def _compiles_float8() -> bool:
+    try:
+        jax.numpy.arange(4).astype("float8_e4m3fn").astype("float32").block_until_ready()
+    except jax.errors.JaxRuntimeError as e:
+        if "Failed to materialize symbols" not in str(e):
+            raise
+        return False
+    return True
+
+
+def skip_without_float8() -> None:
+    """Below F16C (SSE4.2) XLA's compiler knows no conversion to eight bits."""
+    if not _compiles_float8():
+        pytest.skip("XLA compiles no float8 for this instruction set")
