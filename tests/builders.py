@@ -156,7 +156,11 @@ def worst_gradient(grads, expected, tolerance=1e-3) -> float:
 
 
 def assert_gradients_close(grads, expected) -> None:
-    """Of one device against many."""
+    """Of one device against many, both in float32.
+
+    A way through TINY and back is of 3,200 additions. Each rounds by 2⁻²⁴/√3 in the mean square, on
+    either side, which leaves 2.8e-6 in norm: the bar is 3.6 times that.
+    """
     worst_gradient(grads, expected, 1e-5)
 
 

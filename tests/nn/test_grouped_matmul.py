@@ -68,6 +68,7 @@ def test_result_and_gradients_are_a_loops(name, matmul):
 
 
 def test_bfloat16_is_rounded_once():
+    """By half of the distance to the next number, 2⁻⁸ at most; 1e-3 is for the sums in float32."""
     case = made("beyond a tile", "bfloat16")
     for ours, expected in zip(run(interpreted, "bfloat16", *case), by_loop(*case), strict=True):
         assert ours.dtype == jnp.bfloat16
