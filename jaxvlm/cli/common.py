@@ -166,7 +166,7 @@ def flagged(values: flags.FlagValues, data: Any) -> Any:
     for name in ("ignored_fields", "literal_markers"):
         if not values[name].present:
             continue
-        given, own = tuple(values[name].value), getattr(data, name)
+        given, own = tuple(getattr(values, name)), getattr(data, name)
         if own not in ((), given):
             say(f"--{name}={','.join(given)} replaces the run's data.{name} {', '.join(own)}")
         data = dataclasses.replace(data, **{name: given})
