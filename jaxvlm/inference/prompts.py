@@ -70,11 +70,7 @@ def batch(
     sequences, truncated = [], 0
     for (_, prompt), of_prompt in zip(queries, spans, strict=True):
         if instruction is None:
-            ids = tokenize.prompt_ids(
-                [Turn("user", _checked(of_prompt, prompt, tokenizer))],
-                tokenizer,
-                [span.lead for span in of_prompt],
-            )
+            ids = ids_to_answer(of_prompt, prompt, tokenizer)
         else:
             ids, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
             truncated += is_cut
@@ -133,6 +129,12 @@ def _checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
     prompt = conversation_formats.tidy(prompt)
     _refuse_special_tokens("prompt", prompt, tokenizer.reserved_tokens)
     return prompt
+
+
+def ids_to_answer(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
+    """The tokens of a prompt, up to where its answer begins: i32[T], each image one token."""
+    turns = [Turn("user", _checked(images, prompt, tokenizer))]
+    return tokenize.prompt_ids(turns, tokenizer, [span.lead for span in images])
 
 
 def _ids_to_embed(

@@ -139,7 +139,10 @@ def test_a_field_that_could_be_read_is_ignored_at_every_level(record, ignored, s
         ([ANSWER | {"loss": "false"}], "a training weight other than 0 and 1"),
         ([ANSWER | {"weight": [0]}], "a training weight other than 0 and 1"),
         ([ANSWER | {"weight": 0}], "no assistant turn that is trained"),
-        ([{"role": "assistant", "content": ""}, ASKED, ANSWER | {"loss": 0}], "every assistant"),
+        (
+            [{"role": "assistant", "content": ""}, ASKED, ANSWER | {"loss": 0}],
+            "an assistant turn is empty",
+        ),
         (
             [ANSWER | {"content": [TEXT | {"train": False}, TEXT]}],
             "a content part that is trained otherwise than its turn",

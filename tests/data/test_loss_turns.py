@@ -72,14 +72,18 @@ def test_each_answer_is_what_the_template_renders_at_its_turn(kind, thinking):
     ours, thought = thinking
     record = conversation(thought)
     records = tokenize.split_turns([record], kind)
-    corpus, problems = tokenize.encode(records, ours, 4, last_alone=True)
+    corpus, problems = tokenize.encode(records, ours, 4)
     assert not problems
     answers = [2, 4, 6] if kind == "each" else [6]
     assert [r.id for r in records] == (["x", "x#2", "x#3"] if kind == "each" else ["x"])
     counts = {2: 1, 4: 1, 6: 2}
     for i, end in enumerate(answers):
         turns = record.turns[: end + 1]
-        assert records[i].images == record.images[: counts[end]] and records[i].turns == turns
+        assert records[i].images == record.images[: counts[end]]
+        assert [turn[:2] for turn in records[i].turns] == [turn[:2] for turn in turns]
+        assert [t.trained for t in records[i].turns if t.role == "assistant"].index(
+            True
+        ) == end // 2 - 1
         ids, loss = trained(corpus, i)
         prompt = ours.encode_chat(ours.render(turns[:-1], add_generation_prompt=True, forgets=True))
         assert ids.tolist() == ours.encode_chat(ours.render(turns, forgets=True))
@@ -105,7 +109,7 @@ def test_a_template_that_drops_the_words_themselves_is_still_refused(thinking):
     )
     ours = ChatTokenizer(ours.backend, silent, ours.special)
     records = tokenize.split_turns([conversation("<think>a</think>")], "each")
-    _, problems = tokenize.encode(records, ours, 4, last_alone=True)
+    _, problems = tokenize.encode(records, ours, 4)
     assert [p.id for p in problems] == ["x#2", "x#3"]
     assert "it drops 'red 0'" in problems[0].detail
 
@@ -134,3 +138,13 @@ def test_a_run_and_data_check_split_alike(word_tokenizer, image, write_json):
             image_size=8,
             num_patches=4,
         )
+
+
+def test_an_answer_that_is_not_trained_is_context_alone():
+    turns = [Turn(role, f"{i}") for i in range(4) for role in ("user", "assistant")]
+    for i in (1, 7):
+        turns[i] = turns[i]._replace(trained=False)
+    record = Record("x", tuple(turns), ())
+    (last,) = tokenize.split_turns([record], "last")
+    assert len(last.turns) == 6
+    assert [len(one.turns) for one in tokenize.split_turns([record], "each")] == [4, 6]

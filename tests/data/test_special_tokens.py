@@ -127,7 +127,7 @@ def test_what_no_one_else_writes_is_text(case):
     assert free
     for token in free:
         assert trained.count(ours.backend.token_to_id(token)) == answer.count(token)
-    prompt = prompts._ids([], turns[0].content, ours, None)
+    prompt = prompts.ids_to_answer([], turns[0].content, ours)
     assert corpus.tokens[: len(prompt)].tolist() == prompt.tolist()
 
 
@@ -142,7 +142,7 @@ def test_what_the_template_or_an_image_writes_is_refused(case):
                 ("the text contains a special token", token)
             ]
         with pytest.raises(ConfigError, match="contains the special token"):
-            prompts._ids([], text, ours, None)
+            prompts.ids_to_answer([], text, ours)
 
 
 def test_items_of_pairs_follow_the_same_rule(case, prompt_collator):

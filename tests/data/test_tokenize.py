@@ -292,7 +292,7 @@ def test_an_end_token_that_is_not_special_is_refused_in_text():
         ("the text contains a special token", "[END]")
     ]
     with pytest.raises(ConfigError, match=r"the prompt contains the special token \[END\]"):
-        prompts._ids([], "red?[END]", ours, None)  # what `generate` and `eval` tokenize
+        prompts.ids_to_answer([], "red?[END]", ours)  # what `generate` and `eval` tokenize
 
 
 @pytest.mark.parametrize("rounds", [1, 40])

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxvlm.cli import common
+from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.inference import items
 
@@ -19,7 +20,7 @@ def test_an_image_marker_of_another_format_is_refused_unless_it_is_a_text(marker
     values = common.flags.FlagValues()
     common.define_reading(values)
     values(["jaxvlm", f"--literal_markers={marker}"])
-    (item,), _ = items.read(str(path), common.reading(values))
+    (item,), _ = items.read(str(path), common.flagged(values, DataConfig()))
     assert item.text == f"<image>{marker} a cat"
     path.write_text(json.dumps({"text": f"{marker} a cat"}) + "\n")
     assert items.read(str(path))[0][0].text == f"{marker} a cat"
