@@ -15,7 +15,7 @@ from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf.families import gemma3, idefics3, internvl
 from jaxvlm.inference import prompts
-from jaxvlm.types import ChatStyle
+from jaxvlm.types import ChatStyle, Span
 from tests.data.test_tokenizer import CHATML
 
 QWEN = (
@@ -153,3 +153,16 @@ def test_items_of_pairs_follow_the_same_rule(case, prompt_collator):
     assert rejected == {
         i: ("the text contains a special token", t) for i, t in enumerate(refused, 1)
     }
+
+
+def test_a_prompt_with_an_image_marker_of_another_format_is_said(word_tokenizer, caplog):
+    image = Span.of(word_tokenizer.image_id, 4)
+    prompts._ids([image], "<image>is <img> red?", word_tokenizer, None)
+    prompts._ids([image], "is <image_1> red?", word_tokenizer, None)
+    assert [r.getMessage().split(" is text")[0] for r in caplog.records] == [
+        "the prompt's <img>",
+        "the prompt's <image_1>",
+    ]
+    prompts._ids([], "what does <img> mean?", word_tokenizer, None)  # a text alone
+    prompts._ids([image], "is <image>red?", word_tokenizer, None)
+    assert len(caplog.records) == 2

@@ -52,6 +52,11 @@ MARK = "<image>"
 """Marks an image's place in a text, whatever the file's or tokenizer's own marker is."""
 
 
+def foreign_markers(text: str) -> list[str]:
+    """List the image markers of other formats and models in a text."""
+    return [marker for marker in _MARKERS.findall(text) if marker != MARK]
+
+
 class BadItem(Exception):
     """An item that is not a valid record.
 
@@ -151,13 +156,12 @@ class Allowed:
         Raises:
             BadItem: the text has another marker; the detail names it.
         """
-        for match in _MARKERS.finditer(text):
-            if match.group() != MARK and match.group() not in self.literal:
-                raise BadItem(
-                    "an image marker of another format, which would be text; "
-                    "data.literal_markers can keep it",
-                    match.group(),
-                )
+        if others := [marker for marker in foreign_markers(text) if marker not in self.literal]:
+            raise BadItem(
+                "an image marker of another format, which would be text; "
+                "data.literal_markers can keep it",
+                others[0],
+            )
 
 
 DEFAULT = Allowed()

@@ -289,7 +289,8 @@ class ChatTokenizer:
             messages = [{"role": t.role, "content": self._content(t)} for t in said]
             with contextlib.suppress(chat_template.TemplateError):
                 texts.append(self._render(messages, True))
-        encoded = {self.backend.id_to_token(i) for e in self.encode_batch(texts) for i in e.ids}
+        # One by one: a batch starts threads, for which a process forked later would wait.
+        encoded = {self.backend.id_to_token(i) for text in texts for i in self.encode(text)}
         named = {text for name, text in self.special.items() if _NAMES.fullmatch(name)}
         marks = {t for t in self.special_tokens if re.fullmatch(self.style.marks, t)}
         return {token for token in encoded | named | marks if token}
