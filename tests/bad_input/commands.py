@@ -60,6 +60,15 @@ PAIRS = {
     "checkpoint.every": 1,
     "tensorboard": False,
 }
+IMAGE_PAIRS = PAIRS | {
+    "dual.towers": ("vision", "text"),
+    "dual.project": ("vision", "text"),
+    "dual.vision.image_size": 16,
+    "dual.vision.patch_size": 8,
+    "dual.vision.width": 16,
+    "dual.vision.num_heads": 2,
+}
+"""Settings of a recipe whose records may have images."""
 ENCODER = {
     name: value
     for name, value in PAIRS.items()
@@ -163,6 +172,7 @@ def prepare_shared(shared: pathlib.Path, names: Names, runs: bool) -> None:
     """Write the recipes and, if asked, train the runs that a workdir's inputs are copies of."""
     write_recipe(shared / "conversations.py", CONVERSATIONS, names)
     write_recipe(shared / "pairs.py", PAIRS, names)
+    write_recipe(shared / "image_pairs.py", IMAGE_PAIRS, names)
     finetune = {k: v for k, v in CONVERSATIONS.items() if not k.startswith("model.")}
     write_recipe(shared / "finetune.py", finetune, names)
     bert = {
@@ -186,7 +196,7 @@ def _conversations(file: str, data: bytes) -> Said:
 
 def _pairs(shared: pathlib.Path, file: str, data: bytes) -> Said:
     pathlib.Path(file).write_bytes(data)
-    return run(["data", "check", file, f"--config={shared}/pairs.py", "--json"])
+    return run(["data", "check", file, f"--config={shared}/image_pairs.py", "--json"])
 
 
 def _folder(shared: pathlib.Path, file: str, data: bytes) -> Said:

@@ -43,7 +43,7 @@ PAIR = {
 }
 MESSAGE_PAIR = {
     "messages": [{"role": "user", "content": "a cat"}],
-    "positive_messages": [[{"role": "user", "content": "cats"}]],
+    "positive_messages": [{"role": "user", "content": "cats"}],
     "label": 1.0,
 }
 FLAG = {
@@ -107,7 +107,9 @@ def pairs(draw: st.DrawFn) -> tuple[str, bytes]:
 
 @st.composite
 def _joined(draw: st.DrawFn, one: st.SearchStrategy[bytes], good: Any) -> tuple[str, bytes]:
-    lines = [*draw(st.lists(one, min_size=1, max_size=3)), json.dumps(good).encode()]
+    # Mostly one: several share an id, which is refused before anything else of them is read.
+    lines = draw(st.lists(one, min_size=1, max_size=draw(st.sampled_from([1, 1, 3]))))
+    lines.append(json.dumps(good | {"id": "good"}).encode())
     if draw(st.integers(0, 3)) == 0:
         return "data.json", b"[" + b",".join(lines) + b"]"
     return "data.jsonl", b"\n".join(lines)
