@@ -6,6 +6,7 @@ Only ``jaxvlm.cli.main`` is used, so that the sources of another commit can be a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -212,7 +213,7 @@ def _folder(shared: pathlib.Path, file: str, data: bytes) -> Said:
         return run(["generate", "--checkpoint=bad", "--prompt=<image>what?", "--image=good.png"])
     shutil.rmtree("run", ignore_errors=True)
     recipe = f"--config={shared}/finetune.py:good_conversations.jsonl"
-    with _without_steps():  # weights are read after this, data before
+    with _without_fit():  # weights are read in it, data before
         return run(["train", recipe, "--config.model.checkpoint=bad", "--workdir=run"])
 
 
@@ -226,20 +227,35 @@ def _override(shared: pathlib.Path, names: Names, data: bytes) -> Said:
     if command.startswith("plan"):
         return run(["plan", f"--model={good}", "--devices=cpu:2", given])
     shutil.rmtree("run", ignore_errors=True)
-    with _without_steps():
+    with _before_steps():
         return run(["train", f"--config={good}", "--workdir=run", given])
 
 
 @contextlib.contextmanager
-def _without_steps() -> Any:
-    """Leave out the training that follows a Trainer that is built."""
+def _without_fit() -> Any:
+    """Leave out the training that follows a Trainer that is built: its weights are not there."""
     for module, name in (("jaxvlm.trainer.trainer", "Trainer"), ("jaxvlm.build.run", "Run")):
         with contextlib.suppress(ImportError):
-            trainer = getattr(__import__(module, fromlist=[name]), name)
-            break
-    fit = trainer.fit
-    trainer.fit = lambda self: {}
+            with _replaced(module, name, "fit", lambda self: {}):
+                yield
+            return
+
+
+def _before_steps() -> Any:
+    """End training with status 0 where it is about to begin, the first state made."""
+
+    def end(*_: Any) -> Any:
+        raise SystemExit(0)
+
+    return _replaced("jaxvlm.train.progress", "Progress", "__init__", end)
+
+
+@contextlib.contextmanager
+def _replaced(module: str, name: str, method: str, other: Any) -> Any:
+    owner = getattr(importlib.import_module(module), name)
+    own = getattr(owner, method)
+    setattr(owner, method, other)
     try:
         yield
     finally:
-        trainer.fit = fit
+        setattr(owner, method, own)

@@ -237,6 +237,7 @@ def _serve(pipe: Any, given: list[Input], shared: pathlib.Path, asked: Asked) ->
         sys.path.insert(0, asked.source)
     os.environ |= runs.environment(1, JAX_COMPILATION_CACHE_DIR=str(runs.compile_cache()))
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}  # a setting may name either
     names = commands.Names(asked.names)
     if given[0].kind == "prepare":
         commands.prepare_shared(shared, names, bool(given[0].file))
