@@ -19,7 +19,7 @@ from jaxvlm.cache.run_inputs import CacheInputs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
 from jaxvlm.checkpoint.run_record import has_checkpoint, write_whole
-from jaxvlm.config import ConfigError, DualConfig
+from jaxvlm.config import ConfigError, DualConfig, json_text
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape
 from jaxvlm.types import Params, is_vision_path
@@ -148,7 +148,7 @@ def segments_at_start(
     """
     path = workdir / "cache_segments.json"
     try:
-        record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        record = json_text.read(path) if path.is_file() else {}
         at_start = record.get(folder.name)
         at_start = at_start if at_start is None else set(map(str, at_start))
     except (OSError, ValueError, AttributeError, TypeError) as error:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
+from jaxvlm.config import json_text
+
 NAMED = 5  # number of leaves that an error message lists
 
 
@@ -81,7 +83,7 @@ def read(step_folder: epath.Path) -> Manifest:
         ValueError: its content is not what was written, or a file of the checkpoint is none.
     """
     _check_regular(step_folder)
-    document = json.loads((step_folder / "record" / "metadata").read_text())
+    document = json_text.parse((step_folder / "record" / "metadata").read_bytes())
     body = document["record"]
     if _sha256(body) != document["sha256"]:
         raise ValueError("record: the checksum differs")

@@ -158,13 +158,17 @@ def read_config(workdir: str | pathlib.Path) -> Config:
             )
         raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json_text.read(path)
+        if not isinstance(document["config"], dict):
+            raise TypeError("its settings are no object")
         config = from_config_dict(document["config"])
         if "trains_embeddings" in document:
             loss = config.loss.recorded(bool(document["trains_embeddings"]))
             config = dataclasses.replace(config, loss=loss)
         return config
-    except (KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
 
 
@@ -216,7 +220,7 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
     except ConfigError as error:  # the file is about to be rewritten
         return [str(error)]
     lines = [f"changed since this run began: {line}" for line in changes(old, config)]
-    before = json.loads((workdir / _FILE).read_text("utf-8")).get("numeric_settings", {})
+    before = json_text.read(workdir / _FILE).get("numeric_settings", {})
     now = _numeric_settings()
     for name in sorted(before.keys() | now.keys()):
         if (was := before.get(name, "")) != (value := now.get(name, "")):

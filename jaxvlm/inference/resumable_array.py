@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.checkpoint.run_record import whole_file, write_whole
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, json_text
 
 _IDENTITY = "made_from.json"
 
@@ -51,8 +51,8 @@ class ResumableArray:
         if not path.is_file():
             return [False] * len(done)
         try:
-            stored = dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError:
+            stored = dict(json_text.read(path))
+        except (TypeError, ValueError):
             stored = {}
         if other := [name for name in identity if stored.get(name) != identity[name]]:
             raise ConfigError(

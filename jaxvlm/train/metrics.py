@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxvlm.checkpoint.run_record import write_whole
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, json_text
 
 FILE = "metrics.jsonl"
 
@@ -132,7 +132,7 @@ def keep_until(path: Path, last_step: int) -> None:
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            if json.loads(line)["step"] <= last_step:
+            if json_text.parse(line)["step"] <= last_step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a truncated line

@@ -160,6 +160,10 @@ def silent_change(folder: Path) -> None:
     shutil.copytree(folder.parent / "1" / "state", folder / "state")
 
 
+def deep_record(folder: Path) -> None:
+    (folder / "record" / "metadata").write_text("[" * 100_000)
+
+
 def pipe_for_largest(folder: Path) -> None:
     """Who reads it waits for ever."""
     path = largest_file(folder)
@@ -181,7 +185,7 @@ def dangling_link_for_largest(folder: Path) -> None:
 
 DAMAGE = [
     *(silent_change, delete_largest, truncate_largest, flip_data, flip_record, delete_record),
-    *(pipe_for_largest, device_for_record, dangling_link_for_largest),
+    *(deep_record, pipe_for_largest, device_for_record, dangling_link_for_largest),
 ]
 
 

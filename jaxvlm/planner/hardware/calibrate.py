@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, json_text
 
 FORMAT = 1
 PRODUCTS = ("forward", "input", "weight")
@@ -182,7 +182,7 @@ def _read(path: pathlib.Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from None
     try:
-        content = json.loads(text)
+        content = json_text.parse(text)
         rows = content["rates"] if content["format"] == FORMAT else []
         if all(set(Rates._fields) == set(row) for row in rows):
             return list(rows)

@@ -7,7 +7,7 @@ import math
 import pathlib
 from typing import Any
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, json_text
 from jaxvlm.parallel.mesh import AXES
 from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.planner.search import candidates
@@ -117,7 +117,7 @@ def read(path: str) -> dict[str, Any]:
     """
     file = pathlib.Path(path)
     try:
-        plan = json.loads(file.read_text(encoding="utf-8").strip().splitlines()[-1])
+        plan = json_text.parse(file.read_text(encoding="utf-8").strip().splitlines()[-1])
     except OSError:
         raise ConfigError(f"{path}: no such file; jaxvlm plan --save=FILE writes one") from None
     except (ValueError, IndexError):

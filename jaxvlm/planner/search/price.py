@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, json_text
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.report import text_report
@@ -31,7 +30,7 @@ def read_prices(path: str) -> dict[str, float]:
         ConfigError: no such file, or it holds no prices.
     """
     try:
-        prices = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        prices = json_text.parse(pathlib.Path(path).read_bytes())
     except OSError:
         raise ConfigError(f"--prices={path}: no such file") from None
     except ValueError as error:
