@@ -157,12 +157,12 @@ def test_items_of_pairs_follow_the_same_rule(case, prompt_collator):
 
 def test_a_prompt_with_an_image_marker_of_another_format_is_said(word_tokenizer, caplog):
     image = Span.of(word_tokenizer.image_id, 4)
-    prompts._ids([image], "<image>is <img> red?", word_tokenizer, None)
-    prompts._ids([image], "is <image_1> red?", word_tokenizer, None)
+    prompts.ids_to_answer([image], "<image>is <img> red?", word_tokenizer)
+    prompts.ids_to_answer([image], "is <image_1> red?", word_tokenizer)
     assert [r.getMessage().split(" is text")[0] for r in caplog.records] == [
         "the prompt's <img>",
         "the prompt's <image_1>",
     ]
-    prompts._ids([], "what does <img> mean?", word_tokenizer, None)  # a text alone
-    prompts._ids([image], "is <image>red?", word_tokenizer, None)
+    prompts.ids_to_answer([], "what does <img> mean?", word_tokenizer)  # a text alone
+    prompts.ids_to_answer([image], "is <image>red?", word_tokenizer)
     assert len(caplog.records) == 2
