@@ -23,12 +23,15 @@ from benchmarks.common import ROOT, environment, write
 from jaxvlm.train.metrics import read_metrics
 
 
-def one_run(seed: int) -> dict:
+def one_run(seed: int, isa: str = "") -> dict:
+    """Train with a seed; ``isa`` is the instruction set that the compiler is held to."""
     with tempfile.TemporaryDirectory() as workdir:
         command = [sys.executable, "-m", "jaxvlm", "train", f"--workdir={workdir}", "--json"]
         command += [f"--config={ROOT / 'configs' / 'quickstart.py'}", f"--config.seed={seed}"]
         command += ["--config.compile_cache="]  # every start is a cold one
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        if isa:
+            env["XLA_FLAGS"] = f"--xla_cpu_max_isa={isa}"
         begin = time.perf_counter()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
         whole = time.perf_counter() - begin

@@ -38,14 +38,19 @@ def get_config(arg: str = "") -> Config:
                 image_size=64,
                 patch_size=8,
                 stem="conv",
+                # The training images' own, as their backgrounds are nearly white. With a mean of
+                # 0.5 the background is most of every input, and some seeds learn shapes too late.
+                pixel_mean=(0.9, 0.9, 0.9),
+                pixel_std=(0.2, 0.2, 0.2),
                 width=64,
                 depth=1,
-                num_heads=2,
+                num_heads=4,
                 mlp_dim=256,
             ),
             connector=ConnectorConfig(merge=2),  # 64 patches become 16 tokens
+            # Four heads of 16, here and above, learn shapes in fewer steps than two of 32.
             decoder=DecoderConfig(
-                width=64, depth=2, mlp_dim=192, num_heads=2, num_kv_heads=2, head_dim=32
+                width=64, depth=2, mlp_dim=192, num_heads=4, num_kv_heads=4, head_dim=16
             ),
         ),
         optim=OptimConfig(learning_rate=1e-3, b2=0.99, warmup_steps=100),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
 import re
+import runpy
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from jaxvlm.config import from_config_dict
 from jaxvlm.data import Dataset
@@ -36,13 +38,26 @@ def test_files_and_tests_that_design_names_exist():
         assert f"def {name}" in tests, name
 
 
-def test_figures_of_the_quickstart():
-    path = ROOT / "configs" / "quickstart.py"
-    spec = importlib.util.spec_from_file_location("quickstart", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = from_config_dict(module.get_config())
-    read = conversation_formats.read(config.data.train)
+@pytest.fixture(scope="module")
+def quickstart():
+    """The recipe's Config, and what its training data is read as."""
+    recipe = runpy.run_path(str(ROOT / "configs" / "quickstart.py"))
+    config = from_config_dict(recipe["get_config"]())
+    return config, conversation_formats.read(config.data.train)
+
+
+def test_the_quickstart_normalizes_by_its_images_own_pixels(quickstart):
+    """With a mean of 0.5 a white background is most of the input, and shapes are learned late."""
+    config, (records, _) = quickstart
+    paths = list(dict.fromkeys(record.images[0] for record in records))[::20]
+    pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]) / 255
+    vision = config.model.vision
+    np.testing.assert_allclose(pixels.mean((0, 1, 2)), vision.pixel_mean, atol=0.02)
+    np.testing.assert_allclose(pixels.std((0, 1, 2)), vision.pixel_std, atol=0.02)
+
+
+def test_figures_of_the_quickstart(quickstart):
+    config, read = quickstart
     built = chat_tokenizer.build(tokenize.texts(read[0]))
     data: Dataset = make_dataset(
         config, config.data.train, built, image_format_of(config, None, built), read
