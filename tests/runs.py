@@ -80,6 +80,23 @@ def write_data(folder: pathlib.Path, images: int = 40, name: str = "data.jsonl")
     return path
 
 
+def write_captions(folder: pathlib.Path) -> pathlib.Path:
+    """Pairs of the images of :func:`write_data` and what to call them; three are no batch."""
+    lines = [
+        {
+            "id": str(i),
+            "query_image": f"{i}.png",
+            "positive": f"a {list(COLORS)[i % 3]} image number {i}",
+            "negatives": [f"a {list(COLORS)[(i + 1) % 3]} one"],
+            "label": list(COLORS)[i % 3],
+        }
+        for i in range(40)
+    ]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def recipe(data: pathlib.Path):
     """The recipe's ConfigDict for ``data``."""
     spec = importlib.util.spec_from_file_location("recipe", HERE / "recipe.py")

@@ -1,9 +1,11 @@
-"""Killed at any moment, on another mesh, or told to stop: the run goes on as if nothing was."""
+"""Resumed on another mesh, with other settings, or told to stop: the run goes on as it was.
+
+Kills at any moment are in tests/kills.
+"""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
 import time
@@ -43,12 +45,6 @@ def saved_with(run):
 def weights(run):
     found = restore_params(run.workdir / "checkpoints", run.model.abstract(), "latest")
     return {path: np.asarray(x) for path, x in found.items()}
-
-
-def assert_same_bits(a, b):
-    assert a.keys() == b.keys()
-    for path in a:
-        np.testing.assert_array_equal(a[path], b[path], err_msg=path)
 
 
 @pytest.fixture(scope="module")
@@ -131,39 +127,6 @@ def wait_for_step(workdir, step, process, timeout=120):
             return
         time.sleep(0.01)
     raise AssertionError(f"no step {step} within {timeout} s")
-
-
-def kill_and_resume(data, workdir, steps, kills, seed):
-    """Kill -9 at random steps, and at moments when a checkpoint is being written."""
-    draw = random.Random(seed)
-    args = (f"--config.steps={steps}", "--config.log_every=1")
-    for number in range(kills):
-        process = start(workdir, data, *args)
-        target = (number + 1) * steps // (kills + 1) + draw.randint(0, 3)
-        wait_for_step(workdir, target, process)
-        if number % 2:
-            writing = workdir / "checkpoints"
-            until = time.monotonic() + 2
-            while time.monotonic() < until and not list(writing.glob("*tmp*")):
-                time.sleep(0.0005)
-        else:
-            time.sleep(draw.random() * 0.05)
-        process.kill()
-        process.communicate()
-    finish(start(workdir, data, *args))
-
-
-@pytest.mark.long
-def test_kill_minus_nine_loses_nothing(data, tmp_path):
-    kills, steps = 6, 360
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(start(whole, data, f"--config.steps={steps}"))
-    kill_and_resume(data, broken, steps, kills, seed=0)
-    config = recipe(data)
-    config.steps = steps
-    both = [jaxvlm.Trainer(config, folder) for folder in (whole, broken)]
-    assert_same_bits(*(weights(run) for run in both))
-    assert losses(whole) == losses(broken)
 
 
 def test_changed_data_is_refused(data, unbroken, tmp_path):
