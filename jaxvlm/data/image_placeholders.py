@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,21 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from jaxvlm.types import Span
+
+_MARKERS = re.compile(
+    r"<(?:image|img)(?:[ _-]?\d+)?>|<image_?(?:placeholder|soft_token|pad)>|<ImageHere>"
+    r"|<\|image(?:_pad|_\d+)?\|>|<IMG_CONTEXT>|<start_of_image>|\[IMG\]",
+    re.IGNORECASE,
+)
+"""How other formats and models mark an image's place; jaxvlm's own mark is among them."""
+MARK = "<image>"
+"""Marks an image's place in a text, whatever the file's or tokenizer's own marker is."""
+
+
+def foreign_markers(text: str) -> list[str]:
+    """List the image markers of other formats and models in a text."""
+    return [marker for marker in _MARKERS.findall(text) if marker != MARK]
+
 
 ImageSpans = int | Callable[[str], "int | Span"]
 """Spans of images: a function of the image file, or one number of image tokens for all."""

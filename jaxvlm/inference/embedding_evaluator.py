@@ -30,7 +30,6 @@ from jaxvlm.spmd.model import Model
 from jaxvlm.train.gradcache import MiniBatch
 from jaxvlm.types import Batch, Params
 
-_SETTINGS = retrieval.Retrieval()
 WHOLE: MiniBatches = (MiniBatch(), MiniBatch())
 
 
@@ -130,7 +129,7 @@ class EmbeddingEvaluator:
         model: Model,
         dataset: PairDataset,
         batch_size: int,
-        settings: retrieval.Retrieval = _SETTINGS,
+        settings: retrieval.Retrieval,
         mini_batches: MiniBatches = WHOLE,
         precisions: Sequence[str] = (),
     ):

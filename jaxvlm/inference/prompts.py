@@ -18,7 +18,7 @@ from jaxvlm.data.conversations.collate import Places, PromptShape, collate_image
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs import collate_prompt_items
-from jaxvlm.data.sources import conversation_formats, fields
+from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
@@ -126,7 +126,7 @@ def _checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
             f"the prompt has {marks} {PLACEHOLDER} marks but {count} images are given; give one "
             "mark per image, or none"
         )
-    if count and (foreign := fields.foreign_markers(prompt)):
+    if count and (foreign := image_placeholders.foreign_markers(prompt)):
         _log.warning("the prompt's %s is text: %s marks an image's place", foreign[0], PLACEHOLDER)
     prompt = conversation_formats.tidy(prompt)
     _refuse_special_tokens("prompt", prompt, tokenizer.reserved_tokens)

@@ -64,9 +64,6 @@ class VLM:
         image_format: how the model takes images.
         own_input_types: how the model embeds ``query`` and ``document``; ``None``: as the run that
             trained it.
-
-    Attributes:
-        input_types: how the model embeds ``query`` and ``document``, as far as it is known.
     """
 
     def __init__(
@@ -80,9 +77,7 @@ class VLM:
     ):
         self.config, self.model, self.params = config, model, params
         self.tokenizer, self.image_format = tokenizer, image_format
-        self.input_types = (
-            input_types.of_run(config) if own_input_types is None else own_input_types
-        )
+        self._own_input_types = own_input_types
         # Replicated on every device, since each process reads all answers.
         everywhere = replicated(model.mesh)
         self._prefill = jax.jit(self._start, static_argnums=(2, 3))
@@ -97,6 +92,12 @@ class VLM:
             static_argnums=2,
             out_shardings=everywhere,
         )
+
+    @property
+    def input_types(self) -> Mapping[str, input_types.InputType]:
+        """How the model embeds ``query`` and ``document``, as far as it is known."""
+        own = self._own_input_types
+        return input_types.of_run(self.config) if own is None else own
 
     def _embeddings(self, module: Any, batch: Batch, dims: int) -> jax.Array:
         if trains_embeddings(self.config):

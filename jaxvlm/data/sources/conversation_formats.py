@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, extension, json_text
+from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import custom_format, fields
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 
 DEFAULT = DataConfig()
-PLACEHOLDER = fields.MARK
+PLACEHOLDER = image_placeholders.MARK
 
 _LLAVA_ROLES = {
     "human": "user",

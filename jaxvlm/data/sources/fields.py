@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from jaxvlm.data import image_placeholders
 
 HARMLESS: dict[str, tuple[str, ...]] = {
     "which record it is": (
@@ -40,21 +41,6 @@ OF_IMAGE = frozenset(
 )
 """Harmless names of a content part's or an image's fields. Others choose the image: Anthropic's
 ``source`` has its content."""
-
-
-_MARKERS = re.compile(
-    r"<(?:image|img)(?:[ _-]?\d+)?>|<image_?(?:placeholder|soft_token|pad)>|<ImageHere>"
-    r"|<\|image(?:_pad|_\d+)?\|>|<IMG_CONTEXT>|<start_of_image>|\[IMG\]",
-    re.IGNORECASE,
-)
-"""How other formats and models mark an image's place; jaxvlm's own mark is among them."""
-MARK = "<image>"
-"""Marks an image's place in a text, whatever the file's or tokenizer's own marker is."""
-
-
-def foreign_markers(text: str) -> list[str]:
-    """List the image markers of other formats and models in a text."""
-    return [marker for marker in _MARKERS.findall(text) if marker != MARK]
 
 
 class BadItem(Exception):
@@ -156,7 +142,11 @@ class Allowed:
         Raises:
             BadItem: the text has another marker; the detail names it.
         """
-        if others := [marker for marker in foreign_markers(text) if marker not in self.literal]:
+        if others := [
+            marker
+            for marker in image_placeholders.foreign_markers(text)
+            if marker not in self.literal
+        ]:
             raise BadItem(
                 "an image marker of another format, which would be text; "
                 "data.literal_markers can keep it",
