@@ -275,6 +275,8 @@ class RecipeParser(flags.ArgumentParser):
         except Exception as error:  # whatever a recipe, somebody's Python file, can raise
             raise RecipeError(_why(argument.partition(":")[0], error)) from error
         config = to_config_dict(config) if dataclasses.is_dataclass(config) else config
+        if not isinstance(config, ml_collections.ConfigDict):
+            return config  # raises where it is used, as for a file that is missing
         for given in self.argv:
             if override := re.match(r"--?(?:no)?config\.([\w.]+)", given):
                 _add_groups(config, override[1].split("."))

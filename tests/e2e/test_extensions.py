@@ -180,7 +180,7 @@ def test_a_format_and_a_policy_live_through_resume_and_eval(folder, run):
     said = run(elsewhere, "eval", workdir, data, "--data_format=built_in")
     assert "exact_match" in said and "is read by" not in said
     refused = run(elsewhere, "eval", workdir, "--data_format=run", code=2)
-    assert "--data_format=run is for --data=FILE of a run" in refused
+    assert "--data_format is for --data=FILE; add it" in refused
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_adapters_above_frozen_blocks_are_pefts(data, folder, tmp_path):
     )
     before, ours = tensors(folder), tensors(f"{out}2")
     for name, x in ours.items():
-        close_in_norm(theirs[name], x, 1e-5, name)
+        close_in_norm(theirs[name], x, 1e-5, name, least=0.1)  # some biases are 0
     changed = {name for name, x in ours.items() if not torch.equal(x, before[name])}
     assert {name for name in changed if "layers.1." in name and "vision_tower" in name}
     assert not {name for name in changed if "layers.0." in name or "layers.2." in name}
