@@ -51,8 +51,8 @@ STEPS = [
     ("auto", "none", 1),
     ("auto", "dots", 1),
     ("auto", "full", 1),
-    ("triton", "dots", 1),
-    ("triton", "dots", 2),
+    ("flash", "dots", 1),
+    ("flash", "dots", 2),
     ("xla", "dots", 1),
 ]
 EXPERTS = [("kernel", "bfloat16"), ("xla", "bfloat16"), ("kernel", "float32")]
@@ -137,7 +137,7 @@ def parity(dims: dict[str, Any], tiny: bool) -> dict[str, Any]:
     batch = jax.device_put(make_batch(small, 2))
     cases = [("float32", "xla"), ("bfloat16", "xla")]
     if gpu:
-        cases += [("bfloat16", "cudnn"), ("bfloat16", "triton"), ("float32", "triton")]
+        cases += [("bfloat16", "auto"), ("bfloat16", "flash"), ("float32", "flash")]
     found: dict[str, Any] = {}
     reference: dict[str, Any] = {}
     params = None

@@ -341,8 +341,8 @@ class ModelConfig:
     """Chooses the dtype of the computation; parameters and the optimizer's moments are always
     float32. Allowed values: 'float32', 'bfloat16'."""
     attention: str = "auto"
-    """Chooses the attention backend; 'auto' takes cuDNN on GPU, splash on TPU and XLA elsewhere.
-    Allowed values: 'auto', 'xla', 'cudnn', 'splash', 'triton'."""
+    """Chooses the attention backend; 'auto' takes cuDNN or flash on GPU, flash on TPU and XLA
+    elsewhere. Allowed values: 'auto', 'xla', 'cudnn', 'flash'."""
     checkpoint: str = ""
     """Names a Hugging Face folder or hub id whose architecture, weights, tokenizer and image
     processor are used; the default "" starts from random weights."""

@@ -83,9 +83,10 @@ class Decoder(nnx.Module):
             local_rotation = rope(positions, c.head_dim, c.local_rope_theta)
         # A window limits bidirectional attention of an image (Gemma 3), not of a prompt
         # (PaliGemma 2).
-        mask = mask._replace(far_groups=int(c.visual_mask == "prompt"))
-        local = Context(mask._replace(window=c.window), local_rotation, length, dropout_keys)
-        everywhere = Context(mask._replace(window=0), rotation, length, dropout_keys)
+        far_groups = c.visual_mask == "prompt"
+        near, far = mask.windowed(c.window, far_groups), mask.windowed(0, far_groups)
+        local = Context(near, local_rotation, length, dropout_keys)
+        everywhere = Context(far, rotation, length, dropout_keys)
         both = Local(local, c.window_pattern)
         return self.stack(x, everywhere, kv, local=both, deep=deep, first=first)
 

@@ -103,6 +103,17 @@ def windows(at: Places, side: int) -> jax.Array:
     return jnp.where(at.segment > 0, at.segment + inside, 0)
 
 
+def window_order(at: Places, side: int) -> jax.Array:
+    """i32[B, P]: an order of the patches by frames, by windows in them, with padding last.
+
+    Args:
+        at: result of :func:`places`.
+        side: as for :func:`windows`.
+    """
+    near = windows(at, side)
+    return jnp.argsort(jnp.where(near > 0, near, jnp.iinfo(near.dtype).max), axis=1, stable=True)
+
+
 def rope2d(at: Places, head_dim: int, theta: float) -> Rope:
     """Compute 2-D RoPE: half of the wavelengths use a patch's row, half its column.
 

@@ -20,12 +20,12 @@ from jaxvlm.config import (
     refuse_unread,
 )
 from jaxvlm.models.attention_pool import AttentionPool
-from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, windows
+from jaxvlm.models.grid import AXES, Places, places, resample, rope2d, window_order, windows
 from jaxvlm.models.stem import STEMS
 from jaxvlm.nn.attention import Context
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, fold
-from jaxvlm.nn.mask import Mask
+from jaxvlm.nn.mask import Mask, segment_mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.norm import NORMS, LayerNorm
 from jaxvlm.nn.param import Init, normal, param
@@ -243,6 +243,11 @@ def _run_blocks(
         begin: number of blocks that ``x`` is the output of.
         dropout_keys: u32[n, 2], a key for each of the batch's sequences; ``None``: no dropout.
     """
+    order = None
+    if at is not None and config.window:
+        # Tokens of a window become consecutive, so that kernels can skip the others.
+        order = window_order(at, config.window // config.patch_size)
+        x, at = _take(x, order), jax.tree.map(lambda field: _take(field, order), at)
     context, local = _contexts(config, at)
     dropout_keys = fold(dropout_keys, "vision") if config.dropout else None
     context = context._replace(dropout_keys=dropout_keys)
@@ -255,7 +260,15 @@ def _run_blocks(
             skip = begin + stack.depth - last
             x, _ = run(x, skip_first=first - begin, skip_last=skip)
         hidden[last] = x
+    if order is not None:
+        back = jnp.argsort(order, axis=1)
+        hidden = {n: _take(x, back) for n, x in hidden.items()}
     return hidden
+
+
+def _take(x: jax.Array, order: jax.Array) -> jax.Array:
+    """Reorder the tokens of [B, P, ...] by i32[B, P]."""
+    return jnp.take_along_axis(x, order if x.ndim == 2 else order[..., None], axis=1)
 
 
 def _contexts(config: VisionConfig, at: Places | None) -> tuple[Context, Local | None]:
@@ -264,12 +277,12 @@ def _contexts(config: VisionConfig, at: Places | None) -> tuple[Context, Local |
         return Context(Mask()), None
     theta, head_dim = config.rope_theta, config.width // config.num_heads
     rope = rope2d(at, head_dim, theta) if theta else None
-    context = Context(Mask(q_segment=at.segment, k_segment=at.segment), rope)
+    context = Context(segment_mask(at.segment), rope)
     if not config.window:
         return context, None
     near = windows(at, config.window // config.patch_size)
     pattern = tuple(i not in config.full_layers for i in range(config.depth))
-    return context, Local(Context(Mask(q_segment=near, k_segment=near), rope), pattern)
+    return context, Local(Context(segment_mask(near), rope), pattern)
 
 
 def _places(config: VisionConfig, x: jax.Array, grid: jax.Array | None) -> Places | None:

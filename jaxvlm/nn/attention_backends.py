@@ -1,4 +1,4 @@
-"""Attention backends (XLA, cuDNN, splash, Triton) and the selection among them.
+"""Attention backends (XLA, cuDNN, flash) and the selection among them.
 
 ``xla`` supports every mask. The others support some masks and shapes; ``auto`` skips a backend that
 does not support the given ones, and logs its choice and the reasons once.
@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.nn.mask import Mask
+from jaxvlm.nn.spans import Spans, of_segments
 from jaxvlm.parallel.context_parallel import HIDDEN, ring_attention
 from jaxvlm.parallel.per_device import per_device
 from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, log_once, shard
@@ -24,8 +25,8 @@ from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, log_once, shard
 BATCHED = ("batch", "seq")
 QUERY = ("batch", "seq", "heads", "head_dim")
 KEY = ("batch", "seq", "kv_heads", "head_dim")
-_PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",)}
-_TILE = 128  # tokens of a splash block are a multiple of it: the TPU's lane count
+_PREFERRED = {"gpu": ("cudnn", "flash"), "tpu": ("flash",)}
+_SHORT = 128  # tokens: at most so many are one block, of which nothing can be skipped
 
 
 class Scores(NamedTuple):
@@ -121,7 +122,8 @@ def _ring(
 
 def _allowed(of_queries: dict[str, jax.Array], of_keys: dict[str, jax.Array]) -> jax.Array | None:
     scalars = {n: x[0, 0] for n, x in of_queries.items() if not n.startswith("q_")}
-    return Mask(**{**of_queries, **of_keys, **scalars}).dense()
+    fields: dict[str, Any] = {**of_queries, **of_keys, **scalars}
+    return Mask(**fields).dense()
 
 
 def _ulysses(
@@ -186,49 +188,58 @@ def _choose(
 ) -> str:
     check_backend(backend)
     if backend != "auto":
-        if refusal := _refusal(backend, q, k, mask, cap, drops):
+        if refusal := _refusal(backend, q, k, mask, platform, cap, drops):
             raise ConfigError(
                 f"config.model (or config.dual).attention={backend!r}: {refusal}; use 'auto'"
             )
         return backend
     for name in _PREFERRED.get(platform, ()):
-        refusal = _refusal(name, q, k, mask, cap, drops)
+        refusal = _refusal(name, q, k, mask, platform, cap, drops) or _rather(name, q, platform)
         if not refusal:
             log_once(f"attention {q.shape} x {k.shape}: {name}")
             return name
-        log_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal}), xla")
+        log_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal})")
     return "xla"
 
 
 def _refusal(
-    backend: str, q: jax.Array, k: jax.Array, mask: Mask, cap: float, drops: bool = False
+    backend: str, q: jax.Array, k: jax.Array, mask: Mask, platform: str, cap: float, drops: bool
 ) -> str:
     """Return why ``backend`` does not support these inputs, or ``""`` if it does."""
-    length, head_dim = q.shape[1], q.shape[3]
-    if cap and backend != "xla":
-        return "it has no soft cap"
-    if drops and backend != "xla":
+    if backend == "xla":
+        return ""
+    if drops:
         return "it has no dropout"
+    if q.shape[1] != k.shape[1]:
+        return "queries and keys differ in length"
+    plain = mask.q_segment is None and mask.q_group is None and mask.window is None
     if backend == "cudnn":
-        if q.dtype not in (jnp.bfloat16, jnp.float16):
-            return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
-        if head_dim % 8 or head_dim > 128:
-            return f"cuDNN takes head dims that are multiples of 8 up to 128, not {head_dim}"
-        if mask.q_segment is not None and (length % 2 or k.shape[1] % 2):
-            return f"cuDNN takes packed sequences of even length, not {length} x {k.shape[1]}"
-    if backend in ("splash", "triton"):
-        if mask.q_parent is not None:
-            return "it supports segments but not their parents"
-        if mask.q_group is not None:
-            return "it has no bidirectional groups"
-        if mask.k_segment is not mask.q_segment:
-            return "it needs the same segment ids for queries and keys"
-        if mask.window is not None:
-            return "it has no sliding windows"
-        if q.shape[1] != k.shape[1]:
-            return "queries and keys differ in length"
-        if length % _TILE:
-            return f"{length} tokens are not a multiple of {_TILE}"
+        return _refusal_of_cudnn(q, plain, cap)
+    if mask.spans is None and not plain:
+        return "the keys of a query are not known to be consecutive"
+    if platform == "tpu" and q.dtype == jnp.float16:
+        return "TPUs have no float16"
+    return ""
+
+
+def _refusal_of_cudnn(q: jax.Array, plain: bool, cap: float) -> str:
+    if cap:
+        return "it has no soft cap"
+    if not plain:
+        return "it takes whole rows, not packed sequences or windows"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
+    if q.shape[3] % 8 or q.shape[3] > 128:
+        return f"cuDNN takes head dims that are multiples of 8 up to 128, not {q.shape[3]}"
+    return ""
+
+
+def _rather(backend: str, q: jax.Array, platform: str) -> str:
+    """Return why ``auto`` does not choose a backend that would work, or ``""`` if it does."""
+    if backend == "flash" and platform == "tpu" and q.shape[1] <= _SHORT:
+        return f"{q.shape[1]} tokens are one block"
+    if backend == "flash" and platform == "gpu" and q.dtype == jnp.float32:
+        return "its products of float32 are exact and use no tensor cores"
     return ""
 
 
@@ -263,108 +274,52 @@ def _xla(
 
 
 def _cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, _axes: Axes, scores: Scores = _PLAIN
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, axes: Axes, scores: Scores = _PLAIN
 ) -> jax.Array:
+    from jaxvlm.nn.kernels.cudnn import cudnn_attention  # NVIDIA only
+
+    causal, factor = mask.q_index is not None, scores.factor(q.shape[3])
+
+    def one_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return cudnn_attention(q, k, v, None, causal, factor)
+
+    return per_device(one_device, axes, [(q, QUERY), (k, KEY), (v, KEY)], (q.shape, QUERY))
+
+
+def _flash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    axes: Axes,
+    scores: Scores = _PLAIN,
+    interpret: str = "",
+) -> jax.Array:
+    """Kernels of ours; ``interpret`` names the platform whose kernel runs on a CPU, for tests."""
+    from jaxvlm.nn.kernels.flash import SHARED, flash_attention  # Pallas is slow to import
+
+    device = axes.mesh.devices.flat[0]
     run = functools.partial(
-        jax.nn.dot_product_attention,
-        scale=scores.factor(q.shape[3]),
-        implementation="cudnn",
-    )
-    unmarked = mask.q_segment is None and mask.q_group is None and mask.window is None
-    if unmarked and mask.q_index is not None and q.shape[1] == k.shape[1]:
-        return run(q, k, v, is_causal=True)
-    dense = mask.dense()
-    return run(q, k, v, mask=None if dense is None else dense[:, None])
-
-
-def _splash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: Mask,
-    axes: Axes,
-    scores: Scores = _PLAIN,
-    interpret: bool = False,
-) -> jax.Array:
-    """TPU splash attention, which skips blocks outside of the causal triangle."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import (  # TPU only, slow to import
-        splash_attention_kernel as kernel,
-    )
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_mask as masks,
+        flash_attention,
+        factor=scores.factor(q.shape[3]),
+        cap=scores.cap,
+        platform=interpret or axes.platform,
+        shared=getattr(device, "shared_memory_per_block_optin", SHARED),
+        interpret=bool(interpret),
     )
 
-    length = q.shape[1]
-    shape, scale = (length, length), scores.factor(q.shape[3])
-    causal = mask.q_index is not None
-    block = max(b for b in (512, 256, 128) if length % b == 0)
-    sizes = kernel.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    def one_device(q: jax.Array, k: jax.Array, v: jax.Array, *spans: Any) -> jax.Array:
+        return run(q, k, v, Spans(*spans))
 
-    def one_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
-    ) -> jax.Array:
-        one_head = masks.CausalMask(shape) if causal else masks.FullMask(shape)
-        run = kernel.make_splash_mha(
-            masks.MultiHeadMask([one_head] * q.shape[2]),
-            block_sizes=sizes,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
-        repeat = q.shape[2] // k.shape[2]
-        heads_first = [
-            jnp.swapaxes(x, 1, 2)
-            for x in (q * scale, jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2))
-        ]
-        ids = None if segment is None else kernel.SegmentIds(segment, segment)
-        out = jax.vmap(run)(*heads_first, ids) if ids is not None else jax.vmap(run)(*heads_first)
-        return jnp.swapaxes(out, 1, 2).astype(q.dtype)
-
-    args = [(q, QUERY), (k, KEY), (v, KEY), (mask.q_segment, BATCHED)]
-    return per_device(one_device, axes, args, (q.shape, QUERY))
-
-
-def _triton(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: Mask,
-    axes: Axes,
-    scores: Scores = _PLAIN,
-    interpret: bool = False,
-) -> jax.Array:
-    """Pallas' GPU kernel, which supports segments without a [T, S] mask in memory."""
-    from jax.experimental.pallas.ops.gpu import attention as kernel  # GPU only, slow to import
-
-    def one_device(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment: jax.Array | None
-    ) -> jax.Array:
-        repeat = q.shape[2] // k.shape[2]
-        return kernel.mha(
-            q,
-            jnp.repeat(k, repeat, 2),
-            jnp.repeat(v, repeat, 2),
-            segment,
-            sm_scale=scores.factor(q.shape[3]),
-            causal=mask.q_index is not None,
-            interpret=interpret,
-        )
-
-    args = [(q, QUERY), (k, KEY), (v, KEY), (mask.q_segment, BATCHED)]
+    spans = mask.spans or of_segments(q.shape[1], mask.q_index is not None)
+    rows = [None if x is None else jnp.broadcast_to(x, q.shape[:2]) for x in spans]
+    args = [(q, QUERY), (k, KEY), (v, KEY), *((x, BATCHED) for x in rows)]
     return per_device(one_device, axes, args, (q.shape, QUERY))
 
 
 BACKENDS: dict[str, Callable[..., jax.Array]] = {
     "xla": _xla,
     "cudnn": _cudnn,
-    "splash": _splash,
-    "triton": _triton,
+    "flash": _flash,
 }
-"""Name -> backend. ``auto`` never selects ``triton``."""
+"""Name -> backend."""

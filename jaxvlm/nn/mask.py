@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxvlm.nn.spans import Spans, of_segments, within_window
 from jaxvlm.types import Batch
 
 
@@ -48,6 +49,10 @@ class Mask(NamedTuple):
     far_groups: Any = None
     """i32[]: 1 if tokens of a bidirectional group attend to each other beyond the window too."""
 
+    spans: Spans | None = None
+    """The same mask as intervals of keys, without the queries of padding, for kernels that skip
+    blocks; ``None``: it is not known to be intervals, as with a KV cache."""
+
     def dense(self) -> jax.Array | None:
         """Return the mask as bool[1 or B, T, S], or ``None`` if everything is allowed."""
         allowed = None
@@ -72,18 +77,41 @@ class Mask(NamedTuple):
             allowed = near if allowed is None else allowed & near
         return allowed
 
+    def windowed(self, window: int, far_groups: bool) -> Mask:
+        """Return this mask with a sliding window; see the fields of these names.
+
+        Within a segment, positions do not decrease.
+        """
+        spans = self.spans
+        if spans is not None and window:
+            far = self.q_group if far_groups else None
+            spans = within_window(spans, window, self.q_position, far)
+        return self._replace(window=window, far_groups=int(far_groups), spans=spans)
+
+
+def segment_mask(segment: jax.Array) -> Mask:
+    """Return the mask of an encoder for packed sequences.
+
+    Args:
+        segment: i32[B, T], the tokens of a segment consecutive; 0 is padding.
+    """
+    spans = of_segments(segment.shape[1], False, segment)
+    return Mask(q_segment=segment, k_segment=segment, spans=spans)
+
 
 def batch_mask(batch: Batch) -> Mask:
     """Return the decoder's mask for a batch of packed sequences."""
-    index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
+    length, segment, group = batch.tokens.shape[1], batch.segment, batch.bidirectional
+    index = jnp.arange(length, dtype=jnp.int32)[None]
     return Mask(
         q_index=index,
         k_index=index,
-        q_segment=batch.segment,
-        k_segment=batch.segment,
+        q_segment=segment,
+        k_segment=segment,
         q_parent=batch.parent,
-        q_group=batch.bidirectional,
-        k_group=batch.bidirectional,
+        q_group=group,
+        k_group=group,
         q_position=batch.positions[:, 0],
         k_position=batch.positions[:, 0],
+        spans=of_segments(length, True, segment, batch.parent, group),
     )

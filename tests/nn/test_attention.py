@@ -10,6 +10,7 @@ import pytest
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.nn import attention_backends
 from jaxvlm.nn.mask import Mask
+from jaxvlm.nn.spans import of_segments
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 
@@ -41,7 +42,8 @@ def segments():
 def masks(causal, packed):
     index = jnp.arange(T, dtype=jnp.int32)[None] if causal else None
     ids = segments() if packed else None
-    return Mask(q_index=index, k_index=index, q_segment=ids, k_segment=ids)
+    spans = of_segments(T, causal, ids)
+    return Mask(q_index=index, k_index=index, q_segment=ids, k_segment=ids, spans=spans)
 
 
 CASES = {
@@ -54,12 +56,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["splash", "triton"])
-def test_kernels_give_xlas_output_and_gradients(backend, case):
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_give_xlas_output_and_gradients(platform, case):
     causal, packed, mesh = CASES[case]
     q, k, v, d_out = arrays()
     mask = masks(causal, packed)
-    kernel = functools.partial(attention_backends.BACKENDS[backend], interpret=True)
+    kernel = functools.partial(attention_backends.BACKENDS["flash"], interpret=platform)
     real = (segments() > 0)[:, :, None, None] if packed else True
 
     def run(attention, place):
@@ -138,31 +140,36 @@ def test_a_backend_that_cannot_serve_says_why():
         with pytest.raises(ConfigError, match=match):
             attention_backends.attend(q, k, v, mask, axes(), backend)
 
-    for backend in ("splash", "triton"):
-        refuses("not their parents", backend, mask=mask._replace(q_parent=segments()))
-        refuses("bidirectional", backend, mask=mask._replace(q_group=segments()))
-        refuses("not a multiple of 128", backend, *(x[:, :100] for x in (q, k, v)))
+    refuses("not known to be consecutive", "flash", mask=mask._replace(spans=None))
+    refuses("not packed sequences", "cudnn")
+    for backend in ("flash", "cudnn"):
         refuses("differ in length", backend, q=q[:, :1])
-        refuses("no sliding windows", backend, mask=mask._replace(window=4))
-    for backend in ("splash", "triton", "cudnn"):
-        with pytest.raises(ConfigError, match="no soft cap"):
-            attention_backends.attend(
-                q, k, v, mask, axes(), backend, attention_backends.Scores(cap=50.0)
-            )
-    refuses("not float32", "cudnn")
+    with pytest.raises(ConfigError, match="no soft cap"):
+        scores = attention_backends.Scores(cap=50.0)
+        attention_backends.attend(q, k, v, mask, axes(), "cudnn", scores)
+    whole = masks(True, False)
+    refuses("not float32", "cudnn", mask=whole)
     half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     wide = [jnp.tile(x, (1, 1, 1, 3)) for x in half]
-    refuses("up to 128, not 192", "cudnn", *wide)
+    refuses("up to 128, not 192", "cudnn", *wide, mask=whole)
 
 
 def test_auto_passes_over_what_cannot_serve():
     q, k, _, _ = arrays()
+    q, k = (jnp.tile(x, (1, 2, 1, 1)) for x in (q, k))
     parents = masks(True, True)._replace(q_parent=segments())
     assert attention_backends._choose(q, k, masks(True, True), "cpu", "auto") == "xla"
-    assert attention_backends._choose(q, k, masks(True, True), "tpu", "auto") == "splash"
-    assert attention_backends._choose(q, k, parents, "tpu", "auto") == "xla"
+    assert attention_backends._choose(q, k, parents, "tpu", "auto") == "flash"
+    assert attention_backends._choose(q, k, parents, "tpu", "auto", 50.0) == "flash"
+    assert attention_backends._choose(q, k, Mask(), "tpu", "auto") == "flash"
+    unknown = parents._replace(spans=None)
+    assert attention_backends._choose(q, k, unknown, "tpu", "auto") == "xla"
+    assert attention_backends._choose(q[:, :128], k[:, :128], Mask(), "tpu", "auto") == "xla"
     assert attention_backends._choose(q, k, masks(True, True), "gpu", "auto") == "xla"
-    half = q.astype(jnp.bfloat16)
-    assert (
-        attention_backends._choose(half, k.astype(jnp.bfloat16), parents, "gpu", "auto") == "cudnn"
-    )
+    half, other = (x.astype(jnp.bfloat16) for x in (q, k))
+    assert attention_backends._choose(half, other, parents, "gpu", "auto") == "flash"
+    assert attention_backends._choose(half, other, Mask(), "gpu", "auto") == "cudnn"
+    odd = (x[:, :177] for x in (half, other))
+    assert attention_backends._choose(*odd, Mask(), "gpu", "auto") == "cudnn"
+    assert attention_backends._choose(half, other, Mask(), "gpu", "auto", 50.0) == "flash"
+    assert attention_backends._choose(half, other, unknown, "gpu", "auto") == "xla"

@@ -110,8 +110,8 @@ def test_shares_are_dropped_where_xla_has_them_all():
         return attention_backends.attend(*rows, Mask(), axes, backend, drop=lambda share: 2 * share)
 
     assert np.array_equal(run(), 2 * np.asarray(attention_backends.attend(*rows, Mask(), axes)))
-    with pytest.raises(ConfigError, match="attention='splash': it has no dropout; use 'auto'"):
-        run("splash")
+    with pytest.raises(ConfigError, match="attention='flash': it has no dropout; use 'auto'"):
+        run("flash")
     mesh = make_mesh(MeshConfig(data=1, context=2), jax.devices()[:2])
     with pytest.raises(ConfigError, match=r"attention_dropout does not work with .*'ring'"):
         run(axes=Axes(mesh, context="ring"))

@@ -4,8 +4,7 @@ Read from buffer assignments of libtpu 0.0.42 (v5e, v5p, v6e): of the last two d
 very last is padded to 128 numbers and the one before it to 8 (32 for one-byte dtypes; 1, 2 or 4 if
 it has no more). The compiler chooses these two dims for each array so that its size is smallest:
 ``f32[24,256,16,64]`` has the layout ``{1,3,2,0:T(8,128)}``, without padding. A kernel's operands
-and results keep their written layout: heads of 64 numbers before splash attention take twice their
-bytes.
+and results keep their written layout: heads of 64 numbers as the last dim take twice their bytes.
 """
 
 from __future__ import annotations
