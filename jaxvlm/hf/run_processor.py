@@ -28,12 +28,12 @@ def make_tokenizer(
 ) -> chat_tokenizer.ChatTokenizer:
     """Load the run's tokenizer, or train one.
 
-    The first that there is of: the run's own, ``config.tokenizer.path``, its checkpoint's,
-    ``config.init_from``'s, one trained on ``texts``.
+    The first that there is of: the run's own (:func:`has_own_tokenizer`),
+    ``config.tokenizer.path``, its checkpoint's, ``config.init_from``'s, one trained on ``texts``.
 
     Args:
         config: settings of the run.
-        saved: the run's tokenizer folder; used if it exists.
+        saved: the run's tokenizer folder.
         texts: returns the texts of the training data.
         source: the checkpoint that the run starts from.
 
@@ -44,13 +44,8 @@ def make_tokenizer(
     style = (
         source.family.chat_style(source.hf_config) if source is not None else chat_tokenizer.PLAIN
     )
-    if saved is not None and saved.is_dir():
+    if saved is not None and has_own_tokenizer(saved):
         return chat_tokenizer.load(saved, style)
-    if saved is not None and run_record.has_checkpoint(saved.parent):
-        raise ConfigError(
-            f"{saved} is missing, but its run has checkpoints, whose weights belong to its tokens; "
-            "put it back, or start in another workdir"
-        )
     if config.tokenizer.path and source is not None:
         raise ConfigError(
             f"config.tokenizer.path={config.tokenizer.path}, but {source.files} has its own "
@@ -63,6 +58,28 @@ def make_tokenizer(
     if config.init_from:  # its weights belong to its tokens
         return chat_tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
     return chat_tokenizer.build(texts(), config.tokenizer.kind, config.tokenizer.vocab_size)
+
+
+def has_own_tokenizer(saved: pathlib.Path) -> bool:
+    """Whether a run has weights, which belong to the tokenizer that it saved.
+
+    Without checkpoints there are none: a tokenizer is then of a start that was stopped early,
+    perhaps on other data, and is made again.
+
+    Args:
+        saved: the run's tokenizer folder.
+
+    Raises:
+        ConfigError: the run has checkpoints, and its tokenizer is missing.
+    """
+    if not run_record.has_checkpoint(saved.parent):
+        return False
+    if not saved.is_dir():
+        raise ConfigError(
+            f"{saved} is missing, but its run has checkpoints, whose weights belong to its tokens; "
+            "put it back, or start in another workdir"
+        )
+    return True
 
 
 def image_format_of(

@@ -102,11 +102,13 @@ def write_run_files(run: Run, workdir: pathlib.Path) -> None:
     if jax.process_index():
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    if run.tokenizer is not None and not (workdir / "tokenizer").is_dir():
-        # Whole or not at all: a kill in the middle must not leave half a tokenizer.
+    if run.tokenizer is not None and not run_record.has_checkpoint(workdir):
+        # Whole or not at all: a kill in the middle must not leave half a tokenizer. One that lies
+        # here is of a start that saved no weights, perhaps on other data.
         half = workdir / "tokenizer.tmp"
         shutil.rmtree(half, ignore_errors=True)
         run.tokenizer.save(half)
+        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
         half.rename(workdir / "tokenizer")
     if run.source is not None:
         exporter.keep(run.source, workdir)

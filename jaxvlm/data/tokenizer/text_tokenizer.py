@@ -33,6 +33,9 @@ class TextTokenizer:
         backend.no_padding()
         backend.enable_truncation(style.max_length)
         self.backend, self.style, self.pad_id = backend, style, pad_id
+        unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
+        self.unk_id: int = -1 if unknown is None else unknown
+        """-1 if the tokenizer has no unknown token."""
 
     def encode(self, texts: Sequence[str], max_length: int = 0) -> list[list[int]]:
         """Tokenize texts; those that are too long are truncated, and counted in the log.

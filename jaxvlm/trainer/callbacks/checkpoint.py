@@ -9,7 +9,9 @@ from typing import Any
 from jaxvlm.cache.host_cache import HOST_CACHE
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer, restore_params
+from jaxvlm.config import ConfigError
 from jaxvlm.data.prefetch import resume_step
+from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import peft_folder
 from jaxvlm.models import frozen_blocks
 from jaxvlm.parallel.distributed import processes
@@ -67,6 +69,7 @@ def _params_of_run(run: Run, log: Callable[[str], None]) -> Params:
     config, model = run.config, run.model
     folder = pathlib.Path(config.init_from) / "checkpoints"
     old = run_record.check_same_model(config.init_from, config)
+    _check_same_tokens(pathlib.Path(config.init_from) / "tokenizer", run.tokenizer)
     base, cut, old_cut = model.base(), config.network.vision.frozen_blocks, old.vision.frozen_blocks
     wanted = model.abstract() if old.lora.rank else frozen_blocks.shapes(base, old_cut)
     params = restore_params(folder, wanted, "latest", on_warning=log)
@@ -75,6 +78,25 @@ def _params_of_run(run: Run, log: Callable[[str], None]) -> Params:
         params = model.with_adapters(model.stored(params), config.seed)
     log(f"weights from {config.init_from}")
     return params
+
+
+def _check_same_tokens(saved: pathlib.Path, tokenizer: Any) -> None:
+    """Refuse to start from weights whose tokens have other ids in this run, which may have more.
+
+    Args:
+        saved: tokenizer folder of the run that the weights come from.
+        tokenizer: of this run; ``None`` where it reads no texts.
+    """
+    if tokenizer is None or not saved.is_dir():
+        return
+    theirs = chat_tokenizer.read(saved)[0].get_vocab(with_added_tokens=True)
+    ours = tokenizer.backend.get_vocab(with_added_tokens=True)
+    if moved := sorted(token for token, number in theirs.items() if ours.get(token) != number):
+        raise ConfigError(
+            f"config.init_from={saved.parent}: {len(moved)} of the {len(theirs)} tokens that its "
+            f"weights belong to, such as {moved[0]!r}, have another id or none in this run's "
+            f"tokenizer; use {saved}"
+        )
 
 
 class CheckpointCallback(Callback):

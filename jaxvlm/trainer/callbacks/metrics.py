@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxvlm.data.pairs.dataset import PairDataset
 from jaxvlm.models import model_flops
 from jaxvlm.models.model_flops import Flops
 from jaxvlm.parallel.mesh import mesh_text
@@ -135,6 +136,7 @@ def _log_model(
         for line in embedding_run.introduction(run, local):
             log(line)
         log(cost)
+        log_unknown(run, log)
         _log_problems(run, log)
         return flops
     tokens = float((np.asarray(local.segment) > 0).sum()) * scale
@@ -143,7 +145,7 @@ def _log_model(
         f"{run.steps} steps of {rows} sequences x {local.tokens.shape[1]} tokens, "
         f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; {cost}"
     )
-    _log_unknown(run, log)
+    log_unknown(run, log)
     _log_problems(run, log)
     return flops
 
@@ -153,14 +155,27 @@ def _log_problems(run: Run, log: Callable[[str], None]) -> None:
         log(f"{len(problems)} records are skipped; the first: {problems[0]}")
 
 
-def _log_unknown(run: Run, log: Callable[[str], None]) -> None:
-    """Name what the tokenizer has no word for, where it is trained on."""
-    corpus = run.dataset.corpus
-    lost = int(np.sum(corpus.loss & (corpus.tokens == run.tokenizer.unk_id)))
+def log_unknown(run: Run, log: Callable[[str], None]) -> None:
+    """Log how many tokens the tokenizer has no word for, where they are trained on.
+
+    Args:
+        run: built.
+        log: prints a line.
+    """
+    data, config = run.dataset, run.config
+    if run.tokenizer is None:
+        return
+    unknown = run.tokenizer.unk_id
+    if isinstance(data, PairDataset):
+        lost = sum(int(np.sum(x.encoded.tokens == unknown)) for x in (data.queries, data.documents))
+    else:
+        lost = int(np.sum(data.corpus.loss & (data.corpus.tokens == unknown)))
     if lost:
+        given = config.init_from or config.tokenizer.path or config.network.checkpoint
+        advice = "raise config.tokenizer.vocab_size or set config.tokenizer.kind=bpe"
         log(
             f"{lost} trained tokens of different texts are <unk>, words that the tokenizer does "
-            "not have; raise config.tokenizer.vocab_size or set config.tokenizer.kind=bpe"
+            f"not have; {'all of them are one word to the model' if given else advice}"
         )
 
 
