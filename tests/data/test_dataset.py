@@ -241,6 +241,31 @@ def test_state_resumes_and_names_what_changed(album, word_tokenizer):
         resume_step(state, dataset(records[::-1], word_tokenizer).fingerprint())
 
 
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ({"flip": True}, r"data\.flip False -> True"),
+        ({"max_shift": 2}, r"data\.max_shift 0 -> 2"),
+        ({"prepare": squares(8, "pad")}, r"images '8\|squash\|rgb-1' -> '8\|pad\|rgb-1'"),
+        ({"visual_mask": "prefix"}, "visual_mask 'causal' -> 'prefix'"),
+    ],
+)
+def test_what_an_image_becomes_belongs_to_the_run(more, says, album, word_tokenizer):
+    records = album()
+    state = {"step": 3, "fingerprint": dataset(records, word_tokenizer).fingerprint()}
+    with pytest.raises(DataError, match=says):
+        resume_step(state, dataset(records, word_tokenizer, **more).fingerprint())
+
+
+def test_what_is_trained_belongs_to_the_run(album, word_tokenizer):
+    records = [r._replace(turns=r.turns + r.turns[-1:]) for r in album()]
+    state = {"step": 3, "fingerprint": dataset(records, word_tokenizer).fingerprint()}
+    turns = records[0].turns
+    records[0] = records[0]._replace(turns=(*turns[:-1], turns[-1]._replace(trained=False)))
+    with pytest.raises(DataError, match="changed since the checkpoint: content"):
+        resume_step(state, dataset(records, word_tokenizer).fingerprint())
+
+
 def spoil(path):
     """An image whose header is good and whose data ends early."""
     data = pathlib.Path(path).read_bytes()

@@ -214,3 +214,14 @@ def test_buckets(max_length, count):
     assert len(lengths) <= count
     assert list(lengths) == sorted(set(lengths))
     assert all(length % 8 == 0 for length in lengths[:-1])
+
+
+def test_each_seed_pass_and_shard_has_an_order_of_its_own():
+    pieces = np.arange(50, dtype=np.int32)
+    orders = {
+        tuple(packing.shuffled(pieces, seed, pass_, shard).tolist())
+        for seed in (0, 1)
+        for pass_ in (0, 1)
+        for shard in (0, 1)
+    }
+    assert len(orders) == 8 and all(sorted(order) == pieces.tolist() for order in orders)

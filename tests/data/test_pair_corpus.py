@@ -20,6 +20,17 @@ from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.inference.examples import gather
 
 
+def test_texts_that_are_the_same_once_cut_count_as_one(caplog):
+    start = " ".join(f"w{k}" for k in range(12))
+    made = [Example(str(i), Item(f"w{i}"), Item(f"{start} w{i + 20}")) for i in range(4)]
+    with caplog.at_level(logging.WARNING, "jaxvlm.data"):
+        cut = dataset(made, text_collator(), max_document_length=8)
+    assert len(set(cut.corpus.positive_content.tolist())) == 1
+    assert "3 document texts are the same tokens as another" in caplog.text
+    whole = dataset(made, text_collator())
+    assert len(set(whole.corpus.positive_content.tolist())) == 4
+
+
 def test_long_texts_are_cut_and_counted(chat_tokenizer, prompt_collator, caplog):
     long = Item(" ".join(f"w{k}" for k in range(40)))
     made = [Example("a", long, long), Example("b", Item("w1"), Item("w2"))]

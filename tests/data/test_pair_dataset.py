@@ -191,6 +191,15 @@ def test_state_resumes_and_names_what_changed(examples):
         resume_step(state, dataset(examples[::-1], text_collator()).fingerprint())
 
 
+def test_the_scores_belong_to_the_run(examples):
+    def fingerprint(score):
+        scored = [e._replace(scores=(score,) * (1 + len(e.negatives))) for e in examples]
+        return dataset(scored, text_collator()).fingerprint()
+
+    with pytest.raises(DataError, match="changed since the checkpoint: content"):
+        resume_step({"step": 1, "fingerprint": fingerprint(0.5)}, fingerprint(0.6))
+
+
 def test_an_image_that_fails_while_running(tmp_path, caplog, prompt_collator):
     paths = [str(tmp_path / f"{i}.png") for i in range(3)]
     for i, path in enumerate(paths):

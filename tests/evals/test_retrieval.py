@@ -252,3 +252,11 @@ def test_the_control_leaves_out_what_a_search_leaves_out():
     drawn = shuffled(50, 6, 6, 0, [[i % 6] for i in range(50)])
     assert all(i % 6 not in row for i, row in enumerate(drawn.tolist()))
     assert np.all(np.sort(drawn)[:, 0] == -1) and np.all(np.sort(drawn)[:, 1] >= 0)
+
+
+def test_a_tie_without_an_end_holds_all_that_was_not_retrieved():
+    """Ten documents are tied and three were retrieved, none of the two relevant ones."""
+    relevance = Relevance.of([[5, 7]], 10)
+    found = scores(np.asarray([[0, 1, 2]]), relevance, (1, 2), np.ones((1, 3)))
+    assert found["hit@1"] == pytest.approx(2 / 10) and found["recall@2"] == pytest.approx(2 / 10)
+    assert found["hit@2"] == pytest.approx(1 - (8 / 10) * (7 / 9))

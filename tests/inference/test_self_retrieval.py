@@ -52,3 +52,12 @@ def test_a_query_that_is_relevant_to_itself_is_found():
     gathered = gather([example("a", "a"), example("b", "a")])
     assert gathered.same == [[0], []]
     assert never_retrieved(gathered.same, gathered.positives) == [[], []]
+
+
+def test_the_control_does_not_find_the_query_itself():
+    """Of two documents one is the query, so a random ranking can only find the other."""
+    gathered = gather(both_ways(0))
+    relevance, one = Relevance.of(gathered.positives, 2), np.eye(2, dtype=np.float32)
+    args = (one, one, relevance, make_mesh(MeshConfig(data=8)), Retrieval(ks=(1,)))
+    exclude = never_retrieved(gathered.same, gathered.positives)
+    assert measure(*args, (), exclude)["random/recall@1"] == 1
