@@ -35,9 +35,15 @@ def make_schedule(config: OptimConfig, steps: int) -> Schedule:
         Step i32[] -> learning rate f32[].
 
     Raises:
-        ConfigError: an unknown schedule, or a warmup as long as the run.
+        ConfigError: an unknown schedule, a setting that it does not read, or a warmup as long as
+            the run.
     """
     check_choice("config.optim.schedule", config.schedule, _DECAYS)
+    if config.schedule == "constant" and config.min_lr_ratio != OptimConfig().min_lr_ratio:
+        raise ConfigError(
+            f"config.optim.min_lr_ratio={config.min_lr_ratio:g} is not read with "
+            "config.optim.schedule='constant'; leave it out, or use cosine or linear"
+        )
     given = config.warmup_steps
     if given > 1 and given != int(given):
         raise ConfigError(

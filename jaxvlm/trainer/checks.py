@@ -10,7 +10,7 @@ from typing import Any
 from jaxvlm.checkpoint.run_record import local_folder
 from jaxvlm.config import Config, ConfigError, LoraConfig, dropout_rates, from_config_dict
 from jaxvlm.data.conversations import packing
-from jaxvlm.losses.registry import check_loss_name, trains_embeddings
+from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 
 AUTO = "auto"
@@ -44,6 +44,7 @@ def _check_config(config: Config) -> None:
         raise ConfigError(
             "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
         )
+    _check_trains_tokens(config)
     keep, mode = config.checkpoint.keep, config.checkpoint.mode
     if keep < 1:
         raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
@@ -63,6 +64,18 @@ def _check_config(config: Config) -> None:
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
             "pip install 'jaxvlm[wandb]', or leave it empty"
         )
+
+
+def _check_trains_tokens(config: Config) -> None:
+    """Refuse settings of embeddings where the loss is over tokens: nothing would read them."""
+    if trains_embeddings(config):
+        return
+    for name in ("embedder", "dual", "embedding", "grad_cache"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise ConfigError(
+                f"config.{name} is set, but {loss_setting(config)} trains tokens, not embeddings; "
+                "set a loss of pairs, such as config.loss.name=info_nce, or leave it out"
+            )
 
 
 def check_lengths(config: Config) -> None:

@@ -258,12 +258,16 @@ def test_what_an_image_becomes_belongs_to_the_run(more, says, album, word_tokeni
 
 
 def test_what_is_trained_belongs_to_the_run(album, word_tokenizer):
-    records = [r._replace(turns=r.turns + r.turns[-1:]) for r in album()]
-    state = {"step": 3, "fingerprint": dataset(records, word_tokenizer).fingerprint()}
-    turns = records[0].turns
-    records[0] = records[0]._replace(turns=(*turns[:-1], turns[-1]._replace(trained=False)))
+    def fingerprint(first_trained):
+        records = [
+            r._replace(turns=(r.turns[0], r.turns[1]._replace(trained=first_trained), *r.turns))
+            for r in album(blind=12)
+            if not r.images
+        ]
+        return dataset(records, word_tokenizer).fingerprint()
+
     with pytest.raises(DataError, match="changed since the checkpoint: content"):
-        resume_step(state, dataset(records, word_tokenizer).fingerprint())
+        resume_step({"step": 3, "fingerprint": fingerprint(True)}, fingerprint(False))
 
 
 def spoil(path):
