@@ -209,7 +209,7 @@ def _is_found(path: pathlib.Path) -> bool:
 
 
 def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
-    """Lists the settings that differ from those of the last start of the run in ``workdir``.
+    """Lists settings and versions that differ from the last start's of the run in ``workdir``.
 
     Raises:
         ConfigError: a setting of JAX that changes results is another one; XLA's flags, which go
@@ -220,7 +220,14 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
     except ConfigError as error:  # the file is about to be rewritten
         return [str(error)]
     lines = [f"changed since this run began: {line}" for line in changes(old, config)]
-    before = json_text.read(workdir / _FILE).get("numeric_settings", {})
+    document = json_text.read(workdir / _FILE)
+    versions = _versions()
+    lines += [
+        f"version of {name} since the last start: {was} -> {versions.get(name)}; bits may differ"
+        for name, was in sorted(_object(document, "versions").items())
+        if was != versions.get(name)
+    ]
+    before = _object(document, "numeric_settings")
     now = _numeric_settings()
     for name in sorted(before.keys() | now.keys()):
         if (was := before.get(name, "")) != (value := now.get(name, "")):
@@ -229,6 +236,12 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
                 raise ConfigError(f"{workdir}: {line}; it changes results, so set it as it was")
             lines.append(line)
     return lines
+
+
+def _object(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object of a ``config.json``; {} where an older jaxvlm wrote none, or it is damaged."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _numeric_settings() -> dict[str, str]:
