@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from jaxvlm.config import ConfigError
 from jaxvlm.data.conversations import tokenize
@@ -278,6 +278,40 @@ def test_an_answer_is_trained_as_it_is_generated(shape, eos, system, marked):
     stop = int(np.flatnonzero(np.isin(rest, ours.stop_ids))[0])
     trained = corpus.loss[len(prompt) :]
     assert trained[: stop + 1].all() and not trained[stop + 1 :].any()
+
+
+JOINS = {  # what the template's header ends with, and how the answer begins
+    "a space of the header": (" ", "red"),
+    "line breaks of the answer": ("\n", "\n\nred"),
+    "a word": ("\nit is", "it is"),
+}
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("trimmed", [False, True])
+@pytest.mark.parametrize("shape", JOINS)
+def test_an_answer_that_joins_its_header_is_refused(shape, trimmed, turn, marked):
+    head, answer = JOINS[shape]
+    base = chat_tokenizer.build(4 * ["is it red red\n\n\nblue, isit is it"], "bpe", 320)
+    base.backend.add_special_tokens(["<|end|>"])
+    if trimmed:  # offsets without white space, as of RoBERTa's tokenizers
+        base.backend.post_processor = ByteLevel(trim_offsets=True)
+    template = (
+        "{% for m in messages %}{{ m.role }}:"
+        f"{{% if m.role == 'assistant' %}}{{{{ {head!r} }}}}{{% endif %}}{{{{ m.content }}}}<|end|>"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}assistant:{{{{ {head!r} }}}}{{% endif %}}"
+    )
+    special = base.special | {"eos_token": "<|end|>"}
+    ours = chat_tokenizer.ChatTokenizer(base.backend, template, special)
+    turns = [Turn("user", "red?"), Turn("assistant", "(no")] * turn
+    turns += [Turn("user", "is it?"), Turn("assistant", answer)]
+    apart = [*turns[:-1], Turn("assistant", "(no")]
+    records = [Record("joined", tuple(turns), ()), Record("apart", tuple(apart), ())]
+    corpus, problems = tokenize.encode(records, ours, 4)
+    assert [p.id for p in problems] == ["joined"]
+    assert "first token also holds what precedes it" in problems[0].reason
+    prompt = tokenize.prompt_ids(apart[:-1], ours)  # what generate begins with
+    assert corpus.tokens[corpus.first[0] :][: len(prompt)].tolist() == prompt.tolist()
 
 
 def test_an_end_token_that_is_not_special_is_refused_in_text():

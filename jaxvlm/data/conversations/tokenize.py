@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import tokenizers
 from jaxtyping import Bool, Int32, Int64
 
 from jaxvlm.config import check_choice
@@ -253,10 +254,13 @@ def _encode_turns(
             rendered.append(text)
             spans.append(where)
             reasons.append(reason)
-        for encoding, where in zip(tokenizer.encode_chats(rendered), spans):
+        encodings = tokenizer.encode_chats(rendered)
+        for c, (encoding, where) in enumerate(zip(encodings, spans), start=begin):
             tokens = np.asarray(encoding.ids, np.int32)
             ids.append(tokens)
             loss.append(_mask(tokens, encoding.offsets, where, tokenizer))
+            if joined := _joined(encoding, rendered[c - begin], where, tokenizer):
+                reasons[c] = (_JOINED, joined)
     return ids, loss, reasons
 
 
@@ -343,6 +347,35 @@ def _mask(
         mask &= ids != tokenizer.image_id
         mask[0] = False  # no preceding token could predict it
     return mask
+
+
+_JOINED = (
+    "an answer's first token also holds what precedes it, so generate could not write it; remove "
+    "the white space at the answer's beginning, or at the end of the chat template's header"
+)
+
+
+def _joined(
+    encoding: tokenizers.Encoding,
+    text: str,
+    spans: list[tuple[int, int]],
+    tokenizer: ChatTokenizer,
+) -> str:
+    """What stands around an answer whose first token also holds the end of its header, or "".
+
+    Generation begins behind the header's own tokens, so that no such token can be generated.
+    """
+    if not spans:
+        return ""
+    begin, end = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+    for first, _ in spans:
+        # Offsets may leave out white space, so only a boundary that they show is certain.
+        if not first or ((end == first).any() and not ((begin < first) & (end > first)).any()):
+            continue
+        head = tokenizer.encode_chat(text[:first])
+        if encoding.ids[: len(head)] != head:
+            return repr(text[max(0, first - 12) : first + 12])
+    return ""
 
 
 def take(corpus: Corpus, chosen: np.ndarray) -> Corpus:
