@@ -19,12 +19,15 @@ def parse(text: str | bytes) -> Any:
         text: the text, or its bytes in UTF-8; a byte order mark is passed over.
 
     Raises:
-        ValueError: it is not UTF-8, not JSON, nested too deep, or has a number that is too long. A
-            ``UnicodeDecodeError`` for what is not UTF-8.
+        ValueError: it is not UTF-8, not JSON, nested too deep, has a number that is too long, or an
+            object has a key twice with different values. A ``UnicodeDecodeError`` for what is not
+            UTF-8.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
-        value = json.loads(text.removeprefix("\ufeff"), parse_int=_integer)
+        value = json.loads(
+            text.removeprefix("\ufeff"), parse_int=_integer, object_pairs_hook=_object
+        )
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     # Few texts have so many brackets; counting them is faster than looking at the values.
@@ -53,6 +56,16 @@ def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits, more than {MAX_DIGITS}")
     return int(digits)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values, of which json.loads alone would keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        for key, one in pairs:
+            if repr(one) != repr(value[key]):  # 1 and true are equal
+                raise ValueError(f"the key {key!r} twice, with different values")
+    return value
 
 
 def _is_deep(value: Any) -> bool:

@@ -197,14 +197,15 @@ def load_pixels(image: ImageLike, prepare: image_files.Preparation, max_pixels: 
         u8[H, W, 3], or u8[tiles, H, W, 3] where ``prepare`` splits images into tiles.
 
     Raises:
-        DataError: the file can't be read.
+        DataError: the image can't be read or converted.
     """
-    if not isinstance(image, (str, os.PathLike)):
-        return prepare.convert(_upright(image))
+    is_file = isinstance(image, (str, os.PathLike))
     try:
-        return image_files.load(str(image), prepare, max_pixels)
+        if isinstance(image, (str, os.PathLike)):
+            return image_files.load(str(image), prepare, max_pixels)
+        return prepare.convert(_upright(image))
     except ImageError as error:
-        raise DataError(f"{image}: {error}") from None
+        raise DataError(f"{image if is_file else 'an image'}: {error}") from None
 
 
 def _upright(image: Image.Image | np.ndarray) -> Image.Image:

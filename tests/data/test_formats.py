@@ -258,6 +258,33 @@ def test_json_that_python_can_not_hold_costs_one_line(part, tmp_path):
     assert good.id == "good" and problem.reason == "not JSON"
 
 
+TWICE = {
+    "record": ('"conversations": []', True),
+    "id": ('"id": "other"', True),
+    "the same id": ('"id": "x"', False),
+    "turn": ('"metadata": [{"a": 1, "a": 2}]', True),
+    "1 is not true": ('"metadata": {"a": 1, "a": true}', True),
+    "the same object": ('"metadata": {"a": {"b": [1]}, "a": {"b": [1]}}', False),
+}
+
+
+@pytest.mark.parametrize("lines", [False, True])
+@pytest.mark.parametrize("level", TWICE)
+def test_a_key_twice_with_different_values_is_refused(level, lines, tmp_path):
+    part, differs = TWICE[level]
+    path = tmp_path / ("data.jsonl" if lines else "data.json")
+    item = f'{{"id": "x", "conversations": {json.dumps(TWO_TURNS)}, {part}}}'
+    good = json.dumps({"conversations": TWO_TURNS, "id": "good"})
+    path.write_text(f"{item}\n{good}\n" if lines else f"[{item}, {good}]", encoding="utf-8")
+    if differs and not lines:
+        with pytest.raises(DataError, match=r"the key '\w+' twice, with different values"):
+            read(str(path))
+        return
+    records, problems = read(str(path))
+    assert [r.id for r in records] == (["good"] if differs else ["x", "good"])
+    assert ["twice" in p.detail for p in problems] == [True] * differs
+
+
 MARKERS = ["<image_1>", "<Image>", "<img>", "<image 2>", "<|image_1|>", "[IMG]", "<ImageHere>"]
 
 

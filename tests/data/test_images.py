@@ -1,5 +1,6 @@
 """Images against Pillow, and every way in which a file can be bad."""
 
+import itertools
 import os
 import struct
 import zlib
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxvlm.data.errors import ImageError
+from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images import image_files
+from jaxvlm.inference import prompts
 from tests.bad_input.data_files import png
 
 RNG = np.random.default_rng(0)
@@ -56,9 +58,50 @@ def test_palette_with_transparency(tmp_path):
 
 
 def test_sixteen_bits_are_scaled(tmp_path):
-    values = np.full((16, 16), 257 * 100, np.uint16)
-    Image.fromarray(values).save(tmp_path / "a.png")
-    assert (image_files.load(str(tmp_path / "a.png"), image_files.squares(16)) == 100).all()
+    for suffix, grey in itertools.product(("png", "tiff", "ppm"), (0, 1, 100, 255)):
+        values = np.full((16, 16), 257 * grey, np.uint16)
+        path = str(tmp_path / f"a.{suffix}")
+        Image.fromarray(values).save(path)
+        assert (image_files.load(path, image_files.squares(16)) == grey).all()
+
+
+def test_a_dark_image_of_sixteen_bits_is_as_dark_as_in_a_brighter_one(tmp_path):
+    dark = np.full((16, 16), 255, np.uint16)
+    brighter = dark.copy()
+    brighter[0, 0] = 65_535
+    pixels = []
+    for name, values in (("dark.png", dark), ("brighter.png", brighter)):
+        Image.fromarray(values).save(tmp_path / name)
+        pixels.append(image_files.load(str(tmp_path / name), image_files.squares(16)))
+    np.testing.assert_array_equal(pixels[0][1:], pixels[1][1:])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.linspace(0, 1, 256, dtype=np.float32),  # would be black
+        np.full(256, np.nan, np.float32),
+        np.full(256, -5, np.float32),
+        np.full(256, 100_000, np.int32),
+        np.full(256, -1, np.int16),
+    ],
+    ids=["floats to 1", "not numbers", "negative floats", "32 bits", "signed 16 bits"],
+)
+def test_grey_of_unknown_range_is_refused(values, tmp_path):
+    mode = "F" if values.dtype == np.float32 else "I"
+    image = Image.fromarray(values.reshape(16, 16).astype({"F": "f4", "I": "i4"}[mode]))
+    path, squares = str(tmp_path / "a.tiff"), image_files.squares(16)
+    if values.dtype == np.int16:
+        image = Image.frombytes("I;16", (16, 16), values.tobytes())
+        image.save(path, tiffinfo={339: 2})  # SampleFormat: two's complement
+    else:
+        image.save(path)
+    assert "32-bit grey values" in image_files.check(path, 1000)
+    with pytest.raises(ImageError, match="32-bit grey values"):
+        image_files.load(path, squares)
+    if values.dtype != np.int16:  # of Python's own images too
+        with pytest.raises(DataError, match="an image: 32-bit grey values"):
+            prompts.load_pixels(image, squares, 1000)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -47,6 +47,9 @@ HAS_AVIF = bool(features.check("avif"))
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(["AVIF"] if HAS_AVIF else []))
 """File formats that are decoded. Pillow reads more, but its EPS reader runs Ghostscript."""
 
+RGB = "rgb-2"
+"""Part of each preparation's fingerprint: another number where :func:`rgb` gives other pixels."""
+
 
 def check(path: str, max_pixels: int) -> str | None:
     """Check an image file's header without decoding the image.
@@ -129,7 +132,7 @@ def squares(size: int, resize: str = "auto") -> Preparation:
         return np.asarray(_fit(rgb(image), size, resize))
 
     mode = "squash" if resize == "auto" else resize
-    return Preparation(convert, f"{size}|{mode}|rgb-1", 2 * size)
+    return Preparation(convert, f"{size}|{mode}|{RGB}", 2 * size)
 
 
 def load(path: str, prepare: Preparation, max_pixels: int = 50_000_000) -> Pixels:
@@ -351,6 +354,9 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     if max(image.size) > MAX_SIDE:
         image.close()
         raise ImageError(f"a side of more than {MAX_SIDE} pixels")
+    if reason := _unknown_range(image):
+        image.close()
+        raise ImageError(reason)
     return image
 
 
@@ -371,18 +377,30 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB; transparency is composited over white."""
-    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+    """Convert an image of any mode to RGB; transparency is composited over white.
+
+    Raises:
+        ImageError: its values have no known range.
+    """
+    if reason := _unknown_range(image):
+        raise ImageError(reason)
+    if image.mode.startswith("I"):
         # Pillow's own conversion clips at 255 instead of scaling.
-        values = np.asarray(image).astype(np.float64)
-        scale = 255 / 65535 if values.max(initial=0) > 255 else 1.0
-        grey = np.clip(np.rint(values * scale), 0, 255).astype(np.uint8)
+        grey = np.rint(np.asarray(image) * (255 / 65535)).astype(np.uint8)
         return Image.fromarray(grey).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _unknown_range(image: Image.Image) -> str:
+    """Why no one knows which value of an image is white, or ""."""
+    # Of 16 bits it is 65535; some versions of Pillow open such a PNG or PPM with mode I.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+        return "32-bit grey values, of which none is known to be white; save it with 8 or 16 bits"
+    return ""
 
 
 def _fit(image: Image.Image, size: int, resize: str) -> Image.Image:

@@ -22,7 +22,7 @@ from jaxvlm.config import json_text
 from jaxvlm.config.merge import write_json
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import tiling
-from jaxvlm.data.images.image_files import Pixels, Preparation, rgb
+from jaxvlm.data.images.image_files import RGB, Pixels, Preparation, rgb
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.types import TileGrid
 
@@ -119,7 +119,7 @@ def _load(folder: str | os.PathLike[str], path: pathlib.Path, bounds: tuple[int,
         raise DataError(f"{path}: {name} gives {probe.dtype}{list(probe.shape)}")
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return Processor(
-        Preparation(convert, f"{name}|{digest}" + (f"|{used}" if any(bounds) else "")),
+        Preparation(convert, f"{name}|{digest}|{RGB}" + (f"|{used}" if any(bounds) else "")),
         0 if patching else probe.shape[-2],
         grid,
         _rgb(processor.image_mean),
