@@ -283,13 +283,52 @@ def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
     Raises:
         ConfigError: the models differ; the message lists the settings.
     """
-    source, model = read_config(workdir), config.network
-    old, lora = source.network, source.network.lora
-    if type(old) is not type(model) or source.embedding != config.embedding:
+    source = read_config(workdir)
+    differ, old = _model_changes(source, config)
+    if old is None:
         raise ConfigError(
             f"config.init_from={workdir} holds weights of another kind of model: "
-            f"{'; '.join(changes(source, config)[:5])}"
+            f"{'; '.join(differ)}"
         )
+    if differ:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another model: {'; '.join(differ)}; "
+            "use the settings of that run"
+        )
+    return dataclasses.replace(old, lora=source.network.lora)
+
+
+def check_resumed_model(workdir: pathlib.Path, config: Config) -> None:
+    """Refuses to go on with the checkpoint of another model whose arrays have the same shapes.
+
+    Raises:
+        ConfigError: ``config`` describes another model than the workdir's ``config.json``.
+    """
+    try:
+        differ, _ = _model_changes(read_config(workdir), config)
+    except ConfigError:  # no settings are left to compare with, which changed_settings says
+        return
+    if differ:
+        raise ConfigError(
+            f"{workdir}: the model changed since the checkpoint: {'; '.join(differ[:5])}; restore "
+            "the old values, or start a new workdir"
+        )
+
+
+def _model_changes(
+    source: Config, config: Config
+) -> tuple[list[str], ModelConfig | DualConfig | None]:
+    """Lists how the model of ``config`` differs from that of ``source``.
+
+    Returns:
+        Settings as ``path: old -> new``; and the model of ``source`` with adapters as ``config``
+        has them if it has none, or ``None`` if the models are of another kind.
+    """
+    model, old, lora = config.network, source.network, source.network.lora
+    kind = changes(source.embedder, config.embedder, "config.embedder")
+    kind += changes(source.embedding, config.embedding, "config.embedding")
+    if kind:
+        return kind, None
     old = dataclasses.replace(old, lora=lora if lora.rank else model.lora)
     # The vocabulary size is filled in later, and is checked by the arrays' shapes.
     text_model = "decoder" if isinstance(model, ModelConfig) else "text"
@@ -309,13 +348,7 @@ def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
     # With adapters, frozen_blocks must agree too: it splits a tower's stack of blocks in two.
     ignored -= {"frozen_blocks"} if lora.rank else set()
     path = "config.model" if isinstance(model, ModelConfig) else "config.dual"
-    differ = [line for line in changes(old, model, path) if not _is_one_of(line, ignored)]
-    if differ:
-        raise ConfigError(
-            f"config.init_from={workdir} holds weights of another model: {'; '.join(differ)}; "
-            "use the settings of that run"
-        )
-    return dataclasses.replace(old, lora=lora)
+    return [line for line in changes(old, model, path) if not _is_one_of(line, ignored)], old
 
 
 def _is_one_of(line: str, names: Collection[str]) -> bool:

@@ -237,6 +237,26 @@ def test_clipping_can_be_switched_on_when_resuming(data, tmp_path):
     assert jaxvlm.Trainer(config, tmp_path).fit()["step"] == 6
 
 
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        ("decoder", "rope_theta", 500.0),
+        ("decoder", "activation", "relu"),
+        ("vision", "pixel_mean", (0.1, 0.1, 0.1)),
+        ("vision", "norm_eps", 1e-3),
+    ],
+)
+def test_another_model_of_the_same_shapes_does_not_go_on(data, unbroken, group, name, value):
+    before = (unbroken.workdir / "config.json").read_bytes()
+    config = recipe(data)
+    setattr(getattr(config.model, group), name, value)
+    config.steps = 14
+    changed = jaxvlm.Trainer(config, unbroken.workdir)
+    with pytest.raises(ConfigError, match=rf"the model changed .*{group}\.{name}: .* -> "):
+        changed.fit()
+    assert (unbroken.workdir / "config.json").read_bytes() == before
+
+
 def test_a_missing_evaluation_image_harms_neither_control_nor_grid(data, tmp_path):
     lines = data.read_text().splitlines()
     gone = lines[0].replace("0.png", "gone.png").replace('"id": "', '"id": "gone-')

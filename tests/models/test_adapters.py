@@ -254,3 +254,8 @@ def test_a_run_starts_from_one_without_adapters(tmp_path):
     other = dataclasses.replace(new, lora=dataclasses.replace(DORA, rank=7))
     with pytest.raises(ConfigError, match=r"lora\.rank: 2 -> 7"):
         run_record.check_same_model(str(tmp_path), Config(model=other))
+    scaled = dataclasses.replace(new, lora=dataclasses.replace(DORA, alpha=DORA.alpha + 1))
+    with pytest.raises(ConfigError, match=r"lora\.alpha: .* -> "):  # the arrays are the same
+        run_record.check_resumed_model(tmp_path, Config(model=scaled))
+    dropped = dataclasses.replace(new, lora=dataclasses.replace(DORA, dropout=0.1))
+    run_record.check_resumed_model(tmp_path, Config(model=dropped))

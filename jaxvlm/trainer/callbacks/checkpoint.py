@@ -37,6 +37,7 @@ def restore_or_init(
     training = run.training
     restored = checkpointer.restore(training.checkpointed(training.abstract))
     if restored is not None:
+        run_record.check_resumed_model(pathlib.Path(checkpointer.folder.parent), run.config)
         start = resume_step(restored.extra["data"], run.dataset.fingerprint())
         log(f"resuming at step {start} of {run.steps}")
         return training.with_empty_cache(restored.state), start, restored.extra
