@@ -21,7 +21,8 @@ import tempfile
 from runs import FLAGS, compile_cache
 
 OF_OTHERS = (
-    "SLURM", "SRUN_", "SBATCH_", "OMPI_", "PMI", "PRTE_", "MPI_", "HYDRA_", "FLUX_", "PBS_",
+    "SLURM", "SRUN_", "SBATCH_", "OMPI_", "PMI", "PRTE_", "MPI_", "MV2_", "HYDRA_", "FLUX_", "JSM_",
+    "PBS_",
     "JAX", "XLA_", "LIBTPU_", "TPU_", "CLOUD_TPU_", "MEGASCALE_", "TF_", "NCCL_", "CUDA_",
     "NVIDIA_", "ROCR_", "HIP_", "TRITON_", "KUBERNETES_", "JOB_COMPLETION_", "JOBSET_", "SKYPILOT_",
     "JOB_INDEX", "REPLICATED_JOB_", "PROCESSES_IN_JOB",

@@ -208,6 +208,11 @@ def test_the_environment_says_where():
 SEVERAL = {
     "OpenMPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
     "PMI": {"PMI_SIZE": "2", "PMI_RANK": "0"},
+    "MVAPICH2": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
+    "Flux": {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"},
+    "jsrun": {"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"},
+    "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
+    "names like JAX's own": {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
     "torchrun": {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
     "SkyPilot": {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"},
     "slices": {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "localhost"},
