@@ -399,14 +399,18 @@ def whole_file(path: pathlib.Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        # Open for reading too: NumPy writes another kind of file by itself, and then does not say
+        # what the system said of a full disk.
+        with open(temporary, "x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     with contextlib.suppress(OSError):  # some file systems can't sync folders
         folder = os.open(path.parent, os.O_RDONLY)

@@ -163,7 +163,12 @@ def new_folder(output: pathlib.Path) -> Iterator[pathlib.Path]:
     if not jax.process_index():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        if not jax.process_index():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     if not jax.process_index():
         if output.exists():
             output.rmdir()

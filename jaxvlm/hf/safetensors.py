@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -232,7 +233,7 @@ def write_tensors(
             if not jax.process_index():
                 tensors[name] = tensor
         if not jax.process_index():
-            save_file(tensors, Path(folder) / file, metadata={"format": "pt"})
+            _save(tensors, Path(folder) / file)
     if not jax.process_index() and list(by_file) not in ([SINGLE], [ADAPTER]):
         index = {
             "metadata": {"total_size": total},
@@ -240,6 +241,16 @@ def write_tensors(
         }
         write_json(Path(folder) / INDEX, index)
     return total
+
+
+def _save(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write one file; raises OSError where the system refuses to."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if code := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
+        raise
 
 
 def sharded(shapes: Mapping[str, tuple[int, ...]], dtype: str, most: int) -> Layout:

@@ -212,7 +212,9 @@ class ChatTokenizer:
         """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``."""
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
+        # Not by its own save, whose errors do not say what the system refused.
+        text = self.backend.to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         named = {k: v for k, v in self.special.items() if k != "image_token"}
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",

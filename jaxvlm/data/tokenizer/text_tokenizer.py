@@ -105,7 +105,9 @@ class TextTokenizer:
     def save(self, folder: pathlib.Path) -> None:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` for :func:`load`."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
+        # Not by its own save, whose errors do not say what the system refused.
+        text = self.backend.to_str(pretty=True)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
         named = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.style.max_length,
