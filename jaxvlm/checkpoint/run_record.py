@@ -355,6 +355,16 @@ def _is_one_of(line: str, names: Collection[str]) -> bool:
     return line.split(":")[0].rsplit(".", 1)[-1] in names
 
 
+def by_path(config: Any, path: str = "config") -> dict[str, Any]:
+    """Maps each setting's path to its value."""
+    if not dataclasses.is_dataclass(config):
+        return {path: config}
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        found |= by_path(getattr(config, field.name), f"{path}.{field.name}")
+    return found
+
+
 def changes(old: Any, new: Any, path: str = "config") -> list[str]:
     """Lists the settings that differ between two configs, as ``path: old -> new``."""
     if not dataclasses.is_dataclass(old):

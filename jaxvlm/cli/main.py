@@ -143,11 +143,20 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
     except Exception as error:
         code = _exit_code(error)
         if code is None:
+            _blame_peers(error)
             raise
         return _fail(_words(error), code)
     if values.json and not _is_silent_process():
         print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _blame_peers(error: Exception) -> None:
+    """End the process with one line if a peer's failure is why, even before the first step."""
+    if "jax" in sys.modules:
+        from jaxvlm.parallel.distributed.processes import end_if_a_peer_failed
+
+        end_if_a_peer_failed(error)
 
 
 def _unknown_setting(error: BaseException | None) -> str:

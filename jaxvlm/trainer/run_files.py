@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import shutil
 
@@ -11,6 +10,7 @@ import jax
 
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
+from jaxvlm.config import ConfigError
 from jaxvlm.hf import exporter
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
@@ -61,8 +61,14 @@ def open_workdir(
         on_warning=warnings.append,
     )
     stack.enter_context(checkpointer)
-    same = [run.dataset.fingerprint(), run.steps, dataclasses.asdict(config)]
-    processes.check_same("settings or data", same)
+    same = {"the data": run.dataset.fingerprint(), "the number of steps": run.steps}
+    same |= run_record.by_path(config)
+    try:
+        processes.check_same("settings or data", same)
+    except ConfigError:  # in all of them: the first that differs is named
+        for name, value in same.items():
+            processes.check_same(name, value)
+        raise
     return checkpointer, warnings
 
 

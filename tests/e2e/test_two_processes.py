@@ -101,7 +101,7 @@ def refused(processes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["folder", "code", "images", "setting", "count"])
+@pytest.mark.parametrize("what", ["folder", "code", "images", "path", "setting", "count"])
 def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path, what):
     other = tmp_path / "other"
     shutil.copytree(ROOT / "jaxvlm", other / "jaxvlm")
@@ -111,6 +111,7 @@ def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path,
         "folder": r"--workdir=.*: process 1 does not see what process 0 writes",
         "code": "source files: process 1 differs from process 0",
         "images": "the bytes of images: process 1 differs from process 0",
+        "path": "config.data.train: process 1 differs from process 0",
         "setting": "settings of JAX and XLA: process 1 differs from process 0",
         "count": "JAXVLM_NUM_PROCESSES: process 1 differs from process 0",
     }[what]
@@ -139,3 +140,16 @@ def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path,
     )
     for line in lines:
         assert re.search(words, line), lines
+
+
+def test_a_process_that_is_refused_alone_ends_the_other_with_one_line(data, tmp_path):
+    files = [data, tmp_path / "missing.jsonl"]
+    processes = together([tmp_path / "run"] * 2, files, "--config.steps=4", "--config.data.eval=")
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [75, 2], errors
+    assert "jaxvlm: process 1 of 2 stopped with an error" in errors[0]
+    assert "missing.jsonl" in errors[1] and "Traceback" not in errors[0] + errors[1]

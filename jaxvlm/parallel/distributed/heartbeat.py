@@ -29,6 +29,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from jaxvlm.parallel import compat
 
 EXIT_LOST = 75
@@ -102,6 +104,15 @@ class PeerWatch:
                 if self._process == 0:
                     self._tell_all(f"lost {peer}", but=peer)
                 self._die(peer, "does not answer (stopped, or its machine hangs)")
+
+    def die_if_a_peer_broke(self, error: BaseException) -> None:
+        """End this process if ``error`` is a broken collective's, and a peer's failure is why."""
+        # Memory may be short here too; every other error of the runtime is a broken collective, and
+        # so is Gloo's ValueError, where JAX gathers arrays outside of a compiled function.
+        of_gloo = isinstance(error, ValueError) and "Gloo" in str(error)
+        is_broken = of_gloo or isinstance(error, jax.errors.JaxRuntimeError)
+        if is_broken and "RESOURCE_EXH" not in str(error):
+            self.die_if_a_peer_failed()
 
     def _on_abort(self, _number: int) -> None:
         self.die_if_a_peer_failed()

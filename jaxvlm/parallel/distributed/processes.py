@@ -65,14 +65,10 @@ _NUMERIC = {
 """JAX's settings that change results, and their defaults."""
 _NUMERIC_VARIABLES = (
     *("JAX_ALLOW_F16_REDUCTIONS", "JAX_DEFAULT_DTYPE_BITS", "JAX_DISABLE_JIT", "JAX_REMAT3"),
-    *(
-        "JAX_DISABLE_MOST_OPTIMIZATIONS",
-        "JAX_ENABLE_CUSTOM_PRNG",
-        "JAX_EXEC_TIME_OPTIMIZATION_EFFORT",
-    ),
-    *("JAX_HIGH_DYNAMIC_RANGE_GUMBEL", "JAX_OPTIMIZATION_LEVEL", "JAX_SCAN3"),
-    *("JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING", "JAX_USE_DIRECT_LINEARIZE"),
-    *("JAX_USE_SHARDY_PARTITIONER",),
+    *("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_ENABLE_CUSTOM_PRNG", "JAX_SCAN3"),
+    *("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "JAX_HIGH_DYNAMIC_RANGE_GUMBEL"),
+    *("JAX_OPTIMIZATION_LEVEL", "JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING"),
+    *("JAX_USE_DIRECT_LINEARIZE", "JAX_USE_SHARDY_PARTITIONER"),
 )
 """Variables of others, whose defaults differ between versions of JAX."""
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
@@ -244,20 +240,24 @@ def is_silent() -> bool:
 def guard_peers() -> Iterator[None]:
     """Context manager for work with collectives: an error ends all processes instead of hanging.
 
-    The error is raised to the caller. If a peer's death caused it, the process ends instead with
-    one line that says so. In a run of one process it does nothing.
+    The error is raised to the caller; but if a peer's death caused it, one line ends the process.
     """
     try:
         yield
     except BaseException as error:
         if _liveness and not isinstance(error, GeneratorExit):
             time.sleep(2.0 if isinstance(error, Exception) else 0.0)  # a peer's death may be why
-            # Memory may be short here too; every other error of the runtime is a broken collective.
-            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXH" not in str(error):
-                _liveness[0].die_if_a_peer_failed()
+            _liveness[0].die_if_a_peer_broke(error)
             _failed.append(error)
             _liveness[0].leave(failed=True)
         raise
+
+
+def end_if_a_peer_failed(error: Exception) -> None:
+    """End the process with one line if a peer that failed is why a collective broke."""
+    if _liveness:
+        time.sleep(2.0)  # what the peer says may still be on its way
+        _liveness[0].die_if_a_peer_broke(error)
 
 
 def check_same(what: str, value: Any) -> None:
