@@ -20,6 +20,7 @@ from etils import epath
 from jaxvlm.checkpoint import digest, manifest
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
 from jaxvlm.checkpoint.restore import (
+    cast,
     committed_steps,
     error_line,
     restore_params,
@@ -33,6 +34,7 @@ from jaxvlm.parallel.distributed.processes import barrier
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
 
 _log = logging.getLogger(__name__)
+_FROZEN = "frozen/"
 
 
 class Restored(NamedTuple):
@@ -162,14 +164,16 @@ class Checkpointer:
 
         Args:
             abstract: ShapeDtypeStructs in the structure that was saved, with the shardings that
-                the restored arrays get.
+                the restored arrays get. Frozen weights may have been saved in another dtype of
+                floats, as long as no value changes.
             step: restore exactly this step.
 
         Returns:
             The restored checkpoint; None if there is none at all.
 
         Raises:
-            StructureError: the checkpoint's names or shapes differ from those of ``abstract``.
+            StructureError: the checkpoint's names or shapes differ from those of ``abstract``, or
+                frozen weights would be rounded to their dtype there.
             CheckpointError: every checkpoint is damaged (each is listed), or ``step`` is
                 missing or damaged.
         """
@@ -185,8 +189,10 @@ class Checkpointer:
             def select(
                 table: Mapping[str, Leaf], step_folder: epath.Path = step_folder
             ) -> dict[str, Any]:
-                manifest.check_structure(table, wanted, str(step_folder))
-                return wanted
+                frozen = {name: x for name, x in wanted.items() if name.startswith(_FROZEN)}
+                as_saved = wanted | manifest.as_saved(table, frozen)
+                manifest.check_structure(table, as_saved, str(step_folder))
+                return as_saved
 
             result = try_read(step_folder, select)
             if isinstance(result, str):
@@ -197,7 +203,7 @@ class Checkpointer:
             self._damaged = sorted(failures)
             self._abandoned = [s for s in steps if s > candidate and s not in failures]
             self._done = {candidate}
-            arrays, saved = result
+            arrays, saved = self._as_wanted(result[0], wanted, str(step_folder)), result[1]
             state = jax.tree.unflatten(jax.tree.structure(abstract), list(arrays.values()))
             return Restored(saved.step, state, saved.extra)
         if failures:
@@ -206,6 +212,35 @@ class Checkpointer:
                 "a copy, or start a new run in another workdir"
             )
         return None
+
+    def _as_wanted(
+        self, arrays: dict[str, jax.Array], wanted: Mapping[str, Any], checkpoint: str
+    ) -> dict[str, jax.Array]:
+        """Cast frozen weights to the dtype that the run holds them in, if no value changes."""
+        result = cast(arrays, wanted)
+        changed = [name for name, x in arrays.items() if x.dtype != wanted[name].dtype]
+        if not changed:
+            return result
+        back = cast({name: result[name] for name in changed}, arrays)
+        kept = digest.digests([arrays[name] for name in changed])
+        rounded = [
+            name
+            for name, before, after in zip(changed, kept, digest.digests(list(back.values())))
+            if before != after
+        ]
+        kinds = sorted({f"{arrays[n].dtype} to {wanted[n].dtype}" for n in changed})
+        if rounded:
+            more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+            raise StructureError(
+                f"{checkpoint}: {rounded[0]}{more} would be rounded from {kinds[0]}, which changes "
+                "frozen weights in the middle of a run; set config.optim.frozen_dtype as it was, "
+                "or start in a new workdir with --config.init_from=OLD_WORKDIR"
+            )
+        self._warn(
+            f"{checkpoint}: {len(changed)} frozen arrays are converted from {', '.join(kinds)}, "
+            "as config.optim.frozen_dtype says; no value changes"
+        )
+        return result
 
     def all_steps(self) -> list[int]:
         """Committed steps, oldest first; one that is still being written is not among them."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from etils import epath
 
 from jaxvlm.config import json_text
@@ -143,6 +144,22 @@ def check_structure(
             f"{checkpoint} does not fit this configuration: {'; '.join(wrong[:NAMED])}{more}. "
             f"{advice}"
         )
+
+
+def as_saved(saved: Mapping[str, Leaf], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the wanted arrays, floats in the dtype of floats that the checkpoint has them in.
+
+    Args:
+        saved: table of the checkpoint.
+        wanted: name -> ShapeDtypeStruct.
+    """
+
+    def one(name: str, leaf: Any) -> Any:
+        dtype = saved[name].dtype if name in saved else str(leaf.dtype)
+        floats = all(jnp.issubdtype(x, jnp.floating) for x in (dtype, leaf.dtype))
+        return leaf.update(dtype=dtype) if floats and dtype != str(leaf.dtype) else leaf
+
+    return {name: one(name, leaf) for name, leaf in wanted.items()}
 
 
 def _sha256(body: Any) -> str:

@@ -101,7 +101,8 @@ def restore_params(
 
     Args:
         folder: the folder of a ``Checkpointer``.
-        abstract_params: name -> ShapeDtypeStruct with the wanted sharding.
+        abstract_params: name -> ShapeDtypeStruct with the wanted sharding; floats are cast to its
+            dtype.
         which: ``latest``, or ``best`` by ``metric`` (the latest if no checkpoint has the metric).
         metric: metric that decides which is ``best``.
         mode: ``max`` or ``min``, used with ``best``.
@@ -111,7 +112,8 @@ def restore_params(
         name -> array, for each name of ``abstract_params``.
 
     Raises:
-        StructureError: an array is missing from the checkpoint, or its shape or dtype differs.
+        StructureError: an array is missing from the checkpoint, its shape differs, or one is floats
+            and the other is not.
         CheckpointError: there is no checkpoint, all are damaged, or a value is NaN or infinite.
         ValueError: ``which`` or ``mode`` is unknown.
     """
@@ -130,6 +132,7 @@ def restore_params(
             }
             names.update({f"{prefixes[name]}/{name}": name for name in abstract_params})
             wanted = {full: abstract_params[name] for full, name in names.items()}
+            wanted = manifest.as_saved(table, wanted)
             manifest.check_structure(table, wanted, str(step_folder), partial=True)
             return wanted
 
@@ -138,7 +141,7 @@ def restore_params(
             failures.append(f"{step_folder} is damaged ({result})")
             on_warning(failures[-1])
             continue
-        params = {names[full]: array for full, array in result[0].items()}
+        params = cast({names[full]: array for full, array in result[0].items()}, abstract_params)
         for name, array in params.items():
             if not all(
                 digest.is_finite(np.asarray(shard.data)) for shard in array.addressable_shards
@@ -149,6 +152,42 @@ def restore_params(
                 )
         return params
     raise CheckpointError(f"no usable checkpoint in {root}: {'; '.join(failures) or 'it has none'}")
+
+
+def saved_params(folder: str | Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the weights in the newest checkpoint whose manifest can be read.
+
+    Args:
+        folder: the folder of a ``Checkpointer``.
+
+    Returns:
+        name -> shape and dtype, whether it was saved as trainable or frozen; {} if there is no
+        checkpoint.
+    """
+    root = epath.Path(folder)
+    for step in reversed(committed_steps(root)):
+        try:
+            leaves = manifest.read(root / str(step)).leaves
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged; reported when it is restored
+        split = ((name.partition("/"), leaf) for name, leaf in leaves.items())
+        return {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for (kind, _, path), leaf in split
+            if kind in ("params", "frozen")
+        }
+    return {}
+
+
+def cast(arrays: Mapping[str, jax.Array], wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Cast arrays to the wanted dtypes where they differ; each keeps its sharding."""
+
+    def one(x: jax.Array, dtype: Any) -> jax.Array:
+        if x.dtype == dtype:
+            return x
+        return jax.jit(lambda x: x.astype(dtype), out_shardings=x.sharding)(x)
+
+    return {name: one(x, wanted[name].dtype) for name, x in arrays.items()}
 
 
 def _by_preference(root: epath.Path, which: str, metric: str, better: int) -> list[int]:

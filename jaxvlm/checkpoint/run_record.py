@@ -161,7 +161,7 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         document = json_text.read(path)
         if not isinstance(document["config"], dict):
             raise TypeError("its settings are no object")
-        config = from_config_dict(document["config"])
+        config = _with_unquantized_base(from_config_dict(document["config"]))
         if "trains_embeddings" in document:
             loss = config.loss.recorded(bool(document["trains_embeddings"]))
             config = dataclasses.replace(config, loss=loss)
@@ -170,6 +170,17 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from None
+
+
+def _with_unquantized_base(config: Config) -> Config:
+    """Settings of a run with ``lora.base`` as it is called today where nothing is quantized."""
+    for name in ("model", "dual"):
+        network = getattr(config, name)
+        if network.lora.base == "float32":
+            lora = dataclasses.replace(network.lora, base="")
+            network = dataclasses.replace(network, lora=lora)
+            config = dataclasses.replace(config, **{name: network})
+    return config
 
 
 def read_config_to_use(workdir: str | pathlib.Path) -> Config:

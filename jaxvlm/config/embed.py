@@ -87,8 +87,9 @@ class DualConfig:
     has_bias: bool = False
     """Gives the logits a learned bias, as SigLIP does."""
     dtype: str = "float32"
-    """Chooses the dtype of the computation; parameters and the optimizer's moments are always
-    float32. Allowed values: 'float32', 'bfloat16'."""
+    """Chooses the dtype of the computation; trained parameters and the optimizer's moments are
+    always float32, and config.optim.frozen_dtype is the dtype of frozen ones. Allowed values:
+    'float32', 'bfloat16'."""
     attention: str = "auto"
     """Chooses the attention backend; 'auto' takes cuDNN or flash on GPU, flash on TPU and XLA
     elsewhere. Allowed values: 'auto', 'xla', 'cudnn', 'flash'."""

@@ -313,9 +313,10 @@ class LoraConfig:
     """Lists path patterns of the linear maps that get an adapter, e.g. 'decoder/*/wq', read in
     order; a pattern after '-', e.g. '-vision/*', removes maps from those before it, and
     'all-linear' names all maps but the output matrix."""
-    base: str = "float32"
-    """Chooses how the frozen linear maps are stored; 'int8' needs a quarter of the memory. Allowed
-    values: 'float32', 'int8'."""
+    base: str = ""
+    """Chooses how the frozen linear maps are quantized: 'int8' stores each weight in eight bits;
+    the default "" quantizes none, and config.optim.frozen_dtype is their dtype. Allowed values: '',
+    'int8'."""
     init: str = "uniform"
     """Chooses the initial distribution of A ('uniform' is PEFT's default), while B starts at zero.
     Allowed values: 'uniform', 'gaussian'."""
@@ -338,8 +339,9 @@ class ModelConfig:
     decoder: DecoderConfig = DecoderConfig()
     """Groups the settings of the decoder."""
     dtype: str = "float32"
-    """Chooses the dtype of the computation; parameters and the optimizer's moments are always
-    float32. Allowed values: 'float32', 'bfloat16'."""
+    """Chooses the dtype of the computation; trained parameters and the optimizer's moments are
+    always float32, and config.optim.frozen_dtype is the dtype of frozen ones. Allowed values:
+    'float32', 'bfloat16'."""
     attention: str = "auto"
     """Chooses the attention backend; 'auto' takes cuDNN or flash on GPU, flash on TPU and XLA
     elsewhere. Allowed values: 'auto', 'xla', 'cudnn', 'flash'."""

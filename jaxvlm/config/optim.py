@@ -38,6 +38,11 @@ class OptimConfig:
     frozen: tuple[str, ...] = ()
     """Lists path patterns of parameters that are not trained and take no optimizer memory, e.g.
     ('vision/*',)."""
+    frozen_dtype: str = "checkpoint"
+    """Chooses the dtype in which frozen weights are stored, those under adapters included:
+    'checkpoint' keeps each weight as it is in the files that it is read from, which rounds nothing;
+    weights that are in no file are float32. Allowed values: 'checkpoint', 'bfloat16',
+    'float32'."""
     lr_multipliers: tuple[tuple[str, float], ...] = ()
     """Lists pairs of a path pattern and a factor on the learning rate, e.g. (('vision/*', 0.1),);
     the first pattern that matches a parameter applies to it."""

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.checkpoint.checkpointer import restore_params
+from jaxvlm.checkpoint.restore import restore_params, saved_params
 from jaxvlm.config import (
     Config,
     ConfigError,
@@ -369,8 +369,7 @@ def load(
     if hugging_face and source is not None:
         params = peft_folder.read_params(source, model, config.seed)
     else:
-        choice = (config.checkpoint.metric, config.checkpoint.mode)
-        params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+        model, params = _of_run(config, workdir, model, which)
     types = input_types.of(source, None if hugging_face else config)
     return VLM(config, model, params, tokenizer, images, types)
 
@@ -387,6 +386,13 @@ def _hugging_face_config(
     return Config(model=model, data=data)
 
 
+def _of_run(config: Config, workdir: pathlib.Path, model: Any, which: str) -> tuple[Any, Params]:
+    """Restores a run's weights; the model holds them in the dtypes in which the run did."""
+    folder, choice = workdir / "checkpoints", (config.checkpoint.metric, config.checkpoint.mode)
+    model = model.holding({path: x.dtype for path, x in saved_params(folder).items()})
+    return model, restore_params(folder, model.abstract(), which, *choice)
+
+
 def _load_run_encoder(
     config: Config, workdir: pathlib.Path, which: str, mesh: Any, dtype: str
 ) -> encoder.Encoder:
@@ -395,8 +401,7 @@ def _load_run_encoder(
     loaded = dual_encoder.make_dual_encoder(config, workdir, tuple)
     settings = dataclasses.replace(loaded.config, dtype=dtype or loaded.config.dtype)
     model = build_model(settings, make_mesh(mesh or MeshConfig()))
-    choice = (config.checkpoint.metric, config.checkpoint.mode)
-    params = restore_params(workdir / "checkpoints", model.abstract(), which, *choice)
+    model, params = _of_run(config, workdir, model, which)
     config = dataclasses.replace(config, dual=settings)
     inputs = (loaded.tokenizer, loaded.image_processor)
     return encoder.Encoder(loaded.source, model, params, *inputs, config)

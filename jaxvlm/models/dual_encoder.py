@@ -165,8 +165,8 @@ class DualEncoder(nnx.Module):
         scale, bias = self.head.scale, self.head.bias
         return Out(
             hidden=hidden,
-            scale=None if scale is None else scale[...],
-            bias=None if bias is None else bias[...],
+            scale=None if scale is None else scale[...].astype(jnp.float32),
+            bias=None if bias is None else bias[...].astype(jnp.float32),
         )
 
     def _images(self, batch: Batch) -> jax.Array | None:

@@ -80,8 +80,8 @@ class Embedder(VLM):
         scale, bias = self.head.scale, self.head.bias
         return Out(
             hidden=unit(x) if self.embeddings.normalize else x,
-            scale=None if scale is None else scale[...],
-            bias=None if bias is None else bias[...],
+            scale=None if scale is None else scale[...].astype(jnp.float32),
+            bias=None if bias is None else bias[...].astype(jnp.float32),
         )
 
     def towers(self, batch: Batch, which: Collection[str]) -> Batch:

@@ -57,8 +57,12 @@ def shapes(
 
 
 def onto(base: dict[str, jax.ShapeDtypeStruct], params: Params, frozen_blocks: int) -> Params:
-    """Apply :func:`recut` to arrays; the result has the shardings of ``base``."""
+    """Apply :func:`recut` to arrays; the result has the shardings and dtypes of ``base``."""
     vision = {path: x for path, x in params.items() if path.startswith(("vision/", "vision_top/"))}
     shardings = {p: x.sharding for p, x in base.items() if p.startswith(("vision/", "vision_top/"))}
-    result = jax.jit(lambda params: recut(params, frozen_blocks), out_shardings=shardings)(vision)
+
+    def run(params: Params) -> Params:
+        return {p: x.astype(base[p].dtype) for p, x in recut(params, frozen_blocks).items()}
+
+    result = jax.jit(run, out_shardings=shardings)(vision)
     return {path: x for path, x in params.items() if path not in vision} | result

@@ -143,13 +143,13 @@ def resample(table: jax.Array, at: Places, how: str) -> jax.Array:
             averaged over the area of a patch where the image's grid is smaller than the table).
 
     Returns:
-        [B, P, D] of ``table``'s dtype.
+        f32[B, P, D].
     """
     side = int(table.shape[0] ** 0.5)
     axis = AXES[how]
     rows, columns = axis(at.row, at.height, side), axis(at.column, at.width, side)
     weight = (rows[..., :, None] * columns[..., None, :]).reshape(*rows.shape[:2], side * side)
-    return weight.astype(table.dtype) @ table
+    return weight @ table.astype(jnp.float32)
 
 
 def _corners(index: jax.Array, size: jax.Array, side: int) -> jax.Array:

@@ -49,11 +49,11 @@ class Int8Weight(Weight):
 
 
 def dense(params: Params, path: str, dims: Dims) -> jax.Array:
-    """Return a linear map (with its dim of layers) in float, whether it is quantized or not."""
+    """Return a linear map (with its dim of layers) in float32, however it is stored."""
+    weight = params[path].astype(jnp.float32)
     if f"{path}/{SCALE}" not in params:
-        return params[path]
-    scale = jnp.expand_dims(params[f"{path}/{SCALE}"], tuple(range(dims.lead, dims.cut)))
-    return params[path].astype(jnp.float32) * scale
+        return weight
+    return weight * jnp.expand_dims(params[f"{path}/{SCALE}"], tuple(range(dims.lead, dims.cut)))
 
 
 def parameters(
@@ -83,7 +83,7 @@ def quantize(w: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
         w: a linear map, with its dim of layers if it has one.
         dims: split of its dims.
     """
-    inner = tuple(range(dims.lead, dims.cut))
+    inner, w = tuple(range(dims.lead, dims.cut)), w.astype(jnp.float32)
     scale = jnp.max(jnp.abs(w), axis=inner, keepdims=True) / _MOST
     q = jnp.round(w / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
     return q, jnp.squeeze(scale, inner)

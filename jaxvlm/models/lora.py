@@ -184,9 +184,13 @@ def int8_maps(
         ConfigError: an unknown ``base``, or int8 without adapters.
     """
     setting = f"{where}.base={config.base!r}"
-    check_choice(f"{where}.base", config.base, ("float32", "int8"))
-    if config.base == "float32":
+    if not config.base:
         return {}
+    if config.base != "int8":
+        raise ConfigError(
+            f"{setting}: set 'int8', or leave it out; config.optim.frozen_dtype is the dtype of "
+            "frozen weights that are not quantized"
+        )
     if not config.rank:
         raise ConfigError(
             f"{setting} needs adapters, since int8 weights are not trained; set {where}.rank"

@@ -111,7 +111,7 @@ class Relevance(nnx.Module):
             projected_query = contract(unit(query.astype(jnp.float32)), self.w_query[...])
             match = jnp.einsum("bpr,br->bp", contract(x, self.w_key[...]), projected_query)
             scores.append(_standardize(match * (query.shape[-1] / self.config.width) ** 0.5))
-        share = jax.nn.softmax(self.balance[...])
+        share = jax.nn.softmax(self.balance[...].astype(jnp.float32))
         # The sum has no learned factor: its gradient would sum the scores of all patches, which
         # mostly cancel, so that rounding errors would dominate.
         return 2 * sum(part * one for part, one in zip(share, scores))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,9 +76,10 @@ class TextEncoder(nnx.Module):
         if types is not None and self.types is None:
             raise ValueError("config.dual.text.num_types=0: this encoder has no token types")
         # The sum over embedding tables is rounded to ``dtype`` once, however many tables there are.
-        x = self.table[...][tokens] + self.position[...][positions]
+        rows = [self.table[...][tokens], self.position[...][positions]]
         if self.types is not None:
-            x = x + (self.types[0] if types is None else self.types[...][types])
+            rows.append(self.types[0] if types is None else self.types[...][types])
+        x = functools.reduce(jnp.add, (row.astype(jnp.float32) for row in rows))
         x = shard(self.axes, x.astype(dtype), "batch", "stream", "embed")
         x = self.norm(x) if self.config.norm_after else x
         if not (self.config.dropout or self.config.attention_dropout):

@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.plus_one:
-            return (y * (1.0 + self.scale[...])).astype(x.dtype)
+            return (y * (1.0 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
         return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 

@@ -53,7 +53,7 @@ def _through_bytes(x: jax.Array, before: NamedSharding, after: NamedSharding) ->
     if size < LEAST:
         return jax.lax.with_sharding_constraint(x, after)
     blocks = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
-    cut = x.reshape(blocks)
+    cut = x.astype(jnp.float32).reshape(blocks)
     scale = jnp.max(jnp.abs(cut), axis=dim + 1, keepdims=True) / 127.0
     values = jnp.round(cut / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
     # Quantized where they are stored, then sent, then dequantized: without a sharding constraint
@@ -61,7 +61,7 @@ def _through_bytes(x: jax.Array, before: NamedSharding, after: NamedSharding) ->
     for layout in (before, after):
         values, scale = (_pin_blocks(a, layout, dim) for a in (values, scale))
         values, scale = jax.lax.optimization_barrier((values, scale))
-    return (values.astype(x.dtype) * scale).reshape(x.shape)
+    return (values.astype(jnp.float32) * scale).astype(x.dtype).reshape(x.shape)
 
 
 def _pin_blocks(x: jax.Array, layout: NamedSharding, dim: int) -> jax.Array:

@@ -95,13 +95,13 @@ class Model(Generic[Config]):
 
     def draw(self, seed: int, within: str = "") -> Params:
         """Initialize parameters of :meth:`base`, or only those under ``within``."""
-        paths = [path for path in self.base() if path.startswith(within)]
+        dtypes = {path: x.dtype for path, x in self.base().items() if path.startswith(within)}
 
         def draw(key: jax.Array) -> Params:
             drawn = split(self.make(Init(nnx.Rngs(params=key))))[1]
-            return {path: drawn[path] for path in paths}
+            return {path: drawn[path].astype(dtype) for path, dtype in dtypes.items()}
 
-        return self._jit(draw, paths)(jax.random.key(seed))
+        return self._jit(draw, dtypes)(jax.random.key(seed))
 
     def stored(self, base: Params) -> Params:
         """Convert parameters of :meth:`base`, all or some, to their storage: some in eight bits."""
@@ -171,16 +171,35 @@ class Model(Generic[Config]):
         }
 
     def base(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return :meth:`abstract` of the same model without adapters, all in float32."""
+        """Return :meth:`abstract` of the same model without adapters and eight-bit maps, which are
+        float32 here.
+        """
         more = ("/" + int8_weights.SCALE, *(f"/{name}" for name in lora.PARTS))
         return {
-            path: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+            path: x.update(dtype=jnp.float32) if path in self.packed else x
             for path, x in self.abstract().items()
             if not path.endswith(more)
         }
 
+    def holding(self, dtypes: Mapping[str, Any]) -> Model[Config]:
+        """Return the model with parameters held in other dtypes than float32.
+
+        Args:
+            dtypes: path -> dtype. Left as they are: adapters, maps in eight bits, paths that this
+                model lacks, and parameters whose dtype is not one of floats.
+        """
+        paths = (self.base().keys() & dtypes.keys()) - self.packed.keys()
+        held = {p: jnp.dtype(dtypes[p]) for p in paths if jnp.issubdtype(dtypes[p], jnp.floating)}
+        shapes = {p: x.update(dtype=held.get(p, x.dtype)) for p, x in self.shapes.items()}
+        return dataclasses.replace(self, shapes=shapes)
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Dtypes of the parameters of :meth:`base` that are not float32: path -> name."""
+        return {p: str(x.dtype) for p, x in self.base().items() if x.dtype != jnp.float32}
+
     def merged(self, params: Params) -> Params:
-        """Merge adapters into the weights: returns parameters of :meth:`base`."""
+        """Merge adapters into the weights, which become float32; others stay as they are held."""
         maps = {**self.packed, **self.adapted}
         attached = self._attached(params)
 

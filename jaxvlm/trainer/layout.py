@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,13 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxvlm.config import Config, ConfigError, EncoderConfig
+from jaxvlm.config import Config, ConfigError, EncoderConfig, OptimConfig
+from jaxvlm.hf import frozen_dtypes
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.spmd import disaggregated_encoder, encoder_share
 from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.spmd.train_step import split
 from jaxvlm.trainer.checks import check_lengths
+from jaxvlm.trainer.inputs import Prepared
 from jaxvlm.trainer.training import check_shards
 from jaxvlm.trainer.unreached import MODALITIES, freeze_unreached
 
@@ -79,6 +83,27 @@ def place(
     if dataset.modalities >= MODALITIES:
         return placed
     return placed._replace(config=freeze_unreached(placed.config, placed.model, dataset))
+
+
+def hold_frozen(placed: Placed, prepared: Prepared, workdir: pathlib.Path | None) -> Placed:
+    """Hold frozen weights in the dtypes of the files that they are read from, or as is set.
+
+    Raises:
+        ConfigError: as :func:`jaxvlm.hf.frozen_dtypes.hold`.
+    """
+    config, model = placed.config, placed.model
+    frozen = split(model, model.shapes, config.optim.frozen)[1]
+    if not frozen and config.optim.frozen_dtype == OptimConfig().frozen_dtype:
+        return placed
+    dual, whole = prepared.dual, {"": prepared.source} if prepared.source else {}
+    sources = (dual.towers or whole) if dual else whole
+    model = frozen_dtypes.hold(
+        model,
+        config,
+        lambda: frozen_dtypes.of_run(config, sources, workdir, dual and dual.of_run),
+    )
+    encoder = placed.encoder and placed.encoder.holding(model.held)
+    return placed._replace(model=model, encoder=encoder)
 
 
 def place_model(config: Config, layout: Layout) -> Placed:

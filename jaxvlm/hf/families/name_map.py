@@ -290,6 +290,10 @@ class NameMap(NamedTuple):
         places = itertools.product(*map(range, self._counts(entry)))
         return [entry.name(place) for place in places]
 
+    def by_path(self) -> dict[str, list[str]]:
+        """Return the tensors of every parameter, layer by layer."""
+        return {entry.ours: self.names(entry) for entry in self.entries}
+
     def _counts(self, entry: Entry) -> list[int]:
         """Return the number of layers, and of experts, that our parameter stacks."""
         words = [entry.ours.split("/")[0], "experts"][: entry.theirs.count("{}")]

@@ -67,7 +67,7 @@ def config_from_peft(
         ConfigError: an unknown field or unsupported value, or tensors that adapt no parameter.
     """
     fields = read(group, _FIELDS, f"{where}/{CONFIG}: ")
-    paths = {tensor: path for path, names in _by_path(base).items() for tensor in names}
+    paths = {tensor: path for path, names in base.by_path().items() for tensor in names}
     targets: set[str] = set()
     unknown = []
     for name in tensors:
@@ -106,7 +106,7 @@ def config_to_peft(
         model: the checkpoint that is adapted.
     """
     is_integer = config.alpha.is_integer()
-    names = _by_path(base)
+    names = base.by_path()
     modules = [name.removesuffix(".weight") for path in adapted for name in names[path]]
     return {
         "peft_type": "LORA",
@@ -198,7 +198,3 @@ def _module(base: NameMap, name: str) -> str:
     for pattern, replacement in base.modules:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def _by_path(base: NameMap) -> dict[str, list[str]]:
-    return {entry.ours: base.names(entry) for entry in base.entries}
