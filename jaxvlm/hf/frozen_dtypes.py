@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, check_choice
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    DualConfig,
+    ModelConfig,
+    OptimConfig,
+    check_choice,
+)
 from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.families import config_reader, sentences
 from jaxvlm.hf.families.name_map import NameMap
@@ -26,23 +33,23 @@ Dtypes = dict[str, Any]
 """Parameter -> dtype of floats."""
 
 
-def hold(model: Model, config: Config, of_files: Callable[[], Dtypes]) -> Model:
+def hold(model: Model, optim: OptimConfig, of_files: Callable[[], Dtypes]) -> Model:
     """Return the model with its frozen weights in the dtypes that they are held in.
 
     Adapters, and maps in eight bits with their scales, are left as they are.
 
     Args:
         model: on its mesh.
-        config: of the run.
+        optim: the run's settings of the optimizer.
         of_files: returns the dtypes of the files that weights are read from; called only if a
             frozen weight's dtype depends on them.
 
     Raises:
         ConfigError: an unknown setting, or one for frozen weights where there are none.
     """
-    setting = config.optim.frozen_dtype
+    setting = optim.frozen_dtype
     check_choice(_SETTING, setting, _CHOICES)
-    fixed = split(model, model.shapes, config.optim.frozen)[1]
+    fixed = split(model, model.shapes, optim.frozen)[1]
     paths = (model.base().keys() & fixed.keys()) - model.packed.keys()
     if setting != CHECKPOINT:
         if not paths:

@@ -97,11 +97,12 @@ def hold_frozen(placed: Placed, prepared: Prepared, workdir: pathlib.Path | None
         return placed
     dual, whole = prepared.dual, {"": prepared.source} if prepared.source else {}
     sources = (dual.towers or whole) if dual else whole
-    model = frozen_dtypes.hold(
-        model,
-        config,
-        lambda: frozen_dtypes.of_run(config, sources, workdir, dual and dual.of_run),
-    )
+    tower_of_run = dual.of_run if dual else None
+
+    def of_files() -> frozen_dtypes.Dtypes:
+        return frozen_dtypes.of_run(config, sources, workdir, tower_of_run)
+
+    model = frozen_dtypes.hold(model, config.optim, of_files)
     encoder = placed.encoder and placed.encoder.holding(model.held)
     return placed._replace(model=model, encoder=encoder)
 

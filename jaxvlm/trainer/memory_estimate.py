@@ -125,7 +125,7 @@ def _setup(run: Run, local: Batch | Pairs) -> StepSetup:
     whole = BatchShape(*(max(sizes) for sizes in zip(*sides)))
     setup = StepSetup(
         config.network, config.mesh, config.strategy, platform, rows, *whole,
-        config.optim.frozen, config.microbatches,
+        config.optim.frozen, config.microbatches, held=tuple(sorted(run.model.held.items())),
     )  # fmt: skip
     if not isinstance(local, Pairs):
         return setup
@@ -237,7 +237,7 @@ def cheapest(predicted: MemoryEstimate | str, config: Config, machine: Machine) 
     data = dataclasses.replace(config.data, batch_size=setup.rows, max_length=setup.length)
     request = PlanRequest(
         "this run", dataclasses.replace(config, data=data), machine, setup.images, setup.patches,
-        given=config, pairs=setup.pairs,
+        given=config, pairs=setup.pairs, file_dtypes=setup.held,
     )  # fmt: skip
     current = Candidate(
         setup.strategy.name, setup.mesh, setup.strategy, _decoder_or_text(setup).remat,

@@ -91,6 +91,7 @@ def compiled(
     pairing = setup.pairs
     embeddings = pairing.embeddings if pairing else None
     model: Any = build_model(config, mesh, setup.strategy, embeddings=embeddings)
+    model = model.holding(dict(setup.held))
     run = config_of_run or (pairing.run if pairing else Config())
     trained, _ = split(model, model.shapes, setup.frozen)
     logical = {path: model.logical[path] for path in trained}

@@ -66,6 +66,8 @@ class Kind(NamedTuple):
     """Whether they are in the decoder's stack, which pipeline stages divide."""
     transposed: bool
     """Whether loops gather a dim that is not a layer's first; see ``compilers.COMPILERS``."""
+    cast: bool
+    """Whether they are stored in float32, and cast to the computation's dtype."""
     words: tuple[tuple[str, int], ...]
     """Logical axes of their dims that a mesh may shard, and the dims' sizes."""
 
@@ -123,7 +125,9 @@ class QuickMemory:
             layered = path.startswith(f"{stack}/")
             logical = model.logical[path]
             transposed = logical[:1] == ("layers",) and "embed" in logical[2:]
-            self.kinds[Kind(path.split("/")[0], path in own, layered, transposed, words)] += size
+            cast = x.dtype == np.float32
+            kind = Kind(path.split("/")[0], path in own, layered, transposed, cast, words)
+            self.kinds[kind] += size
         # Towers with a backward pass, so that loops read their parameters twice.
         self.with_backward = {kind.tower for kind in self.kinds if kind.trained} | {"decoder"}
         self.layer = sum(
@@ -132,7 +136,8 @@ class QuickMemory:
 
     def states(self, mesh: MeshConfig, strategy: StrategyConfig) -> dict[str, float]:
         """Bytes by category: parameters, frozen ones and moments between steps; gradients;
-        all-gathered parameters; transposed ones among these; layers of the larger stack.
+        all-gathered parameters; transposed ones among these; layers of the larger stack that are
+        cast.
         """
         key = mesh, *(getattr(strategy, name) for name in _STORED)
         if key not in self._states:
@@ -155,7 +160,7 @@ class QuickMemory:
             if kind.transposed and split and stored < size / _parts(kind, mesh, ()):
                 has_backward = kind.tower in self.with_backward
                 sizes["transposed" if has_backward else "transposed once"] += stored
-            if kind.layered:
+            if kind.layered and kind.cast:
                 sizes["layers"] += gathered
         return sizes
 

@@ -35,6 +35,7 @@ from jaxvlm.planner.memory.compilers import COMPILERS, Compiler
 from jaxvlm.planner.memory.jaxpr_ops import Jaxpr
 from jaxvlm.planner.memory.jaxpr_sharding import NONE, ShardedValues, Share
 from jaxvlm.planner.request import abstract_devices, pairs, trainable_params
+from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.spmd.model import Model, build_model, on
 from jaxvlm.spmd.train_step import grad_reduction, split
@@ -74,6 +75,8 @@ class StepSetup(NamedTuple):
     """Number of microbatches; of pairs, mini-batches of the side that has more of them."""
     pairs: PairShapes | None = None
     """Shapes of an example and its GradCache mini-batches; ``None``: training is not on pairs."""
+    held: Held = ()
+    """Dtypes of frozen parameters that are not float32."""
 
 
 class Estimate(NamedTuple):
@@ -211,7 +214,8 @@ class _Layouts(NamedTuple):
 
 def _layouts_of(setup: StepSetup) -> _Layouts:
     embeddings = setup.pairs.embeddings if setup.pairs else None
-    return _layouts(setup.config, setup.mesh, setup.strategy, setup.platform, embeddings)
+    where = (setup.mesh, setup.strategy, setup.platform)
+    return _layouts(setup.config, *where, embeddings, setup.held)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -221,9 +225,10 @@ def _layouts(
     strategy: StrategyConfig,
     platform: str,
     embeddings: EmbeddingConfig | None,
+    held: Held,
 ) -> _Layouts:
     alone = trainable_params.alone(trainable_params.plain(config), embeddings)
-    alone = dataclasses.replace(alone, config=config)
+    alone = dataclasses.replace(alone.holding(dict(held)), config=config)
     model = on(alone, abstract_devices.mesh(mesh, platform), strategy)
     fields = ("params", "all_gathered", "gradients", "optimizer")
     return _Layouts(model, {field: _bytes(model, field, platform) for field in fields})
@@ -343,7 +348,8 @@ def _step(setup: StepSetup, model: Model) -> tuple[_Step, float]:
     rows, config = _local_rows(setup), _plain(setup)
     if setup.pairs:
         again = grad_reduction(model, setup.microbatches) is not None
-        return _of_pairs(config, setup.platform, setup.pairs, setup.frozen, rows, again), 1.0
+        frozen = (setup.frozen, setup.held)
+        return _of_pairs(config, setup.platform, setup.pairs, *frozen, rows, again), 1.0
     if rows % setup.microbatches:
         raise ConfigError(
             f"{rows} sequences a device are not divisible by {setup.microbatches} microbatches"
@@ -351,7 +357,7 @@ def _step(setup: StepSetup, model: Model) -> tuple[_Step, float]:
     assert isinstance(config, ModelConfig), "a dual encoder is trained on pairs"
     step = _trace(
         config, setup.platform, setup.length, setup.images, setup.patches, setup.frozen,
-        setup.microbatches, setup.mesh.expert,
+        setup.held, setup.microbatches, setup.mesh.expert,
     )  # fmt: skip
     # With expert parallelism, the trace has the batch of all devices that share the experts.
     return step, rows / setup.microbatches / setup.mesh.expert
@@ -363,10 +369,11 @@ def _of_pairs(
     platform: str,
     pairing: PairShapes,
     frozen: tuple[str, ...],
+    held: Held,
     rows: int,
     again: bool,
 ) -> _Step:
-    jaxpr, sums = pairs.traced(config, platform, pairing, frozen, rows, again)
+    jaxpr, sums = pairs.traced(config, platform, pairing, frozen, held, rows, again)
     return _Step(_ordered(Jaxpr(jaxpr), platform), sums)
 
 
@@ -388,13 +395,14 @@ def _trace(
     images: int,
     patches: int,
     frozen: tuple[str, ...],
+    held: Held,
     microbatches: int,
     expert: int,
 ) -> _Step:
     mesh = MeshConfig(data=1, expert=expert)
     model, plain = _runner(config, mesh, platform)
     loss, runner = NextToken(), GradAccumulation(plain, microbatches) if microbatches > 1 else plain
-    trained, fixed = split(model, model.shapes, frozen)
+    trained, fixed = split(model, model.holding(dict(held)).shapes, frozen)
 
     def grads(params: Params, frozen: Params, batch: Batch) -> Any:
         return runner.loss_grad(params, frozen, batch, loss, scales(loss, batch))

@@ -12,6 +12,7 @@ from jaxvlm.losses.registry import make_loss
 from jaxvlm.parallel.rules import quiet
 from jaxvlm.planner.request import abstract_devices
 from jaxvlm.planner.request.abstract_devices import BatchShape
+from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.spmd.train_step import split
@@ -120,6 +121,7 @@ def traced(
     platform: str,
     pairing: PairShapes,
     frozen: tuple[str, ...],
+    held: Held,
     examples: int,
     recompute: bool,
 ) -> tuple[Any, int]:
@@ -133,13 +135,14 @@ def traced(
         platform: cpu | gpu | tpu.
         pairing: shapes of the examples.
         frozen: path patterns.
+        held: dtypes of frozen parameters that are not float32.
         examples: examples of the device.
         recompute: run even a single mini-batch's forward pass twice, see
             :class:`jaxvlm.train.gradcache.GradCache`.
     """
     mesh = abstract_devices.mesh(MeshConfig(data=1), platform)
     model = model_of(config, mesh, pairing)
-    trained, fixed = split(model, model.shapes, frozen)
+    trained, fixed = split(model, model.holding(dict(held)).shapes, frozen)
     loss = make_loss(pairing.run, mesh)
     runner = dataclasses.replace(
         pair_runner(model, trained, pairing.mini_batches), recompute=recompute

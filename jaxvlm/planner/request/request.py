@@ -10,10 +10,13 @@ import math
 import pathlib
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxvlm.config import (
     Config,
     ConfigError,
     DualConfig,
+    Extension,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -27,6 +30,7 @@ from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.request import pairs
 from jaxvlm.planner.request.abstract_devices import BatchShape
+from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.planner.request.pairs import PairShapes
 
 TRAINED = ("full", "lora", "connector")
@@ -61,6 +65,8 @@ class PlanRequest(NamedTuple):
     """Settings that overrides are relative to: the recipe's, or all defaults."""
     pairs: PairShapes | None = None
     """Shapes of an example; ``None``: training is not on pairs."""
+    file_dtypes: Held = ()
+    """Dtypes of the parameters in the files that they are read from."""
 
     @property
     def rows(self) -> int:
@@ -134,10 +140,11 @@ def plan_request(
         )
         config = dataclasses.replace(config, data=data)
     pairing = _pair_shapes(config, row, notes) if trains_embeddings(config) else None
+    file_dtypes = _file_dtypes(config, "" if recipe else model, notes)
     return PlanRequest(
         model, config, machine, row.images, row.patches, model if recipe else "",
         flags.samples, flags.price, tuple(notes), recipe or Config(),
-        pairing,
+        pairing, file_dtypes,
     )  # fmt: skip
 
 
@@ -271,6 +278,43 @@ def _adapted(recipe: Config, hf_config: dict[str, Any]) -> Config:
     choose = family_of(recipe.model.family, "config.model.family", any_family)
     source = pretrained.Source(folder, folder, hf_config, choose(hf_config, name))
     return peft_folder.with_adapter(recipe, source, None)
+
+
+def _file_dtypes(config: Config, name: str, notes: list[str]) -> Held:
+    """Dtypes of a run's parameters in the files that they are read from.
+
+    Args:
+        config: of the run.
+        name: the folder or the published model that is planned; "" for a recipe.
+        notes: gets a line where the dtype of frozen weights had to be assumed.
+    """
+    network, tower_of_run = config.network, None
+    names = {"": name or network.checkpoint}
+    if isinstance(network, DualConfig) and not names[""]:
+        from jaxvlm.hf import dual_encoder as duals  # imports weight readers
+
+        names = {t: getattr(network, f"{t}_checkpoint") for t in network.towers}
+        if duals.vision_of_run(config):
+            tower_of_run = pathlib.Path(names.pop("vision")).expanduser()
+    names = {tower: name for tower, name in names.items() if name}
+    if not (names or config.init_from or tower_of_run):
+        return ()
+    from jaxvlm.hf import frozen_dtypes, pretrained  # import weight readers
+
+    sources = {}
+    for tower, name in names.items():
+        hf_config, found = _described(name, "checkpoint")
+        own = Extension() if isinstance(network, DualConfig) else network.family
+        choose = family_of(own, "config.model.family", any_family)
+        if name in model_zoo.names() and not _folder(name):
+            dtype = "bfloat16" if isinstance(network, ModelConfig) else "float32"
+            hf_config = {**hf_config, "dtype": dtype}
+            if config.optim.frozen or network.lora.rank:
+                notes.append(f"a checkpoint in {dtype}, which frozen weights keep")
+        folder = pathlib.Path(name).expanduser()
+        sources[tower] = pretrained.Source(folder, folder, hf_config, choose(hf_config, found))
+    read = frozen_dtypes.of_run(config, sources, None, tower_of_run)
+    return tuple(sorted((path, str(np.dtype(dtype))) for path, dtype in read.items()))
 
 
 def _described(name: str, what: str) -> tuple[dict[str, Any], str]:

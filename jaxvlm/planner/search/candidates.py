@@ -14,6 +14,8 @@ from jaxvlm.parallel.mesh import AXES
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.memory.step_memory import StepSetup
+from jaxvlm.planner.request import held_dtypes
+from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH, grad_cache_mini_batches
@@ -96,8 +98,14 @@ def setup_of(request: PlanRequest, candidate: Candidate) -> StepSetup:
         with_remat(request.config.network, candidate), candidate.mesh, candidate.strategy,
         request.machine.platform, request.rows, request.length, request.images,
         request.patches, request.config.optim.frozen, candidate.microbatches,
-        pair_mini_batches(request, candidate),
+        pair_mini_batches(request, candidate), held_of(request),
     )  # fmt: skip
+
+
+def held_of(request: PlanRequest) -> Held:
+    """Dtypes of the run's frozen parameters that are not float32."""
+    config, embeddings = request.config, request.pairs.embeddings if request.pairs else None
+    return held_dtypes.of(config.network, config.optim, embeddings, request.file_dtypes)
 
 
 def pair_mini_batches(request: PlanRequest, candidate: Candidate) -> PairShapes | None:

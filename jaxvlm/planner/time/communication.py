@@ -64,7 +64,7 @@ def _size(mesh: MeshConfig, axes: tuple[str, ...]) -> int:
 def _weights(setup: StepSetup, c: int) -> Iterator[Message]:
     """Collectives of parameters and their gradients."""
     mesh, strategy, times = setup.mesh, setup.strategy, setup.microbatches
-    by_tower = workload.passes(setup)
+    by_tower, bytes_of = workload.passes(setup), workload.stored_bytes(setup)
     for tower, w in workload.weights(setup.config).items():
         fwd_bwd = by_tower[tower]
         fields = (strategy.all_gathered, strategy.params, strategy.optimizer)
@@ -77,7 +77,7 @@ def _weights(setup: StepSetup, c: int) -> Iterator[Message]:
             over *= mesh.expert if experts else 1
             size, own = size / over, own / over
             once = tuple(a for a in stored if a not in gathered)
-            bits = 1.0 if strategy.param_gather_dtype == "int8" else 4.0
+            bits = 1.0 if strategy.param_gather_dtype == "int8" else bytes_of[tower]
             share = bits * size / _size(mesh, gathered)
             yield Message("all-gather", once, tower, share, 1, False, True)
             ring_exchange = times * (2 if fwd_bwd.backward else 1)

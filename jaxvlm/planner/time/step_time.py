@@ -263,6 +263,7 @@ def _weights(setup: StepSetup, c: int) -> list[workload.WorkItem]:
     name.
     """
     mesh, strategy, items, by_tower = setup.mesh, setup.strategy, [], workload.passes(setup)
+    stored = workload.stored_bytes(setup)
     for tower, w in workload.weights(setup.config).items():
         fwd_bwd, size = by_tower[tower], _size(mesh, tower, w)
         trained = _trained_size(mesh, tower, w, fwd_bwd)
@@ -270,7 +271,7 @@ def _weights(setup: StepSetup, c: int) -> list[workload.WorkItem]:
         # A layer's weights are sliced out of the stack, and cast, each time they are read: a
         # device's shard of them, if sharded; the all-gathered ones are written once more.
         parted = 1 if tower in strategy.replicated else _over(mesh, strategy.all_gathered)
-        read = size * (4 + c) / parted + (c * size if parted > 1 else 0.0)
+        read = size * (stored[tower] + c) / parted + (c * size if parted > 1 else 0.0)
         moved = setup.microbatches * (1 + fwd_bwd.backward) * read
         moved += 12 * trained * (setup.microbatches if setup.microbatches > 1 else 0)
         items.append(_moved(tower, moved, size, w))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxvlm.config import DualConfig, ModelConfig, feature_blocks, layer_windows
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.planner.memory.step_memory import StepSetup
-from jaxvlm.planner.request import trainable_params
+from jaxvlm.planner.request import held_dtypes, trainable_params
 from jaxvlm.planner.request.trainable_params import TrainableParams
 
 Number = float | int
@@ -187,6 +187,12 @@ def trainable_of(setup: StepSetup) -> Mapping[str, TrainableParams]:
     if setup.frozen == ("*",):
         return {}
     return trainable_params.of(setup.config, setup.frozen)
+
+
+def stored_bytes(setup: StepSetup) -> Mapping[str, float]:
+    """Tower -> mean bytes of a parameter between steps."""
+    embeddings = setup.pairs.embeddings if setup.pairs else None
+    return held_dtypes.stored_bytes(setup.config, embeddings, setup.held)
 
 
 def work_items(setup: StepSetup, width: int, fused: bool) -> list[WorkItem]:
