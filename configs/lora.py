@@ -5,6 +5,9 @@
     jaxvlm export --workdir=runs/mine --output=runs/mine-adapter
     jaxvlm export --workdir=runs/mine --output=runs/mine-merged --merged
 
+The weights stay in the checkpoint's dtype (``optim.frozen_dtype``). Where it is bfloat16,
+``--config.model.dtype=bfloat16`` computes in it too, and no step casts them.
+
 DoRA: ``--config.model.lora.dora``. The decoder alone:
 ``--config.model.lora.targets="('decoder/*',)"``.
 """

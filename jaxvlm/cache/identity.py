@@ -97,10 +97,16 @@ def identity(run: CacheInputs, params: Params, encode_batch: int) -> dict[str, A
 
 
 def weights_digest(params: Params) -> str:
-    """Return a digest of the vision encoder's parameters that is the same on every mesh."""
+    """Return a digest of the vision encoder's parameters that is the same on every mesh.
+
+    Of floats it is that of their values in float32: tokens do not depend on the dtype in which a
+    run holds them (``OptimConfig.frozen_dtype``).
+    """
     paths = sorted(path for path in params if is_vision_path(path))
+    floats = {path for path in paths if jnp.issubdtype(params[path].dtype, jnp.floating)}
     sums = _mixed(tuple(params[path] for path in paths))
-    facts = [(p, str(params[p].dtype), params[p].shape) for p in paths]
+    dtypes = {path: "float32" if path in floats else str(params[path].dtype) for path in paths}
+    facts = [(path, dtypes[path], params[path].shape) for path in paths]
     return hashlib.blake2b(repr((facts, np.asarray(sums).tolist())).encode()).hexdigest()[:32]
 
 
@@ -112,7 +118,8 @@ def _mixed(leaves: tuple[jax.Array, ...]) -> jax.Array:
     """
     lanes = []
     for leaf in leaves:
-        words = bit_words(leaf)
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        words = bit_words(leaf.astype(jnp.float32) if is_float else leaf)
         place = flat_index(words.shape)
         lane = [
             jnp.sum(mix(words ^ mix(place + jnp.uint32(seed))), dtype=jnp.uint32) for seed in _SEEDS

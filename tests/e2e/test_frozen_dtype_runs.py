@@ -13,8 +13,10 @@ from checkpoints import write_llava
 from runs import losses, recipe
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from test_encoders import write
 
 import jaxvlm
+from jaxvlm.cache.identity import weights_digest
 from jaxvlm.checkpoint.checkpointer import StructureError
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, default_config
@@ -198,6 +200,64 @@ def test_frozen_blocks_are_cut_anew_with_their_bits(data, folder, tower_run, tmp
     for path, x in run.state.frozen.items():
         assert x.dtype == jnp.bfloat16, path
         np.testing.assert_array_equal(x, tower_run.state.frozen[path][: len(x)], path)
+
+
+def in_bfloat16(folder):
+    for file in folder.glob("*.safetensors"):
+        floats = (x.dtype.kind == "f" for x in load_file(file).values())
+        assert all(floats)
+        tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def of_pairs(captions, steps=2):
+    config = default_config()
+    config.loss.name, config.embedder = "info_nce", "dual"
+    config.data.train = str(captions)
+    config.data.batch_size, config.data.max_length, config.data.buckets = 8, 12, 1
+    config.data.pairs.batch_sampler = "random"
+    config.pair_loss.temperature, config.grad_cache.query_mini_batch = 0.0, 1
+    config.optim.learning_rate, config.optim.warmup_steps, config.steps = 1e-2, 0, steps
+    config.log_every, config.tensorboard, config.dual.dtype = 1, False, "bfloat16"
+    config.mesh.data, config.mesh.fsdp = 1, 8
+    return config
+
+
+def test_a_dual_encoders_frozen_tower_is_held_as_it_came(captions, tmp_path):
+    clip = in_bfloat16(write(tmp_path / "clip", "clip"))
+    runs = {}
+    for setting in ("checkpoint", "float32"):
+        config = of_pairs(captions)
+        config.dual.checkpoint = str(clip)
+        config.optim.frozen, config.optim.frozen_dtype = ("vision/*",), setting
+        runs[setting] = fitted(config, tmp_path / setting)
+    held, wide = runs["checkpoint"], runs["float32"]
+    assert set(held.model.held) == held.state.frozen.keys() and not wide.model.held
+    assert losses(held.workdir) == losses(wide.workdir)
+    source, after = raw(clip), exported(held.workdir, tmp_path / "out")
+    assert after == exported(wide.workdir, tmp_path / "out32")
+    assert all((after[name] == source[name]) or not is_tower(name) for name in source)
+    loaded = [jaxvlm.load(run.workdir, "latest") for run in (held, wide)]
+    assert loaded[0].model.held == held.model.held
+    images = [str(captions.parent / f"{i}.png") for i in range(3)]
+    np.testing.assert_array_equal(*(model.encode_image(images) for model in loaded))
+
+
+def test_each_tower_has_the_dtype_of_its_own_checkpoint(captions, tmp_path):
+    config = of_pairs(captions)
+    config.dual.vision_checkpoint = str(in_bfloat16(write(tmp_path / "siglip", "siglip")))
+    config.dual.text_checkpoint = str(write(tmp_path / "bert", "bert"))
+    config.dual.embed_dim, config.optim.frozen = 24, ("text/*", "vision/*")
+    config.dual.project = ("vision", "text")
+    run = jaxvlm.Trainer(config)
+    assert set(run.model.held) == {path for path in run.model.shapes if path.startswith("vision/")}
+    assert set(run.model.held.values()) == {"bfloat16"}
+
+
+def test_cached_tokens_of_an_encoder_do_not_depend_on_how_it_is_held(tower_run, float32_run):
+    digests = {weights_digest(run.training.params(run.state)) for run in (tower_run, float32_run)}
+    assert len(digests) == 1
 
 
 def test_a_setting_that_nothing_reads_is_refused(data, folder):
