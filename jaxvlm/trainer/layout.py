@@ -73,19 +73,26 @@ def lay_out(config: Config, devices: Sequence[jax.Device]) -> Layout:
 
 
 def place(
-    config: Config, layout: Layout | None, devices: Sequence[jax.Device], dataset: Any
+    config: Config,
+    layout: Layout | None,
+    devices: Sequence[jax.Device],
+    prepared: Prepared,
+    workdir: pathlib.Path | None,
 ) -> Placed:
     """Build the model where it lies: on ``layout``, or on one chosen by :func:`place_by_cost`.
 
-    Towers that no record of ``dataset`` reaches are frozen.
+    Towers that no record of the data reaches are frozen, and frozen weights are held as
+    ``config.optim.frozen_dtype`` says.
     """
+    dataset = prepared.dataset
     placed = place_model(config, layout) if layout else place_by_cost(config, devices, dataset)
-    if dataset.modalities >= MODALITIES:
-        return placed
-    return placed._replace(config=freeze_unreached(placed.config, placed.model, dataset))
+    if not dataset.modalities >= MODALITIES:
+        config = freeze_unreached(placed.config, placed.model, dataset)
+        placed = placed._replace(config=config)
+    return _hold_frozen(placed, prepared, workdir)
 
 
-def hold_frozen(placed: Placed, prepared: Prepared, workdir: pathlib.Path | None) -> Placed:
+def _hold_frozen(placed: Placed, prepared: Prepared, workdir: pathlib.Path | None) -> Placed:
     """Hold frozen weights in the dtypes of the files that they are read from, or as is set.
 
     Raises:

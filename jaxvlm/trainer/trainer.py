@@ -69,8 +69,7 @@ class Trainer(Run):
         self.tokenizer = prepared.tokenizer
         self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
         # Model, on its mesh.
-        placed = layout.place(config, mesh, devices, self.dataset)
-        placed = layout.hold_frozen(placed, prepared, self.workdir)
+        placed = layout.place(config, mesh, devices, prepared, self.workdir)
         self.config, self.mesh = placed.config, placed.mesh
         self.model, self.encoder = placed.model, placed.encoder
         self.rows = local_rows(self.mesh, self.config.data.batch_size)
