@@ -147,7 +147,8 @@ class Encoder:
         """
         if "head/scale" not in self.params:
             raise ConfigError(f"{self.name}: a model with one tower has no logits")
-        scale, bias = (np.asarray(self.params.get(f"head/{n}", 0.0)) for n in ("scale", "bias"))
+        numbers = (self.params.get(f"head/{name}", 0.0) for name in ("scale", "bias"))
+        scale, bias = (np.asarray(x, np.float32) for x in numbers)
         return np.exp(scale) * images @ texts.T + bias
 
     def export(self, output: str | os.PathLike[str], dtype: str = "") -> dict[str, Any]:

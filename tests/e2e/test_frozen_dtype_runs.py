@@ -224,13 +224,14 @@ def of_pairs(captions, steps=2):
     return config
 
 
+@pytest.mark.long
 def test_a_dual_encoders_frozen_tower_is_held_as_it_came(captions, tmp_path):
     clip = in_bfloat16(write(tmp_path / "clip", "clip"))
     runs = {}
     for setting in ("checkpoint", "float32"):
         config = of_pairs(captions)
         config.dual.checkpoint = str(clip)
-        config.optim.frozen, config.optim.frozen_dtype = ("vision/*",), setting
+        config.optim.frozen, config.optim.frozen_dtype = ("vision/*", "head/*"), setting
         runs[setting] = fitted(config, tmp_path / setting)
     held, wide = runs["checkpoint"], runs["float32"]
     assert set(held.model.held) == held.state.frozen.keys() and not wide.model.held
@@ -241,7 +242,9 @@ def test_a_dual_encoders_frozen_tower_is_held_as_it_came(captions, tmp_path):
     loaded = [jaxvlm.load(run.workdir, "latest") for run in (held, wide)]
     assert loaded[0].model.held == held.model.held
     images = [str(captions.parent / f"{i}.png") for i in range(3)]
-    np.testing.assert_array_equal(*(model.encode_image(images) for model in loaded))
+    embeddings = [(m.encode_image(images), m.encode_text(["a red", "big"])) for m in loaded]
+    np.testing.assert_array_equal(embeddings[0][0], embeddings[1][0])
+    np.testing.assert_array_equal(*(m.similarity(*x) for m, x in zip(loaded, embeddings)))
 
 
 def test_each_tower_has_the_dtype_of_its_own_checkpoint(captions, tmp_path):
