@@ -11,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share 
 import bars  # no JAX in any
 import isolation
 import shown
+from scheduling import pytest_xdist_make_scheduler  # noqa: F401
 
 isolation.isolate()
 # A collective holds a thread of XLA's pool until all devices are there. With a thread a device, the
@@ -48,14 +49,6 @@ def pytest_runtest_call(item):
     yield
     if found := bars.taken():
         item.user_properties.append(("bars", found))
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items):
-    """A file's tests share fixtures and so a process, unless they say otherwise."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -125,7 +125,6 @@ def run_start(kind):
 
 
 @pytest.mark.long
-@pytest.mark.xdist_group("300 steps")  # of one process: the exact run is made once
 @pytest.mark.parametrize(
     ("dtype", "feedback", "within"),
     # Four bits end higher with Adam, for small gradients drown (docs/strategies.md): by 2.4 or

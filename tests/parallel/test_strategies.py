@@ -172,12 +172,7 @@ def matrix():
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "frozen", "packed", "parts"),
-    [
-        pytest.param(
-            *case, marks=[pytest.mark.xdist_group(case[0]), *([] if case[:2] in FAST else [LONG])]
-        )
-        for case in matrix()
-    ],
+    [pytest.param(*case, marks=[] if case[:2] in FAST else [LONG]) for case in matrix()],
 )
 def test_it_equals_one_device(kind, strategy, frozen, packed, parts, record_property):
     case = (kind, strategy, frozen, packed, parts)
