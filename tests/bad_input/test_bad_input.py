@@ -1,4 +1,4 @@
-"""300 bad inputs of every kind, handed to commands: each is used or refused by a line."""
+"""Bad inputs of every kind, handed to commands: each is used or refused by a line."""
 
 import pathlib
 
@@ -7,13 +7,14 @@ import pytest
 from tests.bad_input import commands, runner
 
 
-def test_every_bad_input_is_refused_by_a_line():
-    found = runner.outcomes(300)
+@pytest.mark.parametrize("count", [72, pytest.param(300, marks=pytest.mark.long)])
+def test_every_bad_input_is_refused_by_a_line(count):
+    found = runner.outcomes(count)
     counts = runner.summary(found)
-    assert len(found) >= 300 and set(counts["kinds"]) == set(runner.KINDS)
+    assert len(found) >= count and set(counts["kinds"]) == set(runner.KINDS)
     assert not counts["places"], [o for o in found if o.what not in runner.FINE]
     # Were every input used, or every one refused, the generators or this test would be broken.
-    assert counts["total"]["refused"] > 100 and counts["total"]["ok"] > 10
+    assert counts["total"]["refused"] > count / 3 and counts["total"]["ok"] > count / 30
 
 
 def divides(file, data):

@@ -14,8 +14,7 @@ from jaxvlm.cache.cached_step import TOKENS
 from jaxvlm.cache.host_cache import HostCache
 from jaxvlm.data.page_allocation import PageAllocation
 from jaxvlm.models.vlm import encoder_tokens
-from jaxvlm.spmd.submodels import vision_encoder_part
-from jaxvlm.types import PAGE, Batch
+from jaxvlm.types import PAGE
 
 BOUND = 2
 PLACES = np.asarray([0, 1, -1, PER_ROW, PER_ROW + 1])
@@ -124,8 +123,6 @@ def test_no_token_from_host_memory_is_older_than_its_bound(lazy, moves, tmp_path
 
 def check_rows(made, host, model, params):
     """Cached tokens are what the encoder computed when they were cached."""
-    tower = vision_encoder_part(made.model, made.mesh, made.model.strategies["vision"])
-    run = jax.jit(lambda p, x: tower.module(p)(Batch(None, None, None, None, pixels=x)))
     kept = {
         (at[0], int(np.frombuffer(row.key, np.uint32)[1])): row
         for at, row in host._tokens.current.items()
@@ -133,5 +130,5 @@ def check_rows(made, host, model, params):
     assert {at: row.age.version for at, row in kept.items()} == model.visible
     for (row, which), found in kept.items():
         pixels = np.broadcast_to(image(row, which), (ROWS, 1, 16, 16, 3))
-        expected = np.asarray(run(params[found.age.version], pixels))[0, 0]
+        expected = np.asarray(made.encode(params[found.age.version], pixels))[0, 0]
         np.testing.assert_allclose(found.tokens, expected, rtol=2e-5, atol=2e-5)

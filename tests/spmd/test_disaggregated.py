@@ -219,14 +219,22 @@ def test_an_encoder_gathered_in_int8_trains_on_rounded_weights():
     np.testing.assert_allclose(seen[0]["grad_norm"], exact[0]["grad_norm"], rtol=2e-2)
 
 
-@pytest.mark.parametrize("side", ["vision", "decoder"])
-def test_what_is_not_finite_on_one_side_is_skipped_on_both(side):
+@pytest.fixture(scope="module")
+def halves():
+    """(how a batch is placed, the step, its state in host memory, where that belongs)."""
     *_, made, program, state = run("llava", SIDES[1][1], SIDES[1][0], parts=2)
+    return made.place, program, jax.device_get(state), jax.tree.map(lambda x: x.sharding, state)
+
+
+@pytest.mark.parametrize("side", ["vision", "decoder"])
+def test_what_is_not_finite_on_one_side_is_skipped_on_both(side, halves):
+    place, program, kept, shardings = halves
+    state = jax.device_put(kept, shardings)
     names = sorted(state.params)
     path = next(p for p in names if p.startswith(side))
     bad = state._replace(params={**state.params, path: state.params[path] * np.nan})
     before = jax.device_get(bad)
-    batch = made.place(rows_of(KINDS["llava"].batch(0, True)), ROWS)
+    batch = place(rows_of(KINDS["llava"].batch(0, True)), ROWS)
     after, metrics = program(bad, batch)
     assert metrics["skipped"] == 1 and not np.isfinite(metrics["loss"])
     assert names[int(metrics["bad_leaf"])] <= path

@@ -68,15 +68,23 @@ def run(training, model, params, batches):
     return state, metrics
 
 
-def test_microbatches_give_the_whole_batchs_gradient(model, params):
-    batch, loss, plain = on_device(), NextToken(), PlainRunner(model.apply)
-    scale = scales(loss, batch)
-    whole_sums, whole = jax.jit(lambda p: plain.loss_grad(p, {}, batch, loss, scale))(params)
-    for parts in (2, 4):
-        runner = GradAccumulation(plain, parts)
-        sums, grads = jax.jit(lambda p, r=runner: r.loss_grad(p, {}, batch, loss, scale))(params)
-        np.testing.assert_allclose(sums.terms["loss"], whole_sums.terms["loss"], rtol=1e-6)
-        assert_gradients_close(grads, whole)
+def loss_grad(runner):
+    """``params -> (sums, gradients)`` of one batch."""
+    batch, loss = on_device(), NextToken()
+    return lambda params: runner.loss_grad(params, {}, batch, loss, scales(loss, batch))
+
+
+@pytest.fixture(scope="module")
+def whole(model, params):
+    return jax.jit(loss_grad(PlainRunner(model.apply)))(params)
+
+
+@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.long), 4])
+def test_microbatches_give_the_whole_batchs_gradient(model, params, whole, parts):
+    runner = GradAccumulation(PlainRunner(model.apply), parts)
+    sums, grads = jax.jit(loss_grad(runner))(params)
+    np.testing.assert_allclose(sums.terms["loss"], whole[0].terms["loss"], rtol=1e-6)
+    assert_gradients_close(grads, whole[1])
 
 
 def test_a_loss_that_is_no_sum_refuses_microbatches(model, params):
@@ -142,15 +150,18 @@ def test_a_frozen_vision_encoder_keeps_its_bits_and_costs_nothing(model, params)
     assert not [name for name in back if "vision" in name]
 
 
-def test_the_frozen_check_can_fail(model, params):
-    training = made(model, train_config())
+@pytest.fixture(scope="module")
+def training(model):
+    return made(model, train_config())
+
+
+def test_the_frozen_check_can_fail(model, training):
     batch = to_global(model.mesh, random_batch(), ROWS)
     back = backward_names(training.step.get(training.abstract, batch))
     assert any("vision" in name for name in back)
 
 
-def test_a_skipped_update_changes_nothing_but_the_counts(model, params):
-    training = made(model, train_config())
+def test_a_skipped_update_changes_nothing_but_the_counts(model, params, training):
     good = random_batch()
     state, _ = run(training, model, params, [good])
     before = jax.device_get(state)
@@ -207,21 +218,14 @@ def test_freezing_everything_is_refused(model):
 
 
 @pytest.mark.parametrize("remat", ["dots", "full", "offload"])
-def test_remat_changes_no_gradient_and_applies_to_both_towers(params, remat, mesh, model):
+def test_remat_changes_no_gradient_and_applies_to_both_towers(params, whole, remat, mesh, model):
     vision = dataclasses.replace(TINY.vision, remat=remat)
     decoder = dataclasses.replace(TINY.decoder, remat=remat)
     other = build_model(dataclasses.replace(TINY, vision=vision, decoder=decoder), mesh)
-    batch, loss = on_device(), NextToken()
-    scale = scales(loss, batch)
-
-    def grads(m):
-        return lambda p: PlainRunner(m.apply).loss_grad(p, {}, batch, loss, scale)[1]
-
-    kept = jax.jit(grads(model))(params)
-    again = jax.jit(grads(other))(params)
-    assert_gradients_close(again, kept)
-    text = str(jax.make_jaxpr(grads(other))(params))
+    again = jax.jit(loss_grad(PlainRunner(other.apply)))
+    assert_gradients_close(again(params)[1], whole[1])
+    text = str(again.trace(params).jaxpr)
     assert text.count("remat") >= 2, "one in each tower's scan"
-    assert "remat" not in str(jax.make_jaxpr(grads(model))(params))
+    assert "remat" not in str(jax.make_jaxpr(loss_grad(PlainRunner(model.apply)))(params))
     if remat == "offload":
         assert "<host>" in text or "pinned_host" in text
