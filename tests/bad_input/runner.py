@@ -83,6 +83,7 @@ def inputs(kind: str, count: int, number: int = 0) -> list[tuple[str, bytes]]:
 
     module, name = KINDS[kind][0].split(".")
     generator = getattr(importlib.import_module(f"tests.bad_input.{module}"), name)
+    importlib.import_module("jaxvlm.data.images.image_files")  # draws by `random`: not while we do
     drawn: list[tuple[str, bytes]] = []
 
     @seed(number)
@@ -235,7 +236,8 @@ def _serve(pipe: Any, given: list[Input], shared: pathlib.Path, asked: Asked) ->
 
     if asked.source:
         sys.path.insert(0, asked.source)
-    os.environ |= runs.environment(1, JAX_COMPILATION_CACHE_DIR=str(runs.compile_cache()))
+    os.environ |= runs.environment(1)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(runs.compile_cache()))
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}  # a setting may name either
     names = commands.Names(asked.names)

@@ -7,9 +7,11 @@ import pytest
 from tests.bad_input import commands, runner
 
 
-@pytest.mark.parametrize("count", [72, pytest.param(300, marks=pytest.mark.long)])
-def test_every_bad_input_is_refused_by_a_line(count):
-    found = runner.outcomes(count)
+@pytest.mark.parametrize(
+    ("count", "workers"), [(72, 1), pytest.param(300, 2, marks=pytest.mark.long)]
+)
+def test_every_bad_input_is_refused_by_a_line(count, workers):
+    found = runner.outcomes(count, workers=workers)
     counts = runner.summary(found)
     assert len(found) >= count and set(counts["kinds"]) == set(runner.KINDS)
     assert not counts["places"], [o for o in found if o.what not in runner.FINE]
