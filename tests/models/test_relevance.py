@@ -147,7 +147,8 @@ def test_the_best_cell_is_split_again_and_again(levels, coarse, share, seed, tie
     budget = coarse**2 + 3 * round(share * (patches - coarse**2) / 3)
     score = np.random.default_rng(seed).normal(size=(2, patches)).astype(np.float32)
     score = np.round(score) if ties else score
-    pieces = jax.tree.map(np.asarray, choose(jnp.asarray(score), levels, budget))
+    pieces = jax.jit(choose, static_argnums=(1, 2))(score, levels, budget)
+    pieces = jax.tree.map(np.asarray, pieces)
     for first, level, row in zip(pieces.first, pieces.level, score):
         assert len(first) == budget
         # All of the image, once, in Morton order; and cut no further than it may be.
@@ -221,7 +222,7 @@ def check_that_all_learn(made, x, texture, query):
         tokens, where = nnx.merge(graph, params)(x, texture, query)
         return jnp.sum(jnp.sin(3 * tokens)) + jnp.sum(jnp.sin(where))
 
-    grads, of_x, of_query = jax.grad(loss, argnums=(0, 1, 2))(params, x, query)
+    grads, of_x, of_query = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(params, x, query)
     assert of_x.dtype == np.float64
     leaves = {f"/{'/'.join(path)}": leaf[...] for path, leaf in nnx.to_flat_state(grads)}
     # Scores are standardised: a shift of all patches changes none.
@@ -239,7 +240,7 @@ def check_that_all_learn(made, x, texture, query):
         with mock.patch.object(Relevance, "score", lambda *_: score):
             return jnp.sum(jnp.sin(3 * made(x, texture, query)[0]))
 
-    assert float(jnp.abs(jax.grad(by_score)(score)).min()) > nothing
+    assert float(jnp.abs(jax.jit(jax.grad(by_score))(score)).min()) > nothing
 
 
 def test_scores_are_of_one_image_and_one_question():
