@@ -45,7 +45,7 @@ def watch() -> None:
             at, planted = np.flatnonzero(real)[0], a.copy()
             planted.flat[at] = d.flat[at] + numerics.FAULT * bar.flat[at]
             caught = _fails(allclose, planted, d, rtol, atol, *args, **kwargs)
-        parts = [f"{rtol:g} of each"] * (rtol > 0) + [f"{atol:g}"] * (atol > 0)
+        parts = [f"{rtol:g} of each"] * bool(rtol > 0) + [f"{atol:g}"] * bool(atol > 0)
         _note(actual, desired, " + ".join(parts) or "0", share, caught)
 
     def watched_equals(self, actual):

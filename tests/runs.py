@@ -151,11 +151,11 @@ def losses(workdir: pathlib.Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-def without_torch(program: str, *args: object) -> str:
+def without_torch(program: str, *args: object, devices: int = 8) -> str:
     """What ``program`` says in a process that has no torch; it must end well."""
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, args)],
-        env=environment(),
+        env=environment(devices),
         capture_output=True,
         text=True,
     )

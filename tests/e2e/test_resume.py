@@ -272,14 +272,14 @@ def test_a_missing_evaluation_image_harms_neither_control_nor_grid(data, tmp_pat
 def test_a_setting_of_jax_that_changes_results_belongs_to_the_run(data, tmp_path):
     """It is told, recorded, and the same after a resume; what jaxvlm can't compute with is not."""
     args = ("--config.steps=4", "--config.data.eval=", "--config.checkpoint.every=4")
-    odd = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
+    odd = {"JAX_DEFAULT_PRNG_IMPL": "rbg", "devices": 1}
     told = finish(runs.start(tmp_path / "run", data, *args, **odd))
     assert "JAX_DEFAULT_PRNG_IMPL=rbg may change results" in told
     recorded = json.loads((tmp_path / "run" / "config.json").read_text())["numeric_settings"]
     assert recorded["JAX_DEFAULT_PRNG_IMPL"] == "rbg"
 
     def refused(workdir, **env):
-        process = runs.start(workdir, data, *args, "--config.steps=6", **env)
+        process = runs.start(workdir, data, *args, "--config.steps=6", devices=1, **env)
         _, err = process.communicate(timeout=300)
         assert process.returncode == 2, err[-2000:]
         return err.strip().splitlines()[-1]
