@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxvlm.nn.attention_backends import Scores, attend, check_heads
+from jaxvlm.nn.attention_backends import Scores, attend, check_heads, check_platform
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
 from jaxvlm.nn.mask import Mask
@@ -73,6 +73,7 @@ class Attention(nnx.Module):
         D, N, K, H = spec.width, spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.axes, self.spec = axes, spec
         check_heads(axes, N)
+        check_platform(axes, spec.attention)
         self.wq = param(init, (D, N, H), ("embed", "heads", "head_dim"), fan_in(D), 1)
         self.wk = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D), 1)
         self.wv = param(init, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in(D), 1)

@@ -26,6 +26,7 @@ BATCHED = ("batch", "seq")
 QUERY = ("batch", "seq", "heads", "head_dim")
 KEY = ("batch", "seq", "kv_heads", "head_dim")
 _PREFERRED = {"gpu": ("cudnn", "flash"), "tpu": ("flash",)}
+_PLATFORMS = {"cudnn": ("gpu",), "flash": ("gpu", "tpu")}
 _SHORT = 128  # tokens: at most so many are one block, of which nothing can be skipped
 
 
@@ -161,6 +162,20 @@ def check_heads(axes: Axes, num_heads: int) -> None:
             f"config.strategy.context='ulysses' splits {num_heads} heads over context x tensor = "
             f"{_num_shards(axes)} devices, which does not divide them; 'ring' and 'gather' take "
             "any number of heads"
+        )
+
+
+def check_platform(axes: Axes, backend: str) -> None:
+    """Check that an attention backend runs on the mesh's platform.
+
+    Raises:
+        ConfigError: it does not; the message has the platforms.
+    """
+    platforms = _PLATFORMS.get(backend, (axes.platform,))
+    if axes.platform not in platforms:
+        raise ConfigError(
+            f"config.model (or config.dual).attention={backend!r} runs on "
+            f"{' and '.join(platforms)}, not on {axes.platform}; use 'auto'"
         )
 
 

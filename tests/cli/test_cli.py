@@ -57,7 +57,11 @@ def test_no_command_and_unknown_command(capsys):
         ("--config.model.vision.patch_size=7", "not a multiple of patch_size=7"),
         ("--config.model.vision.stem=cnov", "known: linear, conv"),
         ("--config.model.dtype=float8", "known: float32, bfloat16"),
-        ("--config.model.attention=flash", "known: auto, xla, cudnn"),
+        ("--config.model.attention=falsh", "known: auto, xla, cudnn, flash"),
+        (
+            "--config.model.attention=flash",
+            "'flash' runs on gpu and tpu, not on cpu; use 'auto'",
+        ),
         ("--config.model.decoder.remat=all", "known: none, dots, full, offload"),
         ("--config.optim.schedule=cosin", "known: constant, linear, cosine"),
         ("--config.optim.frozen=('visoin/*',)", "no parameter matches 'visoin/*'"),

@@ -246,7 +246,7 @@ def test_state_resumes_and_names_what_changed(album, word_tokenizer):
     [
         ({"flip": True}, r"data\.flip False -> True"),
         ({"max_shift": 2}, r"data\.max_shift 0 -> 2"),
-        ({"prepare": squares(8, "pad")}, r"images '8\|squash\|rgb-1' -> '8\|pad\|rgb-1'"),
+        ({"prepare": squares(8, "pad")}, r"images '8\|squash\|rgb-2' -> '8\|pad\|rgb-2'"),
         ({"visual_mask": "prefix"}, "visual_mask 'causal' -> 'prefix'"),
     ],
 )
