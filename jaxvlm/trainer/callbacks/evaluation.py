@@ -17,6 +17,7 @@ from jaxvlm.inference.embedding_evaluator import EmbeddingEvaluator, embedding_e
 from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.vlm import VLM
 from jaxvlm.losses.registry import trains_embeddings
+from jaxvlm.parallel.distributed import processes
 from jaxvlm.train import compiled_steps
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import Callback, CheckpointRecord
@@ -53,8 +54,14 @@ class EvaluationCallback(Callback):
     ):
         self.evaluate, self.config, self.steps = evaluate, config, steps
         self.writer, self.progress = writer, progress
-        self.best: float | None = extra.get("best")
-        self.not_better: int = extra.get("not_better", 0)
+        checkpoint = config.checkpoint
+        self._best_of = [checkpoint.metric, checkpoint.mode, config.data.eval]
+        same = extra.get("best_of", self._best_of) == self._best_of
+        if not same:
+            was, now = (f"{x[1]} of {x[0]} on {x[2]}" for x in (extra["best_of"], self._best_of))
+            progress.log(f"the best score was the {was}; it starts anew with the {now}")
+        self.best: float | None = extra.get("best") if same else None
+        self.not_better: int = extra.get("not_better", 0) if same else 0
         self.evaluated, self._evaluated_before = -1, extra.get("evaluated")
         self.last_report: Report | None = None
         self._unsaved: Report | None = None
@@ -107,7 +114,8 @@ class EvaluationCallback(Callback):
             record.metrics |= self._unsaved.metrics
         self._unsaved = None
         record.extra |= {
-            "best": self.best, "not_better": self.not_better, "evaluated": self.evaluated
+            "best": self.best, "best_of": self._best_of,
+            "not_better": self.not_better, "evaluated": self.evaluated,
         }  # fmt: skip
 
 
@@ -115,7 +123,8 @@ def make_evaluator(run: Run) -> AnyEvaluator | None:
     """What evaluates the run on ``config.data.eval``, or ``None`` where that names no data.
 
     Raises:
-        ConfigError: ``config.checkpoint.metric`` is not among its metrics.
+        ConfigError: ``config.checkpoint.metric`` is not among its metrics, or processes read
+            different data.
         DataError: the data can't be used.
     """
     config = run.config
@@ -126,8 +135,11 @@ def make_evaluator(run: Run) -> AnyEvaluator | None:
         collator = run.dataset.queries.collator
         evaluator = embedding_evaluator(config, run.model, collator)
     else:
-        dataset = make_dataset(config, config.data.eval, run.tokenizer, run.image_format)
-        evaluator = Evaluator(run.model, dataset, config.data.batch_size)
+        records = make_dataset(config, config.data.eval, run.tokenizer, run.image_format)
+        evaluator = Evaluator(run.model, records, config.data.batch_size)
+    dataset = evaluator.dataset
+    read = [dataset.fingerprint(), dataset.sample_digest()]
+    processes.check_same("the evaluation data (config.data.eval)", read)
     metric = config.checkpoint.metric
     if metric not in evaluator.metrics:  # now, not after hours
         known = ", ".join(evaluator.metrics)
