@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, check_choice
-from jaxvlm.nn.mask import Mask
-from jaxvlm.nn.spans import Spans, of_segments
+from jaxvlm.nn.mask import Mask, Spans, of_segments
 from jaxvlm.parallel.context_parallel import HIDDEN, ring_attention
 from jaxvlm.parallel.per_device import per_device
 from jaxvlm.parallel.rules import WHOLE_ROWS, Axes, log_once, shard

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from jax._src import distributed
-from jax._src.cudnn import fused_attention_stablehlo as _attention_of_cudnn
 
 
 def scan_inputs(params: dict[str, Any]) -> tuple[int, int]:
@@ -59,8 +58,10 @@ def cudnn_forward(
     Returns:
         [B, T, N, H]; and statistics f32[B * M, N, T] for :func:`cudnn_backward`.
     """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
     args, static = _cudnn(q, where, causal, factor)
-    call = _attention_of_cudnn._dot_product_attention_fwd_p
+    call = cudnn._dot_product_attention_fwd_p
     return tuple(call.bind(q, k, v, *args, **static, is_training=True))
 
 
@@ -76,14 +77,18 @@ def cudnn_backward(
     d_out: Any,
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of queries, keys and values; arguments as :func:`cudnn_forward`'s."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
     args, static = _cudnn(q, where, causal, factor)
-    call = _attention_of_cudnn._dot_product_attention_bwd_p
+    call = cudnn._dot_product_attention_bwd_p
     return tuple(call.bind(q, k, v, *args, stats, out, d_out, **static))
 
 
 def _cudnn(q: Any, where: Any, causal: bool, factor: float) -> tuple[list[Any], dict[str, Any]]:
     """Bias, lengths, offsets and pages; static arguments."""
-    kinds = _attention_of_cudnn.MaskType
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    kinds = cudnn.MaskType
     none = jax.numpy.zeros(0, q.dtype)
     if where is None:
         kind = kinds.CAUSAL if causal else kinds.NO_MASK
@@ -98,7 +103,7 @@ def _cudnn(q: Any, where: Any, causal: bool, factor: float) -> tuple[list[Any], 
         "dropout_rate": 0.0,
         "variadic_args": (False, False),  # a bias; its gradient
         "mask_type": kind,
-        "layout": _attention_of_cudnn.AttentionLayout.BTNH.value,
+        "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
     }
     return [none, *given, none, none], static

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxvlm.nn.mask import Mask
-from jaxvlm.nn.spans import of_segments, within_window
+from jaxvlm.nn.mask import Mask, of_segments, within_window
 
 
 @st.composite

@@ -9,8 +9,7 @@ import pytest
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.nn import attention_backends
-from jaxvlm.nn.mask import Mask
-from jaxvlm.nn.spans import of_segments
+from jaxvlm.nn.mask import Mask, of_segments
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 

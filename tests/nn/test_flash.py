@@ -13,7 +13,7 @@ from numerics import UNIT, close, rounding
 
 from jaxvlm.nn.kernels import blocks, flash_gpu, flash_tpu
 from jaxvlm.nn.kernels.flash import flash_attention
-from jaxvlm.nn.spans import Spans
+from jaxvlm.nn.mask import Spans
 
 B, T, N, K = 2, 200, 4, 2
 SMALL = {

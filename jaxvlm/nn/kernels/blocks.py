@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.nn.spans import Spans
+from jaxvlm.nn.mask import Spans
 
 
 class Ranges(NamedTuple):

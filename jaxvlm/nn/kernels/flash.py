@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxvlm.nn.kernels.scores import Form
-from jaxvlm.nn.spans import Spans
+from jaxvlm.nn.mask import Spans
 
 SHARED = 99 * 2**10
 """Bytes of shared memory that a block of threads can have on every NVIDIA GPU since Ampere."""

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 
 from jaxvlm.nn.kernels.blocks import Visits, visits
 from jaxvlm.nn.kernels.scores import HIDDEN, Form, dot, scores
-from jaxvlm.nn.spans import Spans, allowed
+from jaxvlm.nn.mask import Spans, allowed
 
 _LEAST = 16  # smallest dim of a product of matrices in Triton
 _OUTER, _INNER = ((((1,), (b,)), ((), ())) for b in (1, 0))  # a b^T, and a b

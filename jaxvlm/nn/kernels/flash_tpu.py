@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxvlm.nn.kernels.blocks import needed, ranges, steps
 from jaxvlm.nn.kernels.scores import HIDDEN, Form, dot, scores
-from jaxvlm.nn.spans import Spans, allowed
+from jaxvlm.nn.mask import Spans, allowed
 
 _MEMORY = 100 * 2**20  # of fast memory, in bytes
 _BOUNDS = 6  # fields of Ranges
