@@ -207,17 +207,40 @@ def _choose(
                 f"config.model (or config.dual).attention={backend!r}: {refusal}; use 'auto'"
             )
         return backend
+    name, passed_over = choice(q, k, mask, platform, cap, drops)
+    if platform in _PREFERRED:
+        why = "; ".join(f"not {other}: {reason}" for other, reason in passed_over.items())
+        log_once(f"attention {q.shape} x {k.shape}: {name}" + (f" ({why})" if why else ""))
+    return name
+
+
+def choice(
+    q: Any, k: Any, mask: Mask, platform: str, cap: float = 0.0, drops: bool = False
+) -> tuple[str, dict[str, str]]:
+    """Choose a backend as ``auto`` does.
+
+    Args:
+        q: [B, T, N, H] queries; the shape and dtype are read.
+        k: [B, S, K, H] keys.
+        mask: attention mask.
+        platform: cpu | gpu | tpu.
+        cap: soft cap of the scores; 0: none.
+        drops: attention weights have dropout.
+
+    Returns:
+        The backend's name; and those that were passed over, with reasons.
+    """
+    passed_over: dict[str, str] = {}
     for name in _PREFERRED.get(platform, ()):
-        refusal = _refusal(name, q, k, mask, platform, cap, drops) or _rather(name, q, platform)
-        if not refusal:
-            log_once(f"attention {q.shape} x {k.shape}: {name}")
-            return name
-        log_once(f"attention {q.shape} x {k.shape}: not {name} ({refusal})")
-    return "xla"
+        reason = _refusal(name, q, k, mask, platform, cap, drops) or _rather(name, q, platform)
+        if not reason:
+            return name, passed_over
+        passed_over[name] = reason
+    return "xla", passed_over
 
 
 def _refusal(
-    backend: str, q: jax.Array, k: jax.Array, mask: Mask, platform: str, cap: float, drops: bool
+    backend: str, q: Any, k: Any, mask: Mask, platform: str, cap: float, drops: bool
 ) -> str:
     """Return why ``backend`` does not support these inputs, or ``""`` if it does."""
     if backend == "xla":
@@ -236,7 +259,7 @@ def _refusal(
     return ""
 
 
-def _refusal_of_cudnn(q: jax.Array, plain: bool, cap: float) -> str:
+def _refusal_of_cudnn(q: Any, plain: bool, cap: float) -> str:
     if cap:
         return "it has no soft cap"
     if not plain:
@@ -248,7 +271,7 @@ def _refusal_of_cudnn(q: jax.Array, plain: bool, cap: float) -> str:
     return ""
 
 
-def _rather(backend: str, q: jax.Array, platform: str) -> str:
+def _rather(backend: str, q: Any, platform: str) -> str:
     """Return why ``auto`` does not choose a backend that would work, or ``""`` if it does."""
     if backend == "flash" and platform == "tpu" and q.shape[1] <= _SHORT:
         return f"{q.shape[1]} tokens are one block"
