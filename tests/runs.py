@@ -121,11 +121,14 @@ def environment(devices: int = 8, **extra: str) -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"} | extra
 
 
-def start(workdir: pathlib.Path, data: pathlib.Path, *args: str, devices: int = 8, **env: str):
+def start(
+    workdir: pathlib.Path, data: pathlib.Path, *args: str, devices: int = 8, cwd=None, **env: str
+):
     """``jaxvlm train`` as a process of its own."""
     return subprocess.Popen(
         command("train", f"--config={HERE / 'recipe.py'}:{data}", f"--workdir={workdir}", *args),
         env=environment(devices, **env),
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

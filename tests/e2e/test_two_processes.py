@@ -16,8 +16,8 @@ from runs import finish, losses, start
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def together(workdir, data, *args, env=({}, {})):
-    """Both processes of one run; each may have its own folder, data and variables."""
+def together(workdir, data, *args, env=({}, {}), cwd=(None, None)):
+    """Both processes of one run; each may have its own folders, data and variables."""
     workdirs = workdir if isinstance(workdir, list) else [workdir] * 2
     files = data if isinstance(data, list) else [data] * 2
     with socket.socket() as probe:
@@ -29,6 +29,7 @@ def together(workdir, data, *args, env=({}, {})):
             files[number],
             *args,
             devices=4,
+            cwd=cwd[number],
             **{
                 "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
                 "JAXVLM_NUM_PROCESSES": "2",
@@ -101,12 +102,15 @@ def refused(processes):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["folder", "code", "images", "path", "setting", "count"])
+@pytest.mark.parametrize(
+    "what", ["folder", "code", "images", "path", "setting", "count", "evaluation"]
+)
 def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path, what):
     other = tmp_path / "other"
     shutil.copytree(ROOT / "jaxvlm", other / "jaxvlm")
     shutil.copytree(data.parent, other / "data")
     folders, files, env = [tmp_path / "run"] * 2, [data, other / "data" / data.name], [{}, {}]
+    evaluated, places = "", (None, None)
     words = {
         "folder": r"--workdir=.*: process 1 does not see what process 0 writes",
         "code": "source files: process 1 differs from process 0",
@@ -114,6 +118,7 @@ def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path,
         "path": "config.data.train: process 1 differs from process 0",
         "setting": "settings of JAX and XLA: process 1 differs from process 0",
         "count": "JAXVLM_NUM_PROCESSES: process 1 differs from process 0",
+        "evaluation": "the evaluation data .*: process 1 differs from process 0",
     }[what]
     if what == "folder":
         folders = [tmp_path / "one", tmp_path / "two"]
@@ -128,14 +133,20 @@ def test_processes_that_differ_are_refused_before_the_first_step(data, tmp_path,
         env[1] = {"JAX_DEFAULT_PRNG_IMPL": "rbg"}
     if what == "count":
         env[1] = {"JAXVLM_NUM_PROCESSES": "3"}
+    if what == "evaluation":  # one name in two folders, and the same records to train on
+        files, places, evaluated = [data] * 2, (data.parent, other / "data"), "evaluated.jsonl"
+        records = data.read_text().splitlines(keepends=True)
+        for place, part in zip(places, (records[:8], records[1:9]), strict=True):
+            (place / evaluated).write_text("".join(part))
     lines = refused(
         together(
             folders,
             files,
             "--config.steps=4",
             "--config.mesh.data=8",
-            "--config.data.eval=",
+            f"--config.data.eval={evaluated}",
             env=env,
+            cwd=places,
         )
     )
     for line in lines:
