@@ -12,7 +12,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share 
 import bars  # no JAX in any
 import isolation
 import shown
-from scheduling import pytest_xdist_make_scheduler  # noqa: F401
+from scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook, which pytest finds by its name)
 
 isolation.isolate()
 # A collective holds a thread of XLA's pool until all devices are there. With a thread a device, the

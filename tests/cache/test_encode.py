@@ -26,7 +26,6 @@ from zoo import QWEN3, on_stages
 from jaxvlm.cache.cached_step import TOKENS, make_cache
 from jaxvlm.cache.metrics import LOST, lag_bins
 from jaxvlm.cache.settings import token_layout
-from jaxvlm.cache.state import page_keys
 from jaxvlm.config import CacheConfig, ConfigError, MeshConfig, OptimConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vlm import encoder_tokens
@@ -37,7 +36,7 @@ from jaxvlm.planner.compiled import collectives
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.submodels import feature_shape, vision_encoder_part
 from jaxvlm.spmd.train_step import assemble, split
-from jaxvlm.types import PAGE, Batch
+from jaxvlm.types import Batch
 
 MESHES = {
     **MESHES,
@@ -497,11 +496,3 @@ def test_all_found_runs_no_encoder_and_sends_no_features(mesh, model, store, pol
 
     # Of a number of 4 bytes each of eight devices sends 7 by a ring; with a bound there are lags.
     assert 0 <= wire(cached) - wire(plain) <= (64 * 7 / 4 if policy == "lazy" else 64)
-
-
-def test_pages_of_an_image_have_keys_of_their_own():
-    image = np.asarray([[1, 2, 3, 4], [1, 2, 3, 5]], np.uint32)
-    keys = np.asarray(page_keys(jax.numpy.asarray(image), 8)).reshape(-1, 4)
-    assert len(np.unique(keys, axis=0)) == 16
-    np.testing.assert_array_equal(keys[0], image[0])
-    assert PAGE == 64

@@ -1,4 +1,4 @@
-"""The version that says how old tokens are is set in one place."""
+"""The version that says how old tokens are is set in one place; keys of an image's pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxvlm
-from jaxvlm.cache.state import advance, init
+from jaxvlm.cache.state import advance, init, page_keys
+from jaxvlm.types import PAGE
 
 ROOT = pathlib.Path(jaxvlm.__file__).parent
 
@@ -78,3 +79,11 @@ def test_an_update_raises_it_by_one(updated):
     jax.tree.map(
         np.testing.assert_array_equal, after._replace(version=0), state._replace(version=0)
     )
+
+
+def test_pages_of_an_image_have_keys_of_their_own():
+    image = np.asarray([[1, 2, 3, 4], [1, 2, 3, 5]], np.uint32)
+    keys = np.asarray(page_keys(jnp.asarray(image), 8)).reshape(-1, 4)
+    assert len(np.unique(keys, axis=0)) == 16
+    np.testing.assert_array_equal(keys[0], image[0])
+    assert PAGE == 64

@@ -22,7 +22,6 @@ from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, default_config
 from jaxvlm.models.lora import is_adapter
 
-pytest.importorskip("transformers", reason="writes the checkpoint")
 pytest.importorskip("torch", reason="writes the checkpoint; Python 3.11 only")
 
 FSDP = (1, 8, 1)

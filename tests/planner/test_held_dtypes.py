@@ -69,7 +69,7 @@ def _count(shape):
 
 
 def test_a_plan_holds_what_the_run_holds(tmp_path):
-    pytest.importorskip("transformers")
+    pytest.importorskip("torch", reason="writes the checkpoint; Python 3.11 only")
     data = write_data(tmp_path)
     given = default_config()
     given.update(recipe(data))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxvlm.nn.kernels.blocks import Visits, visits
-from jaxvlm.nn.kernels.scores import HIDDEN, Form, dot, scores
+from jaxvlm.nn.kernels.scores import HIDDEN, Form, dot, ended, scores
 from jaxvlm.nn.mask import Spans, allowed
 
 _LEAST = 16  # smallest dim of a product of matrices in Triton
@@ -202,12 +202,8 @@ def forward(
         most = jnp.full((block.own,), HIDDEN, jnp.float32)
         carry = o_at.zeros(block.own), most, jnp.zeros_like(most)
         out, most, total = _walk(pairs, b, i, step, carry)
-        # A query without keys has summed up the values of hidden ones.
-        some = most > 0.5 * HIDDEN
-        total = jnp.where(some, total, 1.0)
+        some, total, lse_ref[b, n, mine] = ended(most, total)
         o_at.write(mine.start, [jnp.where(some[:, None], x / total[:, None], 0.0) for x in out])
-        # So that all weights of a query without keys are 0 in the backward pass.
-        lse_ref[b, n, mine] = jnp.where(some, most + jnp.log2(total), -HIDDEN)
 
     grid = length // block.own, heads, batch
     lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)

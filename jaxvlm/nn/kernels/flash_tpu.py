@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxvlm.nn.kernels.blocks import needed, ranges, steps
-from jaxvlm.nn.kernels.scores import HIDDEN, Form, dot, scores
+from jaxvlm.nn.kernels.scores import HIDDEN, Form, dot, ended, scores
 from jaxvlm.nn.mask import Spans, allowed
 
 _MEMORY = 100 * 2**20  # of fast memory, in bytes
@@ -196,12 +196,8 @@ def _forward(walk: _Walk, *refs: Any) -> None:
 
     @pl.when(step.ends)
     def _() -> None:
-        # A query without keys has summed up the values of hidden ones.
-        some, total = most_ref[...] > 0.5 * HIDDEN, total_ref[...]
-        out = jnp.where(some, sum_ref[...] / jnp.where(some, total, 1.0), 0.0)
-        o_ref[0, 0] = out.astype(o_ref.dtype)
-        lse = most_ref[...] + jnp.log2(jnp.where(some, total, 1.0))
-        lse_ref[0, 0] = jnp.where(some, lse, -HIDDEN)  # so that all weights are 0
+        some, total, lse_ref[0, 0] = ended(most_ref[...], total_ref[...])
+        o_ref[0, 0] = jnp.where(some, sum_ref[...] / total, 0.0).astype(o_ref.dtype)
 
 
 def backward(

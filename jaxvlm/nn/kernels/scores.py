@@ -39,3 +39,20 @@ def scores(form: Form, products: jax.Array) -> tuple[jax.Array, jax.Array | None
         return products * (form.factor * _LOG2_E), None
     turned = jnp.tanh(products * (form.factor / form.cap))
     return turned * (form.cap * _LOG2_E), 1 - turned * turned
+
+
+def ended(most: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Finish the softmax of queries whose keys are all visited.
+
+    Args:
+        most: f32, each query's largest score.
+        total: f32, the sum of the powers of 2 of its scores, less ``most``.
+
+    Returns:
+        Whether it has a key (if not, it has summed up the values of hidden ones); what its sum of
+        values is divided by; and the logarithm to base 2 of the sum of the powers, such that all
+        weights of a query without keys are 0 in the backward pass.
+    """
+    some = most > 0.5 * HIDDEN
+    total = jnp.where(some, total, 1.0)
+    return some, total, jnp.where(some, most + jnp.log2(total), -HIDDEN)
