@@ -79,12 +79,15 @@ def of_run(
         workdir: of the run.
         tower_of_run: workdir of the run that a dual encoder's vision tower is from.
     """
-    from jaxvlm.checkpoint.restore import saved_params  # takes half a second, which plans save
+    found: Dtypes = {}
+    run = config.init_from or tower_of_run
+    if workdir or run:
+        from jaxvlm.checkpoint.restore import saved_params  # takes half a second, which plans save
 
-    saved = saved_params(workdir / "checkpoints") if workdir else {}
-    if (run := config.init_from or tower_of_run) and not saved:
-        saved = _recut(saved_params(pathlib.Path(run) / "checkpoints"), config.network)
-    found = {path: x.dtype for path, x in saved.items()}
+        saved = saved_params(workdir / "checkpoints") if workdir else {}
+        if run and not saved:
+            saved = _recut(saved_params(pathlib.Path(run) / "checkpoints"), config.network)
+        found = {path: x.dtype for path, x in saved.items()}
     if not config.init_from:
         for tower, source in sources.items():
             found |= of_source(source, config.network, tower)
