@@ -239,6 +239,18 @@ def choice(
     return "xla", passed_over
 
 
+def stores_scores(backend: str, platform: str) -> bool:
+    """Whether a train step's attention keeps products of all queries and keys in memory.
+
+    Dropout, and rows of few tokens, may need it on accelerators too.
+
+    Args:
+        backend: of the configuration.
+        platform: cpu | gpu | tpu.
+    """
+    return backend == "xla" or (backend == "auto" and platform not in _PREFERRED)
+
+
 def _refusal(
     backend: str, q: Any, k: Any, mask: Mask, platform: str, cap: float, drops: bool
 ) -> str:

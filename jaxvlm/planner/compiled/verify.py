@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Sequence
@@ -84,13 +83,10 @@ def compiled(
     Raises:
         ConfigError: dims that the mesh does not divide.
     """
-    config = setup.config
-    if setup.platform == "gpu":  # the backend that memory is planned with
-        config = dataclasses.replace(config, attention="xla")
     mesh = make_mesh(setup.mesh, devices)
     pairing = setup.pairs
     embeddings = pairing.embeddings if pairing else None
-    model: Any = build_model(config, mesh, setup.strategy, embeddings=embeddings)
+    model: Any = build_model(setup.config, mesh, setup.strategy, embeddings=embeddings)
     model = model.holding(dict(setup.held))
     run = config_of_run or (pairing.run if pairing else Config())
     trained, _ = split(model, model.shapes, setup.frozen)

@@ -22,6 +22,7 @@ from jaxvlm.config import (
     feature_blocks,
 )
 from jaxvlm.models.vlm import DTYPES
+from jaxvlm.nn.attention_backends import stores_scores
 from jaxvlm.nn.grouped_matmul import has_kernel
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.planner.memory.compilers import COMPILERS
@@ -199,8 +200,7 @@ class QuickMemory:
         heads = decoder.num_heads * decoder.head_dim / mesh.tensor
         kv = 2 * decoder.num_kv_heads * decoder.head_dim / mesh.tensor
         mlp = 0.0 if decoder.num_experts else decoder.mlp_dim / mesh.tensor
-        keys = row.length if self.platform != "tpu" else 0
-        scores = 3 * keys * decoder.num_heads / mesh.tensor
+        scores = self._scores(row.length, decoder.num_heads / mesh.tensor)
         saved = self._saved(step.remat, decoder.width, heads, kv, 2 * mlp, scores)
         saved_by_experts, inside = self._experts(step, decoder)
         total = tokens * (saved + saved_by_experts) * decoder.depth / mesh.pipeline * in_flight
@@ -212,6 +212,10 @@ class QuickMemory:
         # The towers reach their peaks one after the other.
         own = tokens * max(block, mixture, head) + self._weights(step)
         return total + images + max(own, tower)
+
+    def _scores(self, keys: float | int, heads: float | int) -> float:
+        """Numbers per query that attention keeps of its products with keys."""
+        return 3.0 * keys * heads * stores_scores(self.config.attention, self.platform)
 
     def _worked(self, scores: float | int) -> float:
         """Scores alive in a block's backward pass, and their float32 gradient where it is
@@ -250,7 +254,7 @@ class QuickMemory:
         total += self._weights(step)
         if "text" in config.towers and row.length:
             t, tensor = config.text, step.mesh.tensor
-            scores = 3 * row.length * t.num_heads / tensor * (self.platform != "tpu")
+            scores = self._scores(row.length, t.num_heads / tensor)
             dims = (t.width, t.width / tensor, 2 * t.width / tensor, t.mlp_dim / tensor, scores)
             saved = self._saved(step.remat, *dims) * t.depth * ("text" in self.trained)
             work = self._saved("none", *dims[:-1], self._worked(scores))
@@ -265,7 +269,7 @@ class QuickMemory:
         every, w = rows * patches / mesh.pipeline, vision.width
         keys = patches if vision.packed else self._image()  # windows are masks over the sequence
         learns = bool(self.trained & {"vision", "vision_top"})
-        scores = 3 * keys * vision.num_heads / mesh.tensor * (self.platform != "tpu")
+        scores = self._scores(keys, vision.num_heads / mesh.tensor)
         mlp = vision.mlp_dim * (1 + vision.gated) / mesh.tensor
         remat = step.vision or step.remat
         saved = self._saved(remat, w, w / mesh.tensor, 2 * w / mesh.tensor, mlp, scores)

@@ -345,7 +345,7 @@ class _Step(NamedTuple):
 
 def _step(setup: StepSetup, model: Model) -> tuple[_Step, float]:
     """The step's trace, and the batch size that its unit stands for."""
-    rows, config = _local_rows(setup), _plain(setup)
+    rows, config = _local_rows(setup), setup.config
     if setup.pairs:
         again = grad_reduction(model, setup.microbatches) is not None
         frozen = (setup.frozen, setup.held)
@@ -447,13 +447,6 @@ def _unit(model: Model, length: int, copies: int) -> int:
         f"sequences of {length} tokens with {copies} copies each for experts can't be planned yet: "
         "a trace can't index them in 32 bits"
     )
-
-
-def _plain(setup: StepSetup) -> ModelConfig | DualConfig:
-    """The model as it is traced: cuDNN's attention can't be traced without cuDNN."""
-    if setup.platform != "gpu":
-        return setup.config
-    return dataclasses.replace(setup.config, attention="xla")
 
 
 def _shapes(setup: StepSetup, rows: int) -> Batch | Pairs:

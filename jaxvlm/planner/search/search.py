@@ -113,11 +113,6 @@ def _notes(memory: Memory, timed: Mapping[Considered, StepTime]) -> list[str]:
     notes = list(request.assumed)
     missing = sorted({name for time in timed.values() for name in time.missing})
     notes += [f"unknown, counted as free: {name}" for name in missing]
-    if platform == "gpu":
-        notes.append(
-            "memory is with XLA's attention, which stores scores; with cuDNN's, long sequences "
-            "need less"
-        )
     decoder = getattr(request.config.network, "decoder", None)
     if platform == "gpu" and decoder and not has_kernel(decoder.expert_matmul, platform):
         notes.append(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxvlm.config import ConfigError, DualConfig, MeshConfig
 from jaxvlm.models import model_flops as count
+from jaxvlm.nn.attention_backends import stores_scores
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.planner.hardware import calibrate
@@ -149,7 +150,8 @@ def _step(
     work, messages = _optimizer(setup), list[communication.Message]()
     sent: set[str] = set()
     for run in _runs(setup):
-        ops = workload.work_items(run.setup, width, _fused(run.setup)) + _weights(run.setup, width)
+        stored = stores_scores(run.setup.config.attention, run.setup.platform)
+        ops = workload.work_items(run.setup, width, not stored) + _weights(run.setup, width)
         work += [op for op in ops if run.within(op.part.removeprefix("update "))]
         new = [m for m in communication.messages(run.setup, width) if run.within(m.part)]
         messages += [m for m in new if not (m.once and m.part in sent)]
@@ -250,12 +252,6 @@ def _measured(op: workload.WorkItem, rates: Rates, machine: Machine) -> tuple[fl
     if op.kind == "activation":
         return 0.0, op.numbers / rates.activation
     return 0.0, op.bytes / rates.moved(op.size)
-
-
-def _fused(setup: StepSetup) -> bool:
-    """Whether attention is a kernel that does not store scores."""
-    backend = setup.config.attention
-    return setup.platform != "cpu" if backend == "auto" else backend != "xla"
 
 
 def _weights(setup: StepSetup, c: int) -> list[workload.WorkItem]:
