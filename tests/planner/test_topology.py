@@ -24,6 +24,15 @@ def test_an_unknown_target_is_refused(name, slices, message):
         topology.devices(name, slices)
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("v6e:1x1", 1), ("v5e:1x2", 2), ("v5p:1x1x1", 1), ("v5p:1x2x2", 4), ("v6e:2x4", 8)],
+)
+def test_a_few_chips_are_a_host(name, count):
+    assert len(topology.devices(name)) == count
+
+
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxvlm\[aot\]'"):

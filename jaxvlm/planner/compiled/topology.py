@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import math
 from typing import Any
 
 from jaxvlm.config import ConfigError
@@ -54,7 +55,9 @@ def devices(name: str, slices: int = 1) -> list[Any]:
                 topology=f"1x{hosts}x{own}",
             )
         else:
-            description = topologies.get_topology_desc(name, platform="tpu", num_slices=slices)
+            description = topologies.get_topology_desc(
+                name, platform="tpu", num_slices=slices, **_one_host(size)
+            )
     except (RuntimeError, ValueError) as error:  # JAX's own errors are RuntimeErrors too
         short = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -62,3 +65,10 @@ def devices(name: str, slices: int = 1) -> list[Any]:
             f"{short}"
         ) from None
     return list(description.devices)
+
+
+def _one_host(torus: str) -> dict[str, list[int]]:
+    """Chips of a host, where there are fewer than libtpu takes a host to have."""
+    dims = [int(n) for n in torus.split("x") if n.isdecimal()]
+    few = math.prod(dims) <= 4
+    return {"chips_per_host_bounds": (dims + [1, 1])[:3]} if few and dims else {}

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ _SHOWN = 6
 def prepare(machine: Machine) -> None:
     """Set XLA's flags for the machine; call it before JAX creates a backend."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # two commands at once
     flag, given = _FLAGS[machine.platform], os.environ.get("XLA_FLAGS", "")
     if flag and flag.split("=")[0] not in given:
         os.environ["XLA_FLAGS"] = f"{given} {flag.format(devices=machine.devices)}".strip()
@@ -66,6 +68,48 @@ def devices_of(machine: Machine) -> list[Any]:
     return topology.devices(f"{machine.name}:{size}", machine.slices if machine.topology else 1)
 
 
+def lowered(
+    setup: StepSetup,
+    devices: Sequence[Any],
+    config_of_run: Config | None = None,
+    batch: Batch | None = None,
+) -> jax.stages.Lowered:
+    """Lower a train step to StableHLO for the devices' platform, which needs no compiler of it.
+
+    Args:
+        setup: the train step.
+        devices: as many as its mesh has.
+        config_of_run: run whose optimizer and loss are used; ``None`` uses the defaults.
+        batch: abstract batch to take instead of the setup's; its shardings are set here.
+
+    Raises:
+        ConfigError: dims that the mesh does not divide.
+    """
+    mesh = make_mesh(setup.mesh, devices)
+    pairing = setup.pairs
+    embeddings = pairing.embeddings if pairing else None
+    model: Any = build_model(setup.config, mesh, setup.strategy, embeddings=embeddings)
+    model = model.holding(dict(setup.held))
+    run = config_of_run or (pairing.run if pairing else Config())
+    trained, _ = split(model, model.shapes, setup.frozen)
+    logical = {path: model.logical[path] for path in trained}
+    tx = make_optimizer(run.optim, make_schedule(run.optim, run.steps), logical)
+    loss = make_loss(run, mesh)
+    parts, mini_batches = (1, pairing.mini_batches) if pairing else (setup.microbatches, None)
+    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, mini_batches=mini_batches)
+    rows: Batch | Pairs = _batch(setup, mesh)
+    if batch is not None:
+        rows = jax.tree.map(
+            partial(jax.ShapeDtypeStruct.update, sharding=batch_sharding(mesh)), batch
+        )
+    # JAX 0.12 reads the GPU of a Triton kernel from the ambient mesh; one device has none.
+    ambient: Any = contextlib.nullcontext()
+    if mesh.size == 1:
+        ambient = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    with ambient:
+        return step.lower(state, rows)
+
+
 def compiled(
     setup: StepSetup, devices: Sequence[Any], config_of_run: Config | None = None
 ) -> dict[str, Any]:
@@ -83,32 +127,16 @@ def compiled(
     Raises:
         ConfigError: dims that the mesh does not divide.
     """
-    mesh = make_mesh(setup.mesh, devices)
-    pairing = setup.pairs
-    embeddings = pairing.embeddings if pairing else None
-    model: Any = build_model(setup.config, mesh, setup.strategy, embeddings=embeddings)
-    model = model.holding(dict(setup.held))
-    run = config_of_run or (pairing.run if pairing else Config())
-    trained, _ = split(model, model.shapes, setup.frozen)
-    logical = {path: model.logical[path] for path in trained}
-    tx = make_optimizer(run.optim, make_schedule(run.optim, run.steps), logical)
-    loss = make_loss(run, mesh)
-    parts, mini_batches = (1, pairing.mini_batches) if pairing else (setup.microbatches, None)
-    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, mini_batches=mini_batches)
-    batch = _batch(setup, mesh)
     start = time.process_time()
-    # JAX 0.12 reads the GPU of a Triton kernel from the ambient mesh; one device has none.
-    ambient: Any = contextlib.nullcontext()
-    if mesh.size == 1:
-        ambient = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     try:
-        with ambient:
-            program = step.lower(state, batch).compile()
+        program = lowered(setup, devices, config_of_run).compile()
     except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return {"why": str(error).strip()[:2000]}
     return {
         "memory": compiled_steps.memory(program),
-        "sent": collectives.read(program.as_text(), dict(mesh.shape)),
+        "sent": collectives.read(
+            str(program.as_text()), dict(make_mesh(setup.mesh, devices).shape)
+        ),
         "seconds": round(time.process_time() - start, 1),
     }
 

@@ -85,6 +85,8 @@ def batch(
     if not images:
         return shapes
     shapes = shapes._replace(image_start=of(np.int32, images))
+    if isinstance(model, ModelConfig) and model.decoder.visual_mask != "causal":
+        shapes = shapes._replace(bidirectional=of(np.int32, length))
     vision = model.vision
     if vision.packed:
         width = 3 * vision.frames * vision.patch_size**2
