@@ -30,10 +30,14 @@ class NextToken:
         moe_aux_weight: factor of the load-balancing term of a mixture of experts; 0: no term.
             Balance is a function of the tokens that run together, so this term is the mean over
             microbatches of each one's own balance, weighted by their tokens.
+        tile: columns of a chunk are a multiple of it on each device.
+        shards: devices that the vocabulary is split over.
     """
 
     chunk: int = 0
     moe_aux_weight: float = 0.0
+    tile: int = 1
+    shards: int = 1
     additive: bool = True
 
     def __post_init__(self) -> None:
@@ -57,7 +61,7 @@ class NextToken:
     def __call__(self, out: Out, batch: Batch) -> Sums:
         """Return sums over ``batch``: the loss, ``accuracy`` of the argmax, and experts' load."""
         labels, weight = targets(batch)
-        nll, hit = token_scores(out, labels, self.chunk)
+        nll, hit = token_scores(out, labels, self.chunk, self.tile, self.shards)
         total = jnp.sum(weight)
         terms = {"loss": jnp.sum(nll * weight)}
         metrics = {"accuracy": (jnp.sum(hit * weight), total)}
@@ -81,7 +85,9 @@ def num_tokens(batch: Batch) -> jax.Array:
     return jnp.sum(batch.segment > 0).astype(jnp.float32)
 
 
-def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array, jax.Array]:
+def token_scores(
+    out: Out, labels: jax.Array, chunk: int = 0, tile: int = 1, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
     """Return the negative log-likelihood of each label, and whether it is the argmax.
 
     Logits are float32 and exist for ``chunk`` entries of the vocabulary at a time; the backward
@@ -91,6 +97,7 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
         out: hidden [B, T, D] and head [D, V].
         labels: i32[B, T].
         chunk: entries of the vocabulary at once; 0 chooses from T.
+        tile, shards: see :class:`NextToken`.
 
     Returns:
         ``(nll f32[B, T], hit f32[B, T])``.
@@ -102,7 +109,8 @@ def token_scores(out: Out, labels: jax.Array, chunk: int = 0) -> tuple[jax.Array
         )
     V = out.head.shape[1]
     columns = chunk or max(256, _AUTO_LOGITS // labels.shape[1])
-    if columns < V and (cut := VocabularyChunks.of(V, columns)).parts > 1:
+    cut = VocabularyChunks.of(V, columns, tile, shards)
+    if cut.parts > 1:
         return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
     logits = out.logits(out.hidden)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]

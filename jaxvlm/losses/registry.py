@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxvlm.losses.next_token import NextToken
 from jaxvlm.losses.quantized_embeddings import QuantizedEmbeddings
 from jaxvlm.losses.ranking import CoSENT, CosineRegression, Distill, MarginMSE, Triplet
 from jaxvlm.losses.sigmoid import Sigmoid
+from jaxvlm.parallel.rules import VOCABULARY_AXES
 from jaxvlm.types import Loss
 
 MakeLoss = Callable[..., Loss]
@@ -23,11 +25,20 @@ _SOFTMAX = (
     *("temperature", "max_scale", "similarity", "directions", "softmax_scope", "negatives_from"),
     *("false_negative_filter", "margin", "tile_size", "mesh"),
 )
+_TILE = 256
+"""Columns of a tile of the matrix unit of a TPU v6e; 128 of earlier ones and of GPUs."""
+
+
+def _next_token(loss_chunk: int, moe_aux_loss_weight: float, mesh: Mesh | None) -> NextToken:
+    if mesh is None:
+        return NextToken(loss_chunk, moe_aux_loss_weight)
+    tile = 1 if mesh.devices.flat[0].platform == "cpu" else _TILE
+    shards = math.prod(mesh.shape[axis] for axis in VOCABULARY_AXES)
+    return NextToken(loss_chunk, moe_aux_loss_weight, tile, shards)
+
+
 TOKEN_LOSSES: dict[str, tuple[MakeLoss, tuple[str, ...]]] = {
-    "next_token": (
-        lambda loss_chunk, moe_aux_loss_weight: NextToken(loss_chunk, moe_aux_loss_weight),
-        ("loss_chunk", "moe_aux_loss_weight"),
-    ),
+    "next_token": (_next_token, ("loss_chunk", "moe_aux_loss_weight", "mesh")),
 }
 """Losses of conversations: name -> a function that makes the loss, and the common settings that it
 reads, which are the function's arguments."""
@@ -42,7 +53,7 @@ PAIR_LOSSES: dict[str, tuple[MakeLoss, tuple[str, ...]]] = {
 }
 """Losses of embeddings of pairs, in the same form."""
 _EVERY_PAIR_LOSS = ("matryoshka_dims", "matryoshka_weights", "precisions")
-_TOKEN_SETTINGS = tuple(dict.fromkeys(name for _, reads in TOKEN_LOSSES.values() for name in reads))
+_TOKEN_SETTINGS = ("loss_chunk", "moe_aux_loss_weight")
 _PAIR_SETTINGS = tuple(field.name for field in dataclasses.fields(PairLossConfig))
 
 

@@ -20,6 +20,8 @@ from jaxvlm.types import Logical
 _LOG = logging.getLogger(__name__)
 
 Place = str | tuple[str, ...] | None
+VOCABULARY_AXES = ("tensor", "pipeline")
+"""Axes that split the vocabulary."""
 
 PARAMETERS: dict[str, Place] = {
     "layers": None,
@@ -28,7 +30,7 @@ PARAMETERS: dict[str, Place] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "vocab": ("tensor", "pipeline"),
+    "vocab": VOCABULARY_AXES,
     "experts": "expert",
     "norm": None,  # scales of a norm or an output bias: too small to be worth an all-gather
     "patch": None,  # pixels of a patch, or of a convolution's window
@@ -48,7 +50,7 @@ ACTIVATIONS: dict[str, Place] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
-    "vocab": ("tensor", "pipeline"),
+    "vocab": VOCABULARY_AXES,
     "experts": "expert",
 }
 """Rules for activations: the batch over the batch axes, tokens of a sequence over ``context``,

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvlm.config import Config, MeshConfig
+from jaxvlm.losses.chunked_cross_entropy import VocabularyChunks, chunked_scores
 from jaxvlm.losses.next_token import NextToken, targets, token_scores
+from jaxvlm.losses.registry import make_loss
+from jaxvlm.planner.request import abstract_devices
 from jaxvlm.types import Batch, Out
 
 B, T, D, V = 2, 24, 8, 40
@@ -106,3 +110,56 @@ def test_targets_never_cross_a_segment_or_the_rows_end(case):
     expected = np.zeros((B, T))
     expected[:, :8], expected[:, 9:19] = 1, 1
     np.testing.assert_array_equal(weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "columns", "tile", "shards"),
+    [
+        (152, 24, 8, 1),
+        (152, 24, 8, 4),
+        (50, 16, 4, 2),
+        (37, 8, 4, 1),
+        (24, 5, 8, 3),
+        (16, 64, 8, 2),
+    ],
+)
+def test_chunks_of_whole_tiles_are_the_whole(vocabulary, columns, tile, shards):
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(2, 9, D)), rng.normal(size=(D, vocabulary))
+    labels = jnp.asarray(rng.integers(0, vocabulary, (2, 9)), jnp.int32)
+    weight = jnp.asarray(rng.normal(size=(2, 9)))
+    cut = VocabularyChunks.of(vocabulary, columns, tile, shards)
+    assert cut.columns % tile == 0 and cut.shards == shards
+    assert cut.shards * cut.columns <= max(columns, tile * shards)
+    assert cut.parts * cut.columns >= vocabulary // shards > (cut.parts - 1) * cut.columns
+
+    def value(h, w, cut):
+        if cut:
+            nll, hit = chunked_scores(cut, h, w, labels, jnp.float32(4.0))
+        else:
+            nll, hit = token_scores(Out(h, w, logit_cap=4.0), labels, vocabulary)
+        return jnp.sum(nll * weight), hit
+
+    with jax.enable_x64():
+        inputs = jnp.asarray(hidden), jnp.asarray(head)
+        expected = jax.value_and_grad(value, (0, 1), has_aux=True)(*inputs, None)
+        found = jax.value_and_grad(value, (0, 1), has_aux=True)(*inputs, cut)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [151936, 257216, 262208, 32064, 49280, 128256])
+def test_published_vocabularies_are_padded_by_little(vocabulary):
+    for shards, most in ((1, 0.015), (2, 0.02), (8, 0.04)):
+        cut = VocabularyChunks.of(vocabulary, 2048, 256, shards)
+        assert cut.columns % 256 == 0 and cut.shards == shards
+        assert cut.parts * cut.columns * shards < (1 + most) * vocabulary
+
+
+@pytest.mark.parametrize("mesh", ["tensor2", "pipeline2"])
+def test_chunks_on_accelerators_are_whole_tiles_of_each_device(mesh):
+    sizes = MeshConfig(data=1, **{mesh[:-1]: 2})
+    for platform, tile in (("cpu", 1), ("gpu", 256), ("tpu", 256)):
+        loss = make_loss(Config(loss_chunk=5), abstract_devices.mesh(sizes, platform))
+        assert loss == NextToken(5, tile=tile, shards=2)
