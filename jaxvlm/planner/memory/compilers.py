@@ -11,7 +11,7 @@ class Compiler(NamedTuple):
     runs_when_ready: bool = False
     """XLA for CPUs runs operations as soon as their operands are ready. So both moments are copied
     at the start of the step, and their old buffers hold later values until the moments are written
-    again; matrices of heads are transposed at that time (``XlaPasses._scanned``); stacked outputs
+    again; transposed matrices that loops read are copied (``xla_passes._turned``); stacked outputs
     exist from the start of a loop over microbatches; sums of gradients are computed in place.
     """
     reduces_at_end: bool = False

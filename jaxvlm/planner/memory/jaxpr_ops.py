@@ -12,10 +12,11 @@ import collections
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 from jaxvlm.parallel import compat
 from jaxvlm.planner.memory.operation import (
@@ -34,6 +35,14 @@ from jaxvlm.planner.memory.operation import (
 )
 
 _CAST, _KERNEL = "convert_element_type", "pallas_call"
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """Remove what no result needs, carries of loops too, as compilers do.
+
+    Such as the gradient of a frozen table by a custom rule.
+    """
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 class Jaxpr:
@@ -135,46 +144,6 @@ class Jaxpr:
                 self._zeros.add(zeros)
                 self.ops.append(Op("broadcast_in_dim", (), (zeros,), {}, op.tower, ()))
         return given
-
-    def without_dead_code(self, wanted_results: Sequence[bool] | None = None) -> Jaxpr:
-        """The program without dead code (as the gradient of a frozen table by a custom rule), which
-        compilers remove. Carries of loops stay.
-
-        Args:
-            wanted_results: which of its results are wanted; ``None``: all.
-        """
-        program = self._copy()
-        wanted_results = wanted_results or [True] * len(self.outs)
-        program.outs = list(itertools.compress(self.outs, wanted_results))
-        read = {v for v in program.outs if isinstance(v, Value)}
-        ops: list[tuple[Op, list[Jaxpr] | None]] = []
-        for i, op in reversed(list(enumerate(self.ops))):
-            if not read.intersection(op.outs):
-                continue
-            inner = self.inner.get(i)
-            if op.name == "scan" and inner:
-                consts, carries = compat.scan_inputs(dict(op.params))
-                wanted = [n < carries or v in read for n, v in enumerate(op.outs)]
-                inner = [inner[0].without_dead_code(wanted)]
-                used = inner[0]._used
-                given = [
-                    v
-                    for n, (v, own) in enumerate(zip(op.ins, inner[0].ins))
-                    if v in op.values and (own in used or consts <= n < consts + carries)
-                ]
-                outs = tuple(itertools.compress(op.outs, wanted))
-                op = op._replace(outs=outs, values=tuple(given))
-            read.update(op.values)
-            ops.append((op, inner))
-        program.ops = [op for op, _ in reversed(ops)]
-        program.inner = {i: inner for i, (_, inner) in enumerate(reversed(ops)) if inner}
-        return program
-
-    @property
-    def _used(self) -> set[Value]:
-        """Values that operations or the caller read."""
-        used = {v for v in self.outs if isinstance(v, Value)}
-        return used.union(*(op.values for op in self.ops))
 
     def _copy(self) -> Jaxpr:
         """A copy whose operations may be replaced."""

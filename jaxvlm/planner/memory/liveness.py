@@ -72,7 +72,7 @@ def peak(
         for copy in first.get(i, ()):
             alive[copy] = copy.kind, copy.bytes
             total += copy.bytes
-        if not created and i not in passes.transposes:
+        if not created:
             continue
         new = [v for v in created if v not in alive and v not in passes.unbuffered]
         apart = {v for x in order.reads[i] for v in sums.get(x, ())}
@@ -86,8 +86,6 @@ def peak(
             movable = [x for v, x in alive.items() if v not in passes.outside_idle_buffers]
             left, placed = _assigned(movable, idle_buffers)
         extra = _inside(held, i, op, compiler, left, passes.already_gathered)
-        if (size := passes.transposes.get(i, 0.0)) > extra.bytes:
-            extra = Peak(size, {"weights": size})
         if total - placed.bytes + extra.bytes > best.bytes:
             categories = [*alive.values(), *((k, -size) for k, size in placed.parts.items())]
             best = _summed([*categories, *extra.parts.items()])

@@ -32,7 +32,7 @@ from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.rules import quiet
 from jaxvlm.planner.memory import liveness, tpu_padding
 from jaxvlm.planner.memory.compilers import COMPILERS, Compiler
-from jaxvlm.planner.memory.jaxpr_ops import Jaxpr
+from jaxvlm.planner.memory.jaxpr_ops import Jaxpr, without_dead_code
 from jaxvlm.planner.memory.jaxpr_sharding import NONE, ShardedValues, Share
 from jaxvlm.planner.request import abstract_devices, pairs, trainable_params
 from jaxvlm.planner.request.held_dtypes import Held
@@ -374,12 +374,11 @@ def _of_pairs(
     again: bool,
 ) -> _Step:
     jaxpr, sums = pairs.traced(config, platform, pairing, frozen, held, rows, again)
-    return _Step(_ordered(Jaxpr(jaxpr), platform), sums)
+    return _Step(_ordered(Jaxpr(without_dead_code(jaxpr)), platform), sums)
 
 
 def _ordered(body: Jaxpr, platform: str) -> Jaxpr:
     """The program in the platform compiler's order."""
-    body = body.without_dead_code()
     return {
         "gpu": body.scheduled_late,
         "cpu": body.breadth_first,
@@ -412,7 +411,8 @@ def _trace(
     setup = StepSetup(config, mesh, StrategyConfig(), platform, rows, length, images, patches)
     with quiet():
         jaxpr, out = jax.make_jaxpr(grads, return_shape=True)(trained, fixed, _shapes(setup, rows))
-    return _Step(_ordered(Jaxpr(jaxpr.jaxpr, unit), platform), len(jax.tree.leaves(out[0])))
+    body = Jaxpr(without_dead_code(jaxpr.jaxpr), unit)
+    return _Step(_ordered(body, platform), len(jax.tree.leaves(out[0])))
 
 
 class _Once(PlainRunner):

@@ -5,6 +5,7 @@ Each rule was read from XLA's buffer assignments; ``compilers`` says which compi
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any, NamedTuple
 
@@ -46,7 +47,6 @@ class XlaPasses:
         start: values that exist from the start of the program.
         unbuffered: values without a buffer.
         copies: additional buffers.
-        transposes: bytes of a temporary second copy, by index of the operation.
         outside_idle_buffers: values that never use an idle buffer, for the top-level program.
         already_gathered: parameters that are not all-gathered at their readers.
 
@@ -62,7 +62,6 @@ class XlaPasses:
         numbers, sunk = _numbers(held) if compiler.sinks_scalars else (set(), set())
         self.unbuffered: set[Any] = sunk
         self.copies: list[Copy] = _transposed(held)
-        self.transposes: dict[int, float] = {}
         self.start: list[Value] = []
         self.outside_idle_buffers: set[Any] = set()
         self.already_gathered = set(gathered_outside)
@@ -79,7 +78,7 @@ class XlaPasses:
                 self.start += [v for v in stacked(op) if v in last]
                 self.start += [v for v in op.outs if v in numbers and not loop]
         if compiler.runs_when_ready and not loop:
-            self._scanned(held)
+            self.copies += _turned(held)
             self._fix(held)
 
     def _fix(self, held: ShardedValues) -> None:
@@ -95,27 +94,6 @@ class XlaPasses:
                 break
             self.outside_idle_buffers.update(created)  # ready operations run first
         self.outside_idle_buffers -= _sums_of_two(held)
-
-    def _scanned(self, held: ShardedValues) -> None:
-        """Count the transposes of parameters that a loop scans along a dim other than their first.
-
-        A transpose takes two copies, and the loops read the second one. If that one has a buffer
-        already (a value that was padded before), there is no further copy.
-        """
-        order, ends = held.body.order, dict[Value, int]()
-        creator = {v: i for i, values in enumerate(order.created) for v in values}
-        for i, op in enumerate(held.body.ops):
-            if op.name == "scan":
-                over = op.ins[sum(compat.scan_inputs(dict(op.params))) :]
-                ends.update({v: i for v in over if isinstance(v, Value)})
-        for op, under in zip(held.body.ops, order.reads):
-            v = op.outs[0] if op.outs else None
-            if op.name != "transpose" or v not in ends or not held.parts(v):
-                continue
-            start, size = max((creator[x] for x in under if x in creator), default=0), held.bytes(v)
-            self.transposes[start] = self.transposes.get(start, 0.0) + size
-            if not start:
-                self.copies.append(Copy(v, 0, ends[v], kind(held, op, v), size))
 
     def _gathered(self, held: ShardedValues) -> None:
         """Count parameters with several readers: all-gathered for the first, freed after the
@@ -244,6 +222,28 @@ def _transposed(held: ShardedValues) -> list[Copy]:
             tower = f"{loops[readers[0]].tower} weights".strip()
             copies.append(Copy(v, readers[0], readers[-1], tower, held.bytes(v)))
     return copies
+
+
+def _turned(held: ShardedValues) -> list[Copy]:
+    """Copies of transposed parameters that loops read, as tied embeddings: one for all loops."""
+    views = {op.outs[0]: op for op in held.body.ops if op.name in VIEWS and op.outs}
+    readers: dict[Value, list[int]] = collections.defaultdict(list)
+    for i, op in enumerate(held.body.ops):
+        if op.name == "scan":
+            for v in op.ins[: compat.scan_inputs(dict(op.params))[0]]:
+                if isinstance(v, Value) and held.parts(v) and _is_turned(v, views):
+                    readers[v].append(i)
+    return [
+        Copy(v, at[0], at[-1], f"{held.body.ops[at[0]].tower} weights".strip(), held.bytes(v))
+        for v, at in readers.items()
+    ]
+
+
+def _is_turned(v: Any, views: dict[Any, Op]) -> bool:
+    """Whether a value is another one transposed, with other dims or not."""
+    while v in views and views[v].name != "transpose":
+        v = views[v].ins[0]
+    return v in views
 
 
 def _numbers(held: ShardedValues) -> tuple[set[Any], set[Any]]:
