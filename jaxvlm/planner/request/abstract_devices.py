@@ -87,6 +87,8 @@ def batch(
     shapes = shapes._replace(image_start=of(np.int32, images))
     if isinstance(model, ModelConfig) and model.decoder.visual_mask != "causal":
         shapes = shapes._replace(bidirectional=of(np.int32, length))
+    if isinstance(model, ModelConfig) and model.connector.newline:
+        shapes = shapes._replace(image_source=of(np.int32, length, 1))
     vision = model.vision
     if vision.packed:
         width = 3 * vision.frames * vision.patch_size**2
