@@ -8,7 +8,7 @@ from tests.bad_input import commands, runner
 
 
 @pytest.mark.parametrize(
-    ("count", "workers"), [(72, 1), pytest.param(300, 2, marks=pytest.mark.long)]
+    ("count", "workers"), [(36, 1), pytest.param(300, 2, marks=pytest.mark.long)]
 )
 def test_every_bad_input_is_refused_by_a_line(count, workers):
     found = runner.outcomes(count, workers=workers)

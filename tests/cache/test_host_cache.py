@@ -84,6 +84,7 @@ MOVES = st.one_of(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(moves=st.lists(MOVES, min_size=6, max_size=16))
 def test_no_token_from_host_memory_is_older_than_its_bound(lazy, moves, tmp_path_factory):

@@ -144,6 +144,7 @@ def test_a_run_in_float32_is_converted_if_no_value_changes(data, folder, float32
         np.testing.assert_array_equal(np.asarray(x, np.float32), before[path], path)
 
 
+@pytest.mark.long
 def test_each_weight_has_the_dtype_of_its_tensors(data, folder, tmp_path):
     config = settings(data, folder, ("*",))
     config.model.lora.rank, config.optim.frozen = 2, ()
@@ -191,6 +192,7 @@ def test_stages_train_what_was_frozen_and_freeze_what_was_trained(
     assert jaxvlm.Trainer(config, run.workdir).model.held == {}
 
 
+@pytest.mark.long
 def test_frozen_blocks_are_cut_anew_with_their_bits(data, folder, tower_run, tmp_path):
     config = settings(data, folder, (), steps=1)
     config.model.vision.frozen_blocks, config.init_from = 1, str(tower_run.workdir)

@@ -165,6 +165,7 @@ assert run(["data", "check", data, common[0]]) == 0
 """
 
 
+@pytest.mark.long
 def test_no_torch_is_needed(data, folder, tmp_path):
     recipe = HERE.parents[1] / "configs" / "finetune.py"
     without_torch(WITHOUT_TORCH, folder, tmp_path / "run", data, recipe, devices=1)

@@ -269,6 +269,7 @@ def test_a_missing_evaluation_image_harms_neither_control_nor_grid(data, tmp_pat
     assert (tmp_path / "predictions.png").is_file()
 
 
+@pytest.mark.long
 def test_a_setting_of_jax_that_changes_results_belongs_to_the_run(data, tmp_path):
     """It is told, recorded, and the same after a resume; what jaxvlm can't compute with is not."""
     args = ("--config.steps=4", "--config.data.eval=", "--config.checkpoint.every=4")

@@ -146,6 +146,7 @@ def exported_folder_follows(workdir, own, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_a_text_encoders_run(tmp_path, monkeypatch, capsys):
     workdir, _, own = follows("text", 0, tmp_path, monkeypatch, capsys)
     exported_folder_follows(workdir, own, tmp_path)

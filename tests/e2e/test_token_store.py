@@ -87,6 +87,7 @@ def test_damage_and_part_of_a_store(first, data, tmp_path):
     assert set(metric(third, "train/cache/from_store")) == {1.0}
 
 
+@pytest.mark.long
 def test_a_store_in_another_order(first, data, tmp_path):
     """What was kept row by row is found by a run that wants it in Morton order, as if by itself."""
     done, store = first

@@ -107,7 +107,11 @@ def one_by_one():
 
 
 @pytest.mark.parametrize(
-    "mesh", [MeshConfig(4), MeshConfig(4, pipeline=2)], ids=["accumulated", "pipeline"]
+    "mesh",
+    [
+        pytest.param(MeshConfig(4), id="accumulated", marks=pytest.mark.long),
+        pytest.param(MeshConfig(4, pipeline=2), id="pipeline"),
+    ],
 )
 def test_each_microbatch_is_balanced_by_itself(mesh):
     """With four data shards of two rows, the first rows are a microbatch, the second the other."""

@@ -368,9 +368,9 @@ def run_steps(mesh, dtype, policy, pages):
 @pytest.mark.parametrize(
     "mesh, dtype",
     [
-        ("data4_tensor2", "bfloat16"),
+        pytest.param("data4_tensor2", "bfloat16", marks=pytest.mark.long),
         pytest.param("data8", "float32", marks=pytest.mark.long),
-        pytest.param("one", "bfloat16", marks=pytest.mark.long),
+        ("one", "bfloat16"),
         pytest.param("fsdp8", "float32", marks=pytest.mark.long),
     ],
 )

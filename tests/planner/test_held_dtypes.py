@@ -93,6 +93,7 @@ def test_a_plan_holds_what_the_run_holds(tmp_path):
         planned(made)
 
 
+@pytest.mark.long
 def test_the_compiled_step_and_the_formula_count_them_too():
     config = dataclasses.replace(TINY, lora=LoraConfig(rank=2), dtype="bfloat16")
     mesh, strategy = resolve(

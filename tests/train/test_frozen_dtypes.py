@@ -45,7 +45,7 @@ CASES = {
     "dual encoder, frozen tower": Case("dual", ("vision/*", "head/*")),
     "dual encoder, frozen texts": Case("dual", ("text/*",), "one"),
 }
-LONG = ("vlm, frozen embeddings", "DoRA of experts", "dual encoder, frozen texts")
+LONG = ("vlm, frozen embeddings", "LoRA", "DoRA of experts", "dual encoder, frozen texts")
 
 
 def model_of(case: Case, dtype: str = "bfloat16"):
