@@ -236,7 +236,7 @@ def test_what_can_not_be_compiled_is_a_one_line_error(planned, capsys, monkeypat
     monkeypatch.setenv("XLA_FLAGS", "")
     assert run(["plan", recipe, "--devices=v5e:2x2", "--verify"]) == 2
     assert "pip install 'jaxvlm[aot]'" in capsys.readouterr().err
-    assert run(["plan", recipe, "--devices=rtx4090:8", "--verify"]) == 2
+    assert run(["plan", recipe, "--devices=rtx6000ada:8", "--verify"]) == 2
     assert "h200 and TPUs" in capsys.readouterr().err
 
 

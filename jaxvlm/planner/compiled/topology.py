@@ -11,7 +11,8 @@ from jaxvlm.config import ConfigError
 
 _TARGETS = importlib.resources.files("jaxvlm.planner") / "targets"
 """One file per GPU, XLA's ``GpuTargetConfigProto``; figures from XLA's own
-(``xla/backends/gpu/target_config/specs``).
+(``xla/backends/gpu/target_config/specs``), the RTX 4090's from NVIDIA's Ada white paper and the
+CUDA programming guide's table of compute capabilities.
 """
 
 
