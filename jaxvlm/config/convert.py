@@ -7,7 +7,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -114,23 +114,26 @@ def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
 _LARGEST = 2**31 - 1  # arrays are indexed by 32 bits
 _FROM_1 = (
     *("width", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "patch_size", "frames", "merge"),
-    *("merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards"),
+    *("merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards", "keep"),
     *("max_pixels", "max_images_per_sequence", "workers", "prefetch", "log_every", "max_bad_steps"),
 )
-_FROM_0 = (
-    *("depth", "vocab_size", "num_experts", "experts_per_token", "image_size", "eps", "norm_eps"),
-    *("weight_decay", "min_lr_ratio", "max_grad_norm", "learning_rate", "warmup_steps", "window"),
-    *("rope_theta", "local_rope_theta", "max_length", "max_patches_per_sequence", "loss_chunk"),
-    *("image_pixels_range", "every", "microbatches"),
+_ALL_OR_NONE = (
+    *("data", "fsdp", "tensor", "context", "expert", "pipeline", "devices"),
+    *("eos_id", "max_negatives", "query_mini_batch"),
 )
+"""Settings in which -1 stands for all of them, for none, or for what the planner chooses."""
 _BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(_FROM_1, (1, math.inf)),
-    **dict.fromkeys(_FROM_0, (0, math.inf)),
+    **dict.fromkeys(_ALL_OR_NONE, (-1, math.inf)),
+    **dict.fromkeys(("feature_layer", "feature_layers"), (-math.inf, -1)),  # from the end
+    **dict.fromkeys(("scale", "bias", "margin"), (-math.inf, math.inf)),  # of logits
+    "pixel_std": (1e-6, math.inf),
     "b1": (0, 0.9999999),
     "b2": (0, 0.9999999),
     "max_skip_fraction": (0, 1),
 }
-"""Name of a setting -> the least and the largest number that it can be, in whatever group it is."""
+"""Name of a setting -> the least and the largest number that it can be, in whatever group it is.
+Others can be 0 or more: sizes, counts, rates and weights have no negative numbers."""
 
 
 def check_ranges(settings: Any, path: str) -> None:
@@ -148,17 +151,27 @@ def check_ranges(settings: Any, path: str) -> None:
         value, name = getattr(settings, field.name), f"{path}.{field.name}"
         if dataclasses.is_dataclass(value):
             check_ranges(value, name)
-        for number in value if isinstance(value, tuple) else (value,):
+        for number in _flat(value):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
             if not math.isfinite(number):
                 raise ConfigError(f"{name}={number}: must be a finite number")
             if isinstance(number, int) and number > _LARGEST and field.name != "seed":
                 raise ConfigError(f"{name}={number}: must be at most {_LARGEST}")
-            least, most = _BOUNDS.get(field.name, (-math.inf, math.inf))
+            least, most = _BOUNDS.get(field.name, (0, math.inf))
             if not least <= number <= most:
                 span = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                span = span if least > -math.inf else f"at most {most}"
                 raise ConfigError(f"{name}={number}: must be {span}")
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The values in a tuple, and in the tuples in it; or the value alone."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _flat(part)
+    else:
+        yield value
 
 
 def _checked(value: Any, kind: Any, path: str) -> Any:

@@ -8,7 +8,14 @@ import pathlib
 from typing import Any
 
 from jaxvlm.checkpoint.run_record import local_folder
-from jaxvlm.config import Config, ConfigError, LoraConfig, dropout_rates, from_config_dict
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    check_choice,
+    dropout_rates,
+    from_config_dict,
+)
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
@@ -26,7 +33,7 @@ def checked(config: Any, workdir: str | pathlib.Path) -> Config:
     Raises:
         ConfigError: settings that no run can use.
     """
-    config = config if isinstance(config, Config) else from_config_dict(config)
+    config = from_config_dict(config)
     if not config.checkpoint.metric:
         metric = "recall@1" if trains_embeddings(config) else "exact_match"
         checkpoint = dataclasses.replace(config.checkpoint, metric=metric)
@@ -45,11 +52,7 @@ def _check_config(config: Config) -> None:
             "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
         )
     _check_trains_tokens(config)
-    keep, mode = config.checkpoint.keep, config.checkpoint.mode
-    if keep < 1:
-        raise ConfigError(f"config.checkpoint.keep={keep}: at least 1 must be kept")
-    if mode not in ("max", "min"):
-        raise ConfigError(f"config.checkpoint.mode={mode!r}; known: max, min")
+    check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
     if config.eval_every and not config.data.eval:
         raise ConfigError(
             f"config.eval_every={config.eval_every}, but config.data.eval names no data"
