@@ -214,8 +214,6 @@ def check_cache(config: Config) -> None:
             f"{used} with config.encoder.devices={config.encoder.devices}: a vision encoder on "
             "devices of its own has no cache; leave one of them out"
         )
-    if cache.evict_for_eval and not config.data.eval:
-        raise ConfigError(f"{where}.evict_for_eval=True is not read without config.data.eval")
     if cache.policy != "off" and (config.data.flip or config.data.max_shift):
         raise ConfigError(
             f"{used} with config.data.flip or config.data.max_shift: each show of an image has "

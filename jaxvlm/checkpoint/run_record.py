@@ -33,6 +33,23 @@ from jaxvlm.config.merge import RECIPE_FIELDS
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
+_NUMERIC = {
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_random_seed_offset": 0,
+    "jax_threefry_partitionable": True,
+}
+"""JAX's settings that change results, and their defaults."""
+_NUMERIC_VARIABLES = (
+    *("JAX_ALLOW_F16_REDUCTIONS", "JAX_DEFAULT_DTYPE_BITS", "JAX_DISABLE_JIT", "JAX_REMAT3"),
+    *("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_ENABLE_CUSTOM_PRNG", "JAX_SCAN3"),
+    *("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "JAX_HIGH_DYNAMIC_RANGE_GUMBEL"),
+    *("JAX_OPTIMIZATION_LEVEL", "JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING"),
+    *("JAX_USE_DIRECT_LINEARIZE", "JAX_USE_SHARDY_PARTITIONER"),
+)
+"""Variables of others, whose defaults differ between versions of JAX."""
+_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
+"""Flags of XLA that change no result."""
 _log = logging.getLogger(__name__)
 
 
@@ -123,7 +140,7 @@ def write_config(
         "versions": _versions(),
         "commit": source_commit(),
         "devices": devices,
-        "numeric_settings": _numeric_settings(),
+        "numeric_settings": numeric_settings(),
     }
     write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
 
@@ -239,7 +256,7 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
         if was != versions.get(name)
     ]
     before = _object(document, "numeric_settings")
-    now = _numeric_settings()
+    now = numeric_settings()
     for name in sorted(before.keys() | now.keys()):
         if (was := before.get(name, "")) != (value := now.get(name, "")):
             line = f"{name} was {was or 'not set'} when this run began, and is {value or 'not set'}"
@@ -255,10 +272,28 @@ def _object(document: dict[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _numeric_settings() -> dict[str, str]:
-    from jaxvlm.parallel.distributed import processes  # JAX, which `jaxvlm cache` does without
+def numeric_settings() -> dict[str, str]:
+    """Return the settings of JAX and XLA that change results and are not the defaults.
 
-    return processes.numeric_settings()
+    They come from variables (``JAX_DEFAULT_PRNG_IMPL``, ``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) or
+    from ``jax.config.update``.
+
+    Returns:
+        Name of the variable -> its value; of flags, those that may change a result, sorted.
+    """
+    import jax  # which `jaxvlm cache` does without
+
+    found = {
+        name.upper(): str(jax.config.values[name])
+        for name, default in _NUMERIC.items()
+        if jax.config.values.get(name, default) != default
+    }
+    found |= {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        flags = os.environ.get(name, "").split()
+        if kept := sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS)):
+            found[name] = " ".join(kept)
+    return found
 
 
 def code_digest() -> str:
@@ -276,7 +311,7 @@ def program() -> dict[str, Any]:
         "versions": _versions(),
         "source files": code_digest(),
         "commit": source_commit(),
-        "settings of JAX and XLA": _numeric_settings(),
+        "settings of JAX and XLA": numeric_settings(),
     }
 
 

@@ -34,7 +34,7 @@ from jaxvlm.config.model import (
 from jaxvlm.config.optim import OptimConfig
 from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
 from jaxvlm.config.train import CheckpointConfig, Config, default_config, from_config_dict
-from jaxvlm.config.unread import refuse_unread
+from jaxvlm.config.unread import refuse_changed, refuse_unread
 
 __all__ = [
     "GRAD_REDUCE_BITS",
@@ -73,6 +73,7 @@ __all__ = [
     "from_config_dict",
     "grad_reduce_bits",
     "layer_windows",
+    "refuse_changed",
     "refuse_unread",
     "to_config_dict",
     "uses_cache",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxvlm.config.cache import CacheConfig
 from jaxvlm.config.convert import ConfigError
-from jaxvlm.config.data import PairDataConfig
+from jaxvlm.config.data import DataConfig, PairDataConfig
 from jaxvlm.config.embed import EmbeddingConfig, TextConfig
 from jaxvlm.config.model import (
     ConnectorConfig,
@@ -18,6 +19,7 @@ from jaxvlm.config.model import (
     VisionConfig,
 )
 from jaxvlm.config.parallel import EncoderConfig
+from jaxvlm.config.train import Config
 
 Rule = tuple[str, str, Callable[[Any], Any]]
 
@@ -32,14 +34,29 @@ def refuse_unread(config: Any, where: str) -> None:
     Raises:
         ConfigError: a setting that is not read; the message says which one, and what it needs.
     """
-    default = type(config)()
     for names, needs, read in RULES[type(config)]:
-        if read(config):
-            continue
-        for name in names.split():
-            if (value := getattr(config, name)) != getattr(default, name):
-                name, value = _inside(name, value, getattr(default, name))
-                raise ConfigError(f"{where}.{name}={value!r} is not read without {needs}")
+        if not read(config):
+            refuse_changed(config, names.split(), where, f"without {needs}")
+
+
+def refuse_changed(config: Any, names: Iterable[str], where: str, why: str) -> None:
+    """Refuse settings that differ from their defaults where nothing reads them.
+
+    Args:
+        config: a group of settings.
+        names: of fields, or of groups, in it; a dot leads into a group.
+        where: path of the group in error messages.
+        why: what keeps them from being read: "with ...", "without ...", or "by ...".
+
+    Raises:
+        ConfigError: the first that differs, by its whole name.
+    """
+    default = type(config)()
+    for name in names:
+        value, unset = (functools.reduce(getattr, name.split("."), c) for c in (config, default))
+        if value != unset:
+            name, value = _inside(name, value, unset)
+            raise ConfigError(f"{where}.{name}={value!r} is not read {why}; leave it out")
 
 
 def _inside(name: str, value: Any, default: Any) -> tuple[str, Any]:
@@ -55,7 +72,57 @@ def _kinds(*kinds: str) -> Callable[[RopeScaling], bool]:
     return lambda scaling: scaling.kind in kinds
 
 
+def _reads_final_norm(vision: VisionConfig) -> bool:
+    return vision.post_norm and -1 in (vision.feature_layers or (vision.feature_layer,))
+
+
+def _may_be_tsv(spec: str) -> bool:
+    return not spec.lower().endswith((".json", ".jsonl", ".csv", ".parquet", ".tar"))
+
+
 RULES: dict[type, tuple[Rule, ...]] = {
+    Config: (
+        (
+            "eval_every eval_records early_stop checkpoint.metric checkpoint.mode"
+            " cache.evict_for_eval",
+            "config.data.eval",
+            lambda c: c.data.eval,
+        ),
+        ("early_stop", "evaluations on the way, config.eval_every", lambda c: c.eval_every),
+        (
+            "dual.lora.checkpoint",
+            "a vision-language model, whose config.model.lora.checkpoint is",
+            lambda c: False,
+        ),
+        # A checkpoint's family says which of these its files have.
+        (
+            "model.vision.feature_layer",
+            "an empty feature_layers",
+            lambda c: c.model.checkpoint or not c.model.vision.feature_layers,
+        ),
+        (
+            "model.vision.pool",
+            "a dual encoder, config.embedder='dual'",
+            lambda c: c.model.checkpoint,
+        ),
+        (
+            "model.vision.final_norm",
+            "post_norm=True and the last block among the feature layers",
+            lambda c: c.model.checkpoint or _reads_final_norm(c.model.vision),
+        ),
+        (
+            "dual.vision.feature_layer dual.vision.feature_layers dual.vision.final_norm"
+            " dual.vision.keep_class_token",
+            "a vision-language model; a dual encoder pools the last block's output",
+            lambda c: c.dual.checkpoint or c.dual.vision_checkpoint,
+        ),
+        (
+            "data.pairs.tsv_quoting",
+            "a .tsv file",
+            lambda c: any(map(_may_be_tsv, filter(None, (c.data.train, c.data.eval)))),
+        ),
+    ),
+    DataConfig: (("buckets", "packing=False", lambda c: not c.packing),),
     VisionConfig: (
         ("patch_layout frames merge_block rope_theta window", "packed=True", lambda c: c.packed),
         (
@@ -125,4 +192,5 @@ RULES: dict[type, tuple[Rule, ...]] = {
     PairDataConfig: (("task_alpha", "tasks='homogeneous'", lambda c: c.tasks == "homogeneous"),),
     TextConfig: (("eos_id", "pool='eos'", lambda c: c.pool == "eos"),),
 }
-"""Group of settings -> (names of fields, what they need, whether the group has it)."""
+"""Group of settings -> (names of fields, what they need, whether the group has it). A field that
+asks for what holds anyway (``share_images=False`` without packing) is in no rule."""

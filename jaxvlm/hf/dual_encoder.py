@@ -244,19 +244,13 @@ def with_tower(given: T, checkpoint: T, tower: str) -> T:
 def _tokenizer(
     config: Config, workdir: pathlib.Path | None, texts: Callable[[], Iterable[str]]
 ) -> text_tokenizer.TextTokenizer:
-    """Load the run's tokenizer, or the one that it names, or train one on its texts.
-
-    In the order of :func:`jaxvlm.hf.run_processor.make_tokenizer`.
-    """
+    """Load the run's tokenizer, or the one that it names, or train one on its texts."""
     style = TextStyle(config.dual.text.max_length)
     saved = workdir / "tokenizer" if workdir else None
-    if saved is not None and run_processor.has_own_tokenizer(saved):
-        return text_tokenizer.load(saved, style)
+    folder = run_processor.tokenizer_folder(config, saved)
+    if folder is not None:
+        return text_tokenizer.load(folder, style)
     settings = config.tokenizer
-    if settings.path:
-        return text_tokenizer.load(pathlib.Path(settings.path).expanduser(), style)
-    if config.init_from:  # its weights belong to its tokens
-        return text_tokenizer.load(pathlib.Path(config.init_from) / "tokenizer", style)
     trained = chat_tokenizer.build(texts(), settings.kind, settings.vocab_size)
     return text_tokenizer.TextTokenizer(trained.backend, style, trained.pad_id)
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.config import Config, ConfigError, LoraConfig, ModelConfig
+from jaxvlm.config import Config, ConfigError, LoraConfig, ModelConfig, refuse_changed
 from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.families import peft_adapters, sentences
 from jaxvlm.hf.pretrained import Source
@@ -185,6 +185,7 @@ def _read_config(folder: pathlib.Path, base: Any) -> LoraConfig:
 def _merged(given: LoraConfig, folder: LoraConfig) -> LoraConfig:
     """Combine the settings of an adapter's folder with those of a recipe."""
     unset = LoraConfig()
+    refuse_changed(given, ["init"], "config.model.lora", f"with checkpoint={given.checkpoint!r}")
     for field in ("rank", "alpha", "rslora", "dora", "targets"):
         value, of_file = getattr(given, field), getattr(folder, field)
         if value not in (getattr(unset, field), of_file):
@@ -193,6 +194,4 @@ def _merged(given: LoraConfig, folder: LoraConfig) -> LoraConfig:
                 "leave it out"
             )
     result = dataclasses.replace(folder, dropout=given.dropout or folder.dropout)
-    return dataclasses.replace(
-        result, checkpoint=given.checkpoint, base=given.base, init=given.init
-    )
+    return dataclasses.replace(result, checkpoint=given.checkpoint, base=given.base)

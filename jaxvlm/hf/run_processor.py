@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import pathlib
 from collections.abc import Callable, Iterable
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.config import Config, ConfigError, ModelConfig
+from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
@@ -16,6 +17,7 @@ from jaxvlm.hf.families import anyres
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.types import Span
 
+_log = logging.getLogger(__name__)
 _MULTIPLE = 64
 """Vocabulary sizes are rounded up to a multiple of it, so that mesh axes divide them."""
 
@@ -44,20 +46,45 @@ def make_tokenizer(
     style = (
         source.family.chat_style(source.hf_config) if source is not None else chat_tokenizer.PLAIN
     )
+    folder = tokenizer_folder(config, saved, source)
+    if folder is not None:
+        return chat_tokenizer.load(folder, style)
+    return chat_tokenizer.build(texts(), config.tokenizer.kind, config.tokenizer.vocab_size)
+
+
+def tokenizer_folder(
+    config: Config, saved: pathlib.Path | None, source: pretrained.Source | None = None
+) -> pathlib.Path | None:
+    """The folder of a run's tokenizer, in the order of :func:`make_tokenizer`; ``None``: build one.
+
+    A line says which settings of a tokenizer that is built are then not read.
+
+    Args:
+        config: settings of the run.
+        saved: the run's tokenizer folder.
+        source: the checkpoint that the run starts from.
+
+    Raises:
+        ConfigError: as for :func:`make_tokenizer`.
+    """
     if saved is not None and has_own_tokenizer(saved):
-        return chat_tokenizer.load(saved, style)
+        return saved
+    folder = None
     if config.tokenizer.path and source is not None:
         raise ConfigError(
             f"config.tokenizer.path={config.tokenizer.path}, but {source.files} has its own "
             "tokenizer, which its weights belong to; leave it out"
         )
     if config.tokenizer.path:
-        return chat_tokenizer.load(config.tokenizer.path, style)
-    if source is not None:
-        return chat_tokenizer.load(source.files, style)
-    if config.init_from:  # its weights belong to its tokens
-        return chat_tokenizer.load(pathlib.Path(config.init_from) / "tokenizer")
-    return chat_tokenizer.build(texts(), config.tokenizer.kind, config.tokenizer.vocab_size)
+        folder = pathlib.Path(config.tokenizer.path).expanduser()
+    elif source is not None:
+        folder = source.files
+    elif config.init_from:  # its weights belong to its tokens
+        folder = pathlib.Path(config.init_from) / "tokenizer"
+    for name in ("kind", "vocab_size") if folder else ():
+        if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
+            _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)
+    return folder
 
 
 def has_own_tokenizer(saved: pathlib.Path) -> bool:

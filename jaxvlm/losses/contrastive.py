@@ -110,6 +110,11 @@ class InfoNCE(PairLoss):
             )
         if self.false_negative_filter == "none" and self.margin:
             raise ConfigError(f"margin={self.margin} is not read with false_negative_filter='none'")
+        if self.temperature and self.max_scale != type(self).max_scale:
+            raise ConfigError(
+                f"max_scale={self.max_scale} is not read with temperature={self.temperature}: no "
+                "scale is learned; leave it out, or set temperature=0"
+            )
         for field in ("temperature", "max_scale", "tile_size"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field}={getattr(self, field)} must be 0 or more")

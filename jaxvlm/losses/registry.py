@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxvlm.config import Config, ConfigError, PairLossConfig, extension
+from jaxvlm.config import Config, ConfigError, PairLossConfig, extension, refuse_changed
 from jaxvlm.losses.contrastive import InfoNCE
 from jaxvlm.losses.custom_loss import CustomLoss
 from jaxvlm.losses.matryoshka import Matryoshka
@@ -193,6 +193,14 @@ def _check_model(config: Config, embeddings: bool) -> None:
         raise ConfigError("config.loss.name='triplet' needs config.pair_loss.margin above 0")
     if config.loss.name == "cosent" and pair_loss.temperature <= 0:
         raise ConfigError(f"config.pair_loss.temperature={pair_loss.temperature} must be above 0")
+    is_sigmoid = config.loss.name == "sigmoid"
+    tempered = embeddings and "max_scale" in PAIR_LOSSES[config.loss.name][1]
+    why = f"by {loss_setting(config)}"
+    if not is_sigmoid:
+        refuse_changed(config, ["embedding.learn_bias"], "config", why)
+    if not is_sigmoid and (pair_loss.temperature or not tempered):
+        why += f" with config.pair_loss.temperature={pair_loss.temperature}" * tempered
+        refuse_changed(config, ["embedding.learn_scale"], "config", why)
 
 
 def _refuse_unread(config: Config, reads: Collection[str]) -> None:

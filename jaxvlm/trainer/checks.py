@@ -11,10 +11,10 @@ from jaxvlm.checkpoint.run_record import local_folder
 from jaxvlm.config import (
     Config,
     ConfigError,
-    LoraConfig,
     check_choice,
-    dropout_rates,
     from_config_dict,
+    refuse_changed,
+    refuse_unread,
 )
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
@@ -34,14 +34,18 @@ def checked(config: Any, workdir: str | pathlib.Path) -> Config:
         ConfigError: settings that no run can use.
     """
     config = from_config_dict(config)
-    if not config.checkpoint.metric:
-        metric = "recall@1" if trains_embeddings(config) else "exact_match"
-        checkpoint = dataclasses.replace(config.checkpoint, metric=metric)
-        config = dataclasses.replace(config, checkpoint=checkpoint)
-    _check_config(config)
+    default = "recall@1" if trains_embeddings(config) else "exact_match"
+    metric = config.checkpoint.metric or default
+    # A run's record names the default too, without evaluation data as well.
+    _check_config(_with_metric(config, "" if metric == default else metric))
     local_folder("--workdir", workdir)
     local_folder("config.init_from", config.init_from)
-    return config
+    return _with_metric(config, metric)
+
+
+def _with_metric(config: Config, metric: str) -> Config:
+    checkpoint = dataclasses.replace(config.checkpoint, metric=metric)
+    return dataclasses.replace(config, checkpoint=checkpoint)
 
 
 def _check_config(config: Config) -> None:
@@ -53,15 +57,7 @@ def _check_config(config: Config) -> None:
         )
     _check_trains_tokens(config)
     check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
-    if config.eval_every and not config.data.eval:
-        raise ConfigError(
-            f"config.eval_every={config.eval_every}, but config.data.eval names no data"
-        )
-    if config.early_stop and not config.eval_every:
-        raise ConfigError(
-            f"config.early_stop={config.early_stop} needs evaluations on the way: set "
-            "config.data.eval and config.eval_every"
-        )
+    refuse_unread(config, "config")
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
@@ -70,15 +66,33 @@ def _check_config(config: Config) -> None:
 
 
 def _check_trains_tokens(config: Config) -> None:
-    """Refuse settings of embeddings where the loss is over tokens: nothing would read them."""
+    """Refuse settings that are not read where the loss is over tokens."""
     if trains_embeddings(config):
         return
-    for name in ("embedder", "dual", "embedding", "grad_cache"):
-        if getattr(config, name) != getattr(Config(), name):
-            raise ConfigError(
-                f"config.{name} is set, but {loss_setting(config)} trains tokens, not embeddings; "
-                "set a loss of pairs, such as config.loss.name=info_nce, or leave it out"
-            )
+    why = (
+        f"by {loss_setting(config)}, which trains tokens, not embeddings (a loss of pairs, such as "
+        "config.loss.name=info_nce, does)"
+    )
+    names = ("embedder", "dual", "embedding", "grad_cache")
+    refuse_changed(config, names, "config", why)
+    refuse_unread(config.data, "config.data")
+
+
+def unprofiled(config: Config, steps: int, start: int = 0) -> str:
+    """Say that a run's profiler traces none of its steps; "" where it traces some, or is off.
+
+    Args:
+        config: of the run.
+        steps: of the whole run.
+        start: steps taken before.
+    """
+    first, end = config.profile_steps
+    if not (first or end) or range(max(first, start + 1), min(end, steps + 1)):
+        return ""
+    return (
+        f"config.profile_steps=({first}, {end}) traces no step: steps {start + 1} to {steps} are "
+        "taken, and the second number's is not traced"
+    )
 
 
 def check_lengths(config: Config) -> None:
@@ -95,22 +109,6 @@ def check_lengths(config: Config) -> None:
                 f"not divide rows of {length} tokens "
                 f"(config.data.max_length={data.max_length}); take a multiple of {near}"
             )
-
-
-def check_dropout(config: Config) -> None:
-    """Refuse dropout in the settings of the model that a run does not train.
-
-    Raises:
-        ConfigError: the setting that is not read.
-    """
-    name, other = ("model", config.model) if config.embedder == "dual" else ("dual", config.dual)
-    rates = dropout_rates(other)
-    if other.lora.dropout != LoraConfig().dropout:
-        rates["lora.dropout"] = other.lora.dropout
-    for field, rate in rates.items():
-        raise ConfigError(
-            f"config.{name}.{field}={rate:g} is not read with config.embedder={config.embedder!r}"
-        )
 
 
 def check_loss(config: Config, model: Any, dataset: Any, rows: Any) -> None:

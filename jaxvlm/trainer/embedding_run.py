@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxvlm.cache import pair_batches
-from jaxvlm.config import Config, ConfigError, DualConfig, EmbeddingConfig
+from jaxvlm.config import Config, ConfigError, check_choice, refuse_changed
 from jaxvlm.data import validate
 from jaxvlm.data.errors import NothingUsable, Problem
 from jaxvlm.data.pairs.dataset import PairDataset, PairMeta
@@ -69,12 +69,10 @@ def _check(config: Config) -> None:
     Raises:
         ConfigError: which, and what would do.
     """
-    if config.embedder not in ("vlm", "dual"):
-        raise ConfigError(f"config.embedder={config.embedder!r}; known: vlm, dual")
-    of = {"vlm": ("dual", DualConfig()), "dual": ("embedding", EmbeddingConfig())}
-    name, default = of[config.embedder]
-    if getattr(config, name) != default:
-        raise ConfigError(f"config.{name} is not read with config.embedder={config.embedder!r}")
+    others = {"vlm": ("dual",), "dual": ("model", "embedding")}
+    check_choice("config.embedder", config.embedder, others)
+    why = f"with config.embedder={config.embedder!r}"
+    refuse_changed(config, others[config.embedder], "config", why)
     on_one, whole = "embeddings are trained on one mesh", "a corpus is searched whole"
     for where, on, why in (
         (f"eval_records={config.eval_records}", config.eval_records > 0, whole),

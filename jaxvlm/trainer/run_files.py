@@ -17,6 +17,7 @@ from jaxvlm.parallel.distributed import processes
 from jaxvlm.train import loop
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
+from jaxvlm.trainer import checks
 from jaxvlm.trainer.run import Run
 
 
@@ -45,7 +46,7 @@ def open_workdir(
             processes.check_same(what, value)
         processes.check_same("the bytes of images", run.dataset.sample_digest())
         processes.check_shared(workdir)
-    for name, value in processes.numeric_settings().items():
+    for name, value in run_record.numeric_settings().items():
         log(f"{name}={value} may change results; it is recorded in config.json")
     if (workdir / "config.json").is_file() and not jax.process_index():
         for line in run_record.changed_settings(workdir, config):
@@ -86,6 +87,8 @@ def open_progress(run: Run, start: int, lines: list[str], stack: contextlib.Exit
     progress = stack.enter_context(contextlib.closing(Progress(run.steps, start)))
     for line in lines:
         progress.log(line)
+    if start < run.steps and (nothing := checks.unprofiled(run.config, run.steps, start)):
+        progress.log(nothing)
     return progress
 
 

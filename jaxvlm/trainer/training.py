@@ -36,7 +36,7 @@ from jaxvlm.train.compiled_steps import CompiledSteps
 from jaxvlm.train.grad_accum import check_local_gradients, check_microbatches
 from jaxvlm.train.gradcache import rows_of
 from jaxvlm.train.step import NO_CACHE
-from jaxvlm.trainer.checks import check_dropout
+from jaxvlm.trainer.checks import unprofiled
 from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState, trains_vision
 
 
@@ -122,14 +122,18 @@ def total_steps(config: Config, steps_per_epoch: Callable[[], int]) -> int:
     """Steps of the whole run.
 
     Raises:
-        ConfigError: not exactly one of ``steps`` and ``epochs`` is set.
+        ConfigError: not exactly one of ``steps`` and ``epochs`` is set, or the profiler would trace
+            none of the steps.
     """
     if (config.steps > 0) == (config.epochs > 0):
         raise ConfigError(
             f"set one of config.steps={config.steps} and config.epochs={config.epochs:g} "
             "above 0, the other to 0"
         )
-    return config.steps or math.ceil(config.epochs * steps_per_epoch())
+    steps = config.steps or math.ceil(config.epochs * steps_per_epoch())
+    if nothing := unprofiled(config, steps):
+        raise ConfigError(f"{nothing}; leave it out, or name steps among these")
+    return steps
 
 
 def build_training(
@@ -154,7 +158,6 @@ def build_training(
         ConfigError: an unknown loss, patterns that match nothing, or a schedule that does not
             fit ``steps``.
     """
-    check_dropout(config)
     trainable = trained_paths(model, config)
     if not trainable:
         raise ConfigError("config.optim.frozen freezes every parameter; nothing would be trained")

@@ -35,7 +35,6 @@ from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
 from jaxvlm.train.gradcache import MiniBatch
-from jaxvlm.trainer.checks import check_dropout
 from jaxvlm.trainer.training import build_training
 
 ROWS, STEP = 8, 3
@@ -284,9 +283,3 @@ def test_what_is_frozen_drops_nothing():
 def test_what_is_no_share_is_refused(config, says):
     with pytest.raises(ConfigError, match=says):
         model_of(config)
-
-
-def test_dropout_of_another_model_than_the_runs_is_refused():
-    config = dataclasses.replace(train_config(), dual=MIXED)
-    with pytest.raises(ConfigError, match=r"dual.vision.dropout=0.1 is not read with .*'vlm'"):
-        check_dropout(config)

@@ -83,10 +83,10 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
     Raises:
         DataError: the file as a whole can't be used.
     """
-    if spec in SOURCES:
+    own = extension.is_set(config.format, custom_format.PATH)
+    if spec in SOURCES and not own:
         return SOURCES[spec](), []
     path = pathlib.Path(spec).expanduser()
-    own = extension.is_set(config.format, custom_format.PATH)
     if not own and not path.is_file():
         names, why = ", ".join(SOURCES), "not a regular" if path.exists() else "no such"
         raise DataError(

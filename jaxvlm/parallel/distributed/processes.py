@@ -56,23 +56,6 @@ class ProcessPlace(NamedTuple):
     """Indices of this machine's devices that this process uses; None: all."""
 
 
-_NUMERIC = {
-    "jax_default_matmul_precision": None,
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_random_seed_offset": 0,
-    "jax_threefry_partitionable": True,
-}
-"""JAX's settings that change results, and their defaults."""
-_NUMERIC_VARIABLES = (
-    *("JAX_ALLOW_F16_REDUCTIONS", "JAX_DEFAULT_DTYPE_BITS", "JAX_DISABLE_JIT", "JAX_REMAT3"),
-    *("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_ENABLE_CUSTOM_PRNG", "JAX_SCAN3"),
-    *("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "JAX_HIGH_DYNAMIC_RANGE_GUMBEL"),
-    *("JAX_OPTIMIZATION_LEVEL", "JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING"),
-    *("JAX_USE_DIRECT_LINEARIZE", "JAX_USE_SHARDY_PARTITIONER"),
-)
-"""Variables of others, whose defaults differ between versions of JAX."""
-_HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
-"""Flags of XLA that change no result."""
 _COUNTS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
@@ -111,40 +94,23 @@ def set_up_process(compile_cache: str) -> None:
     use_compile_cache(compile_cache)
 
 
-def numeric_settings() -> dict[str, str]:
-    """Return the settings of JAX and XLA that change results and are not the defaults.
-
-    They come from variables (``JAX_DEFAULT_PRNG_IMPL``, ``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) or
-    from ``jax.config.update``.
-
-    Returns:
-        Name of the variable -> its value; of flags, those that may change a result, sorted.
-    """
-    found = {
-        name.upper(): str(jax.config.values[name])
-        for name, default in _NUMERIC.items()
-        if jax.config.values.get(name, default) != default
-    }
-    found |= {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        flags = os.environ.get(name, "").split()
-        if kept := sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS)):
-            found[name] = " ".join(kept)
-    return found
-
-
 def use_compile_cache(setting: str) -> None:
     """Enable JAX's persistent compilation cache, so that the next start is fast.
 
     Args:
         setting: a folder, ``auto`` (``~/.cache/jaxvlm/xla``), or ``""`` for none.
+
+    Raises:
+        ConfigError: the folder that is named can't be made.
     """
     if not setting or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = pathlib.Path("~/.cache/jaxvlm/xla" if setting == "auto" else setting).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except OSError as error:
+        if setting != "auto":
+            raise ConfigError(f"config.compile_cache={setting}: {error.strerror}") from None
         return  # a read-only home: slower, not wrong
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
