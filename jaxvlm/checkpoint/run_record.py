@@ -16,20 +16,20 @@ import os
 import pathlib
 import platform
 import subprocess
+import sys
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, BinaryIO
 
 from jaxvlm.config import (
     Config,
     ConfigError,
-    DualConfig,
-    ModelConfig,
+    by_path,
+    changes,
     from_config_dict,
     json_text,
 )
-from jaxvlm.config.merge import RECIPE_FIELDS
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
@@ -45,9 +45,20 @@ _NUMERIC_VARIABLES = (
     *("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_ENABLE_CUSTOM_PRNG", "JAX_SCAN3"),
     *("JAX_EXEC_TIME_OPTIMIZATION_EFFORT", "JAX_HIGH_DYNAMIC_RANGE_GUMBEL"),
     *("JAX_OPTIMIZATION_LEVEL", "JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING"),
-    *("JAX_USE_DIRECT_LINEARIZE", "JAX_USE_SHARDY_PARTITIONER"),
+    *("JAX_USE_DIRECT_LINEARIZE", "JAX_USE_SHARDY_PARTITIONER", "JAX_PALLAS_USE_MOSAIC_GPU"),
+    *("JAX_RAGGED_DOT_USE_GPU_PALLAS_TRITON_LOWERING", "JAX_RAGGED_DOT_USE_RAGGED_DOT_INSTRUCTION"),
+    *("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
 )
-"""Variables of others, whose defaults differ between versions of JAX."""
+"""Variables of others, whose defaults differ between versions of JAX, and of the libraries that
+compute matmuls."""
+_OF_DEVICES = (
+    *("NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"),
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+)
+"""Variables that change the order of sums, and go with a kind of device."""
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SOURCES = ("init_from", "checkpoint", "vision_checkpoint", "text_checkpoint", "lora.init")
+"""Ends of the names of settings that say where a run's first weights come from."""
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
 """Flags of XLA that change no result."""
 _log = logging.getLogger(__name__)
@@ -138,6 +149,7 @@ def write_config(
         "folder": os.getcwd(),  # which the settings' relative paths are relative to
         **own,
         "versions": _versions(),
+        "code": _code(config),
         "commit": source_commit(),
         "devices": devices,
         "numeric_settings": numeric_settings(),
@@ -210,26 +222,46 @@ def read_config_to_use(workdir: str | pathlib.Path) -> Config:
         ConfigError: as for :func:`read_config`.
     """
     config = read_config(workdir)
-    data = config.data
     document = json_text.read(pathlib.Path(workdir) / _FILE)
-    if not isinstance(start := document.get("folder"), str) or start == os.getcwd():
-        return config
+    for line in _in_two_folders(document, config):
+        _log.warning("%s", line)
     changed: dict[str, Any] = {}
-    for name in ("train", "eval", "image_root"):
-        path = pathlib.Path(getattr(data, name)).expanduser()
-        if not getattr(data, name) or path.is_absolute() or _is_found(path):
+    for name, path, there in _relative(document, config):
+        if _is_found(path):
             continue
-        there = pathlib.Path(start) / path
         if _is_found(there):
             changed[name] = str(there)
-        elif path.suffix and not data.format.target:  # a file, not a name such as easy-vqa:test
+        elif path.suffix and not config.data.format.target:  # a file, not a name as easy-vqa:test
             _log.warning(
                 "config.data.%s=%s is neither in this folder nor in %s, where the run was started",
                 name,
                 path,
-                start,
+                document["folder"],
             )
-    return dataclasses.replace(config, data=dataclasses.replace(data, **changed))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changed))
+
+
+def _relative(
+    document: dict[str, Any], config: Config
+) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
+    """Setting, relative path, and where it led when the run was started, if not from this folder.
+
+    Args:
+        document: the run's ``config.json``.
+        config: settings whose paths are asked for.
+    """
+    start = document.get("folder")
+    for name in ("train", "eval", "image_root"):
+        path = pathlib.Path(given := getattr(config.data, name)).expanduser()
+        if isinstance(start, str) and start != os.getcwd() and given and not path.is_absolute():
+            yield name, path, pathlib.Path(start) / path
+
+
+def _in_two_folders(document: dict[str, Any], config: Config) -> Iterator[str]:
+    """Lines about names that lead to one file here and to another where the run was started."""
+    for name, path, there in _relative(document, config):
+        if path.exists() and there.exists() and not path.samefile(there):
+            yield f"config.data.{name}={path} is read in this folder; {there} is another one"
 
 
 def _is_found(path: pathlib.Path) -> bool:
@@ -237,30 +269,37 @@ def _is_found(path: pathlib.Path) -> bool:
 
 
 def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
-    """Lists settings and versions that differ from the last start's of the run in ``workdir``.
+    """Lists settings, versions and code that differ from the last start's of a run.
 
     Raises:
-        ConfigError: a setting of JAX that changes results is another one; XLA's flags, which go
-            with a kind of device, are only listed.
+        ConfigError: a setting of JAX or of a library that changes results is another one; flags and
+            variables that go with a kind of device are only listed.
     """
     try:
         old = read_config(workdir)
     except ConfigError as error:  # the file is about to be rewritten
         return [str(error)]
-    lines = [f"changed since this run began: {line}" for line in changes(old, config)]
     document = json_text.read(workdir / _FILE)
-    versions = _versions()
-    lines += [
-        f"version of {name} since the last start: {was} -> {versions.get(name)}; bits may differ"
-        for name, was in sorted(_object(document, "versions").items())
-        if was != versions.get(name)
-    ]
+    lines = list(_in_two_folders(document, config))
+    for line in changes(old, config):
+        is_source = line.split(":")[0].endswith(_SOURCES) and has_checkpoint(workdir)
+        note = "; it is not read: the run goes on from its own checkpoint" * is_source
+        lines.append(f"changed since this run began: {line}{note}")
+    for what, key, current in (
+        ("version", "versions", _versions()),
+        ("code", "code", _code(config)),
+    ):
+        lines += [
+            f"{what} of {name} since the last start: {was} -> {current.get(name)}; bits may differ"
+            for name, was in sorted(_object(document, key).items())
+            if was != current.get(name)
+        ]
     before = _object(document, "numeric_settings")
     now = numeric_settings()
     for name in sorted(before.keys() | now.keys()):
         if (was := before.get(name, "")) != (value := now.get(name, "")):
             line = f"{name} was {was or 'not set'} when this run began, and is {value or 'not set'}"
-            if name.startswith("JAX_"):
+            if name not in (*_FLAGS, *_OF_DEVICES):
                 raise ConfigError(f"{workdir}: {line}; it changes results, so set it as it was")
             lines.append(line)
     return lines
@@ -275,7 +314,7 @@ def _object(document: dict[str, Any], name: str) -> dict[str, Any]:
 def numeric_settings() -> dict[str, str]:
     """Return the settings of JAX and XLA that change results and are not the defaults.
 
-    They come from variables (``JAX_DEFAULT_PRNG_IMPL``, ``XLA_FLAGS``, ``LIBTPU_INIT_ARGS``) or
+    They come from variables (``JAX_DEFAULT_PRNG_IMPL``, ``NVIDIA_TF32_OVERRIDE``, ``XLA_FLAGS``) or
     from ``jax.config.update``.
 
     Returns:
@@ -288,136 +327,48 @@ def numeric_settings() -> dict[str, str]:
         for name, default in _NUMERIC.items()
         if jax.config.values.get(name, default) != default
     }
-    found |= {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
-    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+    named = (*_NUMERIC_VARIABLES, *_OF_DEVICES)
+    found |= {name: os.environ[name] for name in named if name in os.environ}
+    for name in _FLAGS:
         flags = os.environ.get(name, "").split()
         if kept := sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS)):
             found[name] = " ".join(kept)
     return found
 
 
-def code_digest() -> str:
-    """Hash of jaxvlm's source files, by which processes find that they run different code."""
-    digest = hashlib.blake2b(digest_size=8)
+def _code(config: Config) -> dict[str, str]:
+    """Hashes of jaxvlm's source files, and of the files of a run's own losses, formats and so on.
+
+    Args:
+        config: of the run; a module that it names is one that was imported.
+
+    Returns:
+        ``jaxvlm``, or the setting that names the file -> the hash.
+    """
     root = pathlib.Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()
+    files = {"jaxvlm": sorted(root.rglob("*.py"))}
+    for setting, target in by_path(config).items():
+        if setting.endswith(".target") and target:
+            source = target.partition(":")[0]
+            name = getattr(sys.modules.get(source), "__file__", None) or source
+            files[setting] = [pathlib.Path(name)] if os.path.isfile(name) else []
+    hashes = {}
+    for name, paths in files.items():
+        digest = hashlib.blake2b(digest_size=8)
+        for path in paths:
+            digest.update(path.name.encode() + path.read_bytes())
+        hashes[name] = digest.hexdigest()
+    return hashes
 
 
-def program() -> dict[str, Any]:
-    """What computes: versions, commit, source and settings that change results; JSON-able."""
+def program(config: Config) -> dict[str, Any]:
+    """What computes a run: versions, commit, source and settings that change results; JSON-able."""
     return {
         "versions": _versions(),
-        "source files": code_digest(),
+        "source files": _code(config),
         "commit": source_commit(),
         "settings of JAX and XLA": numeric_settings(),
     }
-
-
-def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
-    """Refuses weights of a different model whose arrays happen to have the same shapes.
-
-    Args:
-        workdir: folder of the run that the weights come from.
-        config: settings of the run that starts from them.
-
-    Returns:
-        The model settings of ``workdir``: equal to those of ``config``, except that adapters may be
-        missing where ``config`` has some.
-
-    Raises:
-        ConfigError: the models differ; the message lists the settings.
-    """
-    source = read_config(workdir)
-    differ, old = _model_changes(source, config)
-    if old is None:
-        raise ConfigError(
-            f"config.init_from={workdir} holds weights of another kind of model: "
-            f"{'; '.join(differ)}"
-        )
-    if differ:
-        raise ConfigError(
-            f"config.init_from={workdir} holds weights of another model: {'; '.join(differ)}; "
-            "use the settings of that run"
-        )
-    return dataclasses.replace(old, lora=source.network.lora)
-
-
-def check_resumed_model(workdir: pathlib.Path, config: Config) -> None:
-    """Refuses to go on with the checkpoint of another model whose arrays have the same shapes.
-
-    Raises:
-        ConfigError: ``config`` describes another model than the workdir's ``config.json``.
-    """
-    try:
-        differ, _ = _model_changes(read_config(workdir), config)
-    except ConfigError:  # no settings are left to compare with, which changed_settings says
-        return
-    if differ:
-        raise ConfigError(
-            f"{workdir}: the model changed since the checkpoint: {'; '.join(differ[:5])}; restore "
-            "the old values, or start a new workdir"
-        )
-
-
-def _model_changes(
-    source: Config, config: Config
-) -> tuple[list[str], ModelConfig | DualConfig | None]:
-    """Lists how the model of ``config`` differs from that of ``source``.
-
-    Returns:
-        Settings as ``path: old -> new``; and the model of ``source`` with adapters as ``config``
-        has them if it has none, or ``None`` if the models are of another kind.
-    """
-    model, old, lora = config.network, source.network, source.network.lora
-    kind = changes(source.embedder, config.embedder, "config.embedder")
-    kind += changes(source.embedding, config.embedding, "config.embedding")
-    if kind:
-        return kind, None
-    old = dataclasses.replace(old, lora=lora if lora.rank else model.lora)
-    # The vocabulary size is filled in later, and is checked by the arrays' shapes.
-    text_model = "decoder" if isinstance(model, ModelConfig) else "text"
-    size = getattr(model, text_model).vocab_size
-    tower = dataclasses.replace(getattr(old, text_model), vocab_size=size)
-    old = dataclasses.replace(old, **{text_model: tower})
-    # Settings of how the model is computed and where its weights come from, not of what it is.
-    ignored = {
-        *RECIPE_FIELDS,
-        "attention",
-        "dtype",
-        "checkpoint",
-        "vision_checkpoint",
-        "text_checkpoint",
-        *("target", "options"),  # of a family: what reads the checkpoint
-    }
-    # With adapters, frozen_blocks must agree too: it splits a tower's stack of blocks in two.
-    ignored -= {"frozen_blocks"} if lora.rank else set()
-    path = "config.model" if isinstance(model, ModelConfig) else "config.dual"
-    return [line for line in changes(old, model, path) if not _is_one_of(line, ignored)], old
-
-
-def _is_one_of(line: str, names: Collection[str]) -> bool:
-    return line.split(":")[0].rsplit(".", 1)[-1] in names
-
-
-def by_path(config: Any, path: str = "config") -> dict[str, Any]:
-    """Maps each setting's path to its value."""
-    if not dataclasses.is_dataclass(config):
-        return {path: config}
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        found |= by_path(getattr(config, field.name), f"{path}.{field.name}")
-    return found
-
-
-def changes(old: Any, new: Any, path: str = "config") -> list[str]:
-    """Lists the settings that differ between two configs, as ``path: old -> new``."""
-    if not dataclasses.is_dataclass(old):
-        return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
-    names = [field.name for field in dataclasses.fields(old)]
-    differing = (changes(getattr(old, n), getattr(new, n), f"{path}.{n}") for n in names)
-    return [line for lines in differing for line in lines]
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Settings of a run as frozen dataclasses, and their conversion from and to a ConfigDict."""
 
 from jaxvlm.config.cache import CacheConfig
-from jaxvlm.config.convert import ConfigError, check_choice, to_config_dict
+from jaxvlm.config.convert import ConfigError, by_path, changes, check_choice, to_config_dict
 from jaxvlm.config.data import DataConfig, PairDataConfig, TokenizerConfig
 from jaxvlm.config.derived import (
     GRAD_REDUCE_BITS,
@@ -64,7 +64,9 @@ __all__ = [
     "TextConfig",
     "TokenizerConfig",
     "VisionConfig",
+    "by_path",
     "cache_halvings",
+    "changes",
     "check_choice",
     "default_config",
     "dropout_rates",

@@ -174,6 +174,25 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
+def by_path(config: Any, path: str = "config") -> dict[str, Any]:
+    """Maps each setting's path to its value."""
+    if not dataclasses.is_dataclass(config):
+        return {path: config}
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        found |= by_path(getattr(config, field.name), f"{path}.{field.name}")
+    return found
+
+
+def changes(old: Any, new: Any, path: str = "config") -> list[str]:
+    """Lists the settings that differ between two configs, as ``path: old -> new``."""
+    if not dataclasses.is_dataclass(old):
+        return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
+    names = [field.name for field in dataclasses.fields(old)]
+    differing = (changes(getattr(old, n), getattr(new, n), f"{path}.{n}") for n in names)
+    return [line for lines in differing for line in lines]
+
+
 def _checked(value: Any, kind: Any, path: str) -> Any:
     """``value`` as ``kind``; otherwise a ConfigError that names ``path``."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):

@@ -10,7 +10,7 @@ import jax
 
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
-from jaxvlm.config import ConfigError
+from jaxvlm.config import ConfigError, by_path
 from jaxvlm.hf import exporter
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
@@ -42,7 +42,7 @@ def open_workdir(
     """
     config = run.config
     if jax.process_count() > 1:
-        for what, value in run_record.program().items():
+        for what, value in run_record.program(config).items():
             processes.check_same(what, value)
         processes.check_same("the bytes of images", run.dataset.sample_digest())
         processes.check_shared(workdir)
@@ -63,7 +63,7 @@ def open_workdir(
     )
     stack.enter_context(checkpointer)
     same = {"the data": run.dataset.fingerprint(), "the number of steps": run.steps}
-    same |= run_record.by_path(config)
+    same |= by_path(config)
     try:
         processes.check_same("settings or data", same)
     except ConfigError:  # in all of them: the first that differs is named

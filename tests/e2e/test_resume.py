@@ -244,15 +244,20 @@ def test_clipping_can_be_switched_on_when_resuming(data, tmp_path):
         ("decoder", "activation", "relu"),
         ("vision", "pixel_mean", (0.1, 0.1, 0.1)),
         ("vision", "norm_eps", 1e-3),
+        ("tokenizer", "kind", "bpe"),
+        ("tokenizer", "vocab_size", 300),
+        ("tokenizer", "path", "another/folder"),
     ],
 )
 def test_another_model_of_the_same_shapes_does_not_go_on(data, unbroken, group, name, value):
     before = (unbroken.workdir / "config.json").read_bytes()
     config = recipe(data)
-    setattr(getattr(config.model, group), name, value)
+    setattr(getattr(config if group == "tokenizer" else config.model, group), name, value)
     config.steps = 14
     changed = jaxvlm.Trainer(config, unbroken.workdir)
-    with pytest.raises(ConfigError, match=rf"the model changed .*{group}\.{name}: .* -> "):
+    with pytest.raises(
+        ConfigError, match=rf"model or its tokenizer changed .*{group}\.{name}: .* -> "
+    ):
         changed.fit()
     assert (unbroken.workdir / "config.json").read_bytes() == before
 

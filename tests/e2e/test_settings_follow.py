@@ -186,8 +186,20 @@ def test_relative_data_are_found_or_both_places_named(tmp_path, monkeypatch, cap
     assert run_record.read_config_to_use(tmp_path / "run").data.train == str(
         tmp_path / "here.jsonl"
     )
-    (tmp_path / "elsewhere" / "here.jsonl").touch()  # this folder's comes first
+    assert "is read in this folder" not in caplog.text
+    (tmp_path / "elsewhere" / "here.jsonl").touch()  # this folder's comes first, and a line says so
     assert run_record.read_config_to_use(tmp_path / "run").data.train == "here.jsonl"
+    line = (
+        f"config.data.train=here.jsonl is read in this folder; {tmp_path / 'here.jsonl'} is another"
+    )
+    assert caplog.text.count(line) == 1
+    started = dataclasses.replace(config, data=data)
+    assert [line in said for said in run_record.changed_settings(tmp_path / "run", started)] == [
+        True
+    ]
+    (tmp_path / "elsewhere" / "here.jsonl").unlink()
+    (tmp_path / "elsewhere" / "here.jsonl").symlink_to(tmp_path / "here.jsonl")
+    assert run_record.changed_settings(tmp_path / "run", started) == [], "one file"
 
 
 def test_a_folders_prompts_are_its_input_types():

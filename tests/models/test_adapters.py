@@ -27,6 +27,7 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.spmd.model import build_model
 from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner, scales
+from jaxvlm.trainer.callbacks import checkpoint
 from jaxvlm.trainer.training import build_training
 
 ONE, MANY = MESHES["one"], MeshConfig(data=1, fsdp=4, tensor=2)
@@ -248,14 +249,14 @@ def test_adapters_train_beside_eight_bits():
 def test_a_run_starts_from_one_without_adapters(tmp_path):
     run_record.write_config(tmp_path, Config(model=TINY), "")
     new = dataclasses.replace(TINY, lora=DORA)
-    assert run_record.check_same_model(str(tmp_path), Config(model=new)) == TINY
+    assert checkpoint.check_same_model(str(tmp_path), Config(model=new)) == TINY
     run_record.write_config(tmp_path, Config(model=new), "")
-    assert run_record.check_same_model(str(tmp_path), Config(model=new)) == new
+    assert checkpoint.check_same_model(str(tmp_path), Config(model=new)) == new
     other = dataclasses.replace(new, lora=dataclasses.replace(DORA, rank=7))
     with pytest.raises(ConfigError, match=r"lora\.rank: 2 -> 7"):
-        run_record.check_same_model(str(tmp_path), Config(model=other))
+        checkpoint.check_same_model(str(tmp_path), Config(model=other))
     scaled = dataclasses.replace(new, lora=dataclasses.replace(DORA, alpha=DORA.alpha + 1))
     with pytest.raises(ConfigError, match=r"lora\.alpha: .* -> "):  # the arrays are the same
-        run_record.check_resumed_model(tmp_path, Config(model=scaled))
+        checkpoint.check_resumed_model(tmp_path, Config(model=scaled))
     dropped = dataclasses.replace(new, lora=dataclasses.replace(DORA, dropout=0.1))
-    run_record.check_resumed_model(tmp_path, Config(model=dropped))
+    checkpoint.check_resumed_model(tmp_path, Config(model=dropped))

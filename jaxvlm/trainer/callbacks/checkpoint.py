@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxvlm.cache.host_cache import HOST_CACHE
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer, restore_params
-from jaxvlm.config import ConfigError
+from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, changes
+from jaxvlm.config.merge import RECIPE_FIELDS
 from jaxvlm.data.prefetch import resume_step
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import peft_folder
@@ -37,7 +39,7 @@ def restore_or_init(
     training = run.training
     restored = checkpointer.restore(training.checkpointed(training.abstract))
     if restored is not None:
-        run_record.check_resumed_model(pathlib.Path(checkpointer.folder.parent), run.config)
+        check_resumed_model(pathlib.Path(checkpointer.folder.parent), run.config)
         start = resume_step(restored.extra["data"], run.dataset.fingerprint())
         log(f"resuming at step {start} of {run.steps}")
         return training.with_empty_cache(restored.state), start, restored.extra
@@ -69,7 +71,7 @@ def _params_of_run(run: Run, log: Callable[[str], None]) -> Params:
     """The weights of ``config.init_from``, whose vision encoder may be cut at another block."""
     config, model = run.config, run.model
     folder = pathlib.Path(config.init_from) / "checkpoints"
-    old = run_record.check_same_model(config.init_from, config)
+    old = check_same_model(config.init_from, config)
     _check_same_tokens(pathlib.Path(config.init_from) / "tokenizer", run.tokenizer)
     base, cut, old_cut = model.base(), config.network.vision.frozen_blocks, old.vision.frozen_blocks
     wanted = model.abstract() if old.lora.rank else frozen_blocks.shapes(base, old_cut)
@@ -98,6 +100,95 @@ def _check_same_tokens(saved: pathlib.Path, tokenizer: Any) -> None:
             f"weights belong to, such as {moved[0]!r}, have another id or none in this run's "
             f"tokenizer; use {saved}"
         )
+
+
+def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
+    """Refuses weights of a different model whose arrays happen to have the same shapes.
+
+    Args:
+        workdir: folder of the run that the weights come from.
+        config: settings of the run that starts from them.
+
+    Returns:
+        The model settings of ``workdir``: equal to those of ``config``, except that adapters may be
+        missing where ``config`` has some.
+
+    Raises:
+        ConfigError: the models differ; the message lists the settings.
+    """
+    source = run_record.read_config(workdir)
+    differ, old = _model_changes(source, config)
+    if old is None:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another kind of model: "
+            f"{'; '.join(differ)}"
+        )
+    if differ:
+        raise ConfigError(
+            f"config.init_from={workdir} holds weights of another model: {'; '.join(differ)}; "
+            "use the settings of that run"
+        )
+    return dataclasses.replace(old, lora=source.network.lora)
+
+
+def check_resumed_model(workdir: pathlib.Path, config: Config) -> None:
+    """Refuses to go on with the checkpoint of another model whose arrays have the same shapes.
+
+    Raises:
+        ConfigError: ``config`` describes another model, or another tokenizer, than the workdir's
+            ``config.json``.
+    """
+    try:
+        old = run_record.read_config(workdir)
+        differ = _model_changes(old, config)[0]
+        differ += changes(old.tokenizer, config.tokenizer, "config.tokenizer")
+    except ConfigError:  # no settings are left to compare with, which changed_settings says
+        return
+    if differ:
+        raise ConfigError(
+            f"{workdir}: the model or its tokenizer changed since the checkpoint: "
+            f"{'; '.join(differ[:5])}; restore the old values, or start a new workdir"
+        )
+
+
+def _model_changes(
+    source: Config, config: Config
+) -> tuple[list[str], ModelConfig | DualConfig | None]:
+    """Lists how the model of ``config`` differs from that of ``source``.
+
+    Returns:
+        Settings as ``path: old -> new``; and the model of ``source`` with adapters as ``config``
+        has them if it has none, or ``None`` if the models are of another kind.
+    """
+    model, old, lora = config.network, source.network, source.network.lora
+    kind = changes(source.embedder, config.embedder, "config.embedder")
+    kind += changes(source.embedding, config.embedding, "config.embedding")
+    if kind:
+        return kind, None
+    old = dataclasses.replace(old, lora=lora if lora.rank else model.lora)
+    # The vocabulary size is filled in later, and is checked by the arrays' shapes.
+    text_model = "decoder" if isinstance(model, ModelConfig) else "text"
+    size = getattr(model, text_model).vocab_size
+    tower = dataclasses.replace(getattr(old, text_model), vocab_size=size)
+    old = dataclasses.replace(old, **{text_model: tower})
+    # Settings of how the model is computed and where its weights come from, not of what it is.
+    ignored = {
+        *RECIPE_FIELDS,
+        "attention",
+        "dtype",
+        "checkpoint",
+        "vision_checkpoint",
+        "text_checkpoint",
+        *("target", "options"),  # of a family: what reads the checkpoint
+    }
+    # With adapters, frozen_blocks must agree too: it splits a tower's stack of blocks in two.
+    ignored -= {"frozen_blocks"} if lora.rank else set()
+    path = "config.model" if isinstance(model, ModelConfig) else "config.dual"
+    return [line for line in changes(old, model, path) if not _is_one_of(line, ignored)], old
+
+
+def _is_one_of(line: str, names: Collection[str]) -> bool:
+    return line.split(":")[0].rsplit(".", 1)[-1] in names
 
 
 class CheckpointCallback(Callback):
