@@ -22,6 +22,7 @@ from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, Structur
 from jaxvlm.checkpoint.restore import (
     cast,
     committed_steps,
+    comparable,
     error_line,
     restore_params,
     score,
@@ -141,8 +142,9 @@ class Checkpointer:
             name: Leaf(leaf.shape, str(leaf.dtype), value)
             for name, leaf, value in zip(names, leaves, leaf_digests)
         }
-        document = manifest.encode(Manifest(step, extra, metrics, table))
-        self._scores.update(score(step, metrics, self._metric))
+        record = Manifest(step, extra, metrics, table)
+        document = manifest.encode(record)
+        self._scores.update(score(record, self._metric))
         with self._writing():
             self._manager.save(
                 step,
@@ -274,8 +276,8 @@ class Checkpointer:
                 error.add_note(str(second))
 
     def _best(self, steps: Iterable[int]) -> int | None:
-        scored = [(self._sign * self._scores[s], s) for s in steps if s in self._scores]
-        return max(scored)[1] if scored else None
+        scored = comparable({s: self._scores[s] for s in steps if s in self._scores})
+        return max((self._sign * value, s) for s, value in scored.items())[1] if scored else None
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,8 @@ from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
 
 _log = logging.getLogger(__name__)
 
+BEST_OF = "best_of"
+"""Name in a checkpoint's extra state: metric, mode, and the data that evaluations were on."""
 SelectArrays = Callable[[Mapping[str, Leaf]], dict[str, Any]]
 """Maps a checkpoint's table to the arrays to read: saved name -> ShapeDtypeStruct."""
 
@@ -35,20 +37,38 @@ def committed_steps(folder: epath.Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if _is_committed(path))
 
 
-def scores(folder: epath.Path, steps: Iterable[int], metric: str) -> Iterator[tuple[int, float]]:
-    """(step, value of ``metric``) of each step that has a finite one."""
+class Score(NamedTuple):
+    """The metric of a checkpoint that decides which one is the best."""
+
+    value: float
+    data: list[Any]
+    """What it was measured on; [] where an older checkpoint does not say."""
+
+
+def scores(folder: epath.Path, steps: Iterable[int], metric: str) -> Iterator[tuple[int, Score]]:
+    """(step, its :class:`Score`), for the steps whose manifest has a finite one."""
     for step in steps:
         try:
             saved = manifest.read(folder / str(step))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when it is restored
-        yield from score(step, saved.metrics, metric)
+        yield from score(saved, metric)
 
 
-def score(step: int, metrics: Mapping[str, float], metric: str) -> Iterator[tuple[int, float]]:
-    """(step, value of ``metric``), or nothing if there is no finite value."""
-    if math.isfinite(metrics.get(metric, math.nan)):
-        yield step, metrics[metric]
+def score(saved: Manifest, metric: str) -> Iterator[tuple[int, Score]]:
+    """(step, its :class:`Score`), or nothing if there is no finite value."""
+    if math.isfinite(value := saved.metrics.get(metric, math.nan)):
+        yield saved.step, Score(value, saved.extra.get(BEST_OF, [])[2:])
+
+
+def comparable(scored: Mapping[int, Score]) -> dict[int, float]:
+    """Step -> value, of the scores that were measured on the newest one's evaluation data."""
+    newest = scored[max(scored)].data if scored else []
+    return {
+        step: value
+        for step, (value, data) in scored.items()
+        if data[: len(newest)] == newest[: len(data)]
+    }
 
 
 def sign(mode: str) -> int:
@@ -195,7 +215,7 @@ def _by_preference(root: epath.Path, which: str, metric: str, better: int) -> li
     if which not in ("latest", "best"):
         raise ValueError(f"which is {which!r}; use latest or best")
     steps = committed_steps(root)
-    values = dict(scores(root, steps, metric)) if which == "best" else {}
+    values = comparable(dict(scores(root, steps, metric))) if which == "best" else {}
     return sorted(
         steps, key=lambda s: (better * values.get(s, -better * math.inf), s), reverse=True
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxvlm.checkpoint.restore import BEST_OF
 from jaxvlm.config import Config, ConfigError
 from jaxvlm.data.conversations.run_data import make_dataset
 from jaxvlm.data.errors import DataError
@@ -41,6 +44,7 @@ class EvaluationCallback(Callback):
         writer: where the metrics go.
         progress: where the lines for people go.
         extra: what was saved with the checkpoint that the run resumes from.
+        records: hash of the evaluation data.
     """
 
     def __init__(
@@ -51,14 +55,17 @@ class EvaluationCallback(Callback):
         writer: MetricWriter,
         progress: Progress,
         extra: dict[str, Any],
+        records: str = "",
     ):
         self.evaluate, self.config, self.steps = evaluate, config, steps
         self.writer, self.progress = writer, progress
         checkpoint = config.checkpoint
-        self._best_of = [checkpoint.metric, checkpoint.mode, config.data.eval]
-        same = extra.get("best_of", self._best_of) == self._best_of
+        self._best_of = [checkpoint.metric, checkpoint.mode, config.data.eval, records]
+        before = extra.get(BEST_OF, self._best_of)
+        same = before == self._best_of[: len(before)]  # older ones do not have the hash
         if not same:
-            was, now = (f"{x[1]} of {x[0]} on {x[2]}" for x in (extra["best_of"], self._best_of))
+            was, now = (f"{x[1]} of {x[0]} on {x[2]}" for x in (before, self._best_of))
+            now = f"{now}, which has other records" if was == now else now
             progress.log(f"the best score was the {was}; it starts anew with the {now}")
         self.best: float | None = extra.get("best") if same else None
         self.not_better: int = extra.get("not_better", 0) if same else 0
@@ -114,7 +121,7 @@ class EvaluationCallback(Callback):
             record.metrics |= self._unsaved.metrics
         self._unsaved = None
         record.extra |= {
-            "best": self.best, "best_of": self._best_of,
+            "best": self.best, BEST_OF: self._best_of,
             "not_better": self.not_better, "evaluated": self.evaluated,
         }  # fmt: skip
 
@@ -137,14 +144,19 @@ def make_evaluator(run: Run) -> AnyEvaluator | None:
     else:
         records = make_dataset(config, config.data.eval, run.tokenizer, run.image_format)
         evaluator = Evaluator(run.model, records, config.data.batch_size)
-    dataset = evaluator.dataset
-    read = [dataset.fingerprint(), dataset.sample_digest()]
-    processes.check_same("the evaluation data (config.data.eval)", read)
+    processes.check_same("the evaluation data (config.data.eval)", _digest(evaluator, config))
     metric = config.checkpoint.metric
     if metric not in evaluator.metrics:  # now, not after hours
         known = ", ".join(evaluator.metrics)
         raise ConfigError(f"config.checkpoint.metric={metric!r} is not evaluated; known: {known}")
     return evaluator
+
+
+def _digest(evaluator: AnyEvaluator, config: Config) -> str:
+    """Hash of what is evaluated: records, how they are read, and the bytes of some images."""
+    dataset = evaluator.dataset
+    read = [dataset.fingerprint(), dataset.sample_digest(), config.eval_records]
+    return hashlib.blake2b(json.dumps(read).encode(), digest_size=8).hexdigest()
 
 
 def within_memory(
@@ -189,7 +201,8 @@ def callback(
     if evaluator is None:
         return None
     evaluate = within_memory(evaluator, run, memory)
-    return EvaluationCallback(evaluate, run.config, run.steps, writer, progress, extra)
+    records = _digest(evaluator, run.config)
+    return EvaluationCallback(evaluate, run.config, run.steps, writer, progress, extra, records)
 
 
 def draw_predictions(
