@@ -107,7 +107,7 @@ def make_dual_encoder(
                 of_run = pathlib.Path(checkpoint).expanduser()
                 given = _with_tower_of_run(given, tower, of_run, workdir, config.data.resize)
                 continue
-            sources[tower] = _find_source(checkpoint, workdir and workdir / tower)
+            sources[tower] = _find_source(checkpoint, workdir, tower)
             sentences.check_no_map(pretrained.modules(sources[tower].files))
             folders[tower] = described(sources[tower])
             if tower not in folders[tower].config.towers:
@@ -162,10 +162,10 @@ def _is_workdir(checkpoint: str, tower: str, workdir: pathlib.Path | None) -> bo
     Args:
         checkpoint: the tower's checkpoint setting.
         tower: its name.
-        workdir: workdir of the run that uses the tower; once it has begun, it no longer needs the
+        workdir: workdir of the run that uses the tower; once it has weights, it no longer needs the
             other workdir.
     """
-    if workdir is not None and run_record.is_begun(workdir):
+    if workdir is not None and run_record.has_checkpoint(workdir):
         if (workdir / tower / pretrained.SAVED).is_dir():
             return False
         if not getattr(run_record.read_config(workdir).dual, f"{tower}_checkpoint"):
@@ -185,7 +185,7 @@ def _with_tower_of_run(
     where = f"config.dual.{tower}_checkpoint={folder}"
     if tower != "vision":
         raise ConfigError(f"{where} is a run; use config.init_from to start from its weights")
-    begun = workdir is not None and run_record.is_begun(workdir)
+    begun = workdir is not None and run_record.has_checkpoint(workdir)
     run = run_record.read_config(workdir if begun and workdir is not None else folder)
     dual = run.dual
     if run.embedder != "dual" or not trains_embeddings(run) or "vision" not in dual.towers:
@@ -214,8 +214,10 @@ def vision_of_run(config: Config) -> VisionConfig | None:
     return _with_tower_of_run(config.dual, "vision", folder, None, config.data.resize).vision
 
 
-def _find_source(checkpoint: str, workdir: pathlib.Path | None) -> pretrained.Source:
-    source = pretrained.find(checkpoint, workdir, any_family)
+def _find_source(
+    checkpoint: str, workdir: pathlib.Path | None, tower: str = ""
+) -> pretrained.Source:
+    source = pretrained.find(checkpoint, workdir, any_family, tower)
     assert source is not None
     if not hasattr(source.family, "text_style"):
         raise ConfigError(

@@ -162,7 +162,7 @@ def _names(source: Source, model: Model) -> Any:
 
 
 def _recorded(workdir: pathlib.Path | None, checkpoint: str) -> LoraConfig | None:
-    if workdir is None or not (workdir / "config.json").is_file():
+    if workdir is None or not run_record.has_checkpoint(workdir):
         return None
     recorded = run_record.read_config(workdir).model.lora
     return recorded if recorded.checkpoint == checkpoint else None

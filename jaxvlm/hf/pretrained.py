@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jaxvlm.checkpoint import run_record
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, VisionConfig, json_text
 from jaxvlm.config.merge import json_object, merged_model
 from jaxvlm.data.errors import DataError
@@ -43,22 +44,25 @@ def find(
     checkpoint: str,
     workdir: pathlib.Path | None = None,
     choose: ChooseFamily = family,
+    tower: str = "",
 ) -> Source | None:
     """Find the checkpoint that a run starts from; ``None`` if it starts from scratch.
 
     Args:
         checkpoint: folder or hub id; "" is none.
-        workdir: workdir of the run; its copy of the checkpoint's files takes precedence.
+        workdir: workdir of the run; its copy of the checkpoint's files takes precedence, once the
+            run has weights. One of a start that saved none may be of another checkpoint.
         choose: selects the family: ``family``, ``any_family``, or what
             :func:`jaxvlm.hf.families.family_of` returns.
+        tower: that it is the checkpoint of; "" is the whole model.
 
     Raises:
         ConfigError: there is no such checkpoint, or its family is unknown.
     """
     if not checkpoint:
         return None
-    saved = workdir / SAVED if workdir is not None else None
-    if saved is not None and saved.is_dir():
+    saved = workdir / tower / SAVED if workdir is not None else None
+    if workdir and saved and saved.is_dir() and run_record.has_checkpoint(workdir):
         weights = files = saved
         if pathlib.Path(checkpoint).expanduser().is_dir():
             weights = pathlib.Path(checkpoint).expanduser()

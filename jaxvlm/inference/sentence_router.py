@@ -44,7 +44,7 @@ def sources(model: Encoder, workdir: pathlib.Path, flag: str) -> dict[str, pretr
     for tower, kinds in (("text", _TEXT), ("vision", tuple(_VISION))):
         name = getattr(config, f"{tower}_checkpoint")
         is_saved = (workdir / tower / pretrained.SAVED / pretrained.LAYOUT).is_file()
-        source = pretrained.find(name, workdir / tower, any_family) if name and is_saved else None
+        source = pretrained.find(name, workdir, any_family, tower) if name and is_saved else None
         kind = source.hf_config.get("model_type") if source else "none"
         if source is None or kind not in kinds:
             raise ConfigError(

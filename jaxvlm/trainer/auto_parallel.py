@@ -154,16 +154,15 @@ def _with_local_folders(config: Config, workdir: pathlib.Path | None) -> Config:
     """``config`` with its checkpoints' folders where these are ids of the hub."""
     paths: tuple[tuple[str, str], ...] = (("model.checkpoint", ""),)
     if config.embedder == "dual":
-        of_towers = ((f"dual.{tower}_checkpoint", tower) for tower in ("vision", "text"))
+        of_towers = ((f"dual.{name}_checkpoint", name) for name in ("vision", "text"))
         paths = (("dual.checkpoint", ""), *of_towers)
-    for path, kept in paths:
+    for path, tower in paths:
         given = _get(config, path)
         if given and not pathlib.Path(given).expanduser().is_dir():
-            where = workdir / kept if workdir and kept else workdir
             choose: ChooseFamily = any_family
             if path == "model.checkpoint":
                 choose = family_of(config.model.family, "config.model.family", any_family)
-            source = pretrained.find(given, where, choose)
+            source = pretrained.find(given, workdir, choose, tower)
             config = _replaced(config, path, str(source.files) if source else given)
     return config
 

@@ -111,9 +111,11 @@ def write_run_files(run: Run, workdir: pathlib.Path) -> None:
     if jax.process_index():
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    if run.tokenizer is not None and not run_record.has_checkpoint(workdir):
-        # Whole or not at all: a kill in the middle must not leave half a tokenizer. One that lies
-        # here is of a start that saved no weights, perhaps on other data.
+    is_first = not run_record.has_checkpoint(workdir)
+    if is_first:  # what lies here is of a start that saved no weights, perhaps of other data
+        exporter.forget(workdir)
+    if run.tokenizer is not None and is_first:
+        # Whole or not at all: a kill in the middle must not leave half a tokenizer.
         half = workdir / "tokenizer.tmp"
         shutil.rmtree(half, ignore_errors=True)
         run.tokenizer.save(half)

@@ -251,7 +251,8 @@ def test_a_run_goes_on_from_an_adapter(data, folder, adapter, tmp_path):
     for path, x in eight.model.stored(plain).items():
         assert np.array_equal(kept[path], x), path
     config.model.lora.base = ""
-    # What a run has written down is enough to resume it.
+    # What a run has written down is enough to resume it, once it has weights.
+    (workdir / "checkpoints" / "1").mkdir(parents=True)
     adapter.rename(adapter.with_name("away"))
     try:
         again = jaxvlm.Trainer(config, workdir)

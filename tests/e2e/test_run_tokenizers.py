@@ -11,10 +11,13 @@ import runs
 from test_embedding_runs import scratch
 
 import jaxvlm
-from jaxvlm.config import ConfigError
+from jaxvlm.checkpoint import run_record
+from jaxvlm.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.hf import peft_folder, pretrained
 from jaxvlm.trainer import run_files
 from jaxvlm.trainer.callbacks import metrics
+from tests.bad_input import folders, values
 
 TEXTS = {"fruit": ("apple", "pear", "plum", "fig"), "animals": ("zebra", "yak", "wolf", "cow")}
 
@@ -66,6 +69,41 @@ def test_a_start_that_saved_no_weights_leaves_no_tokens(kind, tmp_path):
     before = saved.read_bytes()
     run_files.write_run_files(again, workdir)
     assert saved.read_bytes() == before
+
+
+def test_a_start_that_saved_no_weights_leaves_no_files_of_its_checkpoint(tmp_path, monkeypatch):
+    """Another checkpoint of the hub, with other weights, has other files."""
+    hub, workdir = tmp_path / "hub", tmp_path / "run"
+    monkeypatch.setattr(pretrained, "_fetch", lambda name: hub / name)
+    for folder, eps in ((hub / "org/a", 1e-5), (hub / "org/b", 1e-6)):
+        folder.mkdir(parents=True)
+        hf_config = values.replaced(folders.LLAVA, ("vision_config", "layer_norm_eps"), eps)
+        (folder / "config.json").write_text(json.dumps(hf_config))
+    parts = [workdir, workdir / "vision", workdir / "text"]
+    for part in parts:
+        shutil.copytree(hub / "org/a", part / "source")
+
+    def found(name, part):
+        tower = "" if part == workdir else part.name
+        return pretrained.find(name, workdir, tower=tower).files
+
+    assert all(found("org/b", part) == hub / "org/b" for part in parts)
+    (workdir / "checkpoints" / "1").mkdir(parents=True)
+    assert all(found("org/b", part) == part / "source" for part in parts), "the weights' own"
+    run = made(recipe("conversations", "fruit", tmp_path), "")
+    run_files.write_run_files(run, workdir)
+    assert all((part / "source").is_dir() for part in parts)
+    (workdir / "checkpoints" / "1").rmdir()
+    run_files.write_run_files(run, workdir)
+    assert not any((part / "source").exists() for part in parts)
+
+
+def test_a_start_that_saved_no_weights_leaves_no_settings_of_its_adapter(tmp_path):
+    adapted = LoraConfig(rank=2, alpha=8.0, checkpoint="peft")
+    run_record.write_config(tmp_path, Config(model=ModelConfig(lora=adapted)), "1 x cpu")
+    assert peft_folder._recorded(tmp_path, "peft") is None
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    assert peft_folder._recorded(tmp_path, "peft") == adapted
 
 
 @pytest.mark.parametrize("kind", ["conversations", "pairs"])
