@@ -219,6 +219,35 @@ def test_a_template_that_drops_text_is_a_problem(word_tokenizer):
     assert "drops 'what color is the shape?'" in str(problems[0])
 
 
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+LAST_ALONE = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if m.role == 'user' or loop.last }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (NO_SYSTEM, [("system", "red"), ("user", "is it red?"), ("assistant", "no")]),
+        (NO_SYSTEM, [("system", "user"), ("user", "is it red?"), ("assistant", "no")]),
+        (NO_SYSTEM, [("system", "is it?"), ("user", "is it?"), ("assistant", "no")]),
+        (LAST_ALONE, [("user", "a?"), ("assistant", "a"), ("user", "b?"), ("assistant", "b")]),
+        (LAST_ALONE, [("user", "a?"), ("assistant", "b"), ("user", "b?"), ("assistant", "b")]),
+    ],
+)
+def test_dropped_text_that_occurs_elsewhere_is_a_problem(word_tokenizer, template, said):
+    """In another turn, or in what the template writes itself."""
+    ours = chat_tokenizer.ChatTokenizer(word_tokenizer.backend, template, word_tokenizer.special)
+    turns = tuple(Turn(*one) for one in said)
+    _, problems = tokenize.encode([Record("x", turns, ())], ours, 4)
+    lost = said[0 if template is NO_SYSTEM else 1][1]
+    assert [p.id for p in problems] == ["x"] and f"it drops {lost!r}" in problems[0].detail
+    kept = turns[1:] if template is NO_SYSTEM else turns[:2]
+    assert not tokenize.encode([Record("x", kept, ())], ours, 4)[1]
+
+
 SYSTEM = "{% if m.role == 'system' %}<|start|>system\n{{ m.content }}<|end|>\n{% endif %}"
 USER = "{% if m.role == 'user' %}<|start|>user\n{{ m.content }}<|end|>\n{% endif %}"
 HEAD = "<|start|>assistant\n"

@@ -11,7 +11,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
@@ -118,6 +118,7 @@ class ChatTokenizer:
         roles = ("system", "user", "assistant")
         self._list_roles = frozenset(role for role in roles if self._needs_lists(role))
         self._end_token = ""
+        self._written: dict[Any, set[tuple[int, int]]] = {}
         ends = self._answer_ends()
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *(ends or [])[:1]]))
         """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
@@ -153,14 +154,40 @@ class ChatTokenizer:
         messages = [{"role": t.role, "content": self._content(t)} for t in turns]
         text = self._render(messages, add_generation_prompt, leads)
         last = len(turns) if add_generation_prompt else len(turns) - 1
+        written = self._written_pieces(turns, add_generation_prompt)
         for i, turn in enumerate(turns):
             earlier = turn.role == "assistant" and i < last
             content = _THOUGHT.sub("", turn.content) if earlier and forgets else turn.content
-            for piece in content.split(PLACEHOLDER):
-                if piece.strip() not in text:
+            for k, piece in enumerate(content.split(PLACEHOLDER)):
+                if piece.strip() not in text or (piece.strip() and (i, k) not in written):
                     advice = f"; {ONE_AT_A_TIME}" if earlier and not forgets else ""
                     raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}{advice}")
         return text
+
+    def _written_pieces(
+        self, turns: Sequence[Turn], add_generation_prompt: bool
+    ) -> Container[tuple[int, int]]:
+        """(turn, piece between images) of the texts that the template writes, whatever they say.
+
+        Found by words that are nowhere else, once for conversations of one shape: a text that
+        occurs in a rendered conversation may be part of another one, or of the template.
+        """
+        pieces = [[bool(p.strip()) for p in t.content.split(PLACEHOLDER)] for t in turns]
+        roles = tuple(turn.role for turn in turns)
+        shape = add_generation_prompt, roles, tuple(map(tuple, pieces))
+        if shape not in self._written:
+            words = [
+                [f"q{i}w{k}q" * has for k, has in enumerate(row)] for i, row in enumerate(pieces)
+            ]
+            said = [Turn(role, PLACEHOLDER.join(row)) for role, row in zip(roles, words)]
+            messages = [{"role": t.role, "content": self._content(t)} for t in said]
+            every = {(i, k): word for i, row in enumerate(words) for k, word in enumerate(row)}
+            try:
+                text = self._render(messages, add_generation_prompt)
+            except chat_template.TemplateError:  # these words: the conversation's own may do
+                text = " ".join(every.values())
+            self._written[shape] = {place for place, word in every.items() if word in text}
+        return self._written[shape]
 
     def encode_chat(self, text: str) -> list[int]:
         """Tokenize a rendered conversation to ids, see :meth:`encode_chats`."""
