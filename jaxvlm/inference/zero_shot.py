@@ -14,7 +14,7 @@ from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import tables
-from jaxvlm.data.sources.fields import Allowed, BadItem, name_of
+from jaxvlm.data.sources.fields import Allowed, BadItem, Splits, name_of
 from jaxvlm.evals import zero_shot
 from jaxvlm.inference.embed_corpus import EmbedConfig, in_memory
 from jaxvlm.inference.encoder import Encoder
@@ -68,10 +68,11 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
     raw, problems = tables.read(name, config)
     allowed = Allowed.of(config.ignored_fields)
     refuse(name, problems)
-    items, labels = [], []
+    items, labels, splits = [], [], Splits(name, config)
     for record in raw:
         try:
             fields = record.fields if isinstance(record.fields, dict) else {}
+            splits.add(fields)
             fields = allowed.fields_of("record", fields, {"id", "image", "label"})
             image, label = fields.get("image"), name_of(fields.get("label"))
             if not isinstance(image, str) or not image:
@@ -83,6 +84,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
         except BadItem as bad:
             problems.append(Problem(record.where, bad.reason, bad.detail))
     refuse(name, problems)
+    splits.check()
     if not items:
         raise DataError(f"{name}: the file has no images")
     return items, labels

@@ -27,19 +27,24 @@ def give(file):
     return GIVEN
 
 
-def read(*items, of=conversation_formats):
+def read(*items, of=conversation_formats, spec="/data/here.txt"):
     GIVEN[:] = items
     config = DataConfig(format=Extension(target=f"{__file__}:give"))
     # The file is imported again under another name, so the list has to be shared.
     from jaxvlm.config.extension import resolve
 
     vars(__import__("sys").modules[resolve(config.format, "x").__module__])["GIVEN"] = GIVEN
-    return of.read("/data/here.txt", config)
+    return of.read(spec, config)
 
 
 def chat(**image):
     turns = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
     return {"messages": turns, **image}
+
+
+def test_a_format_reads_a_name_that_is_built_in_too():
+    (record,), _ = read(Record("mine", TURNS, ()), spec="easy-vqa:train")
+    assert record.id == "mine"
 
 
 @pytest.mark.parametrize("image", [IMAGE, b"png", np.zeros((4, 4, 3)), 3, {"bytes": b"png"}])

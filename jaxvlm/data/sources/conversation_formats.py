@@ -98,6 +98,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
     )
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     records: list[Record] = []
+    splits = fields.Splits(spec, config)
     for where, item in items:
         identifier = where
         try:
@@ -111,10 +112,12 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
             item = {k: v for k, v in item.items() if k not in config.ignored_fields}
+            splits.add(item)
             identifier = id_of(item.get("id"), where)
             records.append(_record(identifier, item, root, allowed))
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
+    splits.check()
     if not records and not problems:
         raise DataError(f"{spec}: contains no record; give a file with at least one conversation")
     return records, problems

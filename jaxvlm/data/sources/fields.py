@@ -7,13 +7,16 @@ empty, or a reason to refuse the record.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxvlm.config import DataConfig
 from jaxvlm.data import image_placeholders
+from jaxvlm.data.errors import DataError
 
 HARMLESS: dict[str, tuple[str, ...]] = {
     "which record it is": (
@@ -31,7 +34,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "notes": ("metadata", "meta", "comment", "comments"),
 }
 """What a field of these names says -> the names: it can't mean that a record is trained otherwise.
-(``id`` is read.)"""
+(``id`` is read; of ``split``, see :class:`Splits`.)"""
 OF_RECORD: frozenset[str] = frozenset().union(*HARMLESS.values())
 """Harmless names of a record's fields, and of an item's that is an object."""
 OF_TURN = OF_RECORD - {"index", "image_id"}
@@ -54,6 +57,58 @@ class BadItem(Exception):
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
+
+
+_TRAINING, _EVALUATION = "train", "eval"
+_MEANT_FOR = {
+    **dict.fromkeys(("train", "training"), _TRAINING),
+    **dict.fromkeys(("test", "testing", "val", "valid", "validation", "dev", "eval"), _EVALUATION),
+}
+"""Names of splits -> the setting of ``data`` that names such records."""
+
+
+class Splits:
+    """What the records of a file say in ``split``: which part of a data set they belong to.
+
+    A file of several parts is not what anyone means to train or evaluate on, and the field, which
+    is harmless otherwise, would be passed over.
+
+    Args:
+        spec: the file, or a pattern of files.
+        config: data settings, which say what the file is for.
+    """
+
+    def __init__(self, spec: str, config: DataConfig):
+        self.spec, self.config = spec, config
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def add(self, fields: Mapping[str, Any]) -> None:
+        """Count a record's own, if it has one that is not to be ignored."""
+        value = fields.get("split")
+        if not is_empty(value) and "split" not in self.config.ignored_fields:
+            self.counts[name_of(value) or str(value)[:60]] += 1
+
+    def check(self) -> None:
+        """Refuse records of several splits, or of one that is meant for something else.
+
+        Raises:
+            DataError: which, how many of each, and what to do.
+        """
+        named = ", ".join(f"{name!r} ({count:,})" for name, count in self.counts.most_common(5))
+        way_out = (
+            "keep those that are meant, in a file of their own, or set "
+            "data.ignored_fields=('split',) to read them all"
+        )
+        if len(self.counts) > 1:
+            more = ", ..." if len(self.counts) > 5 else ""
+            raise DataError(f"{self.spec}: records of several splits: {named}{more}; {way_out}")
+        train, evaluated = (self.spec == x for x in (self.config.train, self.config.eval))
+        if train == evaluated:  # both, or neither
+            return
+        meant = _TRAINING if train else _EVALUATION
+        for name in self.counts:
+            if _MEANT_FOR.get(name.strip().lower(), meant) != meant:
+                raise DataError(f"{self.spec} is data.{meant}, but its split is {named}; {way_out}")
 
 
 def is_empty(value: Any) -> bool:

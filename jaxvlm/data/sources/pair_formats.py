@@ -17,7 +17,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, custom_format, tables
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
-from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, is_empty, name_of
+from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, Splits, is_empty, name_of
 
 _ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
 """sentence-transformers' columns -> jaxvlm's fields."""
@@ -75,16 +75,17 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
         raw, problems = tables.read(spec, config)
     mapping = dict(config.pairs.column_mapping)
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
-    fields = [r.fields for r in raw if isinstance(r.fields, dict)]
+    rows = [r.fields for r in raw if isinstance(r.fields, dict)]
     for column in mapping:
-        if fields and not any(column in f for f in fields):
-            columns = ", ".join(sorted(fields[0]))
+        if rows and not any(column in row for row in rows):
+            columns = ", ".join(sorted(rows[0]))
             raise DataError(
                 f"{spec}: data.pairs.column_mapping names {column!r}, which no record has; the"
                 f" columns are {columns}"
             )
     examples: list[Example] = []
     seen: collections.Counter[str] = collections.Counter()
+    splits = Splits(spec, config)
     for record in raw:
         identifier = record.where
         try:
@@ -99,11 +100,13 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
                 raise BadItem("not a JSON object")
             read = {k: v for k, v in record.fields.items() if k not in config.ignored_fields}
             item = _mapped(read, mapping)
+            splits.add(item)
             identifier = conversation_formats.id_of(item.get("id"), record.where)
             seen[identifier] += 1
             examples += _examples(identifier, item, record, allowed)
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
+    splits.check()
     if twice := [name for name, count in seen.items() if count > 1]:
         more = ", ..." if len(twice) > 3 else ""
         raise DataError(
