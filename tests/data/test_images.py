@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images import image_files
@@ -275,3 +275,61 @@ def test_what_can_be_read_without_end_is_refused(tmp_path):
         assert image_files.check(path, 50_000_000) is not None
         with pytest.raises(ImageError):
             image_files.load(path, image_files.squares(8))
+
+
+FRAMES = [Image.fromarray(RNG.integers(0, 256, (12, 16, 3), np.uint8)) for _ in range(3)]
+MOVING = ["gif", "webp", "png", "tiff", *(["avif"] if image_files.HAS_AVIF else [])]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("suffix", MOVING)
+def test_one_of_several_frames_or_pages_is_not_chosen(suffix, count, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    FRAMES[0].save(path, save_all=True, append_images=FRAMES[1:count], lossless=True)
+    square = image_files.squares(16)
+    if count == 1:
+        assert image_files.check(str(path), 10**6) is None
+        with Image.open(path) as image:
+            wanted = image_files.convert(image, square)
+        np.testing.assert_array_equal(image_files.load(str(path), square), wanted)
+        return
+    says = "several frames or pages, .* save the one that is meant as a file of its own"
+    for read in (
+        lambda: image_files.load(str(path), square),
+        lambda: image_files.ImageFormat(square, 0, lambda w, h: None, fixed=False).of_file(
+            str(path)
+        ),
+    ):
+        with pytest.raises(ImageError, match=says):
+            read()
+    assert "several frames or pages" in image_files.check(str(path), 10**6)
+
+
+def test_copies_and_previews_of_one_image_are_no_pages(tmp_path):
+    tiff, photo = tmp_path / "a.tiff", tmp_path / "a.jpg"
+    for tag, value, refused in ((254, 1, False), (254, 4, False), (255, 2, False), (254, 0, True)):
+        small = FRAMES[1].resize((8, 6))
+        small.encoderinfo = {"tiffinfo": TiffImagePlugin.ImageFileDirectory_v2()}
+        small.encoderinfo["tiffinfo"][tag] = value
+        FRAMES[0].save(tiff, save_all=True, append_images=[small])
+        assert bool(image_files.check(str(tiff), 10**6)) == refused, (tag, value)
+    FRAMES[0].save(photo, format="MPO", save_all=True, append_images=FRAMES[1:2])
+    with Image.open(photo) as image:
+        assert image.format == "MPO" and image.n_frames == 2
+    assert image_files.check(str(photo), 10**6) is None
+
+
+@pytest.mark.parametrize("suffix", ["gif", "tiff"])
+def test_damage_behind_the_first_image_changes_nothing(suffix, tmp_path):
+    path, square = tmp_path / f"a.{suffix}", image_files.squares(16)
+    FRAMES[0].save(path)
+    wanted = image_files.load(str(path), square)
+    data = bytearray(path.read_bytes())
+    if suffix == "gif":
+        data[-1:] = b",\0\0"  # a frame that ends in its header
+    else:  # a second page far behind the end of the file
+        (at,) = struct.unpack("<I", data[4:8])
+        (entries,) = struct.unpack("<H", data[at : at + 2])
+        data[at + 2 + 12 * entries : at + 6 + 12 * entries] = b"\xff\xff\xff\x00"
+    path.write_bytes(data)
+    np.testing.assert_array_equal(image_files.load(str(path), square), wanted)

@@ -47,6 +47,11 @@ HAS_AVIF = bool(features.check("avif"))
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(["AVIF"] if HAS_AVIF else []))
 """File formats that are decoded. Pillow reads more, but its EPS reader runs Ghostscript."""
 
+_SEVERAL = (
+    "several frames or pages, of which only the first would be read; save the one that is meant as "
+    "a file of its own"
+)
+_NEW_SUBFILE, _SUBFILE = 254, 255  # TIFF tags: what a page is to others
 RGB = "rgb-2"
 """Part of each preparation's fingerprint: another number where :func:`rgb` gives other pixels."""
 
@@ -331,10 +336,7 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
         empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
         if empty:
             raise ImageError("0-byte file")
-        with _open_lock, warnings.catch_warnings():
-            # max_pixels is checked below, with an error that names the setting.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(source, formats=FORMATS)
+        image = _reader(source)
     except ImageError:
         raise
     except FileNotFoundError:
@@ -354,10 +356,41 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     if max(image.size) > MAX_SIDE:
         image.close()
         raise ImageError(f"a side of more than {MAX_SIDE} pixels")
-    if reason := _unknown_range(image):
+    several = _has_several_images(source, image)
+    if reason := _SEVERAL if several else _unknown_range(image):
         image.close()
         raise ImageError(reason)
     return image
+
+
+def _reader(source: str | io.BytesIO) -> ImageFile.ImageFile:
+    """Pillow's image of a file, of which the header is read."""
+    with _open_lock, warnings.catch_warnings():
+        # max_pixels is checked later, with an error that names the setting.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(source, formats=FORMATS)
+
+
+def _has_several_images(source: str | io.BytesIO, image: ImageFile.ImageFile) -> bool:
+    """Whether it is not clear which image of an open file is meant.
+
+    A photograph that a camera's preview follows (MPO) is one image, and so is a TIFF's page with
+    smaller copies or masks of itself.
+    """
+    if image.format not in ("GIF", "TIFF"):
+        return image.format != "MPO" and getattr(image, "is_animated", False)
+    # Another reader: one that has looked for more frames may have lost the first one's state.
+    if isinstance(source, io.BytesIO):
+        source = io.BytesIO(source.getvalue())
+    with contextlib.suppress(Exception), _reader(source) as other:  # or damage behind the first
+        if other.format == "GIF":
+            return other.is_animated  # type: ignore[attr-defined]
+        for page in range(1, sys.maxsize):
+            other.seek(page)
+            tags = other.tag_v2  # type: ignore[attr-defined]
+            if not (tags.get(_NEW_SUBFILE, 0) & 0b101 or tags.get(_SUBFILE) == 2):
+                return True
+    return False
 
 
 def _unidentified(source: str | io.BytesIO) -> str:
