@@ -114,9 +114,9 @@ def _backward(cut: VocabularyChunks, kept: Any, grads: Any) -> tuple[Any, ...]:
         d = (jnp.exp(logits - norm[..., None]) - (index == labels[..., None])) * d_nll * slope
         d = d.astype(hidden.dtype)
         d_hidden = d_hidden + jnp.matmul(d, weights.T, preferred_element_type=jnp.float32)
-        d_weights = jnp.einsum("...d,...v->dv", hidden, d).reshape(len(head), cut.shards, -1)
+        d_weights = jnp.einsum("...d,...v->dv", hidden, d).reshape(*matrix.shape[:-1], -1)
         at = _start(cut, x)
-        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_matrix, d_weights, at, 2)), None
+        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_matrix, d_weights, at, -1)), None
 
     start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(matrix))
     # The last chunk comes first: the one before writes over its columns that are in both.
@@ -132,8 +132,12 @@ chunked_scores.defvjp(_forward, _backward)
 
 
 def _sharded(cut: VocabularyChunks, head: jax.Array, dtype: Any) -> jax.Array:
-    """Return the matrix as [D, shards, columns of a shard]."""
-    return head.astype(dtype).reshape(len(head), cut.shards, cut.own)
+    """Return the matrix as [D, shards, columns of a shard], or [D, V] if there is one shard.
+
+    XLA for CPUs copies a reshaped matrix before a loop.
+    """
+    head = head.astype(dtype)
+    return head if cut.shards == 1 else head.reshape(len(head), cut.shards, cut.own)
 
 
 def _start(cut: VocabularyChunks, part: jax.Array) -> jax.Array:
@@ -143,7 +147,7 @@ def _start(cut: VocabularyChunks, part: jax.Array) -> jax.Array:
 
 def _columns(cut: VocabularyChunks, matrix: jax.Array, part: jax.Array) -> jax.Array:
     """Return a chunk of the matrix, [D, shards * columns]."""
-    columns = jax.lax.dynamic_slice_in_dim(matrix, _start(cut, part), cut.columns, 2)
+    columns = jax.lax.dynamic_slice_in_dim(matrix, _start(cut, part), cut.columns, -1)
     return columns.reshape(len(matrix), -1)
 
 
