@@ -45,6 +45,8 @@ class ValidationReport:
     """Percentiles (p0 ... p100) of the tokens of good records; empty if there are none."""
     images_most: int
     """Maximum number of images of a record."""
+    repeats: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """What repeats an earlier record, though it is good -> ids; a run uses both."""
     of: str = "records"
     """Unit of the counts: ``records``, or examples, of which a record of pairs may give several."""
 
@@ -67,9 +69,10 @@ class ValidationReport:
             spread = ", ".join(f"{name} {value}" for name, value in self.tokens.items())
             most = f"images per record: at most {self.images_most}"
             out.append(f"tokens per record: {spread}; {most}")
-        for reason, ids in self.problems.items():
+        for reason, ids in (*self.problems.items(), *self.repeats.items()):
             more = ", ..." if len(ids) > _MAX_LISTED else ""
-            pairs = zip(ids[:_MAX_LISTED], self.details[reason])
+            details = self.details.get(reason, [""] * len(ids))
+            pairs = zip(ids[:_MAX_LISTED], details)
             listed = [f"{name} ({detail})" if detail else name for name, detail in pairs]
             out.append(f"{len(ids):>7}  {reason}: {', '.join(listed)}{more}")
         return out
@@ -127,7 +130,23 @@ def validate(
         details=by_reason(problems, "detail"),
         tokens=percentiles(corpus.length[good]),
         images_most=max((len(corpus.images[i]) for i in good), default=0),
+        repeats=_repeats(read),
     )
+
+
+def _repeats(records: Sequence[conversation_formats.Record]) -> dict[str, list[str]]:
+    """``ValidationReport.repeats`` of a file's records."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for what, parts in (
+        ("has the id of an earlier record; both are used", [r.id for r in records]),
+        ("equals an earlier record; both are used", [(r.turns, r.images) for r in records]),
+    ):
+        seen: set[Any] = set()
+        for record, part in zip(records, parts, strict=True):
+            if part in seen:
+                found[what].append(record.id)
+            seen.add(part)
+    return dict(found)
 
 
 def broken_images(inputs: ImageInputs, images: Sequence[int]) -> dict[int, str]:

@@ -115,7 +115,7 @@ def classes_of(spec: str, labels: Sequence[str]) -> list[str]:
             raise ConfigError(f"--classes={spec} can't be read: {error}") from None
     else:
         names = spec.split(",")
-    names = [name.strip() for name in names]
+    names = [name_of(name.strip()) or "" for name in names]
     if len(names) < 2 or not all(names):
         raise ConfigError(
             f"--classes={spec}: give at least two names, none empty, as A,B,C or as a file with "

@@ -348,6 +348,19 @@ def test_check_reports_every_reason(tmp_path, image, write_json):
     assert "truncated file: cut" in text
 
 
+def test_check_says_what_repeats(tmp_path, image, write_json):
+    a, b = image("a.png"), image("b.png")
+    items = [llava("x", a), llava("x", b), llava("y", a), llava("x", b), llava("z", b)]
+    report = validate(write_json(items), DataConfig(), prepare=squares(64))
+    assert report.good == 5 and not report.problems
+    same_id = "has the id of an earlier record; both are used"
+    equal = "equals an earlier record; both are used"
+    assert report.repeats == {same_id: ["x", "x"], equal: ["y", "x", "z"]}
+    assert f"      2  {same_id}: x, x" in report.lines()
+    alone = validate(write_json([items[0], llava("w", b)]), DataConfig(), prepare=squares(64))
+    assert alone.repeats == {} and len(alone.lines()) == 2
+
+
 def test_easy_vqa_epoch():
     """The quickstart's data: every question once, an image about once."""
     from jaxvlm.data.conversations import tokenize

@@ -121,6 +121,7 @@ def test_a_number_is_one_name_however_it_is_written(same):
 def test_names_that_differ_stay_apart():
     names = [name_of(value) for value in (1, "1.0", "01", 1.5, "a", " a", True, "True", 10**22 + 1)]
     assert len(set(names)) == len(names) and None not in names
+    assert name_of("cafe\u0301") == name_of("caf\u00e9") != name_of("cafe"), "to Unicode one text"
     assert [name_of(value) for value in (float("nan"), float("inf"), [1], {}, None)] == [None] * 5
 
 

@@ -145,6 +145,42 @@ def test_relevance_is_by_content():
     assert keys[0].document_key == keys[2].document_key != keys[1].document_key
 
 
+ONE_TEXT = [("caf\u00e9", "cafe\u0301"), ("\u212b", "A\u030a"), ("\uac01", "\u1100\u1161\u11a8")]
+
+
+@pytest.mark.parametrize(("one", "other"), ONE_TEXT)
+def test_texts_that_are_one_to_unicode_are_one(one, other, caplog):
+    """As a negative of its query, in a batch, and where documents are ranked."""
+    one, other = f"w1 {one}", f"w1 {other}"
+    made = [
+        Example("a", Item("w2"), Item(one), (Item(other), Item("w3"))),
+        Example("b", Item(other), Item("w4"), (Item(one), Item("w5"))),
+        Example("c", Item("w6"), Item(other)),
+        *(Example(f"d{i}", Item(f"w{i}"), Item(f"w{i + 1}")) for i in (7, 9, 11)),
+    ]
+    with caplog.at_level(logging.WARNING, "jaxvlm.data"):
+        data = dataset(made, text_collator(), batch_size=2)
+    assert "2 hard negatives were dropped: they are their query, or a positive" in caplog.text
+    negatives = [[n.text for n in e.negatives] for e in data.examples]
+    assert negatives == [["w3"], ["w5"], [], [], [], []]
+    for _, meta in take(data.train(np.arange(2)), 12):
+        assert len({0, 1, 2} & set(meta.example.tolist())) < 2, "one text is no other's negative"
+    names = [item.text for item in data.documents.items]
+    assert [[names[d] for d in row] for row in data.relevance()] == [
+        [one, other],
+        ["w4"],
+        [one, other],
+        ["w8"],
+        ["w10"],
+        ["w12"],
+    ]
+    assert {one, other} <= set(names), "the model reads each as it is written"
+
+
+def test_compatible_characters_are_others():
+    assert Item("\ufb01").content != Item("fi").content
+
+
 @pytest.mark.parametrize("of_teacher", [False, True])
 def test_what_is_right_is_as_defined(of_teacher):
     rng, told = np.random.default_rng(0), ("", "find ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,11 @@ class Item(NamedTuple):
 
     @property
     def content(self) -> tuple[str, str]:
-        """Text and image: items with equal content are the same, whatever their instruction."""
-        return self.text, self.image
+        """Text and image: items with equal content are the same, whatever their instruction.
+
+        Texts that are the same characters to Unicode (NFC) are equal, as they are to a reader.
+        """
+        return unicodedata.normalize("NFC", self.text), self.image
 
     @property
     def words(self) -> str:

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import math
 import numbers
+import unicodedata
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -120,7 +121,7 @@ def name_of(value: Any) -> str | None:
     """The one text of an id or a label, by which two of them are the same or different.
 
     A number is its shortest decimal text, so that 1, 1.0 and "1" are one name, whatever wrote the
-    file. Text is compared as it is: "1.0" and "01" are names of their own.
+    file. Text is compared as it is, in Unicode's NFC: "1.0" and "01" are names of their own.
 
     Args:
         value: what a record gives.
@@ -135,7 +136,7 @@ def name_of(value: Any) -> str | None:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         number = float(value)
         return str(int(number)) if number.is_integer() else repr(number)
-    return value if isinstance(value, str) else None
+    return unicodedata.normalize("NFC", value) if isinstance(value, str) else None
 
 
 @dataclasses.dataclass(frozen=True)
