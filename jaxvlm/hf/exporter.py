@@ -37,12 +37,6 @@ def keep(source: pretrained.Source, workdir: pathlib.Path) -> None:
     partial.rename(workdir / pretrained.SAVED)
 
 
-def forget(workdir: pathlib.Path) -> None:
-    """Remove what :func:`keep` copied for a start that saved no weights, of the towers' too."""
-    for part in ("", "vision", "text"):
-        shutil.rmtree(workdir / part / pretrained.SAVED, ignore_errors=True)
-
-
 def rewrite(
     source: pretrained.Source,
     output: pathlib.Path,

@@ -11,7 +11,7 @@ import jax
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.config import ConfigError, by_path
-from jaxvlm.hf import exporter
+from jaxvlm.hf import exporter, pretrained
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.train import loop
@@ -112,8 +112,9 @@ def write_run_files(run: Run, workdir: pathlib.Path) -> None:
         return
     workdir.mkdir(parents=True, exist_ok=True)
     is_first = not run_record.has_checkpoint(workdir)
-    if is_first:  # what lies here is of a start that saved no weights, perhaps of other data
-        exporter.forget(workdir)
+    for part in ("", "vision", "text") if is_first else ():
+        # What lies here is of a start that saved no weights, perhaps of another checkpoint.
+        shutil.rmtree(workdir / part / pretrained.SAVED, ignore_errors=True)
     if run.tokenizer is not None and is_first:
         # Whole or not at all: a kill in the middle must not leave half a tokenizer.
         half = workdir / "tokenizer.tmp"
