@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -55,7 +56,7 @@ class Part:
     """``module.function`` of ``benchmarks.accelerator_parts``: a generator of dicts of figures."""
     arguments: dict[str, Any]
     seconds: float = 100.0
-    """Limit of its process."""
+    """Limit, with the start of its process."""
     process: str = ""
     """Parts with the same value share a process; "": a process of its own."""
 
@@ -74,7 +75,7 @@ def _parity() -> Iterator[Part]:
         for case in names:
             yield Part(
                 f"parity/{kernel}/{case}", "parity.attention", {"kernel": kernel, "case": case},
-                180, "parity",
+                60, "parity",
             )  # fmt: skip
 
 
@@ -125,6 +126,8 @@ def main() -> None:
         return
     wanted = tuple(args.parts.split(",")) if args.parts else ("",)
     parts = [part for part in PARTS if part.name.startswith(wanted)]
+    if args.tiny:  # a process takes longer to start than a toy to run
+        parts = [dataclasses.replace(x, process=x.process or x.function) for x in parts]
     if args.list or not parts:
         print("\n".join(part.name for part in PARTS))
         sys.exit(0 if args.list else f"no part begins with {args.parts}")
@@ -148,39 +151,33 @@ def results(parts: list[Part], tiny: bool, until: float) -> Iterator[dict[str, A
         until: ``time.monotonic()`` of the deadline.
     """
     while parts:
-        first = parts[0]
-        count = 1
-        while first.process and count < len(parts) and parts[count].process == first.process:
-            count += 1
-        group, parts = parts[:count], parts[count:]
-        left = until - time.monotonic()
-        if left < LEAST:
-            for part in group:
-                yield {"part": part.name, "seconds": 0.0, "why": "the deadline came before it"}
+        if until - time.monotonic() < LEAST:
+            part = parts.pop(0)
+            yield {"part": part.name, "seconds": 0.0, "why": "the deadline came before it"}
             continue
-        ended = 0
-        for line in in_process(group, tiny, min(left, first.seconds)):
-            ended += 1
+        alike = itertools.takewhile(lambda x: x.process and x.process == parts[0].process, parts)
+        group = list(alike) or parts[:1]
+        for line in in_process(group, tiny, until):
+            parts = parts[1:]  # if the process ends early, the rest of them get another
             yield line
-        if ended < len(group):  # the process died: the rest of its parts get another
-            parts = group[ended:] + parts
 
 
-def in_process(group: list[Part], tiny: bool, limit: float) -> Iterator[dict[str, Any]]:
-    """Run parts in one process, and yield the line of each.
-
-    If the process dies or is late, the part that it was at is the last one that has a line.
+def in_process(group: list[Part], tiny: bool, until: float) -> Iterator[dict[str, Any]]:
+    """Run parts in one process, and yield the line of each, up to one at which it dies or is late.
 
     Args:
         group: of one process.
         tiny: whether sizes are toys.
-        limit: seconds that the process may take.
+        until: ``time.monotonic()`` of the deadline.
     """
     begun = time.monotonic()
-    until, child = begun + limit, Child(group, tiny)
+    child = Child(group, tiny)
     try:
         for part in group:
-            found = child.figures(part.name, until)
+            limit = min(part.seconds, until - begun)
+            if limit < LEAST:
+                return
+            found = child.figures(begun + limit)
             if found is None:
                 why = child.why() or f"it took more than {limit:.0f} s"
                 found = {**child.last, "why": why}
@@ -201,7 +198,12 @@ class Child:
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         # Relative paths are those of the caller's folder; parts run in the repository's.
         paths = [os.path.abspath(path) for path in (*filter(None, given), ROOT)]
-        env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1", **os.environ}
+        env = {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",  # torch's threads would spin on cores that others use
+            **os.environ,
+        }
         env["PYTHONPATH"] = os.pathsep.join(paths)
         if tiny:  # compiling takes longer than the programs
             env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -223,8 +225,8 @@ class Child:
             self._lines.put(line)
         self._lines.put(None)
 
-    def figures(self, name: str, until: float) -> dict[str, Any] | None:
-        """Wait for a part's figures; ``None``: it has not ended, and never will."""
+    def figures(self, until: float) -> dict[str, Any] | None:
+        """Wait for the next part's figures; ``None``: it has not ended, and never will."""
         self.last = {}
         while True:
             try:
