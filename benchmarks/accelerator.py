@@ -155,11 +155,15 @@ def results(parts: list[Part], tiny: bool, until: float) -> Iterator[dict[str, A
             part = parts.pop(0)
             yield {"part": part.name, "seconds": 0.0, "why": "the deadline came before it"}
             continue
-        alike = itertools.takewhile(lambda x: x.process and x.process == parts[0].process, parts)
-        group = list(alike) or parts[:1]
+        group = next(list(same) for _, same in itertools.groupby(parts, _process))
         for line in in_process(group, tiny, until):
             parts = parts[1:]  # if the process ends early, the rest of them get another
             yield line
+
+
+def _process(part: Part) -> str:
+    """What is equal for parts of one process."""
+    return part.process or part.name
 
 
 def in_process(group: list[Part], tiny: bool, until: float) -> Iterator[dict[str, Any]]:
@@ -174,9 +178,9 @@ def in_process(group: list[Part], tiny: bool, until: float) -> Iterator[dict[str
     child = Child(group, tiny)
     try:
         for part in group:
-            limit = min(part.seconds, until - begun)
-            if limit < LEAST:
+            if until - begun < LEAST:
                 return
+            limit = min(part.seconds, until - begun)
             found = child.figures(begun + limit)
             if found is None:
                 why = child.why() or f"it took more than {limit:.0f} s"
@@ -211,18 +215,20 @@ class Child:
         """Figures of the part that the process is at."""
         self.is_done = False
         """Whether no more figures will come."""
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             start_new_session=True,
         )  # fmt: skip
         self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as said:
+            for line in said:
+                self._lines.put(line)
         self._lines.put(None)
 
     def figures(self, until: float) -> dict[str, Any] | None:
@@ -256,16 +262,17 @@ class Child:
         """End the process, and those that it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
+        self._reader.join()
         self._errors.close()
 
 
 def run_parts(names: list[str], tiny: bool) -> None:
     """In a part's process: run parts and print their figures as they come."""
     by_name = {part.name: part for part in PARTS}
-    for name in names:
+    for part in [by_name[name] for name in names]:
         try:
-            for figures in _function(by_name[name])(tiny=tiny, **by_name[name].arguments):
+            for figures in _function(part)(tiny=tiny, **part.arguments):
                 _say(figures, False)
             _say({}, True)
         except Exception as error:  # of any library: it is the reason why there are no figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ def laid_out(layout: Layout) -> LaidOut:
         if layout.shared:
             step = (size - room) // CHILDREN
             edges += [start + room + step * i for i in range(1, CHILDREN)] + [start + size]
-        for first, end in zip(edges, edges[1:]):
+        for first, end in itertools.pairwise(edges):
             number += 1
             segment[first:end] = number
             parent[first:end] = own if number > own else 0
