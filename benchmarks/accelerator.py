@@ -5,14 +5,16 @@ On a machine with a network, once (Python 3.12; --no-deps, so that JAX stays the
     pip install --no-deps --only-binary=:all: --python-version=3.12 --target=wheels \\
         -r benchmarks/accelerator_wheels.txt
 
-On the accelerator's machine, in a copy of this repository, which needs no network:
+(and --platform=manylinux_2_28_x86_64, or the like, if that machine is of another kind). On the
+accelerator's machine, in a copy of this repository, which needs no network:
 
     PYTHONPATH=wheels:. python benchmarks/accelerator.py --output=OUT
 
 ``--list`` names the parts, ``--parts=a,b`` runs those whose names begin so, ``--tiny`` runs all of
 them at toy sizes on any machine, in a minute or two. Each part prints a JSON line as it ends and
 appends it to ``OUT/accelerator.jsonl``: ``part``, ``seconds``, and figures, or ``why`` there are
-none (or not all). The first parts tell most, in case ``--deadline`` (600 seconds) ends the run.
+none (or not all). The first parts tell most, in case ``--deadline`` (600 seconds) ends the run;
+on several chips, ``--parts=environment,strategies`` begins with one part per strategy.
 
 A part is a process of its own; cases of one ``process`` below share it, and if it dies, what is
 left of them gets a new one. This file imports only the standard library, and parts are told by
@@ -55,13 +57,13 @@ class Part:
     function: str
     """``module.function`` of ``benchmarks.accelerator_parts``: a generator of dicts of figures."""
     arguments: dict[str, Any]
-    seconds: float = 100.0
+    seconds: float = 120.0
     """Limit, with the start of its process."""
     process: str = ""
     """Parts with the same value share a process; "": a process of its own."""
 
 
-def _train(name: str, model: str, seconds: float = 100.0, **arguments: Any) -> Part:
+def _train(name: str, model: str, seconds: float = 120.0, **arguments: Any) -> Part:
     return Part(name, "jobs.train", {"model": model, **arguments}, seconds)
 
 
