@@ -6,12 +6,12 @@ On a machine with a network, once (Python 3.12; --no-deps, so that JAX stays the
         -r benchmarks/accelerator_wheels.txt
 
 (and --platform=manylinux_2_28_x86_64, or the like, if that machine is of another kind). On the
-accelerator's machine, in a copy of this repository, which needs no network:
+accelerator's machine, in a copy of this repository, without a network:
 
     PYTHONPATH=wheels:. python benchmarks/accelerator.py --output=OUT
 
 ``--list`` names the parts, ``--parts=a,b`` runs those whose names begin so, ``--tiny`` runs all of
-them at toy sizes on any machine, in a minute or two. Each part prints a JSON line as it ends and
+them at toy sizes on any machine, in three CPU minutes. Each part prints a JSON line as it ends and
 appends it to ``OUT/accelerator.jsonl``: ``part``, ``seconds``, and figures, or ``why`` there are
 none (or not all). The first parts tell most, in case ``--deadline`` (600 seconds) ends the run;
 on several chips, ``--parts=environment,strategies`` begins with one part per strategy.
@@ -69,10 +69,10 @@ def _train(name: str, model: str, seconds: float = 120.0, **arguments: Any) -> P
 
 def _parity() -> Iterator[Part]:
     cases = [
-        "packed", "causal", "shared images", "rows of 577", "packed patches, h64", "soft cap",
-        "window", "groups", "rows of 729, h72", "packed patches, h80", "rows of 1025", "float32",
+        "packed", "causal", "shared images", "rows of 577", "packed patches h64", "soft cap",
+        "window", "groups", "rows of 729 h72", "packed patches h80", "rows of 1025", "float32",
     ]  # fmt: skip
-    whole = ["causal", "rows of 577", "rows of 729, h72"]
+    whole = ["causal", "rows of 577", "rows of 729 h72"]
     for kernel, names in (("flash", cases), ("cudnn", whole)):
         for case in names:
             yield Part(

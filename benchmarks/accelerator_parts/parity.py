@@ -44,12 +44,12 @@ CASES = {
     "causal": Case(1, 2048, 32, 32, 128, "causal"),  # LLaVA-1.5-7B
     "shared images": Case(1, 4096, 16, 8, 128, "shared"),
     "rows of 577": Case(8, 577, 16, 16, 64, "rows"),  # CLIP-L/14 at 336 pixels
-    "packed patches, h64": Case(1, 4096, 16, 16, 64, "patches"),  # Qwen3-VL's encoder
+    "packed patches h64": Case(1, 4096, 16, 16, 64, "patches"),  # Qwen3-VL's encoder
     "soft cap": Case(2, 1024, 8, 4, 256, "groups", cap=50.0),  # PaliGemma 2
     "window": Case(1, 4096, 8, 4, 256, "packed", window=1024),  # Gemma 3
     "groups": Case(1, 2048, 8, 4, 256, "groups"),  # Gemma 3's other layers
-    "rows of 729, h72": Case(8, 729, 16, 16, 72, "rows"),  # SigLIP So400m/14 at 384 pixels
-    "packed patches, h80": Case(1, 4096, 16, 16, 80, "patches"),  # Qwen2.5-VL's encoder
+    "rows of 729 h72": Case(8, 729, 16, 16, 72, "rows"),  # SigLIP So400m/14 at 384 pixels
+    "packed patches h80": Case(1, 4096, 16, 16, 80, "patches"),  # Qwen2.5-VL's encoder
     "rows of 1025": Case(4, 1025, 16, 16, 64, "rows"),  # InternViT-300M at 448 pixels
     "float32": Case(1, 1024, 8, 4, 128, "shared", dtype="float32"),
 }

@@ -49,11 +49,14 @@ def carried():
     return {MODULES.get(name, name) for name in names}
 
 
-def run(folder, modules, *flags):
+def run(folder, modules, *flags, devices=1):
     """Lines of the script by part, where only ``modules`` can be imported."""
     (folder / "sitecustomize.py").write_text(HOOK)
     env = dict(os.environ, PYTHONPATH=str(folder), ONLY_MODULES=",".join(modules | LENT))
-    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": env.get("XLA_FLAGS", "")}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
     command = [sys.executable, "benchmarks/accelerator.py", f"--output={folder}", *flags]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -79,6 +82,14 @@ def expected_reason(part):
     return "needs at least 4 devices" if part.startswith("strategies/") else ""
 
 
+def check_step(line):
+    """Figures of a train step."""
+    assert "why" not in line and line["last_loss"] < line["first_loss"], line
+    assert line["median_ms"] > 0 and line["model_tflop_per_device"] > 0
+    peak, planned = line["compiler_gib"]["peak"], line["planned_gib"]["peak"]
+    assert abs(math.log(planned / peak)) < math.log(2), line
+
+
 @pytest.mark.long
 def test_each_part_has_figures_or_a_reason(tmp_path):
     found = run(tmp_path, carried(), "--tiny", "--deadline=1500")
@@ -102,6 +113,17 @@ def test_each_part_has_figures_or_a_reason(tmp_path):
     assert warm["last_loss"] == pytest.approx(off["last_loss"], rel=1e-5)
     plain, cached = found["clip-vit-b-32"], found["clip-vit-b-32/gradcache"]
     assert plain["last_loss"] == pytest.approx(cached["last_loss"], rel=1e-4)
+
+
+@pytest.mark.long
+def test_each_strategy_has_figures(tmp_path):
+    found = run(tmp_path, carried(), "--tiny", "--deadline=1500", "--parts=strategies", devices=4)
+    assert list(found) == [part for part in listed() if part.startswith("strategies/")]
+    for line in found.values():
+        check_step(line)
+        assert math.prod(line["mesh"].values()) == 4
+        # The same model and batch everywhere.
+        assert line["first_loss"] == pytest.approx(found["strategies/ddp"]["first_loss"], rel=1e-5)
 
 
 def test_without_wheels_each_part_names_what_it_needs(tmp_path):
