@@ -86,6 +86,9 @@ def check_step(line):
     """Figures of a train step."""
     assert "why" not in line and line["last_loss"] < line["first_loss"], line
     assert line["median_ms"] > 0 and line["model_tflop_per_device"] > 0
+    if "pipeline" in line["mesh"]:
+        assert "can't be planned" in line["planned_why"]
+        return
     peak, planned = line["compiler_gib"]["peak"], line["planned_gib"]["peak"]
     assert abs(math.log(planned / peak)) < math.log(2), line
 
@@ -103,10 +106,7 @@ def test_each_part_has_figures_or_a_reason(tmp_path):
             assert line["within_bound"], line
             assert max(line["errors"].values()) > 0 or "float32" in part
         elif part != "environment":
-            assert line["last_loss"] < line["first_loss"], line
-            assert line["median_ms"] > 0 and line["model_tflop_per_device"] > 0
-            peak, planned = line["compiler_gib"]["peak"], line["planned_gib"]["peak"]
-            assert abs(math.log(planned / peak)) < math.log(2), line
+            check_step(line)
     assert found["environment"]["missing"] == []
     assert found["smolvlm-256m/frozen encoder/cache warm"]["cache_hit_rate"] == 1.0
     off, warm = (found[f"smolvlm-256m/frozen encoder/cache {x}"] for x in ("off", "warm"))
