@@ -74,6 +74,7 @@ def test_the_best_of_another_score_is_forgotten(change):
     assert callback([], path_alone, [], records="b").best == 0.75
 
 
+@pytest.mark.long
 def test_records_of_one_name_and_other_content_begin_anew(data, tmp_path, capfd):
     """The best checkpoint too is of the same records, in the run and for what loads it."""
     records = data.read_text().splitlines(keepends=True)

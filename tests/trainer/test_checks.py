@@ -102,6 +102,7 @@ def test_a_profiler_that_traces_no_step_is_refused(window, steps, traces):
         total_steps(config, lambda: 1)
 
 
+@pytest.mark.long
 def test_steps_before_a_resume_are_said_not_to_be_traced(tmp_path, capfd):
     config = runs.recipe(runs.write_data(tmp_path))
     config.profile_steps, config.data.eval, config.optim.warmup_steps = (2, 3), "", 0
