@@ -109,8 +109,7 @@ def token_scores(
         )
     V = out.head.shape[1]
     columns = chunk or max(256, _AUTO_LOGITS // labels.shape[1])
-    cut = VocabularyChunks.of(V, columns, tile, shards)
-    if cut.parts > 1:
+    if columns < V and (cut := VocabularyChunks.of(V, columns, tile, shards)).parts > 1:
         return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
     logits = out.logits(out.hidden)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
