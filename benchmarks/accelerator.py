@@ -217,6 +217,7 @@ class Child:
         """Figures of the part that the process is at."""
         self.is_done = False
         """Whether no more figures will come."""
+        # Open as long as this object is: what the process says on stderr is read as it ends.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=self._errors, text=True,

@@ -172,9 +172,8 @@ def digest() -> str:
 def _without_docs(text: str) -> str:
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [x for x in body if not _is_text(x)]  # type: ignore[attr-defined]
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [x for x in body if not _is_text(x)]
     return ast.dump(tree)
 
 

@@ -11,7 +11,7 @@ import pathlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -384,10 +384,10 @@ def _has_several_images(source: str | io.BytesIO, image: ImageFile.ImageFile) ->
         source = io.BytesIO(source.getvalue())
     with contextlib.suppress(Exception), _reader(source) as other:  # or damage behind the first
         if other.format == "GIF":
-            return other.is_animated  # type: ignore[attr-defined]
+            return bool(getattr(other, "is_animated", False))
         for page in range(1, sys.maxsize):
             other.seek(page)
-            tags = other.tag_v2  # type: ignore[attr-defined]
+            tags: Mapping[int, int] = getattr(other, "tag_v2", {})
             if not (tags.get(_NEW_SUBFILE, 0) & 0b101 or tags.get(_SUBFILE) == 2):
                 return True
     return False
