@@ -66,7 +66,11 @@ def saved_layout(source: pretrained.Source) -> safetensors.Layout:
 
 
 def exported(
-    workdir: pathlib.Path, output: pathlib.Path, config: ModelConfig | DualConfig, dtype: str
+    workdir: pathlib.Path,
+    output: pathlib.Path,
+    config: ModelConfig | DualConfig,
+    dtype: str,
+    tower: str = "",
 ) -> pretrained.Source:
     """Find the checkpoint in whose layout a run's weights are exported.
 
@@ -75,6 +79,7 @@ def exported(
         output: folder to write to.
         config: settings of the model.
         dtype: value of --dtype.
+        tower: that the checkpoint is of; "" is the whole model.
 
     Raises:
         ConfigError: the run's model does not come from one Hugging Face checkpoint, the folder is
@@ -83,8 +88,8 @@ def exported(
     choose: ChooseFamily = any_family
     if isinstance(config, ModelConfig):
         choose = family_of(config.family, "config.model.family", any_family)
-    source = pretrained.find(config.checkpoint, workdir, choose)
-    if source is None or not (workdir / pretrained.SAVED / pretrained.LAYOUT).is_file():
+    source = pretrained.find(config.checkpoint, workdir, choose, tower)
+    if source is None or not (workdir / tower / pretrained.SAVED / pretrained.LAYOUT).is_file():
         raise ConfigError(
             f"{workdir}: its model does not come from one Hugging Face checkpoint, so transformers "
             "has no class for it; use the run itself, with `jaxvlm generate --checkpoint`, "

@@ -31,8 +31,8 @@ TEXT = ("text",)
 class _Folder(NamedTuple):
     """The content of the folder to write."""
 
-    saved: pathlib.Path
-    """Workdir, or folder in it, that holds the saved files of the checkpoint."""
+    tower: str
+    """Tower that the checkpoint is of; "" is the whole model."""
     config: DualConfig | ModelConfig
     """Settings of the model, which name the checkpoint."""
     embeddings: EmbeddingModules
@@ -94,7 +94,7 @@ def export(
             )
         contents = _of_decoder(model, workdir)
     embeddings = contents.embeddings._replace(truncate_dim=truncate_dim)
-    source = exporter.exported(contents.saved, output, contents.config, dtype)
+    source = exporter.exported(workdir, output, contents.config, dtype, contents.tower)
     kind = str(source.hf_config.get("model_type"))
     dual = contents.config if isinstance(contents.config, DualConfig) else None
     first = sentence_files.inputs(kind, dual, contents.length, contents.patches, contents.lower)
@@ -212,23 +212,21 @@ def _write_map(folder: pathlib.Path, params: Params, maps: tuple[str, str]) -> N
 
 
 def _of_encoder(model: Encoder, run: Config, workdir: pathlib.Path) -> _Folder:
-    config = model.model.config
+    config, tower = model.model.config, ""
     if model.source is None and config.text_checkpoint:
-        saved = workdir / "text"
+        tower = "text"
         config = dataclasses.replace(config, checkpoint=config.text_checkpoint)
     elif model.source is None:
         raise ConfigError(
             f"{FLAG}: the text tower of the run in {workdir} does not come from a checkpoint "
             "(config.dual.text_checkpoint), so sentence-transformers has no model for it"
         )
-    else:
-        saved = workdir
     assert model.tokenizer is not None
     embeddings = _embeddings(model, run, "text" if config.towers == TEXT else "")
     patches = model.image_processor.max_patches if model.image_processor else 0
     maps = ("head/text", "head/text_bias")
     lower = model.tokenizer.style.clean is str.lower
-    return _Folder(saved, config, embeddings, maps, 0, patches, lower)
+    return _Folder(tower, config, embeddings, maps, 0, patches, lower)
 
 
 def _of_decoder(model: VLM, workdir: pathlib.Path) -> _Folder:
@@ -258,4 +256,4 @@ def _of_decoder(model: VLM, workdir: pathlib.Path) -> _Folder:
         similarity=run.pair_loss.similarity,
         truncate_dim=0,
     )
-    return _Folder(workdir, model.model.config, embeddings, ("head/project", ""))
+    return _Folder("", model.model.config, embeddings, ("head/project", ""))

@@ -82,7 +82,7 @@ def test_killed_five_times_and_the_same_bits(kind, tmp_path):
     given = runner.moments(kind, 0)[1]
     kills, differ = runner.chain(kind, given, data, tmp_path / "run", whole)
     assert not differ
-    assert len(kills) == 5 and kills[0].stands == runner.BEFORE, kills
+    assert len(kills) == 5 and kills[0].step == 0, kills
 
 
 @pytest.mark.exhaustive
