@@ -58,6 +58,8 @@ def isolate() -> None:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     os.environ["HF_HUB_OFFLINE"] = "1"
     _adopt_orphans()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests' children inherit it
     sys.addaudithook(_stay_on_this_machine)
     if is_worker:
         return
