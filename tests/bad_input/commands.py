@@ -98,8 +98,11 @@ class Said:
 
     @property
     def line(self) -> str:
-        """What it said last."""
-        return (self.err.strip() or self.out.strip() or "nothing").splitlines()[-1]
+        """What it said last; the error if it printed a traceback."""
+        said = (self.err.strip() or self.out.strip() or "nothing").splitlines()
+        begins = [i for i, line in enumerate(said) if "Traceback (most recent" in line]
+        errors = [x for i in begins for x in said[i + 1 :] if x and not x.startswith(" ")]
+        return errors[0] if errors else said[-1]
 
 
 class Names:
