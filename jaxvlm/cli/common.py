@@ -16,6 +16,8 @@ from ml_collections import config_flags
 
 EMBEDDINGS = ("embed", "eval", "mine")
 """Commands that also accept an encoder as the model."""
+READING = ("data_format", "ignored_fields", "literal_markers")
+"""Flags of how files of records are read."""
 
 
 _MODEL = {

@@ -46,14 +46,18 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 def _checked(values: flags.FlagValues, spec: str) -> Any:
     """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
-    from jaxvlm.config import Config, from_config_dict
+    from jaxvlm.config import Config, formats_of, from_config_dict, refuse_unread_by
     from jaxvlm.data import validate
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.trainer import embedding_run
 
     if values.config is None:
-        return validate.validate(spec, **_of_flags(values))
+        settings = _of_flags(values)
+        refuse_unread_by(settings["config"], formats_of(settings["config"], spec))
+        return validate.validate(spec, **settings)
     config: Config = from_config_dict(values.config)
+    names = (spec, config.data.train, config.data.eval)
+    refuse_unread_by(config.data, formats_of(config.data, *names))
     if trains_embeddings(config):
         return embedding_run.validate_file(config, spec)
     return validate.validate(spec, **_of_recipe(config, spec))

@@ -81,6 +81,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.input:
         from_file, names = items.read(values.input, common.reading(values))
         to_embed, ids = to_embed + from_file, ids + names
+    elif given := [n for n in common.READING if values[n].present]:
+        raise ConfigError(f"--{given[0]} is for --input=FILE; add it, or leave --{given[0]} out")
     if not to_embed:
         raise ConfigError(
             "embed needs texts (--text, --texts), images (--image, --images) or both (--input)"

@@ -83,15 +83,17 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 def _choose_format(values: flags.FlagValues, model: Any) -> str:
     """Say, or change, what reads ``--data``; returns the target where that is the run's own."""
-    from jaxvlm.config import ConfigError
+    from jaxvlm.config import ConfigError, formats_of, refuse_unread_by
     from jaxvlm.inference.encoder import Encoder
 
     name = "run" if isinstance(model, Encoder) else "config"
     config = getattr(model, name)
-    for flag in ("data_format", "ignored_fields", "literal_markers"):
+    for flag in common.READING:
         if values[flag].present and not values.data:
             raise ConfigError(f"--{flag} is for --data=FILE; add it, or leave --{flag} out")
     config = dataclasses.replace(config, data=common.flagged(values, config.data))
+    flags_given = [flag for flag in ("ignored_fields", "literal_markers") if values[flag].present]
+    refuse_unread_by(config.data, formats_of(config.data, values.data), flags_given)
     setattr(model, name, config)
     target = str(config.data.format.target) if values.data else ""
     if target:
@@ -127,7 +129,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.config import ConfigError
     from jaxvlm.inference import zero_shot
 
-    for name in ("corpus", "retrieval", "prediction_grid", "dims", "precisions"):
+    for name in ("corpus", "retrieval", "prediction_grid", "dims", "precisions", "literal_markers"):
         if values[name].present:
             raise ConfigError(f"--{name} does not go with --classes; leave one out")
     if not values.data:

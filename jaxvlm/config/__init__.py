@@ -34,7 +34,7 @@ from jaxvlm.config.model import (
 from jaxvlm.config.optim import OptimConfig
 from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
 from jaxvlm.config.train import CheckpointConfig, Config, default_config, from_config_dict
-from jaxvlm.config.unread import refuse_changed, refuse_unread
+from jaxvlm.config.unread import formats_of, refuse_changed, refuse_unread, refuse_unread_by
 
 __all__ = [
     "GRAD_REDUCE_BITS",
@@ -72,11 +72,13 @@ __all__ = [
     "dropout_rates",
     "encoder_blocks",
     "feature_blocks",
+    "formats_of",
     "from_config_dict",
     "grad_reduce_bits",
     "layer_windows",
     "refuse_changed",
     "refuse_unread",
+    "refuse_unread_by",
     "to_config_dict",
     "uses_cache",
 ]

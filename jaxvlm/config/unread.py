@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import pathlib
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from jaxvlm.config.cache import CacheConfig
@@ -76,8 +77,63 @@ def _reads_final_norm(vision: VisionConfig) -> bool:
     return vision.post_norm and -1 in (vision.feature_layers or (vision.feature_layer,))
 
 
-def _may_be_tsv(spec: str) -> bool:
-    return not spec.lower().endswith((".json", ".jsonl", ".csv", ".parquet", ".tar"))
+_FIELDS = frozenset(["image_root", "ignored_fields", "literal_markers", "pairs.column_mapping"])
+READ_BY: dict[str, frozenset[str]] = {
+    ".json": _FIELDS,
+    ".jsonl": _FIELDS,
+    ".csv": _FIELDS,
+    ".tsv": _FIELDS | {"pairs.tsv_quoting"},
+    ".parquet": _FIELDS,
+    ".tar": _FIELDS,
+    # Its records and images are those of its package.
+    "easy-vqa": frozenset(),
+    # What a format of the user's own gives: a Record or an Example has no other fields, and an
+    # Example has its images' whole paths.
+    "dict": _FIELDS,
+    "Record": frozenset(["image_root", "literal_markers"]),
+    "Example": frozenset(),
+}
+"""Format of data -> the settings of ``data`` that say how it is read, as far as it takes them.
+Conversations have no ``pairs``, which is refused as a whole."""
+READING = sorted(frozenset().union(*READ_BY.values()))
+_OWN = ("dict", "Record", "Example")
+
+
+def formats_of(data: DataConfig, *specs: str) -> set[str]:
+    """The formats, keys of ``READ_BY``, that data are read in, as far as their names say.
+
+    Args:
+        data: data settings.
+        specs: files or named sources; "" is none.
+    """
+    if data.format.target:
+        return set(_OWN) if any(specs) else set()
+    out: set[str] = set()
+    for spec in filter(None, specs):
+        name = spec.partition(":")[0]
+        suffix = pathlib.PurePath(spec).suffix.lower()
+        found = name if name in READ_BY else suffix
+        # A pattern or a name without an ending may stand for a file of any kind.
+        out |= {found} if found in READ_BY else {f for f in READ_BY if f.startswith(".")}
+    return out
+
+
+def refuse_unread_by(
+    data: DataConfig, formats: Collection[str], names: Iterable[str] = READING
+) -> None:
+    """Refuse settings of how data are read that none of their formats takes.
+
+    Args:
+        data: data settings.
+        formats: keys of ``READ_BY``: those of all data that the settings are for.
+        names: of the settings.
+
+    Raises:
+        ConfigError: the first that has no effect; the message names it and the formats.
+    """
+    read = frozenset().union(*(READ_BY[name] for name in formats))
+    why = f"by data of the format {' and '.join(sorted(formats))}"
+    refuse_changed(data, [name for name in names if name not in read], "config.data", why)
 
 
 RULES: dict[type, tuple[Rule, ...]] = {
@@ -115,11 +171,6 @@ RULES: dict[type, tuple[Rule, ...]] = {
             " dual.vision.keep_class_token",
             "a vision-language model; a dual encoder pools the last block's output",
             lambda c: c.dual.checkpoint or c.dual.vision_checkpoint,
-        ),
-        (
-            "data.pairs.tsv_quoting",
-            "a .tsv file",
-            lambda c: any(map(_may_be_tsv, filter(None, (c.data.train, c.data.eval)))),
         ),
     ),
     DataConfig: (("buckets", "packing=False", lambda c: not c.packing),),

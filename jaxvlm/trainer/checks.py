@@ -12,9 +12,11 @@ from jaxvlm.config import (
     Config,
     ConfigError,
     check_choice,
+    formats_of,
     from_config_dict,
     refuse_changed,
     refuse_unread,
+    refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
@@ -58,6 +60,7 @@ def _check_config(config: Config) -> None:
     _check_trains_tokens(config)
     check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
     refuse_unread(config, "config")
+    refuse_unread_by(config.data, formats_of(config.data, config.data.train, config.data.eval))
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "

@@ -14,7 +14,6 @@ from jaxvlm.config import (
     DualConfig,
     LoraConfig,
     ModelConfig,
-    PairDataConfig,
     RopeScaling,
     TextConfig,
     VisionConfig,
@@ -41,11 +40,6 @@ CASES = [
     (DataConfig(), {"buckets": 2}, {"packing": False}),
     (Config(), {"eval_records": 5}, {"data": DataConfig(eval="FILE")}),
     (Config(), {"early_stop": 2}, {"data": DataConfig(eval="FILE"), "eval_every": 5}),
-    (
-        Config(data=DataConfig(train="a.jsonl", eval="b.csv")),
-        {"data": DataConfig("a.jsonl", "b.csv", pairs=PairDataConfig(tsv_quoting=True))},
-        {"data": DataConfig("a.jsonl", "b.tsv", pairs=PairDataConfig(tsv_quoting=True))},
-    ),
     (
         Config(),
         {"model": ModelConfig(vision=VisionConfig(pool="attention"))},

@@ -94,7 +94,7 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
         )
     root = pathlib.Path(config.image_root).expanduser() if config.image_root else path.parent
     items, problems = (
-        (custom_format.read_items(config.format, spec, Record), []) if own else items_of(path)
+        (custom_format.read_items(config, spec, Record), []) if own else items_of(path)
     )
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     records: list[Record] = []

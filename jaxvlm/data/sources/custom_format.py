@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jaxvlm.config import ConfigError, Extension, extension
+from jaxvlm.config import ConfigError, DataConfig, Extension, extension, refuse_unread_by
 from jaxvlm.data.errors import DataError, Problem
 
 PATH = "config.data.format"
@@ -13,13 +13,13 @@ BUILT_IN = Extension()
 """Files are in one of the formats that jaxvlm reads."""
 
 
-def read_items(data_format: Extension, spec: str, kind: type) -> list[tuple[str, Any]]:
+def read_items(config: DataConfig, spec: str, kind: type) -> list[tuple[str, Any]]:
     """Records of a file, as the user's own reader gives them.
 
     Args:
-        data_format: names a function of a file's name, or a frozen dataclass with ``__call__``. It
-            gives, for each record, a dict in a built-in format or a ``kind``, or a Problem
-            where it can't be read.
+        config: data settings, whose ``format`` names a function of a file's name, or a frozen
+            dataclass with ``__call__``. It gives, for each record, a dict in a built-in format or a
+            ``kind``, or a Problem where it can't be read.
         spec: the file, as ``config.data.train`` or ``config.data.eval`` names it.
         kind: what the run trains on: Record or Example.
 
@@ -27,9 +27,10 @@ def read_items(data_format: Extension, spec: str, kind: type) -> list[tuple[str,
         ``[("file[index]", record)]``.
 
     Raises:
-        ConfigError: the extension can't be used.
+        ConfigError: the extension can't be used, or a setting has no effect on what it gives.
         DataError: reading the file failed.
     """
+    data_format = config.format
     reader, what = extension.make(data_format, PATH), f"{PATH}.target={data_format.target!r}"
     if not callable(reader):
         raise ConfigError(f"{what} is no function of a file's name, and has no __call__")
@@ -52,6 +53,13 @@ def read_items(data_format: Extension, spec: str, kind: type) -> list[tuple[str,
             )
     if not items:
         raise DataError(f"{spec}: {what} gave no record")
+    given = {
+        kind.__name__ if isinstance(item, kind) else "dict"
+        for item in items
+        if not isinstance(item, Problem)
+    }
+    if given:
+        refuse_unread_by(config, given)
     name = os.path.basename(spec)
     return [(f"{name}[{i}]", _named(item, f"{name}[{i}]", name)) for i, item in enumerate(items)]
 

@@ -69,7 +69,7 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
     """
     problems: list[Problem]
     if extension.is_set(config.format, custom_format.PATH):
-        items = custom_format.read_items(config.format, spec, Example)
+        items = custom_format.read_items(config, spec, Example)
         raw, problems = tables.raw_records(items, spec, config), list[Problem]()
     else:
         raw, problems = tables.read(spec, config)
