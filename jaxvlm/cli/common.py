@@ -153,6 +153,26 @@ def run_config(values: flags.FlagValues) -> Any:
     return run_record.read_config_to_use(values.checkpoint)
 
 
+def compares_by_cosine(values: flags.FlagValues) -> bool:
+    """Return whether embeddings of the model in ``--checkpoint`` are compared by cosine.
+
+    A run says it, or a sentence-transformers folder; those of other folders are.
+
+    Raises:
+        ConfigError: the folder compares them neither by cosine nor by dot product.
+    """
+    from jaxvlm.hf import pretrained
+    from jaxvlm.inference import embedding_evaluator, input_types
+
+    run = run_config(values)
+    if run is not None:
+        return embedding_evaluator.compares_by_cosine(run)
+    source = pretrained.find(values.checkpoint, choose=lambda config, where: None)
+    assert source is not None
+    settings = pretrained.sentence_settings(source)
+    return input_types.similarity_of_folder(settings) == "cosine"
+
+
 def flagged(values: flags.FlagValues, data: Any) -> Any:
     """Return data settings as the flags of :func:`define_reading` change them; says which."""
     default = type(data)()

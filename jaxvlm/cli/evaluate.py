@@ -173,7 +173,7 @@ def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
     if run is not None:
         dims = dims if values["dims"].present else run.pair_loss.matryoshka_dims
         precisions = precisions if values["precisions"].present else run.pair_loss.precisions
-    settings = Retrieval(ks, dims, cosine=embedding_evaluator.compares_by_cosine(run))
+    settings = Retrieval(ks, dims, cosine=common.compares_by_cosine(values))
     query, document = (
         common.embed_settings(values, model, side, batch_size=values.batch_size)
         for side in ("query", "document")

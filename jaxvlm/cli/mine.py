@@ -31,7 +31,8 @@ _FLAGS = {
     "part_size": "The number of items between two writes to OUTPUT.parts, from which an "
     "interrupted run resumes.",
     "max_score": "The maximum similarity of a negative with its query, a cosine unless the run has "
-    "pair_loss.similarity='dot'; by default there is no maximum.",
+    "pair_loss.similarity='dot' or the sentence-transformers folder similarity_fn_name='dot'; by "
+    "default there is no maximum.",
     "min_score": "The minimum similarity of a negative with its query; by default there is no "
     "minimum.",
     "absolute_margin": "The minimum difference by which a negative must score below its query's "
@@ -66,7 +67,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     import pathlib
 
     from jaxvlm.config import ConfigError
-    from jaxvlm.inference import embedding_evaluator, examples, hard_negatives, items
+    from jaxvlm.inference import examples, hard_negatives, items
 
     common.flags_only("mine", args)
     output = pathlib.Path(values.output)
@@ -80,7 +81,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         for field in dataclasses.fields(hard_negatives.MiningConfig)
         if field.name in values
     }
-    settings["cosine"] = embedding_evaluator.compares_by_cosine(common.run_config(values))
+    settings["cosine"] = common.compares_by_cosine(values)
     mining = hard_negatives.MiningConfig(**settings)
     how = common.reading(values)
     given = examples.read(values.data, how)
@@ -93,10 +94,12 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     excluded = hard_negatives.excluded(gathered)
     mined = hard_negatives.mine(*embeddings, gathered.positives, model.model.mesh, mining, excluded)
     scored = embeddings if values.scores else ()
-    report = _write(output, given, gathered, mined, scored, mining.cosine)
+    report = _write(output, (given, how), gathered, mined, scored, mining.cosine)
     for line in _lines(report, mined.excluded, mining):
         common.say(line)
     common.say(f"{len(given)} examples: {output}")
+    if others := examples.settings_to_leave_out(how):
+        common.say(f"train from them without {', '.join(others)}: they are in jaxvlm's own fields")
     return report | {f"struck/{name}": count for name, count in mined.excluded.items()}
 
 
@@ -114,14 +117,18 @@ def _embeddings(values: flags.FlagValues, model: Any, gathered: Any, root: Any) 
 
 
 def _write(
-    output: Any, given: Any, gathered: Any, mined: Any, embeddings: Any, cosine: bool
+    output: Any, source: Any, gathered: Any, mined: Any, embeddings: Any, cosine: bool
 ) -> dict[str, Any]:
-    """Write the examples from process 0, delete the embeddings and return the report."""
+    """Write the examples from process 0, delete the embeddings and return the report.
+
+    ``source`` is the examples that were read, and the settings by which they were.
+    """
     import jax
     import numpy as np
 
     from jaxvlm.inference import embed_corpus, examples, hard_negatives
 
+    given, how = source
     written, documents = hard_negatives.with_negatives(given, gathered, mined)
     scores: list[Any] = [()] * len(written)
     if embeddings and not jax.process_index():
@@ -133,7 +140,7 @@ def _write(
         scores = [some.tolist() for some in np.split(flat, ends)]
     if not jax.process_index():
         pairs = zip(written, scores, strict=True)
-        root = output.parent.absolute()
+        root = examples.root_of(output, how)
         examples.write(output, (examples.record(e, root, some) for e, some in pairs))
     embed_corpus.remove(output.with_name(output.name + ".parts"))
     is_mined, paired = mined.document >= 0, mined.positive[np.isfinite(mined.positive)]

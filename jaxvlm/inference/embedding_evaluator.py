@@ -46,9 +46,9 @@ def run_of(model: VLM | Encoder) -> Config | None:
     return config if config is not None and trains_embeddings(config) else None
 
 
-def compares_by_cosine(run: Config | None) -> bool:
-    """Whether a run's embeddings are compared by cosine; without a run they are."""
-    return run is None or not trains_embeddings(run) or run.pair_loss.similarity == "cosine"
+def compares_by_cosine(run: Config) -> bool:
+    """Whether a run's embeddings are compared by cosine; those of one that trains tokens are."""
+    return not trains_embeddings(run) or run.pair_loss.similarity == "cosine"
 
 
 def evaluate(

@@ -67,28 +67,76 @@ def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:
     return Gathered(list(queries), list(documents), positives, same, indices)
 
 
-def record(example: Example, root: pathlib.Path, scores: Sequence[float] = ()) -> dict[str, Any]:
+def root_of(output: pathlib.Path, config: DataConfig) -> pathlib.Path | None:
+    """The folder that image names in a file are relative to, so that a run finds the images.
+
+    Args:
+        output: the file to write.
+        config: data settings by which the examples were read.
+
+    Returns:
+        The file's own folder; ``None`` if ``image_root`` is set, by which a run would read relative
+        names, and a run without it would not: the names are then whole paths.
+    """
+    return None if config.image_root else output.parent.absolute()
+
+
+def settings_to_leave_out(config: DataConfig) -> list[str]:
+    """Names settings of ``config`` by which examples that :func:`record` wrote are read otherwise.
+
+    Args:
+        config: data settings by which the examples were read.
+    """
+    names = ["format"] if config.format.target else []
+    names += ["pairs.column_mapping"] if config.pairs.column_mapping else []
+    names += ["ignored_fields"] if set(config.ignored_fields) & pair_formats.OWN_FIELDS else []
+    return [f"config.data.{name}" for name in names]
+
+
+def record(
+    example: Example, root: pathlib.Path | None, scores: Sequence[float] = ()
+) -> dict[str, Any]:
     """Converts an example to a JSON record that :func:`read` reads back.
 
     Args:
         example: the example to write.
-        root: folder that image paths are written relative to.
+        root: folder that image paths are written relative to; ``None``: they are whole paths.
         scores: scores of the positive and each negative, instead of the example's own.
     """
 
     def image(item: Item) -> str | None:
-        return os.path.relpath(item.image, root) if item.image else None
+        if not item.image:
+            return None
+        return os.path.relpath(item.image, root) if root else os.path.abspath(item.image)
+
+    documents = (example.positive, *example.negatives)
+    # One instruction for all, or each document as an object with its own.
+    shared = example.positive.instruction
+    if any(item.instruction != shared for item in documents):
+        shared = ""
+
+    def whole(item: Item) -> dict[str, Any]:
+        given = {"text": item.text, "image": image(item), "instruction": item.instruction}
+        return {name: value for name, value in given.items() if value}
 
     row: dict[str, Any] = {"id": example.id}
-    for name, item in (("query", example.query), ("positive", example.positive)):
-        row |= {name: item.text} if item.text else {}
-        row |= {f"{name}_image": image(item)} if item.image else {}
-    row["negatives"] = [item.text or None for item in example.negatives]
+    for name, item, own in (
+        ("query", example.query, False),
+        ("positive", example.positive, example.positive.instruction != shared),
+    ):
+        row |= {name: whole(item) if own else item.text} if item.text or own else {}
+        row |= {f"{name}_image": image(item)} if item.image and not own else {}
+    own = [item.instruction != shared for item in example.negatives]
+    row["negatives"] = [
+        whole(item) if has else item.text or None for item, has in zip(example.negatives, own)
+    ]
     if any(item.image for item in example.negatives):
-        row["negative_images"] = [image(item) for item in example.negatives]
+        row["negative_images"] = [
+            None if has else image(item) for item, has in zip(example.negatives, own)
+        ]
     for name, value in (
         ("query_instruction", example.query.instruction),
-        ("document_instruction", example.positive.instruction),
+        ("document_instruction", shared),
         ("label", example.label),
         ("task", example.task),
     ):

@@ -71,6 +71,47 @@ def of_folder(settings: Mapping[str, Any]) -> dict[str, InputType]:
     return types
 
 
+def similarity_of_folder(settings: Mapping[str, Any]) -> str:
+    """Returns how embeddings of a sentence-transformers folder are compared: ``cosine`` or ``dot``.
+
+    Args:
+        settings: content of its ``config_sentence_transformers.json``; {} if there is none.
+
+    Raises:
+        ConfigError: in another way.
+    """
+    name = settings.get("similarity_fn_name") or "cosine"  # sentence-transformers' default
+    if name not in ("cosine", "dot"):
+        raise ConfigError(
+            f"config_sentence_transformers.json: similarity_fn_name={name!r} is not supported, "
+            "only 'cosine' and 'dot'"
+        )
+    return str(name)
+
+
+def lines_of_folder(settings: Mapping[str, Any], run: Config) -> list[str]:
+    """Says what a run does otherwise than the sentence-transformers folder that it starts from.
+
+    Args:
+        settings: content of its ``config_sentence_transformers.json``; {} if there is none.
+        run: settings of the run.
+    """
+    own, lines = of_run(run), []
+    for name, given in of_folder(settings).items():
+        if given.instruction != own[name].instruction:
+            lines.append(
+                f"the folder's prompt for each {name} is {given.instruction!r}, and this run's "
+                f"config.data.pairs.{name}_instruction {own[name].instruction!r}"
+            )
+    similarity = settings.get("similarity_fn_name") or "cosine"
+    if settings and similarity != run.pair_loss.similarity:
+        lines.append(
+            f"the folder compares embeddings by similarity_fn_name={similarity!r}, and this run by "
+            f"config.pair_loss.similarity={run.pair_loss.similarity!r}"
+        )
+    return lines
+
+
 def choose(
     own_types: Mapping[str, InputType], name: str, instruction: str | None = None
 ) -> InputType:

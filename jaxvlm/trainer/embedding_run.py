@@ -18,6 +18,7 @@ from jaxvlm.data.sources import pair_formats
 from jaxvlm.hf import dual_encoder, peft_folder, pretrained
 from jaxvlm.hf.families import sentences
 from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
+from jaxvlm.inference import input_types
 from jaxvlm.inference.embedding_evaluator import collator_of
 from jaxvlm.losses.registry import loss_setting
 from jaxvlm.parallel.mesh import batch_shards
@@ -171,7 +172,15 @@ def introduction(run: Run, local: Pairs) -> list[str]:
         f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
         f"loss {config.loss.target or config.loss.name}; {queries}; {documents}",
         *pair_design.check(config, data, batch_shards(run.model.mesh)),
+        *_folder_lines(run),
     ]
+
+
+def _folder_lines(run: Run) -> list[str]:
+    """What the run does otherwise than the sentence-transformers folder that it starts from."""
+    if run.source is None:
+        return []
+    return input_types.lines_of_folder(pretrained.sentence_settings(run.source), run.config)
 
 
 def _cut(model: Model, name: str, rows: int, length: int, mini_batch: MiniBatch) -> str:

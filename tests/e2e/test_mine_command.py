@@ -6,6 +6,7 @@ import collections
 import functools
 import json
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -194,3 +195,49 @@ def test_bad_input_is_one_line(files, run, tmp_path):
     (tmp_path / "one.jsonl").write_text("")
     assert "the file is empty" in said(out, f"--data={tmp_path / 'one.jsonl'}")
     assert not (tmp_path / "x.jsonl.parts").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cosine", "max_score=1.5: scores are cosines"),
+        (None, "max_score=1.5: scores are cosines"),
+        ("dot", "nothing.jsonl: no such file"),
+        ("euclidean", "similarity_fn_name='euclidean' is not supported, only 'cosine' and 'dot'"),
+    ],
+)
+def test_a_folder_says_how_its_embeddings_are_compared(name, said, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    settings = {} if name is None else {"similarity_fn_name": name}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    given = [f"--checkpoint={tmp_path}", f"--data={tmp_path / 'nothing.jsonl'}", "--max_score=1.5"]
+    assert cli(["mine", *given, f"--output={tmp_path / 'x.jsonl'}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.long  # importing torch is slow
+def test_dot_products_are_those_of_sentence_transformers(files, tmp_path, capsys):
+    """Of a folder that says ``dot`` and does not normalize."""
+    theirs = pytest.importorskip("sentence_transformers", reason="the oracle")
+    folder = tmp_path / "folder"
+    shutil.copytree(FOLDER, folder)
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(modules[:2]))
+    path = folder / "config_sentence_transformers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"similarity_fn_name": "dot"}))
+    loaded = theirs.SentenceTransformer(str(folder), device="cpu")
+    assert loaded.similarity_fn_name == "dot"
+    where = [f"--checkpoint={folder}", f"--data={files / 'data.jsonl'}"]
+    out = tmp_path / "out.jsonl"
+    assert cli(["mine", *where, f"--output={out}", "--scores"]) == 0
+    for row in lines(out):
+        documents = loaded.encode([row["positive"], *row["negatives"]])
+        expected = loaded.similarity(loaded.encode([row["query"]]), documents)[0].numpy()
+        assert row["scores"] == pytest.approx(expected, rel=1e-5) and max(row["scores"]) > 2
+    capsys.readouterr()
+    assert cli(["eval", *where, "--retrieval", "--ks=1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    texts = [p for found in FACTS.values() for p in found]
+    best = loaded.similarity(loaded.encode(list(FACTS)), loaded.encode(texts)).argmax(1).tolist()
+    hits = [texts[i] in found for i, found in zip(best, FACTS.values(), strict=True)]
+    assert report["hit@1"] == pytest.approx(sum(hits) / len(hits))

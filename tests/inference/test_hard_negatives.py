@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import jax
 import numpy as np
 import pytest
 
-from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.config import ConfigError, DataConfig, Extension, MeshConfig, PairDataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.inference import examples
@@ -180,6 +181,50 @@ def test_examples_are_gathered_and_written_again(tmp_path):
     assert examples.read(str(out)) == expected  # what a run is trained on
     first = json.loads(out.read_text().split("\n")[0])
     assert first["query"] == "cat" and first["negatives"][0] == "a dog"
+
+
+@pytest.mark.parametrize(
+    "instructions",
+    [("", "", ""), ("a: ", "a: ", "a: "), ("", "b: ", ""), ("a: ", "", "b: ")],
+)
+def test_written_examples_are_read_back(tmp_path, monkeypatch, instructions):
+    """With and without ``image_root``, from tars, whatever instruction each document has."""
+    monkeypatch.chdir(tmp_path)
+    first, *others = instructions
+    members = ("s.tar::512+3::x/c.png", "")
+    negatives = [
+        {"text": text, "image": image, "instruction": own}
+        for text, image, own in zip(("", "no"), members, others)
+    ]
+    row = {"id": "1", "query": "q", "query_image": "a.png", "query_instruction": "ask "}
+    row |= {"positive": {"text": "yes", "image": "b.png", "instruction": first}}
+    for root, folder in (("", "data"), ("pictures", "pictures")):
+        path = tmp_path / "data" / "in.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(row | {"negatives": negatives}))
+        config = DataConfig(image_root=root)
+        given = examples.read("data/in.jsonl", config)
+        assert given[0].query.image == f"{folder}/a.png"
+        out = tmp_path / "out" / "out.jsonl"
+        there = examples.root_of(out, config)
+        examples.write(out, [examples.record(example, there) for example in given])
+        for again in (config, *([DataConfig()] if root else [])):
+            (found,) = examples.read("out/out.jsonl", again)
+            items = zip(
+                (given[0].query, given[0].positive, *given[0].negatives), found[1:3] + found[3]
+            )
+            for was, now in items:
+                assert was._replace(image="") == now._replace(image="")
+                assert os.path.realpath(was.image) == os.path.realpath(now.image)
+
+
+def test_settings_that_would_read_the_examples_otherwise_are_named():
+    pairs = PairDataConfig(column_mapping=(("positive", "query"), ("query", "positive")))
+    config = DataConfig(pairs=pairs, ignored_fields=("note", "negatives"))
+    names = ["config.data.pairs.column_mapping", "config.data.ignored_fields"]
+    assert examples.settings_to_leave_out(config) == names
+    config = DataConfig(format=Extension(target="m:f"), ignored_fields=("note",))
+    assert examples.settings_to_leave_out(config) == ["config.data.format"]
 
 
 def at(item, out):
