@@ -185,6 +185,11 @@ def flagged(values: flags.FlagValues, data: Any) -> Any:
         data = dataclasses.replace(
             data, format=default.format, image_root=default.image_root, pairs=pairs
         )
+    if data.image_root:
+        say(
+            f"image names in files are relative to the run's data.image_root={data.image_root!r}; "
+            "with --data_format=built_in, to each file's own folder"
+        )
     for name in ("ignored_fields", "literal_markers"):
         if not values[name].present:
             continue

@@ -64,11 +64,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         return _classes(values)
     if values["template"].present:
         raise ConfigError("--template is for zero-shot classification: add --classes")
-    if values.retrieval:
-        _pairs(values)  # fails before the model is loaded
+    given = _pairs(values) if values.retrieval else None  # fails before the model is loaded
     model = common.load_model("eval", values)
     if values.retrieval or (isinstance(model, Encoder) and model.run is None):
-        return _retrieval(values, model)
+        return _retrieval(values, model, *(given or _pairs(values)))
     target = _choose_format(values, model)
     try:
         return _of_run(values, model)
@@ -91,7 +90,8 @@ def _choose_format(values: flags.FlagValues, model: Any) -> str:
     for flag in common.READING:
         if values[flag].present and not values.data:
             raise ConfigError(f"--{flag} is for --data=FILE; add it, or leave --{flag} out")
-    config = dataclasses.replace(config, data=common.flagged(values, config.data))
+    if values.data:
+        config = dataclasses.replace(config, data=common.flagged(values, config.data))
     flags_given = [flag for flag in ("ignored_fields", "literal_markers") if values[flag].present]
     refuse_unread_by(config.data, formats_of(config.data, values.data), flags_given)
     setattr(model, name, config)
@@ -149,21 +149,22 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     return report.metrics
 
 
-def _pairs(values: flags.FlagValues) -> Any:
+def _pairs(values: flags.FlagValues) -> tuple[Any, Any]:
+    """Read the examples of ``--data`` and the items of ``--corpus``."""
     from jaxvlm.config import ConfigError
-    from jaxvlm.inference import examples
+    from jaxvlm.inference import examples, items
 
     if not values.data:
         raise ConfigError("eval of an embedding model needs --data=FILE with queries and positives")
-    return examples.read(values.data, common.reading(values))[: values.limit or None]
+    how = common.reading(values)
+    pairs = examples.read(values.data, how)[: values.limit or None]
+    return pairs, items.read(values.corpus, how)[0] if values.corpus else []
 
 
-def _retrieval(values: flags.FlagValues, model: Any) -> dict[str, Any]:
+def _retrieval(values: flags.FlagValues, model: Any, pairs: Any, more: Any) -> dict[str, Any]:
     from jaxvlm.evals.retrieval import Retrieval
-    from jaxvlm.inference import embedding_evaluator, examples, items, retrieval
+    from jaxvlm.inference import embedding_evaluator, examples, retrieval
 
-    pairs = _pairs(values)
-    more = items.read(values.corpus, common.reading(values))[0] if values.corpus else []
     ks, dims = _numbers("ks", values.ks), _numbers("dims", values.dims)
     if not values["ks"].present:  # drop cut-offs beyond the corpus size
         count = len(examples.gather(pairs, more).documents)

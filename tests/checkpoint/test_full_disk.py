@@ -83,3 +83,20 @@ def test_an_export_that_does_not_fit_leaves_nothing(tmp_path):
     with limited(), pytest.raises(OSError, match="File too large"), new_folder(tmp_path / "x") as x:
         tensors(x)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_never_seen_in_part(tmp_path):
+    """Not even where the process is killed in the middle: the name is the last thing it gets."""
+    path = tmp_path / "a.txt"
+    for before in (None, b"before"):
+        if before:
+            path.write_bytes(before)
+        with pytest.raises(KeyboardInterrupt), whole_file(path) as file:
+            file.write(b"half")
+            file.flush()
+            assert (path.read_bytes() if path.exists() else None) == before
+            raise KeyboardInterrupt
+        assert (path.read_bytes() if path.exists() else None) == before
+        assert list(tmp_path.iterdir()) == [path] * bool(before)
+    write_whole(path, "after")
+    assert path.read_bytes() == b"after" and list(tmp_path.iterdir()) == [path]

@@ -393,3 +393,17 @@ def test_a_template_that_rewrites_earlier_answers_takes_the_last(marked):
     corpus, problems = tokenize.encode([Record("x", tuple(turns), ())], ours, 4)
     assert not problems
     assert ours.decode(corpus.tokens[corpus.loss], skip_special=False) == "c<|end|>"
+
+
+def test_a_first_token_is_never_trained():
+    """No token comes before it that could predict it: of an answer that opens its conversation."""
+    built = chat_tokenizer.build(["red yes what"])
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    ours = chat_tokenizer.ChatTokenizer(built.backend, template, built.special)
+    turns = (Turn("assistant", "yes red"), Turn("user", "what"), Turn("assistant", "red"))
+    corpus, problems = tokenize.encode([Record("x", turns, ())], ours, 1)
+    assert not problems
+    said = [ours.decode([i], skip_special=False) for i in corpus.tokens.tolist()]
+    assert said[0] == "yes" and said[1] == "red"
+    trained = [word for word, has_loss in zip(said, corpus.loss) if has_loss]
+    assert "yes" not in trained and trained.count("red") == 2

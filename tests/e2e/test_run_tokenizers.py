@@ -71,6 +71,32 @@ def test_a_start_that_saved_no_weights_leaves_no_tokens(kind, tmp_path):
     assert saved.read_bytes() == before
 
 
+def test_a_kill_leaves_no_half_of_a_tokenizer(tmp_path, monkeypatch):
+    """The folder gets its name once it is whole, also where one of an earlier start is there."""
+    workdir, run = tmp_path / "run", made(recipe("pairs", "fruit", tmp_path), "")
+
+    def save(self, folder):
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text("{")
+        raise KeyboardInterrupt
+
+    for started in (False, True):
+        if started:
+            run_files.write_run_files(run, workdir)
+        before = files_of(workdir / "tokenizer")
+        assert (before is not None) == started
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(run.tokenizer), "save", save)
+            run_files.write_run_files(run, workdir)
+        assert files_of(workdir / "tokenizer") == before
+    run_files.write_run_files(run, workdir)
+    assert files_of(workdir / "tokenizer") == before and not (workdir / "tokenizer.tmp").exists()
+
+
+def files_of(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()} if folder.exists() else None
+
+
 def test_a_start_that_saved_no_weights_leaves_no_files_of_its_checkpoint(tmp_path, monkeypatch):
     """Another checkpoint of the hub, with other weights, has other files."""
     hub, workdir = tmp_path / "hub", tmp_path / "run"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import pathlib
 
-from jaxvlm.config import ConfigError, VisionConfig
-from jaxvlm.hf.families import clip, connectors, internvit, qwen_vision, siglip
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxvlm.config import Config, ConfigError, DataConfig, ModelConfig, VisionConfig
+from jaxvlm.data.images import image_files, processor
+from jaxvlm.data.tokenizer import chat_tokenizer
+from jaxvlm.hf import pretrained, run_processor
+from jaxvlm.hf.families import FAMILIES, clip, connectors, internvit, qwen_vision, siglip
 from jaxvlm.hf.families.config_reader import METADATA, FeatureLayers, rope_base, square
+from tests.bad_input import folders
 
 transformers = pytest.importorskip("transformers", reason="the oracle")
 
@@ -105,3 +113,33 @@ def test_published_towers_are_read():
     )
     with pytest.raises(ConfigError, match="decoder's 8"):
         qwen_vision.towers_from_hf({}, "qwen2_vl", 8, "vision_config.")
+
+
+def test_a_folders_mean_and_deviation_are_the_models(tmp_path, monkeypatch):
+    """Those of the image processor's file, which differ from the defaults, and from each other."""
+    mean, std = (0.1, 0.2, 0.3), (0.4, 0.6, 0.7)
+    side = folders.LLAVA["vision_config"]["image_size"]
+    prepare = image_files.squares(side)
+    found = processor.Processor(prepare, side, None, mean, std)
+    monkeypatch.setattr(processor, "load", lambda *given: found)
+    source = pretrained.Source(tmp_path, tmp_path, folders.LLAVA, FAMILIES["llava"])
+    monkeypatch.setattr(pretrained, "_shapes", lambda source: {})
+    vision = pretrained.with_source(Config(), source).model.vision
+    assert (vision.pixel_mean, vision.pixel_std) == (mean, std)
+
+
+@pytest.mark.parametrize("resize", ["squash", "pad", "crop"])
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+def test_images_are_resized_as_a_run_says(resize, from_checkpoint, monkeypatch):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 48, 3), np.uint8))
+    vision = VisionConfig(image_size=16, patch_size=8)
+    config = Config(data=DataConfig(resize=resize), model=ModelConfig(vision=vision))
+    words = chat_tokenizer.build(["red"])
+    source = None
+    if from_checkpoint:
+        source = pretrained.Source(pathlib.Path(), pathlib.Path(), folders.LLAVA, FAMILIES["llava"])
+    found = run_processor.image_format_of(config, source, words).prepare
+    ways = {mode: image_files.squares(16, mode) for mode in ("squash", "pad", "crop")}
+    pixels = {mode: way.convert(image) for mode, way in ways.items()}
+    same = [mode for mode in ways if np.array_equal(found.convert(image), pixels[mode])]
+    assert same == [resize]

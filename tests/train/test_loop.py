@@ -66,14 +66,17 @@ class Recorder(Callback):
         self.extra[step] = json.loads(json.dumps(record.extra))
 
 
-def run(start=0, steps=STEPS, extra=None):
-    recorder, zero = Recorder(), jnp.zeros((), jnp.int32)
+EVERY = loop.Schedule(STEPS, LOG_EVERY, 0, 1, 5)
+
+
+def run(start=0, extra=None, recorder=None, schedule=EVERY):
+    recorder, zero = recorder or Recorder(), jnp.zeros((), jnp.int32)
     state = TrainState(zero, {}, {}, (), (), (), Guard(zero, zero))
     loop.train(
         state,
         CompiledSteps(lambda *_: step, lambda line: None),
         Batches(start),
-        loop.Schedule(steps, LOG_EVERY, 0, 1, 5),
+        schedule,
         CallbackList([recorder]),
         start=start,
         leaves=["w"],
@@ -105,3 +108,18 @@ def test_a_row_is_the_mean_of_the_steps_since_the_last(unbroken):
     assert unbroken.rows.keys() == {4, 8, 11}
     assert unbroken.rows[8]["loss"] == pytest.approx(np.mean([losses[n][0] for n in (5, 7, 8)]))
     assert unbroken.rows[8]["largest_max"] == max(float(losses[n][1]) for n in (5, 7, 8))
+
+
+class Failing(Recorder):
+    """Its evaluation fails."""
+
+    def on_evaluate(self, step, state):
+        raise OSError(f"no image at step {step}")
+
+
+def test_what_was_trained_is_saved_where_an_evaluation_fails():
+    recorder = Failing()
+    with pytest.raises(OSError, match="no image at step 3"):
+        run(recorder=recorder, schedule=loop.Schedule(STEPS, LOG_EVERY, 3, 0, 5))
+    assert recorder.extra.keys() == {3} and recorder.extra[3]["data"] == {"step": 3}
+    assert recorder.extra[3]["unlogged"]["count"] == 3, "steps that no line has yet"
