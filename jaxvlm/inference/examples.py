@@ -109,31 +109,25 @@ def record(
             return None
         return os.path.relpath(item.image, root) if root else os.path.abspath(item.image)
 
-    documents = (example.positive, *example.negatives)
-    # One instruction for all, or each document as an object with its own.
     shared = example.positive.instruction
-    if any(item.instruction != shared for item in documents):
-        shared = ""
+    if any(item.instruction != shared for item in example.negatives):
+        shared = ""  # each document is an object with its own
 
-    def whole(item: Item) -> dict[str, Any]:
-        given = {"text": item.text, "image": image(item), "instruction": item.instruction}
-        return {name: value for name, value in given.items() if value}
+    def fields(item: Item) -> tuple[Any, str | None]:
+        if item.instruction == shared:
+            return item.text or None, image(item)
+        whole = {"text": item.text, "image": image(item), "instruction": item.instruction}
+        return {name: value for name, value in whole.items() if value}, None
 
     row: dict[str, Any] = {"id": example.id}
-    for name, item, own in (
-        ("query", example.query, False),
-        ("positive", example.positive, example.positive.instruction != shared),
-    ):
-        row |= {name: whole(item) if own else item.text} if item.text or own else {}
-        row |= {f"{name}_image": image(item)} if item.image and not own else {}
-    own = [item.instruction != shared for item in example.negatives]
-    row["negatives"] = [
-        whole(item) if has else item.text or None for item, has in zip(example.negatives, own)
-    ]
-    if any(item.image for item in example.negatives):
-        row["negative_images"] = [
-            None if has else image(item) for item, has in zip(example.negatives, own)
-        ]
+    asked = example.query.text or None, image(example.query)
+    for name, (text, file) in (("query", asked), ("positive", fields(example.positive))):
+        row |= {name: text} if text else {}
+        row |= {f"{name}_image": file} if file else {}
+    negatives = [fields(item) for item in example.negatives]
+    row["negatives"] = [text for text, _ in negatives]
+    if any(file for _, file in negatives):
+        row["negative_images"] = [file for _, file in negatives]
     for name, value in (
         ("query_instruction", example.query.instruction),
         ("document_instruction", shared),
