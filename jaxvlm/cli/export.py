@@ -57,7 +57,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     from jaxvlm.config import ConfigError
     from jaxvlm.hf import peft_folder, pretrained
-    from jaxvlm.inference import sentence_transformers
+    from jaxvlm.inference import input_types, sentence_transformers
     from jaxvlm.inference.encoder import Encoder
     from jaxvlm.inference.vlm import load
     from jaxvlm.parallel.distributed import processes
@@ -92,6 +92,12 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
                 f"the run resized images by config.data.resize={run_config.data.resize!r}; the "
                 "folder's image processor does not, so give it images that are square already"
             )
+        if run_config and (values.merged or not model.model.adapted):
+            style = (
+                model.tokenizer.style if isinstance(model, Encoder) and model.tokenizer else None
+            )
+            length = style.max_length if style else 0
+            input_types.check_same_as_folder(workdir / pretrained.SAVED, run_config, length)
         how = (values.merged, values.dtype, bounds)
         written = peft_folder.export(workdir, output, model.params, model.model, *how)
     say(f"{written['tensors']} tensors, {written['bytes'] / 2**20:.1f} MiB: {output}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import Config, ConfigError
+from jaxvlm.hf import pretrained
 from jaxvlm.hf.pretrained import Source, sentence_settings
 from jaxvlm.losses.registry import trains_embeddings
 
@@ -110,6 +112,35 @@ def lines_of_folder(settings: Mapping[str, Any], run: Config) -> list[str]:
             f"config.pair_loss.similarity={run.pair_loss.similarity!r}"
         )
     return lines
+
+
+def check_same_as_folder(files: pathlib.Path, run: Config, length: int = 0) -> None:
+    """Checks that a copy of a sentence-transformers folder's files says what a run was trained by.
+
+    Args:
+        files: the folder's files, of which transformers reads none of those that say it.
+        run: settings of the run.
+        length: maximum number of tokens of a text in the folder; 0: it has none.
+
+    Raises:
+        ConfigError: they do not; the message names the first difference.
+    """
+    if not trains_embeddings(run) or not pretrained.modules(files):
+        return
+    settings = pretrained.optional(files / "config_sentence_transformers.json")
+    lines = lines_of_folder(settings, run)
+    for name, own in of_run(run).items():
+        if own.max_length < length:
+            lines.append(
+                f"the folder truncates texts to {length} tokens, and this run each {name} to "
+                f"{own.max_length}"
+            )
+    if lines:
+        raise ConfigError(
+            "--format=huggingface keeps the files of the sentence-transformers folder that the run "
+            f"started from, and {lines[0]}; --format=sentence_transformers writes the run's own, "
+            "and transformers loads that folder too"
+        )
 
 
 def choose(

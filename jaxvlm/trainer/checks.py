@@ -61,6 +61,9 @@ def _check_config(config: Config) -> None:
     check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
     refuse_unread(config, "config")
     refuse_unread_by(config.data, formats_of(config.data, config.data.train, config.data.eval))
+    root = config.data.image_root
+    if root and not pathlib.Path(root).expanduser().is_dir():
+        raise ConfigError(f"config.data.image_root={root!r}: no such folder")
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "

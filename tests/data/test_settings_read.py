@@ -202,13 +202,18 @@ def test_no_other_setting_changes_what_is_read(source, reader):
         assert reader.read(spec, changed) == before, name
 
 
-def test_a_run_refuses_what_none_of_its_data_takes():
+def test_a_run_refuses_what_none_of_its_data_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+
     def check(train, evaluated, **settings):
         checks._check_config(Config(data=DataConfig(train, evaluated, **settings)))
 
     with pytest.raises(ConfigError, match=r"image_root='x' is not read by data of .* easy-vqa;"):
         check("easy-vqa:train", "easy-vqa:test", image_root="x")
     check("a.jsonl", "easy-vqa:test", image_root="x")
+    with pytest.raises(ConfigError, match=r"image_root='y': no such folder"):
+        check("a.tar", "", image_root="y")  # also where every image is in the tar
     check("easy-vqa:train", "a.jsonl", ignored_fields=("x",))
     quoting = PairDataConfig(tsv_quoting=True)
     for evaluated, taken in (("b.tsv", True), ("shards/*", True), ("b.csv", False), ("", False)):

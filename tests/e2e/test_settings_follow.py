@@ -15,7 +15,15 @@ from test_encoders import write
 import jaxvlm
 from jaxvlm.checkpoint import run_record
 from jaxvlm.cli.main import run as cli
-from jaxvlm.config import ConfigError, default_config, from_config_dict
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LossConfig,
+    PairDataConfig,
+    default_config,
+    from_config_dict,
+)
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.inference import embedding_evaluator, input_types
 from jaxvlm.inference.items import EmbedConfig, embed_items
@@ -133,6 +141,8 @@ def exported_folder_follows(workdir, own, tmp_path):
     args = ["export", f"--workdir={workdir}", f"--output={out}", "--format=sentence_transformers"]
     assert cli(args) == 0
     loaded = theirs.SentenceTransformer(str(out))
+    config = run_record.read_config(workdir)
+    assert loaded.similarity_fn_name == config.pair_loss.similarity
     for encode, texts, expected in (
         (loaded.encode_query, QUERIES, own[0]),
         (loaded.encode_document, DOCUMENTS, own[1]),
@@ -220,6 +230,34 @@ def test_a_folders_prompts_are_its_input_types():
     ):
         with pytest.raises(ConfigError, match=said):
             input_types.of_folder(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "run", "said"),
+    [
+        ({}, {}, ()),
+        ({"prompts": {"query": "", "passage": "p: "}}, {}, ("prompt for each document is 'p: '",)),
+        ({"prompts": {"query": "q: "}}, {"query_instruction": "q: "}, ()),
+        ({"similarity_fn_name": "dot"}, {}, ("similarity_fn_name='dot', and this run by",)),
+        ({"similarity_fn_name": "euclidean"}, {}, ("similarity_fn_name='euclidean'",)),
+        ({"prompts": {}}, {"max_query_length": 8}, ("to 64 tokens, and this run each query to 8",)),
+    ],
+)
+def test_what_a_run_does_otherwise_than_its_folder_is_said(settings, run, said, tmp_path):
+    """At its start, but for the length, and where an export would keep the folder's files."""
+    config = Config(loss=LossConfig(name="info_nce"), data=DataConfig(pairs=PairDataConfig(**run)))
+    lines = input_types.lines_of_folder(settings, config)
+    assert len(lines) == len(said) - ("max_query_length" in run)
+    assert all(part in line for part, line in zip(said, lines))
+    path = tmp_path / "config_sentence_transformers.json"
+    path.write_text(json.dumps(settings))
+    input_types.check_same_as_folder(tmp_path, config, 64)  # no folder of sentence-transformers
+    (tmp_path / "modules.json").write_text('[{"type": "Transformer", "path": ""}]')
+    if said:
+        with pytest.raises(ConfigError, match=said[0].replace("(", r"\(")):
+            input_types.check_same_as_folder(tmp_path, config, 64)
+    else:
+        input_types.check_same_as_folder(tmp_path, config, 64)
 
 
 def test_flags_that_replace_a_runs_settings_are_named(tmp_path, monkeypatch, capsys):
