@@ -85,7 +85,8 @@ class Retrieval:
     ks: tuple[int, ...] = (1, 5, 10)
     """Cut-offs of the metrics; one above the number of documents includes all of them."""
     dims: tuple[int, ...] = ()
-    """Numbers of dims to truncate embeddings to (Matryoshka), measured in addition to all dims."""
+    """Numbers of dims to truncate embeddings to, measured in addition to all dims; at unit length
+    again, as the Matryoshka loss trains them and ``jaxvlm embed --dims`` writes them."""
     both_ways: bool = True
     """Whether to search queries with documents too."""
     cosine: bool = True
@@ -144,7 +145,7 @@ def evaluate(
         depth = min(max(settings.ks), relevant.documents)
         forbidden = None if out is None else _lists(out)
         for dims in (0, *settings.dims):
-            search = Search(cosine=settings.cosine, dims=dims)
+            search = Search(cosine=settings.cosine or dims > 0, dims=dims)
             found = _through_ties(q, d, depth, mesh, search, forbidden)
             name = f"{prefix}dims{dims}/" if dims else prefix
             measured = scores(found.document, relevant, settings.ks, found.score)

@@ -159,6 +159,9 @@ class Encoder:
                 "library of Hugging Face can load it"
             )
         sentences.check_written(pretrained.modules(self.source.files))
+        if self.run is not None:
+            length = self.tokenizer.style.max_length if self.tokenizer else 0
+            input_types.check_same_as_folder(self.source.files, self.run, length)
         weights = self.source.family.weights(self.model.config)
         layout = safetensors.read_layout(self.source.weights)
         out = pathlib.Path(output)

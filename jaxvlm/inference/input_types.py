@@ -137,9 +137,9 @@ def check_same_as_folder(files: pathlib.Path, run: Config, length: int = 0) -> N
             )
     if lines:
         raise ConfigError(
-            "--format=huggingface keeps the files of the sentence-transformers folder that the run "
-            f"started from, and {lines[0]}; --format=sentence_transformers writes the run's own, "
-            "and transformers loads that folder too"
+            "an export in Hugging Face's format keeps the files of the sentence-transformers "
+            f"folder that the run began from, and {lines[0]}; --format=sentence_transformers "
+            "writes the run's own, and transformers loads that folder too"
         )
 
 

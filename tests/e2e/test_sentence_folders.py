@@ -210,6 +210,19 @@ def test_a_vision_language_model(pool, dim, root, tmp_path, capsys):
     np.testing.assert_allclose(jaxvlm.load(made).embed(queries), model.embed(queries), atol=1e-6)
 
 
+def test_a_folder_says_how_its_embeddings_are_compared():
+    for similarity, truncate_dim, expected in (
+        ("cosine", 0, "cosine"),
+        ("dot", 0, "dot"),
+        ("dot", 4, "cosine"),
+    ):
+        modules = sentence_files.EmbeddingModules(
+            "mean", 8, None, True, {}, None, similarity, truncate_dim
+        )
+        written = sentence_files.files("bert", modules, {})["config_sentence_transformers.json"]
+        assert written["similarity_fn_name"] == expected
+
+
 def test_unsupported_exports_are_refused(root, tmp_path):
     embeddings = sentence_files.EmbeddingModules("pooler", 8, None, True, {}, None, "cosine", 0)
     with pytest.raises(ConfigError, match="no pooling by 'pooler', only by class, mean, last"):

@@ -260,3 +260,21 @@ def test_a_tie_without_an_end_holds_all_that_was_not_retrieved():
     found = scores(np.asarray([[0, 1, 2]]), relevance, (1, 2), np.ones((1, 3)))
     assert found["hit@1"] == pytest.approx(2 / 10) and found["recall@2"] == pytest.approx(2 / 10)
     assert found["hit@2"] == pytest.approx(1 - (8 / 10) * (7 / 9))
+
+
+def test_truncated_embeddings_are_of_unit_length(mesh, embeddings, grades):
+    """As they are trained and written, also where whole ones are compared by dot product."""
+    rng = np.random.default_rng(2)
+    queries, documents = (x * rng.uniform(0.2, 5, (len(x), 1)).astype("f") for x in embeddings)
+    relevance = Relevance.of(grades, N)
+    how = {"ks": (3,), "dims": (4,), "random": False}
+    found = evaluate(queries, documents, relevance, mesh, Retrieval(cosine=False, **how))
+    for prefix, q, d in (
+        ("", queries, documents),
+        ("dims4/", *map(unit, (queries[:, :4], documents[:, :4]))),
+    ):
+        ranked = np.argsort(-(q @ d.T), axis=1)
+        for name, value in plainly(ranked.tolist(), grades, 3).items():
+            assert found[f"{prefix}{name}@3"] == pytest.approx(value, abs=1e-6)
+    by_cosine = evaluate(queries, documents, relevance, mesh, Retrieval(cosine=True, **how))
+    assert found["ndcg@3"] != by_cosine["ndcg@3"]

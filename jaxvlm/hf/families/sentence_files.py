@@ -83,7 +83,8 @@ def files(
         "model_type": "SentenceTransformer",
         "prompts": dict(embeddings.prompts),
         "default_prompt_name": embeddings.default,
-        "similarity_fn_name": embeddings.similarity,
+        # Truncated after Normalize, embeddings are not of unit length, as they were trained.
+        "similarity_fn_name": "cosine" if embeddings.truncate_dim else embeddings.similarity,
     }
     if embeddings.truncate_dim:
         whole["truncate_dim"] = embeddings.truncate_dim
