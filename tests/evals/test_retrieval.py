@@ -275,6 +275,6 @@ def test_truncated_embeddings_are_of_unit_length(mesh, embeddings, grades):
     ):
         ranked = np.argsort(-(q @ d.T), axis=1)
         for name, value in plainly(ranked.tolist(), grades, 3).items():
-            assert found[f"{prefix}{name}@3"] == pytest.approx(value, abs=1e-6)
+            assert found[prefix + name] == pytest.approx(value, abs=1e-6)
     by_cosine = evaluate(queries, documents, relevance, mesh, Retrieval(cosine=True, **how))
     assert found["ndcg@3"] != by_cosine["ndcg@3"]

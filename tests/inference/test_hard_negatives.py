@@ -198,7 +198,7 @@ def test_written_examples_are_read_back(tmp_path, monkeypatch, instructions):
     ]
     row = {"id": "1", "query": "q", "query_image": "a.png", "query_instruction": "ask "}
     row |= {"positive": {"text": "yes", "image": "b.png", "instruction": first}}
-    for root, folder in (("", "data"), ("pictures", "pictures")):
+    for root, folder in (("", "data"), ("images", "images")):
         path = tmp_path / "data" / "in.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(row | {"negatives": negatives}))
