@@ -13,7 +13,6 @@ import jax
 
 from jaxvlm.config import ConfigError, DualConfig, ModelConfig
 from jaxvlm.config.merge import write_json
-from jaxvlm.data.images.processor import write_bounds
 from jaxvlm.hf import pretrained, safetensors
 from jaxvlm.hf.families import ChooseFamily, any_family, family_of
 from jaxvlm.types import Params, WeightMap
@@ -145,6 +144,8 @@ def write(
 
 def write_pixel_bounds(folder: pathlib.Path, image_pixels_range: tuple[int, int]) -> None:
     """Write a run's bounds of image pixels to the image processor in ``folder``, on process 0."""
+    from jaxvlm.data.images.processor import write_bounds  # imports image readers
+
     if any(image_pixels_range) and not jax.process_index():
         write_bounds(folder, image_pixels_range)
 

@@ -7,18 +7,19 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxvlm.checkpoint import run_record
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, VisionConfig, json_text
 from jaxvlm.config.merge import json_object, merged_model
-from jaxvlm.data.errors import DataError
-from jaxvlm.data.images import image_files, processor
-from jaxvlm.data.images.patches import Patching
-from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf import safetensors
 from jaxvlm.hf.families import ChooseFamily, common, config_reader, family, family_of, sentences
 from jaxvlm.types import Params
+
+if TYPE_CHECKING:  # what reads images and texts is imported where it is used: plans don't
+    from jaxvlm.data.images import image_files, processor
+    from jaxvlm.data.images.patches import Patching
+    from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
 SAVED = "source"
 """Folder in a workdir with the checkpoint's files other than weights, and the weights' layout."""
@@ -147,6 +148,8 @@ def image_format(
     Raises:
         ConfigError: a setting of images that does not fit the model.
     """
+    from jaxvlm.data.images import image_files
+
     size, data = config.model.vision.image_size, config.data
     prepare = image_files.squares(size, data.resize)
     patching = _patching(config.model.vision)
@@ -213,12 +216,17 @@ def _fetch(checkpoint: str) -> pathlib.Path:
 
 def _patching(vision: VisionConfig) -> Patching | None:
     """Return how a vision encoder's images are patchified; ``None`` for images of one size."""
+    from jaxvlm.data.images.patches import Patching
+
     if not vision.packed:
         return None
     return Patching(vision.patch_size, vision.merge_block, vision.frames, vision.patch_layout)
 
 
 def _image_processor(source: Source, config: Config) -> processor.Processor:
+    from jaxvlm.data.errors import DataError
+    from jaxvlm.data.images import processor
+
     try:
         return processor.load(source.files, config.data.image_pixels_range)
     except DataError as error:

@@ -55,6 +55,8 @@ class Init:
 
     rngs: nnx.Rngs
     layers: int = 0
+    is_abstract: bool = False
+    """Whether shapes alone are wanted: parameters are zeros then, which are quick to trace."""
 
     def stacked(self, num_layers: int) -> Init:
         """Return the same source of randomness, for ``num_layers`` stacked modules."""
@@ -78,7 +80,10 @@ def param(
         raise ValueError(f"shape {shape} and axes {logical} differ in length")
     if init.layers:
         shape, logical = (init.layers, *shape), ("layers", *logical)
-    return nnx.Param(draw(init.rngs.params(), shape), logical=logical, num_in=num_in)
+    value = (
+        jax.lax.full(shape, 0, jnp.float32) if init.is_abstract else draw(init.rngs.params(), shape)
+    )
+    return nnx.Param(value, logical=logical, num_in=num_in)
 
 
 def split(module: nnx.Module) -> tuple[Any, Params]:

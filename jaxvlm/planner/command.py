@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxvlm.config import Config, ConfigError
-from jaxvlm.planner.compiled import verify
 from jaxvlm.planner.hardware import calibrate as calibration
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.report import compare as compare_plans
@@ -69,6 +68,8 @@ def plan(
     target = machine.parse(plan_flags.devices, _dtype(recipe, plan_flags.devices))
     devices = []
     if plan_flags.verify:  # first, so that a missing compiler is reported at once
+        from jaxvlm.planner.compiled import verify  # imports what only a run needs
+
         verify.prepare(target)
         devices = verify.devices_of(target)
     result = search(request.plan_request(model, recipe, target, request_flags), plan_flags.top)

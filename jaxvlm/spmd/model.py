@@ -357,7 +357,7 @@ def wrap(
     seen: dict[str, Any] = {}
 
     def draw(key: jax.Array) -> Params:
-        module = make(Init(nnx.Rngs(params=key)))
+        module = make(Init(nnx.Rngs(params=key), is_abstract=True))
         seen["graph"], params = split(module)
         seen["logical"], seen["linear"] = logical_axes(module), linear_maps(module)
         return params

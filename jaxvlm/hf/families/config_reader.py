@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.config.convert import check_ranges, checked_fields
-from jaxvlm.data.errors import DataError
 
 _GENERATION = frozenset(
     (
@@ -94,9 +93,13 @@ def refusing(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, DataError):
+    except ConfigError:
         raise
     except _OF_VALUES as error:
+        from jaxvlm.data.errors import DataError  # imports all that reads data
+
+        if isinstance(error, DataError):
+            raise
         what = f"{type(error).__name__}: {str(error)[:200]}"
         raise ConfigError(f"{where}: a value that can't be read ({what}); fetch it again") from None
 

@@ -28,6 +28,7 @@ from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.planner.memory.compilers import COMPILERS
 from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.planner.request.pairs import PairShapes
+from jaxvlm.planner.request.per_object import per_object
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.train_step import split
 
@@ -355,6 +356,17 @@ def _stack(config: ModelConfig | DualConfig) -> tuple[str, int]:
     return wide, max(1, getattr(config, wide).depth)
 
 
+@per_object
+def _dims(model: Any) -> list[tuple[str, str, int]]:
+    """(tower, logical axis, size) of a model's dims, each once."""
+    found = dict.fromkeys(
+        (path.split("/")[0], word, size)
+        for path, x in model.shapes.items()
+        for word, size in zip(model.logical[path], x.shape)
+    )
+    return list(found)
+
+
 def refused(model: Any, mesh: MeshConfig, over: tuple[str, ...]) -> str:
     """Why a mesh does not divide a model's dims; "" if it does.
 
@@ -366,12 +378,11 @@ def refused(model: Any, mesh: MeshConfig, over: tuple[str, ...]) -> str:
     wide = math.prod(getattr(mesh, axis) for axis in over)
     axes = {"embed": wide, "experts": mesh.expert, "heads": mesh.tensor, "mlp": mesh.tensor}
     axes["vocab"] = mesh.tensor
-    for path, x in model.shapes.items():
-        for word, size in zip(model.logical[path], x.shape):
-            parts = axes.get(word, 1)
-            if size % parts:
-                near = math.gcd(size, parts)
-                return f"{path.split('/')[0]}'s {word}={size} by {parts}; use {near}"
+    for tower, word, size in _dims(model):
+        parts = axes.get(word, 1)
+        if size % parts:
+            near = math.gcd(size, parts)
+            return f"{tower}'s {word}={size} by {parts}; use {near}"
     if mesh.pipeline > 1 and isinstance(model.config, DualConfig):
         return f"no decoder to divide into {mesh.pipeline} pipeline stages"
     if mesh.pipeline > 1 and model.config.decoder.depth % mesh.pipeline:

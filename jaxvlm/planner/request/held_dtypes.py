@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import math
 from collections.abc import Mapping
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from jaxvlm.config import DualConfig, EmbeddingConfig, ModelConfig, OptimConfig
 from jaxvlm.planner.request import trainable_params
+from jaxvlm.planner.request.per_object import per_object
 from jaxvlm.spmd.train_step import split
 
 Held = tuple[tuple[str, str], ...]
@@ -38,7 +38,7 @@ def of(
     return _of(trainable_params.plain(network), *how, embeddings, files)
 
 
-@functools.lru_cache(maxsize=64)
+@per_object
 def _of(
     network: ModelConfig | DualConfig,
     frozen: tuple[str, ...],
@@ -65,7 +65,7 @@ def stored_bytes(
     return _stored_bytes(trainable_params.plain(network), embeddings, held)
 
 
-@functools.lru_cache(maxsize=64)
+@per_object
 def _stored_bytes(
     network: ModelConfig | DualConfig, embeddings: EmbeddingConfig | None, held: Held
 ) -> Mapping[str, float]:

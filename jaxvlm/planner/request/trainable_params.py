@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DualConfig, EmbeddingConfig, MeshConfig, ModelConfig
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.planner.request import abstract_devices
+from jaxvlm.planner.request.per_object import per_object
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.spmd.train_step import split
 
@@ -44,7 +45,7 @@ _BEHIND = ("decoder/embed/out", "decoder/norm/")
 """Parameters after a tower's blocks: training these needs no backward pass through the blocks."""
 
 
-@functools.lru_cache(maxsize=256)
+@per_object
 def of(config: ModelConfig | DualConfig, frozen: tuple[str, ...]) -> Mapping[str, TrainableParams]:
     """Tower -> its trainable parameters; fully frozen towers are left out.
 
@@ -103,6 +104,7 @@ def alone(config: ModelConfig | DualConfig, embeddings: EmbeddingConfig | None) 
     return model
 
 
+@per_object
 def plain(config: ModelConfig | DualConfig) -> ModelConfig | DualConfig:
     """The config without remat and attention backend, which change no parameter: fewer traces."""
     towers = {

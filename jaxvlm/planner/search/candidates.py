@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request import held_dtypes
 from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.planner.request.pairs import PairShapes
+from jaxvlm.planner.request.per_object import per_object
 from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH, grad_cache_mini_batches
 from jaxvlm.train.gradcache import MiniBatch
@@ -79,7 +79,7 @@ def with_remat(config: ModelConfig | DualConfig, candidate: Candidate) -> ModelC
     return _with_remat(config, candidate.vision or candidate.remat, candidate.remat)
 
 
-@functools.lru_cache(maxsize=64)
+@per_object
 def _with_remat(
     config: ModelConfig | DualConfig, vision: str, other: str
 ) -> ModelConfig | DualConfig:

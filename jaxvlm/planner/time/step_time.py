@@ -162,7 +162,12 @@ def _step(
         tokens = pairing.document.length if pairing.products() > 1 else 1
         message = communication.ring_exchange(setup, own * pairing.documents * size * tokens)
         messages += [message] if message.axes else []
-    return [op._replace(part=op.part.split()[0]) for op in work], messages
+    return [_named(op) for op in work], messages
+
+
+def _named(op: workload.WorkItem) -> workload.WorkItem:
+    """The work without its tower's name, which that of ``update`` has."""
+    return op._replace(part=op.part.split()[0]) if " " in op.part else op
 
 
 def _sides(setup: StepSetup) -> list[_Run]:

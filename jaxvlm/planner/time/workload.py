@@ -7,7 +7,6 @@ since compilers fuse them. Nothing is traced: a step is listed in less than a mi
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from jaxvlm.config import DualConfig, ModelConfig, feature_blocks, layer_windows
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request import held_dtypes, trainable_params
+from jaxvlm.planner.request.per_object import per_object
 from jaxvlm.planner.request.trainable_params import TrainableParams
 
 Number = float | int
@@ -98,6 +98,7 @@ class Weights(NamedTuple):
         return self.blocks + self.experts + self.other
 
 
+@per_object
 def blocks(config: Network) -> dict[str, Block]:
     """Tower -> dims of its blocks, for the towers of the model."""
     v = config.vision
@@ -114,6 +115,7 @@ def blocks(config: Network) -> dict[str, Block]:
     return {"vision": vision, "vision_top": vision, "decoder": decoder}
 
 
+@per_object
 def layers(config: Network) -> dict[str, int]:
     """Tower -> number of blocks that run."""
     if isinstance(config, DualConfig):
@@ -126,7 +128,7 @@ def layers(config: Network) -> dict[str, int]:
     }
 
 
-@functools.lru_cache(maxsize=256)
+@per_object
 def weights(config: Network) -> dict[str, Weights]:
     """Tower -> its parameters, from the config alone."""
     v = config.vision
@@ -170,8 +172,13 @@ def _other_weights(config: Network) -> dict[str, Number]:
 
 def passes(setup: StepSetup) -> dict[str, ForwardBackward]:
     """Tower -> its passes in a step; a tower before all trained parameters has no backward pass."""
-    config, trained_before, result = setup.config, False, {}
-    dual, trainable = isinstance(config, DualConfig), trainable_of(setup)
+    return _passes(setup.config, setup.frozen)
+
+
+@per_object
+def _passes(config: Network, frozen: tuple[str, ...]) -> dict[str, ForwardBackward]:
+    trained_before, result = False, {}
+    dual, trainable = isinstance(config, DualConfig), _trainable(config, frozen)
     for tower in ("vision", "text") if dual else TOWERS:
         own = trainable.get(tower, trainable_params.NOTHING)
         of_tower = None if tower == "connector" else tower.removesuffix("_top")
@@ -184,9 +191,11 @@ def passes(setup: StepSetup) -> dict[str, ForwardBackward]:
 
 def trainable_of(setup: StepSetup) -> Mapping[str, TrainableParams]:
     """Tower -> its trainable parameters."""
-    if setup.frozen == ("*",):
-        return {}
-    return trainable_params.of(setup.config, setup.frozen)
+    return _trainable(setup.config, setup.frozen)
+
+
+def _trainable(config: Network, frozen: tuple[str, ...]) -> Mapping[str, TrainableParams]:
+    return {} if frozen == ("*",) else trainable_params.of(config, frozen)
 
 
 def stored_bytes(setup: StepSetup) -> Mapping[str, float]:
