@@ -12,7 +12,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _MOST = 512
 """Number of kept results, after which all are dropped."""
-First, Rest, Result = TypeVar("First"), ParamSpec("Rest"), TypeVar("Result")
+First = TypeVar("First")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
 
 
 def per_object(

@@ -22,6 +22,7 @@ from jaxvlm.planner.hardware import calibrate
 from jaxvlm.planner.hardware.calibrate import Rates
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.memory.step_memory import StepSetup
+from jaxvlm.planner.request.per_object import per_object
 from jaxvlm.planner.time import communication, workload
 
 _UPDATE = 36.0
@@ -216,18 +217,32 @@ def model_flops(setup: StepSetup) -> float:
 
 
 def _model_flops(setup: StepSetup, head: bool) -> float:
-    rows, images = setup.rows, setup.rows * setup.images
-    trainable = workload.trainable_of(setup)
+    sizes = (setup.rows, setup.length, setup.images, setup.patches)
+    return _flops_of_rows(setup.config, setup.frozen, *sizes, head)
+
+
+@per_object
+def _flops_of_rows(
+    config: workload.Network,
+    frozen: tuple[str, ...],
+    rows: int,
+    length: int,
+    images: int,
+    patches: int,
+    head: bool,
+) -> float:
+    each = patches / images if config.vision.packed and images else 0
+    images = rows * images
+    trainable = workload.trainable(config, frozen)
     trained = {tower: x.own for tower, x in trainable.items()}
     adapted = [tower for tower, x in trainable.items() if x.adapted]
-    patches = setup.patches / setup.images if setup.config.vision.packed and images else 0
-    if isinstance(setup.config, DualConfig):
+    if isinstance(config, DualConfig):
         factor = {t: 3 if trained.get(t) else 2 if t in adapted else 1 for t in ("vision", "text")}
-        images = images if "vision" in setup.config.towers else 0
-        tokens = rows * setup.length if "text" in setup.config.towers else 0
-        sizes = (images, patches, tokens, float(tokens * setup.length))
-        return count.towers(setup.config, factor, *sizes).total
-    forward = count.forward(setup.config, rows * setup.length, setup.length, images, patches)
+        images = images if "vision" in config.towers else 0
+        tokens = rows * length if "text" in config.towers else 0
+        sizes = (images, each, tokens, float(tokens * length))
+        return count.towers(config, factor, *sizes).total
+    forward = count.forward(config, rows * length, length, images, each)
     flops = count.step(forward, trained, adapted)
     return flops.total - (0.0 if head else flops.head)
 

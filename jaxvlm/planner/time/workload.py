@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxvlm.config import DualConfig, ModelConfig, feature_blocks, layer_windows
 from jaxvlm.parallel.mesh import BATCH_AXES
@@ -178,9 +178,9 @@ def passes(setup: StepSetup) -> dict[str, ForwardBackward]:
 @per_object
 def _passes(config: Network, frozen: tuple[str, ...]) -> dict[str, ForwardBackward]:
     trained_before, result = False, {}
-    dual, trainable = isinstance(config, DualConfig), _trainable(config, frozen)
+    dual, trained = isinstance(config, DualConfig), trainable(config, frozen)
     for tower in ("vision", "text") if dual else TOWERS:
-        own = trainable.get(tower, trainable_params.NOTHING)
+        own = trained.get(tower, trainable_params.NOTHING)
         of_tower = None if tower == "connector" else tower.removesuffix("_top")
         remat = getattr(config, of_tower).remat if of_tower else "none"
         shares = (own.blocks, own.experts, own.other)
@@ -191,10 +191,11 @@ def _passes(config: Network, frozen: tuple[str, ...]) -> dict[str, ForwardBackwa
 
 def trainable_of(setup: StepSetup) -> Mapping[str, TrainableParams]:
     """Tower -> its trainable parameters."""
-    return _trainable(setup.config, setup.frozen)
+    return trainable(setup.config, setup.frozen)
 
 
-def _trainable(config: Network, frozen: tuple[str, ...]) -> Mapping[str, TrainableParams]:
+def trainable(config: Network, frozen: tuple[str, ...]) -> Mapping[str, TrainableParams]:
+    """Tower -> its trainable parameters; ``frozen`` are path patterns."""
     return {} if frozen == ("*",) else trainable_params.of(config, frozen)
 
 
@@ -212,14 +213,42 @@ def work_items(setup: StepSetup, width: int, fused: bool) -> list[WorkItem]:
         width: bytes of a number in the compute dtype.
         fused: attention stores no scores, and skips what a causal mask hides.
     """
-    return list(_ops(setup, width, fused))
+    mesh = setup.mesh
+    inner = (mesh.tensor, mesh.context, mesh.expert, mesh.pipeline, setup.strategy.context)
+    batch = (_shard_rows(setup), setup.length, setup.images, setup.patches, setup.microbatches)
+    key = (*inner, *batch, setup.frozen, setup.platform)
+    return _items(setup.config, _Same(setup, key), width, fused)
+
+
+class _Same:
+    """A setup, equal to those with the same work on a device: under other strategies, and on
+    meshes that divide the batch by the same number.
+    """
+
+    def __init__(self, setup: StepSetup, key: tuple[Any, ...]):
+        self.setup, self.key = setup, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@per_object
+def _items(config: Network, same: _Same, width: int, fused: bool) -> list[WorkItem]:
+    del config  # that of ``same.setup``
+    return list(_ops(same.setup, width, fused))
+
+
+def _shard_rows(setup: StepSetup) -> float:
+    """Sequences of a device, all microbatches together."""
+    return setup.rows / math.prod(getattr(setup.mesh, axis) for axis in (*BATCH_AXES, "context"))
 
 
 def _ops(setup: StepSetup, c: int, fused: bool) -> Iterator[WorkItem]:
-    mesh = setup.mesh
     config: Network = setup.config
-    rows = setup.rows / math.prod(getattr(mesh, axis) for axis in (*BATCH_AXES, "context"))
-    rows = rows / setup.microbatches
+    rows = _shard_rows(setup) / setup.microbatches
     if setup.images and "vision" in blocks(config):
         yield from _images(setup, rows, c, fused)
     if not isinstance(config, DualConfig):
