@@ -152,8 +152,6 @@ def check(setup: StepSetup) -> None:
     unknown |= {f"config.{name}.{t}.dropout": x.dropout > 0 for t, x in towers.items()}
     unknown[f"config.{name}.lora.dropout"] = config.lora.dropout > 0
     unknown["remat='offload'"] = any(x.remat == "offload" for x in towers.values())
-    if isinstance(config, ModelConfig):
-        unknown["config.model.connector.newline"] = config.connector.newline
     if setup.pairs:
         unknown["config.mesh.expert with a loss of pairs"] = mesh.expert > 1
     for name, is_set in unknown.items():
