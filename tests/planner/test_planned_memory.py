@@ -90,17 +90,19 @@ EXPERTS = {"num_experts": 8, "experts_per_token": 2, "mlp_dim": 256}
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("preset", "sizes", "remat", "more", "parts"),
+    ("preset", "sizes", "remat", "more", "parts", "newline"),
     [
-        ("ddp", MeshConfig(data=8), "none", {}, 1),
-        ("fsdp", MeshConfig(data=1, fsdp=8), "full", {"width": 512, "mlp_dim": 1536}, 4),
-        ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), "full", EXPERTS, 1),
+        ("ddp", MeshConfig(data=8), "none", {}, 1, False),
+        ("fsdp", MeshConfig(data=1, fsdp=8), "full", {"width": 512, "mlp_dim": 1536}, 4, False),
+        ("fsdp", MeshConfig(data=1, fsdp=4, tensor=2), "full", EXPERTS, 1, False),
+        ("ddp", MeshConfig(data=8), "none", {}, 1, True),  # as LLaVA-NeXT and OneVision
     ],
 )
-def test_the_peak_is_close_to_the_compilers(preset, sizes, remat, more, parts):
+def test_the_peak_is_close_to_the_compilers(preset, sizes, remat, more, parts, newline):
     config = dataclasses.replace(
         WIDE,
         vision=dataclasses.replace(WIDE.vision, remat=remat),
+        connector=dataclasses.replace(WIDE.connector, newline=newline),
         decoder=dataclasses.replace(WIDE.decoder, remat=remat, **more),
     )
     mesh, strategy = resolve(StrategyConfig(preset), sizes, abstract_devices.devices("cpu", 8))
