@@ -23,6 +23,8 @@ def test_a_result_is_kept_for_its_object_and_arguments_alone():
     ]
     assert len(calls) == 2
     assert width(equal, 2) == width(TINY, 2) and len(calls) == 3  # equal, not the same
+    assert width(TINY, times=5) == TINY.decoder.width * 5
+    assert width(TINY, times=6) == TINY.decoder.width * 6
 
 
 def test_a_config_that_was_freed_leaves_no_result_to_another(monkeypatch):

@@ -23,14 +23,14 @@ def per_object(
     """Memoize a function by the identity of its first argument and the values of the others.
 
     Args:
-        function: of an immutable object, and of hashable positional arguments. Its result must not
+        function: of an immutable object, and of hashable arguments. Its result must not
             be changed.
     """
     kept: dict[Any, tuple[First, Result]] = {}
 
     @functools.wraps(function)
     def memoized(first: First, *rest: Rest.args, **named: Rest.kwargs) -> Result:
-        key = id(first), rest
+        key = id(first), rest, *sorted(named.items())
         if key not in kept:
             if len(kept) == _MOST:
                 kept.clear()
