@@ -172,6 +172,7 @@ def introduction(run: Run, local: Pairs) -> list[str]:
         f"{lengths[0]} tokens, each with {negatives} x {lengths[1]} tokens",
         f"loss {config.loss.target or config.loss.name}; {queries}; {documents}",
         *pair_design.check(config, data, batch_shards(run.model.mesh)),
+        *pair_design.unread(config, data),
         *_folder_lines(run),
     ]
 

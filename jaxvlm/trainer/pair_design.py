@@ -54,6 +54,28 @@ def check(config: Config, dataset: PairDataset, shards: int) -> list[str]:
     return lines
 
 
+def unread(config: Config, dataset: PairDataset) -> list[str]:
+    """Lines that name settings of texts where an encoder reads none on that side.
+
+    They may be meant for later, when ``jaxvlm embed`` is given texts, so they are not refused.
+
+    Args:
+        config: of the run.
+        dataset: that the run trains on.
+    """
+    lines = []
+    for column in (dataset.queries, dataset.documents):
+        if config.embedder != "dual" or any(item.words for item in column.items):
+            continue
+        for name in (f"{column.name}_instruction", f"max_{column.name}_length"):
+            if value := getattr(config.data.pairs, name):
+                lines.append(
+                    f"config.data.pairs.{name}={value!r} is not read in training: every "
+                    f"{column.name} is an image alone"
+                )
+    return lines
+
+
 def _judge_scores(config: Config, dataset: PairDataset) -> str:
     name, score = config.loss.name, dataset.corpus.score
     low, high = float(score.min()), float(score.max())

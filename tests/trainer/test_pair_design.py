@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from pair_data import dataset, text_collator
+from PIL import Image
 
 from jaxvlm.config import Config, DataConfig, LossConfig, PairDataConfig, PairLossConfig
 from jaxvlm.data.errors import DataError
@@ -109,6 +110,21 @@ def test_a_teachers_negative_logits_leave_positives_relevant():
     assert all(data.relevance())
     pairs = dataset(examples(score=lambda i, k: float(i % 2)), text_collator())
     assert [bool(found) for found in pairs.relevance()] == [False, True] * 4
+
+
+@pytest.mark.parametrize("embedder", ["dual", "vlm"])
+def test_settings_of_texts_that_no_query_has_are_named(embedder, tmp_path):
+    """A vision-language model reads an instruction beside an image too."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    alone = [e._replace(query=Item.of("", str(tmp_path / "a.png"))) for e in examples()]
+    settings = {"query_instruction": "find ", "max_query_length": 8, "document_instruction": "w1 "}
+    config = Config(embedder=embedder, data=DataConfig(pairs=PairDataConfig(**settings)))
+    data = dataset(alone, text_collator(), batch_size=4, batch_sampler="random")
+    named = [line.split(" ")[0] for line in pair_design.unread(config, data)]
+    assert [name.split("=")[0].rpartition(".")[2] for name in named] == (
+        ["query_instruction", "max_query_length"] if embedder == "dual" else []
+    )
+    assert not pair_design.unread(config, dataset(examples(), text_collator(), batch_size=4))
 
 
 def test_texts_that_are_cut_to_the_same_tokens_are_one(caplog):
