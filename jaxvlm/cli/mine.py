@@ -84,9 +84,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     settings["cosine"] = common.compares_by_cosine(values)
     mining = hard_negatives.MiningConfig(**settings)
     how = common.reading(values)
-    given = examples.read(values.data, how)
+    read = examples.read(values.data, how)
+    given, others = examples.split_matching(read)
     more = items.read(values.corpus, how)[0] if values.corpus else []
-    gathered = examples.gather(given, more)
+    gathered = examples.gather(given, [*others, *more])
     hard_negatives.check(len(gathered.documents), mining)
     model = common.load_model("mine", values)
     root = output.with_name(output.name + ".parts")
@@ -98,8 +99,15 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     for line in _lines(report, mined.excluded, mining):
         common.say(line)
     common.say(f"{len(given)} examples: {output}")
-    if others := examples.settings_to_leave_out(how):
-        common.say(f"train from them without {', '.join(others)}: they are in jaxvlm's own fields")
+    if len(given) < len(read):
+        common.say(
+            f"{len(read) - len(given)} examples whose score of 0 or less says that they do not "
+            "match are left out; their documents were searched"
+        )
+    if not values.scores and any(e.scores for e in given) and report["negatives"]:
+        common.say("the examples' scores are left out, as new negatives have none; see --scores")
+    if unread := examples.settings_to_leave_out(how):
+        common.say(f"train from them without {', '.join(unread)}: they are in jaxvlm's own fields")
     return report | {f"struck/{name}": count for name, count in mined.excluded.items()}
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.config import DataConfig
-from jaxvlm.data.pairs.examples import Example, Item, relevant, same_content
+from jaxvlm.data.errors import DataError
+from jaxvlm.data.pairs.examples import Example, Item, matching, relevant, same_content
 from jaxvlm.data.sources import pair_formats, tables
 from jaxvlm.inference.items import refuse
 
@@ -44,6 +45,22 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> list[Example]:
     examples, problems = pair_formats.read(name, config)
     refuse(name, problems)
     return examples
+
+
+def split_matching(examples: Sequence[Example]) -> tuple[list[Example], list[Item]]:
+    """Returns examples whose query and positive match, and the documents of the others.
+
+    See :func:`jaxvlm.data.pairs.examples.matching`.
+
+    Raises:
+        DataError: no example's do.
+    """
+    match = list(matching(examples))
+    if examples and not match:
+        raise DataError("every pair has a score of 0 or less, so that no query has a positive")
+    kept = {id(example) for example in match}
+    others = (example for example in examples if id(example) not in kept)
+    return match, [item for e in others for item in (e.positive, *e.negatives)]
 
 
 def gather(examples: Sequence[Example], more: Iterable[Item] = ()) -> Gathered:

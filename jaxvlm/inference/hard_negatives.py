@@ -250,11 +250,12 @@ def with_negatives(
         The examples, and the document indices of each: its positive, then its negatives.
     """
     out, indices = [], []
+    # Scores do not cover the new negatives; examples with and without are no one data set.
+    keeps = not any(mined.document[query].max() >= 0 for query, _, _ in gathered.indices)
     for example, (query, positive, negatives) in zip(examples, gathered.indices, strict=True):
         new = tuple(i for i in mined.document[query].tolist() if i >= 0)
         more = tuple(gathered.documents[i] for i in new)
-        # A teacher's scores do not cover the new negatives.
-        scores = () if more else example.scores
+        scores = example.scores if keeps else ()
         out.append(example._replace(negatives=example.negatives + more, scores=scores))
         indices.append((positive, *negatives, *new))
     return out, indices

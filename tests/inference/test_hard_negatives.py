@@ -11,9 +11,10 @@ import pytest
 
 from jaxvlm.config import ConfigError, DataConfig, Extension, MeshConfig, PairDataConfig
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.pairs.examples import Item
+from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.inference import examples
 from jaxvlm.inference.hard_negatives import (
+    Mined,
     MiningConfig,
     excluded,
     mine,
@@ -181,6 +182,23 @@ def test_examples_are_gathered_and_written_again(tmp_path):
     assert examples.read(str(out)) == expected  # what a run is trained on
     first = json.loads(out.read_text().split("\n")[0])
     assert first["query"] == "cat" and first["negatives"][0] == "a dog"
+
+
+def test_pairs_that_do_not_match_become_no_positives():
+    """Their scores would be lost, and with them that they do not match."""
+    scores = {"a": 0.9, "b": 0.0, "c": -1.0, "d": 0.2}
+    rows = [Example(n, Item(f"q{n}"), Item(f"d{n}"), scores=(x,)) for n, x in scores.items()]
+    given, others = examples.split_matching(rows)
+    assert [e.id for e in given] == ["a", "d"] and others == [Item("db"), Item("dc")]
+    teacher = [e._replace(negatives=(Item("n"),), scores=(*e.scores, 1.0)) for e in rows]
+    assert examples.split_matching(teacher) == (teacher, [])
+    with pytest.raises(DataError, match="every pair has a score of 0 or less"):
+        examples.split_matching(rows[1:3])
+    found = examples.gather(given, others)
+    for document, kept in (([[2, -1], [-1, -1]], False), ([[-1, -1], [-1, -1]], True)):
+        mined = Mined(np.asarray(document), np.zeros((2, 2), "f"), np.zeros(2, "f"), {})
+        made, _ = with_negatives(given, found, mined)
+        assert [e.scores for e in made] == ([(0.9,), (0.2,)] if kept else [(), ()])
 
 
 @pytest.mark.parametrize(
