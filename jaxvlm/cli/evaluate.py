@@ -139,10 +139,16 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     names = zero_shot.classes_of(values.classes, labels)
     ks = _numbers("ks", values.ks) if values["ks"].present else ()
     model = common.load_model("eval", values)
-    settings = (
+    settings = [
         common.embed_settings(values, model, side, batch_size=values.batch_size)
         for side in ("query", "document")
-    )
+    ]
+    if settings[0] != settings[1]:
+        images, prompts = (f"the instruction {some.instruction!r}" for some in settings)
+        common.say(
+            f"images are embedded as queries, with {images}, and prompts as documents, with "
+            f"{prompts}; --query_instruction and --document_instruction change them"
+        )
     report = zero_shot.evaluate(model, (items, labels), names, values.template, ks, *settings)
     for line in report.lines():
         common.say(line)

@@ -58,7 +58,12 @@ def test_accuracies_are_those_of_transformers(root, capsys):
         assert [report[f"top{k}"] for k in (1, 2)] == pytest.approx(list(expected.values()))
         assert report["majority/top1"] == pytest.approx(7 / 12) and report["classes"] == 3
         assert report["chance/top2"] == pytest.approx(2 / 3)
-        assert "12 images, 3 classes" in said
+        assert "12 images, 3 classes" in said and "embedded as queries" not in said
+    prompts = root / "clip" / "config_sentence_transformers.json"
+    prompts.write_text(json.dumps({"prompts": {"query": "", "document": "this is "}}))
+    assert cli([*args, "--classes=labels"]) == 0
+    assert "prompts as documents, with the instruction 'this is '" in capsys.readouterr().out
+    prompts.unlink()
 
 
 def test_bad_input_is_one_line(root, tmp_path, capsys):
@@ -76,6 +81,7 @@ def test_bad_input_is_one_line(root, tmp_path, capsys):
     assert "write {} exactly once" in said(names, "--template=a photo")
     assert "--template is for zero-shot" in said("--template={}")
     assert "with 3 classes the label is always among the first 3" in said(names, "--ks=1,3")
+    assert "--literal_markers does not go with" in said(names, "--literal_markers=<img>")
     assert "--dims does not go with --classes" in said(names, "--dims=3")
     (tmp_path / "a.jsonl").write_text('{"image": "0.png"}\n')
     assert "no class: give its name as 'label'" in said(names, data=tmp_path / "a.jsonl")
