@@ -24,6 +24,12 @@ class Compiler(NamedTuple):
     before it copies the first one into place. Parameters that are gathered along their first dim
     are written in place. 0: no parameter exists twice.
     """
+    gathers_apart: bool = False
+    """An updated parameter that is all-gathered in the layout that it is stored in
+    (``tpu_padding.keeps_layout``) has a buffer of its own until the end of the step, when it is
+    copied into the old one's place. The old one is copied at the start, as if both were needed at
+    the same time; its first buffer then holds other values. Others are transposed into place.
+    """
     fills_stacks_first: bool = False
     """Stacked outputs of the program's own scans exist from its start: they are filled with zeros
     first.
@@ -72,6 +78,6 @@ COMPILERS = {
         transposes_gathered=True, shares_gathers=True, hoists_gathers=True, sinks_scalars=True,
         separate_softmax_gradient=True,
     ),
-    "tpu": Compiler(tiled=True),
+    "tpu": Compiler(tiled=True, gathers_apart=True),
 }  # fmt: skip
 """By platform."""

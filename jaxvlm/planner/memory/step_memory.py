@@ -109,8 +109,11 @@ def estimate(setup: StepSetup) -> Estimate:
     layouts = _layouts_of(setup)
     trained = tuple(sorted(split(layouts.model, layouts.model.shapes, setup.frozen)[0]))
     gathered, stored, moments = (layouts.bytes[f] for f in ("all_gathered", "params", "optimizer"))
-    copied = sorted(2 * [float(moments[path]) for path in trained])
-    copied = copied if compiler.runs_when_ready else []
+    copied = []
+    if compiler.runs_when_ready:
+        copied = sorted(2 * [float(moments[path]) for path in trained])
+    elif compiler.gathers_apart:  # each goes where one of its size was before
+        copied = sorted({float(stored[path]) for path in _gathered_apart(layouts, trained)})
     work = dict(_peak(*_shares(setup, layouts, trained), compiler, tuple(copied)).parts)
     if copied:
         work["update"] = sum(copied)
@@ -135,6 +138,9 @@ def _after_backward(
         copies = 1 if setup.pairs and isinstance(setup.config, ModelConfig) else 2
         sizes["gradients"] = float(copies * unsharded)
         sizes["update"] = 2.0 * updated * compiler.runs_when_ready
+    if apart := _gathered_apart(layouts, trained) if compiler.gathers_apart else []:
+        sizes["gradients"] = float(updated)
+        sizes["new parameters"] = float(sum(stored[path] for path in apart))
     if compiler.gathered_gradients:
         new, old = layouts.model.layout("optimizer"), layouts.model.layout("params")
         unsharded = sum(stored[p] for p in trained if _is_transposed(new[p].spec, old[p].spec))
@@ -311,6 +317,21 @@ def _peak(
 ) -> liveness.Peak:
     held = ShardedValues(body, ins, outs, rows, compiler.tiled)
     return liveness.peak(held, compiler, idle_buffers=idle_buffers)
+
+
+def _gathered_apart(layouts: _Layouts, trained: tuple[str, ...]) -> list[str]:
+    """Updated parameters that are all-gathered into buffers of their own; see ``Compiler``."""
+    model, found = layouts.model, []
+    new, old = model.layout("optimizer"), model.layout("params")
+    for path in trained:
+        shape = model.shapes[path].shape
+        sizes = new[path].shard_shape(shape), old[path].shard_shape(shape)
+        dims = [i for i, (part, whole) in enumerate(zip(*sizes)) if part != whole]
+        if dims and all(
+            tpu_padding.keeps_layout(sizes[1], i, sizes[1][i] // sizes[0][i]) for i in dims
+        ):
+            found.append(path)
+    return found
 
 
 def _is_transposed(new: Any, old: Any) -> bool:

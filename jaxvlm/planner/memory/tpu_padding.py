@@ -41,6 +41,34 @@ def size(shape: tuple[float | int, ...], itemsize: int, as_written: bool = False
     )
 
 
+def keeps_layout(shape: tuple[int, ...], dim: int, shards: int) -> bool:
+    """Whether an array has its own layout after it is all-gathered along a dim.
+
+    If that dim is its minor-most one, shards whose part of it is not whole tiles have another
+    layout, in which they are all-gathered.
+
+    Args:
+        shape: of the whole array.
+        dim: that is sharded.
+        shards: their number.
+    """
+    if len(shape) < 2:
+        return False
+    return dim != _minor_most(shape) or shape[dim] // shards % _LANES == 0
+
+
+def _minor_most(shape: tuple[int, ...]) -> int:
+    """The minor-most dim of a float32 array; the last one unless another one needs less."""
+    last = len(shape) - 1
+    pairs = [(last - 1, last), *itertools.permutations(range(len(shape)), 2)]
+
+    def padded(pair: tuple[int, int]) -> float:
+        rows, columns = shape[pair[0]], shape[pair[1]]
+        return _up(rows, min(8, _power(rows))) * _up(columns) / (rows * columns)
+
+    return min(pairs, key=padded)[1]
+
+
 def _up(n: float | int, unit: int = _LANES) -> int:
     return math.ceil(n / unit) * unit
 
