@@ -30,6 +30,10 @@ class Compiler(NamedTuple):
     copied into the old one's place. The old one is copied at the start, as if both were needed at
     the same time; its first buffer then holds other values. Others are transposed into place.
     """
+    updates_by_rows: bool = False
+    """A table is updated row by row, as its gradient is added up. Where its shard is stored in
+    another layout (``tpu_padding.minor_most``), it is copied for the update, and both moments too.
+    """
     fills_stacks_first: bool = False
     """Stacked outputs of the program's own scans exist from its start: they are filled with zeros
     first.
@@ -78,6 +82,6 @@ COMPILERS = {
         transposes_gathered=True, shares_gathers=True, hoists_gathers=True, sinks_scalars=True,
         separate_softmax_gradient=True,
     ),
-    "tpu": Compiler(tiled=True, gathers_apart=True),
+    "tpu": Compiler(tiled=True, gathers_apart=True, updates_by_rows=True),
 }  # fmt: skip
 """By platform."""

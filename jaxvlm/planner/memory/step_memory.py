@@ -118,7 +118,8 @@ def estimate(setup: StepSetup) -> Estimate:
     if copied:
         work["update"] = sum(copied)
     after = _after_backward(setup, layouts, trained)
-    work = max(work, after, key=lambda parts: sum(parts.values()))
+    update = _tables_update(setup, layouts, trained) if compiler.updates_by_rows else {}
+    work = max(work, after, update, key=lambda parts: sum(parts.values()))
     if moved := sum(gathered[p] for p in gathered if gathered[p] != stored[p]):
         work["gathered weights"] = float(moved)
     return Estimate(_states(setup, layouts.model, trained, stored, moments), work)
@@ -147,6 +148,25 @@ def _after_backward(
         sizes["gradients"] = compiler.gathered_gradients * updated
         sizes["new parameters"] = float(unsharded)
     return sizes
+
+
+def _tables_update(
+    setup: StepSetup, layouts: _Layouts, trained: tuple[str, ...]
+) -> dict[str, float]:
+    """Bytes by category, in addition to states, when tables are updated; see ``Compiler``."""
+    model, moments, copied = layouts.model, layouts.bytes["optimizer"], 0.0
+    sharded = model.layout("optimizer")
+    for path in trained:
+        x = model.shapes[path]
+        shape = sharded[path].shard_shape(x.shape)
+        if model.logical[path][0] != "vocab" or tpu_padding.minor_most(shape) == len(shape) - 1:
+            continue
+        by_rows = tpu_padding.size(shape, np.dtype(x.dtype).itemsize, as_written=True)
+        # A gradient that is not sharded over all parts of the batch is all-reduced, out of place.
+        is_reduced = math.prod(x.shape) / math.prod(shape) < _shards(setup)
+        copied += (4 + is_reduced) * by_rows - moments[path]
+    gradients = float(sum(moments[path] for path in trained))
+    return {"gradients": gradients, "update": copied} if copied else {}
 
 
 def check(setup: StepSetup) -> None:

@@ -54,11 +54,15 @@ def keeps_layout(shape: tuple[int, ...], dim: int, shards: int) -> bool:
     """
     if len(shape) < 2:
         return False
-    return dim != _minor_most(shape) or shape[dim] // shards % _LANES == 0
+    return dim != minor_most(shape) or shape[dim] // shards % _LANES == 0
 
 
-def _minor_most(shape: tuple[int, ...]) -> int:
-    """The minor-most dim of a float32 array; the last one unless another one needs less."""
+def minor_most(shape: tuple[int, ...]) -> int:
+    """The minor-most dim of a float32 array in memory.
+
+    Args:
+        shape: of at least two dims; the last one, unless less is padded with another one.
+    """
     last = len(shape) - 1
     pairs = [(last - 1, last), *itertools.permutations(range(len(shape)), 2)]
 
