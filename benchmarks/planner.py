@@ -69,7 +69,7 @@ MODELS = (
 )  # fmt: skip
 HELD_MODELS = (*MODELS, "internvl3-8b", "qwen3-vl-4b")
 _TOO_MUCH = "said not to fit: it is not compiled"
-DRAWS = {"h200:8": (5, 5), "cpu:8": (5, 5)}
+DRAWS = {"h200:8": (5, 5), "cpu:8": (5, 5), "v5p:2x2x2": (3, 4), "v5e:2x4": (3, 4)}
 """The target's first draw of held points, and the last: those before are open now. All began anew
 when attention came to be by the kernels that runs use, and cross-entropy by slices of a matrix.
 """
