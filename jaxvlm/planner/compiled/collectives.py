@@ -64,7 +64,7 @@ def read(text: str, mesh: Mapping[str, int], branches: bool = True) -> list[Coll
         ValueError: a loop around a collective whose trip count is unknown, or replica groups in an
             unknown syntax.
     """
-    bodies, entry = _computations(text)
+    bodies, entry = computations(text)
     chains: set[tuple[str, str]] = set()
     counts: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
     sent: dict[tuple[str, tuple[str, ...], str], float] = collections.defaultdict(float)
@@ -90,7 +90,7 @@ def total(collectives: Iterable[Collective], axis: str = "", kind: str = "") -> 
     return sum(c.wire_bytes for c in chosen)
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
     """Lines of each computation, and the entry computation's name."""
     bodies: dict[str, list[str]] = {}
     entry, lines = "", []
@@ -112,7 +112,7 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -
     def sends(name: str) -> bool:
         if name not in has_collectives:
             lines = bodies.get(name, ())
-            own = (_kind(line) or any(map(sends, _called(line))) for line in lines)
+            own = (_kind(line) or any(map(sends, called_by(line))) for line in lines)
             has_collectives[name] = any(own)
         return has_collectives[name]
 
@@ -120,13 +120,13 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -
         times[name] += factor
         for line in bodies[name]:
             op = _OP.match(line)
-            if op is None or not (called := _called(line)):
+            if op is None or not (called := called_by(line)):
                 continue
             if " conditional(" in line and not branches:
                 continue
             inner = factor
             if " while(" in line:
-                trips = _trips(bodies, line)
+                trips = trip_count(bodies, line)
                 if not trips and any(map(sends, called)):
                     raise ValueError(f"{op[1]}: a loop with collectives and no known trip count")
                 inner = factor * trips
@@ -138,7 +138,7 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -
     return dict(times)
 
 
-def _trips(bodies: Mapping[str, list[str]], line: str) -> int:
+def trip_count(bodies: Mapping[str, list[str]], line: str) -> int:
     """Trip count of a loop that counts from 0 up to a constant; 0 is unknown.
 
     A scan counts in steps of one (s32). The unrolled ring that XLA for TPUs makes of a matmul and
@@ -174,7 +174,8 @@ def _step(body: list[str], condition: list[str]) -> int:
     return sizes[0] if len(sizes) == 1 else 0
 
 
-def _called(line: str) -> list[str]:
+def called_by(line: str) -> list[str]:
+    """Names of the computations that an operation calls."""
     names: list[str] = []
     for group in _CALLS.findall(line):
         names += [name.strip().lstrip("%") for name in group.strip("{}").split(",")]

@@ -1,0 +1,293 @@
+"""Compile train steps for chips that are not here, and hold them to what attention may cost.
+
+    pip install -e '.[aot]'
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 python -m benchmarks.compiled_steps [--only TEXT]
+
+Three tables, for the same sources as ``benchmarks.lowering``, whose digest the result has:
+
+* steps: a covering set of models at their real widths, with few layers, eight devices, ``fsdp`` and
+  full remat: kernels, arrays of all queries and all keys, memory, bytes moved;
+* attention: one call, forward and backward, at a model's shapes, beside our kernel without a mask;
+* jobs: whole models on typical rows: executed over useful FLOPs, and a roofline of the program.
+
+Rows that are in the result are kept if the digest is the same. ``--docs`` prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import executed_flops, hlo_costs, lowering
+from benchmarks.common import RESULTS, environment, write
+from jaxvlm.config import MeshConfig, ModelConfig, StrategyConfig
+from jaxvlm.nn.attention_backends import Scores, attend
+from jaxvlm.nn.kernels.flash import SHARED
+from jaxvlm.nn.mask import Mask, batch_mask, segment_mask
+from jaxvlm.parallel.mesh import BATCH_AXES, make_mesh
+from jaxvlm.parallel.rules import Axes
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.planner.compiled import collectives, topology, verify
+from jaxvlm.planner.hardware import machine
+from jaxvlm.planner.memory.step_memory import StepSetup
+from jaxvlm.planner.request import abstract_devices
+from jaxvlm.train import compiled_steps
+from jaxvlm.types import Batch
+
+NAME = "compiled_steps_aot"
+CHIPS = ("h200:8", "v5p:2x2x2", "v6e:2x4")
+MODELS = {
+    "qwen3-vl-2b": ("packed", "shared images"),
+    "paligemma2-3b": ("packed",),
+    "gemma-3-4b": ("packed", "shared images"),
+    "llava-1.5-7b": ("packed",),
+}
+"""The covering set: packed patches; soft cap and prompts read both ways; windows and images read
+both ways; whole rows in the tower. Its batches, by model.
+"""
+ONE_CHIP = {"h200:8": "h200:1", "v5p:2x2x2": "v5p:1x1x1", "v6e:2x4": "v6e:1x1"}
+ROWS = 4
+"""Typical rows on a device, in jobs."""
+
+
+class Job(NamedTuple):
+    """A full fine-tune."""
+
+    chip: str
+    model: str
+    remat: str
+
+
+JOBS = (
+    Job("h200:1", "qwen3-vl-2b", "none"),
+    Job("h200:1", "qwen3-vl-2b", "full"),
+    Job("h200:1", "paligemma2-3b", "none"),
+    Job("h200:1", "paligemma2-3b", "full"),
+    Job("v5p:2x2x2", "qwen3-vl-2b", "none"),
+    Job("v6e:2x4", "qwen3-vl-2b", "full"),
+    Job("v6e:2x4", "paligemma2-3b", "full"),
+)
+
+
+class Call(NamedTuple):
+    """One call of attention."""
+
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    cap: float
+    mask: Callable[[Batch], Mask]
+
+
+def _windowed(batch: Batch) -> Mask:
+    return batch_mask(batch).windowed(1024, False)
+
+
+def _without(*fields: str) -> Callable[[Batch], Mask]:
+    return lambda batch: batch_mask(batch._replace(**dict.fromkeys(fields)))
+
+
+CALLS = {
+    "Qwen3-VL-2B's tower": Call(8192, 16, 16, 64, 0.0, lambda x: segment_mask(x.segment)),
+    "Qwen3-VL-2B, packed": Call(4096, 16, 8, 128, 0.0, _without("parent", "bidirectional")),
+    "Qwen3-VL-2B, shared images": Call(4096, 16, 8, 128, 0.0, _without("bidirectional")),
+    "PaliGemma 2 3B, shared images": Call(4096, 8, 4, 256, 50.0, batch_mask),
+    "Gemma 3 4B, a window": Call(4096, 8, 4, 256, 0.0, _windowed),
+}
+
+
+def step(case: lowering.Case) -> dict[str, Any]:
+    """Compile a step of the covering set."""
+    setup = lowering.setup_of(case)
+    setup = setup._replace(config=_shallow(setup.config))
+    start = time.process_time()
+    program = verify.lowered(
+        setup, topology.devices(case.chip), batch=lowering.batch_of(case, setup)
+    ).compile()
+    text = str(program.as_text())
+    ops, memory = hlo_costs.read(text), compiled_steps.memory(program)
+    return {
+        "calls": hlo_costs.custom_calls(ops),
+        "squares": squares(text, setup),
+        "temporary": memory["temporary"],
+        "peak": memory["peak"],
+        "moved": round(sum(op.times * op.moved for op in ops)),
+        "seconds": round(time.process_time() - start, 1),
+    }
+
+
+def _shallow(config: Any) -> ModelConfig:
+    """The model with few layers, each kind of them once at least."""
+    levels = len(config.vision.feature_layers)
+    tower = {"depth": max(2, levels)}
+    if levels:  # DeepStack reads the last layer, and others
+        tower["feature_layers"] = (-1, *range(-levels, -1))
+    decoder = {"depth": max(2, len(config.decoder.window_pattern))}
+    return dataclasses.replace(
+        config,
+        vision=dataclasses.replace(config.vision, **tower),
+        decoder=dataclasses.replace(config.decoder, **decoder),
+    )
+
+
+def squares(text: str, setup: StepSetup) -> list[str]:
+    """Arrays of a compiled program that have all queries and all keys as dims.
+
+    Of 2,048 tokens and fewer, they are not looked for.
+    """
+    sizes = {n for n in (setup.length, setup.patches) if n > 2048}
+    found = {dims for _, dims, _ in hlo_costs.arrays(text)}
+    return sorted("x".join(map(str, d)) for d in found if any(d.count(n) > 1 for n in sizes))
+
+
+def attention(chip: str, call: Call) -> dict[str, Any]:
+    """Compile one call of attention with its mask, and our kernel without one."""
+    found = {}
+    for name in ("masked", "unmasked"):
+        program = _attention(ONE_CHIP[chip], call, name == "masked").compile()
+        ops = hlo_costs.read(str(program.as_text()))
+        found[name] = {
+            "calls": hlo_costs.custom_calls(ops),
+            "temporary": compiled_steps.memory(program)["temporary"],
+            "moved": round(sum(op.times * op.moved for op in ops)),
+        }
+    return found
+
+
+def _attention(chip: str, call: Call, masked: bool) -> jax.stages.Lowered:
+    mesh = make_mesh(MeshConfig(data=1), topology.devices(chip))
+    axes, scores = Axes(mesh), Scores(cap=call.cap)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    q = of(jnp.bfloat16, 1, call.length, call.heads, call.dim)
+    k = of(jnp.bfloat16, 1, call.length, call.kv_heads, call.dim)
+    ids = of(np.int32, 1, call.length)
+    batch = Batch(ids, ids, of(np.int32, 1, 1, call.length), ids, ids, ids)
+
+    def run(q: Any, k: Any, v: Any, d_out: Any, batch: Batch) -> Any:
+        mask = call.mask(batch)
+        if not masked:  # the causal half is no mask: both kernels have it
+            mask = Mask(mask.q_index, mask.k_index)
+        backend = "auto" if masked else "flash"
+        out, back = jax.vjp(lambda *x: attend(*x, mask, axes, backend, scores), q, k, v)
+        return out, back(d_out)
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(run).lower(q, k, k, q, batch)
+
+
+def job_setup(job: Job) -> StepSetup:
+    """A job's step: typical rows, all weights trained."""
+    own = machine.parse(job.chip)
+    wanted = MeshConfig(data=1, fsdp=own.devices), StrategyConfig("fsdp" if own.devices > 1 else "")
+    mesh, strategy = resolve(wanted[1], wanted[0], abstract_devices.devices("cpu", own.devices))
+    case = lowering.Case(job.chip, job.model, "full", "packed")
+    setup = lowering.setup_of(case, lowering.Layout(mesh, strategy))
+    assert isinstance(setup.config, ModelConfig)
+    towers = {
+        x: dataclasses.replace(getattr(setup.config, x), remat=job.remat)
+        for x in ("vision", "decoder")
+    }
+    patches = executed_flops.PATCHES if setup.patches else 0
+    rows = ROWS * math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+    return setup._replace(
+        config=dataclasses.replace(setup.config, **towers),
+        rows=rows,
+        length=executed_flops.LENGTH,
+        images=len(executed_flops.GRIDS),
+        patches=patches,
+    )
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Compile a job's step, count its FLOPs, and bound its time."""
+    setup, own, devices = job_setup(job), machine.parse(job.chip), topology.devices(job.chip)
+    start = time.process_time()
+    program = verify.lowered(setup, devices).compile()
+    text = str(program.as_text())
+    masks = executed_flops.typical_row(setup.config).masks
+    shared = getattr(devices[0], "shared_memory_per_block_optin", SHARED)
+    ops = [
+        (
+            op,
+            executed_flops.attention(op, masks, own, shared)
+            if executed_flops.is_attention(op)
+            else None,
+        )
+        for op in hlo_costs.read(text)
+    ]
+    sent = collectives.total(collectives.read(text, dict(make_mesh(setup.mesh, devices).shape)))
+    useful = executed_flops.useful(setup.config, setup.rows) / own.devices
+    executed = executed_flops.executed(ops)
+    bounds = {}
+    for name, shares in (("peak", False), ("planner", True)):
+        bound = executed_flops.roofline(ops, own, sent, shares)
+        share = useful / (own.chip.peak_flops * bound.total)
+        bounds[name] = bound._asdict() | {"total": bound.total, "useful share": share}
+    return {
+        "useful": useful,
+        "executed": executed,
+        "ratio": sum(executed.values()) / useful,
+        "bounds": bounds,
+        "peak": compiled_steps.memory(program)["peak"],
+        "seconds": round(time.process_time() - start, 1),
+    }
+
+
+def work() -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """Table, name of a row, and what makes it."""
+    for chip in CHIPS:
+        for name, call in CALLS.items():
+            yield (
+                "attention",
+                f"{chip.split(':')[0]}, {name}",
+                lambda c=chip, x=call: attention(c, x),
+            )
+    for chip, model in itertools.product(CHIPS, MODELS):
+        for batch in MODELS[model]:
+            case = lowering.Case(chip, model, "full", batch)
+            yield "steps", ", ".join(case), lambda c=case: step(c)
+    for job in JOBS:
+        yield "jobs", ", ".join(job), lambda j=job: run_job(j)
+
+
+def main() -> None:
+    """Compile what is not in the result yet, and write it after each row."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="rows whose table and name contain this text")
+    args = parser.parse_args()
+    verify.prepare(machine.parse(CHIPS[0]))
+    path, now, here = RESULTS / f"{NAME}.json", lowering.digest(), environment()
+    before = json.loads(path.read_text()) if path.exists() else {}
+    result = {"digest": now, "environment": here, "attention": {}, "steps": {}, "jobs": {}}
+    if before.get("digest") == now:
+        result |= {k: v for k, v in before.items() if k not in ("digest", "environment")}
+    for table, name, make in work():
+        if name in result[table] or args.only not in f"{table}: {name}":
+            continue
+        try:
+            result[table][name] = make()
+        except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
+            result[table][name] = {"why": str(error).strip().splitlines()[0][:300]}
+        print(name, result[table][name], flush=True)
+        jax.clear_caches()
+        write(f"{NAME}.json", result)
+
+
+if __name__ == "__main__":
+    main()
