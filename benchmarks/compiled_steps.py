@@ -266,11 +266,63 @@ def work() -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
         yield "jobs", ", ".join(job), lambda j=job: run_job(j)
 
 
+def tables(result: dict[str, Any]) -> str:
+    """The tables of docs/attention.md, in Markdown."""
+    found = [
+        "| chip, call | kernels | temporaries, MiB | without a mask | moved, MiB | without a mask |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in result["attention"].items():
+        pair = row["masked"], row["unmasked"]
+        sizes = [f"{x[key] / 2**20:.1f}" for key in ("temporary", "moved") for x in pair]
+        found.append(f"| {name} | {_calls(pair[0]['calls'])} | {' | '.join(sizes)} |")
+    found += [
+        "",
+        "| chip, model, trained, batch | kernels | temporaries, GiB | moved, GiB |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, row in result["steps"].items():
+        sizes = f"{row['temporary'] / 2**30:.1f} | {row['moved'] / 2**30:.0f}"
+        found.append(f"| {name} | {_calls(row['calls'])} | {sizes} |")
+    found += [
+        "",
+        "| chip, model, remat | useful, TFLOP | executed | of it attention | executed / useful "
+        "| bound at peak, ms | useful share | bound at the planner's rates, ms | useful share |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    before = result.get("before", {}).get("jobs", {})
+    for name, row in result["jobs"].items():
+        found.append(_job_line(name, row))
+        if name in before:
+            found.append(_job_line(f"{name}, before", before[name]))
+    return "\n".join(found)
+
+
+def _calls(calls: dict[str, int]) -> str:
+    kernels = {name: n for name, n in calls.items() if "cublas" not in name}
+    return ", ".join(f"{n} {name.strip('_')}" for name, n in kernels.items())
+
+
+def _job_line(name: str, row: dict[str, Any]) -> str:
+    if "why" in row:
+        return f"| {name} | {row['why']} |" + " |" * 7
+    executed, useful = row["executed"], row["useful"]
+    tera = [useful, sum(executed.values()), executed["attention"]]
+    cells = [f"{x / 1e12:.1f}" for x in tera] + [f"{row['ratio']:.2f}"]
+    for bound in row["bounds"].values():
+        cells += [f"{1e3 * bound['total']:.0f}", f"{bound['useful share']:.0%}"]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Compile what is not in the result yet, and write it after each row."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="rows whose table and name contain this text")
+    parser.add_argument("--docs", action="store_true", help="print the tables of the result")
     args = parser.parse_args()
+    if args.docs:
+        print(tables(json.loads((RESULTS / f"{NAME}.json").read_text())))
+        return
     verify.prepare(machine.parse(CHIPS[0]))
     path, now, here = RESULTS / f"{NAME}.json", lowering.digest(), environment()
     before = json.loads(path.read_text()) if path.exists() else {}

@@ -68,10 +68,10 @@ def typical_row(config: ModelConfig) -> Row:
         group[0, begin : at + PROMPT] = number
         at += text
         segment[0, begin:at] = number
-    groups = group if config.decoder.visual_mask != "causal" else None
+    groups = jnp.asarray(group) if config.decoder.visual_mask != "causal" else None
     batch = Batch(segment, np.ones((1, LENGTH), np.float32), segment[:, None], segment)
     batch = batch._replace(image_start=np.asarray([starts]), bidirectional=groups)
-    masks = {LENGTH: of_segments(LENGTH, True, segment, None, groups)}
+    masks = {LENGTH: of_segments(LENGTH, True, jnp.asarray(segment), None, groups)}
     if not config.vision.packed:
         side = config.vision.image_size // config.vision.patch_size
         return Row(batch, masks | {side**2: of_segments(side**2, False)})
@@ -79,7 +79,10 @@ def typical_row(config: ModelConfig) -> Row:
     image = np.zeros((1, PATCHES), np.int32)
     counts = [h * w for h, w in GRIDS]
     image[0, : sum(counts)] = np.repeat(np.arange(len(counts)) + 1, counts)
-    return Row(batch._replace(grid=grid), masks | {PATCHES: of_segments(PATCHES, False, image)})
+    return Row(
+        batch._replace(grid=grid),
+        masks | {PATCHES: of_segments(PATCHES, False, jnp.asarray(image))},
+    )
 
 
 def _image_tokens(config: ModelConfig) -> Iterator[int]:
