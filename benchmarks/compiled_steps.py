@@ -269,7 +269,7 @@ def work() -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
 def tables(result: dict[str, Any]) -> str:
     """The tables of docs/attention.md, in Markdown."""
     found = [
-        "| chip, call | kernels | temporaries, MiB | without a mask | moved, MiB | without a mask |",
+        "| chip, call | kernels | temporaries, MiB | without mask | moved, MiB | without mask |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in result["attention"].items():
