@@ -5,8 +5,8 @@
 
 Three tables, for the same sources as ``benchmarks.lowering``, whose digest the result has:
 
-* steps: a covering set of models at their real widths, with few layers, eight devices, ``fsdp`` and
-  full remat: kernels, arrays of all queries and all keys, memory, bytes moved;
+* steps: a covering set of models at their real widths, with few layers, on one chip with full
+  remat: kernels, arrays of all queries and all keys, memory, bytes moved;
 * attention: one call, forward and backward, at a model's shapes, beside our kernel without a mask;
 * jobs: whole models on typical rows: executed over useful FLOPs, and a roofline of the program.
 
@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from jaxvlm.config import MeshConfig, ModelConfig, StrategyConfig
 from jaxvlm.nn.attention_backends import Scores, attend
 from jaxvlm.nn.kernels.flash import SHARED
 from jaxvlm.nn.mask import Mask, batch_mask, segment_mask
-from jaxvlm.parallel.mesh import BATCH_AXES, make_mesh
+from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.compiled import collectives, topology, verify
@@ -46,7 +45,8 @@ from jaxvlm.train import compiled_steps
 from jaxvlm.types import Batch
 
 NAME = "compiled_steps_aot"
-CHIPS = ("h200:8", "v5p:2x2x2", "v6e:2x4")
+CHIPS = {"h200:8": "h200:1", "v5p:2x2x2": "v5p:1x1x1", "v6e:2x4": "v6e:1x1"}
+"""The chips of ``benchmarks.lowering``, and one of each."""
 MODELS = {
     "qwen3-vl-2b": ("packed", "shared images"),
     "paligemma2-3b": ("packed",),
@@ -56,7 +56,6 @@ MODELS = {
 """The covering set: packed patches; soft cap and prompts read both ways; windows and images read
 both ways; whole rows in the tower. Its batches, by model.
 """
-ONE_CHIP = {"h200:8": "h200:1", "v5p:2x2x2": "v5p:1x1x1", "v6e:2x4": "v6e:1x1"}
 ROWS = 4
 """Typical rows on a device, in jobs."""
 
@@ -110,12 +109,10 @@ CALLS = {
 
 def step(case: lowering.Case) -> dict[str, Any]:
     """Compile a step of the covering set."""
-    setup = lowering.setup_of(case)
+    setup = lowering.setup_of(case, _layout(1))
     setup = setup._replace(config=_shallow(setup.config))
-    start = time.process_time()
-    program = verify.lowered(
-        setup, topology.devices(case.chip), batch=lowering.batch_of(case, setup)
-    ).compile()
+    start, devices = time.process_time(), topology.devices(CHIPS[case.chip])
+    program = verify.lowered(setup, devices, batch=lowering.batch_of(case, setup)).compile()
     text = str(program.as_text())
     ops, memory = hlo_costs.read(text), compiled_steps.memory(program)
     return {
@@ -156,7 +153,7 @@ def attention(chip: str, call: Call) -> dict[str, Any]:
     """Compile one call of attention with its mask, and our kernel without one."""
     found = {}
     for name in ("masked", "unmasked"):
-        program = _attention(ONE_CHIP[chip], call, name == "masked").compile()
+        program = _attention(CHIPS[chip], call, name == "masked").compile()
         ops = hlo_costs.read(str(program.as_text()))
         found[name] = {
             "calls": hlo_costs.custom_calls(ops),
@@ -191,20 +188,24 @@ def _attention(chip: str, call: Call, masked: bool) -> jax.stages.Lowered:
         return jax.jit(run).lower(q, k, k, q, batch)
 
 
+def _layout(devices: int) -> lowering.Layout:
+    """Weights split over all devices."""
+    strategy, mesh = StrategyConfig("fsdp" if devices > 1 else ""), MeshConfig(fsdp=devices)
+    return lowering.Layout(*resolve(strategy, mesh, abstract_devices.devices("cpu", devices)))
+
+
 def job_setup(job: Job) -> StepSetup:
     """A job's step: typical rows, all weights trained."""
     own = machine.parse(job.chip)
-    wanted = MeshConfig(data=1, fsdp=own.devices), StrategyConfig("fsdp" if own.devices > 1 else "")
-    mesh, strategy = resolve(wanted[1], wanted[0], abstract_devices.devices("cpu", own.devices))
-    case = lowering.Case(job.chip, job.model, "full", "packed")
-    setup = lowering.setup_of(case, lowering.Layout(mesh, strategy))
+    case, layout = lowering.Case(job.chip, job.model, "full", "packed"), _layout(own.devices)
+    setup = lowering.setup_of(case, layout)
     assert isinstance(setup.config, ModelConfig)
     towers = {
         x: dataclasses.replace(getattr(setup.config, x), remat=job.remat)
         for x in ("vision", "decoder")
     }
     patches = executed_flops.PATCHES if setup.patches else 0
-    rows = ROWS * math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+    rows = ROWS * own.devices
     return setup._replace(
         config=dataclasses.replace(setup.config, **towers),
         rows=rows,
@@ -216,37 +217,25 @@ def job_setup(job: Job) -> StepSetup:
 
 def run_job(job: Job) -> dict[str, Any]:
     """Compile a job's step, count its FLOPs, and bound its time."""
-    setup, own, devices = job_setup(job), machine.parse(job.chip), topology.devices(job.chip)
-    start = time.process_time()
-    program = verify.lowered(setup, devices).compile()
-    text = str(program.as_text())
-    masks = executed_flops.typical_row(setup.config).masks
+    setup, devices = job_setup(job), topology.devices(job.chip)
+    return job_costs(job, setup, devices, str(verify.lowered(setup, devices).compile().as_text()))
+
+
+def job_costs(job: Job, setup: StepSetup, devices: list[Any], text: str) -> dict[str, Any]:
+    """FLOPs of a job's compiled program on one device, and the bounds of its time."""
+    assert isinstance(setup.config, ModelConfig)
+    own, masks = machine.parse(job.chip), executed_flops.typical_row(setup.config).masks
     shared = getattr(devices[0], "shared_memory_per_block_optin", SHARED)
-    ops = [
-        (
-            op,
-            executed_flops.attention(op, masks, own, shared)
-            if executed_flops.is_attention(op)
-            else None,
-        )
-        for op in hlo_costs.read(text)
-    ]
+    ops = executed_flops.with_attention(hlo_costs.read(text), masks, own, shared)
     sent = collectives.total(collectives.read(text, dict(make_mesh(setup.mesh, devices).shape)))
     useful = executed_flops.useful(setup.config, setup.rows) / own.devices
-    executed = executed_flops.executed(ops)
-    bounds = {}
+    executed, bounds = executed_flops.executed(ops), {}
     for name, shares in (("peak", False), ("planner", True)):
         bound = executed_flops.roofline(ops, own, sent, shares)
         share = useful / (own.chip.peak_flops * bound.total)
         bounds[name] = bound._asdict() | {"total": bound.total, "useful share": share}
-    return {
-        "useful": useful,
-        "executed": executed,
-        "ratio": sum(executed.values()) / useful,
-        "bounds": bounds,
-        "peak": compiled_steps.memory(program)["peak"],
-        "seconds": round(time.process_time() - start, 1),
-    }
+    ratio = sum(executed.values()) / useful
+    return {"useful": useful, "executed": executed, "ratio": ratio, "bounds": bounds}
 
 
 def work() -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
@@ -323,7 +312,7 @@ def main() -> None:
     if args.docs:
         print(tables(json.loads((RESULTS / f"{NAME}.json").read_text())))
         return
-    verify.prepare(machine.parse(CHIPS[0]))
+    verify.prepare(machine.parse("h200:1"))
     path, now, here = RESULTS / f"{NAME}.json", lowering.digest(), environment()
     before = json.loads(path.read_text()) if path.exists() else {}
     result = {"digest": now, "environment": here, "attention": {}, "steps": {}, "jobs": {}}

@@ -88,15 +88,18 @@ ENTRY %main (p: (s32[], bf16[16,64], f32[5,64,32]), q: bf16[2,3,8,4], u: f32[1,6
   %q = bf16[2,3,8,4]{3,2,1,0:T(8,128)S(1)} parameter(1)
   %u = f32[1,64,32]{2,1,0} parameter(2)
   %n = s32[] constant(0)
-  %loop = (s32[], bf16[16,64]{1,0}, f32[5,64,32]{2,1,0}) while(%p), condition=%condition, body=%body, \
+  %loop = (s32[], bf16[16,64]{1,0}, f32[5,64,32]{2,1,0}) while(%p), \
+condition=%condition, body=%body, \
 backend_config={"known_trip_count":{"n":"5"}}
   %all = f32[5,64,32]{2,1,0} get-tuple-element(%loop), index=2
   %put = f32[5,64,32]{2,1,0} dynamic-update-slice(%all, %u, %n, %n, %n)
-  %o = (bf16[2,3,8,4]{3,2,1,0:T(8,128)}, f32[2,8]{1,0}) custom-call(%q), custom_call_target="tpu_custom_call", \
+  %o = (bf16[2,3,8,4]{3,2,1,0:T(8,128)}, f32[2,8]{1,0}) custom-call(%q), \
+custom_call_target="tpu_custom_call", \
 metadata={op_name="jit(step)/transpose(jvp(flash_backward))/pallas_call"}
   %w.2 = bf16[64,32]{1,0} bitcast(%u)
   %x.2 = bf16[16,64]{1,0} get-tuple-element(%loop), index=1
-  %g = (bf16[16,32]{1,0}, s8[4096]{0}) custom-call(%x.2, %w.2), custom_call_target="__cublas$gemm", \
+  %g = (bf16[16,32]{1,0}, s8[4096]{0}) custom-call(%x.2, %w.2), \
+custom_call_target="__cublas$gemm", \
 backend_config={"gemm_backend_config":{"dot_dimension_numbers":{ \
 "lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
   %c = bf16[16,32]{1,0} convolution(%x.2, %w.2), dim_labels=bf_io->bf
