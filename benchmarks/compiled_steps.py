@@ -261,7 +261,7 @@ def tables(result: dict[str, Any]) -> str:
         "| chip, call | kernels | temporaries, MiB | without mask | moved, MiB | without mask |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in result["attention"].items():
+    for name, row in _rows(result, "attention"):
         pair = row["masked"], row["unmasked"]
         sizes = [f"{x[key] / 2**20:.1f}" for key in ("temporary", "moved") for x in pair]
         found.append(f"| {name} | {_calls(pair[0]['calls'])} | {' | '.join(sizes)} |")
@@ -270,7 +270,7 @@ def tables(result: dict[str, Any]) -> str:
         "| chip, model, trained, batch | kernels | temporaries, GiB | moved, GiB |",
         "| --- | --- | --- | --- |",
     ]
-    for name, row in result["steps"].items():
+    for name, row in _rows(result, "steps"):
         sizes = f"{row['temporary'] / 2**30:.1f} | {row['moved'] / 2**30:.0f}"
         found.append(f"| {name} | {_calls(row['calls'])} | {sizes} |")
     found += [
@@ -280,11 +280,16 @@ def tables(result: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     before = result.get("before", {}).get("jobs", {})
-    for name, row in result["jobs"].items():
+    for name, row in _rows(result, "jobs"):
         found.append(_job_line(name, row))
         if name in before:
             found.append(_job_line(f"{name}, before", before[name]))
     return "\n".join(found)
+
+
+def _rows(result: dict[str, Any], table: str) -> list[tuple[str, dict[str, Any]]]:
+    names = [name for of, name, _ in work() if of == table]
+    return [(name, result[table][name]) for name in names if name in result[table]]
 
 
 def _calls(calls: dict[str, int]) -> str:
@@ -316,6 +321,7 @@ def main() -> None:
     path, now, here = RESULTS / f"{NAME}.json", lowering.digest(), environment()
     before = json.loads(path.read_text()) if path.exists() else {}
     result = {"digest": now, "environment": here, "attention": {}, "steps": {}, "jobs": {}}
+    result["before"] = before.get("before", {})
     if before.get("digest") == now:
         result |= {k: v for k, v in before.items() if k not in ("digest", "environment")}
     for table, name, make in work():
