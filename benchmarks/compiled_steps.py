@@ -141,7 +141,8 @@ def _shallow(config: Any) -> ModelConfig:
     tower = {"depth": max(2, levels)}
     if levels:  # DeepStack reads the last layer, and others
         tower["feature_layers"] = (-1, *range(-levels, -1))
-    decoder = {"depth": max(2, len(config.decoder.window_pattern))}
+    deep = config.connector.deepstack_levels
+    decoder = {"depth": max(2, deep, len(config.decoder.window_pattern))}
     return dataclasses.replace(
         config,
         vision=dataclasses.replace(config.vision, **tower),
