@@ -68,10 +68,10 @@ def read(text: str, mesh: Mapping[str, int], branches: bool = True) -> list[Coll
     chains: set[tuple[str, str]] = set()
     counts: collections.Counter[tuple[str, tuple[str, ...], str]] = collections.Counter()
     sent: dict[tuple[str, tuple[str, ...], str], float] = collections.defaultdict(float)
-    for name, times in _multiplicity(bodies, entry, branches).items():
+    for name, times in multiplicity(bodies, entry, branches).items():
         types = _types(bodies[name])
         for line in bodies[name]:
-            if not _kind(line) or (chain := _chain(line)) in chains:
+            if not kind_of(line) or (chain := _chain(line)) in chains:
                 continue
             if chain is not None:
                 chains.add(chain)
@@ -104,7 +104,7 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
     return bodies, entry
 
 
-def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -> dict[str, int]:
+def multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -> dict[str, int]:
     """Number of times that each computation runs in one call of the entry computation."""
     times: collections.Counter[str] = collections.Counter()
     has_collectives: dict[str, bool] = {}
@@ -112,7 +112,7 @@ def _multiplicity(bodies: Mapping[str, list[str]], entry: str, branches: bool) -
     def sends(name: str) -> bool:
         if name not in has_collectives:
             lines = bodies.get(name, ())
-            own = (_kind(line) or any(map(sends, called_by(line))) for line in lines)
+            own = (kind_of(line) or any(map(sends, called_by(line))) for line in lines)
             has_collectives[name] = any(own)
         return has_collectives[name]
 
@@ -182,7 +182,7 @@ def called_by(line: str) -> list[str]:
     return names
 
 
-def _kind(line: str) -> str:
+def kind_of(line: str) -> str:
     """Kind of the collective in a line; "" if there is none. The ``-done`` half of one is none."""
     op = re.search(r"[\]\})] ([\w\-]+)\(", line)
     if op is None or op[1].removesuffix("-start") not in _KINDS:
@@ -212,7 +212,7 @@ def _collective(
         fused: the line is an all-reduce of which only a slice is used.
         types: name -> result shapes of the operations of the same computation.
     """
-    kind = _kind(line)
+    kind = kind_of(line)
     given = re.split(r"[\]\})] " + re.escape(kind) + r"(?:-start)?\(", line, maxsplit=1)[1]
     names = re.findall(r"%([\w.\-]+)", given.split("), ")[0])
     operands: dict[str, float] = collections.defaultdict(float)
