@@ -92,6 +92,7 @@ def main() -> None:
     """Compile all, print a line each, write the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", nargs="*", default=TARGETS)
+    parser.add_argument("--flags", nargs="*", default=(), help="only these settings")
     parser.add_argument("--compile", default="", help="compile for this target, print, and exit")
     args = parser.parse_args()
     if args.compile:
@@ -101,7 +102,7 @@ def main() -> None:
     done = {(row["target"], row["flags"]) for row in rows}
     for target in args.targets:
         for name, flags in settings("tpu" if target.startswith("v") else "gpu").items():
-            if (target, name) in done:
+            if (target, name) in done or (args.flags and name not in args.flags):
                 continue
             rows.append({"target": target, "flags": name, **started(target, flags)})
             print(rows[-1], flush=True)

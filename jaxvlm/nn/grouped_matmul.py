@@ -1,9 +1,9 @@
-"""Grouped matmul (each group of rows has its own matrix): XLA's ragged_dot, or a GPU kernel.
+"""Grouped matmul (each group of rows has its own matrix): XLA's ragged_dot, or kernels.
 
-On TPUs ``jax.lax.ragged_dot`` is a kernel, except for the gradient with respect to the matrices. On
-GPUs XLA (JAX 0.10 to 0.12) copies the rows once per group, with zeros for the rows of other groups,
+On TPUs ``jax.lax.ragged_dot`` is a kernel, except for the gradient with respect to the matrices,
+which :mod:`jaxvlm.nn.kernels.grouped_tpu` computes. On GPUs XLA (JAX 0.10 to 0.12) copies the rows once per group, with zeros for the rows of other groups,
 and multiplies all copies: memory and FLOPs are multiplied by the number of groups. The kernel in
-this module reads rows in place and allocates nothing but its result.
+this module, for GPUs, reads rows in place and allocates nothing but its result.
 
 Source: the tiles of MegaBlocks, arXiv 2211.15841, per group as in JAX's ``ragged_dot_mgpu``; in
 Triton, since that one supports Hopper only.
@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jaxvlm.nn.kernels import grouped_tpu
+from jaxvlm.nn.kernels.grouped_tpu import OUTER
+
 MATMULS = ("auto", "xla")
-"""Values of the setting ``expert_matmul``; see :func:`has_kernel`."""
-FORWARD, BACKWARD, OUTER = "grouped_rows", "grouped_rows_back", "grouped_matrices"
-"""Names of kernels: [M, K] x [G, K, N], [M, N] x [G, K, N], and [M, K] x [M, N] to [G, K, N]."""
+"""Values of the setting ``expert_matmul``; see :func:`kernel_of`."""
+FORWARD, BACKWARD = "grouped_rows", "grouped_rows_back"
+"""Names of kernels: [M, K] x [G, K, N] and [M, N] x [G, K, N]; see :data:`OUTER` too."""
 _TILE, _DEPTH = 128, 32
 """Rows and columns of a tile of the result, and elements of the contracted dim per load: fastest
 on an H100 for 128 experts of 2048 x 768, by tokamax's measurements."""
@@ -33,20 +36,31 @@ _LEAST = 16
 """Smallest dim of a matmul in Triton."""
 
 
-def has_kernel(name: str, platform: str, capability: str = "") -> bool:
-    """Return whether a grouped matmul runs the Triton kernel instead of XLA's ragged_dot.
+def kernel_of(name: str, platform: str, capability: str = "") -> str:
+    """Return whose kernels a grouped matmul and its gradients run.
 
     Args:
         name: one of :data:`MATMULS`.
         platform: platform of the mesh's devices: cpu | gpu | tpu.
         capability: compute capability of a GPU, such as "9.0"; "" (unknown) counts as sufficient.
+
+    Returns:
+        ``gpu``: three Triton kernels instead of XLA's ragged_dot. ``tpu``: ragged_dot, but a kernel
+        for the gradient with respect to the matrices. "": ragged_dot.
     """
+    if name != "auto" or platform not in ("gpu", "tpu"):
+        return ""
     known = re.fullmatch(r"(\d+)\.\d+", capability or "8.0")  # AMD's are gfx90a
-    return name == "auto" and platform == "gpu" and known is not None and int(known[1]) >= 8
+    return platform if platform == "tpu" or (known is not None and int(known[1]) >= 8) else ""
 
 
 def grouped_matmul(
-    rows: jax.Array, w: jax.Array, sizes: jax.Array, kernel: bool, tail: bool
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    kernel: str,
+    tail: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """Multiply each group's rows by its matrix; differentiable in both.
 
@@ -54,47 +68,70 @@ def grouped_matmul(
         rows: [M, K], the rows of group 0, then those of group 1, ...
         w: [G, K, N], in ``rows``' dtype.
         sizes: i32[G], rows of each group; may be 0.
-        kernel: run the Triton kernel, for NVIDIA GPUs since Ampere; else ``jax.lax.ragged_dot``.
+        kernel: a value of :func:`kernel_of`. Forward-mode and second derivatives are supported
+            without kernels only.
         tail: whether rows follow the last group's. Their result and their gradient are zero.
+        interpret: run kernels on any platform, slowly.
 
     Returns:
-        [M, N] in ``rows``' dtype; the kernel accumulates in float32.
+        [M, N] in ``rows``' dtype; kernels accumulate in float32.
     """
-    if kernel:
-        return by_tiles(rows, w, sizes, False)
+    if kernel == "gpu":
+        return _by_kernels(rows, w, sizes, kernel, interpret)
     if not tail:
-        return jax.lax.ragged_dot(rows, w, sizes)
+        return _ragged(rows, w, sizes, kernel, interpret)
     grouped = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     # XLA leaves the tail undefined, in the result and in the gradient with respect to the rows.
-    return jnp.where(grouped, jax.lax.ragged_dot(jnp.where(grouped, rows, 0), w, sizes), 0)
+    inside = jnp.where(grouped, rows, 0)
+    return jnp.where(grouped, _ragged(inside, w, sizes, kernel, interpret), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def by_tiles(rows: jax.Array, w: jax.Array, sizes: jax.Array, interpret: bool) -> jax.Array:
-    """Run :func:`grouped_matmul`'s kernel; ``interpret`` runs it on any platform, slowly.
+def _ragged(
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, kernel: str, interpret: bool
+) -> jax.Array:
+    if kernel:
+        return _by_kernels(rows, w, sizes, kernel, interpret)
+    return jax.lax.ragged_dot(rows, w, sizes)
 
-    Forward-mode and second derivatives are not supported.
-    """
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _by_kernels(
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, kernel: str, interpret: bool
+) -> jax.Array:
+    if kernel == "tpu":
+        return jax.lax.ragged_dot(rows, w, sizes)
     return _rows_times(rows, w, sizes, False, interpret)
 
 
-def _fwd(rows: Any, w: Any, sizes: Any, interpret: bool) -> tuple[jax.Array, tuple[Any, ...]]:
-    out = _rows_times(rows.value, w.value, sizes.value, False, interpret)
+def _fwd(
+    rows: Any, w: Any, sizes: Any, kernel: str, interpret: bool
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    out = _by_kernels(rows.value, w.value, sizes.value, kernel, interpret)
     # Each operand is saved for the other's gradient: with frozen experts, no rows are saved.
     saved = rows.value if w.perturbed else None, w.value if rows.perturbed else None
     return out, (*saved, sizes.value)
 
 
-def _bwd(interpret: bool, saved: tuple[Any, ...], d_out: Any) -> tuple[Any, Any, None]:
+def _bwd(
+    kernel: str, interpret: bool, saved: tuple[Any, ...], d_out: Any
+) -> tuple[Any, Any, None]:
     rows, w, sizes = saved
     if isinstance(d_out, SymbolicZero):
         return None, None, None
-    d_rows = None if w is None else _rows_times(d_out, w, sizes, True, interpret)
-    d_w = None if rows is None else _matrices(rows, d_out, sizes, interpret)
+    d_rows = d_w = None
+    if w is not None and kernel == "tpu":
+        like = jax.ShapeDtypeStruct((len(d_out), w.shape[1]), w.dtype)
+        back = jax.linear_transpose(lambda rows: jax.lax.ragged_dot(rows, w, sizes), like)
+        (d_rows,) = back(d_out)
+    elif w is not None:
+        d_rows = _rows_times(d_out, w, sizes, True, interpret)
+    if rows is not None:
+        matrices = grouped_tpu.matrices if kernel == "tpu" else _matrices
+        d_w = matrices(rows, d_out, sizes, interpret)
     return d_rows, d_w, None
 
 
-by_tiles.defvjp(_fwd, _bwd, symbolic_zeros=True)
+_by_kernels.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
 class _Span(NamedTuple):

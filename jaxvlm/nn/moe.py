@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.nn.block_spec import BlockSpec
-from jaxvlm.nn.grouped_matmul import grouped_matmul, has_kernel
+from jaxvlm.nn.grouped_matmul import grouped_matmul, kernel_of
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.param import Init, contract, fan_in, param
 from jaxvlm.parallel.per_device import per_device
@@ -66,7 +66,7 @@ class MoE(nnx.Module):
             functools.partial(
                 run_experts,
                 activation=self.spec.activation,
-                kernel=has_kernel(
+                kernel=kernel_of(
                     self.spec.expert_matmul,
                     self.axes.platform,
                     getattr(self.axes.mesh.devices.flat[0], "compute_capability", ""),
@@ -99,7 +99,7 @@ def run_experts(
     w_in: jax.Array,
     w_out: jax.Array,
     activation: str,
-    kernel: bool = False,
+    kernel: str = "",
     axis: str = "",
 ) -> jax.Array:
     """Run a token's experts on it: sort tokens by expert, grouped matmuls, and sort back.

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.models.decoder import check
 from jaxvlm.nn.block_spec import BlockSpec
-from jaxvlm.nn.grouped_matmul import by_tiles
+from jaxvlm.nn.grouped_matmul import grouped_matmul
 from jaxvlm.nn.moe import MoE
 from jaxvlm.nn.param import Init, logical_axes, merge, split
 from jaxvlm.parallel.mesh import make_mesh
@@ -96,14 +96,15 @@ def test_a_mesh_gives_one_devices_result():
     assert_gradients_close(jax.device_get(grads), expected_grads)
 
 
-def test_the_kernel_of_gpus_gives_xlas_result_with_experts_on_devices(monkeypatch):
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_kernels_give_xlas_result_with_experts_on_devices(platform, monkeypatch):
     x, weight, real = batch()
     graph, params, _ = moe()
     (_, (expected, _)), expected_grads = run(graph)(params, x, weight, real)
     monkeypatch.setitem(MESHES, "expert2", MeshConfig(data=2, expert=2))
     monkeypatch.setattr(
         "jaxvlm.nn.moe.grouped_matmul",
-        lambda rows, w, sizes, kernel, tail: by_tiles(rows, w, sizes, True),
+        lambda rows, w, sizes, kernel, tail: grouped_matmul(rows, w, sizes, platform, tail, True),
     )
     graph, params, shardings = moe("expert2")
     params = jax.tree.map(jax.device_put, params, shardings)

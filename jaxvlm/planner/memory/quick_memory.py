@@ -23,7 +23,7 @@ from jaxvlm.config import (
 )
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.nn.attention_backends import stores_scores
-from jaxvlm.nn.grouped_matmul import has_kernel
+from jaxvlm.nn.grouped_matmul import kernel_of
 from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.planner.memory.compilers import COMPILERS
 from jaxvlm.planner.request.abstract_devices import BatchShape
@@ -237,7 +237,7 @@ class QuickMemory:
         mesh, width, mlp = step.mesh, decoder.width, decoder.mlp_dim / step.mesh.tensor
         # Devices that share experts receive the tokens of all of them.
         copies = float(self.number * decoder.experts_per_token * mesh.expert)
-        kernel = has_kernel(decoder.expert_matmul, self.platform)
+        kernel = kernel_of(decoder.expert_matmul, self.platform) == "gpu"
         if mesh.expert > 1:
             mixture = _SHARED if kernel else _MASKED
             saved, inside = mixture.kept * width, mixture.inside * width

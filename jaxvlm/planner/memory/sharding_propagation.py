@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxvlm.nn.grouped_matmul import BACKWARD, FORWARD, OUTER
+from jaxvlm.nn.grouped_matmul import BACKWARD, FORWARD
+from jaxvlm.nn.kernels.grouped_tpu import OUTER
 
 Dims = tuple[int, ...]
 """Number of shards of each dim; () is a replicated value."""

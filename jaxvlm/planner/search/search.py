@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError
-from jaxvlm.nn.grouped_matmul import has_kernel
+from jaxvlm.nn.grouped_matmul import kernel_of
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.memory.quick_memory import refused
 from jaxvlm.planner.report.units import gib
@@ -114,7 +114,7 @@ def _notes(memory: Memory, timed: Mapping[Considered, StepTime]) -> list[str]:
     missing = sorted({name for time in timed.values() for name in time.missing})
     notes += [f"unknown, counted as free: {name}" for name in missing]
     decoder = getattr(request.config.network, "decoder", None)
-    if platform == "gpu" and decoder and not has_kernel(decoder.expert_matmul, platform):
+    if platform == "gpu" and decoder and not kernel_of(decoder.expert_matmul, platform):
         notes.append(
             "expert_matmul='xla' on GPUs: with expert parallelism, up to four times this memory is "
             "needed, since tokens are copied once per expert; check with --verify"
