@@ -46,7 +46,7 @@ def on_local_examples(
         sums, grads = loss_grad(*args)
         return jax.lax.psum(sums, axes), jax.tree.map(lambda g: g[None], grads)
 
-    rows = _rows(mesh, axes)
+    rows = batch_rows(mesh, axes)
     return jax.shard_map(
         part,
         mesh=mesh,
@@ -80,7 +80,7 @@ class GradReduction:
     def __post_init__(self) -> None:
         for path, where in self.layout.items():
             for place in where.spec:
-                own = [a for a in _tuple(place) if a in self.axes]
+                own = [a for a in mesh_axes(place) if a in self.axes]
                 if own != sorted(own, key=self.axes.index):
                     raise ConfigError(
                         f"{path}: split over {own}, but gradients are reduced over {self.axes} in "
@@ -97,7 +97,7 @@ class GradReduction:
     def where(self, path: str) -> NamedSharding:
         """Return the sharding of one path's leaf of :meth:`init`."""
         rest = [_without(place, self.axes) for place in self.layout[path].spec]
-        return NamedSharding(self.mesh, P(*_rows(self.mesh, self.axes), *rest))
+        return NamedSharding(self.mesh, P(*batch_rows(self.mesh, self.axes), *rest))
 
     def __call__(self, parts: Params, error: Params) -> tuple[Params, Params]:
         """(gradients of :func:`on_local_examples`, errors) -> (their sums, new errors)."""
@@ -117,7 +117,7 @@ class GradReduction:
             path: P(*(_only(place, self.axes) for place in self.layout[path].spec))
             for path in parts
         }
-        rows = _rows(self.mesh, self.axes)
+        rows = batch_rows(self.mesh, self.axes)
         return jax.shard_map(
             part,
             mesh=self.mesh,
@@ -126,6 +126,10 @@ class GradReduction:
             axis_names=set(self.axes),
             check_vma=False,
         )(parts, error)
+
+    def local(self, path: str, g: jax.Array) -> jax.Array:
+        """Reduce one device's gradient, where all of :attr:`axes` are manual; without feedback."""
+        return self._reduced(path, g)[0]
 
     def _reduced(self, path: str, g: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sum over all axes, sharded as ``layout`` says, and this device's rounding error.
@@ -162,7 +166,7 @@ class GradReduction:
     def _dim(self, path: str, axis: str) -> int | None:
         """Return the dim of a sum that is split over ``axis``, or None."""
         spec = self.layout[path].spec
-        return next((i for i, place in enumerate(spec) if axis in _tuple(place)), None)
+        return next((i for i, place in enumerate(spec) if axis in mesh_axes(place)), None)
 
     def _blocks(
         self, path: str, shape: tuple[int, ...], axis: str, dim: int | None
@@ -170,7 +174,7 @@ class GradReduction:
         """Return the dim to split over ``axis``, the dim of the blocks, and values in a block."""
         n, spec = self.mesh.shape[axis], self.layout[path].spec
         own = [
-            size // math.prod(self.mesh.shape[a] for a in _tuple(place) if a not in self.axes)
+            size // math.prod(self.mesh.shape[a] for a in mesh_axes(place) if a not in self.axes)
             for size, place in zip(shape, [*spec, *[None] * len(shape)])
         ]
         if len(shape) < 2:
@@ -252,20 +256,21 @@ def _add_at(x: jax.Array, y: jax.Array, starts: list[Any]) -> jax.Array:
     return jax.lax.dynamic_update_slice(x, old + y, starts)
 
 
-def _rows(mesh: Mesh, axes: tuple[str, ...]) -> P:
+def batch_rows(mesh: Mesh, axes: tuple[str, ...]) -> P:
     """Return the layout of a leading dim of shards: the batch's, so that nothing is moved."""
     return P(tuple(sorted(axes, key=mesh.axis_names.index)))
 
 
-def _tuple(place: Any) -> tuple[str, ...]:
+def mesh_axes(place: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one dim of a ``PartitionSpec``."""
     if place is None:
         return ()
     return (place,) if isinstance(place, str) else tuple(place)
 
 
 def _only(place: Any, axes: tuple[str, ...]) -> Any:
-    return tuple(a for a in _tuple(place) if a in axes) or None
+    return tuple(a for a in mesh_axes(place) if a in axes) or None
 
 
 def _without(place: Any, axes: tuple[str, ...]) -> Any:
-    return tuple(a for a in _tuple(place) if a not in axes) or None
+    return tuple(a for a in mesh_axes(place) if a not in axes) or None

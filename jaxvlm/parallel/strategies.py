@@ -104,11 +104,17 @@ def _check_offload(strategy: StrategyConfig, devices: Sequence[Any], where: str)
 def _check_reduce(strategy: StrategyConfig, mesh: MeshConfig, where: str) -> None:
     dtype = f"{where}.grad_reduce_dtype={strategy.grad_reduce_dtype!r}"
     check_choice(f"{where}.grad_reduce_dtype", strategy.grad_reduce_dtype, GRAD_REDUCE_BITS)
-    if strategy.grad_reduce_dtype != "float32" and not reduced_axes(strategy, mesh):
+    if strategy.grad_reduce_dtype != "float32" and not any(getattr(mesh, a) > 1 for a in ORDER):
         raise ConfigError(
-            f"{dtype} applies to gradients that are reduced after the backward pass, and here all "
-            f"are reduced layer by layer: all_gathered={strategy.all_gathered}; 'ddp', 'zero1', "
-            "'zero2', 'fsdp_no_reshard', and 'hybrid_shard' and 'hpz' over data, have some"
+            f"{dtype} applies to gradients that are reduced over config.mesh.data or fsdp, which "
+            "have size 1 here; leave it at 'float32'"
+        )
+    if strategy.error_feedback and not reduced_axes(strategy, mesh):
+        raise ConfigError(
+            f"{where}.error_feedback=True needs gradients that are reduced after the backward "
+            f"pass, and here all are reduced layer by layer: all_gathered={strategy.all_gathered}; "
+            "'ddp', 'zero1', 'zero2', 'fsdp_no_reshard', and 'hybrid_shard' and 'hpz' over data, "
+            "have some"
         )
     if strategy.error_feedback and strategy.grad_reduce_dtype == "float32":
         raise ConfigError(

@@ -17,6 +17,7 @@ from jaxvlm.parallel.quantized_gather import gather_in_bytes
 from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
 from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
+from jaxvlm.spmd.layered_reduction import LayeredGradients, LayeredReduction
 from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
@@ -81,6 +82,7 @@ def assemble(
     local = not (trains_cached or is_by_microbatch(loss))
     reduction = grad_reduction(model, parts) if local else None
     run, cache = (without_vision_encoder(model), cache) if cache else (model, NO_CACHE)
+    layered = layered_reduction(run) if local else None
     abstract, init = state_of(model, tx, trainable, fixed, reduction, cache)
     place = placement(model)
     if reduction:
@@ -88,6 +90,8 @@ def assemble(
     if mini_batches is not None:
         axes = reduction.axes if reduction else ()
         runner: Runner = pair_runner(run, trainable, mini_batches, axes)
+    elif layered:
+        runner = LayeredGradients(runner_of(run, microbatches), layered, microbatches)
     elif reduction:
         runner = LocalGradients(runner_of(run, microbatches), model.mesh, reduction.axes)
     else:
@@ -212,11 +216,6 @@ def grad_reduction(model: Model, parts: int) -> GradReduction | None:
     setting = f"config.strategy.grad_reduce_dtype={towers[0].grad_reduce_dtype!r}"
     sizes = MeshConfig(**model.mesh.shape)
     axes = tuple(a for a in ORDER if all(a in reduced_axes(s, sizes) for s in towers))
-    if bits < 32 and not axes:
-        raise ConfigError(
-            f"{setting}: there is no batch axis over which gradients of "
-            "all submodels are reduced after the backward pass; leave it at 'float32'"
-        )
     sums = {axis for s in towers for axis in s.gradients} & set(axes)
     layered = [a for a in ORDER if getattr(sizes, a) > 1 and a not in axes]
     if bits == 32:
@@ -236,6 +235,31 @@ def grad_reduction(model: Model, parts: int) -> GradReduction | None:
     return (
         GradReduction(model.mesh, axes, model.layout("optimizer"), bits, feedback) if axes else None
     )
+
+
+def layered_reduction(model: Model) -> LayeredReduction | None:
+    """Return the quantized reduction in the backward pass; ``None``: gradients are not quantized,
+    or :func:`grad_reduction` reduces them after it.
+
+    Raises:
+        ConfigError: a model or a mesh whose layers cannot all-gather their own parameters.
+    """
+    of = next(iter(model.strategies.values()))
+    axes = tuple(a for a in ORDER if model.mesh.shape[a] > 1)
+    sizes = MeshConfig(**model.mesh.shape)
+    after = [a for a in axes if all(a in reduced_axes(s, sizes) for s in model.strategies.values())]
+    if grad_reduce_bits(of) == 32 or after or not axes:
+        return None
+    setting = f"config.strategy.grad_reduce_dtype={of.grad_reduce_dtype!r} with parameters "
+    setting += "all-gathered layer by layer"
+    if model.adapter.rank:
+        raise ConfigError(f"{setting}: adapters are too small to be worth it; use 'float32'")
+    if model.mesh.shape["pipeline"] > 1:
+        raise ConfigError(
+            f"{setting} cannot be combined with config.mesh.pipeline={sizes.pipeline}; use 'ddp' "
+            "or 'zero1'"
+        )
+    return LayeredReduction(model, axes, grad_reduce_bits(of))
 
 
 def _gathering(model: Model) -> Callable[[Params], Params]:

@@ -39,24 +39,41 @@ def starts(program, **environ):
     )
 
 
+def flags_of(platform):
+    """Its groups' flags of the compiler, by the variable that holds them."""
+    groups = xla_flags.GROUPS[platform].values()
+    variable = next(variable for variable, _ in groups if variable)
+    held = [flags.items() for name, flags in groups if name == variable]
+    return variable, " ".join(f"{flag}={value}" for flags in held for flag, value in flags)
+
+
 def test_the_compiler_knows_each_flag():
     """XLA reads the flags of all platforms whichever it is built for, and aborts on others."""
-    environ = {"JAX_PLATFORMS": "cuda"}
-    xla_flags.apply(["overlap", "collective_matmul"], environ)
     program = "import jax; jax.devices()"
-    assert starts(program, JAX_PLATFORMS="cpu", XLA_FLAGS=environ["XLA_FLAGS"]).returncode == 0
-    assert starts(program, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_gpu_no_such=1").returncode != 0
+    for flags, known in ((flags_of("gpu")[1], True), ("--xla_gpu_no_such=1", False)):
+        done = starts(program, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+        assert (done.returncode == 0) is known, done.stderr[-1000:]
 
 
-@pytest.mark.long
-def test_libtpu_knows_each_flag():
-    pytest.importorskip("libtpu", reason="the compiler; pip install 'jaxvlm[aot]'")
-    environ = {"JAX_PLATFORMS": "tpu"}
-    xla_flags.apply(["overlap", "collective_matmul"], environ)
-    program = "from jaxvlm.planner import topology; topology.devices('v5e:2x2')"
-    known = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = starts(program, **known, LIBTPU_INIT_ARGS=environ["LIBTPU_INIT_ARGS"])
-    assert done.returncode == 0, done.stderr[-1000:]
+COMPILE = """
+import sys, jax
+from jaxvlm.planner.compiled import topology
+where = jax.sharding.SingleDeviceSharding(topology.devices(sys.argv[1])[0])
+jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), "float32", sharding=where)).compile()
+"""
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("platform", "target"), [("gpu", "h200:8"), ("tpu", "v6e:2x2")])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_platforms_compiler_knows_each_flag(platform, target, known):
+    """Its own, not the CPU's: libtpu and JAX's plugin for CUDA each parse the flags themselves."""
+    variable, flags = flags_of(platform)
+    flags = flags if known else f"--xla_{platform}_no_such=true"
+    program = COMPILE.replace("sys.argv[1]", repr(target))
+    skip = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    done = starts(program, JAX_PLATFORMS="cpu", **skip, **{variable: flags})
+    assert (done.returncode == 0) is known, done.stderr[-1000:]
 
 
 def test_the_command_prints_them(capsys, monkeypatch):
