@@ -216,6 +216,8 @@ def grad_reduction(model: Model, parts: int) -> GradReduction | None:
     setting = f"config.strategy.grad_reduce_dtype={towers[0].grad_reduce_dtype!r}"
     sizes = MeshConfig(**model.mesh.shape)
     axes = tuple(a for a in ORDER if all(a in reduced_axes(s, sizes) for s in towers))
+    if not axes:  # all are reduced layer by layer
+        return None
     sums = {axis for s in towers for axis in s.gradients} & set(axes)
     layered = [a for a in ORDER if getattr(sizes, a) > 1 and a not in axes]
     if bits == 32:
@@ -232,9 +234,9 @@ def grad_reduction(model: Model, parts: int) -> GradReduction | None:
             f"gradients would be replicated, and gradients={towers[0].gradients} says they are "
             "sharded; 'zero1' and 'ddp' replicate them"
         )
-    return (
-        GradReduction(model.mesh, axes, model.layout("optimizer"), bits, feedback) if axes else None
-    )
+    if not axes:
+        return None
+    return GradReduction(model.mesh, axes, model.layout("optimizer"), bits, feedback)
 
 
 def layered_reduction(model: Model) -> LayeredReduction | None:

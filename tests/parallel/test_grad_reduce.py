@@ -152,11 +152,10 @@ def test_a_skipped_step_keeps_what_was_rounded_away():
     assert all(np.array_equal(x, kept[path]) for path, x in jax.device_get(state.comm).items())
 
 
-def test_grad_reduce_dtype_needs_a_reduction_after_the_backward_pass():
-    with pytest.raises(
-        ConfigError, match=r"grad_reduce_dtype='int8' applies to gradients that are"
-    ):
-        resolve(StrategyConfig("zero3", grad_reduce_dtype="int8"), MeshConfig(), jax.devices())
+def test_grad_reduce_dtype_is_refused_where_nothing_would_read_it():
+    alone = MeshConfig(data=1, tensor=8)
+    with pytest.raises(ConfigError, match=r"reduced over config.mesh.data or fsdp, which"):
+        resolve(StrategyConfig("ddp", grad_reduce_dtype="int8"), alone, jax.devices())
     with pytest.raises(
         ConfigError, match=r"grad_reduce_dtype='int2'; known: float32, bfloat16, int8, int4"
     ):
