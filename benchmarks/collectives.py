@@ -66,6 +66,7 @@ STRATEGIES = {
         for dtype, bits in GRAD_REDUCE_BITS.items()
         if bits < 32
     },
+    "fsdp, 8 bits": ("fsdp", MeshConfig(), {"grad_reduce_dtype": "int8"}),
     "zero1, moments on the host": ("zero1", MeshConfig(data=8), {"offload": ("optimizer",)}),
     "hpz, int8": ("hpz", MeshConfig(data=8), {"param_gather_dtype": "int8"}),
     "1f1b": ("ddp", MeshConfig(pipeline=4)),

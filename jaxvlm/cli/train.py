@@ -51,6 +51,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
             here = [f"here ({xla_flags.platform()}): {k}={v}" for k, v in changed.items()]
             print("\n".join(xla_flags.table() + (here or ["here: nothing is set"])))
             return changed
+        for name, value in changed.items():
+            print(f"set by --xla_flags={','.join(values.xla_flags)}: {name}={value}", flush=True)
     if values.config is None:
         raise ConfigError(
             "train needs a recipe: --config=FILE, e.g. --config=configs/quickstart.py"

@@ -71,7 +71,8 @@ class StrategyConfig:
     values: 'optimizer'."""
     grad_reduce_dtype: str = "float32"
     """Chooses the dtype in which gradients are sent in the reduction over the batch axes that are
-    not in ``all_gathered``; 'int8' and 'int4' send a float32 scale with each block of values.
+    not in ``all_gathered``, or over all of them where all are in it; 'int8' and 'int4' send a
+    float32 scale with each block of values.
     Allowed values: 'float32', 'bfloat16', 'int8', 'int4'."""
     error_feedback: bool = False
     """Adds the rounding error of ``grad_reduce_dtype`` to the next step's gradient."""

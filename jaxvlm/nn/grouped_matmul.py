@@ -112,9 +112,7 @@ def _fwd(
     return out, (*saved, sizes.value)
 
 
-def _bwd(
-    kernel: str, interpret: bool, saved: tuple[Any, ...], d_out: Any
-) -> tuple[Any, Any, None]:
+def _bwd(kernel: str, interpret: bool, saved: tuple[Any, ...], d_out: Any) -> tuple[Any, Any, None]:
     rows, w, sizes = saved
     if isinstance(d_out, SymbolicZero):
         return None, None, None

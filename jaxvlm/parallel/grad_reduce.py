@@ -129,7 +129,7 @@ class GradReduction:
 
     def local(self, path: str, g: jax.Array) -> jax.Array:
         """Reduce one device's gradient, where all of :attr:`axes` are manual; without feedback."""
-        return self._reduced(path, g)[0]
+        return self._reduced(path, g.astype(jnp.float32))[0]
 
     def _reduced(self, path: str, g: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sum over all axes, sharded as ``layout`` says, and this device's rounding error.

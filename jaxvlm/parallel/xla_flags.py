@@ -2,6 +2,8 @@
 
 Sources: JAX's "GPU performance tips", NVIDIA's JAX-Toolbox, and the flags that MaxText publishes
 for TPU. The tests check that each exists: XLA ends the process over a flag that it does not know.
+None is set unless asked for: benchmarks/results/overlap_aot.json says what ``overlap`` adds to what
+the compilers do by themselves, and each time it is memory too.
 """
 
 from __future__ import annotations

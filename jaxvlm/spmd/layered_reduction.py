@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,9 +102,7 @@ class Gather:
 
         @jax.custom_vjp
         def gathered(x: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(
-                x.astype(self.dtype), self.axes, axis=self.dim, tiled=True
-            )
+            return jax.lax.all_gather(x.astype(self.dtype), self.axes, axis=self.dim, tiled=True)
 
         def back(_: None, g: jax.Array) -> tuple[jax.Array]:
             return (self.reduction.local(self.path, g).astype(dtype),)
@@ -114,9 +111,7 @@ class Gather:
         return gathered(x)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["how"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["how"])
 @dataclasses.dataclass(frozen=True)
 class GatheredOnUse(Weight):
     """A parameter's shard on a device, all-gathered each time that it is read."""
@@ -169,8 +164,10 @@ class LayeredGradients:
         if self.parts > 1:
             local = GradAccumulation(local, self.parts, model.mesh)
 
-        def part(*args: Any) -> tuple[Sums, Params]:
-            sums, grads = local.loss_grad(*args[:3], loss, args[3])
+        def part(
+            params: Params, frozen: Params, batch: Batch, scale: Mapping[str, Any]
+        ) -> tuple[Sums, Params]:
+            sums, grads = local.loss_grad(params, frozen, batch, loss, scale)
             return jax.lax.psum(sums, how.axes), how.rest(grads)
 
         rows = batch_rows(model.mesh, how.axes)

@@ -17,8 +17,8 @@ from jaxvlm.parallel.quantized_gather import gather_in_bytes
 from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
 from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
-from jaxvlm.spmd.layered_reduction import LayeredGradients, LayeredReduction
 from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
+from jaxvlm.spmd.layered_reduction import LayeredGradients, LayeredReduction
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.submodels import without_vision_encoder

@@ -103,9 +103,9 @@ def test_no_more_rows_are_multiplied_than_twice(rows, groups):
     sizes = rng.multinomial(rows, np.full(groups, 1 / groups))
     depth = grouped_tpu._depth(rows, groups)
     visits = grouped_tpu._visits(rows, depth, jnp.asarray(sizes, jnp.int32))
-    done = int(visits.count[0]) * depth
+    done = int(visits.num_active[0]) * depth
     assert done <= (rows + groups * depth if depth < rows // groups else 2 * groups * depth + rows)
-    active = [np.asarray(x)[: int(visits.count[0])] for x in visits[:4]]
+    active = [np.asarray(x)[: int(visits.num_active[0])] for x in visits[:4]]
     seen = np.zeros(rows, int)
     for group, tile, start, end in zip(*active, strict=True):
         assert end - start == sizes[group]

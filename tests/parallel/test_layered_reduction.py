@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -25,10 +26,11 @@ NAMES = {"bfloat16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}
 
 
 @functools.cache
-def gradients(kind, mesh, dtype, parts=1, preset="zero3", **fields):
+def gradients(kind, mesh, dtype, parts=1, preset="zero3", compute="float32", **fields):
     """A step's loss and gradients, and its program."""
     config, loss, batch = KINDS[kind]
     config = on_stages(config) if mesh.pipeline > 1 else config
+    config = dataclasses.replace(config, dtype=compute)
     sizes, split = resolve(
         StrategyConfig(preset, grad_reduce_dtype=dtype, **fields), mesh, jax.devices()
     )
@@ -65,6 +67,16 @@ def test_gradients_are_off_by_half_a_step_of_each_part(kind, mesh, dtype, parts)
             rounded += 1
         assert np.linalg.norm(off) <= NAMES[dtype] * 8 * np.linalg.norm(g) + 1e-5, path
     assert rounded >= 3
+
+
+@pytest.mark.long
+def test_gradients_in_bfloat16_are_off_by_as_much():
+    loss, exact, *_ = gradients("qwen3", MeshConfig(1), "float32")
+    same, found, *_ = gradients("qwen3", MeshConfig(1), "int8", compute="bfloat16")
+    assert same == pytest.approx(loss, rel=2**-6)
+    names = sorted(exact)
+    of, other = (np.concatenate([x[name].ravel() for name in names]) for x in (exact, found))
+    assert np.linalg.norm(other - of) <= (2**-4 + NAMES["int8"] * 8) * np.linalg.norm(of)
 
 
 def test_the_wire_carries_bytes():

@@ -30,7 +30,7 @@ class _Visits(NamedTuple):
     start: jax.Array
     """First row of the visiting group."""
     end: jax.Array
-    count: jax.Array
+    num_active: jax.Array
     """i32[1], number of visits; those beyond it do nothing."""
 
 
@@ -57,7 +57,15 @@ def matrices(rows: jax.Array, d_out: jax.Array, sizes: jax.Array, interpret: boo
     steps = len(visits.group)
 
     def kernel(
-        group: Any, tile: Any, start: Any, end: Any, count: Any, x: Any, y: Any, out: Any, total: Any
+        group: Any,
+        tile: Any,
+        start: Any,
+        end: Any,
+        count: Any,
+        x: Any,
+        y: Any,
+        out: Any,
+        total: Any,
     ) -> None:
         step = pl.program_id(2)
         mine = group[step]
@@ -73,9 +81,9 @@ def matrices(rows: jax.Array, d_out: jax.Array, sizes: jax.Array, interpret: boo
             at = tile[step] * depth + jax.lax.broadcasted_iota(jnp.int32, (depth, 1), 0)
             own = (at >= start[step]) & (at < end[step])
             # Both: another group's row may hold an infinity, and 0 times it is NaN.
-            given = (jnp.where(own, ref[...], jnp.zeros_like(ref)) for ref in (x, y))
+            left, right = (jnp.where(own, ref[...], jnp.zeros_like(ref)) for ref in (x, y))
             dims = (((0,), (0,)), ((), ()))
-            total[...] += jax.lax.dot_general(*given, dims, preferred_element_type=jnp.float32)
+            total[...] += jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
 
         @pl.when(last)
         def _end() -> None:
@@ -134,7 +142,5 @@ def _visits(num_rows: int, depth: int, sizes: jax.Array) -> _Visits:
     at = jnp.minimum(step, done[-1] - 1)  # a step that does nothing loads nothing
     group = jnp.searchsorted(done, at, side="right").astype(jnp.int32)
     # A group without rows at the very end would start after the last tile.
-    tile = jnp.minimum(
-        starts[group] // depth + at - (done - tiles)[group], (num_rows - 1) // depth
-    )
+    tile = jnp.minimum(starts[group] // depth + at - (done - tiles)[group], (num_rows - 1) // depth)
     return _Visits(group, tile, starts[group], ends[group], done[-1:])

@@ -73,4 +73,4 @@ def is_matmul(bodies: Mapping[str, list[str]], line: str) -> bool:
     if _MATMUL.search(line) or _MATMUL_CALL.search(line):
         return True
     called = _CALLED.search(line)
-    return bool(called) and any(is_matmul(bodies, x) for x in bodies.get(called[1], ()))
+    return called is not None and any(is_matmul(bodies, x) for x in bodies.get(called[1], ()))
