@@ -1,9 +1,10 @@
 """Grouped matmul (each group of rows has its own matrix): XLA's ragged_dot, or kernels.
 
 On TPUs ``jax.lax.ragged_dot`` is a kernel, except for the gradient with respect to the matrices,
-which :mod:`jaxvlm.nn.kernels.grouped_tpu` computes. On GPUs XLA (JAX 0.10 to 0.12) copies the rows once per group, with zeros for the rows of other groups,
-and multiplies all copies: memory and FLOPs are multiplied by the number of groups. The kernel in
-this module, for GPUs, reads rows in place and allocates nothing but its result.
+which :mod:`jaxvlm.nn.kernels.grouped_tpu` computes. On GPUs XLA (JAX 0.10 to 0.12) copies the rows
+once per group, with zeros for the rows of other groups, and multiplies all copies: memory and FLOPs
+are multiplied by the number of groups. The kernel in this module, for GPUs, reads rows in place and
+allocates nothing but its result.
 
 Source: the tiles of MegaBlocks, arXiv 2211.15841, per group as in JAX's ``ragged_dot_mgpu``; in
 Triton, since that one supports Hopper only.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxvlm.config import MeshConfig, ModelConfig, grad_reduce_bits
+from jaxvlm.parallel.grad_reduce import ORDER
 from jaxvlm.parallel.mesh import AXES, BATCH_AXES
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.planner.hardware.machine import Machine
@@ -82,7 +83,11 @@ def _weights(setup: StepSetup, c: int) -> Iterator[Message]:
             yield Message("all-gather", once, tower, share, 1, False, True)
             ring_exchange = times * (2 if fwd_bwd.backward else 1)
             yield Message("all-gather", gathered, tower, c * size, ring_exchange, True)
-            yield Message("reduce-scatter", gathered, tower, c * own, times, True)
+            # Where a batch axis is left to reduce over, only that reduction is in fewer bits.
+            rest = [a for a in ORDER if getattr(mesh, a) > 1 and a not in strategy.all_gathered]
+            quantized = strategy.grad_reduce_dtype != "float32" and not rest
+            width = grad_reduce_bits(strategy) / 8 if quantized else c
+            yield Message("reduce-scatter", gathered, tower, width * own, times, True)
             yield from _sums(setup, tower, c, own, gathered, stored, updated, experts)
 
 
