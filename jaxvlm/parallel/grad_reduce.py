@@ -46,12 +46,46 @@ def on_local_examples(
         sums, grads = loss_grad(*args)
         return jax.lax.psum(sums, axes), jax.tree.map(lambda g: g[None], grads)
 
-    rows = batch_rows(mesh, axes)
+    rows = _rows(mesh, axes)
     return jax.shard_map(
         part,
         mesh=mesh,
         in_specs=(P(), P(), rows, P()),
         out_specs=(P(), rows),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def on_local_shards(
+    loss_grad: Callable[..., tuple[Any, Params]],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    params: Mapping[str, P],
+    frozen: Mapping[str, P],
+) -> Callable[..., tuple[Any, Params]]:
+    """Run ``loss_grad`` on each batch shard and each shard of the parameters.
+
+    Args:
+        loss_grad: see :func:`on_local_examples`; all-gathers parameters and reduces gradients.
+        mesh: the device mesh.
+        axes: batch axes of the mesh.
+        params: the part of each trainable parameter's spec that is over ``axes``.
+        frozen: the same of frozen parameters.
+
+    Returns:
+        The same function; gradients are sharded as their parameters, and sums are added up.
+    """
+
+    def part(*args: Any) -> tuple[Any, Params]:
+        sums, grads = loss_grad(*args)
+        return jax.lax.psum(sums, axes), grads
+
+    return jax.shard_map(
+        part,
+        mesh=mesh,
+        in_specs=(dict(params), dict(frozen), _rows(mesh, axes), P()),
+        out_specs=(P(), dict(params)),
         axis_names=set(axes),
         check_vma=False,
     )
@@ -97,7 +131,7 @@ class GradReduction:
     def where(self, path: str) -> NamedSharding:
         """Return the sharding of one path's leaf of :meth:`init`."""
         rest = [_without(place, self.axes) for place in self.layout[path].spec]
-        return NamedSharding(self.mesh, P(*batch_rows(self.mesh, self.axes), *rest))
+        return NamedSharding(self.mesh, P(*_rows(self.mesh, self.axes), *rest))
 
     def __call__(self, parts: Params, error: Params) -> tuple[Params, Params]:
         """(gradients of :func:`on_local_examples`, errors) -> (their sums, new errors)."""
@@ -117,7 +151,7 @@ class GradReduction:
             path: P(*(_only(place, self.axes) for place in self.layout[path].spec))
             for path in parts
         }
-        rows = batch_rows(self.mesh, self.axes)
+        rows = _rows(self.mesh, self.axes)
         return jax.shard_map(
             part,
             mesh=self.mesh,
@@ -256,7 +290,7 @@ def _add_at(x: jax.Array, y: jax.Array, starts: list[Any]) -> jax.Array:
     return jax.lax.dynamic_update_slice(x, old + y, starts)
 
 
-def batch_rows(mesh: Mesh, axes: tuple[str, ...]) -> P:
+def _rows(mesh: Mesh, axes: tuple[str, ...]) -> P:
     """Return the layout of a leading dim of shards: the batch's, so that nothing is moved."""
     return P(tuple(sorted(axes, key=mesh.axis_names.index)))
 

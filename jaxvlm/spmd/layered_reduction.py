@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxvlm.nn.param import Weight, contract
-from jaxvlm.parallel.grad_reduce import GradReduction, batch_rows, mesh_axes
+from jaxvlm.parallel.grad_reduce import GradReduction, mesh_axes, on_local_shards
 from jaxvlm.spmd.model import Model
 from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner
 from jaxvlm.types import Batch, Loss, Out, Params, Runner, Sums
@@ -168,15 +168,8 @@ class LayeredGradients:
             params: Params, frozen: Params, batch: Batch, scale: Mapping[str, Any]
         ) -> tuple[Sums, Params]:
             sums, grads = local.loss_grad(params, frozen, batch, loss, scale)
-            return jax.lax.psum(sums, how.axes), how.rest(grads)
+            return sums, how.rest(grads)
 
-        rows = batch_rows(model.mesh, how.axes)
-        run = jax.shard_map(
-            part,
-            mesh=model.mesh,
-            in_specs=(how.specs(params), how.specs(frozen), rows, P()),
-            out_specs=(P(), how.specs(params)),
-            axis_names=set(how.axes),
-            check_vma=False,
-        )
+        specs = how.specs(params), how.specs(frozen)
+        run = on_local_shards(part, model.mesh, how.axes, *specs)
         return run(params, frozen, batch, scale)

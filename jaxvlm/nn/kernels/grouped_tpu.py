@@ -8,6 +8,7 @@ Source: the visits of MegaBlocks' grouped matmuls, arXiv 2211.15841, as in JAX's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +57,43 @@ def matrices(rows: jax.Array, d_out: jax.Array, sizes: jax.Array, interpret: boo
     visits = _visits(M, depth, sizes)
     steps = len(visits.group)
 
+    def of_rows(i: Any, j: Any, step: Any, _group: Any, tile: Any, *_: Any) -> tuple[Any, Any]:
+        return tile[step], i
+
+    def of_d_out(i: Any, j: Any, step: Any, _group: Any, tile: Any, *_: Any) -> tuple[Any, Any]:
+        return tile[step], j
+
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(visits),
+        grid=(pl.cdiv(K, height), pl.cdiv(N, width), steps),
+        in_specs=[pl.BlockSpec((depth, height), of_rows), pl.BlockSpec((depth, width), of_d_out)],
+        out_specs=pl.BlockSpec(
+            (None, height, width), lambda i, j, step, group, *_: (group[step], i, j)
+        ),
+        scratch_shapes=[pltpu.VMEM((height, width), jnp.float32)],
+    )
+    size = rows.dtype.itemsize
+    read = rows.size * pl.cdiv(N, width) + d_out.size * pl.cdiv(K, height) + G * K * N
+    call = pl.pallas_call(
+        _kernel(depth, steps),
+        out_shape=jax.ShapeDtypeStruct((G, K, N), rows.dtype),
+        grid_spec=spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * depth * steps * K * N, bytes_accessed=size * read, transcendentals=0
+        ),
+        interpret=interpret,
+        name=OUTER,
+    )
+    return call(*visits, rows, d_out)
+
+
+def _kernel(depth: int, steps: int) -> Callable[..., None]:
+    """Return what a step does: add the product of a tile's own rows to its group's matrix."""
+    from jax.experimental import pallas as pl
+
     def kernel(
         group: Any,
         tile: Any,
@@ -89,37 +127,7 @@ def matrices(rows: jax.Array, d_out: jax.Array, sizes: jax.Array, interpret: boo
         def _end() -> None:
             out[...] = total[...].astype(out.dtype)
 
-    def of_rows(i: Any, j: Any, step: Any, _group: Any, tile: Any, *_: Any) -> tuple[Any, Any]:
-        return tile[step], i
-
-    def of_d_out(i: Any, j: Any, step: Any, _group: Any, tile: Any, *_: Any) -> tuple[Any, Any]:
-        return tile[step], j
-
-    spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=len(visits),
-        grid=(pl.cdiv(K, height), pl.cdiv(N, width), steps),
-        in_specs=[pl.BlockSpec((depth, height), of_rows), pl.BlockSpec((depth, width), of_d_out)],
-        out_specs=pl.BlockSpec(
-            (None, height, width), lambda i, j, step, group, *_: (group[step], i, j)
-        ),
-        scratch_shapes=[pltpu.VMEM((height, width), jnp.float32)],
-    )
-    size = rows.dtype.itemsize
-    read = rows.size * pl.cdiv(N, width) + d_out.size * pl.cdiv(K, height) + G * K * N
-    call = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((G, K, N), rows.dtype),
-        grid_spec=spec,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * depth * steps * K * N, bytes_accessed=size * read, transcendentals=0
-        ),
-        interpret=interpret,
-        name=OUTER,
-    )
-    return call(*visits, rows, d_out)
+    return kernel
 
 
 def _depth(num_rows: int, groups: int) -> int:
