@@ -82,7 +82,7 @@ def assemble(
     local = not (trains_cached or is_by_microbatch(loss))
     reduction = grad_reduction(model, parts) if local else None
     run, cache = (without_vision_encoder(model), cache) if cache else (model, NO_CACHE)
-    layered = layered_reduction(run) if local else None
+    layered = layered_reduction(run, mini_batches is not None) if local else None
     abstract, init = state_of(model, tx, trainable, fixed, reduction, cache)
     place = placement(model)
     if reduction:
@@ -239,9 +239,13 @@ def grad_reduction(model: Model, parts: int) -> GradReduction | None:
     return GradReduction(model.mesh, axes, model.layout("optimizer"), bits, feedback)
 
 
-def layered_reduction(model: Model) -> LayeredReduction | None:
+def layered_reduction(model: Model, of_pairs: bool = False) -> LayeredReduction | None:
     """Return the quantized reduction in the backward pass; ``None``: gradients are not quantized,
     or :func:`grad_reduction` reduces them after it.
+
+    Args:
+        model: a model on its mesh.
+        of_pairs: whether it is trained on ``Pairs``.
 
     Raises:
         ConfigError: a model or a mesh whose layers cannot all-gather their own parameters.
@@ -254,6 +258,8 @@ def layered_reduction(model: Model) -> LayeredReduction | None:
         return None
     setting = f"config.strategy.grad_reduce_dtype={of.grad_reduce_dtype!r} with parameters "
     setting += "all-gathered layer by layer"
+    if of_pairs:
+        raise ConfigError(f"{setting} cannot be combined with pairs; use 'ddp' or 'zero1'")
     if model.adapter.rank:
         raise ConfigError(f"{setting}: adapters are too small to be worth it; use 'float32'")
     if model.mesh.shape["pipeline"] > 1:

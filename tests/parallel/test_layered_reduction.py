@@ -19,7 +19,7 @@ from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.compiled import collectives
 from jaxvlm.spmd.model import build_model
-from jaxvlm.spmd.train_step import assemble
+from jaxvlm.spmd.train_step import assemble, layered_reduction
 
 NAMES = {"bfloat16": 2**-8, "int8": 1 / 254, "int4": 1 / 14}
 """dtype -> half a step of rounding, of a block's largest."""
@@ -98,3 +98,8 @@ def test_what_cannot_be_reduced_layer_by_layer_is_refused():
         gradients("qwen3", MeshConfig(1), "int8", error_feedback=True)
     with pytest.raises(ConfigError, match=r"layer by layer cannot be combined .*pipeline=2"):
         gradients("qwen3", MeshConfig(1, pipeline=2), "int8", parts=2)
+    strategy = StrategyConfig("zero3", grad_reduce_dtype="int8")
+    sizes, split = resolve(strategy, MeshConfig(1), jax.devices())
+    model = build_model(KINDS["qwen3"][0], make_mesh(sizes), split)
+    with pytest.raises(ConfigError, match="layer by layer cannot be combined with pairs"):
+        layered_reduction(model, of_pairs=True)
