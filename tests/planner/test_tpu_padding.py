@@ -50,6 +50,47 @@ def test_heads_before_a_kernel_take_twice_their_bytes():
     )
 
 
+GATHERED = [
+    ((32, 4096, 32, 128), 1, True),  # LLaVA-1.5-7B
+    ((32, 11008, 4096), 2, True),
+    ((4096, 32064), 0, True),
+    ((26, 2304, 4, 256), 1, True),  # PaliGemma 2
+    ((26, 2304, 9216), 1, True),
+    ((26, 9216, 2304), 2, False),
+    ((26, 8, 256, 2304), 3, False),
+    ((257216, 2304), 1, False),
+    ((36, 16, 128, 2048), 3, True),  # Qwen2.5-VL-3B
+    ((32, 1280, 16, 80), 1, False),
+    ((32, 1280, 3420), 1, False),
+    ((32, 3420, 1280), 2, False),
+]
+
+
+@pytest.mark.parametrize(("shape", "dim", "keeps"), GATHERED)
+def test_parameters_that_keep_their_layout_are_those_that_the_compiler_copies_at_the_start(
+    shape, dim, keeps
+):
+    assert tpu_padding.keeps_layout(shape, dim, 8) == keeps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("target", "model", "strategy", "rows", "length", "theirs"),
+    [
+        ("v5p:2x2x2", "llava-1.5-7b", "zero2", 1, 2048, 32.61 + 30.94),  # all gathered at once
+        ("v5p:2x2x2", "paligemma2-3b", "zero1", 1, 1024, 13.74 + 6.65),  # some transposed
+        ("v5e:2x4", "paligemma2-3b", "hybrid_shard", 2, 1024, 7.76 + 5.36),  # a table by rows
+    ],
+)
+def test_updates_on_tpus_need_what_the_compiler_gives_them(
+    target, model, strategy, rows, length, theirs
+):
+    """GiB of the buffer assignments; the vision encoder is frozen."""
+    point = planner.Point(target, model, strategy, "full", rows, length, "decoder")
+    found = step_memory.estimate(planner.setup_of(point, abstract_devices.devices("tpu", 8)))
+    assert found.peak / 2**30 == pytest.approx(theirs, rel=0.05)
+
+
 def test_an_empty_array_takes_no_bytes():
     assert tpu_padding.size((0, 128), 4) == 0
 
