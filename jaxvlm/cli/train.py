@@ -16,8 +16,8 @@ _FLAGS = {
     "workdir": "The folder of the run; an existing run in it is resumed.",
     "print_config": "Print the value of every setting, defaults included, and exit.",
     "xla_flags": "The groups of compiler flags to set before JAX starts, for this machine's "
-    "platform: overlap, collective_matmul, nccl (comma-separated). Flags already in XLA_FLAGS or "
-    "LIBTPU_INIT_ARGS take precedence.",
+    "platform: overlap, collective_matmul, whole_matmul, nccl (comma-separated). Flags already in "
+    "XLA_FLAGS or LIBTPU_INIT_ARGS take precedence.",
     "print_xla_flags": "Print the flags of all groups by platform, and those that --xla_flags "
     "sets on this machine, and exit.",
     "dry_run": "Compile the step, print one decoded batch with its loss mask and the memory "

@@ -59,6 +59,10 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
             "LIBTPU_INIT_ARGS",
             {"--xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"},
         ),
+        "whole_matmul": (
+            "LIBTPU_INIT_ARGS",
+            {"--xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
+        ),
     },
     "cpu": {},
 }
@@ -66,10 +70,11 @@ GROUPS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
 its own), and the flags.
 
 ``overlap`` overlaps collectives with computation; ``collective_matmul`` splits tensor-parallel
-matmuls into pieces that are sent while others are computed; ``nccl`` sets buffers for small
-messages between hosts.
+matmuls into pieces that are sent while others are computed; ``whole_matmul`` gathers weights before
+they are multiplied, where libtpu by itself adds up products of their shards in memory; ``nccl``
+sets buffers for small messages between hosts.
 """
-KNOWN = ("overlap", "collective_matmul", "nccl")
+KNOWN = ("overlap", "collective_matmul", "whole_matmul", "nccl")
 
 
 def platform(environ: MutableMapping[str, str] = os.environ) -> str:
@@ -96,9 +101,13 @@ def apply(groups: Iterable[str], environ: MutableMapping[str, str] = os.environ)
         The variables that were changed, with their new values.
 
     Raises:
-        ConfigError: an unknown group.
+        ConfigError: an unknown group, or two that contradict each other.
     """
-    changed = {}
+    changed, groups = {}, list(groups)
+    if {"collective_matmul", "whole_matmul"} <= set(groups):
+        raise ConfigError(
+            "--xla_flags=collective_matmul splits matmuls and whole_matmul does not; leave one out"
+        )
     for name in groups:
         if name not in KNOWN:
             raise ConfigError(f"--xla_flags={name}; known: {', '.join(KNOWN)}, or empty")

@@ -33,6 +33,13 @@ def test_platforms():
         xla_flags.apply(["fast"], {"JAX_PLATFORMS": "cpu"})
 
 
+def test_matmuls_are_split_or_whole():
+    flag, environ = "--xla_jf_spmd_threshold_for_windowed_einsum_mib", {"JAX_PLATFORMS": "tpu"}
+    assert xla_flags.apply(["whole_matmul"], environ) == {"LIBTPU_INIT_ARGS": f"{flag}=1000000"}
+    with pytest.raises(ConfigError, match="splits matmuls and whole_matmul does not"):
+        xla_flags.apply(["whole_matmul", "collective_matmul"], {"JAX_PLATFORMS": "tpu"})
+
+
 def starts(program, **environ):
     return subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **environ}, capture_output=True
