@@ -3,10 +3,10 @@
     python -m benchmarks.planner_cost [--rounds 5]
 
 Each plan is a process of its own, from Python's start to its exit; seconds are the CPU time of all
-its threads, user and system. XLA is held to AVX2, as on a processor without AVX-512: a plan compiles
-nothing, so this should change nothing. A process that only imports JAX and Flax runs
-in turn, which no plan can do without. The least of all rounds counts, since other work on the
-machine makes all processes slower.
+its threads, user and system. XLA is held to AVX2, as on a processor without AVX-512: plans compile
+nothing, so this should change nothing. A process that only imports JAX and Flax, which no plan can
+do without, runs in turn. The least of all rounds counts, since other work on the machine makes all
+processes slower.
 """
 
 from __future__ import annotations
