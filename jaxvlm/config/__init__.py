@@ -22,6 +22,7 @@ from jaxvlm.config.embed import (
     TextConfig,
 )
 from jaxvlm.config.extension import Extension, LossConfig
+from jaxvlm.config.federate import FederateConfig
 from jaxvlm.config.model import (
     ConnectorConfig,
     DecoderConfig,
@@ -32,6 +33,7 @@ from jaxvlm.config.model import (
     VisionConfig,
 )
 from jaxvlm.config.optim import OptimConfig
+from jaxvlm.config.outer import OuterConfig
 from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
 from jaxvlm.config.train import CheckpointConfig, Config, default_config, from_config_dict
 from jaxvlm.config.unread import formats_of, refuse_changed, refuse_unread, refuse_unread_by
@@ -50,12 +52,14 @@ __all__ = [
     "EmbeddingConfig",
     "EncoderConfig",
     "Extension",
+    "FederateConfig",
     "GradCacheConfig",
     "LoraConfig",
     "LossConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimConfig",
+    "OuterConfig",
     "PairDataConfig",
     "PairLossConfig",
     "RelevanceConfig",

@@ -16,7 +16,18 @@ from typing import Any
 
 from jaxvlm.config.train import Config
 
-SUBJECTS = ("train", "model", "data", "parallel", "cache", "optim", "embed", "extension")
+SUBJECTS = (
+    "train",
+    "model",
+    "data",
+    "parallel",
+    "cache",
+    "optim",
+    "outer",
+    "federate",
+    "embed",
+    "extension",
+)
 """Modules of the dataclasses, in the order of the page."""
 _DEFAULTS = Config()
 _ALLOWED = re.compile(r"\s*Allowed values: (.*)\.$")

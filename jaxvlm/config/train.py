@@ -12,8 +12,10 @@ from jaxvlm.config.convert import check_ranges, checked_fields, to_config_dict
 from jaxvlm.config.data import DataConfig, TokenizerConfig
 from jaxvlm.config.embed import DualConfig, EmbeddingConfig, GradCacheConfig, PairLossConfig
 from jaxvlm.config.extension import LossConfig
+from jaxvlm.config.federate import FederateConfig
 from jaxvlm.config.model import ModelConfig
 from jaxvlm.config.optim import OptimConfig
+from jaxvlm.config.outer import OuterConfig
 from jaxvlm.config.parallel import EncoderConfig, MeshConfig, StrategyConfig
 
 
@@ -49,6 +51,10 @@ class Config:
     """Groups the settings of the visual-token cache."""
     optim: OptimConfig = OptimConfig()
     """Groups the settings of the optimizer."""
+    outer: OuterConfig = OuterConfig()
+    """Groups the settings of outer updates, of islands and of federated training."""
+    federate: FederateConfig = FederateConfig()
+    """Groups the settings of federated training."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Groups the settings of the tokenizer."""
     data: DataConfig = DataConfig()

@@ -12,6 +12,7 @@ from jaxvlm.config.cache import CacheConfig
 from jaxvlm.config.convert import ConfigError
 from jaxvlm.config.data import DataConfig, PairDataConfig
 from jaxvlm.config.embed import EmbeddingConfig, TextConfig
+from jaxvlm.config.federate import FederateConfig
 from jaxvlm.config.model import (
     ConnectorConfig,
     DecoderConfig,
@@ -19,6 +20,7 @@ from jaxvlm.config.model import (
     RopeScaling,
     VisionConfig,
 )
+from jaxvlm.config.outer import OuterConfig
 from jaxvlm.config.parallel import EncoderConfig
 from jaxvlm.config.train import Config
 
@@ -136,6 +138,7 @@ def refuse_unread_by(
     refuse_changed(data, [name for name in names if name not in read], "config.data", why)
 
 
+_FEDERATION = [f.name for f in dataclasses.fields(FederateConfig) if f.name != "sites"]
 RULES: dict[type, tuple[Rule, ...]] = {
     Config: (
         (
@@ -144,6 +147,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
             "config.data.eval",
             lambda c: c.data.eval,
         ),
+        ("outer", "config.federate.sites", lambda c: c.federate.sites),
         ("early_stop", "evaluations on the way, config.eval_every", lambda c: c.eval_every),
         (
             "dual.lora.checkpoint",
@@ -235,6 +239,25 @@ RULES: dict[type, tuple[Rule, ...]] = {
             "a policy or encode_batch",
             lambda c: c.policy != "off" or c.encode_batch,
         ),
+    ),
+    OuterConfig: (
+        ("momentum", "optimizer='sgd' or 'nesterov'", lambda c: c.optimizer in ("sgd", "nesterov")),
+        ("b1 b2", "optimizer='adam' or 'yogi'", lambda c: c.optimizer in ("adam", "yogi")),
+        (
+            "eps",
+            "optimizer='adam', 'yogi' or 'adagrad'",
+            lambda c: c.optimizer in ("adam", "yogi", "adagrad"),
+        ),
+        ("error_feedback", "a delta_dtype below float32", lambda c: c.delta_dtype != "float32"),
+    ),
+    FederateConfig: (
+        (" ".join(_FEDERATION), "sites", lambda c: c.sites),
+        ("max_staleness staleness_exponent", "a buffer", lambda c: c.buffer),
+        ("byzantine", "a robust aggregator", lambda c: c.aggregator != "mean"),
+        ("weighting", "aggregator='mean'", lambda c: c.aggregator == "mean"),
+        ("noise_multiplier", "max_delta_norm", lambda c: c.max_delta_norm),
+        ("privacy_delta", "noise_multiplier", lambda c: c.noise_multiplier),
+        ("min_sites", "deadline_s", lambda c: c.deadline_s),
     ),
     EmbeddingConfig: (
         ("scale", "learn_scale=True", lambda c: c.learn_scale),

@@ -60,6 +60,8 @@ def _check_config(config: Config) -> None:
     _check_trains_tokens(config)
     check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
     refuse_unread(config, "config")
+    refuse_unread(config.outer, "config.outer")
+    refuse_unread(config.federate, "config.federate")
     refuse_unread_by(config.data, formats_of(config.data, config.data.train, config.data.eval))
     root = config.data.image_root
     if root and not pathlib.Path(root).expanduser().is_dir():
