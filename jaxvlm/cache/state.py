@@ -57,17 +57,18 @@ def init(count: int, width: int, dtype: Any) -> CacheState:
     )  # fmt: skip
 
 
-def advance(state: CacheState, updated: jax.Array) -> CacheState:
-    """Return the state after a step. No other function sets the version.
+def advance(state: CacheState, updates: jax.Array | int) -> CacheState:
+    """Return the state after updates of the vision encoder. No other function sets the version.
 
     Args:
         state: of the cache.
-        updated: bool[]: whether the step updated the vision encoder's parameters.
+        updates: bool[] or i32[]: whether a step updated the vision encoder's parameters, or how
+            many updates made elsewhere have replaced them.
     """
     # The version rises with each update, even one that leaves the parameters unchanged: otherwise
     # an encoder that gets no gradient would make no token stale, and as only stale tokens are
     # encoded with a gradient, it would never change again.
-    return state._replace(version=state.version + updated)
+    return state._replace(version=state.version + updates)
 
 
 def shardings(mesh: Mesh) -> CacheState:

@@ -37,7 +37,10 @@ class Command(Protocol):
         ...
 
 
-COMMANDS = ("train", "eval", "generate", "embed", "mine", "export", "plan", "data", "cache")
+COMMANDS = (
+    *("train", "eval", "generate", "embed", "mine", "export", "plan", "data", "cache"),
+    "federate",
+)
 _MODULES = {"eval": "evaluate"}  # a command whose module has another name than it
 
 

@@ -24,10 +24,11 @@ class FederateConfig:
     version that it started from. Later ones are refused, and their site starts again from the
     current version."""
     staleness_exponent: float = 0.5
-    """Weights an update of lag n by (1 + n) to minus this power; 0 weights all lags alike."""
+    """Multiplies the weight of an update of lag n by (1 + n) to minus this power; 0 weights all
+    lags alike."""
     weighting: str = "tokens"
-    """Chooses by what updates are weighted: the tokens that a site has trained on, its train steps,
-    or all alike. Allowed values: 'tokens', 'steps', 'uniform'."""
+    """Chooses by what updates are weighted: the tokens that a site's loss has covered (of pairs,
+    the examples), its train steps, or all alike. Allowed values: 'tokens', 'steps', 'uniform'."""
     aggregator: str = "mean"
     """Chooses how the updates of a buffer are combined. All but 'mean' are robust against
     ``byzantine`` poisoned updates, and weight the updates alike. Allowed values: 'mean', 'median',

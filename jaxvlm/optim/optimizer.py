@@ -118,6 +118,19 @@ def make_optimizer(
     return optax.chain(*parts)
 
 
+def reset_moments(state: Any) -> Any:
+    """Return an optimizer's state with Adam's moments and their count at zero, as at the start.
+
+    The count of the learning-rate schedule stays.
+    """
+    adam = optax.ScaleByAdamState
+
+    def reset(part: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, part) if isinstance(part, adam) else part
+
+    return jax.tree.map(reset, state, is_leaf=lambda part: isinstance(part, adam))
+
+
 def _clip(most: float) -> optax.GradientTransformationExtraArgs:
     """``optax.clip_by_global_norm``, by a norm that may include gradients not passed here."""
 

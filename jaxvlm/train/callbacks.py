@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.types import Batch, Pairs, TrainState
@@ -31,10 +31,34 @@ class CheckpointRecord:
     """Metrics of the evaluation at this step; they decide which checkpoint is the best."""
     written: bool = False
     """Whether the checkpoint is being written."""
+    is_awaited: bool = False
+    """Whether the run waits until the checkpoint is complete."""
+
+
+class Exchanged(NamedTuple):
+    """What an exchange with other workers made of a run's state."""
+
+    state: TrainState
+    ended: str = ""
+    """Why the run ends: ``done``, where the state is its last; or ``preempted``, where the exchange
+    was left, and the next start takes the steps since the last checkpoint again. "": it goes on."""
 
 
 class Callback:
     """Hooks around train steps; each does nothing unless a callback overrides it."""
+
+    is_federated = False
+    """Whether the callback makes the run a site of a federation (``config.federate``)."""
+
+    def on_begin(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> TrainState:
+        """Called before the first step of a process; returns the state to go on with.
+
+        Args:
+            step: the steps taken so far.
+            state: the train state after them.
+            extra: what was saved with the checkpoint that the run resumes from; {} at step 0.
+        """
+        return state
 
     def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """Called when a step was dispatched; must remove non-scalars from ``metrics``."""
@@ -44,6 +68,15 @@ class Callback:
 
     def on_bad_step(self, step: int, what: str) -> None:
         """Called when an update was skipped, because the loss or a gradient is not finite."""
+
+    def exchanges(self, step: int) -> bool:
+        """Whether :meth:`exchange` changes the state after this step."""
+        return False
+
+    def exchange(self, step: int, state: TrainState) -> Exchanged:
+        """Called after a step that :meth:`exchanges`, once its metrics are read. A checkpoint
+        follows."""
+        return Exchanged(state)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         """Called every ``log_every`` steps with means since the last call and step times.
@@ -75,6 +108,12 @@ class CallbackList(Callback):
     def __init__(self, callbacks: Sequence[Callback]):
         self.callbacks = list(callbacks)
 
+    def on_begin(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> TrainState:
+        """The state after each of them has seen it."""
+        for callback in self.callbacks:
+            state = callback.on_begin(step, state, extra)
+        return state
+
     def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """See :class:`Callback`."""
         for callback in self.callbacks:
@@ -89,6 +128,18 @@ class CallbackList(Callback):
         """See :class:`Callback`."""
         for callback in self.callbacks:
             callback.on_bad_step(step, what)
+
+    def exchanges(self, step: int) -> bool:
+        """Whether any of them changes the state after this step."""
+        return any(callback.exchanges(step) for callback in self.callbacks)
+
+    def exchange(self, step: int, state: TrainState) -> Exchanged:
+        """What those that exchange made of the state, one after another."""
+        result = Exchanged(state)
+        for callback in self.callbacks:
+            if callback.exchanges(step) and result.ended != "preempted":
+                result = callback.exchange(step, result.state)
+        return result
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         """See :class:`Callback`."""

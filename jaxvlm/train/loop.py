@@ -65,7 +65,7 @@ def train(
     *,
     start: int,
     leaves: list[str],
-    unlogged: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] = {},
     cache_memory: CacheMemory | None = None,
 ) -> tuple[TrainState, str]:
     """Take steps ``start`` to ``schedule.steps``.
@@ -81,20 +81,21 @@ def train(
         callbacks: what happens around steps.
         start: steps taken before.
         leaves: parameter names in the order of the step's ``bad_leaf``.
-        unlogged: what the checkpoint that the run resumes from holds of the steps since the last
-            log line, so that the next line's means cover the same steps as if it had not stopped.
+        extra: what was saved with the checkpoint that the run resumes from, the steps since the
+            last log line included, so that the next line's means cover them too.
         cache_memory: the device memory of the state's cache, if it has one that may be evicted.
 
     Returns:
-        The last state, whose cache may have been given back to ``cache_memory``, and why it ended:
-        ``done``, ``preempted`` or ``no better``.
+        The last state, its cache perhaps in ``cache_memory``, and why it ended: ``done``,
+        ``preempted`` or ``no better``.
 
     Raises:
         TrainingStopped: too many non-finite steps in a row, or none that had anything to train on.
     """
-    clock, window = Clock(start), _Window(leaves, schedule.max_bad_steps, callbacks, unlogged)
+    clock = Clock(start)
+    window = _Window(leaves, schedule.max_bad_steps, callbacks, extra.get("unlogged"))
     pending: tuple[int, dict[str, Any]] | None = None
-    why = "done"
+    state, why = callbacks.on_begin(start, state, extra), "done"
     with contextlib.ExitStack() as stack:
         for step in range(start + 1, schedule.steps + 1):
             _profile(schedule, step, start, stack)
@@ -102,35 +103,37 @@ def train(
                 batch = next(batches)
                 if pending is not None and not pending[1]["loss"].is_ready():
                     clock.hide()  # the device was still at work: nothing was lost
-            with clock.paused():
-                state = cache_memory.restored(state) if cache_memory else state
-                programs.get(state, batch.arrays)  # compiles where the shape is new
-            with clock.dispatching():
-                state, metrics = _step(programs, cache_memory, state, batch.arrays)
-                callbacks.on_dispatch(batch, metrics)
+            state, metrics = _dispatch(clock, programs, callbacks, cache_memory, state, batch)
             with clock.computing():
                 window.read(pending)
                 pending = (step, metrics)
-                last = step == schedule.steps
+                if exchanges := callbacks.exchanges(step):
+                    window.read(pending)
+                    pending = None
+            with clock.paused():
+                state, ended = callbacks.exchange(step, state)
+            if ended == "preempted":
+                return state, ended
+            with clock.computing():
+                last = step == schedule.steps or ended == "done"
                 logs = last or _due(step, schedule.log_every)
                 stop = callbacks.should_stop(step)
                 evaluates = not stop and (last or _due(step, schedule.eval_every))
-                saves = stop or evaluates or _due(step, schedule.save_every)
+                saves = stop or evaluates or exchanges or _due(step, schedule.save_every)
                 if logs or saves:
                     window.read(pending)
                     pending = None
             if logs:
                 callbacks.on_log(step, window.means() | clock.lap(step))
                 window.check_trained(step, is_whole_run=last and not start)
+            why = "preempted" if stop else why
             with clock.paused():
-                if stop:
-                    why = "preempted"
-                extra = {"data": batches.state(), "unlogged": window.state()} if saves else {}
-                if evaluates and _evaluated(callbacks, step, state, extra) and not last:
+                record = {"data": batches.state(), "unlogged": window.state()} if saves else {}
+                if evaluates and _evaluated(callbacks, step, state, record) and not last:
                     why = "no better"
                 if saves:
-                    callbacks.save(step, state, extra)
-            if why != "done":
+                    callbacks.save(step, state, record)
+            if last or why != "done":
                 break
     return state, why
 
@@ -145,6 +148,24 @@ def _evaluated(
         if jax.process_count() == 1:  # with several, the others would not take part in it
             callbacks.save(step, state, extra)
         raise
+
+
+def _dispatch(
+    clock: Clock,
+    programs: CompiledSteps,
+    callbacks: CallbackList,
+    cache_memory: CacheMemory | None,
+    state: TrainState,
+    batch: StepBatch,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Start a step; its results are there when the device has computed them."""
+    with clock.paused():
+        state = cache_memory.restored(state) if cache_memory else state
+        programs.get(state, batch.arrays)  # compiles where the shape is new
+    with clock.dispatching():
+        state, metrics = _step(programs, cache_memory, state, batch.arrays)
+        callbacks.on_dispatch(batch, metrics)
+    return state, metrics
 
 
 def _step(

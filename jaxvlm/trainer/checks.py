@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from jaxvlm.checkpoint.run_record import local_folder
@@ -21,21 +22,28 @@ from jaxvlm.config import (
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
+from jaxvlm.train.callbacks import Callback
 
 AUTO = "auto"
 
 
-def checked(config: Any, workdir: str | pathlib.Path) -> Config:
+def checked(config: Any, workdir: str | pathlib.Path, callbacks: Sequence[Callback] = ()) -> Config:
     """The settings of a run, with the metric that names its best checkpoint.
 
     Args:
         config: a Config, or a ConfigDict with the same keys.
         workdir: the run's folder, or "".
+        callbacks: of the run.
 
     Raises:
         ConfigError: settings that no run can use.
     """
     config = from_config_dict(config)
+    if config.federate.sites and not any(callback.is_federated for callback in callbacks):
+        raise ConfigError(
+            f"config.federate.sites={config.federate.sites}: this is the recipe of a federation; "
+            "`jaxvlm federate` trains it, or leave config.federate out"
+        )
     default = "recall@1" if trains_embeddings(config) else "exact_match"
     metric = config.checkpoint.metric or default
     # A run's record names the default too, without evaluation data as well.

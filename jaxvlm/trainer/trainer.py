@@ -48,7 +48,7 @@ class Trainer(Run):
     ):
         self.callbacks = callbacks
         # Settings, and what of them the planner is to choose.
-        config = checks.checked(config, workdir)
+        config = checks.checked(config, workdir, callbacks)
         self.workdir = pathlib.Path(workdir) if workdir else None
         processes.set_up_process(config.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
@@ -132,8 +132,7 @@ class Trainer(Run):
                 else:
                     state, ended = loop.train(
                         state, self.training.step, batches, run_files.schedule_of(self), callbacks,
-                        start=start, leaves=self.training.leaves, unlogged=extra.get("unlogged"),
-                        cache_memory=memory,
+                        start=start, leaves=self.training.leaves, extra=extra, cache_memory=memory,
                     )  # fmt: skip
             seconds = time.perf_counter() - begin
             checkpointer.wait()

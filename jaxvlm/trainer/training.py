@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxvlm.cache import pair_batches, settings
 from jaxvlm.cache.cached_step import make_cache
+from jaxvlm.cache.state import CacheState, advance
 from jaxvlm.config import (
     Config,
     ConfigError,
@@ -93,6 +94,24 @@ class Training:
             return state
         empty = jax.jit(self.cache.init, out_shardings=self.cache.shardings)
         return state._replace(cache=empty())
+
+    def with_trained(
+        self, state: TrainState, params: Mapping[str, Any], updates: int
+    ) -> TrainState:
+        """A state whose trained parameters were replaced by what others made of them.
+
+        Args:
+            state: on the devices.
+            params: every trained parameter by path, in host memory.
+            updates: by how many updates of the vision encoder that makes its cached tokens older.
+        """
+        like = self.abstract.params
+        placed = {path: jax.device_put(params[path], like[path].sharding) for path in like}
+        cache = state.cache
+        if updates and self.learns and isinstance(cache, CacheState):
+            older = jax.jit(advance, out_shardings=self.cache.shardings, donate_argnums=0)
+            cache = older(cache, jnp.int32(updates))
+        return state._replace(params=placed, cache=cache)
 
     def flops_per_step(self, batch: Batch | Pairs, scale: float) -> model_flops.Flops:
         """Model FLOPs of a step that encodes all its images (see ``jaxvlm.models.model_flops``).

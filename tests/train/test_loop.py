@@ -80,7 +80,7 @@ def run(start=0, extra=None, recorder=None, schedule=EVERY):
         CallbackList([recorder]),
         start=start,
         leaves=["w"],
-        unlogged=(extra or {}).get("unlogged"),
+        extra=extra or {},
     )
     return recorder
 

@@ -212,6 +212,8 @@ class CheckpointCallback(Callback):
         record.written = self.checkpointer.save(
             step, self.training.checkpointed(state), record.extra, record.metrics
         )
+        if record.is_awaited:
+            self.checkpointer.wait()
 
 
 class PreemptionCallback(Callback):

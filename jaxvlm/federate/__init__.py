@@ -1,0 +1,1 @@
+"""Federated training's coordinator: versions of shared parameters, made of sites' updates."""

@@ -1,0 +1,85 @@
+"""Divide conversations among simulated sites, by a Dirichlet distribution over their labels."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxvlm.config import ConfigError
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
+
+
+def partition(records: Sequence[Record], sites: int, alpha: float, seed: int) -> list[list[int]]:
+    """Divide records among sites; those that show the same images stay together.
+
+    The label of an image is the rarest answer of its records in all of the data. Each label's
+    images are divided by proportions that are drawn from a symmetric Dirichlet distribution.
+
+    Args:
+        records: of all sites.
+        sites: how many.
+        alpha: concentration: near 0 each label is at one site, infinity divides all alike.
+        seed: of the draws.
+
+    Returns:
+        For each site, indices of its records, ascending.
+
+    Raises:
+        ConfigError: a site gets nothing.
+
+    Source: Hsu et al., arXiv 1909.06335.
+    """
+    groups: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+    for i, record in enumerate(records):
+        groups[record.images or (record.id,)].append(i)
+    counts = collections.Counter(record.turns[-1].content for record in records)
+    labels = collections.defaultdict(list)
+    for group in groups.values():
+        answers = {records[i].turns[-1].content for i in group}
+        labels[min(answers, key=lambda a: (counts[a], a))].append(group)
+    draws = np.random.Generator(np.random.PCG64(seed))
+    result: list[list[int]] = [[] for _ in range(sites)]
+    for label in sorted(labels):
+        own = labels[label]
+        equal = np.full(sites, 1 / sites)
+        shares = equal if np.isinf(alpha) else draws.dirichlet(np.full(sites, alpha))
+        cuts = np.round(np.cumsum(shares) * len(own)).astype(int)
+        order = draws.permutation(len(own))
+        for site, part in enumerate(np.split(order, cuts[:-1])):
+            result[site] += [i for group in part for i in own[group]]
+    for site, indices in enumerate(result):
+        if not indices:
+            raise ConfigError(
+                f"--alpha={alpha:g} leaves site {site} of {sites} without data; raise it, take "
+                "another --config.seed, or fewer sites"
+            )
+    return [sorted(indices) for indices in result]
+
+
+def write_records(records: Sequence[Record], path: pathlib.Path) -> None:
+    """Write conversations as JSON lines with whole image paths, which are read back as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(_item(record), ensure_ascii=False) + "\n")
+
+
+def _item(record: Record) -> dict[str, object]:
+    images = iter(record.images)
+    messages = []
+    for turn in record.turns:
+        texts = turn.content.split(PLACEHOLDER)
+        parts: list[dict[str, str]] = []
+        for i, text in enumerate(texts):
+            if i:
+                image = str(pathlib.Path(next(images)).resolve())
+                parts.append({"type": "image", "image": image})
+            if text:
+                parts.append({"type": "text", "text": text})
+        message: dict[str, object] = {"role": turn.role, "content": parts}
+        messages.append(message if turn.trained else {**message, "loss": False})
+    return {"id": record.id, "messages": messages}

@@ -1,0 +1,101 @@
+"""Run one site of a federation: an ordinary training run with an exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxvlm.config import Config, ConfigError, from_config_dict
+from jaxvlm.federate import handshake
+from jaxvlm.federate.client import Call, Client
+from jaxvlm.federate.handshake import LOSSLESS
+from jaxvlm.parallel.distributed import processes
+from jaxvlm.sites.callback import FederationCallback
+from jaxvlm.train.callbacks import Callback
+from jaxvlm.trainer.trainer import Trainer
+
+
+def make_site(
+    config: Any,
+    workdir: str | pathlib.Path,
+    site: str,
+    call: Call,
+    devices: Sequence[jax.Device] | None = None,
+    callbacks: Sequence[Callback] = (),
+    log: Callable[[str], None] = print,
+) -> Trainer:
+    """Build a site's run; its ``fit`` joins the federation and trains to its end.
+
+    Args:
+        config: the federation's recipe with the site's own data, a Config or a ConfigDict.
+        workdir: the site's folder; a run that is in it goes on.
+        site: the site's name, which no other site of the federation has.
+        call: carries a message to the coordinator and returns the answer.
+        devices: which devices the mesh is made of; all by default.
+        callbacks: what happens around steps besides.
+        log: takes lines for people.
+
+    Raises:
+        ConfigError: settings or a name that can't be used.
+        DataError: data that can't be used.
+    """
+    if not 0 < len(site) <= 200:
+        raise ConfigError(f"--site={site!r}: give the site a name of at most 200 characters")
+    config = site_config(from_config_dict(config), log)
+    exchange = FederationCallback(Client(site, call, lambda: processes.should_stop(0)), log)
+    run = Trainer(config, workdir, devices, (*callbacks, exchange))
+    exchange.run = run
+    _check_length(run)
+    return run
+
+
+def site_config(config: Config, log: Callable[[str], None] = print) -> Config:
+    """The recipe as a site trains it: what the federation decides is filled in.
+
+    Raises:
+        ConfigError: what no site of a federation can use.
+    """
+    handshake.check_settings(config)
+    if config.encoder.devices:
+        raise ConfigError(
+            f"config.encoder.devices={config.encoder.devices}: a site's vision encoder is on the "
+            "mesh of the rest of its model; leave it at 0"
+        )
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"this site has {jax.process_count()} processes, and a federation's site has one; use "
+            "the devices of one process"
+        )
+    if config.early_stop:
+        raise ConfigError(
+            f"config.early_stop={config.early_stop}: the federation decides when it is over; leave "
+            "it at 0"
+        )
+    if config.federate.mixed_codecs == LOSSLESS and config.cache.codec != LOSSLESS:
+        log(
+            f"config.cache.codec={config.cache.codec!r} is replaced by {LOSSLESS!r}, as "
+            "config.federate.mixed_codecs says"
+        )
+        config = dataclasses.replace(
+            config, cache=dataclasses.replace(config.cache, codec=LOSSLESS)
+        )
+    adapters = config.network.lora.rank or config.network.lora.checkpoint
+    if adapters and config.federate.lora == "freeze_a":
+        frozen = (*config.optim.frozen, "*/lora_a")
+        config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, frozen=frozen))
+    return config
+
+
+def _check_length(run: Trainer) -> None:
+    """Refuse a run that would end before a federation that waits for it."""
+    federate, every = run.config.federate, run.config.outer.steps
+    waits = not federate.buffer or federate.buffer == federate.sites
+    if waits and run.steps < federate.rounds * every:
+        raise ConfigError(
+            f"the run has {run.steps} steps, and config.federate.rounds={federate.rounds} of "
+            f"config.outer.steps={every} need {federate.rounds * every}: set config.steps to that"
+        )

@@ -1,0 +1,44 @@
+"""Virtual time for sites in one process: one runs at a time, the one that is furthest behind."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Turns:
+    """Gives threads turns in the order of their virtual times, so that runs repeat to the bit.
+
+    Args:
+        names: of the threads; of equal times, the first name in order comes first.
+    """
+
+    def __init__(self, names: list[str]):
+        self._times = dict.fromkeys(names, 0.0)
+        self._order = {name: i for i, name in enumerate(names)}
+        self._changed = threading.Condition()
+
+    def now(self) -> float:
+        """Virtual seconds of the thread whose turn it is."""
+        return min(self._times.values(), default=0.0)
+
+    def take(self, name: str, seconds: float = 0.0) -> None:
+        """Let a thread's time pass, and wait for its turn."""
+        with self._changed:
+            self._times[name] += seconds
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._first() == name)
+
+    def wait_for_others(self, name: str) -> None:
+        """Let a thread's time pass until another one has done something."""
+        others = [t for other, t in self._times.items() if other != name]
+        later = min(others, default=self._times[name])
+        self.take(name, max(later - self._times[name], 0.0) + 1e-6)
+
+    def leave(self, name: str) -> None:
+        """Take a thread out, since it has ended."""
+        with self._changed:
+            self._times.pop(name, None)
+            self._changed.notify_all()
+
+    def _first(self) -> str:
+        return min(self._times, key=lambda name: (self._times[name], self._order[name]), default="")

@@ -1,0 +1,260 @@
+"""Federated runs: one site is the plain run, kills change no bit, caches know their version."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from runs import losses, recipe
+
+import jaxvlm
+from jaxvlm.config import ConfigError, FederateConfig, OuterConfig, from_config_dict
+from jaxvlm.federate import status
+from jaxvlm.federate.service import Service
+from jaxvlm.sites.simulate import Simulation
+from jaxvlm.sites.site import make_site
+
+
+def made(data, sites=1, rounds=3, steps=4):
+    """The recipe as a federation."""
+    config = recipe(data)
+    config.federate.sites, config.federate.rounds, config.outer.steps = sites, rounds, steps
+    config.steps = rounds * steps
+    return config
+
+
+def plain(config):
+    """The same recipe without its federation."""
+    config = from_config_dict(config)
+    return dataclasses.replace(config, federate=FederateConfig(), outer=OuterConfig())
+
+
+def silent(line):
+    """Takes lines for people."""
+
+
+def fitted(config, folder, service=None, name="a", **more):
+    service = service or Service(from_config_dict(config), folder / "coordinator", silent)
+    site = make_site(config, folder / name, name, service.handle, log=silent, **more)
+    site.fit()
+    return site, service
+
+
+def assert_same_weights(a, b):
+    for path, x in a.items():
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(b[path]), err_msg=path)
+
+
+def test_one_site_is_the_plain_run(data, tmp_path):
+    config = made(data)
+    alone = jaxvlm.Trainer(plain(config), tmp_path / "plain")
+    alone.fit()
+    site, service = fitted(config, tmp_path)
+    assert losses(site.workdir) == losses(alone.workdir)
+    assert_same_weights(alone.state.params, site.state.params)
+    assert_same_weights(alone.state.params, service.state.params)
+    assert service.state.version == 3 and service.is_over
+
+
+class Stop(Exception):
+    """What a kill is to a run in this process."""
+
+
+class KillAt(jaxvlm.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, step, metrics):
+        if step == self.step:
+            raise Stop
+
+
+@pytest.mark.parametrize("kill", [3, 5, 8, 12])
+def test_a_killed_site_goes_on_to_the_same_bits(data, tmp_path, whole_site, kill):
+    config = made(data)
+    service = Service(from_config_dict(config), tmp_path / "coordinator", silent)
+    with pytest.raises(Stop):
+        fitted(config, tmp_path, service, callbacks=[KillAt(kill)])
+    site, _ = fitted(config, tmp_path, service)
+    assert_same_weights(whole_site.state.params, site.state.params)
+    assert losses(site.workdir)[12] == losses(whole_site.workdir)[12]
+
+
+@pytest.fixture(scope="module")
+def whole_site(data, tmp_path_factory):
+    return fitted(made(data), tmp_path_factory.mktemp("whole"))[0]
+
+
+def test_an_answer_lost_after_the_update_was_judged(data, tmp_path, whole_site):
+    """The site dies before it hears of its update: sent again, it is a duplicate."""
+    config = made(data)
+    service = Service(from_config_dict(config), tmp_path / "coordinator", silent)
+    calls = []
+
+    def call(message):
+        answer = service.handle(message)
+        calls.append(message)
+        if len(calls) == 5:  # join twice, fetch, submit, fetch
+            raise Stop
+        return answer
+
+    with pytest.raises(Stop):
+        make_site(config, tmp_path / "a", "a", call, log=silent).fit()
+    site, _ = fitted(config, tmp_path, service)
+    assert_same_weights(whole_site.state.params, site.state.params)
+    record = service.state.sites["a"]
+    assert (record.accepted, record.duplicates) == (3, 1)
+
+
+def simulated(config, folder, **more):
+    simulation = Simulation(config, folder, log=silent, **more)
+    return simulation, simulation.run()
+
+
+def test_two_sites_share_one_model(data, tmp_path):
+    simulation, result = simulated(made(data, sites=2), tmp_path)
+    first, second = simulation.sites.values()
+    assert_same_weights(first.state.params, second.state.params)
+    assert result["version"] == 3
+    assert [site["accepted"] for site in result["sites"].values()] == [3, 3]
+    # Each has records of its own, and together they have all.
+    files = sorted((tmp_path / "data").glob("*.jsonl"))
+    counts = [len(file.read_text().splitlines()) for file in files]
+    assert sum(counts) == 80 and min(counts) > 0
+
+
+def test_a_slow_site_is_not_waited_for(data, tmp_path):
+    config = made(data, sites=2, rounds=6)
+    config.federate.buffer, config.federate.max_staleness = 1, 4
+    _, result = simulated(config, tmp_path, seconds=[1.0, 4.0])
+    fast, slow = result["sites"].values()
+    assert fast["accepted"] >= 4 and slow["accepted"] + slow["late"] >= 1
+    versions = status.read_status(tmp_path)["versions"]
+    assert max(max(r["lags"]) for r in versions) >= 2
+
+
+def encoded(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [m["train/cache/encoded"] for m in map(json.loads, lines) if "train/cache/encoded" in m]
+
+
+def test_a_frozen_encoders_tokens_are_encoded_once(data, tmp_path):
+    config = made(data)
+    config.data.flip, config.data.max_shift, config.log_every = False, 0, 1
+    config.cache.policy, config.cache.encode_batch = "strict", 2
+    config.optim.frozen = ("vision/*",)
+    site, _ = fitted(config, tmp_path)
+    # Forty images in twelve steps: three outer updates later none has been encoded again.
+    assert sum(encoded(site.workdir)) == 40
+    config.federate.cache_invalidation = "flush"  # a frozen encoder's tokens are never stale
+    again, _ = fitted(config, tmp_path / "flush")
+    assert sum(encoded(again.workdir)) == 40
+
+
+@pytest.mark.parametrize("how", ["digest", "lazy", "flush"])
+def test_a_trained_encoders_tokens_grow_older_with_outer_updates(data, tmp_path, how):
+    config = made(data, rounds=4, steps=3)
+    config.data.flip, config.data.max_shift, config.log_every = False, 0, 1
+    config.cache.policy, config.cache.max_staleness = "lazy", 100
+    config.cache.encode_batch = 2
+    config.federate.cache_invalidation = how
+    site, _ = fitted(config, tmp_path)
+    version = int(site.state.cache.version)
+    # Twelve steps; one site's version is what it has itself, so by digest nothing has changed.
+    assert version == {"digest": 12, "lazy": 12 + 4, "flush": 12 + 4 * 101}[how]
+    if how == "flush":
+        counts = encoded(site.workdir)
+        assert sum(counts) > 60 > 40  # images shown again after an outer update are encoded again
+
+
+def test_settings_that_no_federation_can_use(data, tmp_path):
+    for change, words in (
+        ({"sites": 0}, "sites=0"),
+        ({"rounds": 0}, "rounds=0"),
+        ({"buffer": 3}, "buffer=3 is above"),
+        ({"buffer": 1}, "max_staleness=0"),
+        ({"aggregator": "krum"}, "at least 3"),
+        ({"noise_multiplier": 1.0}, "noise_multiplier"),
+        ({"byzantine": 1}, "byzantine"),
+    ):
+        config = made(data, sites=2)
+        for name, value in change.items():
+            config.federate[name] = value
+        with pytest.raises(ConfigError, match=words):
+            service = Service(from_config_dict(config), tmp_path / "c", silent)
+            make_site(config, tmp_path / "a", "a", service.handle, log=silent)
+    config = made(data)
+    config.steps = 11
+    with pytest.raises(ConfigError, match="need 12: set"):
+        make_site(config, tmp_path / "a", "a", lambda data: data, log=silent)
+
+
+def test_a_federations_recipe_is_no_plain_run(data, tmp_path):
+    with pytest.raises(ConfigError, match="jaxvlm federate"):
+        jaxvlm.Trainer(made(data), tmp_path / "plain")
+
+
+@pytest.mark.parametrize("how", ["product", "freeze_a"])
+def test_adapters_alone_are_sent(data, tmp_path, how):
+    config = made(data, sites=2, rounds=2, steps=3)
+    config.model.lora.rank, config.model.lora.alpha = 2, 4.0
+    config.federate.lora = how
+    lines = []
+    simulation = Simulation(config, tmp_path, log=lines.append)
+    simulation.run()
+    first, second = simulation.sites.values()
+    trained = first.state.params
+    assert {path.rsplit("/", 1)[-1] for path in trained} == (
+        {"lora_b"} if how == "freeze_a" else {"lora_a", "lora_b"}
+    )
+    assert_same_weights(trained, second.state.params)
+    assert_same_weights(first.state.frozen, second.state.frozen)
+    versions = status.read_status(tmp_path)["versions"]
+    if how == "product":  # two sites' products of rank 2 have a mean of rank 4
+        assert 0 < versions[-1]["lora_lost"] < 0.5
+        assert any("beyond their rank" in line for line in lines)
+    else:
+        assert {v["lora_lost"] for v in versions} == {0}
+
+
+def test_rounded_updates_of_a_killed_site_repeat(data, tmp_path):
+    """Its rounding errors are part of what it resumes from."""
+    config = made(data)
+    config.outer.delta_dtype = "int4"
+    whole, _ = fitted(config, tmp_path / "whole")
+    service = Service(from_config_dict(config), tmp_path / "coordinator", silent)
+    with pytest.raises(Stop):
+        fitted(config, tmp_path, service, callbacks=[KillAt(10)])
+    site, _ = fitted(config, tmp_path, service)
+    assert_same_weights(whole.state.params, site.state.params)
+
+
+def test_noise_has_an_accountant(data, tmp_path):
+    config = made(data, sites=2, rounds=2, steps=3)
+    federate = config.federate
+    federate.max_delta_norm, federate.noise_multiplier = 0.05, 2.0
+    with pytest.raises(ConfigError, match="weighting='uniform'"):
+        simulated(config, tmp_path)
+    federate.weighting, federate.buffer, federate.max_staleness = "uniform", 1, 1
+    with pytest.raises(ConfigError, match="leave both at 0"):
+        simulated(config, tmp_path)
+    federate.buffer, federate.max_staleness = 0, 0
+    simulated(config, tmp_path)
+    versions = status.read_status(tmp_path)["versions"]
+    assert 0 < versions[0]["epsilon"] < versions[1]["epsilon"] < 20
+    assert versions[0]["clipped"] == 2
+
+
+def test_pairs_of_two_sites(captions, tmp_path):
+    config = recipe(captions)
+    config.loss.name = "info_nce"
+    config.data.flip, config.data.max_shift = False, 0
+    config.federate.sites, config.federate.rounds, config.outer.steps = 2, 2, 2
+    config.steps = 4
+    with pytest.raises(ConfigError, match="give each its file"):
+        simulated(config, tmp_path)
+    simulation, _ = simulated(config, tmp_path / "two", data=[str(captions), str(captions)])
+    first, second = simulation.sites.values()
+    assert_same_weights(first.state.params, second.state.params)
