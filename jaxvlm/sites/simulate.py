@@ -66,7 +66,7 @@ class Simulation:
         """Run the federation to its end; one that is in the folder goes on.
 
         Returns:
-            ``version``, ``sites`` by name, and the first site's evaluation.
+            ``version``, ``sites`` by name, ``virtual_seconds``, and the first site's evaluation.
 
         Raises:
             ConfigError, DataError, TrainingStopped: what a site raised.
@@ -88,7 +88,9 @@ class Simulation:
         state = self.service.state
         assert state is not None
         shown = {name: dataclasses.asdict(record) for name, record in state.sites.items()}
-        return self.results[self.names[0]] | {"version": state.version, "sites": shown}
+        result = {"version": state.version, "sites": shown}
+        result |= {"virtual_seconds": self._turns.latest}
+        return self.results[self.names[0]] | result
 
     def _run_site(self, name: str, index: int, config: Config) -> None:
         seconds = self.seconds[index] if index < len(self.seconds) else 1.0
@@ -127,7 +129,7 @@ class Simulation:
             dataclasses.replace(config, data=dataclasses.replace(config.data, train=file))
             for file in files
         ]
-        return [configs[0], *map(_without_evaluation, configs[1:])]
+        return [configs[0], *map(_quiet, configs[1:])]
 
     def _conversations(self, config: Config, files: list[str]) -> tuple[Config, list[str]]:
         """Divide the data where no files are given, and build the tokenizer that all sites have."""
@@ -153,10 +155,11 @@ class Simulation:
         return dataclasses.replace(config, tokenizer=tokenizer), files
 
 
-def _without_evaluation(config: Config) -> Config:
-    """The recipe of a site that leaves the evaluation of the shared weights to another one."""
+def _quiet(config: Config) -> Config:
+    """The recipe of a site that leaves evaluation, and lines on the way, to the first one."""
     return dataclasses.replace(
         config,
+        log_every=config.steps or config.log_every,
         data=dataclasses.replace(config.data, eval=""),
         eval_every=0,
         eval_records=0,

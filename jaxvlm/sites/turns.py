@@ -16,6 +16,8 @@ class Turns:
         self._times = dict.fromkeys(names, 0.0)
         self._order = {name: i for i, name in enumerate(names)}
         self._changed = threading.Condition()
+        self.latest = 0.0
+        """Virtual seconds that the furthest thread has come to."""
 
     def now(self) -> float:
         """Virtual seconds of the thread whose turn it is."""
@@ -25,6 +27,7 @@ class Turns:
         """Let a thread's time pass, and wait for its turn."""
         with self._changed:
             self._times[name] += seconds
+            self.latest = max(self.latest, self._times[name])
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._first() == name)
 
