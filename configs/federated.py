@@ -51,10 +51,9 @@ def get_config(arg: str = "") -> Config:
         return _contrastive()
     small = _small()
     if name == "hospitals":
-        data = dataclasses.replace(small.data, train="", eval="", max_length=48, batch_size=8)
-        federate = FederateConfig(sites=2, rounds=15)
-        config = dataclasses.replace(small, data=data, federate=federate, steps=300)
-        return dataclasses.replace(config, outer=OuterConfig(steps=20))
+        data = dataclasses.replace(small.data, train="", eval="", max_length=48)
+        federate, outer = FederateConfig(sites=2, rounds=40), OuterConfig(steps=25)
+        return dataclasses.replace(small, data=data, federate=federate, outer=outer, steps=1000)
     return small
 
 

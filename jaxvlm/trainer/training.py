@@ -107,11 +107,14 @@ class Training:
         """
         like = self.abstract.params
         placed = {path: jax.device_put(params[path], like[path].sharding) for path in like}
-        cache = state.cache
-        if updates and self.learns and isinstance(cache, CacheState):
-            older = jax.jit(advance, out_shardings=self.cache.shardings, donate_argnums=0)
-            cache = older(cache, jnp.int32(updates))
-        return state._replace(params=placed, cache=cache)
+        return state._replace(params=placed, cache=self.older(state.cache, updates))
+
+    def older(self, cache: Any, updates: int) -> Any:
+        """A cache's state after updates of the vision encoder that were made elsewhere."""
+        if not (updates and self.learns and isinstance(cache, CacheState)):
+            return cache
+        version = advance(cache, updates).version
+        return cache._replace(version=jax.device_put(version, self.cache.shardings.version))
 
     def flops_per_step(self, batch: Batch | Pairs, scale: float) -> model_flops.Flops:
         """Model FLOPs of a step that encodes all its images (see ``jaxvlm.models.model_flops``).

@@ -10,6 +10,7 @@ import pytest
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SAID = {
+    "federated.ipynb": ("version 6 of 6", "allowed: 60"),
     "quickstart.ipynb": ("exact_match", "->"),
     "cache.ipynb": (
         "hit rate of the last step: 1.0",
