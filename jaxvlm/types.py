@@ -473,18 +473,25 @@ class Guard(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Everything that a train step changes, and the frozen weights that it reads."""
+    """Everything that a train step changes, and the frozen weights that it reads.
+
+    With islands, these are what all islands share, and what each has of its own is ``islands``.
+    """
 
     step: Any
     """i32[]: steps taken, skipped updates included."""
     params: Params
-    """Trainable parameters."""
+    """Trainable parameters; with islands those of the last outer update, which each began with."""
     frozen: Params
     """Frozen parameters: no gradient, no optimizer state, no weight decay."""
     opt_state: Any
-    """optax state over ``params``."""
+    """optax state over ``params``; with islands the outer optimizer's."""
     cache: Any
     """State of the visual-token cache; ``()`` when it is off."""
     comm: Any
-    """Error feedback of quantized collectives; ``()`` when they are off."""
+    """Error feedback of quantized collectives; ``()`` when they are off. With islands, that of
+    outer updates."""
     guard: Guard
+    """Skipped updates; with islands skipped outer updates."""
+    islands: Any = ()
+    """``jaxvlm.train.islands.Islands``; ``()`` without islands."""

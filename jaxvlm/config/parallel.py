@@ -27,6 +27,11 @@ class MeshConfig:
     pipeline: int = 1
     """Sets the size of the pipeline axis: the number of pipeline stages that the decoder's layers
     are divided into (see config.strategy.schedule)."""
+    island: int = 1
+    """Sets the number of islands: parts of the mesh, each with all its other axes, that train
+    parameters of their own on their share of the batch, and exchange nothing but the outer updates
+    of config.outer (DiLoCo). For slow links; the default 1 means that gradients are averaged in
+    each step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
             "config.data.eval",
             lambda c: c.data.eval,
         ),
-        ("outer", "config.federate.sites", lambda c: c.federate.sites),
+        (
+            "outer",
+            "config.mesh.island above 1, or config.federate.sites",
+            lambda c: c.mesh.island > 1 or c.federate.sites,
+        ),
         ("early_stop", "evaluations on the way, config.eval_every", lambda c: c.eval_every),
         (
             "dual.lora.checkpoint",

@@ -112,7 +112,10 @@ def token_scores(
     if columns < V and (cut := VocabularyChunks.of(V, columns, tile, shards)).parts > 1:
         return chunked_scores(cut, out.hidden, out.head, labels, out.logit_cap)
     logits = out.logits(out.hidden)
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    # A sum and no gather: XLA's partitioner aborts on one of logits that are split by rows and by
+    # columns on an island (jaxlib 0.10.2). Adding zeros changes no bit.
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    picked = jnp.sum(jnp.where(index == labels[..., None], logits, 0), axis=-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - picked
     return nll, (_argmax(logits) == labels).astype(jnp.float32)
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxvlm.nn.param import Init, fan_in, normal, param
+from jaxvlm.parallel.islands import on_island
 from jaxvlm.parallel.rules import Axes, shard
 
 
@@ -44,7 +45,12 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """Embed tokens i32[B, T] as [B, T, D] of ``dtype``."""
-        x = lookup(self.table[...], tokens, dtype)
+        table = self.table[...]
+        if on_island():
+            # XLA's partitioner aborts on a gather from rows that are split over one
+            # axis and columns that are split over another (jaxlib 0.10.2).
+            table = shard(self.axes, table, "vocab", "embed")
+        x = lookup(table, tokens, dtype)
         if self.scale != 1.0:
             x = x * jnp.asarray(self.scale, dtype)
         return shard(self.axes, x, "batch", "stream", "embed")

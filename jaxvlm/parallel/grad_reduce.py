@@ -18,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxvlm.config import ConfigError
+from jaxvlm.parallel.mesh import mesh_here
 from jaxvlm.parallel.quantized_gather import BLOCK, LEAST
+from jaxvlm.parallel.sharding import mesh_axes, without_axes
 from jaxvlm.types import Params
 
 ORDER = ("fsdp", "data")
@@ -49,7 +51,7 @@ def on_local_examples(
     rows = _rows(mesh, axes)
     return jax.shard_map(
         part,
-        mesh=mesh,
+        mesh=mesh_here(mesh),
         in_specs=(P(), P(), rows, P()),
         out_specs=(P(), rows),
         axis_names=set(axes),
@@ -83,7 +85,7 @@ def on_local_shards(
 
     return jax.shard_map(
         part,
-        mesh=mesh,
+        mesh=mesh_here(mesh),
         in_specs=(dict(params), dict(frozen), _rows(mesh, axes), P()),
         out_specs=(P(), dict(params)),
         axis_names=set(axes),
@@ -130,7 +132,7 @@ class GradReduction:
 
     def where(self, path: str) -> NamedSharding:
         """Return the sharding of one path's leaf of :meth:`init`."""
-        rest = [_without(place, self.axes) for place in self.layout[path].spec]
+        rest = [without_axes(place, self.axes) for place in self.layout[path].spec]
         return NamedSharding(self.mesh, P(*_rows(self.mesh, self.axes), *rest))
 
     def __call__(self, parts: Params, error: Params) -> tuple[Params, Params]:
@@ -154,7 +156,7 @@ class GradReduction:
         rows = _rows(self.mesh, self.axes)
         return jax.shard_map(
             part,
-            mesh=self.mesh,
+            mesh=mesh_here(self.mesh),
             in_specs=(rows, rows),
             out_specs=(spec, rows),
             axis_names=set(self.axes),
@@ -295,16 +297,5 @@ def _rows(mesh: Mesh, axes: tuple[str, ...]) -> P:
     return P(tuple(sorted(axes, key=mesh.axis_names.index)))
 
 
-def mesh_axes(place: Any) -> tuple[str, ...]:
-    """Return the mesh axes of one dim of a ``PartitionSpec``."""
-    if place is None:
-        return ()
-    return (place,) if isinstance(place, str) else tuple(place)
-
-
 def _only(place: Any, axes: tuple[str, ...]) -> Any:
     return tuple(a for a in mesh_axes(place) if a in axes) or None
-
-
-def _without(place: Any, axes: tuple[str, ...]) -> Any:
-    return tuple(a for a in mesh_axes(place) if a not in axes) or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,13 @@ from jax.experimental import mesh_utils
 
 from jaxvlm.config import ConfigError, MeshConfig
 
-AXES = ("data", "pipeline", "fsdp", "expert", "context", "tensor")
+ISLAND = "island"
+"""The mesh axis whose parts train apart between two outer updates."""
+AXES = (ISLAND, "data", "pipeline", "fsdp", "expert", "context", "tensor")
 """Mesh axes, from the slowest links to the fastest."""
 
-BATCH_AXES = ("data", "fsdp", "expert")
-"""The mesh axes that the batch dimension is sharded over."""
+BATCH_AXES = (ISLAND, "data", "fsdp", "expert")
+"""The mesh axes that the batch dimension is sharded over; see :func:`batch_axes`."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -40,12 +42,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
     slices = num_hosts(devices)
     if devices[0].platform == "tpu" and slices > 1:
-        if shape[0] % slices:
-            raise ConfigError(
-                f"config.mesh.data={shape[0]} is not a multiple of the {slices} TPU slices: only "
-                "the data axis may cross the slow links between slices"
-            )
-        inside, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
+        across = _across_slices(sized, slices)
+        inside = tuple(size // parts for size, parts in zip(shape, across))
         grid = mesh_utils.create_hybrid_device_mesh(
             inside, across, devices, allow_split_physical_axes=True
         )
@@ -57,6 +55,22 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return jax.sharding.Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=auto)
 
 
+def _across_slices(sized: MeshConfig, slices: int) -> tuple[int, ...]:
+    """Return how often each axis crosses the slow links between slices: islands do, then data.
+
+    Raises:
+        ConfigError: another axis would have to.
+    """
+    islands = math.gcd(sized.island, slices)
+    if sized.data % (slices // islands):
+        also = f" and config.mesh.island={sized.island}" if sized.island > 1 else ""
+        raise ConfigError(
+            f"config.mesh.data={sized.data}{also} is not a multiple of the {slices} TPU slices: "
+            "only the island and data axes may cross the slow links between slices"
+        )
+    return (islands, slices // islands, *(1 for _ in AXES[2:]))
+
+
 def num_hosts(devices: Sequence[Any]) -> int:
     """Count groups of devices with fast links among them: slices on TPU, processes elsewhere."""
     if devices[0].platform == "tpu":
@@ -66,7 +80,12 @@ def num_hosts(devices: Sequence[Any]) -> int:
 
 def mesh_text(mesh: jax.sharding.Mesh) -> str:
     """Format the mesh's axes and sizes, e.g. ``data=2 x fsdp=4``."""
-    return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return " x ".join(_shown(mesh.shape))
+
+
+def _shown(sizes: Mapping[str, int]) -> list[str]:
+    """Format axes and sizes; islands are left out where there are none."""
+    return [f"{axis}={n}" for axis, n in sizes.items() if axis != ISLAND or n != 1]
 
 
 def batch_shards(mesh: jax.sharding.Mesh) -> int:
@@ -74,13 +93,22 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def shards_here(mesh: jax.sharding.Mesh) -> int:
-    """Return the number of batch shards that the compiler makes.
-
-    Inside of a ``shard_map``, its manual axes are left out.
-    """
+def batch_axes() -> tuple[str, ...]:
+    """Return the batch axes that the compiler splits over: a ``shard_map``'s manual axes are not
+    among them, so that what runs on an island knows of no other."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis not in manual)
+    return tuple(axis for axis in BATCH_AXES if axis not in manual)
+
+
+def shards_here(mesh: jax.sharding.Mesh) -> int:
+    """Return the number of batch shards that the compiler makes, over :func:`batch_axes`."""
+    return math.prod(mesh.shape[axis] for axis in batch_axes())
+
+
+def mesh_here(mesh: jax.sharding.Mesh) -> Any:
+    """Return the mesh as a nested ``shard_map`` takes it: with the manual axes of those around."""
+    around = jax.sharding.get_abstract_mesh()
+    return mesh if around.empty else around
 
 
 def _nearest(sizes: Sequence[int], num_devices: int) -> str:
@@ -110,7 +138,7 @@ def resolved(config: MeshConfig, num_devices: int) -> MeshConfig:
         ConfigError: the product of the sizes is not ``num_devices``.
     """
     sizes = [getattr(config, axis) for axis in AXES]
-    text = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes))
+    text = ", ".join(_shown(dict(zip(AXES, sizes))))
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
         raise ConfigError(
             f"config.mesh ({text}): sizes must be positive; one may be -1 (all remaining devices)"

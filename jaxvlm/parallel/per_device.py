@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxvlm.parallel.mesh import mesh_here
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.types import Logical
 
@@ -49,7 +50,5 @@ def per_device(
 
 def free_axes(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Return ``mesh`` and ``axis_names`` for a ``shard_map`` over all axes that are not manual."""
-    around = jax.sharding.get_abstract_mesh()
-    if around.empty:
-        return {"mesh": mesh, "axis_names": set(mesh.axis_names)}
-    return {"mesh": around, "axis_names": set(mesh.axis_names) - set(around.manual_axes)}
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return {"mesh": mesh_here(mesh), "axis_names": set(mesh.axis_names) - set(manual)}

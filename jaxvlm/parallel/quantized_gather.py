@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxvlm.parallel.sharding import pinned
 from jaxvlm.types import Params
 
 BLOCK = 256
@@ -39,7 +40,7 @@ def gather_in_bytes(
         before, after = stored[path], gathered[path]
         floats = jnp.issubdtype(x.dtype, jnp.floating)
         if x.ndim < 2 or not floats or before.is_equivalent_to(after, x.ndim):
-            return jax.lax.with_sharding_constraint(x, after)
+            return pinned(x, after)
         return _through_bytes(x, before, after)
 
     return lambda params: {path: one(path, x) for path, x in params.items()}
@@ -51,7 +52,7 @@ def _through_bytes(x: jax.Array, before: NamedSharding, after: NamedSharding) ->
     dim = max(range(x.ndim), key=lambda i: local[i])
     size = max(n for n in range(1, min(BLOCK, local[dim]) + 1) if local[dim] % n == 0)
     if size < LEAST:
-        return jax.lax.with_sharding_constraint(x, after)
+        return pinned(x, after)
     blocks = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
     cut = x.astype(jnp.float32).reshape(blocks)
     scale = jnp.max(jnp.abs(cut), axis=dim + 1, keepdims=True) / 127.0
@@ -68,4 +69,4 @@ def _pin_blocks(x: jax.Array, layout: NamedSharding, dim: int) -> jax.Array:
     """Constrain ``x``, whose dim ``dim`` was split into blocks, to the unsplit array's layout."""
     spec = [*layout.spec, *([None] * (x.ndim - 1 - len(layout.spec)))]
     spec = [*spec[: dim + 1], None, *spec[dim + 1 :]]
-    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, PartitionSpec(*spec)))
+    return pinned(x, NamedSharding(layout.mesh, PartitionSpec(*spec)))

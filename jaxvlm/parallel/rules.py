@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxvlm.config import ConfigError
-from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.parallel.mesh import BATCH_AXES, mesh_here
 from jaxvlm.types import Logical
 
 _LOG = logging.getLogger(__name__)
@@ -213,8 +213,7 @@ class Axes:
                 )
             split = tuple(a for a in axes if self._size(a) > 1)
             places.append(split if len(split) > 1 else next(iter(split), None))
-        around = jax.sharding.get_abstract_mesh()  # has the manual axes of an outer shard_map
-        return NamedSharding(self.mesh if around.empty else around, PartitionSpec(*places))
+        return NamedSharding(mesh_here(self.mesh), PartitionSpec(*places))
 
 
 def shard(axes: Axes, x: jax.Array, *logical: str) -> jax.Array:

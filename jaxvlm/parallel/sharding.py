@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -102,14 +102,30 @@ def constrain(shardings: Mapping[str, NamedSharding]) -> Callable[[Params], Para
     """
 
     def one(path: str, x: jax.Array) -> jax.Array:
-        wanted, around = shardings[path], jax.sharding.get_abstract_mesh()
-        if wanted.mesh.size == 1:
-            return x
-        if not around.empty:  # inside of a shard_map over axes that ``wanted`` does not name
-            wanted = NamedSharding(around, wanted.spec)
-        return jax.lax.with_sharding_constraint(x, wanted)
+        return x if shardings[path].mesh.size == 1 else pinned(x, shardings[path])
 
     return lambda tree: {path: one(path, x) for path, x in tree.items()}
+
+
+def pinned(x: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """Constrain ``x`` to a sharding; inside of a ``shard_map``, on the axes that are not manual."""
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty:
+        left = [without_axes(place, around.manual_axes) for place in wanted.spec]
+        wanted = NamedSharding(around, PartitionSpec(*left))
+    return jax.lax.with_sharding_constraint(x, wanted)
+
+
+def mesh_axes(place: Any) -> tuple[str, ...]:
+    """Return the mesh axes of one dim of a ``PartitionSpec``."""
+    if place is None:
+        return ()
+    return (place,) if isinstance(place, str) else tuple(place)
+
+
+def without_axes(place: Any, axes: Collection[str]) -> Any:
+    """Return one dim of a ``PartitionSpec`` without these mesh axes."""
+    return tuple(a for a in mesh_axes(place) if a not in axes) or None
 
 
 HOST = "pinned_host"

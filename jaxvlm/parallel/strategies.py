@@ -207,7 +207,7 @@ def _fsdp(mesh: MeshConfig, _devices: Sequence[Any]) -> MeshConfig:
 def _hybrid(mesh: MeshConfig, devices: Sequence[Any]) -> MeshConfig:
     """Put ``data`` over hosts or slices unless the mesh sets it, and ``fsdp`` inside each."""
     if mesh.data == -1 and mesh.fsdp == 1:
-        mesh = dataclasses.replace(mesh, data=num_hosts(devices))
+        mesh = dataclasses.replace(mesh, data=max(1, num_hosts(devices) // max(1, mesh.island)))
     return _fsdp(mesh, devices)
 
 

@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxvlm.nn.param import Weight, contract
-from jaxvlm.parallel.grad_reduce import GradReduction, mesh_axes, on_local_shards
+from jaxvlm.parallel.grad_reduce import GradReduction, on_local_shards
+from jaxvlm.parallel.sharding import mesh_axes
 from jaxvlm.spmd.model import Model
 from jaxvlm.train.grad_accum import GradAccumulation, PlainRunner
 from jaxvlm.types import Batch, Loss, Out, Params, Runner, Sums

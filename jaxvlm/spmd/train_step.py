@@ -9,21 +9,24 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from jaxvlm.config import ConfigError, MeshConfig, dropout_rates, grad_reduce_bits
+from jaxvlm.config import ConfigError, MeshConfig, OuterConfig, dropout_rates, grad_reduce_bits
 from jaxvlm.models.lora import is_adapter
 from jaxvlm.optim.optimizer import split_frozen
 from jaxvlm.parallel.grad_reduce import ORDER, GradReduction
+from jaxvlm.parallel.islands import each_island
 from jaxvlm.parallel.quantized_gather import gather_in_bytes
 from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_device, to_global
 from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
 from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
+from jaxvlm.spmd.islands import IslandProgram, outer_of, outer_program, state_of_islands
 from jaxvlm.spmd.layered_reduction import LayeredGradients, LayeredReduction
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
 from jaxvlm.spmd.submodels import without_vision_encoder
 from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.train.grad_accum import LocalGradients, is_by_microbatch
+from jaxvlm.train.islands import OuterUpdate, island_step
 from jaxvlm.train.step import NO_CACHE, Placement, init_state, make_step
 from jaxvlm.types import Cache, Loss, Params, Runner, TrainState, is_vision_path, trains_vision
 
@@ -42,6 +45,9 @@ class Assembled(NamedTuple):
     params: Callable[[TrainState], Params]
     """The state -> all parameters on the model's mesh."""
     cache: Cache = NO_CACHE
+    outer: Callable[[], Any] | None = None
+    """Compiles ``state -> (state, OuterReport)``, the outer update of islands; ``None``: there are
+    no islands."""
 
 
 def assemble(
@@ -53,6 +59,7 @@ def assemble(
     cache: Cache | None = None,
     mini_batches: MiniBatches | None = None,
     seed: int = 0,
+    outer: OuterUpdate | None = None,
 ) -> tuple[Any, TrainState, Callable[[Params], TrainState]]:
     """Build the step of any model, loss and optimizer under the model's strategy.
 
@@ -66,6 +73,7 @@ def assemble(
         mini_batches: sizes for queries and for documents, of an embedding model trained on
             ``Pairs``; ``None``: the model is trained on a ``Batch``.
         seed: seed of dropout.
+        outer: the outer update of the mesh's islands, each of which then takes steps by itself.
 
     Returns:
         The jitted step ``(state, batch) -> (state, metrics)``; its state as ShapeDtypeStructs with
@@ -96,13 +104,14 @@ def assemble(
         runner = LocalGradients(runner_of(run, microbatches), model.mesh, reduction.axes)
     else:
         runner = runner_of(run, microbatches)
+    one = make_step(runner, loss, tx, place, cache, seeded(seed) if drops else None)
+    # Metrics are scalars; tokens that a cache returns have the cache's shardings.
+    of_metrics = None if cache.outputs_tokens else replicated(model.mesh)
+    if outer:
+        abstract, init = state_of_islands(model, outer, abstract, init)
+        one, of_metrics = island_step(one, model.mesh), each_island(replicated(model.mesh))
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    step = jax.jit(
-        make_step(runner, loss, tx, place, cache, seeded(seed) if drops else None),
-        donate_argnums=0,
-        # Metrics are scalars; tokens that a cache returns have the cache's shardings.
-        out_shardings=(shardings, None if cache.outputs_tokens else replicated(model.mesh)),
-    )
+    step = jax.jit(one, donate_argnums=0, out_shardings=(shardings, of_metrics))
     return step, abstract, lambda params: init(*split(model, params, frozen))
 
 
@@ -115,18 +124,30 @@ def assemble_with_cache(
     cache: Cache | None = None,
     mini_batches: MiniBatches | None = None,
     seed: int = 0,
+    islands: OuterConfig | None = None,
 ) -> Assembled:
-    """Build the step on one mesh; see :func:`assemble`."""
+    """Build the step on one mesh; see :func:`assemble`.
+
+    Args:
+        islands: settings of outer updates, where the mesh has islands.
+    """
+    outer = outer_of(model, islands) if islands else None
     step, abstract, init = assemble(
-        model, loss, tx, microbatches, frozen, cache, mini_batches, seed
+        model, loss, tx, microbatches, frozen, cache, mini_batches, seed, outer
     )
+
+    def build(state: TrainState, batch: Any) -> Any:
+        program = step.lower(state, batch).compile()
+        return IslandProgram(program, model.mesh) if outer else program
+
     return Assembled(
-        lambda state, batch: step.lower(state, batch).compile(),
+        build,
         abstract,
         init,
         lambda local, rows: to_global(model.mesh, local, rows),
         lambda state: {**state.params, **state.frozen},
         cache or NO_CACHE,
+        (lambda: outer_program(outer, abstract)) if outer else None,
     )
 
 

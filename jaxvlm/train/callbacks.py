@@ -42,6 +42,8 @@ class Exchanged(NamedTuple):
     ended: str = ""
     """Why the run ends: ``done``, where the state is its last; or ``preempted``, where the exchange
     was left, and the next start takes the steps since the last checkpoint again. "": it goes on."""
+    saves: bool = True
+    """Whether a checkpoint follows."""
 
 
 class Callback:
@@ -74,8 +76,7 @@ class Callback:
         return False
 
     def exchange(self, step: int, state: TrainState) -> Exchanged:
-        """Called after a step that :meth:`exchanges`, once its metrics are read. A checkpoint
-        follows."""
+        """Called after a step that :meth:`exchanges`, once its metrics are read."""
         return Exchanged(state)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
@@ -135,10 +136,11 @@ class CallbackList(Callback):
 
     def exchange(self, step: int, state: TrainState) -> Exchanged:
         """What those that exchange made of the state, one after another."""
-        result = Exchanged(state)
+        result = Exchanged(state, saves=False)
         for callback in self.callbacks:
             if callback.exchanges(step) and result.ended != "preempted":
-                result = callback.exchange(step, result.state)
+                saves, result = result.saves, callback.exchange(step, result.state)
+                result = result._replace(saves=saves or result.saves)
         return result
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:

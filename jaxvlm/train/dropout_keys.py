@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxvlm.parallel.islands import first_row
 from jaxvlm.types import KEY_IMPL, Batch, Pairs
 
 DropoutKeys = Callable[[Any, Any], Any]
@@ -30,7 +31,8 @@ def seeded(seed: int) -> DropoutKeys:
         key = jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), _STREAM)
         key = jax.random.fold_in(key, step)
         if isinstance(batch, Batch):
-            return batch._replace(dropout_keys=_data(_each(key, len(batch.tokens))))
+            rows = len(batch.tokens)
+            return batch._replace(dropout_keys=_data(_each(key, rows, first_row(rows))))
         b, K = batch.valid.shape
         items = jax.vmap(lambda example: _each(example, 1 + K))(_each(key, b))
         query = batch.query._replace(dropout_keys=_data(items[:, 0]))
@@ -41,8 +43,8 @@ def seeded(seed: int) -> DropoutKeys:
     return with_keys
 
 
-def _each(key: Any, count: int) -> Any:
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
+def _each(key: Any, count: int, first: Any = 0) -> Any:
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(first + jnp.arange(count))
 
 
 def _data(keys: Any) -> jax.Array:

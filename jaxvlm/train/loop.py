@@ -107,11 +107,11 @@ def train(
             with clock.computing():
                 window.read(pending)
                 pending = (step, metrics)
-                if exchanges := callbacks.exchanges(step):
+                if callbacks.exchanges(step):
                     window.read(pending)
                     pending = None
             with clock.paused():
-                state, ended = callbacks.exchange(step, state)
+                state, ended, follows = callbacks.exchange(step, state)
             if ended == "preempted":
                 return state, ended
             with clock.computing():
@@ -119,7 +119,7 @@ def train(
                 logs = last or _due(step, schedule.log_every)
                 stop = callbacks.should_stop(step)
                 evaluates = not stop and (last or _due(step, schedule.eval_every))
-                saves = stop or evaluates or exchanges or _due(step, schedule.save_every)
+                saves = stop or evaluates or follows or _due(step, schedule.save_every)
                 if logs or saves:
                     window.read(pending)
                     pending = None

@@ -23,6 +23,7 @@ from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 from jaxvlm.train.callbacks import Callback
+from jaxvlm.trainer import island_checks
 
 AUTO = "auto"
 
@@ -69,6 +70,8 @@ def _check_config(config: Config) -> None:
     check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
     refuse_unread(config, "config")
     refuse_unread(config.outer, "config.outer")
+    if config.mesh.island != 1:
+        island_checks.check(config)
     refuse_unread(config.federate, "config.federate")
     refuse_unread_by(config.data, formats_of(config.data, config.data.train, config.data.eval))
     root = config.data.image_root

@@ -26,8 +26,9 @@ from jaxvlm.data.page_allocation import NoPages, PageAllocation
 from jaxvlm.losses.registry import make_loss, trains_embeddings
 from jaxvlm.models import model_flops
 from jaxvlm.optim.optimizer import make_optimizer, make_schedule
-from jaxvlm.parallel.mesh import batch_shards, nearest_divisor
+from jaxvlm.parallel.mesh import ISLAND, batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
+from jaxvlm.parallel.sharding import replicated
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight
 from jaxvlm.spmd.gradcache import grad_cache_mini_batches
 from jaxvlm.spmd.model import Model
@@ -59,6 +60,8 @@ class Training:
     params: Callable[[TrainState], Params]
     """All parameters on the model's mesh."""
     cache: Cache = NO_CACHE
+    outer: Callable[[], Any] | None = None
+    """Compiles the outer update of islands; see :class:`jaxvlm.spmd.train_step.Assembled`."""
 
     @property
     def learns(self) -> bool:
@@ -115,6 +118,13 @@ class Training:
             return cache
         version = advance(cache, updates).version
         return cache._replace(version=jax.device_put(version, self.cache.shardings.version))
+
+    def skipped(self, state: TrainState) -> int:
+        """Updates that were skipped in all, those of each island added up."""
+        if not self.outer:
+            return int(jax.device_get(state.guard.skipped))
+        total = jax.jit(jnp.sum, out_shardings=replicated(self.model.mesh))
+        return int(jax.device_get(total(state.islands.guard.skipped)))
 
     def flops_per_step(self, batch: Batch | Pairs, scale: float) -> model_flops.Flops:
         """Model FLOPs of a step that encodes all its images (see ``jaxvlm.models.model_flops``).
@@ -219,7 +229,8 @@ def build_training(
         mini_batches = None
         if trains_embeddings(config):
             mini_batches = grad_cache_mini_batches(config.grad_cache)
-        assembled = assemble_with_cache(model, *options, cache, mini_batches, config.seed)
+        islands = config.outer if model.mesh.shape[ISLAND] > 1 else None
+        assembled = assemble_with_cache(model, *options, cache, mini_batches, config.seed, islands)
     if pages:
         log(settings.cache_line(cache_config, pages, assembled.abstract))
     return Training(
@@ -232,6 +243,7 @@ def build_training(
         place=lambda local: assembled.place(local, config.data.batch_size),
         params=assembled.params,
         cache=assembled.cache,
+        outer=assembled.outer,
     )
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxvlm.parallel.mesh import mesh_here
 from jaxvlm.parallel.pipeline import buffers
 from jaxvlm.parallel.pipeline.buffers import Flow
 from jaxvlm.parallel.pipeline.schedule import Schedule, one_way, rounds, virtual_stage_moves
@@ -212,10 +213,9 @@ class PipelineForward:
                 jax.tree.map(lambda a: a[None], x) if own else x for x, own in zip(results, out)
             )
 
-        around = jax.sharding.get_abstract_mesh()
         return jax.shard_map(
             part,
-            mesh=self.mesh if around.empty else around,
+            mesh=mesh_here(self.mesh),
             in_specs=(P(AXIS), P()),
             out_specs=tuple(P(AXIS) if own else P() for own in out),
             axis_names={AXIS},

@@ -155,6 +155,7 @@ def unsupported(config: Config) -> str:
         f"(config.encoder.devices={config.encoder.devices})": config.encoder.devices != 0,
         "encoding images in batches of their own "
         f"(config.cache.encode_batch={config.cache.encode_batch})": config.cache.encode_batch > 0,
+        f"islands (config.mesh.island={config.mesh.island})": config.mesh.island != 1,
     }
     return next((name for name, is_set in settings.items() if is_set), "")
 

@@ -37,6 +37,7 @@ def restore_or_init(
         The state, how many steps it has taken, and what was saved with it.
     """
     training = run.training
+    check_islands(pathlib.Path(checkpointer.folder.parent), run.config)
     restored = checkpointer.restore(training.checkpointed(training.abstract))
     if restored is not None:
         check_resumed_model(pathlib.Path(checkpointer.folder.parent), run.config)
@@ -129,6 +130,26 @@ def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
             "use the settings of that run"
         )
     return dataclasses.replace(old, lora=source.network.lora)
+
+
+def check_islands(workdir: pathlib.Path, config: Config) -> None:
+    """Refuses to go on with another number of islands, each of which has a state of its own.
+
+    Raises:
+        ConfigError: names both numbers.
+    """
+    if not run_record.has_checkpoint(workdir):
+        return
+    try:
+        before = run_record.read_config(workdir).mesh.island
+    except ConfigError:  # the checkpoint's arrays decide
+        return
+    if before != config.mesh.island:
+        raise ConfigError(
+            f"{workdir}: config.mesh.island={config.mesh.island}, but its checkpoint is of a run "
+            f"with {before}, and each island has a state of its own; set it to {before}, or start "
+            "a new workdir with --config.init_from=OLD_WORKDIR from the shared weights"
+        )
 
 
 def check_resumed_model(workdir: pathlib.Path, config: Config) -> None:

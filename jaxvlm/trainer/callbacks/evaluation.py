@@ -274,7 +274,7 @@ def finish(
     return {
         "step": int(jax.device_get(state.step)),
         "ended": ended,
-        "skipped_updates": int(jax.device_get(state.guard.skipped)),
+        "skipped_updates": run.training.skipped(state),
         "skipped_records": len(run.dataset.problems) + len(run.dataset.skipped),
         **(report.metrics if report else {}),
         **{f"blind/{name}": value for name, value in (report.blind if report else {}).items()},

@@ -1,0 +1,78 @@
+"""Outer updates of islands: when they are due, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvlm.train.callbacks import Callback, Exchanged
+from jaxvlm.train.islands import NOT_FINITE, USED, OuterReport
+from jaxvlm.trainer.run import Run
+from jaxvlm.types import TrainState
+
+_WHY = {
+    NOT_FINITE: "its parameters or moments are not finite",
+    "": "all its updates since the last one were skipped",
+}
+
+
+def island_callback(run: Run, log: Callable[[str], None]) -> IslandCallback | None:
+    """What makes the outer updates of a run's islands; ``None`` where it has none."""
+    return IslandCallback(run, log) if run.training.outer else None
+
+
+class IslandCallback(Callback):
+    """Updates the shared parameters every ``config.outer.steps`` steps and after the last step.
+
+    Args:
+        run: built, with islands.
+        log: prints a line.
+    """
+
+    def __init__(self, run: Run, log: Callable[[str], None]):
+        assert run.training.outer is not None
+        self.every, self.last, self.log = run.config.outer.steps, run.steps, log
+        self._update = run.training.outer()
+        self._pending: tuple[int, OuterReport] | None = None
+        self._left_out = 0
+
+    def exchanges(self, step: int) -> bool:
+        """Whether an outer update is due."""
+        return step % self.every == 0 or step == self.last
+
+    def exchange(self, step: int, state: TrainState) -> Exchanged:
+        """Make an outer update."""
+        self._read()
+        state, report = self._update(state)
+        self._pending = step, report
+        return Exchanged(state, saves=False)
+
+    def on_log(self, step: int, metrics: dict[str, float]) -> None:
+        """Add ``islands_left_out``: how often, since the last line, one was left out."""
+        self._read()
+        metrics["islands_left_out"] = float(self._left_out)
+        self._left_out = 0
+
+    def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
+        """Add the number of outer updates without any island, and say of the last one."""
+        self._read()
+        result["skipped_outer_updates"] = int(jax.device_get(state.guard.skipped))
+
+    def _read(self) -> None:
+        """Say which islands the outer update before left out; waits until it is done."""
+        if self._pending is None:
+            return
+        (step, report), self._pending = self._pending, None
+        why = np.asarray(jax.device_get(report.why))
+        for island in np.flatnonzero(why != USED):
+            reason = _WHY.get(int(why[island]), _WHY[""])
+            self.log(f"step {step}: island {island} is left out of the outer update: {reason}")
+        self._left_out += int(np.sum(why != USED))
+        if not jax.device_get(report.applied):
+            self.log(
+                f"step {step}: no island could be used, so the outer update is skipped; the "
+                "shared parameters are those of the one before"
+            )
