@@ -57,7 +57,7 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.site, self._call = site, call
-        self._is_stopped, self.sleep = is_stopped, sleep
+        self.is_stopped, self.sleep = is_stopped, sleep
         self._session = ""
 
     def join(self, facts: Facts, weights: Callable[[], Mapping[str, np.ndarray]]) -> Welcome:
@@ -93,7 +93,7 @@ class Client:
                 version, is_last = answer.head["version"], answer.kind == "done"
                 params = answer.arrays if version != have else None
                 return Offer(version, params, answer.head["digests"], is_last)
-            if self._is_stopped():
+            if self.is_stopped():
                 return None
             self.sleep(answer.head["poll_s"])
 

@@ -11,6 +11,7 @@ from typing import Any
 from jaxvlm.config import Config, ConfigError, from_config_dict
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.run_data import read_records
+from jaxvlm.data.errors import DataError
 from jaxvlm.federate import handshake, messages
 from jaxvlm.federate.service import Service
 from jaxvlm.hf.run_processor import make_tokenizer
@@ -19,6 +20,7 @@ from jaxvlm.sites import partition
 from jaxvlm.sites.callback import FederationCallback
 from jaxvlm.sites.site import make_site
 from jaxvlm.sites.turns import Turns
+from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.trainer.trainer import Trainer
 
 
@@ -108,8 +110,11 @@ class Simulation:
             for callback in site.callbacks:
                 if isinstance(callback, FederationCallback):
                     callback.client.sleep = lambda _: self._turns.wait_for_others(name)
+                    callback.client.is_stopped = lambda: bool(self._errors)
             self.sites[name] = site
             self.results[name] = site.fit()
+        except (ConfigError, DataError, TrainingStopped) as error:
+            self._errors.append(type(error)(f"{name}: {error}"))
         except BaseException as error:  # raised where the simulation is waited for
             self._errors.append(error)
         finally:
