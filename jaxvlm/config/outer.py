@@ -27,6 +27,15 @@ class OuterConfig:
     """Sets the decay rate of the second moment of the outer optimizers 'adam' and 'yogi'."""
     eps: float = 1e-3
     """Sets the epsilon in the denominator of the outer optimizers 'adam', 'yogi' and 'adagrad'."""
+    fragments: int = 1
+    """Divides the trained parameters of islands into this many fragments of about equal size, each
+    with outer updates of its own every ``steps`` steps, in turn (streaming DiLoCo)."""
+    overlap_steps: int = 0
+    """Sets how many train steps after an outer update of islands its result is mixed into their
+    parameters; the default 0 sets them to it at once."""
+    mixing: float = 0.5
+    """Sets the share that an island keeps of its own parameters where ``overlap_steps`` mixes the
+    shared ones into them; 0 to below 1."""
     delta_dtype: str = "float32"
     """Chooses the dtype in which changes of parameters are sent; 'int8' and 'int4' send a float32
     scale with each block of values. Allowed values: 'float32', 'bfloat16', 'int8', 'int4'."""

@@ -152,6 +152,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
             "config.mesh.island above 1, or config.federate.sites",
             lambda c: c.mesh.island > 1 or c.federate.sites,
         ),
+        (
+            "outer.fragments outer.overlap_steps outer.mixing",
+            "islands, config.mesh.island above 1",
+            lambda c: c.mesh.island > 1,
+        ),
         ("early_stop", "evaluations on the way, config.eval_every", lambda c: c.eval_every),
         (
             "dual.lora.checkpoint",
@@ -252,6 +257,7 @@ RULES: dict[type, tuple[Rule, ...]] = {
             "optimizer='adam', 'yogi' or 'adagrad'",
             lambda c: c.optimizer in ("adam", "yogi", "adagrad"),
         ),
+        ("mixing", "overlap_steps", lambda c: c.overlap_steps),
         ("error_feedback", "a delta_dtype below float32", lambda c: c.delta_dtype != "float32"),
     ),
     FederateConfig: (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxvlm.config import GRAD_REDUCE_BITS, OuterConfig, check_choice
 from jaxvlm.parallel.grad_reduce import GradReduction
@@ -16,6 +18,7 @@ from jaxvlm.spmd.model import Model
 from jaxvlm.train.compiled_steps import memory
 from jaxvlm.train.islands import (
     Islands,
+    OuterReport,
     OuterUpdate,
     init_islands,
     make_outer_update,
@@ -26,12 +29,13 @@ from jaxvlm.types import Params, TrainState
 Init = Callable[[Params, Params], TrainState]
 
 
-def outer_of(model: Model, config: OuterConfig) -> OuterUpdate:
+def outer_of(model: Model, config: OuterConfig, trained: Collection[str]) -> OuterUpdate:
     """Return the outer update of a model's islands.
 
     Args:
         model: on a mesh with islands.
         config: of outer updates.
+        trained: paths of the trained parameters.
 
     Raises:
         ConfigError: a setting that can't be used.
@@ -40,7 +44,7 @@ def outer_of(model: Model, config: OuterConfig) -> OuterUpdate:
     bits = GRAD_REDUCE_BITS[config.delta_dtype]
     feedback = config.error_feedback and bits < 32
     reduction = GradReduction(model.mesh, (ISLAND,), model.shardings, bits, feedback)
-    return make_outer_update(config, reduction)
+    return make_outer_update(config, reduction, {p: model.shapes[p] for p in trained})
 
 
 def state_of_islands(
@@ -98,14 +102,42 @@ class IslandProgram:
         return memory(self.step)
 
 
-def outer_program(outer: OuterUpdate, abstract: TrainState) -> Any:
-    """Compile ``state -> (state, OuterReport)``, which consumes its state.
+class OuterPrograms:
+    """The compiled outer update of each fragment; all consume their state.
 
     Args:
         outer: the outer update.
         abstract: from :func:`state_of_islands`.
     """
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    everywhere = replicated(abstract.step.sharding.mesh)
-    run = jax.jit(outer.update, donate_argnums=0, out_shardings=(shardings, everywhere))
-    return run.lower(abstract).compile()
+
+    def __init__(self, outer: OuterUpdate, abstract: TrainState):
+        self.abstract, self.late = abstract, outer.config.overlap_steps > 0
+        shardings = jax.tree.map(lambda x: x.sharding, abstract)
+        everywhere = replicated(abstract.step.sharding.mesh)
+        numbers = range(len(outer.fragments))
+        first = outer.send if self.late else outer.update
+        self._update = [
+            self._compiled(functools.partial(first, fragment=i), (shardings, everywhere))
+            for i in numbers
+        ]
+        self._receive = [
+            self._compiled(functools.partial(outer.receive, fragment=i), shardings, jnp.float32(0))
+            for i in (numbers if self.late else ())
+        ]
+
+    def _compiled(self, fn: Callable[..., Any], out: Any, *args: Any) -> Any:
+        run = jax.jit(lambda state, *args: fn(state, **dict(zip(("mixing",), args))),
+                      donate_argnums=0, out_shardings=out)  # fmt: skip
+        return run.lower(self.abstract, *args).compile()
+
+    def update(self, state: TrainState, fragment: int) -> tuple[TrainState, OuterReport]:
+        """Update a fragment's shared parameters, and without an overlap the islands' too."""
+        return self._update[fragment](state)
+
+    def receive(self, state: TrainState, fragment: int, mixing: float) -> TrainState:
+        """Mix a fragment's shared parameters into the islands', where there is an overlap."""
+        return self._receive[fragment](state, jnp.float32(mixing))
+
+    def as_text(self, fragment: int = 0) -> str:
+        """The compiled program of a fragment's update."""
+        return self._update[fragment].as_text()

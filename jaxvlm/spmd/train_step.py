@@ -19,7 +19,7 @@ from jaxvlm.parallel.sharding import HOST, constrain, follow, replicated, to_dev
 from jaxvlm.parallel.strategies import reduced_axes
 from jaxvlm.spmd.dropout import check_cached, without_frozen_dropout
 from jaxvlm.spmd.gradcache import MiniBatches, pair_runner
-from jaxvlm.spmd.islands import IslandProgram, outer_of, outer_program, state_of_islands
+from jaxvlm.spmd.islands import IslandProgram, OuterPrograms, outer_of, state_of_islands
 from jaxvlm.spmd.layered_reduction import LayeredGradients, LayeredReduction
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.runners import runner_of
@@ -45,9 +45,8 @@ class Assembled(NamedTuple):
     params: Callable[[TrainState], Params]
     """The state -> all parameters on the model's mesh."""
     cache: Cache = NO_CACHE
-    outer: Callable[[], Any] | None = None
-    """Compiles ``state -> (state, OuterReport)``, the outer update of islands; ``None``: there are
-    no islands."""
+    outer: Callable[[], OuterPrograms] | None = None
+    """Compiles the outer updates of islands; ``None``: there are no islands."""
 
 
 def assemble(
@@ -131,7 +130,9 @@ def assemble_with_cache(
     Args:
         islands: settings of outer updates, where the mesh has islands.
     """
-    outer = outer_of(model, islands) if islands else None
+    outer = None
+    if islands:
+        outer = outer_of(model, islands, split(model, model.shapes, frozen)[0])
     step, abstract, init = assemble(
         model, loss, tx, microbatches, frozen, cache, mini_batches, seed, outer
     )
@@ -147,7 +148,7 @@ def assemble_with_cache(
         lambda local, rows: to_global(model.mesh, local, rows),
         lambda state: {**state.params, **state.frozen},
         cache or NO_CACHE,
-        (lambda: outer_program(outer, abstract)) if outer else None,
+        (lambda: OuterPrograms(outer, abstract)) if outer else None,
     )
 
 

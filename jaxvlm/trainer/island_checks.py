@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxvlm.config import Config, ConfigError, EncoderConfig, uses_cache
+from jaxvlm.config import Config, ConfigError, EncoderConfig, OuterConfig, uses_cache
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.optim.outer import make_outer_optimizer
 
@@ -18,8 +18,7 @@ def check(config: Config) -> None:
     if islands < 1:
         raise ConfigError(f"{where}: set the number of islands, 1 or more")
     make_outer_optimizer(config.outer)
-    if config.outer.steps < 1:
-        raise ConfigError(f"config.outer.steps={config.outer.steps}: must be at least 1")
+    _check_streaming(config.outer)
     refused = {
         "config.federate.sites": (
             config.federate.sites,
@@ -50,3 +49,26 @@ def check(config: Config) -> None:
     for what, (bad, why) in refused.items():
         if bad:
             raise ConfigError(f"{where} cannot be combined with {what}: {why}")
+
+
+def _check_streaming(outer: OuterConfig) -> None:
+    """Refuse rounds without a step, and fragments or an overlap that do not fit into a round."""
+    if outer.steps < 1:
+        raise ConfigError(f"config.outer.steps={outer.steps}: must be at least 1")
+    if not 1 <= outer.fragments <= outer.steps:
+        raise ConfigError(
+            f"config.outer.fragments={outer.fragments}: set 1 to config.outer.steps={outer.steps}, "
+            "so that each has an outer update in its turn"
+        )
+    if not 0 <= outer.overlap_steps < outer.steps:
+        raise ConfigError(
+            f"config.outer.overlap_steps={outer.overlap_steps}: set 0 to below config.outer.steps="
+            f"{outer.steps}, so that a result is mixed in before the next is sent"
+        )
+    if not 0 <= outer.mixing < 1:
+        raise ConfigError(f"config.outer.mixing={outer.mixing:g}: set 0 to below 1")
+    if outer.moments == "reset" and outer.fragments > 1:
+        raise ConfigError(
+            f"config.outer.moments='reset' with config.outer.fragments={outer.fragments}: Adam "
+            "counts the steps of all moments together; leave it at 'keep'"
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from builders import ROWS, TINY, random_batch
+from hypothesis import given
+from hypothesis import strategies as st
 from numerics import close, close_in_norm
 
 from jaxvlm.config import MeshConfig, OuterConfig, StrategyConfig
@@ -18,10 +22,10 @@ from jaxvlm.parallel.mesh import ISLAND, make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.compiled import collectives
-from jaxvlm.spmd.islands import IslandProgram, outer_of, outer_program
+from jaxvlm.spmd.islands import IslandProgram, OuterPrograms, outer_of
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train.islands import NOT_FINITE, NOT_TRAINED, USED
+from jaxvlm.train.islands import NOT_FINITE, NOT_TRAINED, USED, OuterSchedule
 
 MESHES = {
     "data": ("ddp", MeshConfig(4, island=2)),
@@ -54,7 +58,7 @@ class Made:
         self.mesh, self.tx, self.outer = make_mesh(mesh), tx, outer
         self.islands = mesh.island
         self.model = build_model(TINY, self.mesh, split)
-        self.outer_update = outer_of(self.model, outer)
+        self.outer_update = outer_of(self.model, outer, self.model.shapes)
         self.jitted, self.abstract, self.init = assemble(
             self.model, loss, tx, outer=self.outer_update
         )
@@ -65,8 +69,11 @@ class Made:
         return IslandProgram(self.jitted.lower(self.abstract, batch).compile(), self.mesh)
 
     @functools.cached_property
-    def update(self):
-        return outer_program(self.outer_update, self.abstract)
+    def programs(self):
+        return OuterPrograms(self.outer_update, self.abstract)
+
+    def update(self, state):
+        return self.programs.update(state, 0)
 
     def first(self):
         params = on_one_device()[1]
@@ -78,14 +85,22 @@ class Made:
     def rounds(self, count):
         """State and reports after so many rounds, and each step's loss."""
         state, losses, reports = self.first(), [], []
-        for round_ in range(count):
-            for i in range(self.outer.steps):
-                batch = self.place(random_batch(round_ * self.outer.steps + i))
-                state, metrics = self.step(state, batch)
-                losses.append(float(metrics["loss"]))
-            state, report = self.update(state)
-            reports.append(jax.device_get(report))
+        due = schedule(self.outer, count)
+        for step in range(1, due.last + 1):
+            state, metrics = self.step(state, self.place(random_batch(step - 1)))
+            losses.append(float(metrics["loss"]))
+            for fragment in due.receives(step):
+                state = self.programs.receive(state, fragment, self.outer.mixing)
+            for fragment in due.sends(step):
+                state, report = self.programs.update(state, fragment)
+                reports.append(jax.device_get(report))
+                if self.outer.overlap_steps and step == due.last:
+                    state = self.programs.receive(state, fragment, 0.0)
         return state, losses, reports
+
+
+def schedule(outer, rounds):
+    return OuterSchedule(outer.steps, outer.fragments, outer.overlap_steps, rounds * outer.steps)
 
 
 @functools.cache
@@ -97,43 +112,54 @@ def nesterov(config):
     """DiLoCo's outer optimizer, as its paper writes it, in float64."""
     velocity = {}
 
-    def update(shared, mean_change):
-        for path, change in mean_change.items():
-            grad = -change
-            velocity[path] = grad + config.momentum * velocity.get(path, 0.0)
-            step = grad + config.momentum * velocity[path]
-            shared[path] = shared[path] - config.learning_rate * step
-        return shared
+    def updated(path, shared, change):
+        velocity[path] = config.momentum * velocity.get(path, 0.0) - change
+        return shared - config.learning_rate * (config.momentum * velocity[path] - change)
 
-    return update
+    return updated
 
 
-@functools.cache
-def oracle(islands, rounds, outer, make_tx=adam):
+def oracle(islands, rounds, outer, fragments):
     """Shared parameters and losses of islands that are stepped one after the other."""
     model, params = on_one_device()
-    step, _, init = assemble(model, NextToken(), make_tx())
+    step, _, init = assemble(model, NextToken(), adam())
     states = [init(jax.tree.map(jnp.array, params)) for _ in range(islands)]
     shared = {p: np.asarray(x, np.float64) for p, x in params.items()}
-    update, size, losses = nesterov(outer), ROWS // islands, []
-    for round_ in range(rounds):
-        for i in range(outer.steps):
-            batch = random_batch(round_ * outer.steps + i)
-            each = []
-            for at, state in enumerate(states):
-                rows = jax.tree.map(lambda x: x[at * size : (at + 1) * size], batch)  # noqa: B023
-                states[at], metrics = step(state, to_global(model.mesh, rows, size))
-                each.append(float(metrics["loss"]))
-            losses.append(np.mean(each))
-        own = [jax.device_get(state.params) for state in states]
-        mean = {
-            p: np.mean([np.asarray(x[p], np.float64) - shared[p] for x in own], axis=0)
-            for p in shared
-        }
-        shared = update(shared, mean)
-        again = {p: x.astype(np.float32) for p, x in shared.items()}
-        states = [state._replace(params=jax.tree.map(jnp.array, again)) for state in states]
+    updated, due, size, losses = nesterov(outer), schedule(outer, rounds), ROWS // islands, []
+    for number in range(1, due.last + 1):
+        batch, each = random_batch(number - 1), []
+        for at, state in enumerate(states):
+            rows = jax.tree.map(lambda x: x[at * size : (at + 1) * size], batch)  # noqa: B023
+            states[at], metrics = step(state, to_global(model.mesh, rows, size))
+            each.append(float(metrics["loss"]))
+        losses.append(np.mean(each))
+        own = [
+            {p: np.asarray(x, np.float64) for p, x in jax.device_get(state.params).items()}
+            for state in states
+        ]
+        for path in (p for i in due.receives(number) for p in fragments[i]):
+            for x in own:
+                x[path] = outer.mixing * x[path] + (1 - outer.mixing) * shared[path]
+        for path in (p for i in due.sends(number) for p in fragments[i]):
+            change = np.mean([x[path] - shared[path] for x in own], axis=0)
+            shared[path] = updated(path, shared[path], change)
+            for x in () if outer.overlap_steps else own:
+                x[path] = shared[path]
+        for at, x in enumerate(own):
+            params = {p: jnp.asarray(y, jnp.float32) for p, y in x.items()}
+            states[at] = states[at]._replace(params=params)
     return shared, losses
+
+
+def check_against_numpy(built, rounds):
+    state, losses, reports = built.rounds(rounds)
+    expected, theirs = oracle(built.islands, rounds, built.outer, built.outer_update.fragments)
+    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
+    for path, x in jax.device_get(state.params).items():
+        close_in_norm(x, expected[path], 1e-5, path, least=0.1)
+        np.testing.assert_array_equal(state.islands.params[path], [x] * built.islands, path)
+    assert all(report.applied and (report.why == USED).all() for report in reports)
+    return len(reports)
 
 
 LAID_OUT = [pytest.param(name, marks=[] if name == "data" else pytest.mark.long) for name in MESHES]
@@ -141,14 +167,44 @@ LAID_OUT = [pytest.param(name, marks=[] if name == "data" else pytest.mark.long)
 
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_islands_are_diloco(name):
-    built = made(name)
-    state, losses, reports = built.rounds(3)
-    expected, their_losses = oracle(built.mesh.shape[ISLAND], 3, DILOCO)
-    np.testing.assert_allclose(losses, their_losses, rtol=1e-5)
-    for path, x in jax.device_get(state.params).items():
-        close_in_norm(x, expected[path], 1e-5, path, least=0.1)
-    for report in reports:
-        assert report.applied and (report.why == USED).all()
+    assert check_against_numpy(made(name), 3) == 3
+
+
+STREAMING = {
+    "in turn": dataclasses.replace(DILOCO, fragments=3),
+    "in turn, some steps later": dataclasses.replace(
+        DILOCO, steps=4, fragments=2, overlap_steps=2, mixing=0.25
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STREAMING)
+def test_fragments_are_streaming_diloco(name):
+    outer = STREAMING[name]
+    built = Made(*MESHES["data"], outer, adam())
+    # The last step ends the run, and sends all fragments.
+    assert check_against_numpy(built, 2) == outer.fragments * 2 + (outer.fragments - 1)
+    sent = [wire_bytes(built.programs, built.mesh, i) for i in range(outer.fragments)]
+    whole = wire_bytes(made("data").programs, built.mesh)
+    # Whether an island is finite is sent with each.
+    assert whole <= sum(sent) < whole + 64 * outer.fragments
+    assert max(sent) < 1.25 * whole / outer.fragments
+
+
+@given(st.integers(1, 9), st.data())
+def test_each_fragment_is_sent_in_turn_and_mixed_in_once(steps, data):
+    fragments = data.draw(st.integers(1, steps))
+    late, last = data.draw(st.integers(0, steps - 1)), data.draw(st.integers(1, 40))
+    due = OuterSchedule(steps, fragments, late, last)
+    for i in range(fragments):
+        sent = [step for step in range(1, last + 1) if i in due.sends(step)]
+        received = [step for step in range(1, last + 1) if i in due.receives(step)]
+        assert sent[-1] == last and all(b - a == steps for a, b in pairwise(sent[:-1]))
+        assert sent[0] <= steps
+        assert received == ([min(step + late, last) for step in sent[:-1]] if late else [])
+    each = [len(due.sends(step)) for step in range(1, last)]
+    assert max(each, default=0) <= 1
 
 
 @pytest.mark.parametrize("name", LAID_OUT)
@@ -159,20 +215,20 @@ def test_a_step_sends_nothing_from_island_to_island(name):
     assert inside and all(c.axes and ISLAND not in c.axes for c in inside)
 
 
-def wire_bytes(program, mesh, axis=ISLAND):
-    return collectives.total(collectives.read(program.as_text(), dict(mesh.shape)), axis)
+def wire_bytes(program, mesh, *which):
+    return collectives.total(collectives.read(program.as_text(*which), dict(mesh.shape)), ISLAND)
 
 
 def test_an_outer_update_sends_what_a_step_of_data_parallelism_sends():
     """So that over H steps islands send H times fewer bytes; and a quarter in 8 bits."""
     built = made("data")
-    whole = wire_bytes(built.update, built.mesh)
+    whole = wire_bytes(built.programs, built.mesh)
     plain, abstract, _ = assemble(built.model, NextToken(), adam())  # gradients over both axes
     step = plain.lower(abstract, built.place(random_batch(0))).compile()
     assert 0 < whole <= wire_bytes(step, built.mesh)
     quantized = []
     for dtype, share in (("int8", 4), ("int4", 8)):  # XLA on CPU widens bfloat16
-        sent = collectives.read(sending(dtype).update.as_text(), dict(built.mesh.shape))
+        sent = collectives.read(sending(dtype).programs.as_text(), dict(built.mesh.shape))
         values = sum(c.wire_bytes for c in sent if c.dtype == "s8" and ISLAND in c.axes)
         unquantized = whole - share * values  # arrays without blocks
         scales = collectives.total(sent, ISLAND) - values - unquantized
@@ -197,7 +253,7 @@ def own_params(built, state, seed):
         moved[path] = own.astype(np.float64) - x
         params[path] = jax.device_put(own, sharding[path].sharding)
     applied = jax.device_put(
-        np.ones(built.islands, np.int32), built.abstract.islands.applied.sharding
+        np.ones((built.islands, 1), np.int32), built.abstract.islands.applied.sharding
     )
     return state._replace(islands=state.islands._replace(params=params, applied=applied)), moved
 
@@ -266,7 +322,7 @@ def test_an_island_that_is_not_finite_is_left_out_and_rejoins():
     state = poisoned(built, state, [1])
     before, guard = shared_of(state), int(state.guard.skipped)
     velocity = {
-        p: np.asarray(x, np.float64) for p, x in optax.tree.get(state.opt_state, "trace").items()
+        p: np.asarray(x, np.float64) for p, x in optax.tree.get(state.opt_state[0], "trace").items()
     }
     for seed in range(3, 6):
         state, metrics = built.step(state, built.place(random_batch(seed)))

@@ -12,6 +12,9 @@ REFUSED = {
     "mesh.island": 0,
     "outer.steps": 0,
     "outer.momentum": 1.0,
+    "outer.fragments": 101,
+    "outer.overlap_steps": 100,
+    "outer.mixing": 1.0,
     "federate.sites": 2,
     "encoder.devices": 1,
     "loss.name": "info_nce",  # "a loss of pairs"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxvlm.train.callbacks import Callback, Exchanged
-from jaxvlm.train.islands import NOT_FINITE, USED, OuterReport
+from jaxvlm.train.islands import NOT_FINITE, USED, OuterReport, OuterSchedule
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import TrainState
 
@@ -25,7 +25,7 @@ def island_callback(run: Run, log: Callable[[str], None]) -> IslandCallback | No
 
 
 class IslandCallback(Callback):
-    """Updates the shared parameters every ``config.outer.steps`` steps and after the last step.
+    """Updates the shared parameters as :class:`OuterSchedule` says.
 
     Args:
         run: built, with islands.
@@ -34,20 +34,27 @@ class IslandCallback(Callback):
 
     def __init__(self, run: Run, log: Callable[[str], None]):
         assert run.training.outer is not None
-        self.every, self.last, self.log = run.config.outer.steps, run.steps, log
-        self._update = run.training.outer()
-        self._pending: tuple[int, OuterReport] | None = None
+        self.outer, self.log = run.config.outer, log
+        fragments, overlap = self.outer.fragments, self.outer.overlap_steps
+        self.due = OuterSchedule(self.outer.steps, fragments, overlap, run.steps)
+        self._programs = run.training.outer()
+        self._pending: list[tuple[int, OuterReport]] = []
         self._left_out = 0
 
     def exchanges(self, step: int) -> bool:
         """Whether an outer update is due."""
-        return step % self.every == 0 or step == self.last
+        return bool(self.due.sends(step) or self.due.receives(step))
 
     def exchange(self, step: int, state: TrainState) -> Exchanged:
-        """Make an outer update."""
+        """Mix in what was sent before, then make the outer updates that are due."""
         self._read()
-        state, report = self._update(state)
-        self._pending = step, report
+        for fragment in self.due.receives(step):
+            state = self._programs.receive(state, fragment, self.outer.mixing)
+        for fragment in self.due.sends(step):
+            state, report = self._programs.update(state, fragment)
+            self._pending.append((step, report))
+            if self.outer.overlap_steps and step == self.due.last:
+                state = self._programs.receive(state, fragment, 0.0)
         return Exchanged(state, saves=False)
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
@@ -63,9 +70,12 @@ class IslandCallback(Callback):
 
     def _read(self) -> None:
         """Say which islands the outer update before left out; waits until it is done."""
-        if self._pending is None:
-            return
-        (step, report), self._pending = self._pending, None
+        pending, self._pending = self._pending, []
+        for step, report in pending:
+            self._say(step, report)
+
+    def _say(self, step: int, report: OuterReport) -> None:
+        """Name the islands that an outer update left out."""
         why = np.asarray(jax.device_get(report.why))
         for island in np.flatnonzero(why != USED):
             reason = _WHY.get(int(why[island]), _WHY[""])
