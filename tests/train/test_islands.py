@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from itertools import pairwise
 
 import jax
@@ -15,9 +16,11 @@ from builders import ROWS, TINY, random_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from numerics import close, close_in_norm
+from zoo import on_stages
 
 from jaxvlm.config import MeshConfig, OuterConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
+from jaxvlm.parallel.islands import on_islands
 from jaxvlm.parallel.mesh import ISLAND, make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
@@ -25,6 +28,7 @@ from jaxvlm.planner.compiled import collectives
 from jaxvlm.spmd.islands import IslandProgram, OuterPrograms, outer_of
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
+from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.train.islands import NOT_FINITE, NOT_TRAINED, USED, OuterSchedule
 
 MESHES = {
@@ -33,6 +37,10 @@ MESHES = {
     "tensor": ("ddp", MeshConfig(1, tensor=4, island=2)),
     "data x tensor": ("ddp", MeshConfig(2, tensor=2, island=2)),
     "fsdp x tensor": ("fsdp", MeshConfig(1, fsdp=2, tensor=2, island=2)),
+    "zero1": ("zero1", MeshConfig(2, fsdp=2, island=2)),
+    "context": ("ddp", MeshConfig(2, context=2, island=2), {"context": "ring"}),
+    "pipeline": ("ddp", MeshConfig(2, pipeline=2, island=2)),
+    "fsdp x pipeline": ("fsdp", MeshConfig(1, fsdp=2, pipeline=2, island=2)),
 }
 LOSS = NextToken()
 DILOCO = OuterConfig(steps=3, optimizer="nesterov", learning_rate=0.7, momentum=0.9)
@@ -53,14 +61,17 @@ def on_one_device():
 class Made:
     """A model on a mesh of islands, with its two programs."""
 
-    def __init__(self, preset, wanted, outer, tx, loss=LOSS, **strategy):
-        mesh, split = resolve(StrategyConfig(preset, **strategy), wanted, jax.devices())
+    def __init__(self, layout, outer, tx, loss=LOSS):
+        preset, wanted, *more = layout
+        asked = StrategyConfig(preset, **(more[0] if more else {}))
+        mesh, split = resolve(asked, wanted, jax.devices())
+        stages = mesh.pipeline > 1
         self.mesh, self.tx, self.outer = make_mesh(mesh), tx, outer
         self.islands = mesh.island
-        self.model = build_model(TINY, self.mesh, split)
+        self.model = build_model(on_stages(TINY) if stages else TINY, self.mesh, split)
         self.outer_update = outer_of(self.model, outer, self.model.shapes)
         self.jitted, self.abstract, self.init = assemble(
-            self.model, loss, tx, outer=self.outer_update
+            self.model, loss, tx, 2 if stages else 1, outer=self.outer_update
         )
 
     @functools.cached_property
@@ -105,7 +116,7 @@ def schedule(outer, rounds):
 
 @functools.cache
 def made(name):
-    return Made(*MESHES[name], DILOCO, adam())
+    return Made(MESHES[name], DILOCO, adam())
 
 
 def nesterov(config):
@@ -162,7 +173,8 @@ def check_against_numpy(built, rounds):
     return len(reports)
 
 
-LAID_OUT = [pytest.param(name, marks=[] if name == "data" else pytest.mark.long) for name in MESHES]
+MARKS = {"data": [], "zero1": pytest.mark.exhaustive, "context": pytest.mark.exhaustive}
+LAID_OUT = [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in MESHES]
 
 
 @pytest.mark.parametrize("name", LAID_OUT)
@@ -182,7 +194,7 @@ STREAMING = {
 @pytest.mark.parametrize("name", STREAMING)
 def test_fragments_are_streaming_diloco(name):
     outer = STREAMING[name]
-    built = Made(*MESHES["data"], outer, adam())
+    built = Made(MESHES["data"], outer, adam())
     # The last step ends the run, and sends all fragments.
     assert check_against_numpy(built, 2) == outer.fragments * 2 + (outer.fragments - 1)
     sent = [wire_bytes(built.programs, built.mesh, i) for i in range(outer.fragments)]
@@ -212,7 +224,30 @@ def test_a_step_sends_nothing_from_island_to_island(name):
     built = made(name)
     shape = dict(built.mesh.shape)
     inside = collectives.read(built.step.step.as_text(), shape)
-    assert inside and all(c.axes and ISLAND not in c.axes for c in inside)
+    assert inside and all(ISLAND not in c.axes for c in inside)
+    assert not crossing(built.step.step.as_text(), built.mesh.size // built.islands)
+
+
+def crossing(text, size):
+    """Pairs of devices, of two islands, between which a collective-permute of a program sends."""
+    pairs = re.findall(r"source_target_pairs=\{(\{.*?\})\}", text)
+    sent = {tuple(map(int, x)) for found in pairs for x in re.findall(r"\{(\d+),(\d+)\}", found)}
+    return {(a, b) for a, b in sent if a // size != b // size}
+
+
+def test_a_permute_between_islands_would_be_found():
+    assert crossing("source_target_pairs={{0,1},{3,4}}, x={{2,6}}", 4) == {(3, 4)}
+
+
+def test_dropout_keys_are_those_of_the_global_batch():
+    mesh, batch, with_keys = make_mesh(MESHES["data"][1]), random_batch(0), seeded(0)
+
+    def of(step, batch):
+        return (with_keys(step, batch).dropout_keys,)
+
+    islands = on_islands(of, mesh, (False, True), (True,))
+    found = jax.jit(islands)(jnp.int32(3), to_global(mesh, batch, ROWS))
+    np.testing.assert_array_equal(found, of(jnp.int32(3), batch))
 
 
 def wire_bytes(program, mesh, *which):
@@ -240,7 +275,7 @@ def test_an_outer_update_sends_what_a_step_of_data_parallelism_sends():
 @functools.cache
 def sending(dtype):
     outer = OuterConfig(steps=1, delta_dtype=dtype, moments="reset")
-    return Made(*MESHES["data"], outer, adam())
+    return Made(MESHES["data"], outer, adam())
 
 
 def own_params(built, state, seed):
@@ -290,7 +325,7 @@ class PerRow(NextToken):
 def test_data_parallelism_is_an_outer_update_after_each_step():
     """With plain gradient descent the mean of the islands' updates is the update by the mean."""
     tx = optax.sgd(0.1)
-    built = Made(*MESHES["data"], OuterConfig(steps=1), tx, PerRow())
+    built = Made(MESHES["data"], OuterConfig(steps=1), tx, PerRow())
     state, losses, _ = built.rounds(3)
     step, _, init = assemble(built.model, PerRow(), tx)
     params = on_one_device()[1]

@@ -113,3 +113,14 @@ def test_a_mesh_that_does_not_divide_is_named():
     odd = dataclasses.replace(config.model.decoder, num_heads=6, num_kv_heads=2)
     with pytest.raises(ConfigError, match=r"decoder.*: heads=6 is not divisible by the 4"):
         build_model(dataclasses.replace(config.model, decoder=odd), mesh)
+
+
+def test_islands_cross_slices_before_data_does():
+    from jaxvlm.config import ConfigError, MeshConfig
+    from jaxvlm.parallel.mesh import _across_slices
+
+    assert _across_slices(MeshConfig(4), 2)[:2] == (1, 2)
+    assert _across_slices(MeshConfig(2, island=4), 2)[:2] == (2, 1)
+    assert _across_slices(MeshConfig(2, island=2), 4)[:2] == (2, 2)
+    with pytest.raises(ConfigError, match=r"data=1 and config.mesh.island=2 .* 4 TPU slices"):
+        _across_slices(MeshConfig(1, island=2), 4)
