@@ -41,10 +41,21 @@ def together(workdir, data, *args, env=({}, {}), cwd=(None, None)):
     ]
 
 
+ISLANDS = (
+    *("--config.mesh.island=2", "--config.mesh.data=2", "--config.mesh.fsdp=2"),
+    *("--config.outer.steps=3", "--config.outer.optimizer=nesterov", "--config.outer.momentum=0.9"),
+    *("--config.outer.learning_rate=0.7", "--config.outer.delta_dtype=int8"),
+)
+
+
 @pytest.mark.long
-def test_two_processes_give_one_processs_losses(data, tmp_path):
-    args = ("--config.mesh.data=4", "--config.mesh.fsdp=2", f"--config.data.eval={data}")
-    args += ("--config.model.decoder.dropout=0.1",)
+@pytest.mark.parametrize(
+    "mesh",
+    [("--config.mesh.data=4", "--config.mesh.fsdp=2"), ISLANDS],
+    ids=["one mesh", "an island each"],
+)
+def test_two_processes_give_one_processs_losses(data, tmp_path, mesh):
+    args = (*mesh, f"--config.data.eval={data}", "--config.model.decoder.dropout=0.1")
     alone, both = tmp_path / "alone", tmp_path / "both"
     finish(start(alone, data, *args))
     processes = together(both, data, *args)
