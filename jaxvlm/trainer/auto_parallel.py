@@ -300,8 +300,13 @@ def _with_choice(config: Config, candidate: Candidate, auto: list[str]) -> Confi
     return dataclasses.replace(config, strategy=strategy)
 
 
-def unsupported(config: Config) -> str:
-    """The first of a run's settings that can't be planned; "" if there is none."""
+def unsupported(config: Config, searched: bool = True) -> str:
+    """The first of a run's settings that can't be planned; "" if there is none.
+
+    Args:
+        config: of the run.
+        searched: whether the planner is to choose its mesh.
+    """
     policy = config.cache.policy
     cached = f"cached visual tokens (config.cache.policy={policy!r})" if policy != "off" else ""
-    return not_in_plans(config) or cached
+    return not_in_plans(config, searched) or cached

@@ -10,12 +10,14 @@ import pytest
 from builders import TINY
 
 from benchmarks.batches import abstract_batch
-from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
+from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, OuterConfig, StrategyConfig
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.memory import step_memory
 from jaxvlm.planner.request import abstract_devices
+from jaxvlm.planner.time import communication
+from jaxvlm.spmd.islands import outer_of
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
 from jaxvlm.train import compiled_steps
@@ -75,6 +77,46 @@ def test_tensor_parallel_states_are_exact():
     _, state, _ = _step(setup)
     theirs = sum(map(compiled_steps.bytes_of, state.params.values()))
     assert step_memory.states(setup, step_memory.model_of(setup))["parameters"] == theirs
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        OuterConfig(),
+        OuterConfig(optimizer="nesterov", momentum=0.9, delta_dtype="int8", fragments=2),
+        OuterConfig(optimizer="adam", delta_dtype="int8", error_feedback=False),
+    ],
+    ids=["mean", "nesterov in 8 bits", "adam"],
+)
+def test_states_of_islands_are_exact(outer):
+    setup = _setup(TINY, "fsdp", MeshConfig(data=2, fsdp=2, island=2), outer=outer)
+    mesh = make_mesh(setup.mesh, jax.devices())
+    model = build_model(setup.config, mesh, setup.strategy)
+    islands = outer_of(model, outer, model.shapes)
+    _, state, _ = assemble(model, NextToken(), optax.adamw(1e-3), outer=islands)
+    real = {
+        "parameters": state.islands.params,
+        "moments": state.islands.opt_state,
+        "shared": (state.params, state.opt_state, state.comm),
+        "batch": abstract_batch(setup.config, mesh, ROWS, LENGTH, 1),
+    }
+    theirs = {
+        name: sum(compiled_steps.bytes_of(x) for x in jax.tree.leaves(part) if x.size > 4)
+        for name, part in real.items()
+    }
+    assert step_memory.states(setup, step_memory.model_of(setup)) == theirs | {"frozen": 0}
+
+
+def test_islands_send_changes_of_parameters_now_and_then():
+    outer = OuterConfig(steps=50, delta_dtype="bfloat16")
+    setup = _setup(TINY, "ddp", MeshConfig(data=4, island=2), outer=outer)
+    each = communication.messages(setup, 4)
+    across = [m for m in each if "island" in m.axes]
+    count = sum(x.size for x in step_memory.model_of(setup).shapes.values())
+    sent = sum(m.sent(setup.mesh) for m in across)
+    assert {m.axes for m in across} == {("island",)}
+    assert sent == pytest.approx(2 * count / 50, rel=0.02)  # norms and biases are not counted
+    assert {m.axes for m in each} - {("island",)} == {("data",)}
 
 
 WIDE = dataclasses.replace(

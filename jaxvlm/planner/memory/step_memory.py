@@ -25,6 +25,7 @@ from jaxvlm.config import (
     EmbeddingConfig,
     MeshConfig,
     ModelConfig,
+    OuterConfig,
     StrategyConfig,
 )
 from jaxvlm.losses.next_token import NextToken
@@ -34,6 +35,7 @@ from jaxvlm.planner.memory import liveness, tpu_padding
 from jaxvlm.planner.memory.compilers import COMPILERS, Compiler
 from jaxvlm.planner.memory.jaxpr_ops import Jaxpr, without_dead_code
 from jaxvlm.planner.memory.jaxpr_sharding import NONE, ShardedValues, Share
+from jaxvlm.planner.memory.shared_memory import shared
 from jaxvlm.planner.request import abstract_devices, pairs, trainable_params
 from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.planner.request.pairs import PairShapes
@@ -77,13 +79,15 @@ class StepSetup(NamedTuple):
     """Shapes of an example and its GradCache mini-batches; ``None``: training is not on pairs."""
     held: Held = ()
     """Dtypes of frozen parameters that are not float32."""
+    outer: OuterConfig | None = None
+    """Outer updates of the mesh's islands; ``None``: there are none."""
 
 
 class Estimate(NamedTuple):
     """Bytes on one device."""
 
     states: dict[str, int]
-    """Stored between steps: ``parameters``, ``frozen``, ``moments``, ``batch``. Exact."""
+    """Between steps: ``parameters``, ``frozen``, ``moments``, ``shared``, ``batch``. Exact."""
     work: dict[str, float]
     """Needed in addition at a step's peak, by category; see
     :class:`jaxvlm.planner.memory.liveness.Peak`.
@@ -224,6 +228,7 @@ def _states(
         "parameters": sum(stored[path] for path in own),
         "frozen": sum(size for path, size in stored.items() if path not in trained),
         "moments": sum(on_devices),
+        **shared(setup.outer, stored, own),
         "batch": sum(_array_bytes(x.shape, x, setup.platform) for x in batch),
     }
 

@@ -148,14 +148,19 @@ def plan_request(
     )  # fmt: skip
 
 
-def unsupported(config: Config) -> str:
-    """The first of a run's settings that plans don't support; "" if there is none."""
+def unsupported(config: Config, searched: bool = True) -> str:
+    """The first of a run's settings that plans don't support; "" if there is none.
+
+    Args:
+        config: of the run.
+        searched: whether mesh and strategy are searched, where no candidate has islands.
+    """
     settings = {
         "a disaggregated vision encoder "
         f"(config.encoder.devices={config.encoder.devices})": config.encoder.devices != 0,
         "encoding images in batches of their own "
         f"(config.cache.encode_batch={config.cache.encode_batch})": config.cache.encode_batch > 0,
-        f"islands (config.mesh.island={config.mesh.island})": config.mesh.island != 1,
+        f"islands (config.mesh.island={config.mesh.island})": searched and config.mesh.island != 1,
     }
     return next((name for name, is_set in settings.items() if is_set), "")
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxvlm.config import MeshConfig, ModelConfig, grad_reduce_bits
+from jaxvlm.config import GRAD_REDUCE_BITS, MeshConfig, ModelConfig, grad_reduce_bits
 from jaxvlm.parallel.grad_reduce import ORDER
-from jaxvlm.parallel.mesh import AXES, BATCH_AXES
+from jaxvlm.parallel.mesh import AXES, BATCH_AXES, ISLAND
 from jaxvlm.parallel.pipeline.schedule import timetable
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.memory.step_memory import StepSetup
@@ -104,6 +104,10 @@ def _sums(
     """
     mesh, strategy = setup.mesh, setup.strategy
     batch = tuple(a for a in BATCH_AXES if a != "expert" or not experts)
+    if setup.outer:  # over islands, changes of parameters are reduced instead, and not each step
+        batch = tuple(a for a in batch if a != ISLAND)
+        bits = GRAD_REDUCE_BITS[setup.outer.delta_dtype] / 8 * size / _size(mesh, stored)
+        yield Message("all-reduce", (ISLAND,), tower, bits, 1 / setup.outer.steps, False, True)
     rest = tuple(a for a in batch if getattr(mesh, a) > 1 and a not in gathered)
     share = size / _size(mesh, gathered)
     width: float = c if setup.microbatches == 1 else 4  # accumulated gradients are float32
