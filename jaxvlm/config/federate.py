@@ -46,7 +46,7 @@ class FederateConfig:
     """Sets the delta for which the privacy loss epsilon is reported."""
     min_sites: int = 0
     """Sets how many updates are enough for an outer update after ``deadline_s``; the sites that are
-    left out are named. The default 0 means all of ``buffer``."""
+    left out are named."""
     deadline_s: float = 0.0
     """Sets the seconds after the first update of a buffer at which ``min_sites`` are enough; 0
     waits without limit."""

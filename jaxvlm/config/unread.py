@@ -263,7 +263,11 @@ RULES: dict[type, tuple[Rule, ...]] = {
     FederateConfig: (
         (" ".join(_FEDERATION), "sites", lambda c: c.sites),
         ("max_staleness", "a buffer or deadline_s", lambda c: c.buffer or c.deadline_s),
-        ("staleness_exponent", "max_staleness", lambda c: c.max_staleness),
+        (
+            "staleness_exponent",
+            "max_staleness and aggregator='mean'",
+            lambda c: c.max_staleness and c.aggregator == "mean",
+        ),
         ("byzantine", "a robust aggregator", lambda c: c.aggregator != "mean"),
         ("weighting", "aggregator='mean'", lambda c: c.aggregator == "mean"),
         ("noise_multiplier", "max_delta_norm", lambda c: c.max_delta_norm),

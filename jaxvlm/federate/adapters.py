@@ -57,6 +57,10 @@ def mean_product(
     size = np.sqrt(np.mean(left**2) * left.shape[-2])
     new_a = size * (q_left @ u[..., :rank])
     new_b = s[..., :rank, None] / size * (vt[..., :rank, :] @ np.swapaxes(q_right, -1, -2))
+    if less := rank - new_a.shape[-1]:  # a map with fewer inputs or outputs than the rank
+        none = [(0, 0)] * len(stack)
+        new_a = np.pad(new_a, [*none, (0, 0), (0, less)])
+        new_b = np.pad(new_b, [*none, (0, less), (0, 0)])
     return new_a.reshape(a.shape), new_b.reshape(b.shape), 1 - kept / whole if whole else 0.0
 
 

@@ -33,7 +33,7 @@ def check_aggregator(config: FederateConfig, buffer: int) -> None:
             f"in a buffer of at least {least}, and here it is {buffer}; lower byzantine, or raise "
             "config.federate.buffer"
         )
-    if rule != "mean" and config.min_sites and config.min_sites < least:
+    if rule != "mean" and config.deadline_s and config.min_sites < least:
         raise ConfigError(
             f"config.federate.min_sites={config.min_sites}: aggregator={rule!r} with byzantine={n} "
             f"needs at least {least} updates"
@@ -85,14 +85,13 @@ def combine(
     """
     base = shared.astype(np.float64)
     wholes = (
-        # In this order the sum is exact: first what float32 could hold of the change.
-        _plus(base, change, rest) if scale == 1 else base + scale * _whole((change, rest))
-        for (change, rest), scale in zip(deltas, scales, strict=True)
+        became(base, delta) if scale == 1 else base + scale * _whole(delta)
+        for delta, scale in zip(deltas, scales, strict=True)
     )
     if config.aggregator in _ROBUST:
         return _ROBUST[config.aggregator](np.stack(list(wholes)), config.byzantine)
     uniform = config.aggregator != "mean"
-    total, result = 0.0, np.zeros_like(base)
+    total, result = 0.0, np.zeros(base.shape)
     for whole, weight in zip(wholes, weights, strict=True):
         weight = 1.0 if uniform else weight
         result += weight * whole
@@ -111,14 +110,16 @@ _ROBUST: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 }
 
 
-def _plus(base: np.ndarray, change: np.ndarray, rest: np.ndarray | None) -> np.ndarray:
-    whole = base + change
+def became(shared: np.ndarray, delta: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:
+    """What a site made of a parameter, f64[...], exactly where float64 can hold it."""
+    # In this order the sum is exact: first what float32 could hold of the change.
+    change, rest = delta
+    whole = shared.astype(np.float64) + change
     return whole if rest is None else whole + rest
 
 
 def _whole(delta: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:
-    change, rest = delta
-    return _plus(np.zeros(change.shape), change, rest)
+    return became(np.zeros(delta[0].shape), delta)
 
 
 def _distance(a: Deltas, b: Deltas) -> float:

@@ -37,6 +37,8 @@ class Offer(NamedTuple):
     """Digest of each submodel's parameters."""
     is_last: bool
     """Whether the federation is over."""
+    number: int
+    """The highest number of the site's updates that the coordinator has judged."""
 
 
 class Client:
@@ -92,7 +94,8 @@ class Client:
             if answer.kind != "wait":
                 version, is_last = answer.head["version"], answer.kind == "done"
                 params = answer.arrays if version != have else None
-                return Offer(version, params, answer.head["digests"], is_last)
+                number = answer.head["number"]
+                return Offer(version, params, answer.head["digests"], is_last, number)
             if self.is_stopped():
                 return None
             self.sleep(answer.head["poll_s"])

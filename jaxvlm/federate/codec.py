@@ -1,13 +1,14 @@
 """A site's change of the shared parameters in 32, 16, 8 or 4 bits a value.
 
-In 32 bits nothing is lost: the difference of two float32 numbers need not be one, so the rest
-that rounding leaves is sent too, where there is any. In fewer bits the rounding error is returned,
-for the site to add to its next change (error feedback).
+In 32 bits nothing is lost but the sign of a zero: the difference of two float32 numbers need not be
+one, so the rest that rounding leaves is sent too, where there is any. In fewer bits the rounding
+error is returned, for the site to add to its next change (error feedback).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -49,12 +50,12 @@ def encode(
             change = change + error[path]
         coded = _rounded(path, change, GRAD_REDUCE_BITS[dtype])
         parts |= coded
-        left[path] = change - decode(path, coded, change.shape)[0]
+        left[path] = change - decode(path, coded, change.shape, dtype)[0]
     return parts, left
 
 
 def decode(
-    path: str, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
+    path: str, parts: Mapping[str, np.ndarray], shape: tuple[int, ...], dtype: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Decode one parameter's change.
 
@@ -62,6 +63,7 @@ def decode(
         path: of the parameter.
         parts: what :func:`encode` made, of this parameter at least.
         shape: of the parameter.
+        dtype: in which it was encoded.
 
     Returns:
         f32[shape], the change; and f32[shape], the rest of it that float32 could not hold, or
@@ -69,17 +71,22 @@ def decode(
         order, is what it became.
 
     Raises:
-        KeyError, ValueError: parts are missing, or do not fit the shape.
+        KeyError, ValueError: parts are missing, or do not fit the shape or the dtype.
     """
-    main = parts[path]
-    if path + _SCALE in parts:
+    main, bits = parts[path], GRAD_REDUCE_BITS[dtype]
+    if bits < 16:
+        blocks = -(-int(np.prod(shape, dtype=np.int64)) // BLOCK)
+        _check(main, np.int8, (blocks, BLOCK * bits // 8))
+        _check(parts[path + _SCALE], np.float32, (blocks, 1))
         return _dequantized(main, parts[path + _SCALE], shape), None
+    _check(main, np.float32 if bits == 32 else ml_dtypes.bfloat16, shape)
     change = main.astype(np.float32)
-    if change.shape != shape:
-        raise ValueError(f"{path} has the shape {change.shape}, not {shape}")
-    if path + _INDEX not in parts:
+    if bits < 32 or path + _INDEX not in parts:
         return change, None
     index, values = parts[path + _INDEX], parts[path + _REST]
+    if index.dtype not in (np.uint32, np.uint64):
+        raise ValueError(f"indices of {index.dtype}")
+    _check(values, np.float32, index.shape)
     rest = np.zeros(change.size, np.float32)
     if len(index) and int(index.max()) >= rest.size:
         raise ValueError(f"{path}: an index is out of range")
@@ -92,6 +99,11 @@ def names_of(path: str, dtype: str) -> tuple[str, ...]:
     if dtype == "float32":
         return path, path + _INDEX, path + _REST
     return (path,) if dtype == "bfloat16" else (path, path + _SCALE)
+
+
+def _check(x: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> None:
+    if x.dtype != dtype or x.shape != shape:
+        raise ValueError(f"{x.dtype}{list(x.shape)}, not {np.dtype(dtype)}{list(shape)}")
 
 
 def _exact(
@@ -124,8 +136,5 @@ def _dequantized(values: np.ndarray, scale: np.ndarray, shape: tuple[int, ...]) 
     if values.shape[1:] == (BLOCK // 2,):
         pairs = np.stack([(values << 4).astype(np.int8) >> 4, values >> 4], axis=2)
         values = pairs.reshape(len(values), BLOCK)
-    size = int(np.prod(shape, dtype=np.int64))
     flat = (values.astype(np.float32) * scale).reshape(-1)
-    if not 0 <= flat.size - size < BLOCK:
-        raise ValueError(f"{flat.size} values do not fit the shape {shape}")
-    return flat[:size].reshape(shape)
+    return flat[: int(np.prod(shape, dtype=np.int64))].reshape(shape)

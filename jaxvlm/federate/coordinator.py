@@ -16,10 +16,12 @@ import jax
 import numpy as np
 
 from jaxvlm.config import FederateConfig, OuterConfig
-from jaxvlm.federate import adapters, aggregate, codec, privacy
+from jaxvlm.federate import adapters, aggregate, codec, messages, privacy
 from jaxvlm.federate.messages import Update
 from jaxvlm.optim import outer
 
+_MOST = 1e15
+"""Tokens or steps of an update above which they are no count of anything."""
 Shared = dict[str, np.ndarray]
 """The shared parameters, f32 by path."""
 
@@ -96,6 +98,9 @@ class Applied(NamedTuple):
     """An outer update, for the log."""
 
     version: int
+    """The version that it made; the one before it, where ``finite`` is False."""
+    finite: bool
+    """Whether the new parameters are finite; else the updates are dropped, and nothing changes."""
     sites: list[str]
     """Of its updates, in the order in which they were summed."""
     weights: list[float]
@@ -133,11 +138,11 @@ def judge(plan: Plan, state: State, update: Update) -> Verdict:
     waits = any(x.update.site == update.site for x in state.buffer)
     if waits and plan.buffer == plan.federate.sites:
         return Verdict("duplicate", f"{update.site} has an update in this round already")
-    if update.base > record.held:
+    if not 0 <= update.base <= record.held:
         return Verdict(
             "bad",
-            f"it says it started from version {update.base}, and {update.site} was given none "
-            f"after {record.held}",
+            f"it says it started from version {update.base}, and {update.site} was given "
+            + (f"none after {record.held}" if record.held >= 0 else "none"),
         )
     bound = plan.token_bounds.get(update.site, 0)
     if update.token_lag > bound:
@@ -195,7 +200,7 @@ def is_due(plan: Plan, state: State, waited_s: float = 0.0) -> bool:
         return False
     federate, count = plan.federate, len(state.buffer)
     late = federate.deadline_s > 0 and waited_s >= federate.deadline_s
-    return count >= plan.buffer or (late and count >= max(federate.min_sites, 1))
+    return count >= plan.buffer or (late and count >= (federate.min_sites or plan.buffer))
 
 
 def is_over(plan: Plan, state: State) -> bool:
@@ -209,7 +214,7 @@ def left_out(state: State) -> list[str]:
 
 
 def apply(plan: Plan, state: State, secret: bytes = b"") -> tuple[State, Applied]:
-    """Make the next version of the buffer.
+    """Make the next version of the buffer; if it is not finite, drop the buffer instead.
 
     Args:
         plan: of the federation.
@@ -218,7 +223,7 @@ def apply(plan: Plan, state: State, secret: bytes = b"") -> tuple[State, Applied
     """
     federate = plan.federate
     updates = [x.update for x in state.buffer]
-    deltas = [_deltas(state.params, update) for update in updates]
+    deltas = [_deltas(plan, state.params, update) for update in updates]
     norms = [aggregate.norm_of(delta) for delta in deltas]
     most = federate.max_delta_norm
     scales = [min(1.0, most / norm) if most and norm else 1.0 for norm in norms]
@@ -233,18 +238,22 @@ def apply(plan: Plan, state: State, secret: bytes = b"") -> tuple[State, Applied
     lost = 0.0
     if maps := adapters.maps_of(state.params):
         paths = [path + part for path in maps for part in (adapters.A, adapters.B)]
-        own = [{p: _became(state.params[p], deltas[i][p]) for p in paths} for i in used]
+        own = [{p: aggregate.became(state.params[p], deltas[i][p]) for p in paths} for i in used]
         averaged, lost = adapters.combine_adapters(own, weights, plan.stacked)
         mean |= averaged
     if federate.noise_multiplier:
         deviation = federate.noise_multiplier * most / len(used)
-        mean = privacy.with_noise(mean, deviation, secret, state.version)
+        about = [state.version, *(messages.digest_of(update.parts) for update in updates)]
+        mean = privacy.with_noise(mean, deviation, secret, repr(about).encode())
     tx = outer.make_outer_optimizer(plan.outer)
-    params, outer_state = outer.outer_update(plan.outer, tx, state.params, mean, state.outer)
-    params = {path: np.asarray(x) for path, x in jax.device_get(params).items()}
+    with np.errstate(over="ignore"):  # what overflows is looked at below
+        params, outer_state = outer.outer_update(plan.outer, tx, state.params, mean, state.outer)
+        params = {path: np.asarray(x) for path, x in jax.device_get(params).items()}
+    finite = all(np.isfinite(x).all() for x in params.values())
     total = sum(weights)
     applied = Applied(
-        state.version + 1,
+        state.version + finite,
+        finite,
         [update.site for update in updates],
         [weight / total for weight in weights],
         [x.lag for x in state.buffer],
@@ -254,6 +263,8 @@ def apply(plan: Plan, state: State, secret: bytes = b"") -> tuple[State, Applied
         [updates[i].site for i in used],
         lost,
     )
+    if not finite:
+        return state._replace(buffer=()), applied
     outer_state = jax.device_get(outer_state)
     return State(state.version + 1, params, outer_state, (), state.sites), applied
 
@@ -272,14 +283,9 @@ def _weight(federate: FederateConfig, buffered: Buffered) -> float:
     return size[federate.weighting] * (1 + buffered.lag) ** -federate.staleness_exponent
 
 
-def _deltas(params: Shared, update: Update) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
-    return {path: codec.decode(path, update.parts, x.shape) for path, x in params.items()}
-
-
-def _became(shared: np.ndarray, delta: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:
-    change, rest = delta
-    whole = shared.astype(np.float64) + change
-    return whole if rest is None else whole + rest
+def _deltas(plan: Plan, params: Shared, update: Update) -> aggregate.Deltas:
+    dtype = plan.outer.delta_dtype
+    return {path: codec.decode(path, update.parts, x.shape, dtype) for path, x in params.items()}
 
 
 def _damage(plan: Plan, params: Shared, update: Update) -> str:
@@ -292,7 +298,7 @@ def _damage(plan: Plan, params: Shared, update: Update) -> str:
         return f"{extra[0]} is no part of this model's updates in {dtype}"
     for path, shared in params.items():
         try:
-            change, rest = codec.decode(path, update.parts, shared.shape)
+            change, rest = codec.decode(path, update.parts, shared.shape, dtype)
         except (KeyError, ValueError, IndexError, TypeError) as error:
             return f"{path} does not fit: {error}"
         for part in (change, rest):
@@ -300,6 +306,6 @@ def _damage(plan: Plan, params: Shared, update: Update) -> str:
                 return f"{path} has a value that is not finite"
     if not (math.isfinite(update.loss) and math.isfinite(update.tokens)):
         return f"its loss {update.loss:g} or number of tokens {update.tokens:g} is not finite"
-    if update.tokens <= 0 or update.steps <= 0:
+    if not (0 < update.tokens <= _MOST and 0 < update.steps <= _MOST):
         return f"it was trained on {update.tokens:g} tokens in {update.steps} steps"
     return ""

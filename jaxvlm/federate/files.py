@@ -50,16 +50,17 @@ class Folder:
         """Write what the federation is; from now on it goes on from what is committed."""
         self._write("federation.json", federation)
 
-    def commit(self, state: State, more: dict[str, Any]) -> None:
+    def commit(self, state: State, digest: str, more: dict[str, Any]) -> None:
         """Write which version and which updates count, and the table of sites.
 
         Args:
             state: whose version and updates are on disk.
+            digest: of the version's parameters.
             more: JSON values that are kept with it.
         """
         table = {
             "version": state.version,
-            "digest": messages.digest_of(state.params),
+            "digest": digest,
             "buffer": [[x.update.site, x.update.number, x.lag] for x in state.buffer],
             "sites": {site: dataclasses.asdict(x) for site, x in state.sites.items()},
             **more,
@@ -80,10 +81,14 @@ class Folder:
         path = self._update_file(update.site, update.number)
         run_record.write_whole(path, messages.pack_update(update, ""))
 
+    def remove_update(self, update: Update) -> None:
+        """Remove an update that counts no more."""
+        self._update_file(update.site, update.number).unlink(missing_ok=True)
+
     def forget(self, old: State, new: State) -> None:
         """Remove the updates that a version was made of, and versions before the last ones."""
         for x in old.buffer:
-            self._update_file(x.update.site, x.update.number).unlink(missing_ok=True)
+            self.remove_update(x.update)
         stale = new.version - _KEPT
         if stale >= 0:
             (self.path / "versions" / f"{stale}.safetensors").unlink(missing_ok=True)

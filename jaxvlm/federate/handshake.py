@@ -5,10 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxvlm.config import Config, ConfigError, FederateConfig, OuterConfig, check_choice
+from jaxvlm.config import (
+    GRAD_REDUCE_BITS,
+    Config,
+    ConfigError,
+    FederateConfig,
+    OuterConfig,
+    by_path,
+    check_choice,
+    refuse_unread,
+)
 from jaxvlm.config.convert import checked_fields
 from jaxvlm.federate.aggregate import check_aggregator
 from jaxvlm.federate.privacy import check_privacy
+from jaxvlm.optim.outer import make_outer_optimizer
 
 LOSSLESS = "exact"
 _SAME = {
@@ -54,6 +64,15 @@ def check_settings(config: Config) -> None:
         raise ConfigError(f"{where}.rounds=0: set the number of outer updates")
     if not outer.steps:
         raise ConfigError("config.outer.steps=0: set the train steps between two outer updates")
+    refuse_unread(federate, where)
+    refuse_unread(outer, "config.outer")
+    make_outer_optimizer(outer)
+    check_choice("config.outer.delta_dtype", outer.delta_dtype, GRAD_REDUCE_BITS)
+    if (federate.deadline_s > 0) != (federate.min_sites > 0):
+        raise ConfigError(
+            f"{where}.deadline_s={federate.deadline_s:g} with min_sites={federate.min_sites}: "
+            "after the deadline min_sites updates are enough; set both, or neither"
+        )
     check_choice(f"{where}.weighting", federate.weighting, ("tokens", "steps", "uniform"))
     check_choice(
         f"{where}.cache_invalidation", federate.cache_invalidation, ("digest", "lazy", "flush")
@@ -75,8 +94,14 @@ def check_settings(config: Config) -> None:
         )
     check_aggregator(federate, federate.buffer or federate.sites)
     check_privacy(federate)
-    if config.network.lora.rank or config.network.lora.checkpoint:
-        _check_lora(federate, outer, config.network.lora.dora)
+    lora = config.network.lora
+    if lora.rank or lora.checkpoint:
+        _check_lora(federate, outer, lora.dora)
+    elif federate.lora != FederateConfig().lora:
+        raise ConfigError(
+            f"{where}.lora={federate.lora!r} is not read without adapters, config.model.lora; "
+            "leave it out"
+        )
 
 
 def _check_lora(federate: FederateConfig, outer: OuterConfig, dora: bool) -> None:
@@ -88,6 +113,11 @@ def _check_lora(federate: FederateConfig, outer: OuterConfig, dora: bool) -> Non
         )
     if federate.lora != "product":
         return
+    if outer.moments != "reset":
+        raise ConfigError(
+            "config.federate.lora='product' needs --config.outer.moments=reset: the best adapter "
+            "of a mean has other columns than a site's, which moments are of; or use lora=freeze_a"
+        )
     refused = {
         "config.federate.max_staleness": federate.max_staleness,
         "config.federate.aggregator": federate.aggregator != "mean" and federate.aggregator,
@@ -125,6 +155,29 @@ def differences(ours: Facts, theirs: Facts) -> list[str]:
             found.append(text.format(key=key, ours=here.get(key), theirs=there.get(key)))
             break
     return found
+
+
+def comparable(group: Any, path: str) -> dict[str, Any]:
+    """The settings of a group by path, as JSON values that two sites' can be compared by."""
+    plain = (bool, int, float, str)
+    every = by_path(group, path)
+    return {path: x if isinstance(x, plain) else repr(x) for path, x in sorted(every.items())}
+
+
+def refuse_other_settings(facts: Facts, config: Config) -> None:
+    """Refuse a site whose recipe is not that of the coordinator's federation.
+
+    Raises:
+        ConfigError: the first setting that differs.
+    """
+    theirs = facts.common.get("settings", {})
+    for group in ("federate", "outer"):
+        for path, value in comparable(getattr(config, group), f"config.{group}").items():
+            if theirs.get(path) != value:
+                raise ConfigError(
+                    f"site {facts.site} can't join: {path} is {value!r} at the coordinator and "
+                    f"{theirs.get(path)!r} here; use one recipe"
+                )
 
 
 def facts_of(values: Any) -> Facts:

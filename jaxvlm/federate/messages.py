@@ -16,6 +16,8 @@ from jaxvlm.config import ConfigError, json_text
 PROTOCOL = 1
 """Version of these messages; the two sides must have the same."""
 _HEAD = "head"
+_MAX_HEAD = 1 << 26
+"""Bytes of a message's JSON; its arrays are as large as the message says, and no larger."""
 
 
 class MessageError(ConfigError):
@@ -76,6 +78,8 @@ def unpack(data: bytes) -> Message:
     """
     try:
         size = int.from_bytes(data[:8], "little")
+        if size > _MAX_HEAD:
+            raise ValueError(f"a head of {size} bytes")
         header = json_text.parse(data[8 : 8 + size].decode())
         text = header["__metadata__"][_HEAD]
         head = json_text.parse(text)

@@ -42,18 +42,19 @@ def check_privacy(config: FederateConfig) -> None:
 
 
 def with_noise(
-    mean: dict[str, np.ndarray], deviation: float, secret: bytes, version: int
+    mean: dict[str, np.ndarray], deviation: float, secret: bytes, about: bytes
 ) -> dict[str, np.ndarray]:
     """Add Gaussian noise to each number.
 
     Args:
         mean: f64[...] by path.
         deviation: its standard deviation.
-        secret: known to the coordinator alone; with the version, it seeds the draws, so that a
+        secret: known to the coordinator alone; with ``about`` it seeds the draws, so that a
             coordinator that restarts makes the same version.
-        version: that the mean is added to.
+        about: the updates and their version: other updates get other noise, also where a folder
+            was restored from an older copy.
     """
-    seed = hashlib.blake2b(secret + version.to_bytes(8, "little"), digest_size=16).digest()
+    seed = hashlib.blake2b(secret + about, digest_size=16).digest()
     draws = np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little")))
     return {
         path: x + deviation * draws.standard_normal(x.shape) for path, x in sorted(mean.items())

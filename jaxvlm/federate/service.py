@@ -55,6 +55,8 @@ class Service:
         self._sessions: dict[str, str] = {}
         self._facts: dict[str, Any] = {}
         self._first_at: float | None = None
+        self._digests: tuple[int, str, dict[str, str]] = (-1, "", {})
+        self._config = config
         self._settings = handshake.settings_of(config)
         self.plan = Plan(config.federate, config.outer)
         self._federation = self._open()
@@ -73,7 +75,7 @@ class Service:
             try:
                 message = messages.unpack(data)
                 site = message.head.get("site")
-                if not isinstance(site, str) or not 0 < len(site) <= 200:
+                if not isinstance(site, str) or not 0 < len(site) <= 200 or not site.isprintable():
                     raise MessageError(f"a message of a site named {site!r}")
                 answers = {"join": self._join, "fetch": self._fetch, "submit": self._submit}
                 if message.kind not in answers:
@@ -118,6 +120,7 @@ class Service:
     def _join(self, site: str, message: Message) -> bytes:
         """Let a site in, or refuse it; the first one brings the weights of version 0."""
         facts = handshake.facts_of(message.head.get("facts"))
+        handshake.refuse_other_settings(facts, self._config)
         first = handshake.facts_of(self._facts) if self._facts else facts
         if why := handshake.differences(facts, first):
             raise ConfigError(f"site {site} can't join: {'; '.join(why)}")
@@ -191,7 +194,7 @@ class Service:
         self._commit()
         head = {
             "version": state.version,
-            "digests": messages.group_digests(state.params),
+            "digests": self._version_digests()[2],
             "number": state.sites[site].number,
         }
         kind = "done" if over else "weights"
@@ -199,13 +202,14 @@ class Service:
 
     def _submit(self, site: str, message: Message) -> bytes:
         """Judge a site's update; one that is accepted is on disk before the answer is."""
-        state = self._checked(site, message)
+        self._checked(site, message)
         update = messages.unpack_update(message)
-        self.state, verdict = coordinator.receive(self.plan, state, update)
+        self._apply_if_due()  # an update that comes after the deadline is late
+        state, verdict = coordinator.receive(self.plan, self._known(), update)
         if verdict.kind == "accepted":
             self.folder.save_update(update)
             self._first_at = self._clock() if self._first_at is None else self._first_at
-        self._commit()
+        self.state = state
         record = {
             "event": "update",
             "site": site,
@@ -213,7 +217,7 @@ class Service:
             "verdict": verdict.kind,
             "why": verdict.why,
             "base": update.base,
-            "version": self.state.version,
+            "version": state.version,
             "tokens": update.tokens,
             "steps": update.steps,
             "loss": update.loss if math.isfinite(update.loss) else None,
@@ -221,6 +225,7 @@ class Service:
         }
         line = f"update {update.number} of {site}: {verdict.kind}"
         self._note(record, f"{line}: {verdict.why}" if verdict.why else "")
+        self._commit()
         self._apply_if_due()
         head = {"verdict": verdict.kind, "why": verdict.why, "version": self._known().version}
         return messages.pack("verdict", head)
@@ -235,10 +240,10 @@ class Service:
         assert self._federation is not None
         secret = bytes.fromhex(self._federation["secret"])
         new, applied = coordinator.apply(self.plan, state, secret)
+        if not applied.finite:
+            self._drop(state, new, applied)
+            return
         self.folder.save_version(new)
-        self.state, self._first_at = new, None
-        self._commit()
-        self.folder.forget(state, new)
         record = {"event": "version", **applied._asdict(), "time": time.time()}
         record["bytes"] = {site: list(count) for site, count in self.bytes.items()}
         missing = coordinator.left_out(state)
@@ -253,6 +258,19 @@ class Service:
         if applied.lora_lost:
             line += f"; {applied.lora_lost:.2g} of the adapters' mean is beyond their rank"
         self._note(record, line)
+        self.state, self._first_at = new, None
+        self._commit()
+        self.folder.forget(state, new)
+
+    def _drop(self, state: State, new: State, applied: coordinator.Applied) -> None:
+        """Go on without a buffer that would have made parameters that are not finite."""
+        names = ", ".join(applied.sites)
+        line = f"version {state.version} stays: with the updates of {names} it would not be finite"
+        self._note({"event": "dropped", "version": state.version, "sites": applied.sites}, line)
+        self.state, self._first_at = new, None
+        self._commit()
+        for x in state.buffer:
+            self.folder.remove_update(x.update)
 
     def _checked(self, site: str, message: Message) -> State:
         """The state, where the site has joined and no other process has taken its name since."""
@@ -271,7 +289,15 @@ class Service:
     def _commit(self) -> None:
         bounds = dict(self.plan.token_bounds)
         more = {"sessions": self._sessions, "bytes": self.bytes, "token_bounds": bounds}
-        self.folder.commit(self._known(), more)
+        self.folder.commit(self._known(), self._version_digests()[1], more)
+
+    def _version_digests(self) -> tuple[int, str, dict[str, str]]:
+        """The version, the digest of its parameters, and those of each submodel's."""
+        state = self._known()
+        if self._digests[0] != state.version:
+            groups = messages.group_digests(state.params)
+            self._digests = state.version, messages.digest_of(state.params), groups
+        return self._digests
 
     def _note(self, record: dict[str, Any], line: str) -> None:
         if self.folder.path.is_dir():

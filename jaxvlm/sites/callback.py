@@ -40,6 +40,10 @@ class Round:
     """Of its last update."""
     start: dict[str, str]
     """Digests of the parameters that the run had at step 0, by submodel."""
+    federation: str
+    """Id of the federation."""
+    step: int = 0
+    """The step of the last exchange, by which the version's file is named."""
     base: str = ""
     """Digest of the file that holds the version's parameters."""
     steps: int = 0
@@ -62,6 +66,7 @@ class FederationCallback(Callback):
     """
 
     is_federated = True
+    saves_start = True
 
     def __init__(self, client: Client, log: Callable[[str], None] = print):
         self.client, self.log = client, log
@@ -94,18 +99,25 @@ class FederationCallback(Callback):
         self._token_bound = facts.token_bound
         welcome = self.client.join(facts, lambda: params)
         if self.round is not None:
+            if self.round.federation != welcome.federation:
+                raise ConfigError(
+                    f"{run.workdir} holds a site of another federation, {self.round.federation}, "
+                    f"and this is {welcome.federation}; use a new --workdir"
+                )
             self.log(
                 f"site {self.client.site} goes on from version {self.round.version} of federation "
                 f"{welcome.federation}"
             )
             return state
         offer = self.client.fetch(-1)
-        if offer is None or offer.is_last:
+        if offer is None:
+            raise TrainingStopped("stopped while the site waited for its first version")
+        if offer.is_last:
             raise ConfigError("the federation is over: there is nothing left to train")
-        # Numbers go on where those of a lost workdir ended: an update with an old one is refused.
-        self.round = Round(offer.version, welcome.number, start)
+        self.round = Round(offer.version, welcome.number, start, welcome.federation)
         self.log(f"site {self.client.site} starts from version {offer.version}")
-        return self._adopt(state, offer)
+        self._has_exchanged = True
+        return self._adopt(step, state, offer)
 
     def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """Note what the step trains on: the loss's own denominator, by which means add up."""
@@ -139,8 +151,14 @@ class FederationCallback(Callback):
         offer = self.client.fetch(now.version)
         if offer is None:
             return Exchanged(state, "preempted")
-        state = self._adopt(state, offer)
+        state = self._adopt(step, state, offer)
         self._has_exchanged = True
+        if step == self._run.steps and not offer.is_last:
+            raise TrainingStopped(
+                f"the site's {step} steps are over, and the federation is at version "
+                f"{offer.version} of {self._run.config.federate.rounds}: it lost rounds, or others "
+                "are slower; start it again with a higher config.steps"
+            )
         return Exchanged(state, "done" if offer.is_last else "")
 
     def on_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
@@ -161,9 +179,8 @@ class FederationCallback(Callback):
 
     def _send(self, step: int, state: TrainState) -> None:
         now, outer = self._round, self._run.config.outer
-        error = self.error if outer.error_feedback else None
-        parts, self.error = codec.encode(
-            host_params(state.params), self.base, outer.delta_dtype, error
+        parts, error = codec.encode(
+            host_params(state.params), self.base, outer.delta_dtype, self.error
         )
         update = Update(
             self.client.site, now.number + 1, now.version, now.tokens, now.steps,
@@ -171,15 +188,17 @@ class FederationCallback(Callback):
         )  # fmt: skip
         verdict, why = self.client.submit(update)
         now.number = update.number
-        if verdict in ("late", "bad"):
+        if verdict != "accepted":
             self.log(f"step {step}: the update is left out, as {verdict}: {why}")
+        if verdict in ("accepted", "duplicate") and outer.error_feedback:
+            self.error = error  # what was sent otherwise is lost, and what was owed is not
         now.refused = now.refused + 1 if verdict == "bad" else 0
         if now.refused >= _MAX_REFUSED:
             raise TrainingStopped(
                 f"step {step}: the coordinator refused {now.refused} updates in a row: {why}"
             )
 
-    def _adopt(self, state: TrainState, offer: Offer) -> TrainState:
+    def _adopt(self, step: int, state: TrainState, offer: Offer) -> TrainState:
         """Go on from a version: its parameters, and older visual tokens where the encoder changed.
 
         The version is on disk before a checkpoint names it.
@@ -190,7 +209,12 @@ class FederationCallback(Callback):
         if offer.params is not None:
             self.base = offer.params
         self._check_base(offer)
-        self.round = Round(offer.version, now.number, now.start, refused=now.refused)
+        # Numbers go on where those of a lost workdir or an abandoned future ended: an update
+        # with an old one would be a duplicate.
+        number = max(now.number, offer.number)
+        self.round = Round(
+            offer.version, number, now.start, now.federation, step, refused=now.refused
+        )
         self._write_base()
         state = run.training.with_trained(state, self.base, self._token_updates(local, passed))
         if run.config.outer.moments == "reset":
@@ -220,9 +244,9 @@ class FederationCallback(Callback):
             )
 
     def _base_file(self) -> pathlib.Path:
-        """The file of the version that the site trains from, by the updates that it has sent."""
+        """The file of the version that the site trains from, by the step of the exchange."""
         assert self._run.workdir is not None
-        return self._run.workdir / EXTRA / f"base-{self._round.number}.safetensors"
+        return self._run.workdir / EXTRA / f"base-{self._round.step}.safetensors"
 
     def _write_base(self) -> None:
         """Write the version and the rounding errors; files that no checkpoint needs are removed."""
@@ -233,7 +257,7 @@ class FederationCallback(Callback):
         arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
         self._round.base = messages.digest_of(arrays)
         run_record.write_whole(path, safetensors.numpy.save(arrays))
-        files = sorted(path.parent.glob("base-*.safetensors"), key=_number_of)
+        files = sorted(path.parent.glob("base-*.safetensors"), key=_step_of)
         for old in files[: -(self._run.config.checkpoint.keep + 2)]:
             old.unlink()
 
@@ -253,5 +277,5 @@ class FederationCallback(Callback):
         self.error = errors or None
 
 
-def _number_of(path: pathlib.Path) -> int:
+def _step_of(path: pathlib.Path) -> int:
     return int(path.stem.removeprefix("base-"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import pathlib
 import tempfile
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ from jaxvlm import __version__
 from jaxvlm.cache.identity import TOKENS_VERSION
 from jaxvlm.cache.policy import make_policy
 from jaxvlm.checkpoint import digest
-from jaxvlm.config import Config, by_path, uses_cache
+from jaxvlm.config import Config, uses_cache
 from jaxvlm.config.merge import RECIPE_FIELDS
-from jaxvlm.federate.handshake import LOSSLESS, Facts
+from jaxvlm.federate.handshake import LOSSLESS, Facts, comparable
 from jaxvlm.federate.messages import digest_of
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import TrainState
@@ -29,7 +30,7 @@ _OWN = {
     *("target", "options"),
 }
 """Settings of a model that sites may differ in, or (``dtype``) that are named elsewhere."""
-_GROUPS = ("outer", "federate", "loss", "pair_loss", "embedding")
+_GROUPS = ("outer", "federate", "loss", "pair_loss", "embedding", "optim.frozen_dtype")
 
 
 def facts_of_run(run: Run, state: TrainState, site: str, start: dict[str, str]) -> Facts:
@@ -89,13 +90,12 @@ def _settings(config: Config) -> dict[str, Any]:
     network = "config.dual" if config.embedder == "dual" else "config.model"
     paths = {
         path: value
-        for path, value in by_path(config.network, network).items()
+        for path, value in comparable(config.network, network).items()
         if not _OWN & set(path.split("."))
     }
     for group in _GROUPS:
-        paths |= by_path(getattr(config, group), f"config.{group}")
-    plain = (bool, int, float, str)
-    return {path: x if isinstance(x, plain) else repr(x) for path, x in sorted(paths.items())}
+        paths |= comparable(operator.attrgetter(group)(config), f"config.{group}")
+    return dict(sorted(paths.items()))
 
 
 def _frozen_digests(state: TrainState) -> dict[str, str]:

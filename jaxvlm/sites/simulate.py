@@ -109,7 +109,7 @@ class Simulation:
             site = make_site(config, self.workdir / name, name, own, log=self.log)
             for callback in site.callbacks:
                 if isinstance(callback, FederationCallback):
-                    callback.client.sleep = lambda _: self._turns.wait_for_others(name)
+                    callback.client.sleep = lambda s: self._turns.wait_for_others(name, s)
                     callback.client.is_stopped = lambda: bool(self._errors)
             self.sites[name] = site
             self.results[name] = site.fit()
@@ -141,6 +141,11 @@ class Simulation:
         folder = self.workdir / "data"
         specs = files or [config.data.train]
         records = [r for spec in specs for r in read_records(config.data, spec)[0]]
+        if not files and config.data.format.target and config.data.eval:
+            raise ConfigError(
+                "data of a format of your own are divided into files of another, in which "
+                "config.data.eval is not; give each site its file, --site_data=FILE,…"
+            )
         if not files:
             count, seed = config.federate.sites, config.seed
             divided = partition.partition(records, count, self.alpha, seed)

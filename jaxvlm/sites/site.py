@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxvlm.config import Config, ConfigError, from_config_dict
+from jaxvlm.cache.policy import make_policy
+from jaxvlm.config import Config, ConfigError, from_config_dict, uses_cache
 from jaxvlm.federate import handshake
 from jaxvlm.federate.client import Call, Client
 from jaxvlm.federate.handshake import LOSSLESS
@@ -50,6 +51,7 @@ def make_site(
     run = Trainer(config, workdir, devices, (*callbacks, exchange))
     exchange.run = run
     _check_length(run)
+    _check_versions(run)
     return run
 
 
@@ -75,6 +77,13 @@ def site_config(config: Config, log: Callable[[str], None] = print) -> Config:
             f"config.early_stop={config.early_stop}: the federation decides when it is over; leave "
             "it at 0"
         )
+    every = config.outer.steps
+    if config.eval_every % every:
+        raise ConfigError(
+            f"config.eval_every={config.eval_every} is no multiple of config.outer.steps={every}: "
+            "between exchanges a site has weights of its own, not the federation's; set it to "
+            f"{-(-config.eval_every // every) * every}"
+        )
     if config.federate.mixed_codecs == LOSSLESS and config.cache.codec != LOSSLESS:
         log(
             f"config.cache.codec={config.cache.codec!r} is replaced by {LOSSLESS!r}, as "
@@ -88,6 +97,25 @@ def site_config(config: Config, log: Callable[[str], None] = print) -> Config:
         frozen = (*config.optim.frozen, "*/lora_a")
         config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, frozen=frozen))
     return config
+
+
+def _check_versions(run: Trainer) -> None:
+    """Refuse cache settings under which outer updates would make versions mean another thing."""
+    cache, federate = run.config.cache, run.config.federate
+    if not (uses_cache(cache) and run.training.learns):
+        return
+    if cache.policy == "adaptive":
+        raise ConfigError(
+            "config.cache.policy='adaptive' with a trained vision encoder in a federation: it "
+            "measures drift by the learning rate of each update, and outer updates have none; use "
+            "'lazy'"
+        )
+    bound = make_policy(cache).max_staleness
+    if federate.cache_invalidation == "flush" and (bound + 1) * federate.rounds > 2**30:
+        raise ConfigError(
+            f"config.federate.cache_invalidation='flush' with cache.max_staleness={bound} for "
+            f"{federate.rounds} rounds: versions would be too large; lower max_staleness"
+        )
 
 
 def _check_length(run: Trainer) -> None:

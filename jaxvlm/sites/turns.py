@@ -31,11 +31,11 @@ class Turns:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._first() == name)
 
-    def wait_for_others(self, name: str) -> None:
-        """Let a thread's time pass until another one has done something."""
+    def wait_for_others(self, name: str, most: float) -> None:
+        """Let a thread's time pass until another one has done something, or ``most`` seconds."""
         others = [t for other, t in self._times.items() if other != name]
-        later = min(others, default=self._times[name])
-        self.take(name, max(later - self._times[name], 0.0) + 1e-6)
+        later = min(others, default=self._times[name] + most)
+        self.take(name, min(max(later - self._times[name], 0.0) + 1e-6, most))
 
     def leave(self, name: str) -> None:
         """Take a thread out, since it has ended."""

@@ -51,6 +51,8 @@ class Callback:
 
     is_federated = False
     """Whether the callback makes the run a site of a federation (``config.federate``)."""
+    saves_start = False
+    """Whether a new run saves a checkpoint before its first step."""
 
     def on_begin(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> TrainState:
         """Called before the first step of a process; returns the state to go on with.
@@ -108,6 +110,7 @@ class CallbackList(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]):
         self.callbacks = list(callbacks)
+        self.saves_start = any(callback.saves_start for callback in self.callbacks)
 
     def on_begin(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> TrainState:
         """The state after each of them has seen it."""

@@ -96,6 +96,8 @@ def train(
     window = _Window(leaves, schedule.max_bad_steps, callbacks, extra.get("unlogged"))
     pending: tuple[int, dict[str, Any]] | None = None
     state, why = callbacks.on_begin(start, state, extra), "done"
+    if callbacks.saves_start and not start:
+        callbacks.save(start, state, {"data": batches.state(), "unlogged": window.state()})
     with contextlib.ExitStack() as stack:
         for step in range(start + 1, schedule.steps + 1):
             _profile(schedule, step, start, stack)

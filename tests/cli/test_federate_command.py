@@ -50,7 +50,9 @@ def test_what_is_refused(flags, tmp_path, capsys):
     assert "needs --config=FILE and --workdir=DIR" in line("simulate", flags[0])
     assert "must be above 0" in line("simulate", "--alpha=0", *flags)
     assert "--alpha divides data.train" in line("simulate", "--alpha=1", "--site_data=a,b", *flags)
-    assert "2 files" not in line("simulate", "--site_data=a.jsonl", *flags)
+    assert "1 files of data for config.federate.sites=2" in line(
+        "simulate", "--site_data=a.jsonl", *flags
+    )
     assert "'x': give numbers above 0" in line("simulate", "--step_seconds=1,x", *flags)
     assert "3 step times for 2 sites" in line("simulate", "--step_seconds=1,2,3", *flags)
     assert "takes no --plot" in line("simulate", "--plot=a.png", *flags)

@@ -11,15 +11,17 @@ from runs import losses, recipe
 
 import jaxvlm
 from jaxvlm.config import ConfigError, FederateConfig, OuterConfig, from_config_dict
-from jaxvlm.federate import status
+from jaxvlm.federate import messages, status
 from jaxvlm.federate.service import Service
 from jaxvlm.sites.simulate import Simulation
 from jaxvlm.sites.site import make_site
+from jaxvlm.train.loop import TrainingStopped
 
 
 def made(data, sites=1, rounds=3, steps=4):
     """The recipe as a federation."""
     config = recipe(data)
+    config.checkpoint.every = 0  # as in recipes of federations: checkpoints follow exchanges
     config.federate.sites, config.federate.rounds, config.outer.steps = sites, rounds, steps
     config.steps = rounds * steps
     return config
@@ -71,9 +73,10 @@ class KillAt(jaxvlm.Callback):
             raise Stop
 
 
-@pytest.mark.parametrize("kill", [3, 5, 8, 12])
-def test_a_killed_site_goes_on_to_the_same_bits(data, tmp_path, whole_site, kill):
+@pytest.mark.parametrize("kill, every", [(3, 0), (4, 0), (5, 0), (8, 3), (12, 3)])
+def test_a_killed_site_goes_on_to_the_same_bits(data, tmp_path, whole_site, kill, every):
     config = made(data)
+    config.checkpoint.every = every
     service = Service(from_config_dict(config), tmp_path / "coordinator", silent)
     with pytest.raises(Stop):
         fitted(config, tmp_path, service, callbacks=[KillAt(kill)])
@@ -178,6 +181,8 @@ def test_settings_that_no_federation_can_use(data, tmp_path):
         ({"aggregator": "krum"}, "at least 3"),
         ({"noise_multiplier": 1.0}, "noise_multiplier"),
         ({"byzantine": 1}, "byzantine"),
+        ({"deadline_s": 5.0}, "set both, or neither"),
+        ({"lora": "freeze_a"}, "not read without adapters"),
     ):
         config = made(data, sites=2)
         for name, value in change.items():
@@ -201,6 +206,10 @@ def test_adapters_alone_are_sent(data, tmp_path, how):
     config = made(data, sites=2, rounds=2, steps=3)
     config.model.lora.rank, config.model.lora.alpha = 2, 4.0
     config.federate.lora = how
+    if how == "product":
+        with pytest.raises(ConfigError, match=r"config\.outer\.moments=reset"):
+            simulated(config, tmp_path)
+        config.outer.moments = "reset"
     lines = []
     simulation = Simulation(config, tmp_path, log=lines.append)
     simulation.run()
@@ -229,6 +238,49 @@ def test_rounded_updates_of_a_killed_site_repeat(data, tmp_path):
         fitted(config, tmp_path, service, callbacks=[KillAt(10)])
     site, _ = fitted(config, tmp_path, service)
     assert_same_weights(whole.state.params, site.state.params)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "data": 2}, {"fsdp": 2, "tensor": 2, "data": 2}])
+def test_a_sites_mesh_is_its_own(data, tmp_path, whole_site, axes):
+    config = made(data)
+    for axis, size in axes.items():
+        config.mesh[axis] = size
+    config.outer.moments = "keep"
+    site, service = fitted(config, tmp_path)
+    for path, x in whole_site.state.params.items():
+        other = np.asarray(site.state.params[path])
+        # Twelve steps of Adam, which turns a rounding of a small gradient into a whole step.
+        assert np.abs(other - np.asarray(x)).max() < 2e-3, path
+    assert service.state.version == 3
+
+
+def test_reset_moments_are_those_of_a_new_run(data, tmp_path):
+    config = made(data, rounds=2, steps=3)
+    config.outer.moments = "reset"
+    site, _ = fitted(config, tmp_path)
+    (adam,) = (x for x in site.state.opt_state if hasattr(x, "mu"))
+    assert int(adam.count) == 0 and not any(np.asarray(x).any() for x in adam.mu.values())
+
+
+def test_a_site_that_lost_a_round_says_so(data, tmp_path):
+    """Its steps are over before the federation is, and the other would wait for ever."""
+    config = made(data, sites=2)
+
+    def poisoned(site, call):
+        def wrapped(message):
+            if site == "site-1" and not sent and messages.unpack(message).kind == "submit":
+                sent.append(message)
+                update = messages.unpack_update(messages.unpack(message))
+                bad = dataclasses.replace(update, tokens=0.0)
+                session = messages.unpack(message).head["session"]
+                message = messages.pack_update(bad, session)
+            return call(message)
+
+        return wrapped
+
+    sent = []
+    with pytest.raises(TrainingStopped, match=r"site-1: the site's 12 steps are over"):
+        simulated(config, tmp_path, wrap=poisoned)
 
 
 def test_noise_has_an_accountant(data, tmp_path):

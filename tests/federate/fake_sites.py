@@ -10,7 +10,7 @@ import numpy as np
 from jaxvlm.config import Config, FederateConfig, OuterConfig
 from jaxvlm.federate import codec, messages
 from jaxvlm.federate.client import Client
-from jaxvlm.federate.handshake import Facts
+from jaxvlm.federate.handshake import Facts, comparable
 from jaxvlm.federate.messages import Update, group_digests
 
 FIRST = {
@@ -24,13 +24,21 @@ FEDAVG = OuterConfig()
 
 def federation(sites=3, rounds=4, outer=FEDAVG, **federate):
     """Settings of a federation."""
-    return Config(federate=FederateConfig(sites=sites, rounds=rounds, **federate), outer=outer)
+    federate = FederateConfig(sites=sites, rounds=rounds, **federate)
+    CONFIG[0] = Config(federate=federate, outer=outer)
+    return CONFIG[0]
+
+
+CONFIG = [None]
+"""The federation's settings, which every site's recipe has."""
 
 
 def facts(site, **changed):
     """What a site says of itself; ``changed`` replaces groups of facts, or fields."""
+    config = CONFIG[0]
+    own = comparable(config.federate, "config.federate") | comparable(config.outer, "config.outer")
     common = {
-        "settings": {"config.model.decoder.depth": 2},
+        "settings": {"config.model.decoder.depth": 2, **own},
         "parameters": {path: f"{x.dtype} {list(x.shape)}" for path, x in FIRST.items()},
         "frozen": {},
         "start": group_digests(FIRST),
@@ -92,7 +100,8 @@ class FakeSite:
         offer = self.client.fetch(version)
         if offer is None:  # the others' updates are not there yet; asked again, as a duplicate
             return False
-        self.disk = (offer.version, offer.params or params, number + 1, error or None)
+        number = max(number + 1, offer.number)
+        self.disk = (offer.version, offer.params or params, number, error or None)
         return offer.is_last
 
 

@@ -66,3 +66,10 @@ def test_the_mean_of_matrices_apart_is_another_thing():
     pairs = drawn(2, (), (12,), (9,), 2)
     mean = sum(a for a, _ in pairs) / 2 @ (sum(b for _, b in pairs) / 2)
     assert np.linalg.norm(mean - sum(a @ b for a, b in pairs) / 2) > 1
+
+
+def test_a_map_may_be_narrower_than_the_rank():
+    pairs = drawn(2, (), (12,), (4,), 8)
+    a, b, lost = adapters.mean_product(pairs, [1.0, 1.0], 0)
+    assert a.shape == (12, 8) and b.shape == (8, 4) and lost == pytest.approx(0, abs=1e-12)
+    np.testing.assert_allclose(a @ b, sum(x @ y for x, y in pairs) / 2, atol=1e-12)

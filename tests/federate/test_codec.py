@@ -23,7 +23,7 @@ def test_what_a_site_made_comes_back_to_the_bit(data, base):
     near = np.nextafter(base, np.float32(np.inf))
     for became in (new, near, base * np.float32(1e-9), np.zeros_like(base)):
         parts, left = codec.encode({"a/w": became}, {"a/w": base}, "float32")
-        change, rest = codec.decode("a/w", parts, base.shape)
+        change, rest = codec.decode("a/w", parts, base.shape, "float32")
         whole = base.astype(np.float64) + change + (0 if rest is None else rest)
         assert np.array_equal(whole.astype(np.float32), became)
         assert not left
@@ -39,7 +39,7 @@ def test_rounding_is_bounded_and_fed_back(dtype, step):
         new = base + draws.normal(0, 0.1, shape).astype(np.float32)
         held = np.zeros(shape) if error is None else np.float64(error["w"])
         parts, error = codec.encode({"w": new}, {"w": base}, dtype, error)
-        change, rest = codec.decode("w", parts, shape)
+        change, rest = codec.decode("w", parts, shape, dtype)
         assert rest is None
         wanted = np.float64(new - base) + held
         blocks = np.pad(np.abs(wanted).ravel(), (0, -wanted.size % 256)).reshape(-1, 256)
@@ -58,7 +58,7 @@ def test_without_feedback_no_error_is_added():
     first, _ = codec.encode({"w": new}, {"w": base}, "int4")
     second, _ = codec.encode({"w": new}, {"w": base}, "int4", None)
     assert all(np.array_equal(first[name], second[name]) for name in first)
-    assert codec.decode("w", first, (256,))[0][1] == 0  # lost, as it is below half a step
+    assert codec.decode("w", first, (256,), "int4")[0][1] == 0  # lost, as it is below half a step
 
 
 @pytest.mark.parametrize(

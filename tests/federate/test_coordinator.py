@@ -68,6 +68,8 @@ def test_one_site_gets_its_own_weights_back():
         ({"tokens": float("nan")}, "bad", "not finite"),
         ({"tokens": 0.0}, "bad", "0 tokens"),
         ({"steps": 0}, "bad", "0 steps"),
+        ({"tokens": 1.7e308}, "bad", "1.7e+308 tokens"),
+        ({"base": -1}, "bad", "was given"),
         ({"loss": float("inf")}, "bad", "not finite"),
     ],
 )
@@ -116,11 +118,12 @@ def test_rounded_updates_are_applied_as_they_were_sent(dtype):
     update = update_of("a", 1, 0, FIRST, dtype=dtype)
     state, _ = coordinator.apply(plan, after(plan, coordinator.init(plan, FIRST), update))
     for path, x in state.params.items():
-        sent = np.float64(codec.decode(path, update.parts, x.shape)[0])
+        sent = np.float64(codec.decode(path, update.parts, x.shape, dtype)[0])
         assert np.array_equal(x, (FIRST[path] + sent).astype(np.float32))
-    wrong = update_of("a", 2, 1, FIRST, dtype="float32" if dtype != "bfloat16" else "int8")
-    verdict = coordinator.judge(plan, coordinator.offer(state, "a"), wrong)
-    assert verdict.kind == "bad" or dtype == "bfloat16"
+    state = coordinator.offer(state, "a")
+    for other in {"float32", "bfloat16", "int8", "int4"} - {dtype}:
+        verdict = coordinator.judge(plan, state, update_of("a", 2, 1, FIRST, dtype=other))
+        assert verdict.kind == "bad", other
 
 
 def test_late_updates_weigh_less_and_then_nothing():
@@ -140,7 +143,9 @@ def test_late_updates_weigh_less_and_then_nothing():
     np.testing.assert_allclose(applied.weights, weights / weights.sum(), rtol=1e-12)
     for path, x in new.params.items():
         base = np.float64(state.params[path])
-        moved = [np.float64(codec.decode(path, u.parts, x.shape)[0]) for u in (fresh, slow)]
+        moved = [
+            np.float64(codec.decode(path, u.parts, x.shape, "float32")[0]) for u in (fresh, slow)
+        ]
         wanted = base + np.average(moved, axis=0, weights=weights)
         np.testing.assert_allclose(x, wanted, atol=2**-22)
     _, verdict = coordinator.receive(plan, new, dataclasses.replace(slow, site="b", number=9))
@@ -158,6 +163,35 @@ def test_clipping_scales_whole_updates():
         each = [np.float64(trained(s, 0, FIRST)[path]) - FIRST[path] for s in "ab"]
         scaled = [d * 0.05 / n for d, n in zip(each, applied.norms)]
         np.testing.assert_allclose(x, FIRST[path] + np.mean(scaled, axis=0), atol=1e-7)
+
+
+def test_a_version_that_is_not_finite_is_not_made():
+    first = {"w": np.full(3, 3e38, np.float32)}
+    plan = plan_of()
+    state = coordinator.init(plan, first)
+    for site in "ab":
+        state = coordinator.offer(state, site)
+        update = Update(site, 1, 0, 100.0, 4, 0, 1.0, {"w": np.full(3, 3e38, np.float32)})
+        state, verdict = coordinator.receive(plan, state, update)
+        assert verdict.kind == "accepted"
+    new, applied = coordinator.apply(plan, state)
+    assert not applied.finite and new.version == 0 and not new.buffer
+    assert same(new.params, first)
+
+
+def test_noise_is_of_the_updates_too():
+    federate = FederateConfig(
+        sites=2, rounds=9, weighting="uniform", max_delta_norm=1.0, noise_multiplier=1.0
+    )
+    plan, made = plan_of(federate), []
+    for number in (1, 1, 2):
+        state = coordinator.init(plan, FIRST)
+        updates = [update_of(s, number, 0, FIRST, tokens=float(number)) for s in "ab"]
+        if number == 2:
+            updates[0].parts["decoder/b"] = updates[0].parts["decoder/b"] * np.float32(1 + 2**-20)
+        made.append(coordinator.apply(plan, after(plan, state, *updates), b"secret")[0].params)
+    assert same(made[0], made[1])
+    assert np.abs(made[2]["vision/w"] - made[0]["vision/w"]).max() > 0.05  # other draws
 
 
 def test_a_site_has_one_place_in_a_synchronous_round():
@@ -179,9 +213,9 @@ def test_a_deadline_goes_on_without_the_missing():
     assert coordinator.left_out(state) == ["c"]
 
 
-KINDS = ["train", "send", "resend", "stale", "lose", "restart"]
+KINDS = ["train", "send", "resend", "stale", "lose", "old tokens"]
 STEPS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(KINDS)), max_size=60)
-BUGS = ("none", "version", "lag", "restart", "duplicate")
+BUGS = ("none", "version", "lag", "restart", "duplicate", "tokens")
 
 
 class Model:
@@ -198,16 +232,17 @@ class Model:
         self.accepted = []
 
     def step(self, site, what):
-        if what == "restart":
-            self.state = self.saved
-        elif what == "lose":  # the site's update on the way, and what it was given
+        if self.bug == "restart" and what == "old tokens":
+            self.state = self.saved  # a restart that has forgotten a version
+        if what == "lose":  # the site's update on the way, and what it was given
             self.held.pop(site, None)
         elif what == "train":
             self.state = coordinator.offer(self.state, site)
             self.base[site], self.held[site] = self.state.version, self.state.params
-        elif what == "send" and site in self.held:
+        elif what in ("send", "old tokens") and site in self.held:
             self.number[site] += 1
             update = update_of(site, self.number[site], self.base[site], self.held[site])
+            update = dataclasses.replace(update, token_lag=2 if what == "old tokens" else 1)
             self.sent.append((update, self.made[-1]))
             self.receive(update)
         elif what == "resend" and self.sent:
@@ -223,6 +258,8 @@ class Model:
             federate = dataclasses.replace(ASYNC, max_staleness=ASYNC.max_staleness + 1)
             plan = dataclasses.replace(plan, federate=federate)
         state = self.state
+        if self.bug == "tokens":
+            plan = dataclasses.replace(plan, token_bounds=dict.fromkeys("abc", 2))
         if self.bug == "duplicate":
             sites = {s: dataclasses.replace(r, number=0) for s, r in state.sites.items()}
             state = state._replace(sites=sites)
@@ -231,6 +268,7 @@ class Model:
             # T6: by a count that no coordinator keeps.
             lag = self.made[-1] - update.base
             assert lag <= ASYNC.max_staleness, "an update older than its bound was accepted"
+            assert update.token_lag <= 1, "an update of tokens older than their bound was accepted"
             key = (update.site, update.number)
             assert key not in self.accepted, "an update was accepted twice"
             self.accepted.append(key)

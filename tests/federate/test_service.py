@@ -39,7 +39,7 @@ def test_a_federation_runs_to_its_end(tmp_path):
 
 
 DIFFERENT = {
-    "settings": ({"config.model.decoder.depth": 3}, "config.model.decoder.depth is 2 there and 3"),
+    "model": ({"config.model.decoder.depth": 3}, "config.model.decoder.depth is 2 there and 3"),
     "parameters": ({"vision/w": "float32 [4, 7]"}, "another model"),
     "frozen": ({"vision": "ff"}, "frozen weights of vision differ"),
     "start": ({"vision": "ff"}, "first weights of"),
@@ -57,6 +57,8 @@ def test_sites_that_differ_are_refused_by_name(tmp_path, group):
     service = served(tmp_path)
     FakeSite("a", service.handle).turn()
     changed, words = DIFFERENT[group]
+    if group == "model":
+        group, changed = "settings", facts("b").common["settings"] | changed
     with pytest.raises(ConfigError, match=f"site b can't join.*{words}"):
         Client("b", service.handle).join(facts("b", **{group: changed}), lambda: FIRST)
     assert sorted(service.state.sites) == ["a"]
@@ -65,6 +67,63 @@ def test_sites_that_differ_are_refused_by_name(tmp_path, group):
         tokens = facts("b").common["tokens"] | {name: value}
         with pytest.raises(ConfigError, match=name):
             Client("b", service.handle).join(facts("b", tokens=tokens), lambda: FIRST)
+
+
+def test_a_recipe_other_than_the_coordinators_is_refused(tmp_path):
+    service = served(tmp_path, federation(rounds=7))
+    other = facts("a", settings=facts("a").common["settings"] | {"config.outer.steps": 3})
+    with pytest.raises(ConfigError, match=r"config.outer.steps is 100 at the coordinator and 3"):
+        Client("a", service.handle).join(other, lambda: FIRST)
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    """An update that can't be written is not judged: sent again, it counts."""
+    service = served(tmp_path, federation(sites=1))
+    site = FakeSite("a", service.handle)
+    site.turn()
+    site.turn()
+    save = service.folder.save_update
+
+    def full(update):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(service.folder, "save_update", full)
+    with pytest.raises(OSError):
+        site.turn()
+    monkeypatch.setattr(service.folder, "save_update", save)
+    site.start()
+    site.turn()
+    site.turn()
+    assert site.verdicts == ["accepted"] and service.state.version == 1
+    assert served(tmp_path, federation(sites=1)).state.version == 1
+
+
+def test_a_site_from_an_older_copy_loses_one_update(tmp_path):
+    service = served(tmp_path, federation(sites=1, rounds=6))
+    site = FakeSite("a", service.handle)
+    for _ in range(3):
+        site.turn()
+    copy = site.disk
+    for _ in range(2):
+        site.turn()
+    site.disk = copy
+    site.start()
+    run(service, [site])
+    assert site.verdicts.count("duplicate") == 1 and service.state.version == 6
+
+
+def test_after_the_deadline_an_update_is_late(tmp_path):
+    now = [0.0]
+    config = federation(sites=2, rounds=3, min_sites=1, deadline_s=5.0)
+    service = served(tmp_path, config, clock=lambda: now[0])
+    quick, slow = FakeSite("quick", service.handle), FakeSite("slow", service.handle)
+    for site in (quick, slow, quick, slow, quick):
+        site.turn()
+    assert service.state.version == 0
+    now[0] = 6.0
+    slow.turn()
+    assert slow.verdicts == ["late"] and service.state.version == 1
+    assert status.read_status(tmp_path)["versions"][0]["left_out"] == ["slow"]
 
 
 def test_a_lossy_codec_on_a_gradients_path_is_refused(tmp_path):
@@ -113,6 +172,7 @@ def test_strangers_bytes_change_nothing(tmp_path):
     strange += [draws.bytes(n) for n in (1, 9, 100, 5000)]
     strange += [messages.pack(kind, head) for kind, head in [
         ("shutdown", {"site": "a"}), ("fetch", {}), ("fetch", {"site": 7}), ("fetch", {"site": ""}),
+        ("fetch", {"site": "\ud800"}),
         ("join", {"site": "b", "facts": {"site": "b"}}), ("join", {"site": "b", "facts": 3}),
         ("submit", {"site": "a", "session": "x"}), ("fetch", {"site": "nobody", "session": "x"}),
     ]]  # fmt: skip
