@@ -254,13 +254,12 @@ def wire_bytes(program, mesh, *which):
     return collectives.total(collectives.read(program.as_text(*which), dict(mesh.shape)), ISLAND)
 
 
-def test_an_outer_update_sends_what_a_step_of_data_parallelism_sends():
-    """So that over H steps islands send H times fewer bytes; and a quarter in 8 bits."""
+def test_an_outer_update_sends_each_change_once_and_a_quarter_in_8_bits():
     built = made("data")
     whole = wire_bytes(built.programs, built.mesh)
-    plain, abstract, _ = assemble(built.model, NextToken(), adam())  # gradients over both axes
-    step = plain.lower(abstract, built.place(random_batch(0))).compile()
-    assert 0 < whole <= wire_bytes(step, built.mesh)
+    numbers = sum(x.size for x in built.model.shapes.values())
+    # An all-reduce between two; whether an island is finite is sent too.
+    assert 4 * numbers <= whole < 4 * numbers + 64
     quantized = []
     for dtype, share in (("int8", 4), ("int4", 8)):  # XLA on CPU widens bfloat16
         sent = collectives.read(sending(dtype).programs.as_text(), dict(built.mesh.shape))
@@ -270,6 +269,15 @@ def test_an_outer_update_sends_what_a_step_of_data_parallelism_sends():
         assert values > 0 and 0 < scales <= share * values / 32
         quantized.append(share * values)
     assert quantized[0] == quantized[1]
+
+
+@pytest.mark.long
+def test_a_step_of_data_parallelism_sends_no_less_than_an_outer_update():
+    """So that over H steps islands send H times fewer bytes."""
+    built = made("data")
+    plain, abstract, _ = assemble(built.model, NextToken(), adam())  # gradients over both axes
+    step = plain.lower(abstract, built.place(random_batch(0))).compile()
+    assert 0 < wire_bytes(built.programs, built.mesh) <= wire_bytes(step, built.mesh) + 64
 
 
 @functools.cache
