@@ -1,4 +1,4 @@
-"""The command ``jaxvlm federate``: simulate a federation, or show the state of one."""
+"""The command ``jaxvlm federate``: simulate a federation, run one, or show the state of one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from absl import flags
 from jaxvlm.cli.common import define_flags, define_recipe
 
 SUMMARY = "Train one model at several sites, each on data of its own."
-USAGE = "simulate --config=FILE[:arg] --workdir=DIR [...] | status DIR [--plot=FILE]"
+USAGE = (
+    "simulate --config=FILE[:arg] --workdir=DIR [...] | "
+    "serve --config=FILE[:arg] --workdir=DIR --superlink=HOST:PORT --root_certificates=FILE [...] "
+    "| site --config=FILE[:arg] --workdir=DIR --site=NAME [...] | status DIR [--plot=FILE]"
+)
 _FLAGS = {
-    "workdir": "simulate: the folder of the federation; one that is in it goes on.",
+    "workdir": "simulate, serve, site: the folder of the federation, the coordinator or the site; "
+    "what is in it goes on.",
     "alpha": "simulate: the concentration of the Dirichlet distribution by which data.train is "
     "divided among the sites: near 0 each label is at one site; infinity, the default, divides all "
     "alike.",
@@ -21,10 +26,26 @@ _FLAGS = {
     "dividing data.train.",
     "step_seconds": "simulate: the virtual seconds of a train step at each site, separated by "
     "commas, such as 4,1,1 for a first site that is four times slower; 1 where there are fewer.",
+    "site": "site: the site's name, which no other site of the federation has.",
+    "socket": "serve, site: the unix socket on which Flower's app finds this process; by default "
+    "flower/socket in --workdir.",
+    "superlink": "serve: the host:port of Flower's SuperLink.",
+    "root_certificates": "serve: the file of the certificates by which the SuperLink's is checked.",
+    "wait_s": "serve: the seconds for which a message of Flower waits at a site for what the site "
+    "wants next. Each message starts a process there.",
+    "linger_s": "serve: the seconds without a request of a site after which a federation that is "
+    "over is closed.",
     "plot": "status: the file (.png, .svg, .pdf) in which loss, lag and bytes by version are "
     "drawn.",
 }
-_OF = {"simulate": ("config", "workdir", "alpha", "site_data", "step_seconds"), "status": ("plot",)}
+_OF = {
+    "simulate": ("config", "workdir", "alpha", "site_data", "step_seconds"),
+    "serve": (
+        *("config", "workdir", "socket", "superlink", "root_certificates", "wait_s", "linger_s"),
+    ),
+    "site": ("config", "workdir", "site", "socket"),
+    "status": ("plot",),
+}
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -32,17 +53,19 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_recipe(
         values,
         argv,
-        "simulate: the federation's recipe, whose config.federate and config.outer say how it "
-        "trains. Override any setting with --config.a.b=value.",
+        "simulate, serve, site: the federation's recipe, whose config.federate and config.outer "
+        "say how it trains; of a site, with the site's own data. Override any setting with "
+        "--config.a.b=value.",
     )
-    define_flags(values, _FLAGS, alpha=math.inf, site_data=[], step_seconds=[])
+    seconds = {"wait_s": 60.0, "linger_s": 60.0}
+    define_flags(values, _FLAGS, alpha=math.inf, site_data=[], step_seconds=[], **seconds)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
-    """Simulate a federation, or show the state of one."""
+    """Simulate a federation, run its coordinator or a site, or show its state."""
     from jaxvlm.config import ConfigError
 
-    verbs = {"simulate": _simulate, "status": _status}
+    verbs = {"simulate": _simulate, "serve": _serve, "site": _site, "status": _status}
     if not args or args[0] not in verbs:
         raise ConfigError(f"usage: jaxvlm federate {USAGE}")
     every = {flag for names in _OF.values() for flag in names}
@@ -72,6 +95,60 @@ def _simulate(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         [_positive(text) for text in values.step_seconds],
     )
     return simulation.run()
+
+
+def _serve(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
+    from jaxvlm.cli.common import flags_only
+    from jaxvlm.config import ConfigError, from_config_dict
+
+    flags_only("federate serve", args)
+    _needs(values, "serve", "config", "workdir", "superlink", "root_certificates")
+    from jaxvlm.federate import status
+    from jaxvlm.federate.flower import commands
+    from jaxvlm.federate.flower.app_folder import FlowerApp
+    from jaxvlm.federate.flower.serve import serve
+    from jaxvlm.federate.mailbox import MAX_WAIT_S
+
+    for name, value in (("wait_s", values.wait_s), ("linger_s", values.linger_s)):
+        if not 0 <= value <= MAX_WAIT_S:
+            raise ConfigError(f"--{name}={value:g}: give seconds from 0 to {MAX_WAIT_S:g}")
+    workdir, root = pathlib.Path(values.workdir), pathlib.Path(values.root_certificates)
+    config, socket = from_config_dict(values.config), _socket(values)
+    app = FlowerApp(workdir / "flower", socket, values.wait_s, values.superlink, root)
+    print("next to this, on this machine, and the second line for each site's key:")
+    print("\n".join(f"  {line}" for line in commands.of_coordinator(app, values.superlink, root)))
+    serve(config, workdir, socket, values.linger_s, app.start)
+    return status.read_status(str(workdir))
+
+
+def _site(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
+    from jaxvlm.cli.common import flags_only
+
+    flags_only("federate site", args)
+    _needs(values, "site", "config", "workdir", "site")
+    from jaxvlm.federate.flower import commands
+    from jaxvlm.federate.mailbox import SiteSocket
+    from jaxvlm.parallel.distributed import processes
+    from jaxvlm.sites.site import make_site
+
+    workdir, socket = pathlib.Path(values.workdir), _socket(values)
+    processes.initialize()
+    with SiteSocket(socket, lambda: processes.should_stop(0)) as mailbox:
+        print("next to this, on this machine:")
+        print("\n".join(f"  {line}" for line in commands.of_site(socket, workdir / "flower")))
+        return make_site(values.config, workdir, values.site, mailbox.call).fit()
+
+
+def _needs(values: flags.FlagValues, verb: str, *names: str) -> None:
+    from jaxvlm.config import ConfigError
+
+    if missing := [name for name in names if values[name].value in (None, "")]:
+        raise ConfigError(f"federate {verb} needs --{', --'.join(missing)}")
+
+
+def _socket(values: flags.FlagValues) -> pathlib.Path:
+    default = pathlib.Path(values.workdir) / "flower" / "socket"
+    return pathlib.Path(values.socket) if values.socket else default
 
 
 def _status(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

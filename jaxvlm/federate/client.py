@@ -15,7 +15,12 @@ from jaxvlm.federate.handshake import Facts
 from jaxvlm.federate.messages import Message, Update
 
 Call = Callable[[bytes], bytes]
-"""A transport: takes a message to the coordinator, and returns its answer."""
+"""A transport: takes a message to the coordinator, and returns its answer; may raise
+:class:`Stopped`."""
+
+
+class Stopped(ConfigError):
+    """The site was asked to stop while it waited for the coordinator's answer."""
 
 
 class Welcome(NamedTuple):

@@ -14,7 +14,7 @@ import safetensors.numpy
 from jaxvlm.checkpoint import run_record
 from jaxvlm.config import ConfigError
 from jaxvlm.federate import codec, messages
-from jaxvlm.federate.client import Client, Offer
+from jaxvlm.federate.client import Client, Offer, Stopped
 from jaxvlm.federate.messages import Update, group_digests
 from jaxvlm.optim.optimizer import reset_moments
 from jaxvlm.sites.facts import facts_of_run, host_params
@@ -144,11 +144,14 @@ class FederationCallback(Callback):
         if not self.exchanges(step):
             return Exchanged(state)
         now = self._round
-        if not now.steps:
-            self.log(f"step {step}: no update is sent, as all steps since the last were skipped")
-        else:
-            self._send(step, state)
-        offer = self.client.fetch(now.version)
+        try:
+            if not now.steps:
+                self.log(f"step {step}: no update is sent, as all steps since were skipped")
+            else:
+                self._send(step, state)
+            offer = self.client.fetch(now.version)
+        except Stopped:
+            offer = None
         if offer is None:
             return Exchanged(state, "preempted")
         state = self._adopt(step, state, offer)
