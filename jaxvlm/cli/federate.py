@@ -28,7 +28,7 @@ _FLAGS = {
     "commas, such as 4,1,1 for a first site that is four times slower; 1 where there are fewer.",
     "site": "site: the site's name, which no other site of the federation has.",
     "socket": "serve, site: the unix socket on which Flower's app finds this process; by default "
-    "flower/socket in --workdir.",
+    "WORKDIR.flower/socket next to --workdir.",
     "superlink": "serve: the host:port of Flower's SuperLink.",
     "root_certificates": "serve: the file of the certificates by which the SuperLink's is checked.",
     "wait_s": "serve: the seconds for which a message of Flower waits at a site for what the site "
@@ -114,7 +114,7 @@ def _serve(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--{name}={value:g}: give seconds from 0 to {MAX_WAIT_S:g}")
     workdir, root = pathlib.Path(values.workdir), pathlib.Path(values.root_certificates)
     config, socket = from_config_dict(values.config), _socket(values)
-    app = FlowerApp(workdir / "flower", socket, values.wait_s, values.superlink, root)
+    app = FlowerApp(_flower(values), socket, values.wait_s, values.superlink, root)
     print("next to this, on this machine, and the second line for each site's key:")
     print("\n".join(f"  {line}" for line in commands.of_coordinator(app, values.superlink, root)))
     serve(config, workdir, socket, values.linger_s, app.start)
@@ -135,7 +135,7 @@ def _site(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     processes.initialize()
     with SiteSocket(socket, lambda: processes.should_stop(0)) as mailbox:
         print("next to this, on this machine:")
-        print("\n".join(f"  {line}" for line in commands.of_site(socket, workdir / "flower")))
+        print("\n".join(f"  {line}" for line in commands.of_site(socket, _flower(values))))
         return make_site(values.config, workdir, values.site, mailbox.call).fit()
 
 
@@ -147,8 +147,13 @@ def _needs(values: flags.FlagValues, verb: str, *names: str) -> None:
 
 
 def _socket(values: flags.FlagValues) -> pathlib.Path:
-    default = pathlib.Path(values.workdir) / "flower" / "socket"
-    return pathlib.Path(values.socket) if values.socket else default
+    return pathlib.Path(values.socket) if values.socket else _flower(values) / "socket"
+
+
+def _flower(values: flags.FlagValues) -> pathlib.Path:
+    """The folder of the socket and of Flower's files; a run's workdir holds neither."""
+    workdir = pathlib.Path(values.workdir)
+    return workdir.with_name(workdir.name + ".flower")
 
 
 def _status(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:

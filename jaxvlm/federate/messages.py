@@ -95,6 +95,17 @@ def unpack(data: bytes) -> Message:
     return Message(kind, head, arrays)
 
 
+def site_of(data: bytes) -> str:
+    """The site that a message says it is of, without reading its arrays; "" where it says none."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header = json_text.parse(data[8 : 8 + size].decode())
+        site = json_text.parse(header["__metadata__"][_HEAD])["site"]
+    except Exception:  # whatever a stranger's bytes can raise; unpack says what is wrong
+        return ""
+    return site if isinstance(site, str) else ""
+
+
 def pack_update(update: Update, session: str) -> bytes:
     """Pack a site's update; ``session`` is that of its :class:`Message` welcome."""
     head = {f.name: getattr(update, f.name) for f in dataclasses.fields(update)}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from jaxvlm.checkpoint import run_record
+from jaxvlm.config import ConfigError, json_text
 from jaxvlm.federate import messages
 from jaxvlm.federate.service import Service
 from jaxvlm.federate.sockets import Frame, SocketError
@@ -16,6 +20,13 @@ HOLD_S = 60.0
 told that it is not there yet, and can see whether it was asked to stop."""
 _SMALL = 2**16
 """Bytes of an answer that is kept for a request that comes twice."""
+
+
+def _read_nodes(path: pathlib.Path) -> dict[str, str]:
+    try:
+        return dict(json_text.read(path)) if path.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {error}; restore it from a copy") from None
 
 
 class _Waiting(NamedTuple):
@@ -38,12 +49,20 @@ class Reception:
         service: the coordinator.
         linger_s: seconds without a request after which a federation that is over is closed.
         clock: seconds.
+        log: takes lines for people.
+
+    Raises:
+        ConfigError: the file that says which node is which site's is damaged.
     """
 
     def __init__(
-        self, service: Service, linger_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        service: Service,
+        linger_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        log: Callable[[str], None] = print,
     ):
-        self._service, self._linger_s, self._clock = service, linger_s, clock
+        self._service, self._linger_s, self._clock, self._log = service, linger_s, clock, log
         self._lock = threading.Lock()
         self._relay = ""
         self._heard = self._quiet_since = clock()
@@ -53,6 +72,9 @@ class Reception:
         self._waiting: dict[str, _Waiting] = {}
         """Node -> its question for the next version."""
         self._is_done = False
+        self._nodes_file = service.folder.path / "nodes.json"
+        self._nodes = _read_nodes(self._nodes_file)
+        """Site -> its node, which no other may speak for."""
 
     @property
     def silent_s(self) -> float:
@@ -120,7 +142,7 @@ class Reception:
         if is_held and waiting.version == self._version():
             self._waiting[node] = waiting
             return Frame({"later": True})
-        answer = self._service.handle(frame.body)
+        answer = self._answer_of(node, frame.body)
         if len(answer) < _SMALL:
             message = messages.unpack(answer)
             if message.kind == "wait" and is_held:
@@ -128,6 +150,25 @@ class Reception:
                 return Frame({"later": True})
             self._answered[node] = (name, answer)
         return Frame({"id": name}, answer)
+
+    def _answer_of(self, node: str, data: bytes) -> bytes:
+        """Answer a request, of the node of its site alone; its first one says which that is."""
+        site = messages.site_of(data)
+        if self._nodes.get(site, node) != node or any(
+            name != site and other == node for name, other in self._nodes.items()
+        ):
+            mine = next((name for name, other in self._nodes.items() if other == node), "none yet")
+            why = f"site {site} is not this node's: node {node} has spoken for {mine}"
+            self._log(f"refused: {why}; {self._nodes_file} has the nodes of all sites")
+            return messages.pack("refused", {"why": why})
+        answer = self._service.handle(data)
+        if site in self._joined() and site not in self._nodes:
+            self._nodes[site] = node
+            run_record.write_whole(self._nodes_file, json.dumps(self._nodes, indent=1))
+        return answer
+
+    def _joined(self) -> Collection[str]:
+        return () if self._service.state is None else self._service.state.sites
 
     def _version(self) -> int:
         return -1 if self._service.state is None else self._service.state.version

@@ -1,6 +1,7 @@
-"""A site's process without a model: ``flower_site.py NAME SOCKET FILE SECONDS``.
+"""A site's process without a model: ``flower_site.py NAME SOCKET FILE SECONDS [MEGABYTES]``.
 
-What it keeps for the time after a kill is in FILE; each round takes SECONDS.
+What it keeps for the time after a kill is in FILE; each round takes SECONDS, and its parameters
+MEGABYTES more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import numpy as np
+from federate import fake_sites
 from federate.fake_sites import FakeSite
 
 from jaxvlm.checkpoint import run_record
@@ -18,8 +21,11 @@ from jaxvlm.federate import messages
 from jaxvlm.federate.mailbox import SiteSocket
 
 
-def main(name: str, socket: str, kept: str, seconds: str) -> None:
+def main(name: str, socket: str, kept: str, seconds: str, megabytes: str = "0") -> None:
     path = pathlib.Path(kept)
+    if float(megabytes):
+        size = int(float(megabytes) * 2**20 / 4)
+        fake_sites.FIRST["decoder/w"] = np.linspace(-1, 1, size, dtype=np.float32)
     with SiteSocket(pathlib.Path(socket)) as mailbox:
         site = FakeSite(name, mailbox.call)
         if path.exists():

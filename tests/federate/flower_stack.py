@@ -184,7 +184,7 @@ class Stack:
 
     def register(self, site):
         """Tell the SuperLink a site's key, once both are there."""
-        home = self.folder / "coordinator" / "flower" / "home"
+        home = self.folder / "coordinator.flower" / "home"
         command = [flower_command("flwr"), "supernode", "register"]
         command += [str(self.folder / f"{site}.key.pub"), "federation"]
         for _ in range(60):

@@ -16,6 +16,7 @@ from federate.fake_sites import FakeSite
 from federate.flower_grid import FaultyGrid
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
+from jaxvlm.config import ConfigError
 from jaxvlm.federate import messages, reception
 from jaxvlm.federate.client import Stopped
 from jaxvlm.federate.flower import client_app, records, server_app
@@ -79,7 +80,7 @@ class Federation:
 
     def start_coordinator(self):
         self.service = Service(self.config, self.workdir, lambda line: None)
-        self.reception = Reception(self.service, 5.0, lambda: self.now)
+        self.reception = Reception(self.service, 5.0, lambda: self.now, lambda line: None)
 
     def start_relay(self):
         def ask(frame):
@@ -214,6 +215,30 @@ def test_a_request_that_comes_twice_has_the_same_answer(tmp_path, expected):
         site.turn()
     assert site.verdicts == ["accepted"]
     assert service.state.sites["a"].duplicates == 0
+
+
+def test_a_node_can_not_speak_for_another_ones_site(tmp_path, expected):
+    """Nor for two; and a coordinator that starts again knows whose is whose."""
+    said = []
+    for _ in range(2):
+        service = Service(expected[0], tmp_path, lambda line: None)
+        desk = Reception(service, 5.0, log=said.append)
+        desk.answer(Frame({"relay": "r", "hello": True, "undelivered": 0}))
+        names = iter(range(100))
+
+        def call(node, desk=desk, names=names):
+            head = {"relay": "r", "node": node}
+            return lambda data: desk.answer(Frame(head | {"id": f"{next(names)}"}, data)).body
+
+        FakeSite("a", call("1")).turn()
+        with pytest.raises(ConfigError, match="site a is not this node's"):
+            FakeSite("a", call("2")).turn()
+        with pytest.raises(ConfigError, match="node 1 has spoken for a"):
+            FakeSite("b", call("1")).turn()
+    assert set(service.state.sites) == {"a"} and len(said) == 4
+    (tmp_path / "nodes.json").write_text("[1")
+    with pytest.raises(ConfigError, match="is damaged"):
+        Reception(service, 5.0)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000])

@@ -40,7 +40,7 @@ def serve(
         ConfigError: settings, a folder or a socket that can't be used.
     """
     service = Service(config, workdir, log)
-    reception = Reception(service, linger_s)
+    reception = Reception(service, linger_s, log=log)
     with Listener(socket, reception.answer, log) as listener:
         log(f"listening on {socket}")
         patient_until = time.monotonic()
