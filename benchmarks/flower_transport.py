@@ -28,7 +28,8 @@ def measured(megabytes: float, rounds: int) -> dict:
     script = str(HERE / "flower_site.py")
     sites = {
         name: [
-            sys.executable, script, name, "{socket}", "{folder}.safetensors", "0", str(megabytes)
+            sys.executable, script, name, "{socket}", "{folder}.safetensors", str(rounds), "0",
+            str(megabytes),
         ]
         for name in ("a", "b")
     }  # fmt: skip

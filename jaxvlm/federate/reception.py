@@ -35,7 +35,7 @@ class _Waiting(NamedTuple):
     name: str
     """Its id."""
     since: float
-    version: int | None = None
+    there: int | None = None
     """The version that is there; ``None``: it was not asked for yet."""
 
 
@@ -139,14 +139,14 @@ class Reception:
         if waiting is None or waiting.name != name:
             waiting = _Waiting(name, self._clock())
         is_held = self._clock() - waiting.since < HOLD_S
-        if is_held and waiting.version == self._version():
+        if is_held and waiting.there == self._version():
             self._waiting[node] = waiting
             return Frame({"later": True})
         answer = self._answer_of(node, frame.body)
         if len(answer) < _SMALL:
             message = messages.unpack(answer)
             if message.kind == "wait" and is_held:
-                self._waiting[node] = waiting._replace(version=message.head["version"])
+                self._waiting[node] = waiting._replace(there=message.head["version"])
                 return Frame({"later": True})
             self._answered[node] = (name, answer)
         return Frame({"id": name}, answer)

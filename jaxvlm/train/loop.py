@@ -86,18 +86,16 @@ def train(
         cache_memory: the device memory of the state's cache, if it has one that may be evicted.
 
     Returns:
-        The last state, its cache perhaps in ``cache_memory``, and why it ended: ``done``,
-        ``preempted`` or ``no better``.
+        The last state, its cache perhaps in ``cache_memory``; ``done``, ``preempted`` or ``no better``.
 
     Raises:
-        TrainingStopped: too many non-finite steps in a row, or none that had anything to train on.
+        TrainingStopped: too many non-finite steps in a row, or none that trained anything.
     """
     clock = Clock(start)
     window = _Window(leaves, schedule.max_bad_steps, callbacks, extra.get("unlogged"))
     pending: tuple[int, dict[str, Any]] | None = None
     state, why = callbacks.on_begin(start, state, extra), "done"
-    if callbacks.saves_start and not start:
-        callbacks.save(start, state, {"data": batches.state(), "unlogged": window.state()})
+    _save_start(callbacks, start, state, batches, window)
     with contextlib.ExitStack() as stack:
         for step in range(start + 1, schedule.steps + 1):
             _profile(schedule, step, start, stack)
@@ -138,6 +136,14 @@ def train(
             if last or why != "done":
                 break
     return state, why
+
+
+def _save_start(
+    callbacks: CallbackList, start: int, state: TrainState, batches: Batches, window: _Window
+) -> None:
+    """Save the state of a new run, where a callback has made it something worth keeping."""
+    if callbacks.saves_start and not start:
+        callbacks.save(start, state, {"data": batches.state(), "unlogged": window.state()})
 
 
 def _evaluated(

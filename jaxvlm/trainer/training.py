@@ -116,8 +116,8 @@ class Training:
         """A cache's state after updates of the vision encoder that were made elsewhere."""
         if not (updates and self.learns and isinstance(cache, CacheState)):
             return cache
-        version = advance(cache, updates).version
-        return cache._replace(version=jax.device_put(version, self.cache.shardings.version))
+        raised = jax.jit(advance, out_shardings=self.cache.shardings, donate_argnums=0)
+        return raised(cache, jnp.int32(updates))
 
     def skipped(self, state: TrainState) -> int:
         """Updates that were skipped in all, those of each island added up."""

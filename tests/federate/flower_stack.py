@@ -213,8 +213,10 @@ class Stack:
         """Wait until something holds."""
         end = time.monotonic() + seconds
         while not until():
-            if time.monotonic() > end:
-                raise AssertionError(self.everything())
+            ends = {name: process.poll() for name, process in self.processes.items()}
+            ours = [code for name, code in ends.items() if name.startswith(("site", "coordinator"))]
+            if time.monotonic() > end or any(ours):
+                raise AssertionError(f"{ends}\n{self.everything()}")
             time.sleep(0.05)
 
     def finish(self, seconds=300.0):

@@ -38,10 +38,11 @@ def folder():
         yield pathlib.Path(name)
 
 
-def fake(name, seconds=0.5):
+def fake(name, rounds):
     """Command of a site's process that trains nothing."""
     script = str(HERE / "flower_site.py")
-    return [sys.executable, script, name, "{socket}", "{folder}.safetensors", str(seconds)]
+    own = [name, "{socket}", "{folder}.safetensors", str(rounds), "0.5", "0"]
+    return [sys.executable, script, *own]
 
 
 def test_strangers_are_refused_by_name(folder):
@@ -71,7 +72,7 @@ def test_kills_change_no_bit(folder, tmp_path):
     """Of a site, the coordinator, a SuperNode and the SuperLink, one after another."""
     service = Service(fake_sites.federation(sites=2, rounds=6), tmp_path, lambda line: None)
     fake_sites.run(service, [FakeSite(name, service.handle) for name in SITES])
-    with Stack(folder, {name: fake(name) for name in SITES}) as stack:
+    with Stack(folder, {name: fake(name, 6) for name in SITES}) as stack:
         stack.begin()
         kills = ("site a", "coordinator", "node b", "superlink")
         for version, name in enumerate(kills, 1):
