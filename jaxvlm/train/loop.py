@@ -86,7 +86,7 @@ def train(
         cache_memory: the device memory of the state's cache, if it has one that may be evicted.
 
     Returns:
-        The last state, its cache perhaps in ``cache_memory``; ``done``, ``preempted`` or ``no better``.
+        The last state, and why it ended: ``done``, ``preempted`` or ``no better``.
 
     Raises:
         TrainingStopped: too many non-finite steps in a row, or none that trained anything.
