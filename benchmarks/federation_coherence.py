@@ -11,6 +11,7 @@ Writes results/federation_coherence_cpu.json.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -18,11 +19,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from benchmarks.common import environment, write
 from configs.federated import get_config
 from jaxvlm.config import CacheConfig
 from jaxvlm.federate import messages
+from jaxvlm.federate.client import Client
 from jaxvlm.federate.service import Service
 from jaxvlm.sites import callback as site_callback
 from jaxvlm.sites.site import make_site
@@ -72,13 +75,12 @@ def main() -> None:
     watch, exchanges, sizes = Stopwatch(), [], []
     exchange = site_callback.FederationCallback.exchange
     # Digests of what is sent anyway guard the update too; all of them are counted.
-    for module, name in (
+    counted = (
         (site_callback, "group_digests"),
         (site_callback.FederationCallback, "_token_updates"),
         (messages, "group_digests"),
         (Training, "older"),
-    ):
-        setattr(module, name, watch.around(getattr(module, name)))
+    )
 
     def noted(self: Any, step: int, state: Any) -> Any:
         result = exchange(self, step, state)
@@ -86,9 +88,12 @@ def main() -> None:
             exchanges.append((time.perf_counter(), watch.seconds))
         return result
 
-    site_callback.FederationCallback.exchange = noted  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
+    with contextlib.ExitStack() as stack:
+        for module, name in counted:
+            around = watch.around(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, around))
+        stack.enter_context(mock.patch.object(site_callback.FederationCallback, "exchange", noted))
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         service = Service(config, folder / "coordinator")
 
         def call(data: bytes) -> bytes:
@@ -97,14 +102,16 @@ def main() -> None:
                 sizes.append(protocol_bytes(data) + protocol_bytes(answer))
             return answer
 
-        make_site(config, folder / "site", "site", call).fit()
+        make_site(config, folder / "site", Client("site", call)).fit()
+    assert service.state is not None
+    params = service.state.params
     (begin, before), (end, after) = exchanges[0], exchanges[-1]
     result = {
         "share": (after - before) / (end - begin),
         "seconds_a_round": (after - before) / (ROUNDS - 1),
         "site_seconds_a_round": (end - begin) / (ROUNDS - 1),
         "bytes_a_site_and_round": sum(sizes) / ROUNDS,
-        "parameters": 209_312,
+        "parameters": sum(x.size for x in params.values()),
         "environment": environment(),
     }
     print({k: v for k, v in result.items() if k != "environment"})

@@ -126,6 +126,7 @@ def _site(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     flags_only("federate site", args)
     _needs(values, "site", "config", "workdir", "site")
+    from jaxvlm.federate.client import Client
     from jaxvlm.federate.flower import commands
     from jaxvlm.federate.mailbox import SiteSocket
     from jaxvlm.parallel.distributed import processes
@@ -133,10 +134,15 @@ def _site(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     workdir, socket = pathlib.Path(values.workdir), _socket(values)
     processes.initialize()
-    with SiteSocket(socket, lambda: processes.should_stop(0)) as mailbox:
+
+    def is_stopped() -> bool:
+        return processes.should_stop(0)
+
+    with SiteSocket(socket, is_stopped) as mailbox:
         print("next to this, on this machine:")
         print("\n".join(f"  {line}" for line in commands.of_site(socket, _flower(values))))
-        return make_site(values.config, workdir, values.site, mailbox.call).fit()
+        client = Client(values.site, mailbox.call, is_stopped)
+        return make_site(values.config, workdir, client).fit()
 
 
 def _needs(values: flags.FlagValues, verb: str, *names: str) -> None:

@@ -64,7 +64,7 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.site, self._call = site, call
-        self.is_stopped, self.sleep = is_stopped, sleep
+        self._is_stopped, self._sleep = is_stopped, sleep
         self._session = ""
 
     def join(self, facts: Facts, weights: Callable[[], Mapping[str, np.ndarray]]) -> Welcome:
@@ -101,9 +101,9 @@ class Client:
                 params = answer.arrays if version != have else None
                 number = answer.head["number"]
                 return Offer(version, params, answer.head["digests"], is_last, number)
-            if self.is_stopped():
+            if self._is_stopped():
                 return None
-            self.sleep(answer.head["poll_s"])
+            self._sleep(answer.head["poll_s"])
 
     def submit(self, update: Update) -> tuple[str, str]:
         """Send an update.

@@ -42,8 +42,6 @@ class Facts:
     """Group of facts -> name -> value: what all sites must have in common."""
     about: dict[str, Any]
     """Platform, device, versions: they are recorded, and may differ."""
-    lossy_gradients: str = ""
-    """Why gradients would pass through a lossy codec at this site; "" where none does."""
     token_bound: int = 0
     """The largest lag at which the site's cache may read visual tokens."""
     stacked: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -146,7 +144,7 @@ def differences(ours: Facts, theirs: Facts) -> list[str]:
     Returns:
         A sentence for each difference, the first of each group; [] where it may join.
     """
-    found = [f"{ours.lossy_gradients}"] if ours.lossy_gradients else []
+    found = []
     for group, text in _SAME.items():
         here, there = ours.common.get(group, {}), theirs.common.get(group, {})
         for key in sorted({*here, *there}):
@@ -190,7 +188,6 @@ def facts_of(values: Any) -> Facts:
         "site": str,
         "common": dict,
         "about": dict,
-        "lossy_gradients": str,
         "token_bound": int,
         "stacked": dict,
     }

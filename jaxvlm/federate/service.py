@@ -131,7 +131,7 @@ class Service:
                 f"{self.plan.federate.sites} sites, {', '.join(sorted(sites))}"
             )
         if self.state is None and not message.arrays:
-            return messages.pack("welcome", {"needs_weights": True, **self._settings})
+            return messages.pack("welcome", {"needs_weights": True})
         if self.state is None:
             self._begin(facts, message)
         assert self.state is not None
@@ -148,9 +148,7 @@ class Service:
             "needs_weights": False,
             "federation": self._federation["id"],
             "session": self._sessions[site],
-            "version": self.state.version,
             "number": record.number,
-            **self._settings,
         }
         return messages.pack("welcome", head)
 
@@ -175,7 +173,7 @@ class Service:
 
     def _fetch(self, site: str, message: Message) -> bytes:
         """Give a site the current version, or tell it to wait for the next."""
-        state = self._checked(site, message)
+        self._check(site, message)
         self._apply_if_due()
         state = self._known()
         have = message.head.get("have")
@@ -202,7 +200,7 @@ class Service:
 
     def _submit(self, site: str, message: Message) -> bytes:
         """Judge a site's update; one that is accepted is on disk before the answer is."""
-        self._checked(site, message)
+        self._check(site, message)
         update = messages.unpack_update(message)
         self._apply_if_due()  # an update that comes after the deadline is late
         state, verdict = coordinator.receive(self.plan, self._known(), update)
@@ -227,8 +225,7 @@ class Service:
         self._note(record, f"{line}: {verdict.why}" if verdict.why else "")
         self._commit()
         self._apply_if_due()
-        head = {"verdict": verdict.kind, "why": verdict.why, "version": self._known().version}
-        return messages.pack("verdict", head)
+        return messages.pack("verdict", {"verdict": verdict.kind, "why": verdict.why})
 
     def _apply_if_due(self) -> None:
         state = self.state
@@ -248,8 +245,7 @@ class Service:
         record["bytes"] = {site: list(count) for site, count in self.bytes.items()}
         missing = coordinator.left_out(state)
         record["left_out"] = missing if len(state.buffer) < self.plan.buffer else []
-        line = f"version {new.version}: {', '.join(applied.sites)}, loss "
-        line += f"{applied.loss:.4f}"
+        line = f"version {new.version}: {', '.join(applied.sites)}, loss {applied.loss:.4f}"
         if record["left_out"]:
             line += f"; left out after the deadline: {', '.join(missing)}"
         if self.plan.federate.noise_multiplier:
@@ -272,15 +268,14 @@ class Service:
         for x in state.buffer:
             self.folder.remove_update(x.update)
 
-    def _checked(self, site: str, message: Message) -> State:
-        """The state, where the site has joined and no other process has taken its name since."""
+    def _check(self, site: str, message: Message) -> None:
+        """Refuse a site that has not joined, or whose name another process has taken since."""
         if self.state is None or site not in self._sessions:
             raise ConfigError(f"site {site} has not joined; start it again")
         if message.head.get("session") != self._sessions[site]:
             raise ConfigError(
                 f"site {site} was joined by another process with the same name; stop one of them"
             )
-        return self.state
 
     def _known(self) -> State:
         assert self.state is not None

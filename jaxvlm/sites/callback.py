@@ -117,7 +117,7 @@ class FederationCallback(Callback):
         self.round = Round(offer.version, welcome.number, start, welcome.federation)
         self.log(f"site {self.client.site} starts from version {offer.version}")
         self._has_exchanged = True
-        return self._adopt(step, state, offer)
+        return self._adopt(step, state, params, offer)
 
     def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """Note what the step trains on: the loss's own denominator, by which means add up."""
@@ -143,18 +143,18 @@ class FederationCallback(Callback):
         """Send the update, and wait for the version to go on from."""
         if not self.exchanges(step):
             return Exchanged(state)
-        now = self._round
+        now, local = self._round, host_params(state.params)
         try:
             if not now.steps:
                 self.log(f"step {step}: no update is sent, as all steps since were skipped")
             else:
-                self._send(step, state)
+                self._send(step, local)
             offer = self.client.fetch(now.version)
         except Stopped:
             offer = None
         if offer is None:
             return Exchanged(state, "preempted")
-        state = self._adopt(step, state, offer)
+        state = self._adopt(step, state, local, offer)
         self._has_exchanged = True
         if step == self._run.steps and not offer.is_last:
             raise TrainingStopped(
@@ -180,11 +180,9 @@ class FederationCallback(Callback):
         assert self.round is not None
         return self.round
 
-    def _send(self, step: int, state: TrainState) -> None:
+    def _send(self, step: int, local: Mapping[str, np.ndarray]) -> None:
         now, outer = self._round, self._run.config.outer
-        parts, error = codec.encode(
-            host_params(state.params), self.base, outer.delta_dtype, self.error
-        )
+        parts, error = codec.encode(local, self.base, outer.delta_dtype, self.error)
         update = Update(
             self.client.site, now.number + 1, now.version, now.tokens, now.steps,
             now.token_lag, now.loss / now.steps, parts,
@@ -201,13 +199,20 @@ class FederationCallback(Callback):
                 f"step {step}: the coordinator refused {now.refused} updates in a row: {why}"
             )
 
-    def _adopt(self, step: int, state: TrainState, offer: Offer) -> TrainState:
+    def _adopt(
+        self, step: int, state: TrainState, local: Mapping[str, np.ndarray], offer: Offer
+    ) -> TrainState:
         """Go on from a version: its parameters, and older visual tokens where the encoder changed.
 
         The version is on disk before a checkpoint names it.
+
+        Args:
+            step: steps taken so far.
+            state: after them.
+            local: its trained parameters in host memory.
+            offer: the version.
         """
         run, now = self._run, self._round
-        local = host_params(state.params)
         passed = offer.version - now.version
         if offer.params is not None:
             self.base = offer.params

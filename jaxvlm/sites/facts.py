@@ -60,7 +60,6 @@ def facts_of_run(run: Run, state: TrainState, site: str, start: dict[str, str]) 
             "version": TOKENS_VERSION,
         },
     }
-    lossy = learns and cache.codec != LOSSLESS and bool(cache.store)
     return Facts(
         site=site,
         common=common,
@@ -70,11 +69,6 @@ def facts_of_run(run: Run, state: TrainState, site: str, start: dict[str, str]) 
             "jaxvlm": __version__,
             "jax": version("jax"),
         },
-        lossy_gradients=(
-            f"gradients would pass through config.cache.codec={cache.codec!r}: use 'exact'"
-            if lossy
-            else ""
-        ),
         token_bound=policy.max_staleness if policy and learns else 0,
         stacked={path: dims.lead for path, dims in run.model.adapted.items()},
     )

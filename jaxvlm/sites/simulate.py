@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxvlm.config import Config, ConfigError, from_config_dict
+from jaxvlm.config import Config, ConfigError, Extension, TokenizerConfig, from_config_dict
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.run_data import read_records
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.sources import pair_formats
 from jaxvlm.federate import handshake, messages
+from jaxvlm.federate.client import Client
 from jaxvlm.federate.service import Service
 from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.sites import partition
-from jaxvlm.sites.callback import FederationCallback
 from jaxvlm.sites.site import make_site
 from jaxvlm.sites.turns import Turns
 from jaxvlm.train.loop import TrainingStopped
+from jaxvlm.trainer import embedding_run
 from jaxvlm.trainer.trainer import Trainer
 
 
@@ -105,12 +108,13 @@ class Simulation:
 
         try:
             self._turns.take(name)
-            own = self.wrap(name, call)
-            site = make_site(config, self.workdir / name, name, own, log=self.log)
-            for callback in site.callbacks:
-                if isinstance(callback, FederationCallback):
-                    callback.client.sleep = lambda s: self._turns.wait_for_others(name, s)
-                    callback.client.is_stopped = lambda: bool(self._errors)
+            client = Client(
+                name,
+                self.wrap(name, call),
+                is_stopped=lambda: bool(self._errors),
+                sleep=lambda s: self._turns.wait_for_others(name, s),
+            )
+            site = make_site(config, self.workdir / name, client, log=self.log)
             self.sites[name] = site
             self.results[name] = site.fit()
         except (ConfigError, DataError, TrainingStopped) as error:
@@ -123,46 +127,57 @@ class Simulation:
     def _site_configs(self) -> list[Config]:
         """Each site's recipe: its data, one tokenizer, and the evaluation at the first alone."""
         config, files = self.config, list(self.data)
-        if trains_embeddings(config):
-            if not files:
-                raise ConfigError(
-                    "pairs are not divided among sites: give each its file, --site_data=FILE,…"
-                )
-        else:
-            config, files = self._conversations(config, files)
+        if not files:
+            config, files = self._divided(config)
+        config = self._with_tokenizer(config, files)
         configs = [
             dataclasses.replace(config, data=dataclasses.replace(config.data, train=file))
             for file in files
         ]
         return [configs[0], *map(_quiet, configs[1:])]
 
-    def _conversations(self, config: Config, files: list[str]) -> tuple[Config, list[str]]:
-        """Divide the data where no files are given, and build the tokenizer that all sites have."""
-        folder = self.workdir / "data"
-        specs = files or [config.data.train]
-        records = [r for spec in specs for r in read_records(config.data, spec)[0]]
-        if not files and config.data.format.target and config.data.eval:
+    def _divided(self, config: Config) -> tuple[Config, list[str]]:
+        """Divide the training data; the recipe that reads the sites' files, and their names."""
+        if trains_embeddings(config):
+            raise ConfigError(
+                "pairs are not divided among sites: give each its file, --site_data=FILE,…"
+            )
+        if config.data.format.target and config.data.eval:
             raise ConfigError(
                 "data of a format of your own are divided into files of another, in which "
                 "config.data.eval is not; give each site its file, --site_data=FILE,…"
             )
-        if not files:
-            count, seed = config.federate.sites, config.seed
-            divided = partition.partition(records, count, self.alpha, seed)
-            files = [str(folder / f"{name}.jsonl") for name in self.names]
-            for file, indices in zip(files, divided, strict=True):
-                partition.write_records([records[i] for i in indices], pathlib.Path(file))
-            self.log("; ".join(f"{n}: {len(x)} records" for n, x in zip(self.names, divided)))
-            # They are written with whole paths, in one of the formats that are read by themselves.
-            fields = dataclasses.replace(config.data, format=type(config.data.format)())
-            config = dataclasses.replace(config, data=fields)
-        if config.tokenizer.path or config.model.checkpoint or config.init_from:
-            return config, files
-        made = make_tokenizer(config, folder / "tokenizer", lambda: tokenize.texts(records))
-        if not (folder / "tokenizer").is_dir():
-            made.save(folder / "tokenizer")
-        tokenizer = type(config.tokenizer)(path=str(folder / "tokenizer"))
-        return dataclasses.replace(config, tokenizer=tokenizer), files
+        records = read_records(config.data, config.data.train)[0]
+        divided = partition.partition(records, len(self.names), self.alpha, config.seed)
+        files = [str(self.workdir / "data" / f"{name}.jsonl") for name in self.names]
+        for file, indices in zip(files, divided, strict=True):
+            partition.write_records([records[i] for i in indices], pathlib.Path(file))
+        self.log("; ".join(f"{n}: {len(x)} records" for n, x in zip(self.names, divided)))
+        # They are written with whole paths, in one of the formats that are read by themselves.
+        data = dataclasses.replace(config.data, format=Extension())
+        return dataclasses.replace(config, data=data), files
+
+    def _with_tokenizer(self, config: Config, files: list[str]) -> Config:
+        """The recipe with a tokenizer of all sites' texts, where none is named."""
+        given = config.tokenizer.path or config.init_from or config.network.checkpoint
+        if given or (config.embedder == "dual" and config.dual.text_checkpoint):
+            return config
+        folder = self.workdir / "data" / "tokenizer"
+        if not folder.is_dir():
+            # Whole or not at all: a kill in the middle must not leave half a tokenizer.
+            half = folder.with_suffix(".tmp")
+            shutil.rmtree(half, ignore_errors=True)
+            make_tokenizer(config, None, lambda: _texts(config, files)).save(half)
+            half.rename(folder)
+        return dataclasses.replace(config, tokenizer=TokenizerConfig(path=str(folder)))
+
+
+def _texts(config: Config, files: list[str]) -> Iterator[str]:
+    for file in files:
+        if trains_embeddings(config):
+            yield from embedding_run.texts(pair_formats.read(file, config.data)[0])
+        else:
+            yield from tokenize.texts(read_records(config.data, file)[0])
 
 
 def _quiet(config: Config) -> Config:

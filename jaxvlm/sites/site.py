@@ -12,9 +12,8 @@ import jax
 from jaxvlm.cache.policy import make_policy
 from jaxvlm.config import Config, ConfigError, from_config_dict, uses_cache
 from jaxvlm.federate import handshake
-from jaxvlm.federate.client import Call, Client
+from jaxvlm.federate.client import Client
 from jaxvlm.federate.handshake import LOSSLESS
-from jaxvlm.parallel.distributed import processes
 from jaxvlm.sites.callback import FederationCallback
 from jaxvlm.train.callbacks import Callback
 from jaxvlm.trainer.trainer import Trainer
@@ -23,8 +22,7 @@ from jaxvlm.trainer.trainer import Trainer
 def make_site(
     config: Any,
     workdir: str | pathlib.Path,
-    site: str,
-    call: Call,
+    client: Client,
     devices: Sequence[jax.Device] | None = None,
     callbacks: Sequence[Callback] = (),
     log: Callable[[str], None] = print,
@@ -34,8 +32,7 @@ def make_site(
     Args:
         config: the federation's recipe with the site's own data, a Config or a ConfigDict.
         workdir: the site's folder; a run that is in it goes on.
-        site: the site's name, which no other site of the federation has.
-        call: carries a message to the coordinator and returns the answer.
+        client: of the coordinator, with the site's name.
         devices: which devices the mesh is made of; all by default.
         callbacks: what happens around steps besides.
         log: takes lines for people.
@@ -44,10 +41,10 @@ def make_site(
         ConfigError: settings or a name that can't be used.
         DataError: data that can't be used.
     """
-    if not 0 < len(site) <= 200:
-        raise ConfigError(f"--site={site!r}: give the site a name of at most 200 characters")
+    if not 0 < len(client.site) <= 200:
+        raise ConfigError(f"--site={client.site!r}: give the site a name of at most 200 characters")
     config = site_config(from_config_dict(config), log)
-    exchange = FederationCallback(Client(site, call, lambda: processes.should_stop(0)), log)
+    exchange = FederationCallback(client, log)
     run = Trainer(config, workdir, devices, (*callbacks, exchange))
     exchange.run = run
     _check_length(run)

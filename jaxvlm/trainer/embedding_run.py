@@ -37,7 +37,7 @@ def prepare_pairs(given: Config, workdir: pathlib.Path | None) -> Prepared:
     _check(given)
     read = pair_formats.read(given.data.train, given.data)
     if given.embedder == "dual":
-        made = dual_encoder.make_dual_encoder(given, workdir, lambda: _texts(read[0]))
+        made = dual_encoder.make_dual_encoder(given, workdir, lambda: texts(read[0]))
         config = dataclasses.replace(given, dual=made.config)
         prepared = Prepared(config, made.source, made.tokenizer, made.image_processor, None, made)
     else:
@@ -47,7 +47,7 @@ def prepare_pairs(given: Config, workdir: pathlib.Path | None) -> Prepared:
             given = pretrained.with_source(given, source)
         given = peft_folder.with_adapter(given, source, workdir)
         saved = workdir / "tokenizer" if workdir else None
-        words = make_tokenizer(given, saved, lambda: _texts(read[0]), source)
+        words = make_tokenizer(given, saved, lambda: texts(read[0]), source)
         if source is not None:
             pretrained.check_tokens(source, words)
         images = image_format_of(given, source, words)
@@ -58,7 +58,8 @@ def prepare_pairs(given: Config, workdir: pathlib.Path | None) -> Prepared:
     return prepared._replace(dataset=dataset)
 
 
-def _texts(examples: Sequence[Example]) -> Iterator[str]:
+def texts(examples: Sequence[Example]) -> Iterator[str]:
+    """Yield the texts of all queries and documents: what a tokenizer is built from."""
     for example in examples:
         for item in (example.query, example.positive, *example.negatives):
             yield item.instruction + item.words

@@ -10,8 +10,10 @@ import pytest
 from runs import losses, recipe
 
 import jaxvlm
+from configs import federated, quickstart
 from jaxvlm.config import ConfigError, FederateConfig, OuterConfig, from_config_dict
 from jaxvlm.federate import messages, status
+from jaxvlm.federate.client import Client
 from jaxvlm.federate.service import Service
 from jaxvlm.sites.simulate import Simulation
 from jaxvlm.sites.site import make_site
@@ -39,7 +41,7 @@ def silent(line):
 
 def fitted(config, folder, service=None, name="a", **more):
     service = service or Service(from_config_dict(config), folder / "coordinator", silent)
-    site = make_site(config, folder / name, name, service.handle, log=silent, **more)
+    site = make_site(config, folder / name, Client(name, service.handle), log=silent, **more)
     site.fit()
     return site, service
 
@@ -104,7 +106,7 @@ def test_an_answer_lost_after_the_update_was_judged(data, tmp_path, whole_site):
         return answer
 
     with pytest.raises(Stop):
-        make_site(config, tmp_path / "a", "a", call, log=silent).fit()
+        make_site(config, tmp_path / "a", Client("a", call), log=silent).fit()
     site, _ = fitted(config, tmp_path, service)
     assert_same_weights(whole_site.state.params, site.state.params)
     record = service.state.sites["a"]
@@ -149,7 +151,7 @@ def test_a_frozen_encoders_tokens_are_encoded_once(data, tmp_path):
     config.cache.policy, config.cache.encode_batch = "strict", 2
     config.optim.frozen = ("vision/*",)
     site, _ = fitted(config, tmp_path)
-    # Forty images in twelve steps: three outer updates later none has been encoded again.
+    # Forty images in twelve steps: none is recomputed after any of three outer updates.
     assert sum(encoded(site.workdir)) == 40
     config.federate.cache_invalidation = "flush"  # a frozen encoder's tokens are never stale
     again, _ = fitted(config, tmp_path / "flush")
@@ -169,7 +171,7 @@ def test_a_trained_encoders_tokens_grow_older_with_outer_updates(data, tmp_path,
     assert version == {"digest": 12, "lazy": 12 + 4, "flush": 12 + 4 * 101}[how]
     if how == "flush":
         counts = encoded(site.workdir)
-        assert sum(counts) > 60 > 40  # images shown again after an outer update are encoded again
+        assert sum(counts) > 60 > 40  # what is shown after an outer update is recomputed
 
 
 def test_settings_that_no_federation_can_use(data, tmp_path):
@@ -189,11 +191,11 @@ def test_settings_that_no_federation_can_use(data, tmp_path):
             config.federate[name] = value
         with pytest.raises(ConfigError, match=words):
             service = Service(from_config_dict(config), tmp_path / "c", silent)
-            make_site(config, tmp_path / "a", "a", service.handle, log=silent)
+            make_site(config, tmp_path / "a", Client("a", service.handle), log=silent)
     config = made(data)
     config.steps = 11
     with pytest.raises(ConfigError, match="need 12: set"):
-        make_site(config, tmp_path / "a", "a", lambda data: data, log=silent)
+        make_site(config, tmp_path / "a", Client("a", lambda data: data), log=silent)
 
 
 def test_a_federations_recipe_is_no_plain_run(data, tmp_path):
@@ -300,6 +302,7 @@ def test_noise_has_an_accountant(data, tmp_path):
 
 
 def test_pairs_of_two_sites(captions, tmp_path):
+    """Each has texts of its own; the tokenizer is of both."""
     config = recipe(captions)
     config.loss.name = "info_nce"
     config.data.flip, config.data.max_shift = False, 0
@@ -307,6 +310,16 @@ def test_pairs_of_two_sites(captions, tmp_path):
     config.steps = 4
     with pytest.raises(ConfigError, match="give each its file"):
         simulated(config, tmp_path)
-    simulation, _ = simulated(config, tmp_path / "two", data=[str(captions), str(captions)])
+    lines, files = captions.read_text().splitlines(keepends=True), []
+    for i in range(2):
+        files.append(captions.with_name(f"site-{i}.jsonl"))
+        files[i].write_text("".join(lines[20 * i : 20 * i + 20]))
+    simulation, _ = simulated(config, tmp_path / "two", data=list(map(str, files)))
     first, second = simulation.sites.values()
     assert_same_weights(first.state.params, second.state.params)
+    assert first.tokenizer.backend.token_to_id("39") is not None  # the other's word alone
+
+
+def test_the_recipes_small_model_is_the_quickstarts():
+    assert federated.get_config().model == quickstart.get_config().model
+    assert federated.get_config().data == quickstart.get_config().data

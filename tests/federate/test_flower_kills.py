@@ -9,9 +9,6 @@ import tempfile
 
 import pytest
 import runs
-
-pytest.importorskip("flwr")
-
 from federate import fake_sites
 from federate.fake_sites import FakeSite
 from federate.flower_stack import (

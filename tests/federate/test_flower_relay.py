@@ -6,15 +6,12 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("flwr")
-
 from federate import fake_sites
 from federate.fake_sites import FakeSite
 from federate.flower_grid import FaultyGrid
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxvlm.config import ConfigError
 from jaxvlm.federate import messages, reception

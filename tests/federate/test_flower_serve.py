@@ -10,9 +10,6 @@ import time
 import zipfile
 
 import pytest
-
-pytest.importorskip("flwr")
-
 from federate import fake_sites
 from federate.fake_sites import FakeSite
 from federate.flower_grid import FaultyGrid

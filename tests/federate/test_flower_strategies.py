@@ -14,9 +14,6 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-
-pytest.importorskip("flwr")
-
 from federate.flower_grid import FaultyGrid
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower

@@ -126,13 +126,6 @@ def test_after_the_deadline_an_update_is_late(tmp_path):
     assert status.read_status(tmp_path)["versions"][0]["left_out"] == ["slow"]
 
 
-def test_a_lossy_codec_on_a_gradients_path_is_refused(tmp_path):
-    service = served(tmp_path)
-    lossy = facts("a", lossy_gradients="gradients would pass through config.cache.codec='int8'")
-    with pytest.raises(ConfigError, match="gradients would pass through"):
-        Client("a", service.handle).join(lossy, lambda: FIRST)
-
-
 def test_platforms_may_differ_and_are_recorded(tmp_path):
     service = served(tmp_path)
     for name, platform in (("a", "cpu"), ("b", "tpu")):
