@@ -36,6 +36,7 @@ from jaxvlm.config import (
     OuterConfig,
     PairLossConfig,
     TextConfig,
+    TokenizerConfig,
     VisionConfig,
 )
 
@@ -89,7 +90,7 @@ def _small() -> Config:
                 width=64, depth=2, mlp_dim=192, num_heads=4, num_kv_heads=4, head_dim=16
             ),
         ),
-        optim=OptimConfig(learning_rate=1e-3, b2=0.99, warmup_steps=50),
+        optim=OptimConfig(learning_rate=1e-3, b2=0.99, warmup_steps=0.08),
         steps=rounds * steps,
         log_every=steps,
         checkpoint=CheckpointConfig(every=0),
@@ -132,9 +133,9 @@ def _contrastive() -> Config:
                 depth=2,
                 num_heads=4,
                 mlp_dim=256,
-                pool="mean",
+                pool="attention",
             ),
-            text=TextConfig(width=64, depth=2, num_heads=4, mlp_dim=256),
+            text=TextConfig(width=64, depth=2, num_heads=4, mlp_dim=256, max_length=32),
         ),
         loss=LossConfig(name="info_nce"),
         pair_loss=PairLossConfig(
@@ -142,7 +143,8 @@ def _contrastive() -> Config:
             directions=("query_to_document", "document_to_query"),
             softmax_scope="each",
         ),
-        data=DataConfig(batch_size=64, max_length=32),
+        tokenizer=TokenizerConfig(kind="bpe", vocab_size=1024),
+        data=DataConfig(batch_size=64, max_length=32, buckets=1),
         optim=OptimConfig(learning_rate=1e-3),
         steps=rounds * steps,
         checkpoint=CheckpointConfig(every=0),

@@ -85,7 +85,7 @@ def combine(
     """
     base = shared.astype(np.float64)
     wholes = (
-        became(base, delta) if scale == 1 else base + scale * _whole(delta)
+        became(base, delta) if scale == 1 else np.asarray(base + scale * _whole(delta))
         for delta, scale in zip(deltas, scales, strict=True)
     )
     if config.aggregator in _ROBUST:
@@ -96,16 +96,16 @@ def combine(
         weight = 1.0 if uniform else weight
         result += weight * whole
         total += weight
-    return result / total
+    return np.asarray(result / total)
 
 
 def _trimmed_mean(values: np.ndarray, most: int) -> np.ndarray:
     """Mean f64[...] of f64[n, ...] without the ``most`` largest and smallest of each number."""
-    return np.mean(np.sort(values, axis=0)[most : len(values) - most], axis=0)
+    return np.asarray(np.mean(np.sort(values, axis=0)[most : len(values) - most], axis=0))
 
 
 _ROBUST: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "median": lambda values, _: np.median(values, axis=0),
+    "median": lambda values, _: np.asarray(np.median(values, axis=0)),
     "trimmed_mean": _trimmed_mean,
 }
 
@@ -115,7 +115,7 @@ def became(shared: np.ndarray, delta: tuple[np.ndarray, np.ndarray | None]) -> n
     # In this order the sum is exact: first what float32 could hold of the change.
     change, rest = delta
     whole = shared.astype(np.float64) + change
-    return whole if rest is None else whole + rest
+    return np.asarray(whole if rest is None else whole + rest)
 
 
 def _whole(delta: tuple[np.ndarray, np.ndarray | None]) -> np.ndarray:

@@ -42,15 +42,15 @@ def encode(
     parts: dict[str, np.ndarray] = {}
     left: dict[str, np.ndarray] = {}
     for path, value in new.items():
-        change = value - base[path]
+        change = np.asarray(value - base[path])  # of numbers without dims, NumPy makes scalars
         if dtype == "float32":
             parts |= _exact(path, value, base[path], change)
             continue
         if error is not None:
-            change = change + error[path]
+            change = np.asarray(change + error[path])
         coded = _rounded(path, change, GRAD_REDUCE_BITS[dtype])
         parts |= coded
-        left[path] = change - decode(path, coded, change.shape, dtype)[0]
+        left[path] = np.asarray(change - decode(path, coded, change.shape, dtype)[0])
     return parts, left
 
 

@@ -72,9 +72,8 @@ class Folder:
         leaves = jax.tree.leaves(state.outer)
         arrays = {_PARAM + path: x for path, x in state.params.items()}
         arrays |= {f"{_OUTER}{i}": np.asarray(x) for i, x in enumerate(leaves)}
-        arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-        data = safetensors.numpy.save(arrays)
-        run_record.write_whole(self.path / "versions" / f"{state.version}.safetensors", data)
+        path = self.path / "versions" / f"{state.version}.safetensors"
+        run_record.write_whole(path, messages.save(arrays))
 
     def save_update(self, update: Update) -> None:
         """Write an accepted update."""

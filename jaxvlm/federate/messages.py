@@ -66,8 +66,13 @@ def pack(kind: str, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = 
         arrays: of any dtype that safetensors knows.
     """
     text = json.dumps({"protocol": PROTOCOL, "kind": kind, **head}, allow_nan=False)
-    contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    return safetensors.numpy.save(contiguous, {_HEAD: text})
+    return save(arrays, {_HEAD: text})
+
+
+def save(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> bytes:
+    """Arrays as a safetensors file; numbers without dims stay without."""
+    ordered = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    return safetensors.numpy.save(ordered, metadata)
 
 
 def unpack(data: bytes) -> Message:

@@ -57,7 +57,8 @@ def with_noise(
     seed = hashlib.blake2b(secret + about, digest_size=16).digest()
     draws = np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little")))
     return {
-        path: x + deviation * draws.standard_normal(x.shape) for path, x in sorted(mean.items())
+        path: np.asarray(x + deviation * draws.standard_normal(x.shape))
+        for path, x in sorted(mean.items())
     }
 
 

@@ -262,9 +262,8 @@ class FederationCallback(Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         arrays = {_PARAM + name: x for name, x in self.base.items()}
         arrays |= {_ERROR + name: x for name, x in (self.error or {}).items()}
-        arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
         self._round.base = messages.digest_of(arrays)
-        run_record.write_whole(path, safetensors.numpy.save(arrays))
+        run_record.write_whole(path, messages.save(arrays))
         files = sorted(path.parent.glob("base-*.safetensors"), key=_step_of)
         for old in files[: -(self._run.config.checkpoint.keep + 2)]:
             old.unlink()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from checkpoints import write_llava
 from runs import losses, recipe
 
 import jaxvlm
@@ -18,6 +22,8 @@ from jaxvlm.federate.service import Service
 from jaxvlm.sites.simulate import Simulation
 from jaxvlm.sites.site import make_site
 from jaxvlm.train.loop import TrainingStopped
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def made(data, sites=1, rounds=3, steps=4):
@@ -323,3 +329,28 @@ def test_pairs_of_two_sites(captions, tmp_path):
 def test_the_recipes_small_model_is_the_quickstarts():
     assert federated.get_config().model == quickstart.get_config().model
     assert federated.get_config().data == quickstart.get_config().data
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("arg", ["", "hospitals", "lora", "contrastive"])
+def test_recipes_run(data, captions, tmp_path, arg):
+    """Two rounds of each; the hospitals' data are those that the example makes."""
+    files = [str(captions if arg == "contrastive" else data)] * 2
+    if arg == "hospitals":
+        command = [sys.executable, "examples/two_hospitals.py", str(tmp_path / "made")]
+        subprocess.run(command, check=True, cwd=ROOT)
+        files = [str(tmp_path / "made" / f"{name}.jsonl") for name in ("north", "south")]
+    if arg == "lora":
+        arg = f"lora,{write_llava(tmp_path / 'hf', data)}"
+    config = federated.get_config(arg)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, eval="", batch_size=8),
+        federate=dataclasses.replace(config.federate, sites=2, rounds=2),
+        outer=dataclasses.replace(config.outer, steps=2),
+        steps=4,
+    )
+    simulation, result = simulated(config, tmp_path / "run", data=files)
+    first, second = simulation.sites.values()
+    assert result["version"] == 2
+    assert_same_weights(first.state.params, second.state.params)

@@ -16,6 +16,7 @@ from jaxvlm.federate.messages import Update, group_digests
 FIRST = {
     "vision/w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6),
     "decoder/b": np.array([0.0, 1e-12, -3.0], np.float32),
+    "head/scale": np.asarray(2.5, np.float32),
 }
 
 
@@ -56,7 +57,7 @@ def trained(site, version, params):
     """What a site makes of a version, in float32."""
     draws = np.random.default_rng([zlib.crc32(site.encode()), version])
     return {
-        path: (x * np.float32(0.9) + draws.normal(0, 0.1, x.shape)).astype(np.float32)
+        path: np.asarray(x * np.float32(0.9) + draws.normal(0, 0.1, x.shape), np.float32)
         for path, x in sorted(params.items())
     }
 
