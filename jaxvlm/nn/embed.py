@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxvlm.nn.param import Init, fan_in, normal, param
-from jaxvlm.parallel.islands import on_island
+from jaxvlm.parallel.mesh import on_island
 from jaxvlm.parallel.rules import Axes, shard
 
 

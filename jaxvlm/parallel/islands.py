@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxvlm.parallel.mesh import ISLAND
+from jaxvlm.parallel.mesh import ISLAND, on_island
 
 
 def on_islands(
@@ -39,11 +39,6 @@ def on_islands(
 def each_island(where: NamedSharding) -> NamedSharding:
     """Return the sharding of a leaf with a leading dim of islands, from that of one island's."""
     return NamedSharding(where.mesh, PartitionSpec(ISLAND, *where.spec))
-
-
-def on_island() -> bool:
-    """Whether the caller is traced for one island."""
-    return ISLAND in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def first_row(rows: int) -> Any:

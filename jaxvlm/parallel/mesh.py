@@ -93,6 +93,11 @@ def batch_shards(mesh: jax.sharding.Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def on_island() -> bool:
+    """Whether the caller is traced for one island."""
+    return ISLAND in jax.sharding.get_abstract_mesh().manual_axes
+
+
 def batch_axes() -> tuple[str, ...]:
     """Return the batch axes that the compiler splits over: a ``shard_map``'s manual axes are not
     among them, so that what runs on an island knows of no other."""

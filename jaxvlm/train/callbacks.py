@@ -106,10 +106,10 @@ class Callback:
 
 
 class CallbackList(Callback):
-    """Calls each of several callbacks, in their order."""
+    """Calls each of several callbacks, in their order; a ``None`` is one that a run has not."""
 
-    def __init__(self, callbacks: Sequence[Callback]):
-        self.callbacks = list(callbacks)
+    def __init__(self, callbacks: Sequence[Callback | None]):
+        self.callbacks = [callback for callback in callbacks if callback is not None]
         self.saves_start = any(callback.saves_start for callback in self.callbacks)
 
     def on_begin(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> TrainState:

@@ -20,7 +20,7 @@ from jaxvlm.train.callbacks import Callback, CallbackList
 from jaxvlm.trainer import checks, embedding_run, inputs, layout, out_of_memory, run_files
 from jaxvlm.trainer.callbacks import checkpoint, evaluation, metrics
 from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
-from jaxvlm.trainer.callbacks.islands import island_callback
+from jaxvlm.trainer.callbacks.islands import IslandCallback
 from jaxvlm.trainer.run import Run
 from jaxvlm.trainer.training import build_training, total_steps, trained_paths
 from jaxvlm.types import trains_vision
@@ -121,8 +121,8 @@ class Trainer(Run):
             flops = logs.flops_per_step
             caching = CacheCallback(caches, self, flops, checkpointer, log) if caches else None
             callbacks = CallbackList([
-                *filter(None, (island_callback(self, log), caching, evaluations, estimate)),
-                *self.callbacks, logs, checkpoint.PreemptionCallback(),
+                IslandCallback(self, log) if self.training.outer else None, caching, evaluations,
+                estimate, *self.callbacks, logs, checkpoint.PreemptionCallback(),
                 checkpoint.CheckpointCallback(checkpointer, self.training, extra),
             ])  # fmt: skip
             # The loop. Tightly around it: a failure here reaches peers before anything waits.

@@ -19,11 +19,6 @@ _WHY = {
 }
 
 
-def island_callback(run: Run, log: Callable[[str], None]) -> IslandCallback | None:
-    """What makes the outer updates of a run's islands; ``None`` where it has none."""
-    return IslandCallback(run, log) if run.training.outer else None
-
-
 class IslandCallback(Callback):
     """Updates the shared parameters as :class:`OuterSchedule` says.
 
