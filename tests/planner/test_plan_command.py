@@ -226,7 +226,10 @@ def test_verify_compiles_the_best_candidate(planned, capsys):
     *_, last = capsys.readouterr().out.splitlines()
     (row,) = json.loads(last)["verified"]
     assert row["text"] == json.loads(last)["plans"][0]["text"]
-    assert row["predicted"] == pytest.approx(row["compiled"]["peak"], rel=0.5)
+    # Of a device's row in a microbatch (64 tokens, 4,096 entries of 4 bytes): the CPU's compiler
+    # writes the logits' exponentials and the argmax's indices out; those of chips fuse them.
+    peak = row["compiled"]["peak"] - 2 * 64 * 4096 * 4
+    assert row["predicted"] == pytest.approx(peak, rel=0.25)
     assert row["collectives"]
 
 
