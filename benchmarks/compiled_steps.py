@@ -120,7 +120,7 @@ CALLS = {
 def step(case: lowering.Case) -> dict[str, Any]:
     """Compile a step of the covering set."""
     setup = lowering.setup_of(case, _layout(1))
-    setup = setup._replace(config=_shallow(setup.config))
+    setup = setup._replace(config=shallow(setup.config))
     start, devices = time.process_time(), topology.devices(CHIPS[case.chip])
     program = verify.lowered(setup, devices, batch=lowering.batch_of(case, setup)).compile()
     text = str(program.as_text())
@@ -135,7 +135,7 @@ def step(case: lowering.Case) -> dict[str, Any]:
     }
 
 
-def _shallow(config: Any) -> ModelConfig:
+def shallow(config: Any) -> ModelConfig:
     """The model with few layers, each kind of them once at least."""
     levels = len(config.vision.feature_layers)
     tower = {"depth": max(2, levels)}

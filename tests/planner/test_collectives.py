@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxvlm.config import MeshConfig
 from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.planner.compiled import overlap, topology
 from jaxvlm.planner.compiled.collectives import Collective, read, total
 
 MESH = {"data": 2, "fsdp": 4}
@@ -133,6 +135,61 @@ def test_a_collective_in_several_fusions_is_counted_once():
     one = 5 * 3 * 8 * 16 * 4
     gathers = [c for c in found if c.kind == "all-gather"]
     assert gathers == [Collective("all-gather", ("fsdp",), "f32", 16, 3 * one + 3 * 8 * 4)]
+
+
+SENT = """ENTRY %main (p: f32[128]) -> f32[256] {{
+  %begin = token[] after-all()
+  %p = f32[128]{{0:T(128)}} parameter(0)
+  %send = (f32[128]{{0:T(128)}}, u32[], token[]) send(%p, %begin), channel_id=2, \
+is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="x_0",\
+_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
+  %recv = (f32[256]{{0:T(128)}}, u32[], token[]) recv(%begin), channel_id=1, \
+is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="x_0",\
+_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}
+  %done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %got = (f32[256]{{0:T(128)}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %out = f32[256]{{0:T(128)}} get-tuple-element(%got), index=0
+}}
+"""
+"""How libtpu writes what is sent between four slices of two devices."""
+ALL = '"{1,2,3,4}x{0:1}"'
+DATA = "{{100000,200000},{100001,200001},{300000,400000},{300001,400001}}"
+ISLAND = "{{100000,300000},{100001,300001},{200000,400000},{200001,400001}}"
+PAIRS = "{{100000->200000},{200000->100000},{300001->400001},{400001->300001}}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "says", "axes", "size"),
+    [
+        ("ALL_REDUCE", ALL, "all-reduce", ("island", "data"), 512 * 2 * 3 // 4),
+        ("ALL_REDUCE", DATA, "all-reduce", ("data",), 512),
+        ("ALL_GATHER", ISLAND, "all-gather", ("island",), 512),
+        ("REDUCE_SCATTER", DATA, "reduce-scatter", ("data",), 256),
+        ("ALL_TO_ALL", ISLAND, "all-to-all", ("island",), 256),
+        ("ONE_TO_ONE", PAIRS, "collective-permute", ("data",), 512),
+    ],
+)
+def test_what_is_sent_between_slices_is_read(kind, target, says, axes, size):
+    text = SENT.format(kind=kind, target=target)
+    found = read(text, {"island": 2, "data": 2, "fsdp": 2})
+    assert found == [Collective(says, axes, "f32", 1, size)]
+    assert overlap.pairs(text) == overlap.Pairs(1, 0, 0, {says: 1})
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("axes", [("island", "data"), ("island",), ("data",)])
+def test_libtpu_sends_between_slices_what_is_read(axes):
+    sizes = MeshConfig(island=2, data=2, fsdp=4)
+    mesh = make_mesh(sizes, topology.devices("v5e:2x2", 4))
+    shape, before = (2, 2, 4, 4096), ("island", "data", "fsdp")
+    after = P(*(None if axis in axes else axis for axis in before))
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*before)))
+    run = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, after))
+    found = read(run.lower(x).compile().as_text(), dict(mesh.shape))
+    others = 2 ** len(axes) - 1
+    assert {(c.kind, c.dtype) for c in found} == {("all-gather", "f32")}
+    assert {axis for c in found for axis in c.axes} == set(axes)
+    assert sum(c.wire_bytes for c in found) == others * 4096 * 4
 
 
 def test_unknown_groups_are_refused():

@@ -24,6 +24,16 @@ _KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_BETWEEN_SLICES = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+"""What libtpu makes of collectives between slices: a ``send`` to the host, and a ``recv``."""
+_SLICE = 100_000
+"""Factor of the slice, from 1, in libtpu's numbers of devices there."""
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
 _OP = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
@@ -185,6 +195,8 @@ def called_by(line: str) -> list[str]:
 def kind_of(line: str) -> str:
     """Kind of the collective in a line; "" if there is none. The ``-done`` half of one is none."""
     op = re.search(r"[\]\})] ([\w\-]+)\(", line)
+    if op and op[1] == "send" and (between := re.search(r'megascale_transfer_type="(\w+)"', line)):
+        return _BETWEEN_SLICES[between[1]]
     if op is None or op[1].removesuffix("-start") not in _KINDS:
         return ""
     return op[1].removesuffix("-start")
@@ -213,7 +225,7 @@ def _collective(
         types: name -> result shapes of the operations of the same computation.
     """
     kind = kind_of(line)
-    given = re.split(r"[\]\})] " + re.escape(kind) + r"(?:-start)?\(", line, maxsplit=1)[1]
+    given = re.split(r"[\]\})] [\w\-]+\(", line, maxsplit=1)[1]
     names = re.findall(r"%([\w.\-]+)", given.split("), ")[0])
     operands: dict[str, float] = collections.defaultdict(float)
     for name in names:
@@ -259,7 +271,9 @@ def _bytes(text: str) -> dict[str, float]:
 
 
 def _groups(line: str, devices: int) -> np.ndarray:
-    """i64[groups, size] of replica_groups, in any of its three syntaxes."""
+    """i64[groups, size] of replica_groups in any of its three syntaxes, or of slices."""
+    if " send(" in line:
+        return _groups_of_slices(line, devices)
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line)
     if iota:
         return _iota(iota[2]).reshape([int(n) for n in iota[1].split(",")])
@@ -276,6 +290,22 @@ def _groups(line: str, devices: int) -> np.ndarray:
     if "replica_groups={}" in line or "replica_groups" not in line:
         return np.arange(devices)[None]  # all of them
     raise ValueError(f"replica_groups in an unknown syntax: {line[:300]}")
+
+
+def _groups_of_slices(line: str, devices: int) -> np.ndarray:
+    """Groups, or pairs, of what is sent between slices: ``{1,2}x{0:7}`` or lists of devices."""
+    target = re.search(r"megascale_target=(\"[^\"]*\"|\{.*?\}\})", line)
+    if target is None:
+        raise ValueError(f"slices in an unknown syntax: {line[:300]}")
+    if every := re.fullmatch(r'"\{([\d,]+)\}x\{0:(\d+)\}"', target[1]):
+        slices = np.asarray([int(n) for n in every[1].split(",")])
+        ids = slices * _SLICE + np.arange(int(every[2]) + 1)[:, None]
+    else:
+        listed = re.findall(r"\{([\d,>-]+)\}", target[1])
+        ids = np.asarray([[int(n) for n in re.findall(r"\d+", group)] for group in listed])
+    # Slices lie along a mesh's first axes, so that each holds neighbours of the flat mesh.
+    own = devices // int(ids.max() // _SLICE)
+    return (ids // _SLICE - 1) * own + ids % _SLICE
 
 
 def _iota(text: str) -> np.ndarray:
@@ -322,9 +352,12 @@ def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _axes_of_pairs(line: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}?", line)
-    if pairs is None:
-        return ()
-    ids = np.asarray([int(i) for i in re.findall(r"\d+", pairs[0])]).reshape(-1, 2)
+    if " send(" in line:
+        ids = _groups_of_slices(line, math.prod(mesh.values()))
+    else:
+        pairs = re.search(r"source_target_pairs=\{(.*?)\}\}?", line)
+        if pairs is None:
+            return ()
+        ids = np.asarray([int(i) for i in re.findall(r"\d+", pairs[0])]).reshape(-1, 2)
     where = np.stack(np.unravel_index(ids, tuple(mesh.values())))  # [axes, pairs, 2]
     return tuple(a for a, row in zip(mesh, where) if (row[:, 0] != row[:, 1]).any())

@@ -48,12 +48,20 @@ def pairs(text: str) -> Pairs:
             kind = kind_of(line)
             if not kind:
                 continue
-            if f" {kind}-start(" not in line or '"is_sync":true' in line:
+            if " send(" in line:  # between slices: done when what the others sent is received
+                line, kind = _received(lines, line), "recv"
+            elif f" {kind}-start(" not in line or '"is_sync":true' in line:
                 synchronous += times
                 continue
-            kinds[kind] += times
+            kinds[kind_of(lines[i])] += times
             hidden += times * _hides(bodies, lines[i + 1 :], line, kind)
     return Pairs(sum(kinds.values()), hidden, synchronous, dict(kinds))
+
+
+def _received(lines: list[str], send: str) -> str:
+    """The line that receives what a collective between slices makes."""
+    key = re.search(r"rendezvous=\"[^\"]*\"", send)
+    return next(one for one in lines if " recv(" in one and key and key[0] in one)
 
 
 def _hides(bodies: Mapping[str, list[str]], after: list[str], start: str, kind: str) -> bool:
