@@ -115,9 +115,9 @@ def _serve(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     workdir, root = pathlib.Path(values.workdir), pathlib.Path(values.root_certificates)
     config, socket = from_config_dict(values.config), _socket(values)
     app = FlowerApp(_flower(values), socket, values.wait_s, values.superlink, root)
-    print("next to this, on this machine, and the second line for each site's key:")
-    print("\n".join(f"  {line}" for line in commands.of_coordinator(app, values.superlink, root)))
-    serve(config, workdir, socket, values.linger_s, app.start)
+    lines = ["next to this, on this machine, and the second line for each site's key:"]
+    lines += [f"  {line}" for line in commands.of_coordinator(app, values.superlink, root)]
+    serve(config, workdir, socket, values.linger_s, app.start, lines)
     return status.read_status(str(workdir))
 
 
@@ -139,10 +139,10 @@ def _site(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         return processes.should_stop(0)
 
     with SiteSocket(socket, is_stopped) as mailbox:
+        site = make_site(values.config, workdir, Client(values.site, mailbox.call, is_stopped))
         print("next to this, on this machine:")
         print("\n".join(f"  {line}" for line in commands.of_site(socket, _flower(values))))
-        client = Client(values.site, mailbox.call, is_stopped)
-        return make_site(values.config, workdir, client).fit()
+        return site.fit()
 
 
 def _needs(values: flags.FlagValues, verb: str, *names: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pathlib
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from jaxvlm.federate.sockets import Frame, Listener, SocketError
 
 MAX_WAIT_S = 600.0
 """The longest time for which a frame may wait for a request."""
+_SILENT_S = 30.0
+"""Seconds after which a site says that nobody asks for its requests."""
 
 
 class Mailbox:
@@ -24,10 +27,17 @@ class Mailbox:
 
     Args:
         is_stopped: whether the site was asked to stop; asked while it waits for an answer.
+        silent: called once nobody has asked for a request for 30 seconds, and again after the next
+            that was asked for.
     """
 
-    def __init__(self, is_stopped: Callable[[], bool] = lambda: False):
-        self._is_stopped = is_stopped
+    def __init__(
+        self,
+        is_stopped: Callable[[], bool] = lambda: False,
+        silent: Callable[[], None] = lambda: None,
+    ):
+        self._is_stopped, self._silent = is_stopped, silent
+        self._heard, self._has_said = time.monotonic(), False
         self._changed = threading.Condition()
         self._process, self._count = secrets.token_hex(8), 0
         self._request: tuple[str, bytes] | None = None
@@ -43,11 +53,15 @@ class Mailbox:
             self._count += 1
             self._request = (f"{self._process}-{self._count}", request)
             self._answer = None
+            self._heard = time.monotonic()
             self._changed.notify_all()
             while self._answer is None:
                 if self._is_stopped():
                     self._request = None
                     raise Stopped("stopped while it waited for the coordinator's answer")
+                if not self._has_said and time.monotonic() - self._heard > _SILENT_S:
+                    self._has_said = True
+                    self._silent()
                 self._changed.wait(1.0)
             return self._answer
 
@@ -71,10 +85,12 @@ class Mailbox:
         if not 0 <= wait_s <= MAX_WAIT_S:
             raise SocketError(f"a frame that would wait for {wait_s:g} s")
         with self._changed:
+            self._heard, self._has_said = time.monotonic(), False
             if self._request is not None and name == self._request[0]:
                 self._request, self._answer = None, frame.body
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._request is not None, wait_s)
+            self._heard = time.monotonic()
             name, request = self._request or ("", b"")
             return Frame({"id": name}, request)
 
@@ -97,7 +113,13 @@ class SiteSocket:
         is_stopped: Callable[[], bool] = lambda: False,
         log: Callable[[str], None] = print,
     ):
-        self.mailbox = Mailbox(is_stopped)
+        self.mailbox = Mailbox(
+            is_stopped,
+            lambda: log(
+                f"nobody asks on {path} for what this site has to say: start flower-supernode by "
+                "the line above with this socket, and `jaxvlm federate serve` with its SuperLink"
+            ),
+        )
         self._listener = Listener(path, self.mailbox.exchange, log)
 
     def __enter__(self) -> Mailbox:

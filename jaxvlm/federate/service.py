@@ -80,14 +80,27 @@ class Service:
                 answers = {"join": self._join, "fetch": self._fetch, "submit": self._submit}
                 if message.kind not in answers:
                     raise MessageError(f"a message of the kind {message.kind!r}")
-                answer = answers[message.kind](site, message)
+                answer = self._counted(site, message, len(data), answers[message.kind])
             except ConfigError as error:
                 self._note({"event": "refused", "why": str(error)}, f"refused: {error}")
                 return messages.pack("refused", {"why": str(error)})
-            count = self.bytes.setdefault(site, [0, 0])
-            count[0] += len(data)
-            count[1] += len(answer)
+            self.bytes[site][1] += len(answer)
             return answer
+
+    def _counted(
+        self, site: str, message: Message, size: int, answer: Callable[[str, Message], bytes]
+    ) -> bytes:
+        """Answer a message whose bytes count before a version that it completes notes them."""
+        before = self.bytes.get(site)
+        sent, received = before or (0, 0)
+        self.bytes[site] = [sent + size, received]
+        try:
+            return answer(site, message)
+        except ConfigError:
+            del self.bytes[site]
+            if before is not None:
+                self.bytes[site] = before
+            raise
 
     def tick(self) -> None:
         """Make the next version where the buffer is full, or its deadline has passed."""

@@ -63,6 +63,10 @@ def read_status(folder: str | pathlib.Path) -> dict[str, Any]:
     }
 
 
+PLOTS = (".png", ".svg", ".pdf")
+"""Endings of files that are drawn."""
+
+
 def as_text(status: dict[str, Any]) -> str:
     """The state of a federation as lines for people."""
     lines = [f"version {status['version']} of {status['rounds']}"]
@@ -86,15 +90,20 @@ def plot(status: dict[str, Any], path: str | pathlib.Path) -> None:
     """Draw loss, lag and bytes by version.
 
     Raises:
-        ConfigError: matplotlib is missing, or no version was made yet.
+        ConfigError: matplotlib is missing, the file can't be drawn, or no version was made yet.
     """
-    versions = status["versions"]
+    path, versions = pathlib.Path(path), status["versions"]
     if not versions:
         raise ConfigError("no version was made yet: there is nothing to draw")
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    if path.suffix.lower() not in PLOTS:
+        raise ConfigError(f"--plot={path}: give a file that ends with {', '.join(PLOTS)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot={path}: there is no folder {path.absolute().parent}")
     x = [r["version"] for r in versions]
     figure = Figure(figsize=(7, 7), layout="constrained")
     axes = figure.subplots(3, 1, sharex=True)
@@ -107,7 +116,8 @@ def plot(status: dict[str, Any], path: str | pathlib.Path) -> None:
     for site in sorted(versions[-1]["bytes"]):
         sizes = [sum(r["bytes"].get(site, [0, 0])) / 1e6 for r in versions]
         axes[2].plot(x, sizes, label=site)
-    axes[2].set_ylabel("MB, sent and received")
+    axes[2].set_ylabel("MB, until the version was made")
+    axes[2].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[2].set_xlabel("version")
     axes[2].legend()
     figure.savefig(path)

@@ -97,7 +97,7 @@ class FederationCallback(Callback):
         start = self.round.start if self.round else group_digests(params)
         facts = facts_of_run(run, state, self.client.site, start)
         self._token_bound = facts.token_bound
-        welcome = self.client.join(facts, lambda: params)
+        welcome = self.client.join(facts, lambda: self._first_weights(params))
         if self.round is not None:
             if self.round.federation != welcome.federation:
                 raise ConfigError(
@@ -118,6 +118,16 @@ class FederationCallback(Callback):
         self.log(f"site {self.client.site} starts from version {offer.version}")
         self._has_exchanged = True
         return self._adopt(step, state, params, offer)
+
+    def _first_weights(self, params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The parameters of version 0, which a federation that begins asks its first site for."""
+        if self.round is not None:
+            raise ConfigError(
+                f"{self._run.workdir} holds a site of another federation, "
+                f"{self.round.federation}, and the coordinator begins a new one; use a new "
+                "--workdir, with --config.init_from for its weights"
+            )
+        return params
 
     def on_dispatch(self, batch: StepBatch, metrics: dict[str, Any]) -> None:
         """Note what the step trains on: the loss's own denominator, by which means add up."""
@@ -189,7 +199,12 @@ class FederationCallback(Callback):
         )  # fmt: skip
         verdict, why = self.client.submit(update)
         now.number = update.number
-        if verdict != "accepted":
+        if verdict == "duplicate":
+            self.log(
+                f"step {step}: update {now.number} had arrived before this site was started "
+                "again; it counts once"
+            )
+        elif verdict != "accepted":
             self.log(f"step {step}: the update is left out, as {verdict}: {why}")
         if verdict in ("accepted", "duplicate") and outer.error_feedback:
             self.error = error  # what was sent otherwise is lost, and what was owed is not

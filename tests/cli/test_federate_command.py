@@ -33,6 +33,9 @@ def test_simulate_and_status(flags, tmp_path, capsys):
     assert run(["federate", "status", str(tmp_path / "run"), "--json", f"--plot={plot}"]) == 0
     out = capsys.readouterr().out
     assert "version 2 of 2" in out and plot.stat().st_size > 1000
+    for path, why in (("p.txt", "ends with .png, .svg, .pdf"), ("none/p.png", "no folder")):
+        args = ("status", str(tmp_path / "run"), f"--plot={tmp_path / path}")
+        assert why in refused(lambda *a: said(capsys, "federate", *a), *args)
     found = json.loads(out.splitlines()[-1])
     assert [site["site"] for site in found["sites"]] == ["site-0", "site-1"]
     assert all(site["bytes_sent"] > 0 for site in found["sites"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -289,6 +290,14 @@ def test_a_site_that_lost_a_round_says_so(data, tmp_path):
     sent = []
     with pytest.raises(TrainingStopped, match=r"site-1: the site's 12 steps are over"):
         simulated(config, tmp_path, wrap=poisoned)
+
+
+def test_a_site_of_an_ended_federation_begins_no_other(data, tmp_path):
+    """Its weights are trained: no new coordinator may take them for first ones."""
+    simulated(made(data, rounds=1), tmp_path)
+    shutil.rmtree(tmp_path / "coordinator")
+    with pytest.raises(ConfigError, match=r"holds a site of another federation.*begins a new one"):
+        simulated(made(data, rounds=2), tmp_path)
 
 
 def test_noise_has_an_accountant(data, tmp_path):

@@ -79,7 +79,7 @@ def test_serve_starts_flowers_app_and_ends_when_all_have_the_last_version(
         threads.append(threading.Thread(target=run_site, args=(name, folder / name)))
         threads[-1].start()
     said = []
-    service = serve.serve(config, tmp_path, folder / "coordinator", 0.3, start, said.append)
+    service = serve.serve(config, tmp_path, folder / "coordinator", 0.3, start, log=said.append)
     for thread in threads:
         thread.join()
     assert len(starts) == 2
@@ -87,7 +87,7 @@ def test_serve_starts_flowers_app_and_ends_when_all_have_the_last_version(
     # Started again, it waits for sites that may have lost their last answer, and ends.
     monkeypatch.setattr(serve, "_AGAIN_S", 60.0)
     threads.clear()
-    serve.serve(config, tmp_path, folder / "coordinator", 0.3, start, said.append)
+    serve.serve(config, tmp_path, folder / "coordinator", 0.3, start, log=said.append)
     threads[0].join()
     assert "resuming at version 3 of 3, 0 updates wait" in said
 
@@ -107,7 +107,7 @@ def test_what_ends_the_coordinator_is_raised(folder, tmp_path, monkeypatch):
         return True
 
     with pytest.raises(OSError, match="No space left"):
-        serve.serve(fake_sites.federation(), tmp_path, folder / "s", 0.0, start, lambda line: None)
+        serve.serve(fake_sites.federation(), tmp_path, folder / "s", 0.0, start, log=lambda line: None)
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own
@@ -128,6 +128,9 @@ def test_flowers_app_is_a_folder_without_code(tmp_path):
     assert f'socket="{tmp_path / "s"}"' in commands.of_site(tmp_path / "s", tmp_path)[0]
     with pytest.raises(ConfigError, match="no such file"):
         FlowerApp(tmp_path / "flower", tmp_path / "s", 60.0, "host:9092", tmp_path / "none")
+    for address in ("host", ":9092", "host:", "host:99999", "host:x", ""):
+        with pytest.raises(ConfigError, match=r"--superlink=.*host and port"):
+            FlowerApp(tmp_path / "flower", tmp_path / "s", 60.0, address, root)
     with pytest.raises(ConfigError, match="is not installed"):
         app_folder.flower_command("flower-none")
 
@@ -137,6 +140,8 @@ def test_a_superlink_that_is_not_there_is_said(tmp_path, capsys):
     app = FlowerApp(tmp_path / "flower", tmp_path / "s", 60.0, "127.0.0.1:9", tmp_path / "ca.crt")
     assert not app.start()
     assert capsys.readouterr().out.startswith("flwr run failed: ")
+    assert not app.start()
+    assert not capsys.readouterr().out, "the same line again"
 
 
 @pytest.mark.parametrize(

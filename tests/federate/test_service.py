@@ -36,6 +36,21 @@ def test_a_federation_runs_to_its_end(tmp_path):
     assert found["version"] == found["rounds"] == 4 and len(found["versions"]) == 4
     assert [row["accepted"] for row in found["sites"]] == [4, 4, 4]
     assert "version 4 of 4" in status.as_text(found)
+    # A version's bytes have those of the update that completed it, and only downloads come after.
+    last, total = found["versions"][-1]["bytes"], {s["site"]: s for s in found["sites"]}
+    for name, (sent, received) in last.items():
+        later = total[name]["bytes_sent"] - sent  # asking for the last version
+        assert 0 <= later < 3 * 400 and received < total[name]["bytes_received"]
+
+
+def test_what_is_refused_counts_no_bytes(tmp_path):
+    service = served(tmp_path)
+    FakeSite("a", service.handle).turn()
+    before = {name: list(count) for name, count in service.bytes.items()}
+    for site in ("a", "stranger"):
+        data = messages.pack("submit", {"site": site, "session": "of another"})
+        assert messages.unpack(service.handle(data)).kind == "refused"
+    assert service.bytes == before
 
 
 DIFFERENT = {

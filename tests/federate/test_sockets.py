@@ -11,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import pytest
 
 from jaxvlm.config import ConfigError
-from jaxvlm.federate import sockets
+from jaxvlm.federate import mailbox, sockets
 from jaxvlm.federate.client import Stopped
 from jaxvlm.federate.mailbox import Mailbox, SiteSocket
 from jaxvlm.federate.sockets import CutOffError, Frame, Listener, SocketError
@@ -94,8 +95,8 @@ def test_a_strangers_bytes_reach_no_site(folder):
     """Neither bytes nor frames with an answer that nobody asked for."""
     said = []
     site = SiteSocket(folder / "s", log=said.append)
-    with site as mailbox:
-        thread = threading.Thread(target=lambda: answers.append(mailbox.call(b"question")))
+    with site as box:
+        thread = threading.Thread(target=lambda: answers.append(box.call(b"question")))
         answers = []
         thread.start()
         raw(folder / "s", b"x" * 100)
@@ -106,6 +107,21 @@ def test_a_strangers_bytes_reach_no_site(folder):
         ask(folder / "s", Frame({"id": name, "wait_s": 0}, b"right"))
         thread.join()
     assert answers == [b"right"] and len(said) == 2
+
+
+def test_a_site_that_nobody_asks_says_so_once(folder, monkeypatch):
+    monkeypatch.setattr(mailbox, "_SILENT_S", 0.0)
+    said, answers = [], []
+    with SiteSocket(folder / "s", log=said.append) as box:
+        thread = threading.Thread(target=lambda: answers.append(box.call(b"question")))
+        thread.start()
+        while not said:
+            time.sleep(0.01)
+        name = ask(folder / "s", Frame({"id": "", "wait_s": 5})).head["id"]
+        ask(folder / "s", Frame({"id": name, "wait_s": 0}, b"right"))
+        thread.join()
+    assert answers == [b"right"] and str(folder / "s") in said[0]
+    assert "flower-supernode" in said[0] and len(said) <= 2
 
 
 def test_a_second_process_on_a_socket_is_refused_by_name(folder):

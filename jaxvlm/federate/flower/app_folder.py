@@ -66,7 +66,7 @@ class FlowerApp:
         root_certificates: file of the certificates by which the SuperLink's is checked.
 
     Raises:
-        ConfigError: there is no such file, or flwr is not installed.
+        ConfigError: there is no such file or address, or flwr is not installed.
     """
 
     def __init__(
@@ -79,7 +79,13 @@ class FlowerApp:
     ):
         if not root_certificates.is_file():
             raise ConfigError(f"--root_certificates={root_certificates}: there is no such file")
-        self.command = flower_command("flwr")
+        host, _, port = superlink.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"--superlink={superlink}: give the host and port that sites reach, as in "
+                "coordinator.example:9092"
+            )
+        self.command, self._said = flower_command("flwr"), ""
         self.app, self.home = folder / "app", folder / "home"
         text = _APP.format(
             version=__version__,
@@ -108,12 +114,21 @@ class FlowerApp:
                 command, env=environment, capture_output=True, text=True, timeout=_START_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            print(f"flwr run failed: {error}", flush=True)
+            self._say(f"flwr run failed: {error}")
             return False
         words = (done.stdout + done.stderr).translate(_FRAME).split()
         failed = "flwr run failed: " if done.returncode else "flwr run: "
-        print(failed + " ".join(words), flush=True)
+        self._say(failed + " ".join(words))
         return not done.returncode
+
+    def _say(self, text: str) -> None:
+        """Print a line that differs from the one before; it is tried again and again."""
+        if text == self._said:
+            return
+        self._said, more = text, ""
+        if "unavailable" in text:
+            more = " (it is tried again; is flower-superlink running, by the line above?)"
+        print(text + more, flush=True)
 
 
 def flower_command(name: str) -> str:

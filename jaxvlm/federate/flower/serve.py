@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxvlm.config import Config
 from jaxvlm.federate.reception import Reception
@@ -24,6 +24,7 @@ def serve(
     socket: pathlib.Path,
     linger_s: float,
     start: Callable[[], bool] = lambda: True,
+    lines: Sequence[str] = (),
     log: Callable[[str], None] = print,
 ) -> Service:
     """Coordinate a federation until it is over.
@@ -34,6 +35,7 @@ def serve(
         socket: path of the unix socket on which Flower's app asks.
         linger_s: seconds without a request after which a federation that is over is closed.
         start: starts Flower's app, and returns whether it could; called while it is not heard.
+        lines: said once the coordinator listens.
         log: takes lines for people.
 
     Raises:
@@ -42,7 +44,8 @@ def serve(
     service = Service(config, workdir, log)
     reception = Reception(service, linger_s, log=log)
     with Listener(socket, reception.answer, log) as listener:
-        log(f"listening on {socket}")
+        for line in (f"listening on {socket}", *lines):
+            log(line)
         patient_until = time.monotonic()
         while not reception.is_done:
             service.tick()
