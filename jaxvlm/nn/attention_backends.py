@@ -292,15 +292,20 @@ def _rather(backend: str, q: Any, platform: str) -> str:
     return ""
 
 
-def _xla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: Mask,
-    _axes: Axes,
-    scores: Scores = _PLAIN,
-    drop: Drop | None = None,
+def masked_scores(
+    q: jax.Array, k: jax.Array, allowed: jax.Array | None, scores: Scores = _PLAIN
 ) -> jax.Array:
+    """Compute the scores whose softmax the plain backend takes.
+
+    Args:
+        q: [B, T, N, H] queries.
+        k: [B, S, K, H] keys; K divides N.
+        allowed: bool[1 or B, T, S]; ``None``: everything is.
+        scores: scale and soft cap of the scores.
+
+    Returns:
+        f32[B, K, T, G, S]; large and negative, but finite, where a query does not attend to a key.
+    """
     # jax.nn.dot_product_attention(implementation="xla") computes the same. On a CPU its gradient
     # takes 1.5 times as long, and so does that of einsums that keep the heads after the tokens.
     B, T, N, H = q.shape
@@ -312,10 +317,24 @@ def _xla(
     score = score.reshape(B, K, T, N // K, S)
     if scores.cap:
         score = scores.cap * jnp.tanh(score / scores.cap)
-    dense = mask.dense()
-    if dense is not None:
-        # Finite, so that a padding query with no allowed key does not become NaN.
-        score = jnp.where(dense[:, None, :, None], score, HIDDEN)
+    if allowed is None:
+        return score
+    # Finite, so that a padding query with no allowed key does not become NaN.
+    return jnp.where(allowed[:, None, :, None], score, HIDDEN)
+
+
+def _xla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
+    _axes: Axes,
+    scores: Scores = _PLAIN,
+    drop: Drop | None = None,
+) -> jax.Array:
+    B, T, N, H = q.shape
+    K, S = k.shape[2:0:-1]
+    score = masked_scores(q, k, mask.dense(), scores)
     weight = jax.nn.softmax(score, axis=-1).astype(v.dtype)
     weight = weight if drop is None else drop(weight)
     out = jnp.matmul(weight.reshape(B, K, -1, S), v.transpose(0, 2, 1, 3))
