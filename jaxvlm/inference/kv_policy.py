@@ -1,0 +1,118 @@
+"""What a compressed KV cache keeps, as a pair: an allocator divides places, a scorer ranks them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.config import ConfigError, check_choice
+from jaxvlm.inference.kv_budget import (
+    divided_by_density,
+    divided_evenly,
+    divided_pyramid,
+    share_of,
+)
+from jaxvlm.inference.kv_selection import PRIORITIES
+
+PRESETS = {
+    "none": ("none", "even"),
+    "vl_cache": ("vl_cache", "density"),
+    "snapkv": ("snapkv", "even"),
+    "pyramid": ("snapkv", "pyramid"),
+    "window": ("window", "even"),
+    "random": ("random", "even"),
+}
+"""Published methods, and two controls, by name: (scorer, allocator)."""
+ALLOCATORS = ("even", "density", "pyramid")
+SCORERS = ("none", *PRIORITIES)
+
+
+class KVPolicy(NamedTuple):
+    """Settings of a compressed KV cache; a static argument of jitted functions."""
+
+    scorer: str = "none"
+    """Ranks places, in :data:`SCORERS`; ``none``: all are kept."""
+    allocator: str = "even"
+    """Divides the budget among layers, in :data:`ALLOCATORS`."""
+    budget: float = 1.0
+    """Share of a prompt's places that the layers keep on average, in (0, 1]."""
+    recent: float = 0.1
+    """Share of a layer's kept places that are the most recent ones, whatever their scores, in
+    [0, 1]. Above 0 it is at least one place. VL-Cache: 0.1."""
+    queries: int = 50
+    """Number of a prompt's last tokens that may be observed; SnapKV's window. VL-Cache: 50."""
+    threshold: float = 0.01
+    """An attention weight counts as dense from this share of its row's largest on, in [0, 1]."""
+    clip: bool = False
+    """Divide by VL-Cache's own formula, whose sum is not the budget's; only of ``density``."""
+
+
+def preset(name: str, **changes: Any) -> KVPolicy:
+    """Return a policy by the name of its method.
+
+    Args:
+        name: in :data:`PRESETS`.
+        changes: fields that differ from their defaults.
+
+    Raises:
+        ConfigError: the name is unknown, or a value is outside of its range.
+    """
+    check_choice("kv", name, PRESETS)
+    policy = KVPolicy(*PRESETS[name])._replace(**changes)
+    check_policy(policy)
+    return policy
+
+
+def check_policy(policy: KVPolicy) -> None:
+    """Check a policy's values.
+
+    Raises:
+        ConfigError: one is unknown or outside of its range.
+    """
+    check_choice("kv_scorer", policy.scorer, SCORERS)
+    check_choice("kv_allocator", policy.allocator, ALLOCATORS)
+    if not 0 < policy.budget <= 1:
+        raise ConfigError(f"kv_budget={policy.budget}; it is a share of the places, in (0, 1]")
+    if policy.scorer == "none" and policy.budget != 1:
+        raise ConfigError(
+            f"kv_budget={policy.budget} needs a scorer to choose what is kept: set kv=vl_cache, or "
+            "another of " + ", ".join(name for name in PRESETS if name != "none")
+        )
+    for name in ("recent", "threshold"):
+        if not 0 <= getattr(policy, name) <= 1:
+            raise ConfigError(f"kv_{name}={getattr(policy, name)}; it is a share, in [0, 1]")
+    if policy.queries < 1:
+        raise ConfigError(f"kv_queries={policy.queries}; at least one query is observed")
+    if policy.clip and policy.allocator != "density":
+        raise ConfigError(f"kv_clip is read by kv_allocator=density, not {policy.allocator}")
+
+
+def allocate(policy: KVPolicy, m: jax.Array, density: jax.Array) -> jax.Array:
+    """Divide the budget among the layers.
+
+    Args:
+        policy: settings; static.
+        m: i32[B], places of each prompt.
+        density: f32[L, B]; see :func:`jaxvlm.nn.attention_rows.densities`. Of other allocators than
+            ``density`` only the shape is read.
+
+    Returns:
+        i32[L, B] places that a layer keeps of a prompt.
+    """
+    num_layers = density.shape[0]
+    if policy.allocator == "density":
+        return divided_by_density(policy.budget, m, density, policy.clip)
+    if policy.allocator == "pyramid":
+        return divided_pyramid(policy.budget, num_layers, m, policy.queries)
+    return divided_evenly(policy.budget, num_layers, m)
+
+
+def recent_places(policy: KVPolicy, count: jax.Array) -> jax.Array:
+    """Compute how many of the kept places are the most recent, of any i32 ``count`` of kept ones.
+
+    The share is rounded down, and is at least one place if it is above 0.
+    """
+    whole, _, share = share_of(policy.recent, count)
+    return jnp.minimum(jnp.maximum(whole, int(share > 0)), count)
