@@ -87,6 +87,21 @@ def test_density_divides_as_exact_fractions_do(budget, m, columns):
         assert ours == water_filled(budget, places, column), (places, column)
 
 
+def test_a_share_just_below_the_whole_prompt_is_rounded_with_the_others():
+    cases = (
+        (11, (2, 5, 2, 13, 1)),
+        (7, (0, 5, 2, 4, 16)),
+        (6, (0, 4, 4, 0, 13)),
+        (9, (16, 0, 0, 0, 0)),
+    )
+    m = np.array([places for places, _ in cases], np.int32)
+    sixteenths = np.array([column for _, column in cases]).T
+    kept = np.asarray(by_density(0.35, m, (sixteenths / 16).astype(np.float32)))
+    for (places, column), ours in zip(cases, kept.T.tolist(), strict=True):
+        assert ours == water_filled(0.35, places, [x * UNIT // 16 for x in column])
+    assert kept[:, 0].tolist() == [2, 4, 2, 10, 1]
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_prompts_division_is_its_own(clip):
     random = np.random.RandomState(1)
