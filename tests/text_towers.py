@@ -49,7 +49,7 @@ class Text(nnx.Module):
         return Stream(x, batch.positions, batch_mask(batch))
 
     def blocks(self, stream):
-        x, side = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.length)
+        x, side = self.decoder(stream.x, stream.positions, stream.mask, stream.kv, stream.cached)
         return stream._replace(x=x, kv=side.kv, routed=side.routed)
 
     def post(self, stream):

@@ -71,6 +71,36 @@ def define_model(values: flags.FlagValues) -> None:
     )
 
 
+_KV = {
+    "kv": "Compress the KV cache of the prompt by this method (docs/kv_cache.md): none, vl_cache, "
+    "snapkv, pyramid, window or random.",
+    "kv_budget": "The share of a prompt's places that the layers keep on average, above 0 and at "
+    "most 1.",
+    "kv_allocator": "Divide the budget among the layers by this: even, density or pyramid; by "
+    "default the method's own.",
+    "kv_recent": "The share of a layer's kept places that are the most recent ones, whatever their "
+    "scores.",
+    "kv_queries": "The number of a prompt's last tokens whose attention is observed.",
+    "kv_threshold": "An attention weight counts as dense from this share of its row's largest on.",
+    "kv_clip": "Divide the budget by VL-Cache's own formula, whose sum is not the budget.",
+}
+
+
+def define_kv(values: flags.FlagValues) -> None:
+    """Declare the flags that compress the KV cache."""
+    numbers = {"kv_budget": 0.1, "kv_recent": 0.1, "kv_queries": 50, "kv_threshold": 0.01}
+    define_flags(values, _KV, kv="none", kv_clip=False, **numbers)
+
+
+def kv_settings(values: flags.FlagValues) -> dict[str, Any]:
+    """The arguments of :func:`jaxvlm.inference.kv_policy.policy_of`, checked."""
+    from jaxvlm.inference.kv_policy import policy_of
+
+    settings: dict[str, Any] = {name: values[name].value for name in _KV}
+    policy_of(**settings)  # before a model is loaded
+    return settings
+
+
 def define_instructions(values: flags.FlagValues, note: str = "The ") -> None:
     """Declare the instruction flags of queries and documents; their help starts with ``note``."""
     for side in ("query", "document"):

@@ -39,6 +39,7 @@ _FLAGS = {
     "line, or as `labels` for those in the data, whose records have `image` and `label`.",
     "template": "Zero-shot classification: the prompt of a class, with {} for its name; if the "
     "flag is repeated, a class is the mean of its prompts' embeddings.",
+    "seed": "The seed of the places that --kv=random keeps.",
     "batch_size": "Embeddings: the number of items per batch, over all devices.",
 }
 
@@ -50,27 +51,38 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     common.define_reading(values)
     lists: dict[str, Any] = {"ks": ["1", "5", "10"], "dims": [], "precisions": []}
     lists["template"] = ("a photo of a {}.",)
-    common.define_flags(values, _FLAGS, limit=0, retrieval=False, batch_size=64, **lists)
+    common.define_flags(values, _FLAGS, limit=0, seed=0, retrieval=False, batch_size=64, **lists)
+    common.define_kv(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Evaluate the model, print the report and return the metrics."""
     from jaxvlm.config import ConfigError
     from jaxvlm.data.errors import DataError
+    from jaxvlm.inference import embedding_evaluator
     from jaxvlm.inference.encoder import Encoder
 
     common.flags_only("eval", args)
+    kv = common.kv_settings(values)
     if values.classes:
         return _classes(values)
     if values["template"].present:
         raise ConfigError("--template is for zero-shot classification: add --classes")
+    compressed = values.kv != "none"
+    if values["seed"].present and values.kv != "random":
+        raise ConfigError("--seed is for --kv=random; leave it out")
+    if compressed and values.retrieval:
+        raise ConfigError(f"--kv={values.kv} is for answers, not for --retrieval; leave one out")
     given = _pairs(values) if values.retrieval else None  # fails before the model is loaded
     model = common.load_model("eval", values)
+    embeds = isinstance(model, Encoder) or embedding_evaluator.run_of(model)
+    if compressed and embeds:
+        raise ConfigError(f"--kv={values.kv} is for answers, not for embeddings; leave it out")
     if values.retrieval or (isinstance(model, Encoder) and model.run is None):
         return _retrieval(values, model, *(given or _pairs(values)))
     target = _choose_format(values, model)
     try:
-        return _of_run(values, model)
+        return _of_run(values, model, kv)
     except DataError as error:
         if not target:
             raise
@@ -101,7 +113,7 @@ def _choose_format(values: flags.FlagValues, model: Any) -> str:
     return target
 
 
-def _of_run(values: flags.FlagValues, model: Any) -> dict[str, Any]:
+def _of_run(values: flags.FlagValues, model: Any, kv: dict[str, Any]) -> dict[str, Any]:
     """Evaluate as in training: exact match, or the retrieval of a run that trained embeddings."""
     from jaxvlm.config import ConfigError
     from jaxvlm.inference import embedding_evaluator
@@ -119,9 +131,17 @@ def _of_run(values: flags.FlagValues, model: Any) -> dict[str, Any]:
         return report.metrics
     if given := [name for name in _RETRIEVAL_FLAGS if values[name].present]:
         raise ConfigError(f"--{given[0]} is for embeddings: add --retrieval")
-    report = model.evaluate(values.data, limit=values.limit, prediction_grid=values.prediction_grid)
+    report = model.evaluate(
+        values.data,
+        limit=values.limit,
+        prediction_grid=values.prediction_grid,
+        seed=values["seed"].value,
+        **kv,
+    )
     for line in report.lines():
         common.say(line)
+    if values.kv != "none":
+        common.say(model.kv_memory.text())
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
 
 
@@ -129,7 +149,8 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.config import ConfigError
     from jaxvlm.inference import zero_shot
 
-    for name in ("corpus", "retrieval", "prediction_grid", "dims", "precisions", "literal_markers"):
+    others = ("corpus", "retrieval", "prediction_grid", "dims", "precisions", "literal_markers")
+    for name in (*others, "kv"):
         if values[name].present:
             raise ConfigError(f"--{name} does not go with --classes; leave one out")
     if not values.data:

@@ -6,7 +6,15 @@ from typing import Any
 
 from absl import flags
 
-from jaxvlm.cli.common import define_flags, define_model, flags_only, load_model, say
+from jaxvlm.cli.common import (
+    define_flags,
+    define_kv,
+    define_model,
+    flags_only,
+    kv_settings,
+    load_model,
+    say,
+)
 
 SUMMARY = "Answer a prompt about images."
 USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
@@ -29,6 +37,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_model(values)
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
     define_flags(values, _FLAGS, image=(), max_new_tokens=64, **sampling)
+    define_kv(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -38,11 +47,16 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     flags_only("generate", args)
     if not values.prompt:
         raise ConfigError("generate needs --prompt=TEXT")
+    kv = kv_settings(values)
     model = load_model("generate", values)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    pieces = []
-    for piece in model.stream(values.image, values.prompt, **{n: values[n].value for n in names}):
+    pieces, options = [], {name: values[name].value for name in names} | kv
+    for piece in model.stream(values.image, values.prompt, **options):
         pieces.append(piece)
         say(piece, end="")
     say("")
-    return {"answer": "".join(pieces).strip()}
+    result = {"answer": "".join(pieces).strip()}
+    if values.kv == "none":
+        return result
+    say(model.kv_memory.text())
+    return result | {f"kv_{name}_bytes": n for name, n in model.kv_memory._asdict().items()}

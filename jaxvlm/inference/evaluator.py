@@ -47,7 +47,9 @@ class Report:
             if name.startswith("exact_match"):
                 other = f"   blind {100 * self.blind[name]:6.2f} %" if name in self.blind else ""
                 rows.append(f"  {name:<24}{100 * value:6.2f} %{other}")
-        rows.append(f"  loss {self.metrics['loss']:.4f}, accuracy {self.metrics['accuracy']:.4f}")
+        if "loss" in self.metrics:  # generated answers have none
+            loss, accuracy = self.metrics["loss"], self.metrics["accuracy"]
+            rows.append(f"  loss {loss:.4f}, accuracy {accuracy:.4f}")
         return rows
 
 

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from jaxvlm.nn.attention import init_kv_cache
+from jaxvlm.inference import kv_compression
+from jaxvlm.inference.kv_policy import KVPolicy
+from jaxvlm.nn.kv_cache import Shared, init_kv_cache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.types import Batch, Out
 
@@ -17,7 +19,7 @@ class Decodes(Protocol):
     """The methods of a model that generation calls."""
 
     def pre(self, batch: Batch) -> Any:
-        """Embeds a batch; the returned stream has the fields ``mask``, ``kv`` and ``length``."""
+        """Embeds a batch; the returned stream has the fields ``mask``, ``kv`` and ``cached``."""
         ...
 
     def blocks(self, stream: Any) -> Any:
@@ -42,8 +44,20 @@ class Sampling(NamedTuple):
     """Tokens that end a sequence."""
 
 
+class Compression(NamedTuple):
+    """How prompts are compressed; a static argument of jitted functions."""
+
+    policy: KVPolicy
+    """What is kept."""
+    image_id: int
+    """Token of visual tokens."""
+
+
 class DecodeState(NamedTuple):
-    """State of B sequences being decoded; S positions each, the first T for the prompt."""
+    """State of B sequences being decoded; S positions each, the first T for the prompt.
+
+    Of a compressed prompt nothing but ``kept`` is left: T is 0.
+    """
 
     start: Any
     """i32[]: T, the length of the prompts."""
@@ -54,7 +68,7 @@ class DecodeState(NamedTuple):
     done: Any
     """bool[B]: whether the sequence has ended."""
     kv: Any
-    """Keys and values of all layers: see :class:`jaxvlm.nn.attention.KVCache`."""
+    """Keys and values of all layers: see :class:`jaxvlm.nn.kv_cache.KVCache`."""
     segment: Any
     """i32[B, S]: 0 at the padding of a prompt."""
     group: Any
@@ -65,6 +79,8 @@ class DecodeState(NamedTuple):
     """i32[B, 1, 1]: position of the first new token."""
     keys: Any
     """Sampling key of each sequence."""
+    kept: Any = None
+    """Kept places of compressed prompts: see :class:`jaxvlm.nn.kv_cache.Kept`."""
 
 
 def prefill(
@@ -74,6 +90,7 @@ def prefill(
     capacity: int,
     kv_shape: tuple[int, int, int],
     key: jax.Array,
+    compression: Compression | None = None,
 ) -> DecodeState:
     """Fills the KV cache with the prompts, and samples the first new token of each sequence.
 
@@ -84,6 +101,7 @@ def prefill(
         capacity: maximum number of new tokens to allocate the KV cache for; static.
         kv_shape: (layers, kv heads, head dim) of the decoder.
         key: used at temperatures above 0; each ``example_id`` samples from its own key.
+        compression: static; ``None``: the KV cache keeps whole prompts.
 
     Returns:
         The state from which :func:`decode` continues.
@@ -101,19 +119,39 @@ def prefill(
         index=jnp.int32(0),
         token=None,
         done=~jnp.any(batch.segment > 0, axis=1),
-        kv=init_kv_cache((L, B, T + capacity, K, H), first.x.dtype),
+        kv=init_kv_cache((L, B, T if compression else T + capacity, K, H), first.x.dtype),
         segment=jnp.concatenate([batch.segment, new_segment], axis=1),
         group=None if group is None else jnp.pad(group, ((0, 0), (0, capacity))),
         position=jnp.concatenate([batch.positions[:, 0], following], axis=1),
         next_position=next_position,
         keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(batch.example_id),
     )
-    q_index = jnp.arange(T, dtype=jnp.int32)[None]
-    mask = _mask(state, q_index, batch.segment, group, batch.positions[:, 0])
-    stream = model.blocks(first._replace(kv=state.kv, length=jnp.int32(0), mask=mask))
+    q_index, keys, observe = jnp.arange(T, dtype=jnp.int32)[None], state, None
+    if compression:
+        keys = state._replace(segment=batch.segment, position=batch.positions[:, 0])
+        observe = kv_compression.observer(compression.policy, batch, compression.image_id)
+    mask = _mask(keys, q_index, batch.segment, group, batch.positions[:, 0])
+    cached = Shared(jnp.int32(0), observe=observe)
+    stream = model.blocks(first._replace(kv=state.kv, cached=cached, mask=mask))
     last = model.post(stream._replace(x=stream.x[:, -1:], kv=None))
-    token = _sample(last, sampling, state.keys, state.index)
-    return state._replace(token=token, kv=stream.kv)
+    state = state._replace(token=_sample(last, sampling, state.keys, state.index), kv=stream.kv)
+    return _compressed(state, compression.policy, batch, capacity, key) if compression else state
+
+
+def _compressed(
+    state: DecodeState, policy: KVPolicy, batch: Batch, capacity: int, key: jax.Array
+) -> DecodeState:
+    """Leaves nothing of the prompts but the places that are kept."""
+    L, B, T, K, H = state.kv.k.shape
+    part, kept = kv_compression.compress(policy, state.kv, batch, key)
+    new = init_kv_cache((L, B, capacity, K, H), state.kv.k.dtype)
+    return state._replace(
+        start=jnp.int32(0),
+        kv=new._replace(part=part),
+        segment=state.segment[:, T:],
+        position=state.position[:, T:],
+        kept=kept,
+    )
 
 
 def decode(
@@ -146,7 +184,8 @@ def decode(
         batch = Batch(s.token[:, None], None, position, ones)
         q_group = None if s.group is None else jnp.zeros_like(ones)
         mask = _mask(s, length[None, None].astype(jnp.int32), ones, q_group, position[:, 0])
-        stream = model.blocks(model.pre(batch)._replace(kv=s.kv, length=length, mask=mask))
+        cached = Shared(length, s.kept)
+        stream = model.blocks(model.pre(batch)._replace(kv=s.kv, cached=cached, mask=mask))
         token = _sample(model.post(stream), sampling, s.keys, s.index + 1)
         return s._replace(index=s.index + 1, token=token, done=done, kv=stream.kv), out
 
@@ -161,9 +200,10 @@ def generate(
     max_new_tokens: int,
     kv_shape: tuple[int, int, int],
     key: jax.Array,
+    compression: Compression | None = None,
 ) -> jax.Array:
     """Runs :func:`prefill` and :func:`decode` as one program; returns i32[B, max_new_tokens]."""
-    state = prefill(model, batch, sampling, max_new_tokens, kv_shape, key)
+    state = prefill(model, batch, sampling, max_new_tokens, kv_shape, key, compression)
     return decode(model, state, sampling, max_new_tokens)[1]
 
 

@@ -25,6 +25,8 @@ PRESETS = {
     "random": ("random", "even"),
 }
 """Published methods, and two controls, by name: (scorer, allocator)."""
+DEFAULT_BUDGET = 0.1
+"""The budget of methods where none is given."""
 ALLOCATORS = ("even", "density", "pyramid")
 SCORERS = ("none", *PRIORITIES)
 
@@ -63,6 +65,47 @@ def preset(name: str, **changes: Any) -> KVPolicy:
     policy = KVPolicy(*PRESETS[name])._replace(**changes)
     check_policy(policy)
     return policy
+
+
+def policy_of(
+    kv: str = "none",
+    kv_budget: float = DEFAULT_BUDGET,
+    kv_allocator: str = "",
+    kv_recent: float = KVPolicy().recent,
+    kv_queries: int = KVPolicy().queries,
+    kv_threshold: float = KVPolicy().threshold,
+    kv_clip: bool = False,
+) -> KVPolicy | None:
+    """Return the policy that flags or keyword arguments name; ``None``: nothing is compressed.
+
+    Args:
+        kv: method, in :data:`PRESETS`.
+        kv_budget: share of a prompt's places that the layers keep on average, in (0, 1].
+        kv_allocator: divides the budget among layers, in :data:`ALLOCATORS`; "" is the method's.
+        kv_recent, kv_queries, kv_threshold, kv_clip: see :class:`KVPolicy`.
+
+    Raises:
+        ConfigError: an unknown name, a value out of range, or settings without a method.
+    """
+    given = {
+        "allocator": kv_allocator,
+        "budget": kv_budget,
+        "recent": kv_recent,
+        "queries": kv_queries,
+        "threshold": kv_threshold,
+        "clip": kv_clip,
+    }
+    if kv == "none":
+        defaults = KVPolicy(budget=DEFAULT_BUDGET, allocator="")._asdict()
+        if changed := [f"kv_{name}" for name, x in given.items() if x != defaults[name]]:
+            raise ConfigError(
+                f"{changed[0]} is for a compressed KV cache: choose a method, such as kv=vl_cache, "
+                f"or leave {changed[0]} out"
+            )
+        return None
+    if not kv_allocator:
+        del given["allocator"]
+    return preset(kv, **given)
 
 
 def check_policy(policy: KVPolicy) -> None:

@@ -66,18 +66,56 @@ def batch(
     """
     loaded = [[_load(p, image_format, max_pixels) for p in given] for given, _ in queries]
     spans = [[span for _, span in images] for images in loaded]
-    taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
-    sequences, truncated = [], 0
+    ids, truncated = [], 0
     for (_, prompt), of_prompt in zip(queries, spans, strict=True):
         if instruction is None:
-            ids = ids_to_answer(of_prompt, prompt, tokenizer)
+            ids.append(ids_to_answer(of_prompt, prompt, tokenizer))
         else:
-            ids, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
+            cut, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
+            ids.append(cut)
             truncated += is_cut
-        sequences.append(image_placeholders.expand(ids, tokenizer.image_id, of_prompt, taps))
     if truncated:
         text = "%d of %d texts are longer than %d tokens and were truncated"
         _log.warning(text, truncated, len(queries), max_length)
+    return _collated(ids, loaded, model, tokenizer, image_format)
+
+
+def batch_of_ids(
+    ids: Sequence[np.ndarray],
+    images: Sequence[Sequence[str]],
+    model: Model,
+    tokenizer: ChatTokenizer,
+    image_format: image_files.ImageFormat,
+    max_pixels: int,
+) -> Batch:
+    """Builds a batch of prompts that are tokens; see :func:`batch`.
+
+    Args:
+        ids: i32[T] of each prompt, each image one token.
+        images: files of each prompt's images.
+        model, tokenizer, image_format, max_pixels: as of :func:`batch`.
+
+    Raises:
+        DataError: an image can't be read.
+    """
+    loaded = [[_load(path, image_format, max_pixels) for path in paths] for paths in images]
+    return _collated(ids, loaded, model, tokenizer, image_format)
+
+
+def _collated(
+    ids: Sequence[np.ndarray],
+    loaded: Sequence[Sequence[tuple[np.ndarray, Span]]],
+    model: Model,
+    tokenizer: ChatTokenizer,
+    image_format: image_files.ImageFormat,
+) -> Batch:
+    """The batch of prompts whose images are loaded."""
+    spans = [[span for _, span in images] for images in loaded]
+    taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
+    sequences = [
+        image_placeholders.expand(own, tokenizer.image_id, of_prompt, taps)
+        for own, of_prompt in zip(ids, spans, strict=True)
+    ]
     tiles = [[tile for pixels, _ in images for tile in pixels] for images in loaded]
     shards = batch_shards(model.mesh)
     B = -(-len(sequences) // shards) * shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,10 +32,11 @@ from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.hf import dual_encoder, peft_folder, pretrained
 from jaxvlm.hf.families import ENCODERS, any_family, family_of, sentences
 from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
-from jaxvlm.inference import encoder, input_types, prompts
+from jaxvlm.inference import encoder, generated_answers, input_types, kv_compression, prompts
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
-from jaxvlm.inference.generate import DecodeState, Sampling, decode, prefill
+from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode, prefill
+from jaxvlm.inference.kv_policy import KVPolicy, policy_of
 from jaxvlm.inference.prediction_grid import write_prediction_grid
 from jaxvlm.inference.prompts import ImageLike
 from jaxvlm.losses.registry import trains_embeddings
@@ -80,7 +82,7 @@ class VLM:
         self._own_input_types = own_input_types
         # Replicated on every device, since each process reads all answers.
         everywhere = replicated(model.mesh)
-        self._prefill = jax.jit(self._start, static_argnums=(2, 3))
+        self._prefill = jax.jit(self._start, static_argnums=(2, 3, 4))
         self._decode = jax.jit(
             self._continue,
             static_argnums=(2, 3),
@@ -116,7 +118,7 @@ class VLM:
         images: ImageLike | Sequence[ImageLike],
         prompt: str,
         max_new_tokens: int = 64,
-        **sampling: Any,
+        **options: Any,
     ) -> str:
         """Generates an answer to a prompt about images.
 
@@ -125,7 +127,9 @@ class VLM:
             prompt: prompt in which ``<image>`` marks where each image goes; without marks the
                 images come first.
             max_new_tokens: maximum number of tokens to generate.
-            **sampling: ``temperature`` (0, the default, is greedy), ``top_k``, ``top_p``, ``seed``.
+            **options: ``temperature`` (0, the default, is greedy), ``top_k``, ``top_p``, ``seed``;
+                ``kv``, the method by which the prompt's KV cache is compressed ("none" by default),
+                ``kv_budget`` and others of :func:`jaxvlm.inference.kv_policy.policy_of`.
 
         Returns:
             The answer, without outer space.
@@ -134,16 +138,16 @@ class VLM:
             ConfigError: the numbers of marks and images differ, or a setting is out of range.
             DataError: an image can't be read.
         """
-        return self.generate_batch([(_listed(images), prompt)], max_new_tokens, **sampling)[0]
+        return self.generate_batch([(_listed(images), prompt)], max_new_tokens, **options)[0]
 
     def generate_batch(
         self,
         queries: Sequence[tuple[Sequence[ImageLike], str]],
         max_new_tokens: int = 64,
-        **sampling: Any,
+        **options: Any,
     ) -> list[str]:
         """Generates answers to (images, prompt) pairs in one batch; see :meth:`generate`."""
-        *_, last = self._texts(queries, max_new_tokens, **sampling)
+        *_, last = self._texts(queries, max_new_tokens, **options)
         return [answer.strip() for answer in last]
 
     def short_answers(self, queries: Sequence[tuple[Sequence[str], str]]) -> list[str]:
@@ -155,11 +159,11 @@ class VLM:
         images: ImageLike | Sequence[ImageLike],
         prompt: str,
         max_new_tokens: int = 64,
-        **sampling: Any,
+        **options: Any,
     ) -> Iterator[str]:
         """Yields the answer in pieces as it is generated; arguments as for :meth:`generate`."""
         sent = ""
-        for (text,) in self._texts([(_listed(images), prompt)], max_new_tokens, **sampling):
+        for (text,) in self._texts([(_listed(images), prompt)], max_new_tokens, **options):
             text = text.lstrip() if not sent else text
             # An incomplete character, or the space before a word, waits for the next tokens.
             complete = text.rstrip("\ufffd ")
@@ -206,6 +210,7 @@ class VLM:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
+        **kv: Any,
     ) -> Iterator[list[str]]:
         """Yields all answers so far, every few tokens."""
         if max_new_tokens < 1 or temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
@@ -215,10 +220,33 @@ class VLM:
             )
         self._check_answers()
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
-        batch = self._batch(queries)
+        policy = self._policy(**kv)
+        yield from self._answers(
+            self._batch(queries), len(queries), max_new_tokens, settings, policy, seed
+        )
+
+    def _policy(self, **kv: Any) -> KVPolicy | None:
+        policy = policy_of(**kv)
+        if policy is not None:
+            kv_compression.check_model(self.model.config.decoder)
+        return policy
+
+    def _answers(
+        self,
+        batch: Batch,
+        count: int,
+        max_new_tokens: int,
+        settings: Sampling,
+        policy: KVPolicy | None,
+        seed: int = 0,
+    ) -> Iterator[list[str]]:
+        """Yields the first ``count`` answers of a batch so far, every few tokens."""
         capacity = -(-max_new_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
-        state = self._prefill(self.params, batch, settings, capacity, jax.random.key(seed))
-        new: list[list[int]] = [[] for _ in queries]
+        compression = policy and Compression(policy, self.tokenizer.image_id)
+        key = jax.random.key(seed)
+        state = self._prefill(self.params, batch, settings, capacity, compression, key)
+        self.kv_memory = kv_compression.memory(state.kv, state.kept, batch.tokens.shape[1])
+        new: list[list[int]] = [[] for _ in range(count)]
         for _ in range(0, max_new_tokens, _TOKENS_PER_CALL):
             state, tokens, done = self._decode(self.params, state, settings, _TOKENS_PER_CALL)
             for row, more in zip(new, np.asarray(tokens).tolist()):
@@ -250,11 +278,18 @@ class VLM:
         return self.tokenizer.decode(ids[:stop])
 
     def _start(
-        self, params: Params, batch: Batch, sampling: Sampling, capacity: int, key: jax.Array
+        self,
+        params: Params,
+        batch: Batch,
+        sampling: Sampling,
+        capacity: int,
+        compression: Compression | None,
+        key: jax.Array,
     ) -> DecodeState:
         d = self.model.config.decoder
         shape = (d.depth, d.num_kv_heads, d.head_dim)
-        return prefill(self.model.module(params), batch, sampling, capacity, shape, key)
+        module = self.model.module(params)
+        return prefill(module, batch, sampling, capacity, shape, key, compression)
 
     def _continue(
         self, params: Params, state: DecodeState, sampling: Sampling, count: int
@@ -263,7 +298,13 @@ class VLM:
         return state, tokens, jnp.all(state.done)
 
     def evaluate(
-        self, spec: str = "", limit: int = 0, prediction_grid: str = "", blind: bool = True
+        self,
+        spec: str = "",
+        limit: int = 0,
+        prediction_grid: str = "",
+        blind: bool = True,
+        seed: int = 0,
+        **kv: Any,
     ) -> Report:
         """Measures exact match on a data file, with and without the right images.
 
@@ -272,21 +313,44 @@ class VLM:
             limit: maximum number of records; 0 means all.
             prediction_grid: PNG file to draw images with the model's answers to; "" for none.
             blind: whether to run the control with other records' images.
+            seed: of the places that the method ``random`` keeps.
+            **kv: how prompts' KV caches are compressed, as for :meth:`generate`; answers are then
+                generated, and have no loss.
 
         Raises:
-            ConfigError: neither ``spec`` nor the run names a data file.
+            ConfigError: neither ``spec`` nor the run names a data file, or ``kv`` can't be used.
         """
         self._check_answers()
+        policy = self._policy(**kv)
         spec = spec or self.config.data.eval
         if not spec:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
         dataset = make_dataset(self.config, spec, self.tokenizer, self.image_format)
         shards = batch_shards(self.model.mesh)
         batch_size = -(-self.config.data.batch_size // shards) * shards
-        report = Evaluator(self.model, dataset, batch_size).report(self.params, limit, blind)
+        if policy is None:
+            report = Evaluator(self.model, dataset, batch_size).report(self.params, limit, blind)
+        else:
+            answer = functools.partial(self._compressed_answers, policy, seed)
+            report = generated_answers.evaluate(answer, dataset, batch_size, limit, blind)
         if prediction_grid:
-            write_prediction_grid(self.short_answers, dataset, pathlib.Path(prediction_grid))
+            answer_in_short = functools.partial(self.generate_batch, max_new_tokens=16, **kv)
+            write_prediction_grid(answer_in_short, dataset, pathlib.Path(prediction_grid))
         return report
+
+    def _compressed_answers(
+        self,
+        policy: KVPolicy,
+        seed: int,
+        ids: Sequence[np.ndarray],
+        images: Sequence[Sequence[str]],
+        max_new_tokens: int,
+    ) -> list[str]:
+        how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
+        batch = prompts.batch_of_ids(ids, images, *how)
+        settings = Sampling(stop_ids=self.tokenizer.stop_ids)
+        *_, last = self._answers(batch, len(ids), max_new_tokens, settings, policy, seed)
+        return last
 
 
 def _listed(images: ImageLike | Sequence[ImageLike]) -> list[Any]:

@@ -8,11 +8,12 @@ import jax
 from flax import nnx
 
 from jaxvlm.config import ConfigError, DecoderConfig, check_choice, layer_windows, refuse_unread
-from jaxvlm.nn.attention import Context, KVCache
+from jaxvlm.nn.attention import Context
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import check_rate, fold
 from jaxvlm.nn.embed import Embed
 from jaxvlm.nn.grouped_matmul import MATMULS
+from jaxvlm.nn.kv_cache import KVCache, Shared
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.mlp import ACTIVATIONS
 from jaxvlm.nn.moe import Routed
@@ -49,7 +50,7 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         mask: Mask,
         kv: KVCache | None = None,
-        length: jax.Array | None = None,
+        cached: Shared | None = None,
         deep: jax.Array | None = None,
         first: jax.Array | None = None,
         dropout_keys: jax.Array | None = None,
@@ -61,7 +62,7 @@ class Decoder(nnx.Module):
             positions: i32[B, R, T]; R = 1, or one row for each of ``rope_sections``.
             mask: attention mask.
             kv: KV cache [L, B, S, K, H] of earlier tokens, or ``None``.
-            length: i32[], number of tokens in ``kv``.
+            cached: what the layers share of ``kv``.
             deep: [K, B, T, D] added to hidden states after the first K blocks (DeepStack), or
                 ``None``.
             first: i32[], number of the first block if the parameters are those of a pipeline
@@ -76,7 +77,7 @@ class Decoder(nnx.Module):
         sections = (c.rope_sections, c.rope_interleaved)
         rotation = rope(positions, c.head_dim, c.rope_theta, c.rope_scaling, *sections)
         if not any(layer_windows(c)):
-            context = Context(mask, rotation, length, dropout_keys)
+            context = Context(mask, rotation, cached, dropout_keys)
             return self.stack(x, context, kv, deep=deep, first=first)
         local_rotation = rotation
         if c.local_rope_theta:
@@ -85,8 +86,8 @@ class Decoder(nnx.Module):
         # (PaliGemma 2).
         far_groups = c.visual_mask == "prompt"
         near, far = mask.windowed(c.window, far_groups), mask.windowed(0, far_groups)
-        local = Context(near, local_rotation, length, dropout_keys)
-        everywhere = Context(far, rotation, length, dropout_keys)
+        local = Context(near, local_rotation, cached, dropout_keys)
+        everywhere = Context(far, rotation, cached, dropout_keys)
         both = Local(local, c.window_pattern)
         return self.stack(x, everywhere, kv, local=both, deep=deep, first=first)
 

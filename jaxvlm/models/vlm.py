@@ -22,9 +22,9 @@ from jaxvlm.models.decoder import Decoder
 from jaxvlm.models.grid import token_index
 from jaxvlm.models.texture import CHANNELS, texture
 from jaxvlm.models.vit import VisionTop, ViT, normalised, num_patches
-from jaxvlm.nn.attention import KVCache
 from jaxvlm.nn.attention_backends import check_backend
 from jaxvlm.nn.embed import image_places, mix_tokens, place_tokens, token_places
+from jaxvlm.nn.kv_cache import KVCache, Shared
 from jaxvlm.nn.mask import Mask, batch_mask
 from jaxvlm.nn.moe import Routed
 from jaxvlm.nn.param import Init
@@ -111,8 +111,8 @@ class Stream(NamedTuple):
     """i32[B, R, T]."""
     mask: Mask
     kv: KVCache | None = None
-    length: Any = None
-    """i32[]: number of tokens in ``kv``."""
+    cached: Shared | None = None
+    """What the layers share of ``kv``."""
     routed: Routed | None = None
     """Router statistics, with a leading dim of layers."""
     deep: Any = None
@@ -304,7 +304,7 @@ class VLM(nnx.Module):
         """Run the decoder's layers, or those of a pipeline stage that starts at layer ``first``."""
         with jax.named_scope("decoder"):
             s = stream
-            rest = (s.kv, s.length, s.deep, first, s.dropout_keys)
+            rest = (s.kv, s.cached, s.deep, first, s.dropout_keys)
             x, side = self.decoder(s.x, s.positions, s.mask, *rest)
         return stream._replace(x=x, kv=side.kv, routed=side.routed, deep=None)
 

@@ -1,4 +1,4 @@
-"""Multi-head attention layer of vision encoders, text encoders and decoders, and its KV cache."""
+"""Multi-head attention layer of vision encoders, text encoders and decoders."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxvlm.nn.attention_backends import Scores, attend, check_heads, check_platform
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
+from jaxvlm.nn.kv_cache import KVCache, Shared, append_kv, attend_cached
 from jaxvlm.nn.mask import Mask
 from jaxvlm.nn.norm import NORMS, RMSNorm
 from jaxvlm.nn.param import Init, affine, fan_in, param, zeros
@@ -21,40 +21,14 @@ from jaxvlm.parallel.rules import Axes, shard
 _NORM_ALL_EPS = 1e-6  # independent of the epsilon of the block's other norms
 
 
-class KVCache(NamedTuple):
-    """Keys and values of earlier tokens, for generation.
-
-    The number of valid tokens is kept elsewhere, since all layers share it.
-    """
-
-    k: Any
-    """[B, S, K, H], or [L, B, S, K, H] for a stack."""
-    v: Any
-    """[B, S, K, H], or [L, B, S, K, H] for a stack."""
-
-
-def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
-    """Return an empty cache; ``shape`` is [L, B, S, K, H]."""
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def append_kv(cache: KVCache, k: jax.Array, v: jax.Array, length: jax.Array) -> KVCache:
-    """Return ``cache`` with ``k`` and ``v`` [B, T, K, H] written from index ``length`` (i32[])."""
-    start = (0, length, 0, 0)
-    return KVCache(
-        jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start),
-        jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
-    )
-
-
 class Context(NamedTuple):
     """Inputs that all layers of a stack share in one forward pass."""
 
     mask: Mask
     rope: Rope | None = None
     """Rotation of the query tokens; ``None``: no rotary positions."""
-    length: Any = None
-    """i32[]: number of tokens already in the KV cache; ``None``: no KV cache."""
+    cached: Shared | None = None
+    """What the layers share of the KV cache; ``None``: no KV cache."""
     dropout_keys: Any = None
     """u32[B, 2]: dropout keys of the encoder or decoder, and within a block of that block;
     ``None``: no dropout."""
@@ -114,15 +88,22 @@ class Attention(nnx.Module):
             q, k = _norm_all(q, self.q_norm_all), _norm_all(k, self.k_norm_all)
         if context.rope is not None:
             q, k = rotate(q, context.rope), rotate(k, context.rope)
-        if kv is not None:
-            kv = append_kv(kv, k, v, context.length)
-            k, v = kv.k, kv.v
         scores = Scores(self.spec.query_scale, self.spec.attention_cap)
         drop = None
         if self.spec.attention_dropout and context.dropout_keys is not None:
             rate, keys = self.spec.attention_dropout, fold(context.dropout_keys, "shares")
             drop = functools.partial(dropout, rate=rate, keys=keys)
-        out = attend(q, k, v, context.mask, self.axes, self.spec.attention, scores, drop)
+
+        def over(k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+            return attend(q, k, v, mask, self.axes, self.spec.attention, scores, drop)
+
+        if kv is None or context.cached is None:
+            out = over(k, v, context.mask)
+        else:
+            cached, kv = context.cached, append_kv(kv, k, v, context.cached.length)
+            if cached.observe is not None:
+                kv = kv._replace(observed=cached.observe(q, k, scores))
+            out = attend_cached(over, kv, cached.kept, context.mask)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
         split = self.axes.splits_rows(x.shape[1])
         return affine(out, self.wo, self.bo, 2, split), kv  # BTNH,NHD->BTD

@@ -111,6 +111,26 @@ class Mask(NamedTuple):
             allowed = near if allowed is None else allowed & near
         return allowed
 
+    def after(self, valid: jax.Array) -> Mask:
+        """Return this mask with C more keys before its own, of which all queries see the valid.
+
+        Args:
+            valid: bool[B, C].
+
+        Raises:
+            ValueError: the mask has a window or bidirectional groups, which read what they are.
+        """
+        if self.window is not None or self.q_group is not None or self.q_parent is not None:
+            raise ValueError("keys before a mask's own are causal, of the query's segment alone")
+        earlier = jnp.full((1, valid.shape[1]), -1, self.k_index.dtype)
+        segment = jnp.where(valid, self.q_segment[:, :1], 0)
+        return Mask(
+            q_index=self.q_index,
+            k_index=jnp.concatenate([earlier, self.k_index], axis=1),
+            q_segment=self.q_segment,
+            k_segment=jnp.concatenate([segment, self.k_segment], axis=1),
+        )
+
     def windowed(self, window: int, far_groups: bool) -> Mask:
         """Return this mask with a sliding window; see the fields of these names.
 

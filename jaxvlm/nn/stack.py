@@ -12,9 +12,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxvlm.config import check_choice
-from jaxvlm.nn.attention import Attention, Context, KVCache
+from jaxvlm.nn.attention import Attention, Context
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
+from jaxvlm.nn.kv_cache import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.moe import MoE, Routed
 from jaxvlm.nn.norm import NORMS

@@ -275,12 +275,34 @@ def test_train_eval_generate(capsys, tmp_path):
     assert isinstance(answer, str)
     assert run([*ask, "--max_new_tokens=4", "--json", "--mesh=data=2,fsdp=2,tensor=2"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answer"] == answer
+    _compressed(capsys, run_folder, ask, answer, report)
     assert "--mesh=fsbp=8" in fails(capsys, *ask, "--mesh=fsbp=8")
     assert "does not fit 8 devices" in fails(capsys, *ask, "--mesh=tensor=2")
     assert "2 images" in fails(capsys, *ask[:3], f"--image={image}", "--prompt=<image> what?")
     bad = tmp_path / "bad.png"
     bad.write_bytes(b"x")
     assert "bad.png" in fails(capsys, ask[0], ask[1], f"--image={bad}", "--prompt=what?")
+
+
+def _compressed(capsys, run_folder, ask, answer, report):
+    """What ``generate`` and ``eval`` do with a compressed KV cache."""
+
+    def said(*args):
+        assert run([*args, "--json"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    whole = said(*ask, "--max_new_tokens=4", "--kv=vl_cache", "--kv_budget=1")
+    assert whole["answer"] == answer and whole["kv_stored_bytes"] == whole["kv_whole_bytes"]
+    tenth = said(*ask, "--max_new_tokens=4", "--kv=snapkv", "--kv_allocator=pyramid")
+    assert tenth["kv_stored_bytes"] < 0.2 * tenth["kv_whole_bytes"] == 0.2 * whole["kv_whole_bytes"]
+    command = ("eval", f"--checkpoint={run_folder}", "--kv=vl_cache", "--kv_budget=1")
+    found = said(*command)
+    for name in ("exact_match", "blind/exact_match"):
+        assert found[name] == pytest.approx(report[name])
+    assert found["answers"] == 80 and "loss" not in found
+    assert "kv_budget is for a compressed KV cache" in fails(capsys, *ask, "--kv_budget=0.5")
+    assert "kv='h2o'" in fails(capsys, *ask, "--kv=h2o")
+    assert "--kv=vl_cache is for answers" in fails(capsys, *command, "--retrieval")
 
 
 def test_one_run_at_a_time_in_a_folder(capsys, tmp_path):

@@ -236,8 +236,8 @@ class Dataset:
         Raises:
             DataError: ``shuffled_images`` with fewer than two images.
         """
-        corpus, pieces = self._subset(num_records)
-        other = self._other_images() if shuffled_images else None
+        corpus, pieces = self.subset(num_records)
+        other = self.other_images() if shuffled_images else None
         every_piece = np.arange(len(pieces.num_tokens))
         packed = [PackedSequence(own) for own in sequences(every_piece, pieces, self.config)]
         steps = -(-len(packed) // batch_size)
@@ -416,8 +416,8 @@ class Dataset:
         """Indices of the records that are in the data set and were not skipped at run time."""
         return [i for i in self.corpus.source.tolist() if i not in self._skipped]
 
-    def _subset(self, num_records: int) -> tuple[tokenize.Corpus, packing.Pieces]:
-        """Choose ``num_records`` records, in complete pieces as far as possible."""
+    def subset(self, num_records: int) -> tuple[tokenize.Corpus, packing.Pieces]:
+        """Choose ``num_records`` records, in complete pieces as far as possible; 0: all."""
         if not 0 < num_records < len(self.corpus.first):
             return self.corpus, self.pieces
         order = np.random.default_rng([0, _SUBSET]).permutation(len(self.pieces.num_tokens))
@@ -428,8 +428,12 @@ class Dataset:
         corpus = tokenize.take(self.corpus, chosen)
         return corpus, make_pieces(corpus, self.config, self.tokenizer, self.settings)[0]
 
-    def _other_images(self) -> np.ndarray:
-        """i64[images]: a different image for each image."""
+    def other_images(self) -> np.ndarray:
+        """Return i64[images], a different image for each image: the blind control.
+
+        Raises:
+            DataError: fewer than two images.
+        """
         # Images of refused records are in no record of the corpus and must not be used.
         used = np.unique([i for images in self.corpus.images for i in images]).astype(int)
         if len(used) < 2:

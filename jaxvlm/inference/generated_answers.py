@@ -1,0 +1,89 @@
+"""Exact match of answers that are generated one by one, as a compressed KV cache needs.
+
+Scoring whole sequences (:mod:`jaxvlm.evals.exact_match`) reads answers with the prompt's whole KV
+cache. Here each prompt is read, compressed, and answered; an answer is right if its text is the
+reference's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxvlm.config import ConfigError
+from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.conversations.tokenize import Corpus
+from jaxvlm.inference.evaluator import Report
+
+Answer = Callable[[Sequence[np.ndarray], Sequence[Sequence[str]], int], list[str]]
+"""Maps prompts (tokens, each image one), their image files and a number of new tokens to texts."""
+
+
+def evaluate(
+    answer: Answer, dataset: Dataset, batch_size: int, limit: int = 0, blind: bool = True
+) -> Report:
+    """Measure exact match over a data set, with and without the right images.
+
+    Args:
+        answer: generates the answers of ``batch_size`` prompts.
+        dataset: records of one answer each.
+        batch_size: prompts at a time; the last ones are filled up.
+        limit: maximum number of records; 0: all.
+        blind: whether to run the control with other records' images.
+
+    Returns:
+        ``exact_match``, ``exact_match/<kind>`` and ``answers``.
+
+    Raises:
+        ConfigError: a record has several answers.
+    """
+    start = time.perf_counter()
+    corpus, _ = dataset.subset(limit)
+    own = np.arange(len(corpus.paths))
+    metrics = _pass(answer, dataset, corpus, batch_size, own)
+    control = {}
+    if blind and len(corpus.paths) > 1:
+        control = _pass(answer, dataset, corpus, batch_size, dataset.other_images())
+    return Report(metrics, control, time.perf_counter() - start)
+
+
+def _pass(
+    answer: Answer, dataset: Dataset, corpus: Corpus, batch_size: int, image: np.ndarray
+) -> dict[str, float]:
+    """Answer every record; ``image`` is the image that is read in place of each."""
+    prompts, expected = zip(*(_split(corpus, i) for i in range(len(corpus.first))), strict=True)
+    texts = [dataset.tokenizer.decode(ids.tolist()).strip() for ids in expected]
+    files = [[corpus.paths[image[i]] for i in images] for images in corpus.images]
+    longest = max(map(len, expected))
+    # Prompts of about one length together: less padding, and few shapes to compile.
+    order = np.argsort([corpus.length[i] for i in range(len(prompts))], kind="stable").tolist()
+    right = np.zeros(len(prompts), bool)
+    for at in range(0, len(order), batch_size):
+        chosen = order[at : at + batch_size]
+        filled = chosen + [chosen[0]] * (batch_size - len(chosen))
+        said = answer([prompts[i] for i in filled], [files[i] for i in filled], longest)
+        for i, text in zip(chosen, said):
+            # The model can't give an answer with a word that is not in the vocabulary.
+            known = dataset.tokenizer.unk_id not in expected[i]
+            right[i] = known and text.strip() == texts[i]
+    kinds = np.asarray([dataset.records[i].tags.get("kind", "") for i in corpus.source.tolist()])
+    groups = {f"exact_match/{kind}": kinds == kind for kind in sorted(set(kinds.tolist()) - {""})}
+    groups = {"exact_match": np.ones(len(right), bool)} | groups
+    metrics = {name: float(right[of].mean()) for name, of in groups.items()}
+    return metrics | {"answers": float(len(right))}
+
+
+def _split(corpus: Corpus, i: int) -> tuple[np.ndarray, np.ndarray]:
+    """A record's tokens before its answer, and those of the answer, its end included."""
+    own = slice(corpus.first[i], corpus.last[i])
+    tokens, loss = corpus.tokens[own], corpus.loss[own]
+    answers = np.flatnonzero(loss)
+    if not len(answers) or answers[-1] - answers[0] + 1 != len(answers):
+        count = 1 + int((np.diff(answers) > 1).sum()) if len(answers) else 0
+        raise ConfigError(
+            f"record {corpus.source[i]} has {count} answers; with a compressed KV cache (kv), a "
+            "conversation has one: a second turn on a compressed cache is not supported"
+        )
+    return tokens[: answers[0]], tokens[answers]

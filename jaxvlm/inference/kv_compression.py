@@ -1,0 +1,162 @@
+"""Compresses the KV cache of prompts: observes them as they are read, and stores the kept places.
+
+A prompt is read whole. Each layer then keeps as many places as the policy allots it, and those of
+all layers lie in one array without gaps (:class:`jaxvlm.nn.kv_cache.Kept`), so that the memory is
+the budget's. Nothing more is dropped while tokens are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
+from jaxvlm.inference import kv_selection
+from jaxvlm.inference.kv_policy import KVPolicy, allocate, recent_places
+from jaxvlm.inference.kv_selection import Observed
+from jaxvlm.nn.attention_backends import Scores
+from jaxvlm.nn.attention_rows import attention_rows, densities
+from jaxvlm.nn.kv_cache import Kept, KVCache, Part, read_sizes
+from jaxvlm.types import Batch
+
+
+class Observation(NamedTuple):
+    """What a layer shows while it reads prompts; those of a stack have a leading dim L."""
+
+    priority: Any
+    """f32[B, K, T], or ``None``: the scorer reads no attention weights."""
+    density: Any
+    """f32[B], or ``None``: the allocator reads none."""
+
+
+class KVMemory(NamedTuple):
+    """Bytes of prompts' keys and values, of all layers and rows of a batch."""
+
+    stored: int
+    """Bytes that are stored."""
+    whole: int
+    """Bytes of whole prompts, padded to one length."""
+
+    def text(self) -> str:
+        """Format it for people."""
+        share = self.stored / max(self.whole, 1)
+        return (
+            f"KV cache of the prompts: {self.stored / 1e6:.3g} MB instead of "
+            f"{self.whole / 1e6:.3g} MB ({share:.1%})"
+        )
+
+
+def memory(kv: KVCache, kept: Kept | None, length: int) -> KVMemory:
+    """Return what the KV cache of prompts of ``length`` tokens, padding included, takes."""
+    place = 2 * kv.k.nbytes // kv.k.shape[2]  # keys and values of a place, in all layers and rows
+    stored = place * length if kept is None else kept.k.nbytes + kept.v.nbytes
+    return KVMemory(stored, place * length)
+
+
+def check_model(decoder: DecoderConfig) -> None:
+    """Refuse models whose prompts can't be compressed.
+
+    Raises:
+        ConfigError: the message names why.
+    """
+    why = ""
+    if any(layer_windows(decoder)):
+        why = f"layers with sliding windows (config.model.decoder.window={decoder.window})"
+    if decoder.visual_mask != "causal":
+        why = (
+            "tokens that attend to later ones "
+            f"(config.model.decoder.visual_mask={decoder.visual_mask!r})"
+        )
+    if why:
+        raise ConfigError(f"kv: this model has {why}, whose KV cache can't be compressed; kv=none")
+
+
+def observer(
+    policy: KVPolicy, batch: Batch, image_id: int
+) -> Callable[[jax.Array, jax.Array, Scores], Observation] | None:
+    """Return what looks at the attention of a layer while it reads prompts.
+
+    Args:
+        policy: settings; static.
+        batch: the prompts, padded on the left.
+        image_id: token of visual tokens.
+    """
+    reads_rows = policy.scorer in kv_selection.READ_ROWS
+    reads_density = policy.allocator == "density"
+    if not reads_rows and not reads_density:
+        return None
+    valid = batch.segment > 0
+    last, after = kv_selection.observed_queries(valid, batch.tokens == image_id, policy.queries)
+    T, R = valid.shape[1], last.shape[1]
+    causal = jnp.arange(T - R, T)[:, None] >= jnp.arange(T)
+    allowed = causal & valid[:, None] & last[:, :, None]
+
+    def observe(q: jax.Array, k: jax.Array, scores: Scores) -> Observation:
+        rows = attention_rows(q[:, -R:], k, allowed, scores)
+        seen = Observed(valid, k.shape[2], rows, last, after)
+        return Observation(
+            kv_selection.priorities(policy.scorer, seen) if reads_rows else None,
+            densities(rows, after, allowed, policy.threshold) if reads_density else None,
+        )
+
+    return observe
+
+
+def capacity(policy: KVPolicy, num_layers: int, length: int) -> int:
+    """Return the places that are stored of a prompt of at most ``length`` tokens, in all layers."""
+    # VL-Cache's own formula gives each layer a hundredth of the prompt at least, however small
+    # its share is, and rounds each up.
+    budget = min(1.0, policy.budget + 0.01) if policy.clip else policy.budget
+    least = num_layers * (2 if policy.clip else 1)
+    return min(num_layers * length, max(least, int(budget * num_layers * length + 0.5) + least))
+
+
+def compress(policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array) -> tuple[Part, Kept]:
+    """Store the places that each layer keeps.
+
+    Args:
+        policy: settings; static.
+        kv: of the prompts, [L, B, T, K, H], with :class:`Observation` in ``observed``.
+        batch: the prompts.
+        key: seeds the scorer ``random``.
+
+    Returns:
+        Which of the kept places are a layer's, i32[L, B], and these.
+    """
+    L, B, T, K, _ = kv.k.shape
+    seen = kv.observed or Observation(None, None)
+    valid = batch.segment > 0
+    size = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    density = jnp.zeros((L, B)) if seen.density is None else seen.density
+    count = allocate(policy, size, density)
+    recent = recent_places(policy, count)
+
+    def of_layer(of: Any) -> jax.Array:
+        layer, priority, count, recent = of
+        if priority is None:
+            keys = kv_selection.selection_keys(key, batch.example_id, layer)
+            priority = kv_selection.priorities(policy.scorer, Observed(valid, K, keys=keys))
+        return kv_selection.keep(priority, count, valid, recent)
+
+    order = jax.lax.map(of_layer, (jnp.arange(L), seen.priority, count, recent))  # [L, B, K, T]
+    end = jnp.cumsum(count, axis=0)
+    start = end - count
+    N = capacity(policy, L, T)
+    slot = jnp.arange(N, dtype=jnp.int32)
+
+    def of_head(k: jax.Array, v: jax.Array, order: jax.Array, start: Any, end: Any) -> Kept:
+        """[L, T, H] twice, i32[L, T], i32[L] twice -> [N, H] twice."""
+        layer = jnp.minimum(jnp.searchsorted(end, slot, side="right"), L - 1)
+        place = order[layer, jnp.clip(slot - start[layer], 0, T - 1)]
+        return Kept(k[layer, place], v[layer, place])
+
+    # Each row and each head by itself, wherever they are: nothing is sent.
+    of_row = jax.vmap(of_head, in_axes=(2, 2, 1, None, None), out_axes=1)
+    kept = jax.vmap(of_row, in_axes=1)(kv.k, kv.v, order, start, end)
+    sizes = jnp.asarray(read_sizes(N), jnp.int32)
+    return Part(
+        start, count, jnp.searchsorted(sizes, jnp.max(count, axis=1)).astype(jnp.int32)
+    ), kept

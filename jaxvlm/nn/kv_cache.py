@@ -1,0 +1,137 @@
+"""The KV cache of generation: keys and values of new tokens, and of the prompt's kept places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxvlm.nn.attention_backends import Scores
+from jaxvlm.nn.mask import Mask
+
+_SMALLEST = 32
+"""Places: the smallest size that a layer's kept places are read in."""
+
+
+class KVCache(NamedTuple):
+    """Keys and values of a layer's earlier tokens; those of a stack have a leading dim L.
+
+    How many of them are valid is :attr:`Shared.length`, which is the same in all layers.
+    """
+
+    k: Any
+    """[B, S, K, H]."""
+    v: Any
+    """[B, S, K, H]."""
+    part: Part | None = None
+    """Which of :attr:`Shared.kept` are the layer's; ``None`` with a prompt that is here whole."""
+    observed: Any = None
+    """What :attr:`Shared.observe` has returned."""
+
+
+class Part(NamedTuple):
+    """The layer's part of the places that were kept; that of a stack has a leading dim L."""
+
+    start: Any
+    """i32[B]: the layer's first place in :class:`Kept`."""
+    count: Any
+    """i32[B]: number of the layer's places."""
+    size: Any
+    """i32[]: index of the size in :func:`read_sizes` that they are read in."""
+
+
+class Kept(NamedTuple):
+    """Keys and values of the places of prompts that were kept, those of all layers in a row.
+
+    Layers keep different numbers of places: no place of it is padding, except at a row's end.
+    """
+
+    k: Any
+    """[B, N, K, H]: each key is rotated as its place in the prompt was."""
+    v: Any
+    """[B, N, K, H]."""
+
+
+class Shared(NamedTuple):
+    """What the layers share of a KV cache."""
+
+    length: Any
+    """i32[]: number of tokens in :class:`KVCache`."""
+    kept: Kept | None = None
+    """The places of prompts that were kept; every new token attends to all of them."""
+    observe: Callable[[jax.Array, jax.Array, Scores], Any] | None = None
+    """Static; maps a layer's queries [B, T, N, H] and keys [B, T, K, H], rotated, to
+    :attr:`KVCache.observed`; ``None``: nothing is observed."""
+
+
+def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
+    """Return an empty cache; ``shape`` is [L, B, S, K, H]."""
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def append_kv(cache: KVCache, k: jax.Array, v: jax.Array, length: jax.Array) -> KVCache:
+    """Return ``cache`` with ``k`` and ``v`` [B, T, K, H] written from index ``length`` (i32[])."""
+    start = (0, length, 0, 0)
+    return cache._replace(
+        k=jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start),
+        v=jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
+    )
+
+
+Attend = Callable[[jax.Array, jax.Array, Mask], jax.Array]
+"""Attends from given queries to keys and values [B, S, K, H] under a mask."""
+
+
+def attend_cached(attend: Attend, kv: KVCache, kept: Kept | None, mask: Mask) -> jax.Array:
+    """Attend to the tokens of a layer's cache, and to the places of prompts that were kept.
+
+    Args:
+        attend: attention of the layer's queries.
+        kv: the layer's cache.
+        kept: the kept places of all layers; ``None``: there are none.
+        mask: of the queries over the S tokens of ``kv``.
+
+    Returns:
+        What ``attend`` returns.
+    """
+    if kept is None or kv.part is None:
+        return attend(kv.k, kv.v, mask)
+    part = kv.part
+
+    def of_size(size: int) -> Callable[[], jax.Array]:
+        def run() -> jax.Array:
+            places, valid = _read(kept, part, size)
+            keys, values = (
+                jnp.concatenate([x, new], axis=1)
+                for x, new in zip(places, (kv.k, kv.v), strict=True)
+            )
+            return attend(keys, values, mask.after(valid))
+
+        return run
+
+    # A layer is read in the smallest size that holds it: what is not kept is not read either.
+    return jax.lax.switch(part.size, [of_size(n) for n in read_sizes(kept.k.shape[1])])
+
+
+def read_sizes(capacity: int) -> list[int]:
+    """Return the sizes that a layer's kept places are read in, each half of the next one."""
+    sizes = [capacity]
+    while sizes[0] > _SMALLEST and len(sizes) < 8:
+        sizes.insert(0, -(-sizes[0] // 2))
+    return sizes
+
+
+def _read(kept: Kept, part: Part, size: int) -> tuple[Kept, jax.Array]:
+    """Return ``size`` places [B, size, K, H] of each row, and which are the layer's, bool[B, size].
+
+    The last layers' begin earlier than their part does, so that they end with the row.
+    """
+    first = jnp.minimum(part.start, kept.k.shape[1] - size)
+
+    def rows(x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(x, first)
+
+    at = first[:, None] + jnp.arange(size, dtype=jnp.int32) - part.start[:, None]
+    return Kept(rows(kept.k), rows(kept.v)), (at >= 0) & (at < part.count[:, None])
