@@ -29,6 +29,20 @@ class NothingUsable(DataError):
         self.problems = problems
 
 
+class TooFewRecords(DataError):
+    """Data that do not fill one batch.
+
+    Args:
+        found: how many there are, and the batch size that they are fewer than.
+        most: the largest batch size that they fill; at least 1.
+        advice: what to do.
+    """
+
+    def __init__(self, found: str, most: int, advice: str):
+        super().__init__(f"{found}; {advice}")
+        self.found, self.most = found, most
+
+
 class ImageError(ValueError):
     """An image that can't be decoded; the message is the reason."""
 

@@ -440,3 +440,15 @@ def test_bad_file(name, content, says, tmp_path):
     with pytest.raises(DataError, match=says) as error:
         pair_formats.read(str(tmp_path / name))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_conversation_is_no_pair(name, write_json):
+    """Not one field is too many: the whole record is of another kind."""
+    path = write_json([{"id": "a", name: [user("what is it?")], "image": "a.png"}])
+    (problem,) = pair_formats.read(path)[1]
+    assert "a conversation, where pairs are wanted" in str(problem)
+    assert f"{name!r} is not read" in str(problem)
+    item = {"query": "a", "positive": "b", name: [1]}
+    (problem,) = pair_formats.read(write_json([item]))[1]
+    assert UNREAD in str(problem)

@@ -109,6 +109,10 @@ class Dataset:
             self._order = SequenceOrder(self.pieces, self.config, self.settings.seed)
         return self._order
 
+    def check_batches(self) -> None:
+        """Raise TooFewRecords where the data do not fill a batch."""
+        _ = self.order
+
     def allocate_tokens(
         self, tokens: int, limit: int = 0, unused: bool = False,
         given: TokenShape | None = None, beyond: int = 0,

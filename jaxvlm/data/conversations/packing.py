@@ -20,7 +20,7 @@ from jaxtyping import Int, Int32, Int64
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations.tokenize import Corpus
-from jaxvlm.data.errors import DataError
+from jaxvlm.data.errors import TooFewRecords
 from jaxvlm.data.images.patches import Patching
 
 OPEN_SEQUENCES = 8  # sequences that packing keeps open for further pieces
@@ -236,14 +236,17 @@ def units(pieces: Pieces, batch_size: int) -> list[list[int]]:
     piece is then a unit of its own.
 
     Raises:
-        DataError: there are fewer pieces than sequences in a batch.
+        TooFewRecords: there are fewer pieces than sequences in a batch.
     """
     total = len(pieces.num_tokens)
     if total < batch_size:
-        raise DataError(
-            f"data: {total} packed pieces are fewer than data.batch_size={batch_size};"
-            f" lower it to {max(total, 1)} or less, or set data.share_images=false"
+        records, most = int(np.sum(pieces.record >= 0)), max(total, 1)
+        found = (
+            f"data: {records} records make {total} packed pieces, fewer than "
+            f"data.batch_size={batch_size}"
         )
+        apart = ", or set data.share_images=false" if records >= batch_size else ""
+        raise TooFewRecords(found, most, f"lower it to {most} or less{apart}")
     sets: dict[tuple, list[int]] = {}
     for i, images in enumerate(pieces.images):
         sets.setdefault(images or (-1 - i,), []).append(i)
@@ -368,7 +371,7 @@ class SequenceOrder:
         """Assign the pieces to virtual shards.
 
         Raises:
-            DataError: there are fewer pieces than sequences in a batch.
+            TooFewRecords: there are fewer pieces than sequences in a batch.
         """
         self.pieces, self.config, self.seed = pieces, config, seed
         members = units(pieces, config.batch_size)

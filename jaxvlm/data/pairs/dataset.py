@@ -210,6 +210,10 @@ class PairDataset:
         """Examples skipped at run time because an image failed, so far and on this process."""
         return self._skipped.problems()
 
+    def check_batches(self) -> None:
+        """Raise DataError where the examples do not fill batches."""
+        _ = self.sampler
+
     def train(self, local_rows: np.ndarray, start_step: int = 0) -> TrainBatches:
         """Iterate over training batches endlessly, prefetched by threads.
 

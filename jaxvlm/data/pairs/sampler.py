@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from jaxvlm.data.errors import DataError
+from jaxvlm.data.errors import DataError, TooFewRecords
 
 _ORDER, _TASKS = 0x5A1, 0x5A2  # tags that keep the random streams of one seed apart
 _TRIES = 2000  # swap partners tried for one clashing example
@@ -147,10 +147,8 @@ def _check(
     """Refuse examples that are too few, or share one content more often than there are batches."""
     count, mixed = len(contents), ", or set data.pairs.tasks=mixed" if of_task else ""
     if count < batch_size:
-        raise DataError(
-            f"data: the {count} examples{of_task} are fewer than data.batch_size={batch_size}; "
-            f"lower it to {count}{mixed}"
-        )
+        found = f"data: the {count} examples{of_task} are fewer than data.batch_size={batch_size}"
+        raise TooFewRecords(found, count, f"lower it to {count}{mixed}")
     if duplicates:
         return
     content, times = np.unique(_per_example(contents), return_counts=True)

@@ -137,6 +137,8 @@ def _examples(
     keys = [key for key in FORMATS if key in item]
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
+    if not keys:
+        _refuse_conversation(item)
     parse, known = FORMATS[keys[0]] if keys else (_own_format, OWN_FIELDS)
     numbered = [] if keys else [name for name in item if _known(name)]
     item = allowed.fields_of("record", item, known.union(numbered))
@@ -159,6 +161,14 @@ def _examples(
         )
         for i, positive in enumerate(group.positives)
     ]
+
+
+def _refuse_conversation(item: Mapping[str, Any]) -> None:
+    """Refuse a record that is no pair at all, rather than one field of it."""
+    for name in conversation_formats.FORMATS:
+        if name in item and not any(_known(n) or n in OWN_FIELDS - _COMMON for n in item):
+            reason = "a conversation, where pairs are wanted: a query and its positive"
+            raise BadItem(reason, f"{name!r} is not read")
 
 
 def _known(name: str) -> bool:
