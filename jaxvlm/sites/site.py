@@ -16,6 +16,7 @@ from jaxvlm.federate.client import Client
 from jaxvlm.federate.handshake import LOSSLESS
 from jaxvlm.sites.callback import FederationCallback
 from jaxvlm.train.callbacks import Callback
+from jaxvlm.train.progress import named
 from jaxvlm.trainer.trainer import Trainer
 
 
@@ -26,6 +27,7 @@ def make_site(
     devices: Sequence[jax.Device] | None = None,
     callbacks: Sequence[Callback] = (),
     log: Callable[[str], None] = print,
+    name: str = "",
 ) -> Trainer:
     """Build a site's run; its ``fit`` joins the federation and trains to its end.
 
@@ -36,6 +38,7 @@ def make_site(
         devices: which devices the mesh is made of; all by default.
         callbacks: what happens around steps besides.
         log: takes lines for people.
+        name: in front of the run's lines, where one process has several sites.
 
     Raises:
         ConfigError: settings or a name that can't be used.
@@ -43,12 +46,17 @@ def make_site(
     """
     if not 0 < len(client.site) <= 200:
         raise ConfigError(f"--site={client.site!r}: give the site a name of at most 200 characters")
-    config = site_config(from_config_dict(config), log)
-    exchange = FederationCallback(client, log)
-    run = Trainer(config, workdir, devices, (*callbacks, exchange))
+
+    def say(line: str) -> None:
+        log(named(name, line))
+
+    config = site_config(from_config_dict(config), say)
+    exchange = FederationCallback(client, say)
+    run = Trainer(config, workdir, devices, (*callbacks, exchange), name)
     exchange.run = run
     _check_length(run)
     _check_versions(run)
+    run.dataset.check_batches()
     return run
 
 

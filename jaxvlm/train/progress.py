@@ -26,7 +26,12 @@ class Progress:
     """Shows a run's progress. Only process 0 prints; elsewhere every call does nothing."""
 
     def __init__(
-        self, total: int, start: int = 0, title: str = "train", console: Console | None = None
+        self,
+        total: int,
+        start: int = 0,
+        title: str = "train",
+        console: Console | None = None,
+        name: str = "",
     ):
         """Start the bar.
 
@@ -35,10 +40,12 @@ class Progress:
             start: steps already taken when the run resumed.
             title: label in front of the bar.
             console: where to print; stderr by default, so that stdout has results only.
+            name: in front of each line, where one process has several runs.
         """
         self._console = console or Console(stderr=True)
         self._active = jax.process_index() == 0
-        self._total, self._start, self._title = total, start, title
+        self._total, self._start, self._title = total, start, named(name, title)
+        self._name = name
         self._begun = time.monotonic()
         self._bar: Bar | None = None
         if self._active and self._console.is_terminal:
@@ -50,7 +57,7 @@ class Progress:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._bar.add_task(title, total=total, completed=start, values="")
+            self._task = self._bar.add_task(self._title, total=total, completed=start, values="")
             self._bar.start()
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
@@ -73,7 +80,7 @@ class Progress:
     def log(self, line: str) -> None:
         """Print a line above the bar."""
         if self._active:
-            self._print(line)
+            self._print(named(self._name, line))
 
     def close(self) -> None:
         """Stop the bar in its current state; calling it again does nothing."""
@@ -92,6 +99,11 @@ class Progress:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+
+def named(name: str, line: str) -> str:
+    """A line with the name of what it is about in front, if it has one."""
+    return f"{name}: {line}" if name else line
 
 
 def summary(values: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,16 +78,20 @@ def place(
     devices: Sequence[jax.Device],
     prepared: Prepared,
     workdir: pathlib.Path | None,
+    log: Callable[[str], None],
 ) -> Placed:
     """Build the model where it lies: on ``layout``, or on one chosen by :func:`place_by_cost`.
 
     Towers that no record of the data reaches are frozen, and frozen weights are held as
-    ``config.optim.frozen_dtype`` says.
+    ``config.optim.frozen_dtype`` says; ``log`` takes lines for people.
     """
     dataset = prepared.dataset
-    placed = place_model(config, layout) if layout else place_by_cost(config, devices, dataset)
+    if layout:
+        placed = place_model(config, layout)
+    else:
+        placed = place_by_cost(config, devices, dataset, log)
     if not dataset.modalities >= MODALITIES:
-        config = freeze_unreached(placed.config, placed.model, dataset)
+        config = freeze_unreached(placed.config, placed.model, dataset, log)
         placed = placed._replace(config=config)
     return _hold_frozen(placed, prepared, workdir)
 
@@ -137,13 +141,16 @@ def place_model(config: Config, layout: Layout) -> Placed:
     return Placed(config, layout.mesh, model, encoder)
 
 
-def place_by_cost(config: Config, devices: Sequence[jax.Device], dataset: Any) -> Placed:
+def place_by_cost(
+    config: Config, devices: Sequence[jax.Device], dataset: Any, log: Callable[[str], None]
+) -> Placed:
     """Give the vision encoder its share of the devices by FLOPs, or the nearest usable share.
 
     Args:
         config: of the run.
         devices: of the run.
         dataset: whose first batch the FLOPs are counted on.
+        log: takes lines for people.
 
     Raises:
         ConfigError: no share can be used.
@@ -164,10 +171,9 @@ def place_by_cost(config: Config, devices: Sequence[jax.Device], dataset: Any) -
             refused[count] = str(error)
             continue
         share = cost.encoder / sum(cost)
-        print(
+        log(
             f"config.encoder.devices={count} of {len(devices)}: the vision encoder has "
-            f"{share:.0%} of a step's FLOPs" + (f" ({_reasons(refused)})" if refused else ""),
-            flush=True,
+            f"{share:.0%} of a step's FLOPs" + (f" ({_reasons(refused)})" if refused else "")
         )
         return placed
     raise ConfigError(

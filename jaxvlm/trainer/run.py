@@ -17,6 +17,7 @@ from jaxvlm.inference import embedding_evaluator
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.vlm import VLM
 from jaxvlm.spmd.model import Model
+from jaxvlm.train.progress import named
 from jaxvlm.trainer.training import Training
 from jaxvlm.types import TrainState
 
@@ -24,6 +25,8 @@ from jaxvlm.types import TrainState
 class Run:
     """The parts of a run. :class:`jaxvlm.trainer.trainer.Trainer` fills them in."""
 
+    name: str
+    """In front of its lines, where one process has several runs; "" otherwise."""
     config: Config
     """The settings, with what the mesh, the checkpoint and the data decide filled in."""
     workdir: pathlib.Path | None
@@ -54,6 +57,11 @@ class Run:
     """Names of the settings that the recipe left to the planner."""
     state: TrainState | None = None
     """The latest train state; ``None`` before training."""
+
+    def log(self, line: str) -> None:
+        """Print a line for people; process 0 alone does."""
+        if not jax.process_index():
+            print(named(self.name, line), flush=True)
 
     @property
     def meshes(self) -> list[jax.sharding.Mesh]:

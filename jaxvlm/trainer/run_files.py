@@ -21,12 +21,6 @@ from jaxvlm.trainer import checks
 from jaxvlm.trainer.run import Run
 
 
-def log(line: str) -> None:
-    """Print a line for people; process 0 alone does."""
-    if not jax.process_index():
-        print(line, flush=True)
-
-
 def open_workdir(
     run: Run, workdir: pathlib.Path, stack: contextlib.ExitStack
 ) -> tuple[Checkpointer, list[str]]:
@@ -47,10 +41,10 @@ def open_workdir(
         processes.check_same("the bytes of images", run.dataset.sample_digest())
         processes.check_shared(workdir)
     for name, value in run_record.numeric_settings().items():
-        log(f"{name}={value} may change results; it is recorded in config.json")
+        run.log(f"{name}={value} may change results; it is recorded in config.json")
     if (workdir / "config.json").is_file() and not jax.process_index():
         for line in run_record.changed_settings(workdir, config):
-            log(line)
+            run.log(line)
     if not jax.process_index():
         stack.enter_context(run_record.locked(workdir))
     warnings: list[str] = []
@@ -84,7 +78,7 @@ def open_writer(
 
 def open_progress(run: Run, start: int, lines: list[str], stack: contextlib.ExitStack) -> Progress:
     """The lines for people, those that were said before it included."""
-    progress = stack.enter_context(contextlib.closing(Progress(run.steps, start)))
+    progress = stack.enter_context(contextlib.closing(Progress(run.steps, start, name=run.name)))
     for line in lines:
         progress.log(line)
     if start < run.steps and (nothing := checks.unprofiled(run.config, run.steps, start)):

@@ -34,6 +34,7 @@ class Trainer(Run):
         workdir: the run's folder; a run that is in it is resumed. All that a run writes is there.
         devices: which devices the mesh is made of; all by default.
         callbacks: what happens around steps besides; see :class:`jaxvlm.Callback`.
+        name: in front of the run's lines, where one process has several runs.
 
     Raises:
         ConfigError: settings that can't be used.
@@ -46,8 +47,9 @@ class Trainer(Run):
         workdir: str | pathlib.Path = "",
         devices: Sequence[jax.Device] | None = None,
         callbacks: Sequence[Callback] = (),
+        name: str = "",
     ):
-        self.callbacks = callbacks
+        self.callbacks, self.name = callbacks, name
         # Settings, and what of them the planner is to choose.
         config = checks.checked(config, workdir, callbacks)
         self.workdir = pathlib.Path(workdir) if workdir else None
@@ -57,7 +59,7 @@ class Trainer(Run):
         if self.auto:
             from jaxvlm.trainer.auto_parallel import resolve_auto  # loads the planner
 
-            how = (devices, run_files.log, checks.check_lengths, self.workdir)
+            how = (devices, self.log, checks.check_lengths, self.workdir)
             config = resolve_auto(config, *how)
         # Mesh: before any file is read, so that one that does not fit is refused at once.
         mesh = None if layout.is_by_cost(config) else layout.lay_out(config, devices)
@@ -70,7 +72,7 @@ class Trainer(Run):
         self.tokenizer = prepared.tokenizer
         self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
         # Model, on its mesh.
-        placed = layout.place(config, mesh, devices, prepared, self.workdir)
+        placed = layout.place(config, mesh, devices, prepared, self.workdir, self.log)
         self.config, self.mesh = placed.config, placed.mesh
         self.model, self.encoder = placed.model, placed.encoder
         self.rows = local_rows(self.mesh, self.config.data.batch_size)
@@ -80,7 +82,12 @@ class Trainer(Run):
             learns = trains_vision(trained_paths(self.model, self.config))
             self.pages = allocate_pages(self.config, self.dataset, learns)
         self.training = build_training(
-            self.config, self.model, self.steps, log=print, encoder=self.encoder, pages=self.pages
+            self.config,
+            self.model,
+            self.steps,
+            log=self.log,
+            encoder=self.encoder,
+            pages=self.pages,
         )
         checks.check_loss(self.config, self.model, self.dataset, self.rows)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from jaxvlm.config import Config, ConfigError, DualConfig
 from jaxvlm.optim.optimizer import matches
 from jaxvlm.spmd.model import Model
-from jaxvlm.trainer.run_files import log
 from jaxvlm.trainer.training import trained_paths
 
 _READ_BY = {"vision": "an image", "text": "a text"}
@@ -18,7 +18,9 @@ MODALITIES = frozenset(_READ_BY)
 """Where records hold all of these, every tower has an input."""
 
 
-def freeze_unreached(config: Config, model: Model, dataset: Any) -> Config:
+def freeze_unreached(
+    config: Config, model: Model, dataset: Any, log: Callable[[str], None] = print
+) -> Config:
     """Freeze the trainable towers that no record has an input for, and say so in a line.
 
     Patterns of learning rates and weight decay that match nothing else are left out with them.
@@ -28,6 +30,7 @@ def freeze_unreached(config: Config, model: Model, dataset: Any) -> Config:
         model: on its mesh.
         dataset: that the run trains on; its ``modalities`` are a function of the data alone, so a
             run that resumes freezes the same.
+        log: takes lines for people.
 
     Returns:
         The settings, with the towers' patterns added to ``optim.frozen``.
