@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxvlm.config import Config, ConfigError, Extension, TokenizerConfig, from_config_dict
-from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import read_records
-from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources import pair_formats
-from jaxvlm.federate import handshake, messages
-from jaxvlm.federate.client import Client
+from jaxvlm.checkpoint import run_record
+from jaxvlm.config import Config, ConfigError, from_config_dict
+from jaxvlm.data.errors import DataError, TooFewRecords
+from jaxvlm.federate import messages
+from jaxvlm.federate.client import Client, Stopped
+from jaxvlm.federate.files import Folder
+from jaxvlm.federate.handshake import read_settings
 from jaxvlm.federate.service import Service
-from jaxvlm.hf.run_processor import make_tokenizer
-from jaxvlm.losses.registry import trains_embeddings
-from jaxvlm.sites import partition
-from jaxvlm.sites.site import make_site
+from jaxvlm.sites.simulated_data import SimulatedData
+from jaxvlm.sites.site import make_site, site_config
 from jaxvlm.sites.turns import Turns
 from jaxvlm.train.loop import TrainingStopped
-from jaxvlm.trainer import embedding_run
 from jaxvlm.trainer.trainer import Trainer
+
+_REFUSED = (ConfigError, DataError, TrainingStopped)
 
 
 @dataclasses.dataclass
@@ -53,7 +51,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.config = from_config_dict(self.config)
-        handshake.check_settings(self.config)
+        site_config(self.config, log=lambda line: None)  # refuses what no site can use
         count = self.config.federate.sites
         if self.data and len(self.data) != count:
             raise ConfigError(
@@ -65,6 +63,8 @@ class Simulation:
         self.sites: dict[str, Trainer] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self._turns = Turns(self.names)
+        self._met: set[str] = set()
+        """Sites that have waited for the others before they join."""
         self._errors: list[BaseException] = []
 
     def run(self) -> dict[str, Any]:
@@ -76,13 +76,18 @@ class Simulation:
         Raises:
             ConfigError, DataError, TrainingStopped: what a site raised.
         """
-        configs = self._site_configs()
+        has_begun = self._check_workdir()
+        made = SimulatedData(self.workdir / "data", has_begun, self.log)
+        configs = made.site_configs(self.config, self.names, self.alpha, self.data)
         self.service = Service(
             self.config, self.workdir / "coordinator", self.log, clock=self._turns.now
         )
+        # All are built before the first one joins: where one can't be, nothing has begun.
+        for name, config in zip(self.names, configs, strict=True):
+            self.sites[name] = self._built(name, config)
         threads = [
-            threading.Thread(target=self._run_site, args=(name, i, configs[i]), daemon=True)
-            for i, name in enumerate(self.names)
+            threading.Thread(target=self._run_site, args=(name,), daemon=True)
+            for name in self.names
         ]
         for thread in threads:
             thread.start()
@@ -97,96 +102,75 @@ class Simulation:
         result |= {"virtual_seconds": self._turns.latest}
         return self.results[self.names[0]] | result
 
-    def _run_site(self, name: str, index: int, config: Config) -> None:
-        seconds = self.seconds[index] if index < len(self.seconds) else 1.0
+    def _check_workdir(self) -> bool:
+        """Refuse a folder of something else; whether a federation in it has weights already."""
+        if run_record.is_begun(self.workdir) or run_record.has_checkpoint(self.workdir):
+            raise ConfigError(
+                f"--workdir={self.workdir} holds a training run; use a new folder for the "
+                "simulation"
+            )
+        if Folder(self.workdir).federation() is not None:
+            raise ConfigError(
+                f"--workdir={self.workdir} holds a coordinator of `jaxvlm federate serve`; use a "
+                "new folder for the simulation"
+            )
+        found = Folder(self.workdir / "coordinator").federation()
+        rounds = read_settings(found["settings"])[0].rounds if found else 0
+        if found and rounds != self.config.federate.rounds:
+            raise ConfigError(
+                f"{self.workdir} holds a federation of {rounds} rounds, and "
+                f"config.federate.rounds={self.config.federate.rounds}: restore it, or, to train "
+                "on from its weights, use a new --workdir with "
+                f"--config.init_from={self.workdir / self.names[0]}"
+            )
+        sites = (self.workdir / name for name in self.names)
+        return found is not None or any(map(run_record.has_checkpoint, sites))
 
-        def call(data: bytes) -> bytes:
-            message = messages.unpack(data)
-            spent = seconds * message.head["steps"] if message.kind == "submit" else 0.0
-            self._turns.take(name, spent)
-            return self.service.handle(data)
+    def _built(self, name: str, config: Config) -> Trainer:
+        """A site's run; what can't be used is refused by its name."""
+        client = Client(
+            name,
+            self.wrap(name, lambda data: self._call(name, data)),
+            is_stopped=lambda: bool(self._errors),
+            sleep=lambda s: self._turns.wait_for_others(name, s),
+        )
+        try:
+            return make_site(config, self.workdir / name, client, log=self.log, name=name)
+        except TooFewRecords as error:
+            even = "" if self.data else "lower --config.federate.sites, raise --alpha, or "
+            raise DataError(
+                f"{name}: {error.found}, which all simulated sites share; lower it to "
+                f"{error.most} or less (the mesh axes data and fsdp have to divide it), {even}give "
+                "the site more records"
+            ) from None
+        except _REFUSED as error:
+            raise _of_site(name, error) from None
 
+    def _call(self, name: str, data: bytes) -> bytes:
+        """A site's way to the coordinator, in its turn."""
+        message = messages.unpack(data)
+        if message.kind == "join" and name not in self._met:
+            self._met.add(name)
+            self._turns.meet(name)
+            if self._errors:
+                raise Stopped("another site could not start")
+        seconds = dict(zip(self.names, self.seconds)).get(name, 1.0)
+        self._turns.take(name, seconds * message.head["steps"] if message.kind == "submit" else 0.0)
+        return self.service.handle(data)
+
+    def _run_site(self, name: str) -> None:
         try:
             self._turns.take(name)
-            client = Client(
-                name,
-                self.wrap(name, call),
-                is_stopped=lambda: bool(self._errors),
-                sleep=lambda s: self._turns.wait_for_others(name, s),
-            )
-            site = make_site(config, self.workdir / name, client, log=self.log)
-            self.sites[name] = site
-            self.results[name] = site.fit()
-        except (ConfigError, DataError, TrainingStopped) as error:
-            self._errors.append(type(error)(f"{name}: {error}"))
+            self.results[name] = self.sites[name].fit()
+        except _REFUSED as error:
+            self._errors.append(_of_site(name, error))
         except BaseException as error:  # raised where the simulation is waited for
             self._errors.append(error)
         finally:
             self._turns.leave(name)
 
-    def _site_configs(self) -> list[Config]:
-        """Each site's recipe: its data, one tokenizer, and the evaluation at the first alone."""
-        config, files = self.config, list(self.data)
-        if not files:
-            config, files = self._divided(config)
-        config = self._with_tokenizer(config, files)
-        configs = [
-            dataclasses.replace(config, data=dataclasses.replace(config.data, train=file))
-            for file in files
-        ]
-        return [configs[0], *map(_quiet, configs[1:])]
 
-    def _divided(self, config: Config) -> tuple[Config, list[str]]:
-        """Divide the training data; the recipe that reads the sites' files, and their names."""
-        if trains_embeddings(config):
-            raise ConfigError(
-                "pairs are not divided among sites: give each its file, --site_data=FILE,…"
-            )
-        if config.data.format.target and config.data.eval:
-            raise ConfigError(
-                "data of a format of your own are divided into files of another, in which "
-                "config.data.eval is not; give each site its file, --site_data=FILE,…"
-            )
-        records = read_records(config.data, config.data.train)[0]
-        divided = partition.partition(records, len(self.names), self.alpha, config.seed)
-        files = [str(self.workdir / "data" / f"{name}.jsonl") for name in self.names]
-        for file, indices in zip(files, divided, strict=True):
-            partition.write_records([records[i] for i in indices], pathlib.Path(file))
-        self.log("; ".join(f"{n}: {len(x)} records" for n, x in zip(self.names, divided)))
-        # They are written with whole paths, in one of the formats that are read by themselves.
-        data = dataclasses.replace(config.data, format=Extension())
-        return dataclasses.replace(config, data=data), files
-
-    def _with_tokenizer(self, config: Config, files: list[str]) -> Config:
-        """The recipe with a tokenizer of all sites' texts, where none is named."""
-        given = config.tokenizer.path or config.init_from or config.network.checkpoint
-        if given or (config.embedder == "dual" and config.dual.text_checkpoint):
-            return config
-        folder = self.workdir / "data" / "tokenizer"
-        if not folder.is_dir():
-            # Whole or not at all: a kill in the middle must not leave half a tokenizer.
-            half = folder.with_suffix(".tmp")
-            shutil.rmtree(half, ignore_errors=True)
-            make_tokenizer(config, None, lambda: _texts(config, files)).save(half)
-            half.rename(folder)
-        return dataclasses.replace(config, tokenizer=TokenizerConfig(path=str(folder)))
-
-
-def _texts(config: Config, files: list[str]) -> Iterator[str]:
-    for file in files:
-        if trains_embeddings(config):
-            yield from embedding_run.texts(pair_formats.read(file, config.data)[0])
-        else:
-            yield from tokenize.texts(read_records(config.data, file)[0])
-
-
-def _quiet(config: Config) -> Config:
-    """The recipe of a site that leaves evaluation, and lines on the way, to the first one."""
-    return dataclasses.replace(
-        config,
-        log_every=config.steps or config.log_every,
-        data=dataclasses.replace(config.data, eval=""),
-        eval_every=0,
-        eval_records=0,
-        checkpoint=dataclasses.replace(config.checkpoint, metric="", mode="max"),
-    )
+def _of_site(name: str, error: Exception) -> Exception:
+    """An error with a site's name in front; never of a subclass, which may want other arguments."""
+    kind = next(kind for kind in _REFUSED if isinstance(error, kind))
+    return kind(f"{name}: {error}")

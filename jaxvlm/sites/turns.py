@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 
+_MOMENT = 1e-6
+"""Virtual seconds that let others go first, and that no one's time shows."""
+
 
 class Turns:
     """Gives threads turns in the order of their virtual times, so that runs repeat to the bit.
@@ -31,11 +34,15 @@ class Turns:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._first() == name)
 
+    def meet(self, name: str) -> None:
+        """Wait until every other thread has come here too, or has ended."""
+        self.take(name, _MOMENT)
+
     def wait_for_others(self, name: str, most: float) -> None:
         """Let a thread's time pass until another one has done something, or ``most`` seconds."""
         others = [t for other, t in self._times.items() if other != name]
         later = min(others, default=self._times[name] + most)
-        self.take(name, min(max(later - self._times[name], 0.0) + 1e-6, most))
+        self.take(name, min(max(later - self._times[name], 0.0) + _MOMENT, most))
 
     def leave(self, name: str) -> None:
         """Take a thread out, since it has ended."""
