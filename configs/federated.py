@@ -47,7 +47,8 @@ def get_config(arg: str = "") -> Config:
     if name == "lora":
         return _lora(folder)
     if folder or name not in ("", "hospitals", "contrastive"):
-        raise ConfigError(f"federated takes no argument {arg!r}; see the recipe's first lines")
+        known = "hospitals; lora,HF_FOLDER; contrastive; or none, for easy-VQA's images"
+        raise ConfigError(f"federated takes no argument {arg!r}; known: {known}")
     if name == "contrastive":
         return _contrastive()
     small = _small()

@@ -5,9 +5,9 @@ images with fine grain, the south's bright ones with stripes. Writes OUT/north.j
 OUT/south.jsonl and OUT/test.jsonl, which has images of both that neither trains on.
 """
 
+import argparse
 import json
 import pathlib
-import sys
 
 import numpy as np
 from PIL import Image
@@ -57,7 +57,9 @@ def records(folder: pathlib.Path, hospital: str, count: int, seed: int) -> list[
 
 def main() -> None:
     """Write the three files."""
-    folder = pathlib.Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("folder", type=pathlib.Path, metavar="OUT", help="the folder to write to")
+    folder = parser.parse_args().folder
     files = {
         "north": records(folder, "north", 400, 1),
         "south": records(folder, "south", 200, 2),

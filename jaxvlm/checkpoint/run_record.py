@@ -167,6 +167,11 @@ def is_begun(workdir: str | pathlib.Path) -> bool:
     return (pathlib.Path(workdir) / _FILE).is_file()
 
 
+def runs_in(folder: pathlib.Path) -> list[str]:
+    """Names of a folder's folders that hold runs, as those of a federation's sites do."""
+    return sorted(path.parent.name for path in folder.glob(f"*/{_FILE}") if path.is_file())
+
+
 def read_config(workdir: str | pathlib.Path) -> Config:
     """Reads the settings of the run in ``workdir``.
 
@@ -184,6 +189,10 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         if path.with_name("router_config.json").is_file():
             advice = (
                 "; it is a Router of sentence-transformers: pass the run that it was exported from"
+            )
+        if inside := runs_in(path.parent):
+            advice = (
+                f"; runs are in its folders {', '.join(inside)}: name {path.parent / inside[0]}"
             )
         raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
     try:

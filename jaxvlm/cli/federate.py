@@ -38,7 +38,7 @@ _FLAGS = {
     "plot": "status: the file (.png, .svg, .pdf) in which loss, lag and bytes by version are "
     "drawn.",
 }
-_OF = {
+VERBS = {
     "simulate": ("config", "workdir", "alpha", "site_data", "step_seconds"),
     "serve": (
         *("config", "workdir", "socket", "superlink", "root_certificates", "wait_s", "linger_s"),
@@ -46,6 +46,7 @@ _OF = {
     "site": ("config", "workdir", "site", "socket"),
     "status": ("plot",),
 }
+"""The flags that each verb reads."""
 
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
@@ -68,8 +69,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     verbs = {"simulate": _simulate, "serve": _serve, "site": _site, "status": _status}
     if not args or args[0] not in verbs:
         raise ConfigError(f"usage: jaxvlm federate {USAGE}")
-    every = {flag for names in _OF.values() for flag in names}
-    for name in sorted(every - set(_OF[args[0]])):
+    every = {flag for names in VERBS.values() for flag in names}
+    for name in sorted(every - set(VERBS[args[0]])):
         if values[name].present:
             raise ConfigError(f"federate {args[0]} takes no --{name}")
     return verbs[args[0]](values, args[1:])

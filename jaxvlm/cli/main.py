@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
     try:
         command.define(values, rest)  # for plan, this already reads the recipe
         if any(arg in ("--help", "-h", "-help") for arg in rest):
-            print(_help(name, command, values))
+            print(_help(name, command, values, rest))
             return 0
         args = values(["jaxvlm", *rest])[1:]
         if "config" in values and values["config"].value is not None:
@@ -257,9 +257,15 @@ def _overview() -> str:
     return "\n".join([*lines, "", "`jaxvlm <command> --help` explains a command's flags."])
 
 
-def _help(name: str, command: Command, values: flags.FlagValues) -> str:
-    lines = [f"usage: jaxvlm {name} {command.USAGE}", "", command.SUMMARY, "", "flags:"]
-    for flag in sorted({f.name for f in values._flags().values()} - {"help"}):
+def _help(name: str, command: Command, values: flags.FlagValues, argv: list[str]) -> str:
+    shown_flags = {f.name for f in values._flags().values()} - {"help"}
+    usage = command.USAGE
+    verbs: dict[str, Sequence[str]] = getattr(command, "VERBS", {})
+    if argv[0] in verbs:  # of this one alone
+        shown_flags &= {"json", *verbs[argv[0]]}
+        usage = next(x for x in usage.split(" | ") if x.startswith(argv[0]))
+    lines = [f"usage: jaxvlm {name} {usage}", "", command.SUMMARY, "", "flags:"]
+    for flag in sorted(shown_flags):
         default = values[flag].default
         shown = f" (default: {default})" if default not in (None, "", False, []) else ""
         text = " ".join(str(values[flag].help).split())  # absl adds lines to some helps,

@@ -6,6 +6,7 @@ import pathlib
 import pytest
 from runs import HERE, refused, write_data
 
+from jaxvlm.cli import federate
 from jaxvlm.cli.main import run
 
 RECIPE = HERE / "recipe.py"
@@ -27,7 +28,12 @@ def said(capsys, *args):
 
 def test_simulate_and_status(flags, tmp_path, capsys):
     assert run(["federate", "simulate", "--json", "--alpha=1", *flags]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    for name in ("site-0", "site-1"):
+        assert f"{name}: site {name} starts from version 0" in out
+        assert f"{name}: train 4/4" in err and f"{name}: compiled the step" in err
+    assert all(line.startswith("site-") for line in err.splitlines())
     assert result["version"] == 2 and result["virtual_seconds"] == pytest.approx(4, abs=1e-3)
     plot = tmp_path / "plot.png"
     assert run(["federate", "status", str(tmp_path / "run"), "--json", f"--plot={plot}"]) == 0
@@ -41,7 +47,28 @@ def test_simulate_and_status(flags, tmp_path, capsys):
     assert all(site["bytes_sent"] > 0 for site in found["sites"])
     assert run(["federate", "simulate", "--alpha=1", *flags]) == 0  # nothing is left to do
     code, line = said(capsys, "federate", "simulate", *flags)  # without --alpha: other data
-    assert code == 2 and "site-0: data: changed since the checkpoint" in line
+    assert code == 2 and "sites have begun" in line and "--alpha was '1' and is 'inf'" in line
+    more = ["--alpha=1", "--config.federate.rounds=3", "--config.steps=6"]
+    code, line = said(capsys, "federate", "simulate", *flags, *more)
+    assert code == 2 and "a federation of 2 rounds" in line
+    assert f"--config.init_from={tmp_path / 'run' / 'site-0'}" in line
+    code, line = said(capsys, "eval", f"--checkpoint={tmp_path / 'run'}")
+    assert code == 2 and "holds no run" in line and "in its folders site-0, site-1" in line
+
+
+@pytest.mark.parametrize("verb", federate.VERBS)
+def test_a_verbs_help_is_of_its_own_flags(verb, capsys):
+    assert run(["federate", verb, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = {line.strip().removeprefix("--") for line in lines if line.startswith("  --")}
+    assert shown == {"json", *federate.VERBS[verb]}
+    assert lines[0].startswith(f"usage: jaxvlm federate {verb} ") and "|" not in lines[0]
+
+
+def test_the_help_of_all_verbs(capsys):
+    assert run(["federate", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  --{flag}\n" in out for names in federate.VERBS.values() for flag in names)
 
 
 def test_what_is_refused(flags, tmp_path, capsys):

@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from checkpoints import write_llava
 from runs import losses, recipe
 
@@ -135,6 +136,17 @@ def test_two_sites_share_one_model(data, tmp_path):
     files = sorted((tmp_path / "data").glob("*.jsonl"))
     counts = [len(file.read_text().splitlines()) for file in files]
     assert sum(counts) == 80 and min(counts) > 0
+
+
+def test_a_federation_goes_on_from_anothers_weights(data, tmp_path):
+    first, _ = simulated(made(data, sites=2, rounds=1), tmp_path / "first")
+    config = made(data, sites=2, rounds=1)
+    config.init_from = str(tmp_path / "first" / "site-0")
+    simulated(config, tmp_path / "more")
+    start = tmp_path / "more" / "coordinator" / "versions" / "0.safetensors"
+    found = safetensors.numpy.load_file(start)
+    want = {f"params/{path}": x for path, x in first.sites["site-0"].state.params.items()}
+    assert_same_weights(want, found)
 
 
 def test_a_slow_site_is_not_waited_for(data, tmp_path):
@@ -338,6 +350,19 @@ def test_pairs_of_two_sites(captions, tmp_path):
 def test_the_recipes_small_model_is_the_quickstarts():
     assert federated.get_config().model == quickstart.get_config().model
     assert federated.get_config().data == quickstart.get_config().data
+
+
+def test_arguments_of_the_recipe_are_named():
+    with pytest.raises(ConfigError, match=r"'hospitals,x'; known: hospitals; lora,HF_FOLDER"):
+        federated.get_config("hospitals,x")
+
+
+def test_the_example_writes_nothing_without_a_folder(tmp_path):
+    for arg, code in ((), 2), (("--help",), 0):
+        command = [sys.executable, str(ROOT / "examples" / "two_hospitals.py"), *arg]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == code and "OUT" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
