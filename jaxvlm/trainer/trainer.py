@@ -67,9 +67,7 @@ class Trainer(Run):
         pairs = trains_embeddings(config)
         prepare = embedding_run.prepare_pairs if pairs else inputs.prepare_conversations
         prepared = prepare(mesh.config if mesh else config, self.workdir)
-        config, self.dataset, self.dual = prepared.config, prepared.dataset, prepared.dual
-        self.source, self.image_format = prepared.source, prepared.image_format
-        self.tokenizer = prepared.tokenizer
+        config, self.source, self.tokenizer, self.image_format, self.dataset, self.dual = prepared
         self.steps = total_steps(config, lambda: self.dataset.steps_per_epoch)
         # Model, on its mesh.
         placed = layout.place(config, mesh, devices, prepared, self.workdir, self.log)
@@ -82,12 +80,7 @@ class Trainer(Run):
             learns = trains_vision(trained_paths(self.model, self.config))
             self.pages = allocate_pages(self.config, self.dataset, learns)
         self.training = build_training(
-            self.config,
-            self.model,
-            self.steps,
-            log=self.log,
-            encoder=self.encoder,
-            pages=self.pages,
+            self.config, self.model, self.steps, self.log, encoder=self.encoder, pages=self.pages
         )
         checks.check_loss(self.config, self.model, self.dataset, self.rows)
 
