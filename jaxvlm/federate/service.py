@@ -115,8 +115,8 @@ class Service:
             old, new = handshake.read_settings(found["settings"]), self.plan
             raise ConfigError(
                 f"{self.folder.path} holds a federation with other settings: "
-                f"{_first_change(old, (new.federate, new.outer))}; restore them, or use an empty "
-                "--workdir"
+                f"{_first_change(old, (new.federate, new.outer))}; restore them, or use empty "
+                "folders and go on from a site's weights with --config.init_from"
             )
         self._facts = found["facts"]
         self.plan = dataclasses.replace(self.plan, stacked=found["facts"]["stacked"])

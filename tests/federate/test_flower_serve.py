@@ -107,7 +107,9 @@ def test_what_ends_the_coordinator_is_raised(folder, tmp_path, monkeypatch):
         return True
 
     with pytest.raises(OSError, match="No space left"):
-        serve.serve(fake_sites.federation(), tmp_path, folder / "s", 0.0, start, log=lambda line: None)
+        serve.serve(
+            fake_sites.federation(), tmp_path, folder / "s", 0.0, start, log=lambda line: None
+        )
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own

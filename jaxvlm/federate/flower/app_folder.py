@@ -85,7 +85,7 @@ class FlowerApp:
                 f"--superlink={superlink}: give the host and port that sites reach, as in "
                 "coordinator.example:9092"
             )
-        self.command, self._said = flower_command("flwr"), ""
+        self.command, self._last_line = flower_command("flwr"), ""
         self.app, self.home = folder / "app", folder / "home"
         text = _APP.format(
             version=__version__,
@@ -123,9 +123,9 @@ class FlowerApp:
 
     def _say(self, text: str) -> None:
         """Print a line that differs from the one before; it is tried again and again."""
-        if text == self._said:
+        if text == self._last_line:
             return
-        self._said, more = text, ""
+        self._last_line, more = text, ""
         if "unavailable" in text:
             more = " (it is tried again; is flower-superlink running, by the line above?)"
         print(text + more, flush=True)
