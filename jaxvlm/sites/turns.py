@@ -18,7 +18,8 @@ class Turns:
     def __init__(self, names: list[str]):
         self._times = dict.fromkeys(names, 0.0)
         self._order = {name: i for i, name in enumerate(names)}
-        self._changed = threading.Condition()
+        self._waiting: set[str] = set()
+        self._changed = threading.Condition()  # reentrant
         self.latest = 0.0
         """Virtual seconds that the furthest thread has come to."""
 
@@ -40,14 +41,19 @@ class Turns:
 
     def wait_for_others(self, name: str, most: float) -> None:
         """Let a thread's time pass until another one has done something, or ``most`` seconds."""
-        others = [t for other, t in self._times.items() if other != name]
-        later = min(others, default=self._times[name] + most)
-        self.take(name, min(max(later - self._times[name], 0.0) + _MOMENT, most))
+        with self._changed:
+            # Threads that wait do nothing: of theirs alone, time would pass by moments for ever.
+            self._waiting.add(name)
+            busy = [t for other, t in self._times.items() if other not in self._waiting]
+            later = min(busy, default=self._times[name] + most)
+            self.take(name, min(max(later - self._times[name], 0.0) + _MOMENT, most))
+            self._waiting.discard(name)
 
     def leave(self, name: str) -> None:
         """Take a thread out, since it has ended."""
         with self._changed:
             self._times.pop(name, None)
+            self._waiting.discard(name)
             self._changed.notify_all()
 
     def _first(self) -> str:
