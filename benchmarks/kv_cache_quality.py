@@ -80,6 +80,7 @@ def train(task: str, runs: pathlib.Path) -> tuple[pathlib.Path, str]:
 def rows(task: str, records: int, runs: pathlib.Path) -> None:
     """Measure what is not in the result yet."""
     import jaxvlm
+    from jaxvlm.inference.kv_selection import READ_ROWS
 
     found = kept(NAME)
     done = {(r["task"], r["scorer"], r["allocator"], r["budget"], r["seed"]) for r in found}
@@ -96,8 +97,10 @@ def rows(task: str, records: int, runs: pathlib.Path) -> None:
             continue
         kv: dict[str, Any] = {}
         if scorer != "none":
-            # The window of SnapKV, and the tokens that VL-Cache observes, within short prompts.
-            kv = {"kv": scorer, "kv_budget": budget, "kv_allocator": allocator, "kv_queries": 16}
+            kv = {"kv": scorer, "kv_budget": budget, "kv_allocator": allocator}
+            if scorer in READ_ROWS or allocator != "even":
+                # The window of SnapKV, and the tokens that VL-Cache observes, within short prompts.
+                kv["kv_queries"] = 4
         report = vlm.evaluate(held_out, limit=records, blind=not kv, seed=seed, **kv)
         row = {"task": task, "scorer": scorer, "allocator": allocator, "budget": budget}
         row |= {"seed": seed, "records": records, "settings": kv}

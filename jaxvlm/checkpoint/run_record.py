@@ -169,7 +169,8 @@ def is_begun(workdir: str | pathlib.Path) -> bool:
 
 def runs_in(folder: pathlib.Path) -> list[str]:
     """Names of a folder's folders that hold runs, as those of a federation's sites do."""
-    return sorted(path.parent.name for path in folder.glob(f"*/{_FILE}") if path.is_file())
+    found = (path.parent for path in folder.glob(f"*/{_FILE}") if path.is_file())
+    return sorted(path.name for path in found if has_checkpoint(path))
 
 
 def read_config(workdir: str | pathlib.Path) -> Config:
@@ -190,7 +191,7 @@ def read_config(workdir: str | pathlib.Path) -> Config:
             advice = (
                 "; it is a Router of sentence-transformers: pass the run that it was exported from"
             )
-        if inside := runs_in(path.parent):
+        elif inside := runs_in(path.parent):
             advice = (
                 f"; runs are in its folders {', '.join(inside)}: name {path.parent / inside[0]}"
             )

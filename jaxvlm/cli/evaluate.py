@@ -141,7 +141,7 @@ def _of_run(values: flags.FlagValues, model: Any, kv: dict[str, Any]) -> dict[st
     for line in report.lines():
         common.say(line)
     if values.kv != "none":
-        common.say(model.kv_memory.text())
+        common.say(f"of the last batch: {model.kv_memory.text()}")
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
 
 
@@ -150,7 +150,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.inference import zero_shot
 
     others = ("corpus", "retrieval", "prediction_grid", "dims", "precisions", "literal_markers")
-    for name in (*others, "kv"):
+    for name in (*others, "kv", "seed"):
         if values[name].present:
             raise ConfigError(f"--{name} does not go with --classes; leave one out")
     if not values.data:

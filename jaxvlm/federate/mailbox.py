@@ -38,6 +38,7 @@ class Mailbox:
     ):
         self._is_stopped, self._silent = is_stopped, silent
         self._heard, self._has_said = time.monotonic(), False
+        self._is_taken = False
         self._changed = threading.Condition()
         self._process, self._count = secrets.token_hex(8), 0
         self._request: tuple[str, bytes] | None = None
@@ -53,13 +54,14 @@ class Mailbox:
             self._count += 1
             self._request = (f"{self._process}-{self._count}", request)
             self._answer = None
-            self._heard = time.monotonic()
+            self._heard, self._is_taken = time.monotonic(), False
             self._changed.notify_all()
             while self._answer is None:
                 if self._is_stopped():
                     self._request = None
                     raise Stopped("stopped while it waited for the coordinator's answer")
-                if not self._has_said and time.monotonic() - self._heard > _SILENT_S:
+                is_silent = time.monotonic() - self._heard > _SILENT_S
+                if is_silent and not self._is_taken and not self._has_said:
                     self._has_said = True
                     self._silent()
                 self._changed.wait(1.0)
@@ -90,7 +92,7 @@ class Mailbox:
                 self._request, self._answer = None, frame.body
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._request is not None, wait_s)
-            self._heard = time.monotonic()
+            self._heard, self._is_taken = time.monotonic(), self._request is not None
             name, request = self._request or ("", b"")
             return Frame({"id": name}, request)
 

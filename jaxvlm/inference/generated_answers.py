@@ -17,8 +17,9 @@ from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.inference.evaluator import Report
 
-Answer = Callable[[Sequence[np.ndarray], Sequence[Sequence[str]], int], list[str]]
-"""Maps prompts (tokens, each image one), their image files and a number of new tokens to texts."""
+Answer = Callable[[Sequence[np.ndarray], Sequence[Sequence[str]], Sequence[int], int], list[str]]
+"""Maps prompts (tokens, each image one), their image files, their records' indices and a number of
+new tokens to texts."""
 
 
 def evaluate(
@@ -63,7 +64,8 @@ def _pass(
     for at in range(0, len(order), batch_size):
         chosen = order[at : at + batch_size]
         filled = chosen + [chosen[0]] * (batch_size - len(chosen))
-        said = answer([prompts[i] for i in filled], [files[i] for i in filled], longest)
+        asked = [prompts[i] for i in filled], [files[i] for i in filled]
+        said = answer(*asked, corpus.source[filled].tolist(), longest)
         for i, text in zip(chosen, said):
             # The model can't give an answer with a word that is not in the vocabulary.
             known = dataset.tokenizer.unk_id not in expected[i]

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 FINEST = 10_000
 """A budget is the nearest fraction whose denominator is at most this, so 0.1 is a tenth."""
 LEAST = 100
-"""No layer keeps less than one in so many places (VL-Cache's lower bound, 0.01)."""
+"""By density, no layer keeps less than one in so many places where the budget allows it (VL-Cache's
+lower bound, 0.01)."""
 STEEPNESS = 20
 """PyramidKV's beta: the last layer keeps the mean divided by it."""
 

@@ -7,6 +7,8 @@ the budget's. Nothing more is dropped while tokens are generated.
 
 from __future__ import annotations
 
+import fractions
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
 from jaxvlm.inference import kv_selection
+from jaxvlm.inference.kv_budget import FINEST, LEAST
 from jaxvlm.inference.kv_policy import KVPolicy, allocate, recent_places
 from jaxvlm.inference.kv_selection import Observed
 from jaxvlm.nn.attention_backends import Scores
@@ -107,11 +110,12 @@ def observer(
 
 def capacity(policy: KVPolicy, num_layers: int, length: int) -> int:
     """Return the places that are stored of a prompt of at most ``length`` tokens, in all layers."""
-    # VL-Cache's own formula gives each layer a hundredth of the prompt at least, however small
-    # its share is, and rounds each up.
-    budget = min(1.0, policy.budget + 0.01) if policy.clip else policy.budget
-    least = num_layers * (2 if policy.clip else 1)
-    return min(num_layers * length, max(least, int(budget * num_layers * length + 0.5) + least))
+    share = fractions.Fraction(policy.budget).limit_denominator(FINEST)
+    every = num_layers * length
+    most = math.ceil(share * every) + 1
+    if policy.clip:  # VL-Cache's own formula gives each layer a hundredth of the prompt at least
+        most += num_layers * (-(-length // LEAST) + 1)
+    return min(every, max(num_layers, most))
 
 
 def compress(policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array) -> tuple[Part, Kept]:

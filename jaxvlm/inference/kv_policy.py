@@ -14,7 +14,7 @@ from jaxvlm.inference.kv_budget import (
     divided_pyramid,
     share_of,
 )
-from jaxvlm.inference.kv_selection import PRIORITIES
+from jaxvlm.inference.kv_selection import PRIORITIES, READ_ROWS
 
 PRESETS = {
     "none": ("none", "even"),
@@ -105,7 +105,16 @@ def policy_of(
         return None
     if not kv_allocator:
         del given["allocator"]
-    return preset(kv, **given)
+    policy = preset(kv, **given)
+    reads_density = policy.allocator == "density"
+    reads_rows = policy.scorer in READ_ROWS or reads_density or policy.allocator == "pyramid"
+    for name, is_read in (("threshold", reads_density), ("queries", reads_rows)):
+        if not is_read and given[name] != getattr(KVPolicy(), name):
+            raise ConfigError(
+                f"kv_{name} is not read by kv={kv} with the allocator {policy.allocator}; leave "
+                "it out"
+            )
+    return policy
 
 
 def check_policy(policy: KVPolicy) -> None:

@@ -127,7 +127,8 @@ def _snapkv(seen: Observed) -> jax.Array:
 
 def _window(seen: Observed) -> jax.Array:
     before = _places_before(seen.valid)
-    score = jnp.where(before < SINKS, jnp.inf, before.astype(jnp.float32))
+    # Above all others, the first one first: it gets the most attention.
+    score = jnp.where(before < SINKS, 2.0 * before.shape[1] - before, before.astype(jnp.float32))
     return _of_heads(score, seen)
 
 

@@ -83,6 +83,7 @@ def batch(
 def batch_of_ids(
     ids: Sequence[np.ndarray],
     images: Sequence[Sequence[str]],
+    example_ids: Sequence[int],
     model: Model,
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
@@ -93,13 +94,17 @@ def batch_of_ids(
     Args:
         ids: i32[T] of each prompt, each image one token.
         images: files of each prompt's images.
+        example_ids: of each prompt, by which it draws random numbers.
         model, tokenizer, image_format, max_pixels: as of :func:`batch`.
 
     Raises:
         DataError: an image can't be read.
     """
     loaded = [[_load(path, image_format, max_pixels) for path in paths] for paths in images]
-    return _collated(ids, loaded, model, tokenizer, image_format)
+    batch = _collated(ids, loaded, model, tokenizer, image_format)
+    own = np.zeros(len(batch.tokens), np.int32)
+    own[: len(ids)] = example_ids
+    return batch._replace(example_id=jax.device_put(own, batch_sharding(model.mesh)))
 
 
 def _collated(

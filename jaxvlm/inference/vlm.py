@@ -36,6 +36,7 @@ from jaxvlm.inference import encoder, generated_answers, input_types, kv_compres
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode, prefill
+from jaxvlm.inference.kv_compression import KVMemory
 from jaxvlm.inference.kv_policy import KVPolicy, policy_of
 from jaxvlm.inference.prediction_grid import write_prediction_grid
 from jaxvlm.inference.prompts import ImageLike
@@ -80,6 +81,8 @@ class VLM:
         self.config, self.model, self.params = config, model, params
         self.tokenizer, self.image_format = tokenizer, image_format
         self._own_input_types = own_input_types
+        self.kv_memory: KVMemory | None = None
+        """What the KV cache of the latest batch's prompts takes, if it is compressed."""
         # Replicated on every device, since each process reads all answers.
         everywhere = replicated(model.mesh)
         self._prefill = jax.jit(self._start, static_argnums=(2, 3, 4))
@@ -220,7 +223,7 @@ class VLM:
             )
         self._check_answers()
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
-        policy = self._policy(**kv)
+        policy = self._policy(**kv) if kv else None
         yield from self._answers(
             self._batch(queries), len(queries), max_new_tokens, settings, policy, seed
         )
@@ -245,7 +248,8 @@ class VLM:
         compression = policy and Compression(policy, self.tokenizer.image_id)
         key = jax.random.key(seed)
         state = self._prefill(self.params, batch, settings, capacity, compression, key)
-        self.kv_memory = kv_compression.memory(state.kv, state.kept, batch.tokens.shape[1])
+        if compression:
+            self.kv_memory = kv_compression.memory(state.kv, state.kept, batch.tokens.shape[1])
         new: list[list[int]] = [[] for _ in range(count)]
         for _ in range(0, max_new_tokens, _TOKENS_PER_CALL):
             state, tokens, done = self._decode(self.params, state, settings, _TOKENS_PER_CALL)
@@ -334,7 +338,9 @@ class VLM:
             answer = functools.partial(self._compressed_answers, policy, seed)
             report = generated_answers.evaluate(answer, dataset, batch_size, limit, blind)
         if prediction_grid:
-            answer_in_short = functools.partial(self.generate_batch, max_new_tokens=16, **kv)
+            answer_in_short = functools.partial(
+                self.generate_batch, max_new_tokens=16, seed=seed, **kv
+            )
             write_prediction_grid(answer_in_short, dataset, pathlib.Path(prediction_grid))
         return report
 
@@ -344,10 +350,11 @@ class VLM:
         seed: int,
         ids: Sequence[np.ndarray],
         images: Sequence[Sequence[str]],
+        example_ids: Sequence[int],
         max_new_tokens: int,
     ) -> list[str]:
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        batch = prompts.batch_of_ids(ids, images, *how)
+        batch = prompts.batch_of_ids(ids, images, example_ids, *how)
         settings = Sampling(stop_ids=self.tokenizer.stop_ids)
         *_, last = self._answers(batch, len(ids), max_new_tokens, settings, policy, seed)
         return last

@@ -200,10 +200,7 @@ class FederationCallback(Callback):
         verdict, why = self.client.submit(update)
         now.number = update.number
         if verdict == "duplicate":
-            self.log(
-                f"step {step}: update {now.number} had arrived before this site was started "
-                "again; it counts once"
-            )
+            self.log(f"step {step}: an update counts once: {why}")
         elif verdict != "accepted":
             self.log(f"step {step}: the update is left out, as {verdict}: {why}")
         if verdict in ("accepted", "duplicate") and outer.error_feedback:

@@ -91,12 +91,6 @@ def _without_data(site: int, sites: int, alpha: float, count: int) -> str:
     )
 
 
-def write_records(records: Sequence[Record], path: pathlib.Path) -> None:
-    """Write conversations as JSON lines with whole image paths, which are read back as they are."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(json_lines(records))
-
-
 def json_lines(records: Sequence[Record]) -> bytes:
     """Conversations as JSON lines in UTF-8, see :func:`write_records`."""
     return "".join(json.dumps(_item(x), ensure_ascii=False) + "\n" for x in records).encode()

@@ -99,7 +99,7 @@ class Simulation:
         assert state is not None
         shown = {name: dataclasses.asdict(record) for name, record in state.sites.items()}
         result = {"version": state.version, "sites": shown}
-        result |= {"virtual_seconds": self._turns.latest}
+        result |= {"virtual_seconds": round(self._turns.latest, 3)}
         return self.results[self.names[0]] | result
 
     def _check_workdir(self) -> bool:

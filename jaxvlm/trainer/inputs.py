@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+import jax
 
 from jaxvlm.cache import settings
 from jaxvlm.cache.host_cache import HostCache
@@ -113,6 +116,21 @@ class GlobalBatches:
         self._peeked: tuple[Any, Batch | Pairs] | None = None
         self._taken = source.state()
         self.last: StepBatch | None = None
+
+    @contextlib.contextmanager
+    def explained(self, run: Any) -> Iterator[None]:
+        """Turn an out-of-memory error of ``run`` on these batches into what to change.
+
+        Raises:
+            TrainingStopped: device memory ran out.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            from jaxvlm.trainer import out_of_memory  # opened by runs that fail alone
+
+            out_of_memory.explain(run, self.last, error)
+            raise
 
     def __iter__(self) -> GlobalBatches:
         return self

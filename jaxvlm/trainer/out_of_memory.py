@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import jax
 
 from jaxvlm.train import compiled_steps
+from jaxvlm.train.callbacks import StepBatch
 from jaxvlm.train.loop import TrainingStopped
-from jaxvlm.trainer.inputs import GlobalBatches
 from jaxvlm.trainer.run import Run
 from jaxvlm.types import Pairs
 
@@ -27,31 +24,32 @@ _PAIR_ADVICE = [
 ]
 
 
-@contextlib.contextmanager
-def explained(run: Run, batches: GlobalBatches) -> Iterator[None]:
-    """Turn an out-of-memory error into a line that says what to do.
+def explain(run: Run, batch: StepBatch | None, error: jax.errors.JaxRuntimeError) -> None:
+    """Say what to do about an out-of-memory error; do nothing about others.
+
+    Args:
+        run: the run.
+        batch: the batch of the step that failed.
+        error: what JAX raised.
 
     Raises:
         TrainingStopped: device memory ran out.
     """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not compiled_steps.is_out_of_memory(error) or batches.last is None:
-            raise
-        compiled = list(run.training.step.compiled.values())
-        memory = compiled_steps.memory(compiled[-1]) if compiled else {}
-        work = max(
-            (n for name, n in memory.items() if name.endswith(("temporary", "program"))), default=0
-        )
-        text = compiled_steps.explain_out_of_memory(
-            run.training.abstract,
-            batches.last.arrays,
-            {"activations and work space": work},
-            _PAIR_ADVICE if isinstance(batches.last.arrays, Pairs) else _ADVICE,
-        )
-        from jaxvlm.trainer import memory_estimate  # the planner is loaded only where it is asked
+    if not compiled_steps.is_out_of_memory(error) or batch is None:
+        return
+    compiled = list(run.training.step.compiled.values())
+    memory = compiled_steps.memory(compiled[-1]) if compiled else {}
+    work = max(
+        (n for name, n in memory.items() if name.endswith(("temporary", "program"))), default=0
+    )
+    text = compiled_steps.explain_out_of_memory(
+        run.training.abstract,
+        batch.arrays,
+        {"activations and work space": work},
+        _PAIR_ADVICE if isinstance(batch.arrays, Pairs) else _ADVICE,
+    )
+    from jaxvlm.trainer import memory_estimate  # the planner is loaded only where it is asked
 
-        if better := memory_estimate.advice(run, batches.last.local):
-            text = f"{text}. {better}"
-        raise TrainingStopped(text) from error
+    if better := memory_estimate.advice(run, batch.local):
+        text = f"{text}. {better}"
+    raise TrainingStopped(text) from error

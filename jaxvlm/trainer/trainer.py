@@ -17,7 +17,7 @@ from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.sharding import local_rows
 from jaxvlm.train import loop
 from jaxvlm.train.callbacks import Callback, CallbackList
-from jaxvlm.trainer import checks, embedding_run, inputs, layout, out_of_memory, run_files
+from jaxvlm.trainer import checks, embedding_run, inputs, layout, run_files
 from jaxvlm.trainer.callbacks import checkpoint, evaluation, metrics
 from jaxvlm.trainer.callbacks.cache import CacheCallback, CacheTiers
 from jaxvlm.trainer.callbacks.islands import IslandCallback
@@ -127,7 +127,7 @@ class Trainer(Run):
             ])  # fmt: skip
             # The loop. Tightly around it: a failure here reaches peers before anything waits.
             begin = time.perf_counter()
-            with processes.guard_peers(), out_of_memory.explained(self, batches):
+            with processes.guard_peers(), batches.explained(self):
                 if evaluations and evaluations.catch_up(start, state):
                     ended = "no better"
                 else:

@@ -206,6 +206,7 @@ def test_neighbours_order_and_padding_change_nothing(one, whole, name):
 
 MESHES = {
     "data": MeshConfig(data=8),
+    "fsdp": MeshConfig(data=1, fsdp=8),
     "tensor": MeshConfig(data=1, tensor=4),
     "tensor, kv heads repeated": MeshConfig(data=1, tensor=8),
     "context": MeshConfig(data=1, context=4),
@@ -283,12 +284,12 @@ def test_models_that_are_not_tested_are_refused(why):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("budget", [0.01, 0.07, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize("budget", [6e-5, 0.01, 0.07, 0.3, 0.99996, 1.0])
 def test_what_is_stored_always_fits(budget, clip):
     """Of any densities, those that one layer has alone too."""
     policy = preset("vl_cache", budget=budget, clip=clip)
     draws = np.random.default_rng(3)
-    for layers, length in ((1, 5), (3, 48), (28, 700)):
+    for layers, length in ((1, 5), (3, 48), (28, 700), (28, 32768)):
         size = jnp.asarray([length, 1, max(1, length // 3)])
         for density in (np.ones, np.zeros, draws.random, lambda s: draws.random(s) ** 20):
             count = allocate(policy, size, jnp.asarray(density((layers, 3)), jnp.float32))
@@ -304,6 +305,8 @@ def test_what_is_stored_always_fits(budget, clip):
         ({"kv": "h2o"}, "kv='h2o'"),
         ({"kv": "vl_cache", "kv_allocator": "odd"}, "kv_allocator='odd'"),
         ({"kv": "random", "kv_clip": True}, "kv_clip is read by"),
+        ({"kv": "window", "kv_queries": 3}, "kv_queries is not read by kv=window"),
+        ({"kv": "snapkv", "kv_threshold": 0.5}, "kv_threshold is not read by kv=snapkv"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings, why):

@@ -194,6 +194,19 @@ def test_libtpu_sends_between_slices_what_is_read(axes):
     assert sum(c.wire_bytes for c in found) == others * 4096 * 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "target", "why"),
+    [
+        ("BROADCAST", ALL, "unknown kind"),
+        ("ALL_REDUCE", "{{100000,200000},{300000,400000}}", "some of the slices"),
+        ("ALL_REDUCE", "x", "unknown syntax"),
+    ],
+)
+def test_what_is_sent_between_slices_in_other_forms_is_refused(kind, target, why):
+    with pytest.raises(ValueError, match=why):
+        read(SENT.format(kind=kind, target=target), {"island": 2, "data": 2, "fsdp": 2})
+
+
 def test_unknown_groups_are_refused():
     text = HLO.format(**LISTED | {"reduce": "replica_groups=@some_mesh"})
     with pytest.raises(ValueError, match="unknown syntax"):

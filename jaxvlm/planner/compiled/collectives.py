@@ -196,6 +196,8 @@ def kind_of(line: str) -> str:
     """Kind of the collective in a line; "" if there is none. The ``-done`` half of one is none."""
     op = re.search(r"[\]\})] ([\w\-]+)\(", line)
     if op and op[1] == "send" and (between := re.search(r'megascale_transfer_type="(\w+)"', line)):
+        if between[1] not in _BETWEEN_SLICES:
+            raise ValueError(f"a transfer between slices of an unknown kind: {line[:300]}")
         return _BETWEEN_SLICES[between[1]]
     if op is None or op[1].removesuffix("-start") not in _KINDS:
         return ""
@@ -305,6 +307,8 @@ def _groups_of_slices(line: str, devices: int) -> np.ndarray:
         ids = np.asarray([[int(n) for n in re.findall(r"\d+", group)] for group in listed])
     # Slices lie along a mesh's first axes, so that each holds neighbours of the flat mesh.
     own = devices // int(ids.max() // _SLICE)
+    if len(np.unique(ids % _SLICE)) != own:
+        raise ValueError(f"a transfer between some of the slices: {line[:300]}")
     return (ids // _SLICE - 1) * own + ids % _SLICE
 
 

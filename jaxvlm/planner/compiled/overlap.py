@@ -61,7 +61,10 @@ def pairs(text: str) -> Pairs:
 def _received(lines: list[str], send: str) -> str:
     """The line that receives what a collective between slices makes."""
     key = re.search(r"rendezvous=\"[^\"]*\"", send)
-    return next(one for one in lines if " recv(" in one and key and key[0] in one)
+    found = next((one for one in lines if " recv(" in one and key and key[0] in one), "")
+    if not found:
+        raise ValueError(f"what is sent between slices is received elsewhere: {send[:300]}")
+    return found
 
 
 def _hides(bodies: Mapping[str, list[str]], after: list[str], start: str, kind: str) -> bool:
