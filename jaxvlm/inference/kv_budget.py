@@ -125,13 +125,18 @@ def divided_pyramid(budget: float, num_layers: int, m: jax.Array, window: int) -
     return jnp.where((first >= last) & (last >= window * unit), pyramid, even)
 
 
+def fraction_of(share: float) -> fractions.Fraction:
+    """Read a share as a fraction: see :data:`FINEST`."""
+    return fractions.Fraction(share).limit_denominator(FINEST)
+
+
 def share_of(share: float, n: jax.Array) -> tuple[jax.Array, jax.Array, fractions.Fraction]:
     """Compute ``share * n`` exactly, for a share that is read as a fraction: see :data:`FINEST`.
 
     Returns:
         The whole part; the rest, in units of 1 / denominator; and the fraction.
     """
-    f = fractions.Fraction(share).limit_denominator(FINEST)
+    f = fraction_of(share)
     rest = f.numerator * (n % f.denominator)
     whole = f.numerator * (n // f.denominator) + rest // f.denominator
     return whole, rest % f.denominator, f

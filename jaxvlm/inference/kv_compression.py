@@ -7,7 +7,6 @@ the budget's. Nothing more is dropped while tokens are generated.
 
 from __future__ import annotations
 
-import fractions
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
 from jaxvlm.inference import kv_selection
-from jaxvlm.inference.kv_budget import FINEST, LEAST
+from jaxvlm.inference.kv_budget import LEAST, fraction_of
 from jaxvlm.inference.kv_policy import KVPolicy, allocate, recent_places
 from jaxvlm.inference.kv_selection import Observed
 from jaxvlm.nn.attention_backends import Scores
@@ -52,11 +51,16 @@ class KVMemory(NamedTuple):
         )
 
 
-def memory(kv: KVCache, kept: Kept | None, length: int) -> KVMemory:
-    """Return what the KV cache of prompts of ``length`` tokens, padding included, takes."""
-    place = 2 * kv.k.nbytes // kv.k.shape[2]  # keys and values of a place, in all layers and rows
-    stored = place * length if kept is None else kept.k.nbytes + kept.v.nbytes
-    return KVMemory(stored, place * length)
+def memory(kv: KVCache, kept: Kept, length: int) -> KVMemory:
+    """Return what is kept of prompts of ``length`` tokens, padding included.
+
+    Args:
+        kv: the KV cache of new tokens, which has as many bytes for each as a prompt's had.
+        kept: the kept places.
+        length: T.
+    """
+    place = 2 * kv.k.nbytes // kv.k.shape[2]  # in all layers and rows
+    return KVMemory(kept.k.nbytes + kept.v.nbytes, place * length)
 
 
 def check_model(decoder: DecoderConfig) -> None:
@@ -87,9 +91,8 @@ def observer(
         batch: the prompts, padded on the left.
         image_id: token of visual tokens.
     """
-    reads_rows = policy.scorer in kv_selection.READ_ROWS
-    reads_density = policy.allocator == "density"
-    if not reads_rows and not reads_density:
+    scores, weighs = policy.scores_rows, policy.reads_density
+    if not scores and not weighs:
         return None
     valid = batch.segment > 0
     last, after = kv_selection.observed_queries(valid, batch.tokens == image_id, policy.queries)
@@ -97,12 +100,12 @@ def observer(
     causal = jnp.arange(T - R, T)[:, None] >= jnp.arange(T)
     allowed = causal & valid[:, None] & last[:, :, None]
 
-    def observe(q: jax.Array, k: jax.Array, scores: Scores) -> Observation:
-        rows = attention_rows(q[:, -R:], k, allowed, scores)
+    def observe(q: jax.Array, k: jax.Array, how: Scores) -> Observation:
+        rows = attention_rows(q[:, -R:], k, allowed, how)
         seen = Observed(valid, k.shape[2], rows, last, after)
         return Observation(
-            kv_selection.priorities(policy.scorer, seen) if reads_rows else None,
-            densities(rows, after, allowed, policy.threshold) if reads_density else None,
+            kv_selection.priorities(policy.scorer, seen) if scores else None,
+            densities(rows, after, allowed, policy.threshold) if weighs else None,
         )
 
     return observe
@@ -110,9 +113,8 @@ def observer(
 
 def capacity(policy: KVPolicy, num_layers: int, length: int) -> int:
     """Return the places that are stored of a prompt of at most ``length`` tokens, in all layers."""
-    share = fractions.Fraction(policy.budget).limit_denominator(FINEST)
     every = num_layers * length
-    most = math.ceil(share * every) + 1
+    most = math.ceil(fraction_of(policy.budget) * every) + 1
     if policy.clip:  # VL-Cache's own formula gives each layer a hundredth of the prompt at least
         most += num_layers * (-(-length // LEAST) + 1)
     return min(every, max(num_layers, most))

@@ -17,28 +17,28 @@ from jaxvlm.inference.kv_budget import (
 from jaxvlm.inference.kv_selection import PRIORITIES, READ_ROWS
 
 PRESETS = {
-    "none": ("none", "even"),
     "vl_cache": ("vl_cache", "density"),
     "snapkv": ("snapkv", "even"),
     "pyramid": ("snapkv", "pyramid"),
     "window": ("window", "even"),
     "random": ("random", "even"),
 }
-"""Published methods, and two controls, by name: (scorer, allocator)."""
+"""Published methods, and a control, by name: (scorer, allocator)."""
+NONE = "none"
+"""The name of no method: whole prompts."""
 DEFAULT_BUDGET = 0.1
 """The budget of methods where none is given."""
 ALLOCATORS = ("even", "density", "pyramid")
-SCORERS = ("none", *PRIORITIES)
 
 
 class KVPolicy(NamedTuple):
     """Settings of a compressed KV cache; a static argument of jitted functions."""
 
-    scorer: str = "none"
-    """Ranks places, in :data:`SCORERS`; ``none``: all are kept."""
-    allocator: str = "even"
+    scorer: str
+    """Ranks places, in :data:`jaxvlm.inference.kv_selection.PRIORITIES`."""
+    allocator: str
     """Divides the budget among layers, in :data:`ALLOCATORS`."""
-    budget: float = 1.0
+    budget: float = DEFAULT_BUDGET
     """Share of a prompt's places that the layers keep on average, in (0, 1]."""
     recent: float = 0.1
     """Share of a layer's kept places that are the most recent ones, whatever their scores, in
@@ -49,6 +49,19 @@ class KVPolicy(NamedTuple):
     """An attention weight counts as dense from this share of its row's largest on, in [0, 1]."""
     clip: bool = False
     """Divide by VL-Cache's own formula, whose sum is not the budget's; only of ``density``."""
+
+    @property
+    def reads_density(self) -> bool:
+        """Whether the layers' densities are read."""
+        return self.allocator == "density"
+
+    @property
+    def scores_rows(self) -> bool:
+        """Whether the scorer reads attention weights."""
+        return self.scorer in READ_ROWS
+
+
+_DEFAULTS = KVPolicy("", "")
 
 
 def preset(name: str, **changes: Any) -> KVPolicy:
@@ -68,18 +81,18 @@ def preset(name: str, **changes: Any) -> KVPolicy:
 
 
 def policy_of(
-    kv: str = "none",
-    kv_budget: float = DEFAULT_BUDGET,
+    kv: str = NONE,
+    kv_budget: float = _DEFAULTS.budget,
     kv_allocator: str = "",
-    kv_recent: float = KVPolicy().recent,
-    kv_queries: int = KVPolicy().queries,
-    kv_threshold: float = KVPolicy().threshold,
+    kv_recent: float = _DEFAULTS.recent,
+    kv_queries: int = _DEFAULTS.queries,
+    kv_threshold: float = _DEFAULTS.threshold,
     kv_clip: bool = False,
 ) -> KVPolicy | None:
     """Return the policy that flags or keyword arguments name; ``None``: nothing is compressed.
 
     Args:
-        kv: method, in :data:`PRESETS`.
+        kv: method, in :data:`PRESETS`, or ``none``.
         kv_budget: share of a prompt's places that the layers keep on average, in (0, 1].
         kv_allocator: divides the budget among layers, in :data:`ALLOCATORS`; "" is the method's.
         kv_recent, kv_queries, kv_threshold, kv_clip: see :class:`KVPolicy`.
@@ -95,26 +108,18 @@ def policy_of(
         "threshold": kv_threshold,
         "clip": kv_clip,
     }
-    if kv == "none":
-        defaults = KVPolicy(budget=DEFAULT_BUDGET, allocator="")._asdict()
+    if kv == NONE:
+        defaults = _DEFAULTS._asdict()
         if changed := [f"kv_{name}" for name, x in given.items() if x != defaults[name]]:
             raise ConfigError(
                 f"{changed[0]} is for a compressed KV cache: choose a method, such as kv=vl_cache, "
                 f"or leave {changed[0]} out"
             )
         return None
+    check_choice("kv", kv, (NONE, *PRESETS))
     if not kv_allocator:
         del given["allocator"]
-    policy = preset(kv, **given)
-    reads_density = policy.allocator == "density"
-    reads_rows = policy.scorer in READ_ROWS or reads_density or policy.allocator == "pyramid"
-    for name, is_read in (("threshold", reads_density), ("queries", reads_rows)):
-        if not is_read and given[name] != getattr(KVPolicy(), name):
-            raise ConfigError(
-                f"kv_{name} is not read by kv={kv} with the allocator {policy.allocator}; leave "
-                "it out"
-            )
-    return policy
+    return preset(kv, **given)
 
 
 def check_policy(policy: KVPolicy) -> None:
@@ -123,22 +128,24 @@ def check_policy(policy: KVPolicy) -> None:
     Raises:
         ConfigError: one is unknown or outside of its range.
     """
-    check_choice("kv_scorer", policy.scorer, SCORERS)
+    check_choice("kv_scorer", policy.scorer, PRIORITIES)
     check_choice("kv_allocator", policy.allocator, ALLOCATORS)
     if not 0 < policy.budget <= 1:
         raise ConfigError(f"kv_budget={policy.budget}; it is a share of the places, in (0, 1]")
-    if policy.scorer == "none" and policy.budget != 1:
-        raise ConfigError(
-            f"kv_budget={policy.budget} needs a scorer to choose what is kept: set kv=vl_cache, or "
-            "another of " + ", ".join(name for name in PRESETS if name != "none")
-        )
     for name in ("recent", "threshold"):
         if not 0 <= getattr(policy, name) <= 1:
             raise ConfigError(f"kv_{name}={getattr(policy, name)}; it is a share, in [0, 1]")
     if policy.queries < 1:
         raise ConfigError(f"kv_queries={policy.queries}; at least one query is observed")
-    if policy.clip and policy.allocator != "density":
+    if policy.clip and not policy.reads_density:
         raise ConfigError(f"kv_clip is read by kv_allocator=density, not {policy.allocator}")
+    has_window = policy.scores_rows or policy.reads_density or policy.allocator == "pyramid"
+    for name, is_read in (("threshold", policy.reads_density), ("queries", has_window)):
+        if not is_read and getattr(policy, name) != getattr(_DEFAULTS, name):
+            raise ConfigError(
+                f"kv_{name} is not read by the scorer {policy.scorer} with the allocator "
+                f"{policy.allocator}; leave it out"
+            )
 
 
 def allocate(policy: KVPolicy, m: jax.Array, density: jax.Array) -> jax.Array:

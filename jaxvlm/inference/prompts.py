@@ -77,7 +77,7 @@ def batch(
     if truncated:
         text = "%d of %d texts are longer than %d tokens and were truncated"
         _log.warning(text, truncated, len(queries), max_length)
-    return _collated(ids, loaded, model, tokenizer, image_format)
+    return _collated(ids, loaded, range(len(ids)), model, tokenizer, image_format)
 
 
 def batch_of_ids(
@@ -101,15 +101,13 @@ def batch_of_ids(
         DataError: an image can't be read.
     """
     loaded = [[_load(path, image_format, max_pixels) for path in paths] for paths in images]
-    batch = _collated(ids, loaded, model, tokenizer, image_format)
-    own = np.zeros(len(batch.tokens), np.int32)
-    own[: len(ids)] = example_ids
-    return batch._replace(example_id=jax.device_put(own, batch_sharding(model.mesh)))
+    return _collated(ids, loaded, example_ids, model, tokenizer, image_format)
 
 
 def _collated(
     ids: Sequence[np.ndarray],
     loaded: Sequence[Sequence[tuple[np.ndarray, Span]]],
+    example_ids: Sequence[int],
     model: Model,
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
@@ -133,7 +131,9 @@ def _collated(
         mask=model.config.decoder.visual_mask,
     )
     images = _images(tiles, image_format, (B, most)) if most else {}
-    collated = collated._replace(example_id=np.arange(B, dtype=np.int32), **images)
+    own = np.arange(B, dtype=np.int32)
+    own[: len(ids)] = example_ids
+    collated = collated._replace(example_id=own, **images)
     sharding = batch_sharding(model.mesh)
     return jax.tree.map(lambda x: jax.device_put(x, sharding), collated)
 

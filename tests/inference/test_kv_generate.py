@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import re
 
+import builders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ DECODER = dataclasses.replace(
 CONFIG = dataclasses.replace(TINY, decoder=DECODER)
 SHAPE = (DECODER.depth, DECODER.num_kv_heads, DECODER.head_dim)
 SIZES = (48, 29, 40, 17, 48, 33, 21, 38)
-METHODS = tuple(name for name in PRESETS if name != "none")
+METHODS = tuple(PRESETS)
 
 
 def prompts(rows=range(8), length=LENGTH):
@@ -204,11 +205,8 @@ def test_neighbours_order_and_padding_change_nothing(one, whole, name):
     assert places.any()
 
 
-MESHES = {
-    "data": MeshConfig(data=8),
-    "fsdp": MeshConfig(data=1, fsdp=8),
-    "tensor": MeshConfig(data=1, tensor=4),
-    "tensor, kv heads repeated": MeshConfig(data=1, tensor=8),
+MESHES = {name: builders.MESHES[name] for name in ("data8", "fsdp8", "tensor8")} | {
+    "tensor": MeshConfig(data=1, tensor=4),  # with 8, KV heads are repeated
     "context": MeshConfig(data=1, context=4),
     "all": MeshConfig(data=2, context=2, tensor=2),
     "pipeline": MeshConfig(data=1, pipeline=3),
@@ -305,8 +303,8 @@ def test_what_is_stored_always_fits(budget, clip):
         ({"kv": "h2o"}, "kv='h2o'"),
         ({"kv": "vl_cache", "kv_allocator": "odd"}, "kv_allocator='odd'"),
         ({"kv": "random", "kv_clip": True}, "kv_clip is read by"),
-        ({"kv": "window", "kv_queries": 3}, "kv_queries is not read by kv=window"),
-        ({"kv": "snapkv", "kv_threshold": 0.5}, "kv_threshold is not read by kv=snapkv"),
+        ({"kv": "window", "kv_queries": 3}, "kv_queries is not read by the scorer window"),
+        ({"kv": "snapkv", "kv_threshold": 0.5}, "kv_threshold is not read by the scorer snapkv"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings, why):

@@ -166,9 +166,8 @@ def test_presets_are_pairs_of_a_scorer_and_an_allocator():
     m, density = jnp.array([200, 90]), jnp.array([[0.625, 0.1], [0.125, 0.1], [0.25, 0.1]])
     kept = {}
     for name in kv_policy.PRESETS:
-        policy = kv_policy.preset(name, budget=1.0 if name == "none" else 0.2, queries=5)
+        policy = kv_policy.preset(name, budget=0.2)._replace(queries=5)
         kept[name] = np.asarray(allocate(policy, m, density)).T.tolist()
-    assert kept["none"] == [[200] * 3, [90] * 3]
     assert kept["vl_cache"] == [[75, 15, 30], [18, 18, 18]]
     assert kept["snapkv"] == kept["window"] == kept["random"] == [[40] * 3, [18] * 3]
     assert kept["pyramid"] == [[40] * 3, [18] * 3]  # the last layer's would be below the window
@@ -189,10 +188,9 @@ def test_a_tenth_of_the_kept_places_are_recent():
 @pytest.mark.parametrize(
     "name, changes, message",
     [
-        ("h2o", {}, "kv='h2o'; known: none, vl_cache"),
+        ("h2o", {}, "kv='h2o'; known: vl_cache"),
         ("vl_cache", {"budget": 0.0}, "kv_budget=0.0; it is a share"),
         ("vl_cache", {"budget": 1.5}, "kv_budget=1.5"),
-        ("none", {"budget": 0.5}, "needs a scorer"),
         ("vl_cache", {"recent": -0.1}, "kv_recent=-0.1"),
         ("vl_cache", {"threshold": 2.0}, "kv_threshold=2.0"),
         ("snapkv", {"queries": 0}, "kv_queries=0"),
