@@ -13,6 +13,7 @@ import numpy as np
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.evals.exact_match import evaluate
 from jaxvlm.losses.next_token import targets, token_scores
+from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import (
     batch_sharding,
     local_rows,
@@ -21,6 +22,7 @@ from jaxvlm.parallel.sharding import (
     to_global,
 )
 from jaxvlm.spmd.model import Model
+from jaxvlm.spmd.runners import forward_of
 from jaxvlm.types import Batch, Params
 
 
@@ -66,6 +68,7 @@ class Evaluator:
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
         self.rows = local_rows(model.mesh, batch_size)
         sharding = batch_sharding(model.mesh)
+        self._apply = forward_of(model, batch_size // batch_shards(model.mesh))
         self.kinds = tuple(sorted({r.tags.get("kind", "") for r in dataset.records} - {""}))
         self._scores = jax.jit(self._forward, out_shardings=(sharding, sharding, sharding))
 
@@ -77,7 +80,7 @@ class Evaluator:
 
     def _forward(self, params: Params, batch: Batch) -> Any:
         labels, weight = targets(batch)
-        nll, hit = token_scores(self.model.apply(params, batch), labels)
+        nll, hit = token_scores(self._apply(params, batch), labels)
         # The model can't give an answer with a word that is not in the vocabulary.
         return nll, hit * (labels != self.dataset.tokenizer.unk_id), weight
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxvlm.inference import kv_compression
 from jaxvlm.inference.kv_policy import KVPolicy
-from jaxvlm.nn.kv_cache import Shared, init_kv_cache
+from jaxvlm.nn.kv_cache import KVCache, Shared, init_kv_cache
 from jaxvlm.nn.mask import Mask
 from jaxvlm.types import Batch, Out
 
@@ -51,6 +51,8 @@ class Compression(NamedTuple):
     """What is kept."""
     image_id: int
     """Token of visual tokens."""
+    stages: int = 1
+    """Number of a pipeline's stages, each of which stores its layers' places."""
 
 
 class DecodeState(NamedTuple):
@@ -119,35 +121,36 @@ def prefill(
         index=jnp.int32(0),
         token=None,
         done=~jnp.any(batch.segment > 0, axis=1),
-        kv=init_kv_cache((L, B, T if compression else T + capacity, K, H), first.x.dtype),
+        kv=init_kv_cache((L, B, T + capacity, K, H), first.x.dtype),
         segment=jnp.concatenate([batch.segment, new_segment], axis=1),
         group=None if group is None else jnp.pad(group, ((0, 0), (0, capacity))),
         position=jnp.concatenate([batch.positions[:, 0], following], axis=1),
         next_position=next_position,
         keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(batch.example_id),
     )
-    q_index, keys, observe = jnp.arange(T, dtype=jnp.int32)[None], state, None
+    q_index, observe = jnp.arange(T, dtype=jnp.int32)[None], None
     if compression:
-        keys = state._replace(segment=batch.segment, position=batch.positions[:, 0])
         observe = kv_compression.observer(compression.policy, batch, compression.image_id)
-    mask = _mask(keys, q_index, batch.segment, group, batch.positions[:, 0])
+    mask = _mask(state, q_index, batch.segment, group, batch.positions[:, 0])
     cached = Shared(jnp.int32(0), observe=observe)
     stream = model.blocks(first._replace(kv=state.kv, cached=cached, mask=mask))
     last = model.post(stream._replace(x=stream.x[:, -1:], kv=None))
     state = state._replace(token=_sample(last, sampling, state.keys, state.index), kv=stream.kv)
-    return _compressed(state, compression.policy, batch, capacity, key) if compression else state
+    return _compressed(state, compression, batch, key) if compression else state
 
 
-def _compressed(
-    state: DecodeState, policy: KVPolicy, batch: Batch, capacity: int, key: jax.Array
-) -> DecodeState:
+def _compressed(state: DecodeState, how: Compression, batch: Batch, key: jax.Array) -> DecodeState:
     """Leaves nothing of the prompts but the places that are kept."""
-    L, B, T, K, H = state.kv.k.shape
-    part, kept = kv_compression.compress(policy, state.kv, batch, key)
-    new = init_kv_cache((L, B, capacity, K, H), state.kv.k.dtype)
+    T = batch.tokens.shape[1]
+
+    def of_places(chosen: slice) -> KVCache:
+        return KVCache(state.kv.k[:, :, chosen], state.kv.v[:, :, chosen])
+
+    read = of_places(slice(T))._replace(observed=state.kv.observed)
+    part, kept = kv_compression.compress(how.policy, read, batch, key, how.stages)
     return state._replace(
         start=jnp.int32(0),
-        kv=new._replace(part=part),
+        kv=of_places(slice(T, None))._replace(part=part),
         segment=state.segment[:, T:],
         position=state.position[:, T:],
         kept=kept,

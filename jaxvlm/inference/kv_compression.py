@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
 from jaxvlm.inference import kv_selection
 from jaxvlm.inference.kv_budget import LEAST, fraction_of
-from jaxvlm.inference.kv_policy import KVPolicy, allocate, recent_places
+from jaxvlm.inference.kv_policy import KVPolicy, allocate, most_of_layer, recent_places
 from jaxvlm.inference.kv_selection import Observed
 from jaxvlm.nn.attention_backends import Scores
 from jaxvlm.nn.attention_rows import attention_rows, densities
@@ -111,16 +111,29 @@ def observer(
     return observe
 
 
-def capacity(policy: KVPolicy, num_layers: int, length: int) -> int:
-    """Return the places that are stored of a prompt of at most ``length`` tokens, in all layers."""
+def capacity(policy: KVPolicy, num_layers: int, length: int, stages: int = 1) -> int:
+    """Return the places that a pipeline's stage stores of a prompt of at most ``length`` tokens.
+
+    Args:
+        policy: settings.
+        num_layers: layers of all stages.
+        length: T.
+        stages: number of stages, which divides the layers; with one, it holds all layers.
+    """
     every = num_layers * length
     most = math.ceil(fraction_of(policy.budget) * every) + 1
     if policy.clip:  # VL-Cache's own formula gives each layer a hundredth of the prompt at least
         most += num_layers * (-(-length // LEAST) + 1)
-    return min(every, max(num_layers, most))
+    most = min(every, max(num_layers, most))
+    layers = num_layers // stages
+    # By density, one stage's layers may take the whole budget.
+    of_layer = min(length, most_of_layer(policy.allocator, most, num_layers))
+    return min(most, layers * of_layer)
 
 
-def compress(policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array) -> tuple[Part, Kept]:
+def compress(
+    policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array, stages: int = 1
+) -> tuple[Part, Kept]:
     """Store the places that each layer keeps.
 
     Args:
@@ -128,9 +141,11 @@ def compress(policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array) -> tup
         kv: of the prompts, [L, B, T, K, H], with :class:`Observation` in ``observed``.
         batch: the prompts.
         key: seeds the scorer ``random``.
+        stages: number of a pipeline's stages, each of which stores its layers' places; static.
 
     Returns:
-        Which of the kept places are a layer's, i32[L, B], and these.
+        Which of the kept places are a layer's, i32[L, B], and these; with several stages they have
+        a leading dim of stages.
     """
     L, B, T, K, _ = kv.k.shape
     seen = kv.observed or Observation(None, None)
@@ -147,10 +162,26 @@ def compress(policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array) -> tup
             priority = kv_selection.priorities(policy.scorer, Observed(valid, K, keys=keys))
         return kv_selection.keep(priority, count, valid, recent)
 
-    order = jax.lax.map(of_layer, (jnp.arange(L), seen.priority, count, recent))  # [L, B, K, T]
+    def of_stage(k: jax.Array, v: jax.Array, chosen: Any) -> tuple[Part, Kept]:
+        order = jax.lax.map(of_layer, chosen)  # [L, B, K, T]
+        return _store(k, v, order, chosen[2], capacity(policy, L, T, stages))
+
+    layers = (kv.k, kv.v, (jnp.arange(L), seen.priority, count, recent))
+    if stages == 1:
+        return of_stage(*layers)
+    split = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
+    part, kept = jax.vmap(of_stage)(*split)
+    whole = Part(*(x.reshape(L, B) for x in part[:2]), jnp.ravel(part.size))
+    return whole, kept
+
+
+def _store(
+    k: jax.Array, v: jax.Array, order: jax.Array, count: jax.Array, N: int
+) -> tuple[Part, Kept]:
+    """Store the first ``count`` i32[L, B] places of ``order`` i32[L, B, K, T] in rows of N."""
+    L, T = order.shape[0], order.shape[3]
     end = jnp.cumsum(count, axis=0)
     start = end - count
-    N = capacity(policy, L, T)
     slot = jnp.arange(N, dtype=jnp.int32)
 
     def of_head(k: jax.Array, v: jax.Array, order: jax.Array, start: Any, end: Any) -> Kept:
@@ -161,8 +192,7 @@ def compress(policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array) -> tup
 
     # Each row and each head by itself, wherever they are: nothing is sent.
     of_row = jax.vmap(of_head, in_axes=(2, 2, 1, None, None), out_axes=1)
-    kept = jax.vmap(of_row, in_axes=1)(kv.k, kv.v, order, start, end)
+    kept = jax.vmap(of_row, in_axes=1)(k, v, order, start, end)
     sizes = jnp.asarray(read_sizes(N), jnp.int32)
-    return Part(
-        start, count, jnp.searchsorted(sizes, jnp.max(count, axis=1)).astype(jnp.int32)
-    ), kept
+    size = jnp.searchsorted(sizes, jnp.max(count, axis=1)).astype(jnp.int32)
+    return Part(start, count, size), kept

@@ -168,6 +168,15 @@ def allocate(policy: KVPolicy, m: jax.Array, density: jax.Array) -> jax.Array:
     return divided_evenly(policy.budget, num_layers, m)
 
 
+def most_of_layer(allocator: str, total: int, num_layers: int) -> int:
+    """Return the most places that a layer may keep where all layers together keep ``total``."""
+    if allocator == "even":
+        return -(-total // num_layers)
+    if allocator == "pyramid":  # the first layer keeps nearly twice the mean
+        return -(-2 * total // num_layers)
+    return total
+
+
 def recent_places(policy: KVPolicy, count: jax.Array) -> jax.Array:
     """Compute how many of the kept places are the most recent, of any i32 ``count`` of kept ones.
 

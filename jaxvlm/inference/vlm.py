@@ -245,7 +245,8 @@ class VLM:
     ) -> Iterator[list[str]]:
         """Yields the first ``count`` answers of a batch so far, every few tokens."""
         capacity = -(-max_new_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
-        compression = policy and Compression(policy, self.tokenizer.image_id)
+        stages = self.model.mesh.shape["pipeline"]
+        compression = policy and Compression(policy, self.tokenizer.image_id, stages)
         key = jax.random.key(seed)
         state = self._prefill(self.params, batch, settings, capacity, compression, key)
         if compression:

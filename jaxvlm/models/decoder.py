@@ -41,7 +41,7 @@ class Decoder(nnx.Module):
         vocabulary = (c.vocab_size, c.width, c.tied_embeddings, c.embed_scale, c.head)
         self.embed = Embed(init, axes, *vocabulary)
         spec = BlockSpec.of(c, gated=True, attention=attention)
-        self.stack = Stack(init, axes, spec, c.depth, c.remat)
+        self.stack = Stack(init, axes, spec, c.depth, c.remat, staged=True)
         self.norm = NORMS[c.norm](init, c.width, c.norm_eps)
 
     def __call__(

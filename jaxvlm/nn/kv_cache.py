@@ -45,7 +45,8 @@ class Part(NamedTuple):
 class Kept(NamedTuple):
     """Keys and values of the places of prompts that were kept, those of all layers in a row.
 
-    Layers keep different numbers of places: no place of it is padding, except at a row's end.
+    Layers keep different numbers of places: no place of it is padding, except at a row's end. On a
+    pipeline each stage has a row for its layers, and there is a leading dim of stages.
     """
 
     k: Any

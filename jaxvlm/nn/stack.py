@@ -20,6 +20,8 @@ from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.moe import MoE, Routed
 from jaxvlm.nn.norm import NORMS
 from jaxvlm.nn.param import Init, constant, param
+from jaxvlm.parallel.pipeline.forward import AXIS
+from jaxvlm.parallel.pipeline.in_turn import in_turn
 from jaxvlm.parallel.rules import Axes, shard
 
 
@@ -101,12 +103,17 @@ class Stack(nnx.Module):
         spec: dims and variants of the block.
         depth: L, at least 1.
         remat: a name in :data:`REMAT`: the activations of a block saved for the backward pass.
+        staged: whether the mesh axis ``pipeline`` splits the layers. A call for all of them (with
+            ``first=None``) then runs each stage's on its devices, one stage after the other.
     """
 
-    def __init__(self, init: Init, axes: Axes, spec: BlockSpec, depth: int, remat: str):
+    def __init__(
+        self, init: Init, axes: Axes, spec: BlockSpec, depth: int, remat: str, staged: bool = False
+    ):
         check_choice("remat", remat, REMAT)
         self.blocks = Block(init.stacked(depth), axes, spec)
         self.depth, self.remat = depth, remat
+        self.staged = staged and axes.mesh.shape[AXIS] > 1
 
     def __call__(
         self,
@@ -143,8 +150,9 @@ class Stack(nnx.Module):
 
         @functools.cache
         def block(is_local: bool) -> Any:
-            default = local.context if local is not None and is_local else context
+            return block_in(local.context if local is not None and is_local else context)
 
+        def block_in(default: Context) -> Any:
             def body(x: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
                 params, kv, chosen, i = layer
                 # Everything below reads the named value only, so that when it is offloaded no copy
@@ -176,7 +184,18 @@ class Stack(nnx.Module):
             if deep is not None or context.dropout_keys is not None:
                 number = index if first is None else first + index
                 number = number + layers.start if layers.start else number
-            return jax.lax.scan(block(is_local), x, (params, kv, choice, number))
+            xs, cached = (params, kv, choice, number), context.cached
+            if not (self.staged and first is None):
+                return jax.lax.scan(block(is_local), x, xs)
+
+            def scan(x: jax.Array, xs: Any, kept: Any) -> Any:
+                one = block(is_local)
+                if cached is not None and kept is not None:  # those of the stage's layers
+                    one = block_in(context._replace(cached=cached._replace(kept=kept)))
+                return jax.lax.scan(one, x, xs)
+
+            kept = None if cached is None else cached.kept
+            return in_turn(scan, self.blocks.axes.mesh, x, xs, kept)
 
         return run
 

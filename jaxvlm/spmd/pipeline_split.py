@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxvlm.config import ModelConfig
 from jaxvlm.models.vlm import Stream
@@ -80,12 +79,3 @@ def pipeline_cut(model: Model[ModelConfig], embeddings: bool = False) -> StageCu
         return model_piece.pooled(out, batch) if embeddings else out
 
     return StageCut(pre, blocks, post, where)
-
-
-def skips(mesh: Mesh) -> bool:
-    """Whether an idle stage may skip computation while the others work.
-
-    Not where a stage is sharded further: the compiler moves shards between a stage's own devices
-    by collective permutes, and on CPU these wait for all devices (not tried on other platforms).
-    """
-    return all(mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context", "tensor"))

@@ -25,6 +25,7 @@ from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import build_model
+from jaxvlm.spmd.runners import forward_of
 from jaxvlm.types import Batch
 
 ONE = MeshConfig(data=1)
@@ -74,7 +75,7 @@ def one():
 
 def answered(model, params, batch, policy):
     """(tokens, state after prefill)."""
-    compression = policy and Compression(policy, IMAGE)
+    compression = policy and Compression(policy, IMAGE, model.mesh.shape["pipeline"])
 
     def run(params, batch):
         module = model.module(params)
@@ -210,6 +211,7 @@ MESHES = {name: builders.MESHES[name] for name in ("data8", "fsdp8", "tensor8")}
     "context": MeshConfig(data=1, context=4),
     "all": MeshConfig(data=2, context=2, tensor=2),
     "pipeline": MeshConfig(data=1, pipeline=3),
+    "pipeline and tensor": MeshConfig(data=1, pipeline=3, tensor=2),
 }
 
 
@@ -225,8 +227,17 @@ def test_meshes_keep_the_places_of_one_device(one, name, mesh):
     np.testing.assert_array_equal(of.kv.part.count, state.kv.part.count)
     np.testing.assert_array_equal(found, tokens)
     for row in range(8):
-        used = state.kv.part.count[:, row].sum()
-        close_in_norm(of.kept.k[row, :used], state.kept.k[row, :used], 1e-5)
+        close_in_norm(stored(of, row), stored(state, row), 1e-5)
+
+
+def stored(state, row):
+    """The kept keys of a prompt, layer after layer; on a pipeline from its stages' rows."""
+    part, keys, places = state.kv.part, state.kept.k, []
+    for layer in range(SHAPE[0]):
+        of_stage = keys[layer * len(keys) // SHAPE[0]] if keys.ndim == 5 else keys
+        start = part.start[layer, row]
+        places.append(of_stage[row, start : start + part.count[layer, row]])
+    return np.concatenate(places)
 
 
 def sent(program):
@@ -247,7 +258,7 @@ def test_devices_agree_by_integers_alone(one, mesh):
     batch = jax.device_put(prompts(), batch_sharding(model.mesh))
     found = []
     for policy in (None, preset("vl_cache", budget=0.25)):
-        compression = policy and Compression(policy, IMAGE)
+        compression = policy and Compression(policy, IMAGE, model.mesh.shape["pipeline"])
 
         def read(params, batch, compression=compression):
             module, key = model.module(params), jax.random.key(5)
@@ -268,6 +279,55 @@ def test_devices_agree_by_integers_alone(one, mesh):
     assert read_ - whole_read == more and not whole_read - read_
 
 
+@pytest.mark.parametrize("name", ["none", "vl_cache"])
+def test_stages_hold_their_layers(one, name):
+    """No parameter and no key or value leaves its stage of a pipeline, whole or compressed."""
+    model = built(MeshConfig(data=2, pipeline=3))
+    params = jax.device_put(one[1], model.shardings)
+    batch = jax.device_put(prompts(), batch_sharding(model.mesh))
+    compression = None if name == "none" else Compression(preset(name, budget=0.25), IMAGE, 3)
+
+    def read(params, batch):
+        module, key = model.module(params), jax.random.key(5)
+        return prefill(module, batch, Sampling(), 8, SHAPE, key, compression)
+
+    def write(params, state):
+        return decode(model.module(params), state, Sampling(), NEW)[0]
+
+    reading = jax.jit(read).lower(params, batch).compile()
+    state = reading(params, batch)
+    writing = jax.jit(write).lower(params, state).compile()
+    for program, tokens in ((reading, LENGTH), (writing, 1)):
+        activations = f"f32[4,{tokens},{DECODER.width}]"
+        floats = {x: n for x, n in sent(program).items() if x[1].startswith("f32")}
+        kinds = "collective-permute", "all-reduce"  # to the next stage; the last one's to all
+        assert floats == {(kind, activations): 1 for kind in kinds}
+    held = [*jax.tree.leaves(state.kv), *jax.tree.leaves(state.kept)]
+    assert {x.sharding.spec[0] for x in held} == {"pipeline"}
+    # The next call of a compiled decode takes what this one returns.
+    after = [x.spec for x in jax.tree.leaves(writing.output_shardings.kv)]
+    assert after == [x.sharding.spec for x in jax.tree.leaves(state.kv)]
+
+
+@pytest.mark.parametrize("rows", [6, 4])
+def test_a_pipelined_evaluation_gathers_no_layer(one, rows):
+    """Rows that the stages divide go through them as microbatches, others all at once."""
+    model = built(MeshConfig(data=1, pipeline=3))
+    params = jax.device_put(one[1], model.shardings)
+    batch = jax.tree.map(lambda x: jnp.asarray(x[:rows]), prompts())
+
+    def hidden(apply):
+        return lambda params, batch: apply(params, batch).hidden
+
+    program = jax.jit(hidden(forward_of(model, rows))).lower(params, batch).compile()
+    together = rows if rows % 3 else rows // 3
+    assert {shape for _, shape in sent(program) if shape.startswith("f32")} == {
+        f"f32[{together},{LENGTH},{DECODER.width}]"
+    }
+    expected = jax.jit(hidden(one[0].apply))(one[1], batch)
+    close_in_norm(np.asarray(program(params, batch)), np.asarray(expected), 1e-5)
+
+
 REFUSED = {
     "sliding windows": {"window": 8},
     "tokens that attend to later ones": {"visual_mask": "prefix"},
@@ -281,17 +341,23 @@ def test_models_that_are_not_tested_are_refused(why):
     kv_compression.check_model(DECODER)
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    "how", ["even", "pyramid", "density", "clip"], ids=lambda how: how.replace("_", "-")
+)
 @pytest.mark.parametrize("budget", [6e-5, 0.01, 0.07, 0.3, 0.99996, 1.0])
-def test_what_is_stored_always_fits(budget, clip):
-    """Of any densities, those that one layer has alone too."""
-    policy = preset("vl_cache", budget=budget, clip=clip)
+def test_what_is_stored_always_fits(budget, how):
+    """Of any densities, those that one layer has alone too; on a pipeline's stages as well."""
+    clip = how == "clip"
+    settings = {"budget": budget, "clip": clip, "allocator": "density" if clip else how}
+    policy = preset("vl_cache", **settings)
     draws = np.random.default_rng(3)
     for layers, length in ((1, 5), (3, 48), (28, 700), (28, 32768)):
         size = jnp.asarray([length, 1, max(1, length // 3)])
         for density in (np.ones, np.zeros, draws.random, lambda s: draws.random(s) ** 20):
             count = allocate(policy, size, jnp.asarray(density((layers, 3)), jnp.float32))
-            assert count.sum(0).max() <= kv_compression.capacity(policy, layers, length)
+            for stages in (n for n in (1, 3, 4, 28) if layers % n == 0):
+                most = count.reshape(stages, -1, 3).sum(1).max()
+                assert most <= kv_compression.capacity(policy, layers, length, stages)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from builders import assert_gradients_close, recorded, stepped_from
+from numerics import close_in_norm
 from zoo import KINDS, ROWS, on_stages
 
 from jaxvlm.config import ConfigError, LoraConfig, MeshConfig, StrategyConfig
@@ -86,6 +87,26 @@ def branches(text):
         [whole(one.strip(" %"), set()) for part in parts for one in part.split(",")]
         for parts in names
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("qwen3", MeshConfig(2, pipeline=2, tensor=2)),
+        ("moe", MeshConfig(4, pipeline=2)),
+        ("gemma3", MeshConfig(4, pipeline=2)),
+    ],
+)
+def test_stages_in_turn_give_one_devices_output(kind, mesh):
+    """DeepStack, experts and sliding windows; without gradients no batch is split."""
+    batch, found = KINDS[kind].batch(0, True), []
+    for on in (MeshConfig(1), mesh):
+        here = make_mesh(on, jax.devices()[: here_devices(on)])
+        model = build_model(on_stages(KINDS[kind].config), here)
+        out = jax.jit(model.apply)(model.init(0), to_global(here, batch, ROWS))
+        found.append((out.hidden, out.aux))
+    for one, many in zip(*map(jax.tree.leaves, found), strict=True):
+        close_in_norm(np.asarray(many), np.asarray(one), 1e-5)
 
 
 @pytest.mark.long

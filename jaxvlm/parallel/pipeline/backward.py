@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxvlm.parallel.pipeline import buffers
 from jaxvlm.parallel.pipeline.buffers import Flow
-from jaxvlm.parallel.pipeline.forward import PipelineForward, Split, StageCut
+from jaxvlm.parallel.pipeline.forward import PipelineForward, Split, StageCut, broadcast
 from jaxvlm.parallel.pipeline.schedule import Schedule
 from jaxvlm.parallel.pipeline.split_backward import SplitBackward, split_backward
 from jaxvlm.types import Batch, Out, Params, Sums
@@ -194,7 +194,7 @@ class _ForwardBackward(PipelineForward):
         first = (stage == 0) & (virtual == 0) & (unit >= 0)
         d_entry = {}
         if self._goes_back():
-            d_entry = self._from(first, d_flow)
+            d_entry = broadcast(self.mesh, first, d_flow)
         sent = {name: d_flow[name] for name in self.sent}
         return self._shift(sent, -1), d_entry, grads, buffers.put(rest, new, slot), worked
 

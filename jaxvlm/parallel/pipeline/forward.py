@@ -68,6 +68,27 @@ def forward(
     ).forward()
 
 
+def skips(mesh: Mesh) -> bool:
+    """Whether an idle stage may skip computation while the others work.
+
+    Not where a stage is sharded further: the compiler moves shards between a stage's own devices
+    by collective permutes, and on CPU these wait for all devices (not tried on other platforms).
+    """
+    return all(mesh.shape[axis] == 1 for axis in ("fsdp", "expert", "context", "tensor"))
+
+
+def broadcast(mesh: Mesh, is_source: Any, tree: Any) -> Any:
+    """Broadcast the values of the one stage for which ``is_source`` holds to all stages."""
+    # A bfloat16 psum in a shard_map over some axes aborts XLA on CPU (jaxlib 0.10.2).
+    wide = mesh.devices.flat[0].platform == "cpu"
+
+    def one(x: jax.Array) -> jax.Array:
+        own = jnp.where(is_source, x, 0)
+        return jax.lax.psum(own.astype(jnp.float32) if wide else own, AXIS).astype(x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
 class Split(NamedTuple):
     """Parameters by piece; those that two pieces share are in ``pre`` and in ``post``."""
 
@@ -241,7 +262,7 @@ class PipelineForward:
 
         out, new, worked = self._if(row["forward"], stage, work, idle)
         last = (stage == self.stages - 1) & (virtual == self.virtual_stages - 1)
-        left = self._from(last, out)
+        left = broadcast(self.mesh, last, out)
         return self._shift(out, 1), left, buffers.put(kept, new, slot), worked
 
     def _if(self, units: Any, stage: Any, work: Callable[[], Any], idle: Callable[[], Any]) -> Any:
@@ -268,17 +289,6 @@ class PipelineForward:
             return self.cut.blocks({**mine, **fixed}, flow, part, first)
 
         return f, mine, (mine, fixed, part, first)
-
-    def _from(self, is_source: Any, flow: Flow) -> Flow:
-        """Broadcast the flow of the one stage for which ``is_source`` holds to all stages."""
-        # A bfloat16 psum in a shard_map over some axes aborts XLA on CPU (jaxlib 0.10.2).
-        wide = self.mesh.devices.flat[0].platform == "cpu"
-
-        def one(x: jax.Array) -> jax.Array:
-            own = jnp.where(is_source, x, 0)
-            return jax.lax.psum(own.astype(jnp.float32) if wide else own, AXIS).astype(x.dtype)
-
-        return jax.tree.map(one, flow)
 
     def _shift(self, flow: Flow, by: int, to: Sequence[int] | None = None) -> Flow:
         """Send each stage's flow ``by`` stages further; with ``to``, only to slots of 0 or more."""

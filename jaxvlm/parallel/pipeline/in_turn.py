@@ -1,0 +1,68 @@
+"""Runs a stack's layers on the stages of a pipeline in turn, each where its parameters are.
+
+For forward passes that no microbatches overlap: while tokens are generated, the next token can't
+enter the first stage before the last one has left the last stage. What a layer reads and writes
+(parameters, KV cache) stays on its stage; what passes through the layers is sent from stage to
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxvlm.parallel.mesh import mesh_here
+from jaxvlm.parallel.pipeline import buffers
+from jaxvlm.parallel.pipeline.forward import AXIS, broadcast, skips
+
+Scan = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def in_turn(scan: Scan, mesh: Mesh, x: Any, xs: Any, own: Any = None) -> tuple[Any, Any]:
+    """Run the layers of all stages, each on its stage.
+
+    Args:
+        scan: runs a stage's layers: maps what enters the first of them, ``xs`` of these layers and
+            ``own`` of the stage to what leaves the last, and a tree with a leading dim of layers.
+        mesh: a mesh whose axis ``pipeline`` has S stages.
+        x: what enters the first layer.
+        xs: what the layers read, with leading dim L, which S divides.
+        own: what a stage's layers share, with leading dim S.
+
+    Returns:
+        What leaves the last layer, on all stages; and what the layers give, on their stages.
+    """
+    stages, skip = mesh.shape[AXIS], skips(mesh)
+
+    def part(x: Any, xs: Any, own: Any) -> tuple[Any, Any]:
+        stage, own = jax.lax.axis_index(AXIS), jax.tree.map(lambda a: a[0], own)
+        shapes = jax.eval_shape(scan, x, xs, own)[1]
+
+        def tick(turn: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            def work() -> tuple[Any, Any]:
+                return scan(carry[0], xs, own)
+
+            if skip:
+                x, ys = jax.lax.cond(turn == stage, work, lambda: carry)
+            else:
+                new = work()
+                x, ys = jax.tree.map(lambda a, b: jnp.where(turn == stage, a, b), new, carry)
+            ring = [(s, (s + 1) % stages) for s in range(stages)]
+            return jax.tree.map(lambda a: jax.lax.ppermute(a, AXIS, ring), x), ys
+
+        x, ys = jax.lax.fori_loop(0, stages, tick, (x, buffers.zeros(shapes)))
+        return broadcast(mesh, stage == 0, x), ys  # the last stage has sent it to the first
+
+    return jax.shard_map(
+        part,
+        mesh=mesh_here(mesh),
+        in_specs=(P(), P(AXIS), P(AXIS)),
+        out_specs=(P(), P(AXIS)),
+        axis_names={AXIS},
+        check_vma=False,
+    )(x, xs, own)
