@@ -82,6 +82,12 @@ def expand(ids: np.ndarray, image_id: int, spans: list[Span], taps: int = 0) -> 
     return expanded._replace(source=source, weight=weight)
 
 
+def after(expanded: Expanded, start: int) -> Expanded:
+    """Return the tokens from ``start`` on, which belong to no image."""
+    tile = expanded.tile[start:]
+    return Expanded(expanded.ids[start:], expanded.positions[:, start:], tile, [])
+
+
 def max_taps(spans: Iterable[Span]) -> int:
     """K: maximum number of features of a token; 0 if no span has sources."""
     return max((s.sources.feature.shape[1] for s in spans if s.sources is not None), default=0)

@@ -55,6 +55,15 @@ class Compression(NamedTuple):
     """Number of a pipeline's stages, each of which stores its layers' places."""
 
 
+class Beginnings(NamedTuple):
+    """Beginnings of prompts, such as an image, that several prompts share."""
+
+    batch: Batch
+    """U beginnings of P tokens, padded on the left, with all images of the prompts."""
+    of: Any
+    """i32[B]: the beginning of each prompt."""
+
+
 class DecodeState(NamedTuple):
     """State of B sequences being decoded; S positions each, the first T for the prompt.
 
@@ -93,50 +102,91 @@ def prefill(
     kv_shape: tuple[int, int, int],
     key: jax.Array,
     compression: Compression | None = None,
+    beginnings: Beginnings | None = None,
 ) -> DecodeState:
     """Fills the KV cache with the prompts, and samples the first new token of each sequence.
 
     Args:
         model: module with its parameters.
-        batch: prompts, padded on the left (segment 0) to one length T; one segment per sequence.
+        batch: prompts, or what follows their beginnings, padded on the left (segment 0) to one
+            length; one segment per sequence.
         sampling: sampling settings; static.
         capacity: maximum number of new tokens to allocate the KV cache for; static.
         kv_shape: (layers, kv heads, head dim) of the decoder.
         key: used at temperatures above 0; each ``example_id`` samples from its own key.
         compression: static; ``None``: the KV cache keeps whole prompts.
+        beginnings: are read once, whatever number of prompts begins with each.
 
     Returns:
         The state from which :func:`decode` continues.
     """
-    B, T = batch.tokens.shape
-    L, K, H = kv_shape
     first = model.pre(batch)
+    whole = batch if beginnings is None else _joined(beginnings, batch)
+    (B, T), (L, K, H) = whole.tokens.shape, kv_shape
+    begun = T - batch.tokens.shape[1]
+    kv = init_kv_cache((L, B, T + capacity, K, H), first.x.dtype)
+    if beginnings is not None:
+        kv = _begin(kv, model, beginnings, kv_shape)
     # New positions follow the largest position of the prompt, over all its position rows.
-    next_position = jnp.max(batch.positions, axis=(1, 2), keepdims=True) + 1
+    next_position = jnp.max(whole.positions, axis=(1, 2), keepdims=True) + 1
     following = next_position[:, 0] + jnp.arange(capacity, dtype=jnp.int32)
     new_segment = jnp.ones((B, capacity), batch.segment.dtype)
-    group = batch.bidirectional
+    group = whole.bidirectional
     state = DecodeState(
         start=jnp.int32(T),
         index=jnp.int32(0),
         token=None,
         done=~jnp.any(batch.segment > 0, axis=1),
-        kv=init_kv_cache((L, B, T + capacity, K, H), first.x.dtype),
-        segment=jnp.concatenate([batch.segment, new_segment], axis=1),
+        kv=kv,
+        segment=jnp.concatenate([whole.segment, new_segment], axis=1),
         group=None if group is None else jnp.pad(group, ((0, 0), (0, capacity))),
-        position=jnp.concatenate([batch.positions[:, 0], following], axis=1),
+        position=jnp.concatenate([whole.positions[:, 0], following], axis=1),
         next_position=next_position,
         keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(batch.example_id),
     )
-    q_index, observe = jnp.arange(T, dtype=jnp.int32)[None], None
+    q_index, observe = jnp.arange(begun, T, dtype=jnp.int32)[None], None
     if compression:
-        observe = kv_compression.observer(compression.policy, batch, compression.image_id)
-    mask = _mask(state, q_index, batch.segment, group, batch.positions[:, 0])
-    cached = Shared(jnp.int32(0), observe=observe)
+        how = (compression.policy, whole, compression.image_id, T - begun)
+        observe = kv_compression.observer(*how)
+    mask = _mask(state, q_index, batch.segment, batch.bidirectional, batch.positions[:, 0])
+    cached = Shared(jnp.int32(begun), observe=observe)
     stream = model.blocks(first._replace(kv=state.kv, cached=cached, mask=mask))
     last = model.post(stream._replace(x=stream.x[:, -1:], kv=None))
     state = state._replace(token=_sample(last, sampling, state.keys, state.index), kv=stream.kv)
-    return _compressed(state, compression, batch, key) if compression else state
+    return _compressed(state, compression, whole, key) if compression else state
+
+
+def _begin(
+    kv: KVCache, model: Decodes, beginnings: Beginnings, kv_shape: tuple[int, int, int]
+) -> KVCache:
+    """Reads the beginnings, and writes each into the rows of the prompts that share it."""
+    batch, (L, K, H) = beginnings.batch, kv_shape
+    U, P = batch.tokens.shape
+    first = model.pre(batch)
+    index, group = jnp.arange(P, dtype=jnp.int32)[None], batch.bidirectional
+    of_tokens = (batch.segment, batch.segment, None, group, group)
+    position = batch.positions[:, 0]
+    mask = Mask(index, index, *of_tokens, q_position=position, k_position=position)
+    empty = init_kv_cache((L, U, P, K, H), kv.k.dtype)
+    read = model.blocks(first._replace(kv=empty, cached=Shared(jnp.int32(0)), mask=mask)).kv
+
+    def write(rows: jax.Array, own: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, own[:, beginnings.of], 0, axis=2)
+
+    return kv._replace(k=write(kv.k, read.k), v=write(kv.v, read.v))
+
+
+def _joined(beginnings: Beginnings, rest: Batch) -> Batch:
+    """The tokens of whole prompts [B, P + T], without their images; padding may lie between."""
+
+    def join(name: str, axis: int) -> Any:
+        before, after = getattr(beginnings.batch, name), getattr(rest, name)
+        if before is None or after is None:
+            return None
+        return jnp.concatenate([before[beginnings.of], after], axis=axis)
+
+    parts = {name: join(name, 1) for name in ("tokens", "segment", "bidirectional")}
+    return rest._replace(positions=join("positions", 2), **parts)
 
 
 def _compressed(state: DecodeState, how: Compression, batch: Batch, key: jax.Array) -> DecodeState:

@@ -58,8 +58,7 @@ def _pass(
     texts = [dataset.tokenizer.decode(ids.tolist()).strip() for ids in expected]
     files = [[corpus.paths[image[i]] for i in images] for images in corpus.images]
     longest = max(map(len, expected))
-    # Prompts of about one length together: less padding, and few shapes to compile.
-    order = np.argsort([corpus.length[i] for i in range(len(prompts))], kind="stable").tolist()
+    order = _order(corpus.length.tolist(), files)
     right = np.zeros(len(prompts), bool)
     for at in range(0, len(order), batch_size):
         chosen = order[at : at + batch_size]
@@ -75,6 +74,19 @@ def _pass(
     groups = {"exact_match": np.ones(len(right), bool)} | groups
     metrics = {name: float(right[of].mean()) for name, of in groups.items()}
     return metrics | {"answers": float(len(right))}
+
+
+def _order(length: Sequence[int], files: Sequence[Sequence[str]]) -> list[int]:
+    """The order in which records are answered.
+
+    Those with the same images come together, which are then read once; else those of about one
+    length: less padding, and few shapes to compile.
+    """
+    names = [tuple(of_record) for of_record in files]
+    longest: dict[tuple[str, ...], int] = {}
+    for name, tokens in zip(names, length, strict=True):
+        longest[name] = max(longest.get(name, 0), tokens)
+    return sorted(range(len(names)), key=lambda i: (longest[names[i]], names[i], length[i], i))
 
 
 def _split(corpus: Corpus, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -82,7 +82,7 @@ def check_model(decoder: DecoderConfig) -> None:
 
 
 def observer(
-    policy: KVPolicy, batch: Batch, image_id: int
+    policy: KVPolicy, batch: Batch, image_id: int, queries: int
 ) -> Callable[[jax.Array, jax.Array, Scores], Observation] | None:
     """Return what looks at the attention of a layer while it reads prompts.
 
@@ -90,18 +90,20 @@ def observer(
         policy: settings; static.
         batch: the prompts, padded on the left.
         image_id: token of visual tokens.
+        queries: number of the last tokens that have queries: those after a part that was read
+            before. Static.
     """
     scores, weighs = policy.scores_rows, policy.reads_density
     if not scores and not weighs:
         return None
     valid = batch.segment > 0
-    last, after = kv_selection.observed_queries(valid, batch.tokens == image_id, policy.queries)
-    T, R = valid.shape[1], last.shape[1]
+    T, R = valid.shape[1], min(policy.queries, queries)
+    last, after = kv_selection.observed_queries(valid, batch.tokens == image_id, R)
     causal = jnp.arange(T - R, T)[:, None] >= jnp.arange(T)
     allowed = causal & valid[:, None] & last[:, :, None]
 
     def observe(q: jax.Array, k: jax.Array, how: Scores) -> Observation:
-        rows = attention_rows(q[:, -R:], k, allowed, how)
+        rows = attention_rows(q[:, -R:], k[:, :T], allowed, how)
         seen = Observed(valid, k.shape[2], rows, last, after)
         return Observation(
             kv_selection.priorities(policy.scorer, seen) if scores else None,
@@ -171,8 +173,7 @@ def compress(
         return of_stage(*layers)
     split = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
     part, kept = jax.vmap(of_stage)(*split)
-    whole = Part(*(x.reshape(L, B) for x in part[:2]), jnp.ravel(part.size))
-    return whole, kept
+    return Part(part.start.reshape(L, B), part.count.reshape(L, B), part.size.reshape(L)), kept
 
 
 def _store(

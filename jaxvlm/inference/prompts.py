@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,12 +17,14 @@ from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.collate import Places, PromptShape, collate_images, collate_prompts
 from jaxvlm.data.errors import DataError, ImageError
+from jaxvlm.data.image_placeholders import Expanded
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs import collate_prompt_items
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
+from jaxvlm.inference.generate import Beginnings
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import Model
@@ -64,7 +67,7 @@ def batch(
             prompt is longer than ``max_length`` without its text.
         DataError: an image can't be read.
     """
-    loaded = [[_load(p, image_format, max_pixels) for p in given] for given, _ in queries]
+    loaded = _loaded([given for given, _ in queries], image_format, max_pixels)
     spans = [[span for _, span in images] for images in loaded]
     ids, truncated = [], 0
     for (_, prompt), of_prompt in zip(queries, spans, strict=True):
@@ -77,10 +80,56 @@ def batch(
     if truncated:
         text = "%d of %d texts are longer than %d tokens and were truncated"
         _log.warning(text, truncated, len(queries), max_length)
-    return _collated(ids, loaded, range(len(ids)), model, tokenizer, image_format)
+    return _collated(
+        _expanded(ids, loaded, tokenizer), range(len(ids)), model, tokenizer, image_format
+    )
 
 
-def batch_of_ids(
+class Prompts(NamedTuple):
+    """Prompts to answer."""
+
+    batch: Batch
+    """The prompts, or what follows their beginnings."""
+    beginnings: Beginnings | None = None
+    """Their beginnings up to the end of the last image, each of them once."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt, padding included."""
+        begun = 0 if self.beginnings is None else self.beginnings.batch.tokens.shape[1]
+        return begun + self.batch.tokens.shape[1]
+
+
+def to_answer(
+    queries: Sequence[tuple[Sequence[ImageLike], str]],
+    model: Model,
+    tokenizer: ChatTokenizer,
+    image_format: image_files.ImageFormat,
+    max_pixels: int,
+    share: bool = False,
+) -> Prompts:
+    """Builds a batch of prompts to answer.
+
+    Args:
+        queries, model, tokenizer, image_format, max_pixels: as of :func:`batch`.
+        share: whether prompts that begin with the same images, after the same text, may be read
+            as beginnings and rests; they are where a device then reads half the beginnings at most.
+
+    Raises:
+        ConfigError: the numbers of marks and images differ, or the text has a special token.
+        DataError: an image can't be read.
+    """
+    images = [given for given, _ in queries]
+    loaded = _loaded(images, image_format, max_pixels)
+    ids = [
+        ids_to_answer([span for _, span in of_prompt], prompt, tokenizer)
+        for (_, prompt), of_prompt in zip(queries, loaded, strict=True)
+    ]
+    how = (model, tokenizer, image_format)
+    return _prompts(ids, images, loaded, range(len(ids)), *how, share)
+
+
+def of_ids(
     ids: Sequence[np.ndarray],
     images: Sequence[Sequence[str]],
     example_ids: Sequence[int],
@@ -88,51 +137,127 @@ def batch_of_ids(
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
     max_pixels: int,
-) -> Batch:
-    """Builds a batch of prompts that are tokens; see :func:`batch`.
+    share: bool = False,
+) -> Prompts:
+    """Builds a batch of prompts that are tokens; see :func:`to_answer`.
 
     Args:
         ids: i32[T] of each prompt, each image one token.
         images: files of each prompt's images.
         example_ids: of each prompt, by which it draws random numbers.
-        model, tokenizer, image_format, max_pixels: as of :func:`batch`.
+        model, tokenizer, image_format, max_pixels, share: as of :func:`to_answer`.
 
     Raises:
         DataError: an image can't be read.
     """
-    loaded = [[_load(path, image_format, max_pixels) for path in paths] for paths in images]
-    return _collated(ids, loaded, example_ids, model, tokenizer, image_format)
+    loaded = _loaded(images, image_format, max_pixels)
+    return _prompts(ids, images, loaded, example_ids, model, tokenizer, image_format, share)
+
+
+_Loaded = tuple[np.ndarray, Span]
+"""An image as u8[tiles, H, W, 3], and the span of its tokens."""
+
+
+def _loaded(
+    images: Sequence[Sequence[ImageLike]], image_format: image_files.ImageFormat, max_pixels: int
+) -> list[list[_Loaded]]:
+    """Each prompt's images; an image of several prompts is loaded once."""
+    found: dict[str | int, _Loaded] = {}
+    for image in (image for of_prompt in images for image in of_prompt):
+        if _name(image) not in found:
+            found[_name(image)] = _load(image, image_format, max_pixels)
+    return [[found[_name(image)] for image in of_prompt] for of_prompt in images]
+
+
+def _name(image: ImageLike) -> str | int:
+    """What an image is known by: its file, or which object it is."""
+    return str(image) if isinstance(image, (str, os.PathLike)) else id(image)
+
+
+class _Sequence(NamedTuple):
+    """A prompt with its images."""
+
+    tokens: Expanded
+    tiles: list[np.ndarray]
+
+
+def _expanded(
+    ids: Sequence[np.ndarray], loaded: Sequence[Sequence[_Loaded]], tokenizer: ChatTokenizer
+) -> list[_Sequence]:
+    spans = [[span for _, span in images] for images in loaded]
+    taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
+    return [
+        _Sequence(
+            image_placeholders.expand(own, tokenizer.image_id, [span for _, span in images], taps),
+            [tile for pixels, _ in images for tile in pixels],
+        )
+        for own, images in zip(ids, loaded, strict=True)
+    ]
+
+
+def _prompts(
+    ids: Sequence[np.ndarray],
+    images: Sequence[Sequence[ImageLike]],
+    loaded: Sequence[Sequence[_Loaded]],
+    example_ids: Sequence[int],
+    model: Model,
+    tokenizer: ChatTokenizer,
+    image_format: image_files.ImageFormat,
+    share: bool,
+) -> Prompts:
+    how = (model, tokenizer, image_format)
+    first: dict[Any, int] = {}
+    """The first prompt of each beginning."""
+    ends = [int(np.flatnonzero(own == tokenizer.image_id).max(initial=-1)) + 1 for own in ids]
+    of = []
+    for i, (own, end, given) in enumerate(zip(ids, ends, images, strict=True)):
+        key = (own[:end].tobytes(), *map(_name, given))
+        of.append(first.setdefault(key, i))
+    chosen = list(first.values())
+    causal = model.config.decoder.visual_mask == "causal"
+    shards = batch_shards(model.mesh)
+    most = 1 << (len(chosen) - 1).bit_length()  # few numbers of beginnings are compiled
+    fewer = 2 * -(-most // shards) <= -(-len(ids) // shards)
+    if not (share and causal and all(ends) and fewer):
+        return Prompts(_collated(_expanded(ids, loaded, tokenizer), example_ids, *how))
+    begun = _expanded([ids[i][: ends[i]] for i in chosen], [loaded[i] for i in chosen], tokenizer)
+    whole = _expanded(ids, loaded, tokenizer)
+    row = [chosen.index(i) for i in of]
+    rests = [
+        _Sequence(image_placeholders.after(own.tokens, len(begun[at].tokens.ids)), [])
+        for own, at in zip(whole, row, strict=True)
+    ]
+    rest = _collated(rests, example_ids, *how)
+    row += [0] * (len(rest.tokens) - len(row))  # of the rows that fill up the batch
+    begun += [begun[0]] * (most - len(chosen))
+    beginnings = _collated(begun, range(most), *how)
+    here = batch_sharding(model.mesh)
+    return Prompts(rest, Beginnings(beginnings, jax.device_put(np.asarray(row, np.int32), here)))
 
 
 def _collated(
-    ids: Sequence[np.ndarray],
-    loaded: Sequence[Sequence[tuple[np.ndarray, Span]]],
+    sequences: Sequence[_Sequence],
     example_ids: Sequence[int],
     model: Model,
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
 ) -> Batch:
-    """The batch of prompts whose images are loaded."""
-    spans = [[span for _, span in images] for images in loaded]
-    taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
-    sequences = [
-        image_placeholders.expand(own, tokenizer.image_id, of_prompt, taps)
-        for own, of_prompt in zip(ids, spans, strict=True)
-    ]
-    tiles = [[tile for pixels, _ in images for tile in pixels] for images in loaded]
+    """The batch of prompts with their images, padded on the left, sharded over the mesh."""
+    tokens, tiles = [x.tokens for x in sequences], [x.tiles for x in sequences]
+    taps = max((0 if x.source is None else x.source.shape[1]) for x in tokens)
     shards = batch_shards(model.mesh)
     B = -(-len(sequences) // shards) * shards
-    T = _bucket(max(len(x.ids) for x in sequences), _LENGTH_STEP)
-    R, most = max(len(x.positions) for x in sequences), max(map(len, tiles))
+    T = _bucket(max(len(x.ids) for x in tokens), _LENGTH_STEP)
+    R, most = max(len(x.positions) for x in tokens), max(map(len, tiles))
     collated = collate_prompts(
-        [*sequences, *[None] * (B - len(sequences))],
+        [*tokens, *[None] * (B - len(tokens))],
         PromptShape(T, most, R, taps),
         pad_id=tokenizer.pad_id,
         mask=model.config.decoder.visual_mask,
     )
     images = _images(tiles, image_format, (B, most)) if most else {}
     own = np.arange(B, dtype=np.int32)
-    own[: len(ids)] = example_ids
+    own[: len(tokens)] = example_ids
     collated = collated._replace(example_id=own, **images)
     sharding = batch_sharding(model.mesh)
     return jax.tree.map(lambda x: jax.device_put(x, sharding), collated)

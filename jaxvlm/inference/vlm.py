@@ -39,7 +39,7 @@ from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode
 from jaxvlm.inference.kv_compression import KVMemory
 from jaxvlm.inference.kv_policy import KVPolicy, policy_of
 from jaxvlm.inference.prediction_grid import write_prediction_grid
-from jaxvlm.inference.prompts import ImageLike
+from jaxvlm.inference.prompts import ImageLike, Prompts
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.nn.norm import unit
@@ -224,9 +224,9 @@ class VLM:
         self._check_answers()
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
         policy = self._policy(**kv) if kv else None
-        yield from self._answers(
-            self._batch(queries), len(queries), max_new_tokens, settings, policy, seed
-        )
+        how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
+        asked = prompts.to_answer(queries, *how, share=_shares(policy))
+        yield from self._answers(asked, len(queries), max_new_tokens, settings, policy, seed)
 
     def _policy(self, **kv: Any) -> KVPolicy | None:
         policy = policy_of(**kv)
@@ -236,21 +236,21 @@ class VLM:
 
     def _answers(
         self,
-        batch: Batch,
+        asked: Prompts,
         count: int,
         max_new_tokens: int,
         settings: Sampling,
         policy: KVPolicy | None,
         seed: int = 0,
     ) -> Iterator[list[str]]:
-        """Yields the first ``count`` answers of a batch so far, every few tokens."""
+        """Yields the answers of the first ``count`` prompts so far, every few tokens."""
         capacity = -(-max_new_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
         stages = self.model.mesh.shape["pipeline"]
         compression = policy and Compression(policy, self.tokenizer.image_id, stages)
         key = jax.random.key(seed)
-        state = self._prefill(self.params, batch, settings, capacity, compression, key)
+        state = self._prefill(self.params, asked, settings, capacity, compression, key)
         if compression:
-            self.kv_memory = kv_compression.memory(state.kv, state.kept, batch.tokens.shape[1])
+            self.kv_memory = kv_compression.memory(state.kv, state.kept, asked.length)
         new: list[list[int]] = [[] for _ in range(count)]
         for _ in range(0, max_new_tokens, _TOKENS_PER_CALL):
             state, tokens, done = self._decode(self.params, state, settings, _TOKENS_PER_CALL)
@@ -285,7 +285,7 @@ class VLM:
     def _start(
         self,
         params: Params,
-        batch: Batch,
+        asked: Prompts,
         sampling: Sampling,
         capacity: int,
         compression: Compression | None,
@@ -293,8 +293,8 @@ class VLM:
     ) -> DecodeState:
         d = self.model.config.decoder
         shape = (d.depth, d.num_kv_heads, d.head_dim)
-        module = self.model.module(params)
-        return prefill(module, batch, sampling, capacity, shape, key, compression)
+        how = (sampling, capacity, shape, key, compression, asked.beginnings)
+        return prefill(self.model.module(params), asked.batch, *how)
 
     def _continue(
         self, params: Params, state: DecodeState, sampling: Sampling, count: int
@@ -355,10 +355,18 @@ class VLM:
         max_new_tokens: int,
     ) -> list[str]:
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        batch = prompts.batch_of_ids(ids, images, example_ids, *how)
+        asked = prompts.of_ids(ids, images, example_ids, *how, share=_shares(policy))
         settings = Sampling(stop_ids=self.tokenizer.stop_ids)
-        *_, last = self._answers(batch, len(ids), max_new_tokens, settings, policy, seed)
+        *_, last = self._answers(asked, len(ids), max_new_tokens, settings, policy, seed)
         return last
+
+
+def _shares(policy: KVPolicy | None) -> bool:
+    """Whether questions about the same images may read them once.
+
+    Not where the scorer looks from the prompt's last tokens, wherever these are (SnapKV's window).
+    """
+    return policy is None or policy.scorer != "snapkv"
 
 
 def _listed(images: ImageLike | Sequence[ImageLike]) -> list[Any]:

@@ -63,7 +63,7 @@ class Shared(NamedTuple):
     kept: Kept | None = None
     """The places of prompts that were kept; every new token attends to all of them."""
     observe: Callable[[jax.Array, jax.Array, Scores], Any] | None = None
-    """Static; maps a layer's queries [B, T, N, H] and keys [B, T, K, H], rotated, to
+    """Static; maps a layer's queries [B, T, N, H] and all its keys [B, S, K, H], rotated, to
     :attr:`KVCache.observed`; ``None``: nothing is observed."""
 
 
