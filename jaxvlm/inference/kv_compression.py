@@ -83,7 +83,7 @@ def check_model(decoder: DecoderConfig) -> None:
 
 def observer(
     policy: KVPolicy, batch: Batch, image_id: int, queries: int
-) -> Callable[[jax.Array, jax.Array, Scores], Observation] | None:
+) -> Callable[[jax.Array, KVCache, Scores], Observation] | None:
     """Return what looks at the attention of a layer while it reads prompts.
 
     Args:
@@ -102,7 +102,8 @@ def observer(
     causal = jnp.arange(T - R, T)[:, None] >= jnp.arange(T)
     allowed = causal & valid[:, None] & last[:, :, None]
 
-    def observe(q: jax.Array, k: jax.Array, how: Scores) -> Observation:
+    def observe(q: jax.Array, cache: KVCache, how: Scores) -> Observation:
+        k, _ = cache.of_layer
         rows = attention_rows(q[:, -R:], k[:, :T], allowed, how)
         seen = Observed(valid, k.shape[2], rows, last, after)
         return Observation(

@@ -102,7 +102,7 @@ class Attention(nnx.Module):
         else:
             cached, kv = context.cached, append_kv(kv, k, v, context.cached.length)
             if cached.observe is not None:
-                kv = kv._replace(observed=cached.observe(q, kv.k, scores))
+                kv = kv._replace(observed=cached.observe(q, kv, scores))
             out = attend_cached(over, kv, cached.kept, context.mask)
         out = shard(self.axes, out, "batch", "seq", "heads", "head_dim")
         split = self.axes.splits_rows(x.shape[1])

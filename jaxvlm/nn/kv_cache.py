@@ -16,7 +16,7 @@ _SMALLEST = 32
 
 
 class KVCache(NamedTuple):
-    """Keys and values of a layer's earlier tokens; those of a stack have a leading dim L.
+    """Keys and values of earlier tokens: of a layer, or, with a leading dim L, of all layers.
 
     How many of them are valid is :attr:`Shared.length`, which is the same in all layers.
     """
@@ -29,6 +29,16 @@ class KVCache(NamedTuple):
     """Which of :attr:`Shared.kept` are the layer's; ``None`` with a prompt that is here whole."""
     observed: Any = None
     """What :attr:`Shared.observe` has returned."""
+    layer: Any = None
+    """i32[]: the layer that reads and writes; ``None``: ``k`` and ``v`` are those of a layer."""
+
+    @property
+    def of_layer(self) -> tuple[jax.Array, jax.Array]:
+        """The layer's keys and values, [B, S, K, H]."""
+        if self.layer is None:
+            return self.k, self.v
+        k, v = (jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False) for x in self[:2])
+        return k, v
 
 
 class Part(NamedTuple):
@@ -62,8 +72,8 @@ class Shared(NamedTuple):
     """i32[]: number of tokens in :class:`KVCache`."""
     kept: Kept | None = None
     """The places of prompts that were kept; every new token attends to all of them."""
-    observe: Callable[[jax.Array, jax.Array, Scores], Any] | None = None
-    """Static; maps a layer's queries [B, T, N, H] and all its keys [B, S, K, H], rotated, to
+    observe: Callable[[jax.Array, KVCache, Scores], Any] | None = None
+    """Static; maps a layer's queries [B, T, N, H], rotated, and its cache to
     :attr:`KVCache.observed`; ``None``: nothing is observed."""
 
 
@@ -74,11 +84,14 @@ def init_kv_cache(shape: tuple[int, ...], dtype: Any) -> KVCache:
 
 def append_kv(cache: KVCache, k: jax.Array, v: jax.Array, length: jax.Array) -> KVCache:
     """Return ``cache`` with ``k`` and ``v`` [B, T, K, H] written from index ``length`` (i32[])."""
-    start = (0, length, 0, 0)
-    return cache._replace(
-        k=jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start),
-        v=jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
-    )
+
+    def write(cached: jax.Array, new: jax.Array) -> jax.Array:
+        new, start = new.astype(cached.dtype), (0, length, 0, 0)
+        if cache.layer is None:
+            return jax.lax.dynamic_update_slice(cached, new, start)
+        return jax.lax.dynamic_update_slice(cached, new[None], (cache.layer, *start))
+
+    return cache._replace(k=write(cache.k, k), v=write(cache.v, v))
 
 
 Attend = Callable[[jax.Array, jax.Array, Mask], jax.Array]
@@ -97,16 +110,16 @@ def attend_cached(attend: Attend, kv: KVCache, kept: Kept | None, mask: Mask) ->
     Returns:
         What ``attend`` returns.
     """
+    k, v = kv.of_layer
     if kept is None or kv.part is None:
-        return attend(kv.k, kv.v, mask)
+        return attend(k, v, mask)
     part = kv.part
 
     def of_size(size: int) -> Callable[[], jax.Array]:
         def run() -> jax.Array:
             places, valid = _read(kept, part, size)
             keys, values = (
-                jnp.concatenate([x, new], axis=1)
-                for x, new in zip(places, (kv.k, kv.v), strict=True)
+                jnp.concatenate([x, new], axis=1) for x, new in zip(places, (k, v), strict=True)
             )
             return attend(keys, values, mask.after(valid))
 

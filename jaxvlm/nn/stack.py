@@ -186,18 +186,35 @@ class Stack(nnx.Module):
                 number = number + layers.start if layers.start else number
             xs, cached = (params, kv, choice, number), context.cached
             if not (self.staged and first is None):
-                return jax.lax.scan(block(is_local), x, xs)
+                return _scan(block(is_local), x, xs)
 
             def scan(x: jax.Array, xs: Any, kept: Any) -> Any:
                 one = block(is_local)
                 if cached is not None and kept is not None:  # those of the stage's layers
                     one = block_in(context._replace(cached=cached._replace(kept=kept)))
-                return jax.lax.scan(one, x, xs)
+                return _scan(one, x, xs)
 
             kept = None if cached is None else cached.kept
             return in_turn(scan, self.blocks.axes.mesh, x, xs, kept)
 
         return run
+
+
+def _scan(block: Any, x: jax.Array, xs: Any) -> tuple[jax.Array, BlockOutputs]:
+    """Scan over layers; a KV cache is written in place, not layer by layer into another one."""
+    params, kv, choice, number = xs
+    if kv is None:
+        return jax.lax.scan(block, x, xs)
+
+    def body(carry: Any, layer: Any) -> tuple[Any, BlockOutputs]:
+        x, k, v = carry
+        params, part, choice, number, i = layer
+        x, side = block(x, (params, KVCache(k, v, part, layer=i), choice, number))
+        return (x, side.kv.k, side.kv.v), side._replace(kv=side.kv.observed)
+
+    layers = (params, kv.part, choice, number, jnp.arange(len(kv.k)))
+    (x, k, v), side = jax.lax.scan(body, (x, kv.k, kv.v), layers)
+    return x, side._replace(kv=kv._replace(k=k, v=v, observed=side.kv))
 
 
 def _chosen(

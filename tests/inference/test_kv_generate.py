@@ -117,7 +117,7 @@ def hiding(attend, kv, kept, mask):
     heads = []
     for head in range(SHAPE[1]):
         segment = jnp.where(kv.part[:, head], mask.k_segment, 0)
-        out = attend(kv.k, kv.v, mask._replace(k_segment=segment))
+        out = attend(*kv.of_layer, mask._replace(k_segment=segment))
         group = out.shape[2] // SHAPE[1]
         heads.append(out[:, :, head * group : (head + 1) * group])
     return jnp.concatenate(heads, axis=2)

@@ -1,0 +1,180 @@
+"""Tokens/s, bytes and the cost of reading prompts, with whole and with compressed KV caches.
+
+    PYTHONPATH=. python benchmarks/kv_cache_speed.py [--length 2048] [--repeats 3]
+    pip install -e '.[aot]'
+    JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=. python benchmarks/kv_cache_speed.py \\
+        --chips h200:1 v6e:1x1
+
+Without ``--chips`` a decoder of eight layers (float32, random weights) reads prompts whose tokens
+but the last 32 are visual, then generates 64 tokens, at batch 1 and 8: all in turns, in one run,
+by the same kernels. With ``--chips`` Qwen2.5-VL 3B (bfloat16, all its layers) is compiled for chips
+that need not be here. Bytes are the compiler's: what is passed from reading to generating less
+parameters (the KV cache), and temporaries. Writes results/kv_cache_speed_{cpu,aot}.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import RESULTS, environment, write
+from jaxvlm.config import MeshConfig, ModelConfig
+from jaxvlm.inference.generate import Compression, Sampling, decode, prefill
+from jaxvlm.inference.kv_policy import KVPolicy, preset
+from jaxvlm.parallel.mesh import make_mesh
+from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.types import Batch
+
+NEW, TEXT, IMAGE = 64, 32, 3
+WAYS: dict[str, KVPolicy | None] = {
+    "none": None,
+    "vl_cache 50 %": preset("vl_cache", budget=0.5),
+    "vl_cache 10 %": preset("vl_cache", budget=0.1),
+    "vl_cache 5 %": preset("vl_cache", budget=0.05),
+    "snapkv 10 %": preset("snapkv", budget=0.1, queries=TEXT),
+    "window 10 %": preset("window", budget=0.1),
+}
+"""What is compared; ``window`` reads no attention weights: the cost of storing alone."""
+
+
+def small_model() -> ModelConfig:
+    base = ModelConfig()
+    decoder = dataclasses.replace(
+        base.decoder, vocab_size=4096, width=512, depth=8, num_heads=8, num_kv_heads=4,
+        head_dim=64, mlp_dim=1536,
+    )  # fmt: skip
+    return dataclasses.replace(base, decoder=decoder, dtype="float32")
+
+
+def prompts(rows: int, length: int, position_rows: int = 1) -> Batch:
+    """Prompts of one length; visual tokens are embedded as others, so no encoder takes part."""
+    tokens = np.random.default_rng(0).integers(4, 4096, (rows, length)).astype(np.int32)
+    tokens[:, : length - TEXT] = IMAGE
+    positions = np.tile(np.arange(length, dtype=np.int32), (rows, position_rows, 1))
+    ids = np.arange(rows, dtype=np.int32)
+    return Batch(tokens, None, positions, np.ones_like(tokens), example_id=ids)
+
+
+def programs(model: Model, policy: KVPolicy | None) -> tuple[Any, Any]:
+    """The jitted reading and generating."""
+    d, compression = model.config.decoder, policy and Compression(policy, IMAGE)
+    shape = (d.depth, d.num_kv_heads, d.head_dim)
+
+    def read(params: Any, batch: Batch) -> Any:
+        module, key = model.module(params), jax.random.key(0)
+        return prefill(module, batch, Sampling(), NEW, shape, key, compression)
+
+    def generate(params: Any, state: Any) -> Any:
+        return decode(model.module(params), state, Sampling(), NEW)
+
+    # All parameters are arguments of both, the encoder's too: the rest is the KV cache.
+    keep = functools.partial(jax.jit, keep_unused=True)
+    return keep(read), keep(generate, donate_argnums=1)
+
+
+def bytes_of(reading: Any, generating: Any, params: int) -> dict[str, int]:
+    """Bytes of the compiled programs."""
+    read, wrote = reading.memory_analysis(), generating.memory_analysis()
+    return {
+        "kv_bytes": wrote.argument_size_in_bytes - params,
+        "generate_temporaries": wrote.temp_size_in_bytes,
+        "read_temporaries": read.temp_size_in_bytes,
+    }
+
+
+def measured(length: int, repeats: int) -> list[dict[str, Any]]:
+    """Times on this machine."""
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    model, rows = build_model(small_model(), mesh), []
+    params = model.init(0)
+    own = sum(x.nbytes for x in params.values())
+    for batch_size in (1, 8):
+        batch = jax.tree.map(jnp.asarray, prompts(batch_size, length))
+        built: dict[str, Any] = {}
+        for way, policy in WAYS.items():
+            read, generate = programs(model, policy)
+            reading = read.lower(params, batch).compile()
+            state = reading(params, batch)
+            built[way] = reading, generate.lower(params, state).compile(), state
+        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        for _ in range(repeats):
+            for way, (reading, generating, _) in built.items():
+                start = time.perf_counter()
+                state = jax.block_until_ready(reading(params, batch))
+                middle = time.perf_counter()
+                jax.block_until_ready(generating(params, state))
+                seconds[way].append((middle - start, time.perf_counter() - middle))
+        base = [statistics.median(x) for x in zip(*seconds["none"], strict=True)]
+        for way, (reading, generating, _) in built.items():
+            read_s, generate_s = (statistics.median(x) for x in zip(*seconds[way], strict=True))
+            row = {"way": way, "batch": batch_size, "length": length, "new_tokens": NEW}
+            row |= {
+                "read_s": round(read_s, 4),
+                "tokens_per_s": round(batch_size * NEW / generate_s, 1),
+            }
+            row |= {
+                "read_ratio": round(read_s / base[0], 3),
+                "speedup": round(base[1] / generate_s, 3),
+            }
+            rows.append(row | bytes_of(reading, generating, own))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def compiled(chips: str, length: int) -> list[dict[str, Any]]:
+    """Bytes of a published model's programs, compiled for ``chips``."""
+    from jaxvlm.planner import machine, request
+    from jaxvlm.planner.compiled import topology
+
+    flags = request.RequestFlags(batch=8, length=4096)
+    asked = request.plan_request("qwen2.5-vl-3b", None, machine.parse(chips.split(":")[0]), flags)
+    config = dataclasses.replace(asked.config.model, dtype="bfloat16")
+    model = build_model(config, make_mesh(MeshConfig(data=1), topology.devices(chips)[:1]))
+    model = model.holding(dict.fromkeys(model.shapes, jnp.bfloat16))
+    params, rows = model.abstract(), []
+    own = sum(x.size * x.dtype.itemsize for x in params.values())
+    here = jax.sharding.SingleDeviceSharding(model.mesh.devices.flat[0])
+    for batch_size in (1, 8):
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            prompts(batch_size, length, 3),
+        )
+        for way, policy in WAYS.items():
+            read, generate = programs(model, policy)
+            reading = read.lower(params, batch).compile()
+            shapes = jax.eval_shape(read, params, batch)
+            state = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes
+            )
+            generating = generate.lower(params, state).compile()
+            row = {"chips": chips, "way": way, "batch": batch_size, "length": length}
+            rows.append(row | {"parameters": own} | bytes_of(reading, generating, own))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=2048, help="Tokens of a prompt.")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--chips", nargs="+", default=[], help="Chips to compile for.")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for chips in args.chips:
+        rows += compiled(chips, args.length)
+    if not args.chips:
+        rows = measured(args.length, args.repeats)
+    name = f"kv_cache_speed_{'aot' if args.chips else 'cpu'}.json"
+    write(name, {"rows": rows, "environment": environment()}, RESULTS)
+
+
+if __name__ == "__main__":
+    main()
