@@ -11,6 +11,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share 
 
 import bars  # no JAX in any
 import isolation
+import on_demand
 import shown
 from scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook, which pytest finds by its name)
 
@@ -47,6 +48,11 @@ def pytest_configure(config):
         bars.watch()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items):
+    on_demand.mark(items)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item):
     yield
@@ -61,6 +67,15 @@ def no_child_is_left():
     yield
     left = isolation.end_children(before)
     assert not left, f"tests left processes behind: {left}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back():
+    """Two processes of compiled programs fit a machine of 16 GB: a large one forgets its own."""
+    yield
+    if isolation.resident_bytes() > 3e9 and "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -83,6 +83,13 @@ def called() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def resident_bytes() -> int:
+    """Return the memory that this process has in use; 0 where that is not known."""
+    path = pathlib.Path("/proc/self/statm")
+    pages = int(path.read_text().split()[1]) if path.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def children() -> dict[int, str]:
     """Return this process's children, {process id: command line}, that no library keeps."""
     found = {}

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import on_demand
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -36,6 +37,13 @@ def test_every_test_is_found(pytestconfig):
     left_out = pytestconfig.getini("norecursedirs")
     found = [p for p in folders if any(p.match(name) for name in left_out)]
     assert not [p for p in found if p.name != "__pycache__"]
+
+
+@pytest.mark.parametrize("file", on_demand.TESTS)
+def test_what_runs_on_demand_is_there(file):
+    text = (pathlib.Path(__file__).parent / file).read_text()
+    for name in on_demand.TESTS[file]:
+        assert re.search(rf"def {name.partition('[')[0]}\(", text), name
 
 
 def test_logging_is_set_up_by_the_command_line_alone():

@@ -92,7 +92,7 @@ def _without_data(site: int, sites: int, alpha: float, count: int) -> str:
 
 
 def json_lines(records: Sequence[Record]) -> bytes:
-    """Conversations as JSON lines in UTF-8, see :func:`write_records`."""
+    """Conversations as JSON lines in UTF-8, as a data file has them."""
     return "".join(json.dumps(_item(x), ensure_ascii=False) + "\n" for x in records).encode()
 
 

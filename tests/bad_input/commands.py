@@ -247,7 +247,7 @@ def _without_fit() -> Any:
 def _before_steps() -> Any:
     """End training with status 0 where it is about to begin, the first state made."""
 
-    def end(*_: Any) -> Any:
+    def end(*_: Any, **__: Any) -> Any:
         raise SystemExit(0)
 
     return _replaced("jaxvlm.train.progress", "Progress", "__init__", end)

@@ -81,7 +81,7 @@ def test_kills_change_no_bit(folder, tmp_path):
 
 
 def test_real_sites_make_the_weights_of_a_simulation(folder, tmp_path):
-    """Of a federation whose sites are simulated in one process, with a site killed."""
+    """Of sites that are simulated in one process; a site and the SuperLink are killed."""
     files = []
     for name in REAL:
         (tmp_path / name).mkdir()
@@ -105,6 +105,8 @@ def test_real_sites_make_the_weights_of_a_simulation(folder, tmp_path):
         stack.begin()
         stack.wait(lambda: stack.version() >= 1)
         stack.restart(f"site {REAL[1]}")
+        stack.wait(lambda: stack.version() >= 2)
+        stack.restart("superlink")
         stack.finish()
         expected = weights(tmp_path / "simulation" / "coordinator", 3)
         assert fake_sites.same(stack.weights(), expected)

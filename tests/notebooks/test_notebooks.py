@@ -48,3 +48,16 @@ def test_notebook_defines_nothing(path):
         if cell.cell_type == "code":
             nodes = ast.walk(ast.parse(cell.source))
             assert not [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebook_imports_what_there_is(path):
+    import nbformat
+
+    cells = [c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    nodes = [node for source in cells for node in ast.walk(ast.parse(source))]
+    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+    found = [n for n in imports if n.module.split(".")[0] in ("jaxvlm", "configs")]
+    assert found
+    for node in found:
+        exec(ast.unparse(node), {})

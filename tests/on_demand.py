@@ -1,0 +1,92 @@
+"""Long tests that repeat, for another case, what the others show: run by ``-m exhaustive``.
+
+They are told by their file and the beginning of their names. What .ci/run has minutes for stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+TESTS = {
+    "benchmarks/test_accelerator_script.py": ("test_each_strategy_has_figures",),
+    "cache/test_cache_memory.py": (
+        "test_half_of_the_pages_and_all_again_change_no_bit[fsdp8-bfloat16",
+        "test_half_of_the_pages_and_all_again_change_no_bit[data8-float32",
+    ),
+    "cache/test_encode.py": (
+        *(
+            f"test_a_cache_that_may_not_be_seen_changes_no_bit[{case}"
+            for case in (
+                "data4_tensor2-float32-qwen-", "data4_tensor2-bfloat16-deep-",
+                "data8-float32-deep-", "data8-float32-frozen_qwen-", "data8-bfloat16-qwen-",
+                "data4_tensor2-float32-frozen-", "fsdp8-bfloat16-deep-", "data8-float32-llava-",
+            )
+        ),
+        "test_the_order_in_which_tokens_are_kept_changes_no_bit[data4_tensor2-",
+        "test_encode_batches_give_the_gradients_of_the_whole[one-",
+    ),
+    "cache/test_frozen_blocks.py": tuple(
+        f"test_gradients_are_those_of_the_whole_tower[{case}"
+        for case in (
+            "frozen_qwen-one-", "frozen_deep-one-", "frozen-fsdp8-", "frozen_staged-data4_stage2-]",
+        )
+    ),
+    "cache/test_pair_tokens.py": (
+        "test_tokens_that_are_given_change_no_bit[vlm-data4-bfloat16-",
+        "test_tokens_that_are_given_change_no_bit[dual, any size-",
+    ),
+    "e2e/test_cache_memory_runs.py": ("test_an_evaluation_has_the_memory[True",),
+    "e2e/test_federated_runs.py": ("test_recipes_run[lora",),
+    "e2e/test_frozen_dtype_runs.py": (
+        "test_a_dual_encoders_frozen_tower_is_held_as_it_came",
+        "test_frozen_blocks_are_cut_anew_with_their_bits",
+    ),
+    "e2e/test_host_cache_runs.py": ("test_gone_on_with_other_settings",),
+    "e2e/test_pair_store.py": ("test_memory_alone",),
+    "e2e/test_resume.py": ("test_resume_onto_another_mesh[shape2-",),
+    "e2e/test_sentence_folders.py": ("test_towers[siglip2", "test_a_vision_language_model[last-"),
+    "e2e/test_settings_follow.py": tuple(
+        f"test_settings_drawn_at_random[{case}]"
+        for case in ("text-1", "text-3", "text-4", "vlm-3", "vlm-4")
+    ),
+    "federate/test_flower_kills.py": ("test_kills_change_no_bit",),
+    "kills/test_kills.py": ("test_killed_five_times_and_the_same_bits[evaluations",),
+    "parallel/test_distributed.py": ("test_a_stopped_process_is_named[1",),
+    "parallel/test_grad_reduce.py": ("test_a_run_of_300_steps_ends_where_the_other_does",),
+    "parallel/test_layered_reduction.py": tuple(
+        f"test_gradients_are_off_by_half_a_step_of_each_part[{case}"
+        for case in ("qwen3-mesh2-", "qwen3-mesh4-", "llava-mesh1-")
+    ),
+    "parallel/test_quantized_gather.py": ("test_a_run_of_300_steps_ends_where_the_other_does",),
+    "planner/test_claims.py": (
+        "test_a_claim_computes_to_its_stored_figures[DDP with gradient caching",
+    ),
+    "spmd/test_disaggregated.py": tuple(
+        f"test_a_trained_disaggregated_encoder_equals_one_device[{case}]"
+        for case in ("moe-2", "qwen3-0", "qwen3-2", "llava-1")
+    ),
+    "train/test_dropout_keys.py": (
+        "test_a_mini_batch_that_is_run_again_drops_the_same[vlm, stages",
+    ),
+    "train/test_gradcache.py": (
+        "test_any_mesh_gives_one_devices_gradient[vlm, tower frozen-",
+        "test_any_mesh_gives_one_devices_gradient[locked-",
+        "test_any_mini_batch_does[mini_batches0]",
+        "test_a_mini_batch_at_a_time_gives_the_whole_batchs_gradient[vlm, tower frozen",
+    ),
+    "train/test_islands.py": (
+        "test_islands_are_diloco[fsdp x pipeline", "test_islands_are_diloco[tensor]",
+        "test_islands_are_diloco[data x tensor", "test_fragments_are_streaming_diloco[in turn]",
+    ),
+}  # fmt: skip
+"""File -> how the names of its tests begin."""
+
+
+def mark(items: list[Any]) -> None:
+    """Mark the collected tests that are named above as exhaustive."""
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        if name.startswith(TESTS.get(file.removeprefix("tests/"), ("\0",))):
+            item.add_marker(pytest.mark.exhaustive)
