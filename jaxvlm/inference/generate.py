@@ -53,6 +53,8 @@ class Compression(NamedTuple):
     """Token of visual tokens."""
     stages: int = 1
     """Number of a pipeline's stages, each of which stores its layers' places."""
+    with_places: bool = False
+    """Whether ``DecodeState.kept`` says which places they are."""
 
 
 class Beginnings(NamedTuple):
@@ -197,7 +199,7 @@ def _compressed(state: DecodeState, how: Compression, batch: Batch, key: jax.Arr
         return KVCache(state.kv.k[:, :, chosen], state.kv.v[:, :, chosen])
 
     read = of_places(slice(T))._replace(observed=state.kv.observed)
-    part, kept = kv_compression.compress(how.policy, read, batch, key, how.stages)
+    part, kept = kv_compression.compress(how.policy, read, batch, key, how.stages, how.with_places)
     return state._replace(
         start=jnp.int32(0),
         kv=of_places(slice(T, None))._replace(part=part),

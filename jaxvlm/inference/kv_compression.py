@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxvlm.config import ConfigError, DecoderConfig, layer_windows
 from jaxvlm.inference import kv_selection
@@ -135,7 +136,12 @@ def capacity(policy: KVPolicy, num_layers: int, length: int, stages: int = 1) ->
 
 
 def compress(
-    policy: KVPolicy, kv: KVCache, batch: Batch, key: jax.Array, stages: int = 1
+    policy: KVPolicy,
+    kv: KVCache,
+    batch: Batch,
+    key: jax.Array,
+    stages: int = 1,
+    with_places: bool = False,
 ) -> tuple[Part, Kept]:
     """Store the places that each layer keeps.
 
@@ -145,6 +151,7 @@ def compress(
         batch: the prompts.
         key: seeds the scorer ``random``.
         stages: number of a pipeline's stages, each of which stores its layers' places; static.
+        with_places: whether to return the places' indices too; static.
 
     Returns:
         Which of the kept places are a layer's, i32[L, B], and these; with several stages they have
@@ -171,9 +178,11 @@ def compress(
 
     layers = (kv.k, kv.v, (jnp.arange(L), seen.priority, count, recent))
     if stages == 1:
-        return of_stage(*layers)
+        part, kept = of_stage(*layers)
+        return part, kept if with_places else kept._replace(place=None)
     split = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
     part, kept = jax.vmap(of_stage)(*split)
+    kept = kept if with_places else kept._replace(place=None)
     return Part(part.start.reshape(L, B), part.count.reshape(L, B), part.size.reshape(L)), kept
 
 
@@ -187,10 +196,10 @@ def _store(
     slot = jnp.arange(N, dtype=jnp.int32)
 
     def of_head(k: jax.Array, v: jax.Array, order: jax.Array, start: Any, end: Any) -> Kept:
-        """[L, T, H] twice, i32[L, T], i32[L] twice -> [N, H] twice."""
+        """[L, T, H] twice, i32[L, T], i32[L] twice -> [N, H] twice, i32[N]."""
         layer = jnp.minimum(jnp.searchsorted(end, slot, side="right"), L - 1)
         place = order[layer, jnp.clip(slot - start[layer], 0, T - 1)]
-        return Kept(k[layer, place], v[layer, place])
+        return Kept(k[layer, place], v[layer, place], place)
 
     # Each row and each head by itself, wherever they are: nothing is sent.
     of_row = jax.vmap(of_head, in_axes=(2, 2, 1, None, None), out_axes=1)
@@ -198,3 +207,15 @@ def _store(
     sizes = jnp.asarray(read_sizes(N), jnp.int32)
     size = jnp.searchsorted(sizes, jnp.max(count, axis=1)).astype(jnp.int32)
     return Part(start, count, size), kept
+
+
+def places(part: Part, kept: Kept, length: int) -> np.ndarray:
+    """Return which places of prompts are kept, as bool[L, B, K, T] with T = ``length``."""
+    start, count, place = (np.asarray(x) for x in (part.start, part.count, kept.place))
+    by_stage = place if place.ndim == 4 else place[None]  # [S, B, N, K]
+    (L, B), K = start.shape, place.shape[-1]
+    found = np.zeros((L, B, K, length), bool)
+    for layer, row, head in np.ndindex(L, B, K):
+        own = slice(start[layer, row], start[layer, row] + count[layer, row])
+        found[layer, row, head, by_stage[layer * len(by_stage) // L, row, own, head]] = True
+    return found

@@ -63,6 +63,8 @@ class Kept(NamedTuple):
     """[B, N, K, H]: each key is rotated as its place in the prompt was."""
     v: Any
     """[B, N, K, H]."""
+    place: Any = None
+    """i32[B, N, K]: the place's index in the prompt, padding counted; ``None``: not asked for."""
 
 
 class Shared(NamedTuple):
@@ -117,10 +119,9 @@ def attend_cached(attend: Attend, kv: KVCache, kept: Kept | None, mask: Mask) ->
 
     def of_size(size: int) -> Callable[[], jax.Array]:
         def run() -> jax.Array:
-            places, valid = _read(kept, part, size)
-            keys, values = (
-                jnp.concatenate([x, new], axis=1) for x, new in zip(places, (k, v), strict=True)
-            )
+            kept_k, kept_v, valid = _read(kept, part, size)
+            keys = jnp.concatenate([kept_k, k], axis=1)
+            values = jnp.concatenate([kept_v, v], axis=1)
             return attend(keys, values, mask.after(valid))
 
         return run
@@ -137,8 +138,8 @@ def read_sizes(capacity: int) -> list[int]:
     return sizes
 
 
-def _read(kept: Kept, part: Part, size: int) -> tuple[Kept, jax.Array]:
-    """Return ``size`` places [B, size, K, H] of each row, and which are the layer's, bool[B, size].
+def _read(kept: Kept, part: Part, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values [B, size, K, H] of a layer, and which are its own, bool[B, size].
 
     The last layers' begin earlier than their part does, so that they end with the row.
     """
@@ -148,4 +149,4 @@ def _read(kept: Kept, part: Part, size: int) -> tuple[Kept, jax.Array]:
         return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(x, first)
 
     at = first[:, None] + jnp.arange(size, dtype=jnp.int32) - part.start[:, None]
-    return Kept(rows(kept.k), rows(kept.v)), (at >= 0) & (at < part.count[:, None])
+    return rows(kept.k), rows(kept.v), (at >= 0) & (at < part.count[:, None])

@@ -20,6 +20,7 @@ from runs import without_torch
 import jaxvlm
 from jaxvlm.config import ConfigError, MeshConfig, default_config
 from jaxvlm.inference import prompts
+from jaxvlm.inference.kept_places import kept_places
 from jaxvlm.losses.next_token import NextToken
 from jaxvlm.models.vit import per_value
 from jaxvlm.parallel.sharding import to_global
@@ -360,3 +361,18 @@ def test_kept_tokens_change_no_bit(folder, odd, tmp_path):
     assert seen["off"] == seen["strict"] and len(seen["off"]) == 10
     assert seen["first"] == seen["second"]
     np.testing.assert_allclose(seen["first"], seen["off"], rtol=1e-5)
+
+
+def test_kept_places_are_those_of_the_prompt(folder, odd):
+    model, image = jaxvlm.load(folder("Qwen2_5_VL")), str(odd.parent / "3.png")
+    found = kept_places(model, image, "which color is it?", kv="vl_cache", kv_budget=0.3)
+    visual = int(found.visual.sum())
+    assert found.kept.shape[2] == len(found.tokens) > visual > 1
+    heads = found.kept.shape[1]
+    assert found.kept.sum() == heads * round(0.3 * found.kept[:, 0].size)
+    share = found.of_image(1, visual)
+    np.testing.assert_allclose(share[0], found.kept.mean((0, 1))[found.visual], rtol=1e-6)
+    with pytest.raises(ValueError, match=f"the prompt has {visual} visual tokens"):
+        found.of_image(visual, 2)
+    with pytest.raises(ConfigError, match="kv=none keeps every place"):
+        kept_places(model, image, "which color is it?", kv="none")

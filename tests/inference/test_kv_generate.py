@@ -75,7 +75,8 @@ def one():
 
 def answered(model, params, batch, policy):
     """(tokens, state after prefill)."""
-    compression = policy and Compression(policy, IMAGE, model.mesh.shape["pipeline"])
+    stages = model.mesh.shape["pipeline"]
+    compression = policy and Compression(policy, IMAGE, stages, with_places=True)
 
     def run(params, batch):
         module = model.module(params)
@@ -108,6 +109,8 @@ def places_of(state, whole):
         close_in_norm(state.kept.k[row, own, head], keys[at], 1e-5)
         close_in_norm(state.kept.v[row, own, head], values[at], 1e-5)
         kept[layer, row, head, at] = True
+    found = kv_compression.places(state.kv.part, state.kept, LENGTH)
+    np.testing.assert_array_equal(found, kept)
     return kept
 
 
@@ -228,6 +231,8 @@ def test_meshes_keep_the_places_of_one_device(one, name, mesh):
     np.testing.assert_array_equal(found, tokens)
     for row in range(8):
         close_in_norm(stored(of, row), stored(state, row), 1e-5)
+    theirs, ours = (kv_compression.places(x.kv.part, x.kept, LENGTH) for x in (of, state))
+    np.testing.assert_array_equal(theirs, ours)
 
 
 def stored(state, row):

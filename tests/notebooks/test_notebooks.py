@@ -10,6 +10,7 @@ import pytest
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 SAID = {
+    "kv_cache.ipynb": ("vl_cache at 25%", "KV cache of the prompts"),
     "federated.ipynb": ("version 6 of 6", "allowed: 60"),
     "quickstart.ipynb": ("exact_match", "->"),
     "cache.ipynb": (
