@@ -6,8 +6,8 @@ A decoder of four layers is trained from scratch on images of 256 visual tokens,
 compressed KV caches. ``easy-vqa`` asks for a colour or shape, which few of the tokens show;
 ``count`` (made here: 1 to 8 small squares, "how many squares?") for what many show together. The
 floor of both is the blind control, which sees other records' images. A trained run is kept in
-``--runs``. Writes results/kv_cache_quality_cpu.json after each row, and goes on
-from it.
+``--runs``. Writes results/kv_cache_quality_cpu.json after each row, and goes on from it; ``--plot``
+draws docs/kv_cache_quality.svg from the rows that are there, and prints them as tables.
 """
 
 from __future__ import annotations
@@ -116,12 +116,72 @@ def rows(task: str, records: int, runs: pathlib.Path) -> None:
         print(f"{task}, {scorer}, {allocator}, {budget:g}: {row['exact_match']:.2%}", flush=True)
 
 
+def mean(found: list[dict[str, Any]], **which: Any) -> float | None:
+    """Mean exact match in % over seeds of the rows that have these values; ``None``: no row."""
+    own = [r["exact_match"] for r in found if all(r[n] == x for n, x in which.items())]
+    return 100 * sum(own) / len(own) if own else None
+
+
+def table(found: list[dict[str, Any]], task: str) -> list[str]:
+    """Markdown: a row for each scorer and allocator, a column for each budget."""
+    budgets = [b for b in BUDGETS if mean(found, task=task, budget=b) is not None]
+    lines = ["| scorer | allocator | " + " | ".join(f"{b:.0%}" for b in budgets) + " |"]
+    lines.append("| --- " * (2 + len(budgets)) + "|")
+    for scorer, allocator in itertools.product(SCORERS, ALLOCATORS):
+        which = {"task": task, "scorer": scorer, "allocator": allocator}
+        cells = [mean(found, budget=b, **which) for b in budgets]
+        shown = " | ".join("" if x is None else f"{x:.1f}" for x in cells)
+        lines.append(f"| `{scorer}` | `{allocator}` | {shown} |")
+    return lines
+
+
+def plot(found: list[dict[str, Any]]) -> None:
+    """Draw docs/kv_cache_quality.svg, and print the tables."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = NAME  # the same file from the same rows
+    from matplotlib import pyplot
+
+    tasks = [task for task in TASKS if any(r["task"] == task for r in found)]
+    how = {"figsize": (5 * len(tasks), 3.8), "squeeze": False, "layout": "constrained"}
+    figure, axes = pyplot.subplots(1, len(tasks), **how)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        (whole,) = [r for r in found if r["task"] == task and r["scorer"] == "none"]
+        print(f"{task}: whole {whole['exact_match']:.1%}, blind {whole['blind']:.1%}")
+        print("\n".join(table(found, task)))
+        for (i, scorer), (allocator, line) in itertools.product(
+            enumerate(SCORERS), zip(ALLOCATORS, ("-", "--", ":"), strict=True)
+        ):
+            which = {"task": task, "scorer": scorer, "allocator": allocator}
+            points = [(b, mean(found, budget=b, **which)) for b in BUDGETS]
+            points = [(b, x) for b, x in points if x is not None]
+            label = f"{scorer}, {allocator}"
+            axis.plot(*zip(*points, strict=True), line, color=f"C{i}", marker=".", label=label)
+        axis.axhline(100 * whole["exact_match"], color="black", linewidth=0.8, label="whole")
+        axis.axhline(
+            100 * whole["blind"], color="gray", linestyle="-.", linewidth=0.8, label="blind"
+        )
+        axis.set(
+            title=task,
+            xscale="log",
+            xlabel="share of places that are kept",
+            ylabel="exact match, %",
+        )
+    axes[0][-1].legend(fontsize=6)
+    figure.savefig(ROOT / "docs" / "kv_cache_quality.svg", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", nargs="+", default=TASKS, choices=TASKS)
     parser.add_argument("--records", type=int, default=500, help="Held-out records of each task.")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("runs/kv_cache_quality"))
+    parser.add_argument("--plot", action="store_true", help="Draw docs/kv_cache_quality.svg.")
     args = parser.parse_args()
+    if args.plot:
+        plot(kept(NAME))
+        return
     for task in args.task:
         rows(task, args.records, args.runs.absolute())
 
