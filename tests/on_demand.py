@@ -1,6 +1,8 @@
-"""Long tests that repeat, for another case, what the others show: run by ``-m exhaustive``.
+"""Long tests that .ci/run has no minutes for: run by ``-m exhaustive``, before a release.
 
-They are told by their file and the beginning of their names. What .ci/run has minutes for stays.
+Most show again, for another case, what the others show. Kills of Flower's own coordinator and
+nodes, and runs of 300 steps with gradients in eight bits, are here for their length alone. They
+are told by their file and the beginning of their names.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ TESTS = {
     "federate/test_flower_kills.py": ("test_kills_change_no_bit",),
     "kills/test_kills.py": ("test_killed_five_times_and_the_same_bits[evaluations",),
     "parallel/test_distributed.py": ("test_a_stopped_process_is_named[1",),
-    "parallel/test_grad_reduce.py": ("test_a_run_of_300_steps_ends_where_the_other_does",),
+    "parallel/test_grad_reduce.py": ("test_a_run_of_300_steps_ends_where_the_other_does[int8",),
     "parallel/test_layered_reduction.py": tuple(
         f"test_gradients_are_off_by_half_a_step_of_each_part[{case}"
         for case in ("qwen3-mesh2-", "qwen3-mesh4-", "llava-mesh1-")

@@ -82,6 +82,19 @@ def expand(ids: np.ndarray, image_id: int, spans: list[Span], taps: int = 0) -> 
     return expanded._replace(source=source, weight=weight)
 
 
+def before(expanded: Expanded, end: int) -> Expanded:
+    """Return the tokens before ``end``, with all images."""
+    source, weight = (None if x is None else x[:end] for x in (expanded.source, expanded.weight))
+    return Expanded(
+        expanded.ids[:end],
+        expanded.positions[:, :end],
+        expanded.tile[:end],
+        expanded.starts,
+        source,
+        weight,
+    )
+
+
 def after(expanded: Expanded, start: int) -> Expanded:
     """Return the tokens from ``start`` on, which belong to no image."""
     tile = expanded.tile[start:]

@@ -57,13 +57,14 @@ class Compression(NamedTuple):
     """Whether ``DecodeState.kept`` says which places they are."""
 
 
-class Beginnings(NamedTuple):
-    """Beginnings of prompts, such as an image, that several prompts share."""
+class SharedPrefixes(NamedTuple):
+    """Prefixes of prompts, such as an image, that several prompts share; in S batch shards."""
 
     batch: Batch
-    """U beginnings of P tokens, padded on the left, with all images of the prompts."""
+    """U prefixes of P tokens, padded on the left, with all images of the prompts; U / S of them are
+    those of a shard's prompts."""
     of: Any
-    """i32[B]: the beginning of each prompt."""
+    """i32[S, B / S]: the prefix of each prompt, among those of its shard."""
 
 
 class DecodeState(NamedTuple):
@@ -104,31 +105,31 @@ def prefill(
     kv_shape: tuple[int, int, int],
     key: jax.Array,
     compression: Compression | None = None,
-    beginnings: Beginnings | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> DecodeState:
     """Fills the KV cache with the prompts, and samples the first new token of each sequence.
 
     Args:
         model: module with its parameters.
-        batch: prompts, or what follows their beginnings, padded on the left (segment 0) to one
+        batch: prompts, or what follows their prefixes, padded on the left (segment 0) to one
             length; one segment per sequence.
         sampling: sampling settings; static.
         capacity: maximum number of new tokens to allocate the KV cache for; static.
         kv_shape: (layers, kv heads, head dim) of the decoder.
         key: used at temperatures above 0; each ``example_id`` samples from its own key.
         compression: static; ``None``: the KV cache keeps whole prompts.
-        beginnings: are read once, whatever number of prompts begins with each.
+        prefixes: are read once, whatever number of prompts shares each.
 
     Returns:
         The state from which :func:`decode` continues.
     """
     first = model.pre(batch)
-    whole = batch if beginnings is None else _joined(beginnings, batch)
+    whole = batch if prefixes is None else _joined(prefixes, batch)
     (B, T), (L, K, H) = whole.tokens.shape, kv_shape
     begun = T - batch.tokens.shape[1]
     kv = init_kv_cache((L, B, T + capacity, K, H), first.x.dtype)
-    if beginnings is not None:
-        kv = _begin(kv, model, beginnings, kv_shape)
+    if prefixes is not None:
+        kv = _read_prefixes(kv, model, prefixes, kv_shape)
     # New positions follow the largest position of the prompt, over all its position rows.
     next_position = jnp.max(whole.positions, axis=(1, 2), keepdims=True) + 1
     following = next_position[:, 0] + jnp.arange(capacity, dtype=jnp.int32)
@@ -158,36 +159,44 @@ def prefill(
     return _compressed(state, compression, whole, key) if compression else state
 
 
-def _begin(
-    kv: KVCache, model: Decodes, beginnings: Beginnings, kv_shape: tuple[int, int, int]
+def _read_prefixes(
+    kv: KVCache, model: Decodes, prefixes: SharedPrefixes, kv_shape: tuple[int, int, int]
 ) -> KVCache:
-    """Reads the beginnings, and writes each into the rows of the prompts that share it."""
-    batch, (L, K, H) = beginnings.batch, kv_shape
+    """Reads the prefixes, and writes each into the rows of the prompts that share it."""
+    batch, (L, K, H) = prefixes.batch, kv_shape
     U, P = batch.tokens.shape
     first = model.pre(batch)
-    index, group = jnp.arange(P, dtype=jnp.int32)[None], batch.bidirectional
-    of_tokens = (batch.segment, batch.segment, None, group, group)
-    position = batch.positions[:, 0]
-    mask = Mask(index, index, *of_tokens, q_position=position, k_position=position)
+    index, position = jnp.arange(P, dtype=jnp.int32)[None], batch.positions[:, 0]
+    mask = Mask(
+        index, index, batch.segment, batch.segment, q_position=position, k_position=position
+    )
     empty = init_kv_cache((L, U, P, K, H), kv.k.dtype)
     read = model.blocks(first._replace(kv=empty, cached=Shared(jnp.int32(0)), mask=mask)).kv
 
     def write(rows: jax.Array, own: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(rows, own[:, beginnings.of], 0, axis=2)
+        own = jnp.moveaxis(_of_prompts(jnp.moveaxis(own, 1, 0), prefixes.of), 0, 1)
+        return jax.lax.dynamic_update_slice_in_dim(rows, own, 0, axis=2)
 
     return kv._replace(k=write(kv.k, read.k), v=write(kv.v, read.v))
 
 
-def _joined(beginnings: Beginnings, rest: Batch) -> Batch:
+def _of_prompts(x: jax.Array, of: jax.Array) -> jax.Array:
+    """[U, ...] of prefixes -> [B, ...] of the prompts that share them; each shard by itself."""
+    shards, rows = of.shape
+    own = x.reshape(shards, -1, *x.shape[1:])
+    return jax.vmap(lambda x, i: x[i])(own, of).reshape(shards * rows, *x.shape[1:])
+
+
+def _joined(prefixes: SharedPrefixes, rest: Batch) -> Batch:
     """The tokens of whole prompts [B, P + T], without their images; padding may lie between."""
 
-    def join(name: str, axis: int) -> Any:
-        before, after = getattr(beginnings.batch, name), getattr(rest, name)
-        if before is None or after is None:
-            return None
-        return jnp.concatenate([before[beginnings.of], after], axis=axis)
+    def join(name: str, axis: int) -> jax.Array:
+        before = _of_prompts(getattr(prefixes.batch, name), prefixes.of)
+        return jnp.concatenate([before, getattr(rest, name)], axis=axis)
 
-    parts = {name: join(name, 1) for name in ("tokens", "segment", "bidirectional")}
+    if prefixes.batch.bidirectional is not None:
+        raise ValueError("a prefix whose tokens attend to later ones can't be shared")
+    parts = {name: join(name, 1) for name in ("tokens", "segment")}
     return rest._replace(positions=join("positions", 2), **parts)
 
 

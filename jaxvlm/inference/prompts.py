@@ -24,7 +24,7 @@ from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
-from jaxvlm.inference.generate import Beginnings
+from jaxvlm.inference.generate import SharedPrefixes
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import batch_sharding
 from jaxvlm.spmd.model import Model
@@ -67,6 +67,7 @@ def batch(
             prompt is longer than ``max_length`` without its text.
         DataError: an image can't be read.
     """
+    queries = [(list(given), prompt) for given, prompt in queries]
     loaded = _loaded([given for given, _ in queries], image_format, max_pixels)
     spans = [[span for _, span in images] for images in loaded]
     ids, truncated = [], 0
@@ -89,15 +90,15 @@ class Prompts(NamedTuple):
     """Prompts to answer."""
 
     batch: Batch
-    """The prompts, or what follows their beginnings."""
-    beginnings: Beginnings | None = None
-    """Their beginnings up to the end of the last image, each of them once."""
+    """The prompts, or what follows their prefixes."""
+    prefixes: SharedPrefixes | None = None
+    """Their prefixes up to the last visual token, each of them once."""
 
     @property
     def length(self) -> int:
         """Tokens of a prompt, padding included."""
-        begun = 0 if self.beginnings is None else self.beginnings.batch.tokens.shape[1]
-        return begun + self.batch.tokens.shape[1]
+        before = 0 if self.prefixes is None else self.prefixes.batch.tokens.shape[1]
+        return before + self.batch.tokens.shape[1]
 
 
 def to_answer(
@@ -112,14 +113,15 @@ def to_answer(
 
     Args:
         queries, model, tokenizer, image_format, max_pixels: as of :func:`batch`.
-        share: whether prompts that begin with the same images, after the same text, may be read
-            as beginnings and rests; they are where a device then reads half the beginnings at most.
+        share: whether the prefix of several prompts, the same images after the same text, may be
+            read once; it is where that halves the images that a device reads at least.
 
     Raises:
         ConfigError: the numbers of marks and images differ, or the text has a special token.
         DataError: an image can't be read.
     """
-    images = [given for given, _ in queries]
+    # Each image once: what makes its items anew would give other objects each time.
+    images = [list(given) for given, _ in queries]
     loaded = _loaded(images, image_format, max_pixels)
     ids = [
         ids_to_answer([span for _, span in of_prompt], prompt, tokenizer)
@@ -206,33 +208,57 @@ def _prompts(
     share: bool,
 ) -> Prompts:
     how = (model, tokenizer, image_format)
-    first: dict[Any, int] = {}
-    """The first prompt of each beginning."""
-    ends = [int(np.flatnonzero(own == tokenizer.image_id).max(initial=-1)) + 1 for own in ids]
-    of = []
-    for i, (own, end, given) in enumerate(zip(ids, ends, images, strict=True)):
-        key = (own[:end].tobytes(), *map(_name, given))
-        of.append(first.setdefault(key, i))
-    chosen = list(first.values())
-    causal = model.config.decoder.visual_mask == "causal"
+    sequences = _expanded(ids, loaded, tokenizer)
+    whole = _collated(sequences, example_ids, *how)
+    if not share or not _can_share(model, sequences, tokenizer.image_id):
+        return Prompts(whole)
     shards = batch_shards(model.mesh)
-    most = 1 << (len(chosen) - 1).bit_length()  # few numbers of beginnings are compiled
-    fewer = 2 * -(-most // shards) <= -(-len(ids) // shards)
-    if not (share and causal and all(ends) and fewer):
-        return Prompts(_collated(_expanded(ids, loaded, tokenizer), example_ids, *how))
-    begun = _expanded([ids[i][: ends[i]] for i in chosen], [loaded[i] for i in chosen], tokenizer)
-    whole = _expanded(ids, loaded, tokenizer)
-    row = [chosen.index(i) for i in of]
-    rests = [
-        _Sequence(image_placeholders.after(own.tokens, len(begun[at].tokens.ids)), [])
-        for own, at in zip(whole, row, strict=True)
-    ]
+    rows, prefixes = len(whole.tokens) // shards, list[list[_Sequence]]()
+    rests, of = list[_Sequence](), np.zeros((shards, rows), np.int32)
+    for shard in range(shards):  # each reads those of its own prompts
+        found: dict[Any, int] = {}
+        own = list[_Sequence]()
+        for i in range(shard * rows, min((shard + 1) * rows, len(ids))):
+            tokens, tiles = sequences[i]
+            end = _end_of_images(tokens, tokenizer.image_id)
+            key = (tokens.ids[:end].tobytes(), *map(_name, images[i]))
+            if key not in found:
+                found[key] = len(own)
+                own.append(_Sequence(image_placeholders.before(tokens, end), tiles))
+            of[shard, i - shard * rows] = found[key]
+            rests.append(_Sequence(image_placeholders.after(tokens, end), []))
+        prefixes.append(own)
+    # Few numbers of prefixes are compiled.
+    most = 1 << (max(map(len, prefixes)) - 1).bit_length()
+    if 2 * most > rows:
+        return Prompts(whole)
+    filled = [x for own in prefixes for x in (own + (own or prefixes[0])[:1] * most)[:most]]
+    batch = _collated(filled, range(len(filled)), *how)
     rest = _collated(rests, example_ids, *how)
-    row += [0] * (len(rest.tokens) - len(row))  # of the rows that fill up the batch
-    begun += [begun[0]] * (most - len(chosen))
-    beginnings = _collated(begun, range(most), *how)
+    if 4 * (batch.tokens.shape[1] + rest.tokens.shape[1]) > 5 * whole.tokens.shape[1]:
+        return Prompts(whole)  # padding twice would take the memory
     here = batch_sharding(model.mesh)
-    return Prompts(rest, Beginnings(beginnings, jax.device_put(np.asarray(row, np.int32), here)))
+    return Prompts(rest, SharedPrefixes(batch, jax.device_put(of, here)))
+
+
+def _can_share(model: Model, sequences: Sequence[_Sequence], image_id: int) -> bool:
+    """Whether prompts can be read as prefixes and what follows: no token looks ahead."""
+    relevance = model.config.connector.relevance
+    if model.config.decoder.visual_mask != "causal" or (relevance.budget and relevance.query):
+        return False
+    for tokens, _ in sequences:
+        end = _end_of_images(tokens, image_id)
+        of_image = tokens.tile[end:].any() or (
+            tokens.source is not None and (tokens.source[end:] != -1).any()
+        )
+        if not end or end == len(tokens.ids) or of_image:
+            return False
+    return True
+
+
+def _end_of_images(tokens: Expanded, image_id: int) -> int:
+    """The number of tokens up to the last visual token; 0 without images."""
+    return int(np.flatnonzero(tokens.ids == image_id).max(initial=-1)) + 1
 
 
 def _collated(

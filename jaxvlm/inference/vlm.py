@@ -293,7 +293,7 @@ class VLM:
     ) -> DecodeState:
         d = self.model.config.decoder
         shape = (d.depth, d.num_kv_heads, d.head_dim)
-        how = (sampling, capacity, shape, key, compression, asked.beginnings)
+        how = (sampling, capacity, shape, key, compression, asked.prefixes)
         return prefill(self.model.module(params), asked.batch, *how)
 
     def _continue(

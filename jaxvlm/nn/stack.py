@@ -188,14 +188,26 @@ class Stack(nnx.Module):
             if not (self.staged and first is None):
                 return _scan(block(is_local), x, xs)
 
-            def scan(x: jax.Array, xs: Any, kept: Any) -> Any:
-                one = block(is_local)
+            # Each stage updates its part of the KV cache in place.
+            held, rest = (None, None) if kv is None else ((kv.k, kv.v), kv._replace(k=None, v=None))
+
+            def scan(x: jax.Array, held: Any, xs: Any, kept: Any) -> Any:
+                one, (params, own, *others) = block(is_local), xs
                 if cached is not None and kept is not None:  # those of the stage's layers
                     one = block_in(context._replace(cached=cached._replace(kept=kept)))
-                return _scan(one, x, xs)
+                if held is not None:
+                    own = own._replace(k=held[0], v=held[1])
+                x, side = _scan(one, x, (params, own, *others))
+                if side.kv is None:
+                    return x, None, side
+                return x, side.kv[:2], side._replace(kv=side.kv._replace(k=None, v=None))
 
-            kept = None if cached is None else cached.kept
-            return in_turn(scan, self.blocks.axes.mesh, x, xs, kept)
+            own = None if cached is None else cached.kept
+            of_layers = (params, rest, choice, number)
+            x, held, side = in_turn(scan, self.blocks.axes.mesh, x, held, of_layers, own)
+            if held is not None:
+                side = side._replace(kv=side.kv._replace(k=held[0], v=held[1]))
+            return x, side
 
         return run
 

@@ -195,13 +195,13 @@ def test_questions_about_shared_images_answer_as_each_alone(folder, odd, two, kv
     model = jaxvlm.load(folder("Qwen2_5_VL"), mesh=MeshConfig(data=2, context=4))
     large = [str(odd.parent / "3.png")]
     images = [two, large, large, two, large, two, two]
-    asked = [(given, f"which color is {'it ' * i}?") for i, given in enumerate(images)]
+    asked = [(given, f"which color is {'it ' * (60 + i)}?") for i, given in enumerate(images)]
     how = (model.model, model.tokenizer, model.image_format, 10**6)
     shared, alone = (prompts.to_answer(asked, *how, share=share) for share in (True, False))
-    assert alone.beginnings is None
-    each = shared.beginnings.batch
-    assert len(each.tokens) == 2 and len(each.patches) < len(alone.batch.patches)
-    assert shared.batch.patches is None and shared.batch.tokens.shape[1] < each.tokens.shape[1]
+    assert alone.prefixes is None
+    each = shared.prefixes.batch
+    assert len(each.tokens) == 4 and each.patches.nbytes < alone.batch.patches.nbytes
+    assert shared.batch.patches is None
     together = model.generate_batch(asked, max_new_tokens=12, **kv)
     assert len(set(together)) > 1
     assert together == [model.generate(*one, max_new_tokens=12, **kv) for one in asked]
