@@ -442,6 +442,7 @@ def load(
         pretrained.check_tokens(source, tokenizer)
     config = dataclasses.replace(config, model=with_vocab(config.model, tokenizer.vocab_size))
     settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
+    settings = _for_stages(settings, mesh or MeshConfig())
     config = dataclasses.replace(config, model=settings)
     embeddings = config.embedding if trains_embeddings(config) else None
     model = build_model(settings, make_mesh(mesh or MeshConfig()), embeddings=embeddings)
@@ -464,6 +465,14 @@ def _hugging_face_config(
     # Sequences are as long as their records need, up to a length that no chat reaches.
     data = DataConfig(max_length=16_384, max_images_per_sequence=128, packing=False, buckets=32)
     return Config(model=model, data=data)
+
+
+def _for_stages(model: ModelConfig, mesh: MeshConfig) -> ModelConfig:
+    """Settings that a pipeline's stages take: the backward pass alone reads ``remat``."""
+    if mesh.pipeline == 1:
+        return model
+    parts = {x: dataclasses.replace(getattr(model, x), remat="full") for x in ("vision", "decoder")}
+    return dataclasses.replace(model, **parts)
 
 
 def _of_run(config: Config, workdir: pathlib.Path, model: Any, which: str) -> tuple[Any, Params]:

@@ -81,6 +81,8 @@ def test_a_folder_answers_as_transformers_does(data, folder):
     ours = our_logits(model, path, "which color is it?")
     close_in_norm(ours, logits, 1e-4)
     assert model.generate(path, "which color is it?", max_new_tokens=8) == answer
+    staged = jaxvlm.load(folder, mesh=MeshConfig(data=4, pipeline=2))
+    assert staged.generate(path, "which color is it?", max_new_tokens=8) == answer
     several = [([path], "which color is it?"), ([], "what?"), ([path, path], "<image> or <image>")]
     together = model.generate_batch(several, max_new_tokens=40)
     assert together[0].startswith(answer)
