@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from builders import TINY, devices_of
 
-from jaxvlm.config import Config, DataConfig, MeshConfig
+from jaxvlm.config import Config, ConnectorConfig, DataConfig, MeshConfig, RelevanceConfig
+from jaxvlm.data import image_placeholders
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.inference import prompts
@@ -124,3 +125,15 @@ def test_images_that_are_made_anew_are_read_as_they_are():
             np.testing.assert_array_equal(np.asarray(batch.pixels)[i, 0], frames[i])
     stack = shared(vlm, [(Decoded(frames), "what is it")]).batch
     np.testing.assert_array_equal(np.asarray(stack.pixels)[0], frames)
+
+
+@pytest.mark.parametrize("by_question", [True, False])
+def test_tokens_that_depend_on_the_question_are_not_shared(by_question):
+    vlm = vlm_of(MESHES["one"])
+    relevance = RelevanceConfig(budget=7, query=by_question)
+    config = dataclasses.replace(vlm.model.config, connector=ConnectorConfig(relevance=relevance))
+    image_id = vlm.tokenizer.image_id
+    tokens = image_placeholders.expand(np.array([5, image_id, 6]), image_id, [Span.of(image_id, 4)])
+    stub = dataclasses.replace(vlm.model, config=config)
+    asked = [prompts._Sequence(tokens, [])]
+    assert prompts._can_share(stub, asked, image_id) is not by_question
