@@ -90,6 +90,12 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def mappings() -> int:
+    """Return the number of memory mappings of this process; 0 where that is not known."""
+    path = pathlib.Path("/proc/self/maps")
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
 def children() -> dict[int, str]:
     """Return this process's children, {process id: command line}, that no library keeps."""
     found = {}
