@@ -15,7 +15,12 @@ from jaxvlm.config import (
     to_config_dict,
 )
 
-ARGS = {"finetune": ("folder",), "lora": ("folder",), "relevance": ("folder",)}
+ARGS = {
+    "finetune": ("folder",),
+    "kv_cache": ("folder",),
+    "lora": ("folder",),
+    "relevance": ("folder",),
+}
 RECIPES = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 AS_DATACLASS = """
 from jaxvlm.config import Config, MeshConfig, OptimConfig
