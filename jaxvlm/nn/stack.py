@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 from jaxvlm.config import check_choice
 from jaxvlm.nn.attention import Attention, Context
@@ -188,26 +189,13 @@ class Stack(nnx.Module):
             if not (self.staged and first is None):
                 return _scan(block(is_local), x, xs)
 
-            # Each stage updates its part of the KV cache in place.
-            held, rest = (None, None) if kv is None else ((kv.k, kv.v), kv._replace(k=None, v=None))
+            def block_with(kept: Any) -> Any:
+                if cached is None or kept is None:
+                    return block(is_local)
+                return block_in(context._replace(cached=cached._replace(kept=kept)))
 
-            def scan(x: jax.Array, held: Any, xs: Any, kept: Any) -> Any:
-                one, (params, own, *others) = block(is_local), xs
-                if cached is not None and kept is not None:  # those of the stage's layers
-                    one = block_in(context._replace(cached=cached._replace(kept=kept)))
-                if held is not None:
-                    own = own._replace(k=held[0], v=held[1])
-                x, side = _scan(one, x, (params, own, *others))
-                if side.kv is None:
-                    return x, None, side
-                return x, side.kv[:2], side._replace(kv=side.kv._replace(k=None, v=None))
-
-            own = None if cached is None else cached.kept
-            of_layers = (params, rest, choice, number)
-            x, held, side = in_turn(scan, self.blocks.axes.mesh, x, held, of_layers, own)
-            if held is not None:
-                side = side._replace(kv=side.kv._replace(k=held[0], v=held[1]))
-            return x, side
+            kept = None if cached is None else cached.kept
+            return _scan_on_stages(block_with, self.blocks.axes.mesh, x, xs, kept)
 
         return run
 
@@ -227,6 +215,31 @@ def _scan(block: Any, x: jax.Array, xs: Any) -> tuple[jax.Array, BlockOutputs]:
     layers = (params, kv.part, choice, number, jnp.arange(len(kv.k)))
     (x, k, v), side = jax.lax.scan(body, (x, kv.k, kv.v), layers)
     return x, side._replace(kv=kv._replace(k=k, v=v, observed=side.kv))
+
+
+def _scan_on_stages(
+    block_with: Callable[[Any], Any], mesh: Mesh, x: jax.Array, xs: Any, kept: Any
+) -> tuple[jax.Array, BlockOutputs]:
+    """Scan over layers, each on its stage, which updates its part of a KV cache in place.
+
+    ``block_with(kept)`` is the block that reads the kept places of its own stage.
+    """
+    params, kv, *others = xs
+    held, rest = (None, None) if kv is None else ((kv.k, kv.v), kv._replace(k=None, v=None))
+
+    def scan(x: jax.Array, held: Any, xs: Any, kept: Any) -> Any:
+        params, own, *others = xs
+        if held is not None:
+            own = own._replace(k=held[0], v=held[1])
+        x, side = _scan(block_with(kept), x, (params, own, *others))
+        if side.kv is None:
+            return x, None, side
+        return x, side.kv[:2], side._replace(kv=side.kv._replace(k=None, v=None))
+
+    x, held, side = in_turn(scan, mesh, x, held, (params, rest, *others), kept)
+    if held is not None:
+        side = side._replace(kv=side.kv._replace(k=held[0], v=held[1]))
+    return x, side
 
 
 def _chosen(

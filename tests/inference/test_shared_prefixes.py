@@ -55,7 +55,7 @@ def drawn(count):
 
 
 class Decoded(Sequence):
-    """Images that are made anew each time, as a video's frames are."""
+    """Images that are decoded each time, as a video's frames are."""
 
     def __init__(self, frames):
         self.frames = frames
@@ -115,7 +115,7 @@ def test_what_may_not_be_shared_is_not():
     assert shared(vlm_of(MESHES["one"], [6, 7, 8], visual_mask="prefix"), queries).prefixes is None
 
 
-def test_images_that_are_made_anew_are_read_as_they_are():
+def test_images_that_are_decoded_each_time_are_read_as_they_are():
     """They live for a moment, each at the address of the one before."""
     vlm, frames = vlm_of(MESHES["one"]), drawn(4)
     for share in (True, False):
