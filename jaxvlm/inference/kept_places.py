@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
-from PIL import Image
 
 from jaxvlm.config import ConfigError
 from jaxvlm.inference import kv_compression, prompts
@@ -65,10 +63,7 @@ def kept_places(
     if policy is None:
         raise ConfigError("kv=none keeps every place; choose a method, such as kv=vl_cache")
     kv_compression.check_model(model.config.decoder)
-    given: Any = images
-    if isinstance(images, (str, os.PathLike, Image.Image, np.ndarray)):
-        given = [images]
-    asked = [(given, prompt)]
+    asked = [(prompts.listed(images), prompt)]
     how = (model, vlm.tokenizer, vlm.image_format, vlm.config.data.max_pixels)
     batch = prompts.to_answer(asked, *how).batch
     d, stages = model.config.decoder, model.mesh.shape["pipeline"]

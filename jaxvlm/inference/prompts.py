@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray
 """An image: a file, a PIL image, or u8[H, W, 3]."""
 
+_ONE = (str, os.PathLike, Image.Image, np.ndarray)
+
 _LENGTH_STEP = 32
 """Prompts are padded to one of few multiples of it, so that few lengths are compiled."""
 
@@ -44,10 +46,10 @@ def batch(
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
     max_pixels: int,
-    instruction: str | None = None,
+    instruction: str,
     max_length: int = 0,
 ) -> Batch:
-    """Builds a batch of prompts, padded on the left to one length, with their images.
+    """Builds a batch of prompts to embed, padded on the left to one length, with their images.
 
     Args:
         queries: (images, prompt), each a sequence; ``<image>`` marks where each image goes.
@@ -55,8 +57,8 @@ def batch(
         tokenizer: tokenizer with the chat template.
         image_format: how the model takes images.
         max_pixels: maximum number of pixels of an image file.
-        instruction: instruction of prompts to embed; ``None`` if the prompts are to be answered.
-        max_length: maximum number of tokens of a prompt to embed: longer texts are truncated as in
+        instruction: instruction that the model reads as the system turn.
+        max_length: maximum number of tokens of a prompt: longer texts are truncated as in
             training, which is logged; 0 is no limit.
 
     Returns:
@@ -72,12 +74,9 @@ def batch(
     spans = [[span for _, span in images] for images in loaded]
     ids, truncated = [], 0
     for (_, prompt), of_prompt in zip(queries, spans, strict=True):
-        if instruction is None:
-            ids.append(ids_to_answer(of_prompt, prompt, tokenizer))
-        else:
-            cut, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
-            ids.append(cut)
-            truncated += is_cut
+        cut, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
+        ids.append(cut)
+        truncated += is_cut
     if truncated:
         text = "%d of %d texts are longer than %d tokens and were truncated"
         _log.warning(text, truncated, len(queries), max_length)
@@ -169,6 +168,11 @@ def _loaded(
         if _name(image) not in found:
             found[_name(image)] = _load(image, image_format, max_pixels)
     return [[found[_name(image)] for image in of_prompt] for of_prompt in images]
+
+
+def listed(images: ImageLike | Sequence[ImageLike]) -> list[Any]:
+    """Return one image, or several, as a list."""
+    return [images] if isinstance(images, _ONE) else list(images)
 
 
 def _name(image: ImageLike) -> str | int:

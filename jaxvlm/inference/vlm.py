@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.restore import restore_params, saved_params
@@ -49,7 +48,6 @@ from jaxvlm.parallel.sharding import replicated
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.types import Batch, Params
 
-_ONE = (str, os.PathLike, Image.Image, np.ndarray)
 _CAPACITY_STEP = 64
 """The KV cache's capacity for new tokens is a multiple of it, so that few lengths are compiled."""
 _TOKENS_PER_CALL = 16
@@ -141,7 +139,7 @@ class VLM:
             ConfigError: the numbers of marks and images differ, or a setting is out of range.
             DataError: an image can't be read.
         """
-        return self.generate_batch([(_listed(images), prompt)], max_new_tokens, **options)[0]
+        return self.generate_batch([(prompts.listed(images), prompt)], max_new_tokens, **options)[0]
 
     def generate_batch(
         self,
@@ -166,7 +164,7 @@ class VLM:
     ) -> Iterator[str]:
         """Yields the answer in pieces as it is generated; arguments as for :meth:`generate`."""
         sent = ""
-        for (text,) in self._texts([(_listed(images), prompt)], max_new_tokens, **options):
+        for (text,) in self._texts([(prompts.listed(images), prompt)], max_new_tokens, **options):
             text = text.lstrip() if not sent else text
             # An incomplete character, or the space before a word, waits for the next tokens.
             complete = text.rstrip("\ufffd ")
@@ -202,7 +200,8 @@ class VLM:
             raise ConfigError(f"dims={dims}: the model's embeddings have {self.width}")
         if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
             raise ConfigError("this model computes an embedding per token, not one per item")
-        batch = self._batch(queries, instruction, max_length)
+        how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
+        batch = prompts.batch(queries, *how, instruction, max_length)
         return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
 
     def _texts(
@@ -259,15 +258,6 @@ class VLM:
             yield [self._text(row[:max_new_tokens]) for row in new]
             if np.asarray(done):
                 return
-
-    def _batch(
-        self,
-        queries: Sequence[tuple[Sequence[ImageLike], str]],
-        instruction: str | None = None,
-        max_length: int = 0,
-    ) -> Batch:
-        how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        return prompts.batch(queries, *how, instruction, max_length)
 
     def _check_answers(self) -> None:
         if trains_embeddings(self.config):
@@ -367,10 +357,6 @@ def _shares(policy: KVPolicy | None) -> bool:
     Not where the scorer looks from the prompt's last tokens, wherever these are (SnapKV's window).
     """
     return policy is None or policy.scorer != "snapkv"
-
-
-def _listed(images: ImageLike | Sequence[ImageLike]) -> list[Any]:
-    return [images] if isinstance(images, _ONE) else list(images)
 
 
 def load(

@@ -73,9 +73,9 @@ def test_trains_answers_and_comes_out(data, tmp_path, capsys):
     before, _ = torch_logits(folder, paths, prompt)
     assert np.linalg.norm(before - logits) > 1e-2 * np.linalg.norm(logits), "training changed it"
     model = jaxvlm.load(out, mesh=MeshConfig(data=1, fsdp=4, tensor=2))
-    batch = prompts.batch(
+    batch = prompts.to_answer(
         [(paths, prompt)], model.model, model.tokenizer, model.image_format, 10**6
-    )
+    ).batch
     assert batch.pixels.shape[1] == (1 + 2 * 2) + (1 + 2), "tiles"
     made = model.model.apply(model.params, batch)
     ours = np.asarray(made.hidden @ made.head)[0][np.asarray(batch.segment)[0] > 0]

@@ -111,7 +111,8 @@ def assert_same_pixels(patches, vision, expected):
 
 def our_batch(model, images, prompt):
     asked = [(images, prompt)]
-    return prompts.batch(asked, model.model, model.tokenizer, model.image_format, 10**6)
+    how = (model.model, model.tokenizer, model.image_format, 10**6)
+    return prompts.to_answer(asked, *how).batch
 
 
 def our_logits(model, images, prompt):

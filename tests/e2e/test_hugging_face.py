@@ -64,9 +64,9 @@ def torch_logits(folder, image, prompt, dtype=None):
 
 
 def our_logits(model, image, prompt):
-    batch = prompts.batch(
+    batch = prompts.to_answer(
         [([image], prompt)], model.model, model.tokenizer, model.image_format, 10**6
-    )
+    ).batch
     out = model.model.apply(model.params, batch)
     logits = np.asarray(out.hidden @ out.head)
     return logits[0][np.asarray(batch.segment)[0] > 0]

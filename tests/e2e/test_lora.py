@@ -84,9 +84,9 @@ def adapter(request, folder, tmp_path_factory):
 def asked(model, data):
     """A prompt about an image: our batch, and transformers' inputs."""
     image = str(data.parent / "0.png")
-    batch = prompts.batch(
+    batch = prompts.to_answer(
         [([image], PROMPT)], model.model, model.tokenizer, model.image_format, 10**6
-    )
+    ).batch
     real = np.asarray(batch.segment)[0] > 0
     pixels = np.asarray(batch.pixels, np.float32)[0] / 255
     vision = model.config.model.vision

@@ -59,9 +59,9 @@ def assert_asked_as_trained(run):
         given = run.dataset.records[record]
         first = np.flatnonzero((batch.segment[row] == segment) & (batch.loss_weight[row] > 0))[0]
         asked = re.sub("<image>", "", given.turns[0].content).strip()
-        prompt = prompts.batch(
+        prompt = prompts.to_answer(
             [(given.images, asked)], run.model, run.tokenizer, run.image_format, 10**6
-        )
+        ).batch
         alone = np.asarray(apply(params, prompt).hidden)
         np.testing.assert_allclose(alone[0, -1], hidden[row, first - 1], rtol=1e-4, atol=1e-5)
 
