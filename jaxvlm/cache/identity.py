@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvlm.cache.run_inputs import CacheInputs
 from jaxvlm.cache.store import segment_files
 from jaxvlm.checkpoint.digest import bit_words, flat_index, mix
 from jaxvlm.checkpoint.run_record import has_checkpoint, write_whole
-from jaxvlm.config import ConfigError, DualConfig, json_text
+from jaxvlm.config import Config, ConfigError, DualConfig, json_text
+from jaxvlm.data.images.image_files import Preparation
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape
 from jaxvlm.types import Params, is_vision_path
@@ -54,20 +54,28 @@ def changed_settings(part: Any) -> dict[str, Any]:
     return found
 
 
-def identity(run: CacheInputs, params: Params, encode_batch: int) -> dict[str, Any]:
+def identity(
+    config: Config,
+    model: Model,
+    preparation: Preparation,
+    windows: Sequence[int],
+    params: Params,
+    encode_batch: int,
+) -> dict[str, Any]:
     """Collect all facts that tokens depend on in addition to the image.
 
     Args:
-        run: its settings, model and dataset.
+        config: settings of the run.
+        model: on its mesh.
+        preparation: of images.
+        windows: numbers of tokens that an image is padded to.
         params: of the model.
         encode_batch: images that the vision encoder takes at once on a data shard.
 
     Returns:
         JSON values; two runs with equal facts compute equal tokens of the same image.
     """
-    config, model, pages = run.config, run.model, run.pages
     network = config.network
-    assert pages is not None
     facts: dict[str, Any] = {
         "weights": weights_digest(params),
         "vision_encoder": changed_settings(network.vision),
@@ -75,7 +83,7 @@ def identity(run: CacheInputs, params: Params, encode_batch: int) -> dict[str, A
         "pooled": isinstance(network, DualConfig),
         # Adapters above frozen blocks do not change the cached hidden states below.
         "adapters": {} if model.has_frozen_blocks else changed_settings(network.lora),
-        "images": run.dataset.preparation.fingerprint,
+        "images": preparation.fingerprint,
         "libraries": {name: version(name) for name in ("pillow", "transformers")},
         "tokens_version": TOKENS_VERSION,
     }
@@ -91,7 +99,7 @@ def identity(run: CacheInputs, params: Params, encode_batch: int) -> dict[str, A
             "dtype": network.dtype,
             "attention": network.attention,
             "sharding": _sharding(model),
-            "encode_batch": [*pages.windows, encode_batch],
+            "encode_batch": [*windows, encode_batch],
         }
     return facts
 

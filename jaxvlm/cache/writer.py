@@ -225,7 +225,9 @@ def open_cache_writer(
     refuse_shared_sequences(run)
     store = None
     if config.store:
-        facts = identity(run, params(), encode_batch)
+        assert run.pages is not None
+        images = (run.dataset.preparation, run.pages.windows)
+        facts = identity(run.config, run.model, *images, params(), encode_batch)
         folder = pathlib.Path(config.store).expanduser()
         only = None
         if config.codec != "exact" and run.workdir:

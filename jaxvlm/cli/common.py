@@ -92,6 +92,32 @@ def define_kv(values: flags.FlagValues) -> None:
     define_flags(values, _KV, kv="none", kv_clip=False, **numbers)
 
 
+CACHE = {
+    "cache_memory_mb": "The maximum size of visual tokens in host memory, in MiB, so that an image "
+    "that is read again is not re-encoded; 0 keeps none.",
+    "cache_store": "A folder in which images' visual tokens are read and written, as a training "
+    "run's config.cache.store (docs/cache.md).",
+}
+
+
+def define_cache(values: flags.FlagValues) -> None:
+    """Declare the flags of the visual-token cache."""
+    define_flags(values, CACHE, cache_memory_mb=0, cache_store="")
+
+
+def use_cache(values: flags.FlagValues, model: Any) -> None:
+    """Have a model read visual tokens from the cache that the flags choose, if any."""
+    if values.cache_memory_mb or values.cache_store:
+        model.use_cache(values.cache_memory_mb, values.cache_store)
+
+
+def say_cached(model: Any) -> None:
+    """Print how many images were read from the cache, and write its tokens to disk."""
+    if getattr(model, "cache", None) is not None:
+        say(model.cache.counts.text())
+        model.cache.close()
+
+
 def kv_settings(values: flags.FlagValues) -> dict[str, Any]:
     """The arguments of :func:`jaxvlm.inference.kv_policy.policy_of`, checked."""
     from jaxvlm.inference.kv_policy import policy_of

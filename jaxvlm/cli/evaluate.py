@@ -53,6 +53,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     lists["template"] = ("a photo of a {}.",)
     common.define_flags(values, _FLAGS, limit=0, seed=0, retrieval=False, batch_size=64, **lists)
     common.define_kv(values)
+    common.define_cache(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -78,6 +79,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     embeds = isinstance(model, Encoder) or embedding_evaluator.run_of(model)
     if compressed and embeds:
         raise ConfigError(f"--kv={values.kv} is for answers, not for embeddings; leave it out")
+    if not (embeds or values.retrieval):
+        common.use_cache(values, model)
+    elif cached := [name for name in common.CACHE if values[name].present]:
+        raise ConfigError(f"--{cached[0]} is for answers, not for embeddings; leave it out")
     if values.retrieval or (isinstance(model, Encoder) and model.run is None):
         return _retrieval(values, model, *(given or _pairs(values)))
     target = _choose_format(values, model)
@@ -140,6 +145,7 @@ def _of_run(values: flags.FlagValues, model: Any, kv: dict[str, Any]) -> dict[st
     )
     for line in report.lines():
         common.say(line)
+    common.say_cached(model)
     if values.kv != "none":
         common.say(f"of the last batch: {model.kv_memory.text()}")
     return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
@@ -150,7 +156,7 @@ def _classes(values: flags.FlagValues) -> dict[str, Any]:
     from jaxvlm.inference import zero_shot
 
     others = ("corpus", "retrieval", "prediction_grid", "dims", "precisions", "literal_markers")
-    for name in (*others, "kv", "seed"):
+    for name in (*others, "kv", "seed", *common.CACHE):
         if values[name].present:
             raise ConfigError(f"--{name} does not go with --classes; leave one out")
     if not values.data:

@@ -7,6 +7,7 @@ from typing import Any
 from absl import flags
 
 from jaxvlm.cli.common import (
+    define_cache,
     define_flags,
     define_kv,
     define_model,
@@ -14,6 +15,8 @@ from jaxvlm.cli.common import (
     kv_settings,
     load_model,
     say,
+    say_cached,
+    use_cache,
 )
 
 SUMMARY = "Answer a prompt about images."
@@ -38,6 +41,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
     define_flags(values, _FLAGS, image=(), max_new_tokens=64, **sampling)
     define_kv(values)
+    define_cache(values)
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -49,12 +53,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError("generate needs --prompt=TEXT")
     kv = kv_settings(values)
     model = load_model("generate", values)
+    use_cache(values, model)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     pieces, options = [], {name: values[name].value for name in names} | kv
     for piece in model.stream(values.image, values.prompt, **options):
         pieces.append(piece)
         say(piece, end="")
     say("")
+    say_cached(model)
     result = {"answer": "".join(pieces).strip()}
     if values.kv == "none":
         return result

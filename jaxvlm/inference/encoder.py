@@ -18,8 +18,8 @@ from jaxvlm.data.tokenizer import text_tokenizer
 from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.encoder_folder import described
 from jaxvlm.hf.families import sentences
-from jaxvlm.inference import input_types, prompts
-from jaxvlm.inference.prompts import ImageLike
+from jaxvlm.inference import input_types
+from jaxvlm.inference.prompt_images import ImageLike, load_pixels
 from jaxvlm.parallel.distributed.processes import set_up_process
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, replicated
@@ -122,7 +122,7 @@ class Encoder:
 
         def batch(indices: Sequence[int], count: int) -> tuple[np.ndarray, ...]:
             most = self.run.data.max_pixels if self.run else DataConfig().max_pixels
-            loaded = [prompts.load_pixels(images[i], prepare.prepare, most) for i in indices]
+            loaded = [load_pixels(images[i], prepare.prepare, most) for i in indices]
             flat = [pixels.reshape(pixels.shape[-3:]) for pixels in loaded]
             rows = np.arange(len(flat))
             how = (prepare.size, prepare.patching, prepare.max_patches)

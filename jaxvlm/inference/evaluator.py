@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.evals.exact_match import evaluate
+from jaxvlm.inference.visual_tokens import VisualTokens
 from jaxvlm.losses.next_token import targets, token_scores
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import (
@@ -62,10 +63,18 @@ class Evaluator:
         model: model to evaluate.
         dataset: records to evaluate on.
         batch_size: number of sequences per batch, over all devices.
+        cache: of the images' visual tokens; ``None``: the model encodes all images.
     """
 
-    def __init__(self, model: Model, dataset: Dataset, batch_size: int):
+    def __init__(
+        self,
+        model: Model,
+        dataset: Dataset,
+        batch_size: int,
+        cache: VisualTokens | None = None,
+    ):
         self.model, self.dataset, self.batch_size = model, dataset, batch_size
+        self.cache = cache
         self.rows = local_rows(model.mesh, batch_size)
         sharding = batch_sharding(model.mesh)
         self._apply = forward_of(model, batch_size // batch_shards(model.mesh))
@@ -102,7 +111,11 @@ class Evaluator:
         kinds = [record.tags.get("kind", "") for record in self.dataset.records]
         batches = self.dataset.eval(self.rows, self.batch_size, limit, shuffled)
 
+        # The control resizes images of any size, whose tokens are then not those of their key.
+        cache = None if shuffled and self.model.config.vision.packed else self.cache
+
         def score(local: Batch) -> tuple[np.ndarray, ...]:
+            local = cache.complete(local) if cache else local
             outputs = self._scores(params, to_global(self.model.mesh, local, self.batch_size))
             zero = np.zeros(local.tokens.shape[1], np.float32)
             owned = [owned_rows(x) for x in outputs]

@@ -12,7 +12,7 @@ from jaxvlm.config import ConfigError
 from jaxvlm.inference import kv_compression, prompts
 from jaxvlm.inference.generate import Compression, DecodeState, Sampling, prefill
 from jaxvlm.inference.kv_policy import policy_of
-from jaxvlm.inference.prompts import ImageLike
+from jaxvlm.inference.prompt_images import ImageLike, listed
 from jaxvlm.types import Batch, Params
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ def kept_places(
     if policy is None:
         raise ConfigError("kv=none keeps every place; choose a method, such as kv=vl_cache")
     kv_compression.check_model(model.config.decoder)
-    asked = [(prompts.listed(images), prompt)]
+    asked = [(listed(images), prompt)]
     how = (model, vlm.tokenizer, vlm.image_format, vlm.config.data.max_pixels)
-    batch = prompts.to_answer(asked, *how).batch
+    batch = prompts.to_answer(asked, *how, cache=vlm.cache).batch
     d, stages = model.config.decoder, model.mesh.shape["pipeline"]
     compression = Compression(policy, vlm.tokenizer.image_id, stages, with_places=True)
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from PIL import Image, ImageOps
 
 from jaxvlm.config import ConfigError
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.collate import Places, PromptShape, collate_images, collate_prompts
-from jaxvlm.data.errors import DataError, ImageError
+from jaxvlm.data.conversations.collate import PromptShape, collate_prompts
+from jaxvlm.data.conversations.packing import bucket
+from jaxvlm.data.image_inputs import ImageInput
 from jaxvlm.data.image_placeholders import Expanded
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs import collate_prompt_items
@@ -25,17 +23,20 @@ from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.inference.generate import SharedPrefixes
+from jaxvlm.inference.prompt_images import (
+    ImageLike,
+    LoadedImage,
+    collate_tiles,
+    load_images,
+    name_of,
+)
+from jaxvlm.inference.visual_tokens import VisualTokens
 from jaxvlm.parallel.mesh import batch_shards
-from jaxvlm.parallel.sharding import batch_sharding
+from jaxvlm.parallel.sharding import batch_sharding, local_rows, to_global
 from jaxvlm.spmd.model import Model
 from jaxvlm.types import Batch, Span
 
 _log = logging.getLogger(__name__)
-ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray
-"""An image: a file, a PIL image, or u8[H, W, 3]."""
-
-_ONE = (str, os.PathLike, Image.Image, np.ndarray)
-
 _LENGTH_STEP = 32
 """Prompts are padded to one of few multiples of it, so that few lengths are compiled."""
 
@@ -48,6 +49,7 @@ def batch(
     max_pixels: int,
     instruction: str,
     max_length: int = 0,
+    cache: VisualTokens | None = None,
 ) -> Batch:
     """Builds a batch of prompts to embed, padded on the left to one length, with their images.
 
@@ -60,6 +62,7 @@ def batch(
         instruction: instruction that the model reads as the system turn.
         max_length: maximum number of tokens of a prompt: longer texts are truncated as in
             training, which is logged; 0 is no limit.
+        cache: of the images' visual tokens; ``None``: the model encodes all images.
 
     Returns:
         The batch, sharded over the mesh.
@@ -70,8 +73,8 @@ def batch(
         DataError: an image can't be read.
     """
     queries = [(list(given), prompt) for given, prompt in queries]
-    loaded = _loaded([given for given, _ in queries], image_format, max_pixels)
-    spans = [[span for _, span in images] for images in loaded]
+    loaded = load_images([given for given, _ in queries], image_format, max_pixels, cache)
+    spans = [[image.span for image in images] for images in loaded]
     ids, truncated = [], 0
     for (_, prompt), of_prompt in zip(queries, spans, strict=True):
         cut, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
@@ -80,9 +83,8 @@ def batch(
     if truncated:
         text = "%d of %d texts are longer than %d tokens and were truncated"
         _log.warning(text, truncated, len(queries), max_length)
-    return _collated(
-        _expanded(ids, loaded, tokenizer), range(len(ids)), model, tokenizer, image_format
-    )
+    how = (model, tokenizer, image_format, cache)
+    return _collated(_expanded(ids, loaded, tokenizer), range(len(ids)), *how)
 
 
 class Prompts(NamedTuple):
@@ -107,11 +109,12 @@ def to_answer(
     image_format: image_files.ImageFormat,
     max_pixels: int,
     share: bool = False,
+    cache: VisualTokens | None = None,
 ) -> Prompts:
     """Builds a batch of prompts to answer.
 
     Args:
-        queries, model, tokenizer, image_format, max_pixels: as of :func:`batch`.
+        queries, model, tokenizer, image_format, max_pixels, cache: as of :func:`batch`.
         share: whether the prefix of several prompts, the same images after the same text, may be
             read once; it is where that halves the images that a device reads at least.
 
@@ -121,13 +124,13 @@ def to_answer(
     """
     # Each image once: what makes its items anew would give other objects each time.
     images = [list(given) for given, _ in queries]
-    loaded = _loaded(images, image_format, max_pixels)
+    loaded = load_images(images, image_format, max_pixels, cache)
     ids = [
-        ids_to_answer([span for _, span in of_prompt], prompt, tokenizer)
+        ids_to_answer([image.span for image in of_prompt], prompt, tokenizer)
         for (_, prompt), of_prompt in zip(queries, loaded, strict=True)
     ]
-    how = (model, tokenizer, image_format)
-    return _prompts(ids, images, loaded, range(len(ids)), *how, share)
+    how = (model, tokenizer, image_format, cache)
+    return _prompts(ids, images, loaded, range(len(ids)), share, *how)
 
 
 def of_ids(
@@ -139,6 +142,7 @@ def of_ids(
     image_format: image_files.ImageFormat,
     max_pixels: int,
     share: bool = False,
+    cache: VisualTokens | None = None,
 ) -> Prompts:
     """Builds a batch of prompts that are tokens; see :func:`to_answer`.
 
@@ -146,78 +150,54 @@ def of_ids(
         ids: i32[T] of each prompt, each image one token.
         images: files of each prompt's images.
         example_ids: of each prompt, by which it draws random numbers.
-        model, tokenizer, image_format, max_pixels, share: as of :func:`to_answer`.
+        model, tokenizer, image_format, max_pixels, share, cache: as of :func:`to_answer`.
 
     Raises:
         DataError: an image can't be read.
     """
-    loaded = _loaded(images, image_format, max_pixels)
-    return _prompts(ids, images, loaded, example_ids, model, tokenizer, image_format, share)
-
-
-_Loaded = tuple[np.ndarray, Span]
-"""An image as u8[tiles, H, W, 3], and the span of its tokens."""
-
-
-def _loaded(
-    images: Sequence[Sequence[ImageLike]], image_format: image_files.ImageFormat, max_pixels: int
-) -> list[list[_Loaded]]:
-    """Each prompt's images; an image of several prompts is loaded once."""
-    found: dict[str | int, _Loaded] = {}
-    for image in (image for of_prompt in images for image in of_prompt):
-        if _name(image) not in found:
-            found[_name(image)] = _load(image, image_format, max_pixels)
-    return [[found[_name(image)] for image in of_prompt] for of_prompt in images]
-
-
-def listed(images: ImageLike | Sequence[ImageLike]) -> list[Any]:
-    """Return one image, or several, as a list."""
-    return [images] if isinstance(images, _ONE) else list(images)
-
-
-def _name(image: ImageLike) -> str | int:
-    """What an image is known by: its file, or which object it is."""
-    return str(image) if isinstance(image, (str, os.PathLike)) else id(image)
+    loaded = load_images(images, image_format, max_pixels, cache)
+    how = (model, tokenizer, image_format, cache)
+    return _prompts(ids, images, loaded, example_ids, share, *how)
 
 
 class _Sequence(NamedTuple):
     """A prompt with its images."""
 
     tokens: Expanded
-    tiles: list[np.ndarray]
+    tiles: list[ImageInput]
 
 
 def _expanded(
-    ids: Sequence[np.ndarray], loaded: Sequence[Sequence[_Loaded]], tokenizer: ChatTokenizer
+    ids: Sequence[np.ndarray], loaded: Sequence[Sequence[LoadedImage]], tokenizer: ChatTokenizer
 ) -> list[_Sequence]:
-    spans = [[span for _, span in images] for images in loaded]
+    spans = [[image.span for image in images] for images in loaded]
     taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
     return [
         _Sequence(
-            image_placeholders.expand(own, tokenizer.image_id, [span for _, span in images], taps),
-            [tile for pixels, _ in images for tile in pixels],
+            image_placeholders.expand(own, tokenizer.image_id, own_spans, taps),
+            [tile for image in images for tile in image.tiles],
         )
-        for own, images in zip(ids, loaded, strict=True)
+        for own, own_spans, images in zip(ids, spans, loaded, strict=True)
     ]
 
 
 def _prompts(
     ids: Sequence[np.ndarray],
     images: Sequence[Sequence[ImageLike]],
-    loaded: Sequence[Sequence[_Loaded]],
+    loaded: Sequence[Sequence[LoadedImage]],
     example_ids: Sequence[int],
+    share: bool,
     model: Model,
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
-    share: bool,
+    cache: VisualTokens | None,
 ) -> Prompts:
-    how = (model, tokenizer, image_format)
+    how = (model, tokenizer, image_format, cache)
     sequences = _expanded(ids, loaded, tokenizer)
-    whole = _collated(sequences, example_ids, *how)
     if not share or not _can_share(model, sequences, tokenizer.image_id):
-        return Prompts(whole)
+        return Prompts(_collated(sequences, example_ids, *how))
     shards = batch_shards(model.mesh)
-    rows, prefixes = len(whole.tokens) // shards, list[list[_Sequence]]()
+    rows, prefixes = -(-len(ids) // shards), list[list[_Sequence]]()
     rests, of = list[_Sequence](), np.zeros((shards, rows), np.int32)
     for shard in range(shards):  # each reads those of its own prompts
         found: dict[Any, int] = {}
@@ -225,7 +205,7 @@ def _prompts(
         for i in range(shard * rows, min((shard + 1) * rows, len(ids))):
             tokens, tiles = sequences[i]
             end = _end_of_images(tokens, tokenizer.image_id)
-            key = (tokens.ids[:end].tobytes(), *map(_name, images[i]))
+            key = (tokens.ids[:end].tobytes(), *map(name_of, images[i]))
             if key not in found:
                 found[key] = len(own)
                 own.append(_Sequence(image_placeholders.before(tokens, end), tiles))
@@ -234,13 +214,13 @@ def _prompts(
         prefixes.append(own)
     # Few numbers of prefixes are compiled.
     most = 1 << (max(map(len, prefixes)) - 1).bit_length()
-    if 2 * most > rows:
-        return Prompts(whole)
     filled = [x for own in prefixes for x in (own + (own or prefixes[0])[:1] * most)[:most]]
+    # Padding twice would take the memory.
+    pads = 4 * (_length(filled) + _length(rests)) > 5 * _length(sequences)
+    if 2 * most > rows or pads:
+        return Prompts(_collated(sequences, example_ids, *how))
     batch = _collated(filled, range(len(filled)), *how)
     rest = _collated(rests, example_ids, *how)
-    if 4 * (batch.tokens.shape[1] + rest.tokens.shape[1]) > 5 * whole.tokens.shape[1]:
-        return Prompts(whole)  # padding twice would take the memory
     here = batch_sharding(model.mesh)
     return Prompts(rest, SharedPrefixes(batch, jax.device_put(of, here)))
 
@@ -271,13 +251,14 @@ def _collated(
     model: Model,
     tokenizer: ChatTokenizer,
     image_format: image_files.ImageFormat,
+    cache: VisualTokens | None,
 ) -> Batch:
     """The batch of prompts with their images, padded on the left, sharded over the mesh."""
     tokens, tiles = [x.tokens for x in sequences], [x.tiles for x in sequences]
     taps = max((0 if x.source is None else x.source.shape[1]) for x in tokens)
     shards = batch_shards(model.mesh)
     B = -(-len(sequences) // shards) * shards
-    T = _bucket(max(len(x.ids) for x in tokens), _LENGTH_STEP)
+    T = _length(sequences)
     R, most = max(len(x.positions) for x in tokens), max(map(len, tiles))
     collated = collate_prompts(
         [*tokens, *[None] * (B - len(tokens))],
@@ -285,33 +266,22 @@ def _collated(
         pad_id=tokenizer.pad_id,
         mask=model.config.decoder.visual_mask,
     )
-    images = _images(tiles, image_format, (B, most)) if most else {}
+    images = collate_tiles(tiles, image_format, (B, most), cache) if most else {}
     own = np.arange(B, dtype=np.int32)
     own[: len(tokens)] = example_ids
     collated = collated._replace(example_id=own, **images)
+    if cache is not None:
+        rows = local_rows(model.mesh, B)
+        local = jax.tree.map(lambda x: x[rows], collated)
+        return to_global(model.mesh, cache.complete(local), B)
+    collated = collated._replace(image_key=None)
     sharding = batch_sharding(model.mesh)
     return jax.tree.map(lambda x: jax.device_put(x, sharding), collated)
 
 
-def _bucket(count: int, step: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... times ``step`` that is at least ``count``."""
-    size = -(-count // step)
-    power = 1 << max(size - 1, 0).bit_length()
-    return step * (power * 3 // 4 if 4 * size <= 3 * power and power > 2 else power)
-
-
-def _images(
-    tiles: list[list[np.ndarray]], image_format: image_files.ImageFormat, shape: tuple[int, int]
-) -> dict[str, np.ndarray]:
-    """The fields of a batch that hold the images of each sequence."""
-    row = np.repeat(np.arange(len(tiles)), [len(t) for t in tiles])
-    slot = np.concatenate([np.arange(len(t)) for t in tiles])
-    flat = [tile for of_prompt in tiles for tile in of_prompt]
-    patching, most = image_format.patching, 0
-    if patching is not None:
-        counts = [sum(math.prod(patching.grid(x)) for x in found) for found in tiles]
-        most = _bucket(max(counts), patching.padded_count(1))
-    return collate_images(flat, Places(row, slot), shape, image_format.size, patching, most)
+def _length(sequences: Sequence[_Sequence]) -> int:
+    """The number of tokens that prompts are padded to."""
+    return bucket(max(len(x.tokens.ids) for x in sequences), _LENGTH_STEP)
 
 
 def _checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
@@ -364,48 +334,3 @@ def _ids_to_embed(
 def _refuse_special_tokens(what: str, text: str, tokens: Collection[str]) -> None:
     if found := sorted(t for t in tokens if t in text):
         raise ConfigError(f"the {what} contains the special token {found[0]}; leave it out")
-
-
-def _load(
-    image: ImageLike, image_format: image_files.ImageFormat, max_pixels: int
-) -> tuple[np.ndarray, Span]:
-    """Loads an image as u8[tiles, H, W, 3], with the span of its tokens."""
-    is_file = isinstance(image, (str, os.PathLike))
-    try:
-        span = (
-            image_format.of_file(str(image))
-            if isinstance(image, (str, os.PathLike))
-            else image_format.of_size(*_upright(image).size)
-        )
-    except ImageError as error:
-        raise DataError(f"{image if is_file else 'an image'}: {error}") from None
-    pixels = load_pixels(image, image_format.prepare, max_pixels)
-    return pixels[None] if pixels.ndim == 3 else pixels, span
-
-
-def load_pixels(image: ImageLike, prepare: image_files.Preparation, max_pixels: int) -> np.ndarray:
-    """Loads and preprocesses an image.
-
-    Args:
-        image: a file, a PIL image, or u8[H, W, 3].
-        prepare: preprocessing of the model.
-        max_pixels: maximum number of pixels of an image file.
-
-    Returns:
-        u8[H, W, 3], or u8[tiles, H, W, 3] where ``prepare`` splits images into tiles.
-
-    Raises:
-        DataError: the image can't be read or converted.
-    """
-    is_file = isinstance(image, (str, os.PathLike))
-    try:
-        if isinstance(image, (str, os.PathLike)):
-            return image_files.load(str(image), prepare, max_pixels)
-        return prepare.convert(_upright(image))
-    except ImageError as error:
-        raise DataError(f"{image if is_file else 'an image'}: {error}") from None
-
-
-def _upright(image: Image.Image | np.ndarray) -> Image.Image:
-    opened = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-    return ImageOps.exif_transpose(opened)

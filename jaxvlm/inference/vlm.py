@@ -38,7 +38,9 @@ from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode
 from jaxvlm.inference.kv_compression import KVMemory
 from jaxvlm.inference.kv_policy import KVPolicy, policy_of
 from jaxvlm.inference.prediction_grid import write_prediction_grid
-from jaxvlm.inference.prompts import ImageLike, Prompts
+from jaxvlm.inference.prompt_images import ImageLike, listed
+from jaxvlm.inference.prompts import Prompts
+from jaxvlm.inference.visual_tokens import VisualTokens
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.nn.norm import unit
@@ -81,6 +83,8 @@ class VLM:
         self._own_input_types = own_input_types
         self.kv_memory: KVMemory | None = None
         """What the KV cache of the latest batch's prompts takes, if it is compressed."""
+        self.cache: VisualTokens | None = None
+        """Visual tokens of images seen before; see :meth:`use_cache`."""
         # Replicated on every device, since each process reads all answers.
         everywhere = replicated(model.mesh)
         self._prefill = jax.jit(self._start, static_argnums=(2, 3, 4))
@@ -101,6 +105,19 @@ class VLM:
         """How the model embeds ``query`` and ``document``, as far as it is known."""
         own = self._own_input_types
         return input_types.of_run(self.config) if own is None else own
+
+    def use_cache(self, memory_mb: int = 0, store: str | os.PathLike[str] = "") -> None:
+        """Reads an image's visual tokens from the cache from now on, where it was encoded before.
+
+        Args:
+            memory_mb: maximum size of the tokens in host memory, in 2**20 bytes.
+            store: folder of tokens on disk, such as the ``config.cache.store`` of a training run.
+
+        Raises:
+            ConfigError: a setting that can't be used.
+        """
+        how = (self.config, self.model, self.params, self.image_format)
+        self.cache = VisualTokens(*how, memory_mb, str(store))
 
     def _embeddings(self, module: Any, batch: Batch, dims: int) -> jax.Array:
         if trains_embeddings(self.config):
@@ -139,7 +156,7 @@ class VLM:
             ConfigError: the numbers of marks and images differ, or a setting is out of range.
             DataError: an image can't be read.
         """
-        return self.generate_batch([(prompts.listed(images), prompt)], max_new_tokens, **options)[0]
+        return self.generate_batch([(listed(images), prompt)], max_new_tokens, **options)[0]
 
     def generate_batch(
         self,
@@ -164,7 +181,7 @@ class VLM:
     ) -> Iterator[str]:
         """Yields the answer in pieces as it is generated; arguments as for :meth:`generate`."""
         sent = ""
-        for (text,) in self._texts([(prompts.listed(images), prompt)], max_new_tokens, **options):
+        for (text,) in self._texts([(listed(images), prompt)], max_new_tokens, **options):
             text = text.lstrip() if not sent else text
             # An incomplete character, or the space before a word, waits for the next tokens.
             complete = text.rstrip("\ufffd ")
@@ -201,7 +218,7 @@ class VLM:
         if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
             raise ConfigError("this model computes an embedding per token, not one per item")
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        batch = prompts.batch(queries, *how, instruction, max_length)
+        batch = prompts.batch(queries, *how, instruction, max_length, self.cache)
         return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
 
     def _texts(
@@ -224,7 +241,7 @@ class VLM:
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
         policy = self._policy(**kv) if kv else None
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        asked = prompts.to_answer(queries, *how, share=_shares(policy))
+        asked = prompts.to_answer(queries, *how, share=_shares(policy), cache=self.cache)
         yield from self._answers(asked, len(queries), max_new_tokens, settings, policy, seed)
 
     def _policy(self, **kv: Any) -> KVPolicy | None:
@@ -324,7 +341,8 @@ class VLM:
         shards = batch_shards(self.model.mesh)
         batch_size = -(-self.config.data.batch_size // shards) * shards
         if policy is None:
-            report = Evaluator(self.model, dataset, batch_size).report(self.params, limit, blind)
+            run = (self.params, limit, blind)
+            report = Evaluator(self.model, dataset, batch_size, self.cache).report(*run)
         else:
             answer = functools.partial(self._compressed_answers, policy, seed)
             report = generated_answers.evaluate(answer, dataset, batch_size, limit, blind)
@@ -345,7 +363,7 @@ class VLM:
         max_new_tokens: int,
     ) -> list[str]:
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        asked = prompts.of_ids(ids, images, example_ids, *how, share=_shares(policy))
+        asked = prompts.of_ids(ids, images, example_ids, *how, _shares(policy), self.cache)
         settings = Sampling(stop_ids=self.tokenizer.stop_ids)
         *_, last = self._answers(asked, len(ids), max_new_tokens, settings, policy, seed)
         return last

@@ -84,3 +84,8 @@ def test_trains_answers_and_comes_out(data, tmp_path, capsys):
     ask = ["generate", f"--checkpoint={workdir}", f"--image={paths[0]}", f"--image={paths[1]}"]
     assert cli([*ask, f"--prompt={prompt}", "--max_new_tokens=8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answer"] == answer
+    for counts in ("0 images read, 8 encoded", "8 images read, 0 encoded"):
+        cached = [*ask, f"--prompt={prompt}", "--max_new_tokens=8", f"--cache_store={tmp_path}/s"]
+        assert cli(cached) == 0
+        found = capsys.readouterr().out
+        assert answer in found and counts in found

@@ -208,6 +208,25 @@ def test_questions_about_shared_images_answer_as_each_alone(folder, odd, two, kv
     assert together == [model.generate(*one, max_new_tokens=12, **kv) for one in asked]
 
 
+def test_images_of_any_size_are_read_from_the_cache(folder, odd, two, tmp_path):
+    model = jaxvlm.load(folder("Qwen2_5_VL"), mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    large = [str(odd.parent / "3.png")]
+    asked = [(two, PROMPT), (large, "which color is it?"), (two, PROMPT), ([], "is it red?")]
+    wanted = model.generate_batch(asked, max_new_tokens=12)
+    embedded = model.embed(asked)
+    model.use_cache(memory_mb=4, store=tmp_path)
+    assert model.generate_batch(asked, max_new_tokens=12) == wanted
+    assert model.cache.counts == (0, 3)
+    model.cache.close()
+    model.use_cache(store=tmp_path)
+    np.testing.assert_allclose(model.embed(asked), embedded, atol=1e-5)
+    flipped = [(two[::-1], PROMPT)]
+    found = model.generate_batch(flipped, max_new_tokens=12)
+    assert model.cache.counts == (5, 0)
+    model.cache = None
+    assert model.generate_batch(flipped, max_new_tokens=12) == found
+
+
 def test_rows_of_any_images_answer_as_each_alone(folder, odd, two):
     model = jaxvlm.load(folder("Qwen2_5_VL"))
     small, large = str(odd.parent / "2.png"), str(odd.parent / "3.png")

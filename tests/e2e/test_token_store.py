@@ -16,6 +16,7 @@ from jaxvlm.cache.identity import TOKENS_VERSION, identity
 from jaxvlm.cache.store import maintenance
 from jaxvlm.cache.store.rows import Store
 from jaxvlm.cache.store.segment_files import Identity
+from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError
 
 ONE = {"devices": jax.devices()[:1]}
@@ -148,7 +149,9 @@ def test_of_another_tower_nothing_is_found(first, data, tmp_path, what):
 def test_what_the_identity_is_of(first, monkeypatch):
     """All that determines tokens, and the version of what computes them; no file of the code."""
     done, store = first
-    made_by = identity(done.cache_inputs, done.model.init(done.config.seed), 2)
+    inputs, params = done.cache_inputs, done.model.init(done.config.seed)
+    images = (inputs.dataset.preparation, inputs.pages.windows)
+    made_by = identity(inputs.config, inputs.model, *images, params, 2)
     assert (store / Identity.of(made_by, "exact").name).is_dir()
     of_the_tower = {"weights", "vision_encoder", "width", "pooled", "adapters", "images"}
     of_the_code = {"tokens_version", "libraries"}
@@ -156,7 +159,7 @@ def test_what_the_identity_is_of(first, monkeypatch):
     assert made_by.keys() == of_the_tower | of_the_code | of_the_machine
     assert made_by["tokens_version"] == TOKENS_VERSION
     monkeypatch.setattr("jaxvlm.cache.identity.TOKENS_VERSION", TOKENS_VERSION + 1)
-    raised = identity(done.cache_inputs, done.model.init(done.config.seed), 2)
+    raised = identity(inputs.config, inputs.model, *images, params, 2)
     assert not (store / Identity.of(raised, "exact").name).exists()
 
 
@@ -171,6 +174,27 @@ def test_trust_of_weights_alone(first, data, tmp_path, capsys):
         other.fit()
         assert metric(other, "train/cache/from_store")[0] == found
     assert "encoded on any kind of machine" in said(capsys)
+
+
+def test_a_loaded_model_reads_what_its_run_wrote(first, data, capsys):
+    """And changes nothing of it: its own tokens, of another encode batch, would lie next to it."""
+    done, store = first
+    before = {path: path.read_bytes() for path in store.rglob("*.safetensors")}
+    model = jaxvlm.load(done.workdir)
+    plain = model.evaluate(str(data), limit=8)
+    model.use_cache(store=store)
+    found = model.evaluate(str(data), limit=8)
+    assert found.metrics["exact_match"] == plain.metrics["exact_match"]
+    close(found.metrics["loss"], plain.metrics["loss"], 1e-5)
+    read, encoded = model.cache.counts
+    assert read and not encoded
+    command = ["eval", f"--checkpoint={done.workdir}", f"--data={data}"]
+    answers = ["--limit=8", "--kv=random", "--kv_budget=1", f"--cache_store={store}"]
+    assert cli([*command, *answers]) == 0
+    assert " images read, 0 encoded" in said(capsys)
+    assert before == {path: path.read_bytes() for path in store.rglob("*.safetensors")}
+    assert cli([*command, "--classes=red,blue", f"--cache_store={store}"]) == 2
+    assert "--cache_store does not go with --classes" in said(capsys)
 
 
 @pytest.mark.long

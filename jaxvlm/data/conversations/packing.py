@@ -334,6 +334,13 @@ def pack(
     return [np.asarray(sequence, np.int32) for sequence in closed + opened]
 
 
+def bucket(count: int, step: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... times ``step`` that is at least ``count``."""
+    size = -(-count // step)
+    power = 1 << max(size - 1, 0).bit_length()
+    return step * (power * 3 // 4 if 4 * size <= 3 * power and power > 2 else power)
+
+
 def buckets(max_length: int, count: int) -> tuple[int, ...]:
     """Choose bucket lengths of sequences: multiples of 8, each about 1.6 times the one before.
 

@@ -1,0 +1,158 @@
+"""Visual tokens of a loaded model's images are computed once and read from the cache after that."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from test_shared_prefixes import asked, drawn, vlm_of
+
+from jaxvlm.config import ConfigError, MeshConfig
+
+MESHES = {
+    "one": MeshConfig(data=1),
+    "data": MeshConfig(data=2, fsdp=2, tensor=2),
+    "pipeline": MeshConfig(data=2, pipeline=2),
+}
+
+
+def blinded(vlm):
+    """Let the vision encoder give NaN from now on, wherever it runs."""
+
+    def of(params):
+        return {
+            path: np.float32("nan") * x if path.startswith("vision/") else x
+            for path, x in params.items()
+        }
+
+    vlm.params = of(vlm.params)
+    if vlm.cache is not None:
+        vlm.cache._params = of(vlm.cache._params)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_answers_are_those_without_a_cache_and_nothing_is_encoded_twice(mesh):
+    vlm, images = vlm_of(MESHES[mesh], trail=[6, 7, 8]), list(drawn(4))
+    queries = asked(images)
+    kv = {"kv": "vl_cache", "kv_budget": 0.2, "kv_queries": 200}
+    wanted = [vlm.generate_batch(queries, max_new_tokens=6, **how) for how in ({}, kv)]
+    assert len(set(wanted[0])) > 1
+    vlm.use_cache(memory_mb=1)
+    assert vlm.generate_batch(queries, max_new_tokens=6) == wanted[0]
+    assert vlm.cache.counts.encoded == 4
+    blinded(vlm)
+    assert vlm.generate_batch(queries, max_new_tokens=6) == wanted[0]
+    assert vlm.generate_batch(queries, max_new_tokens=6, **kv) == wanted[1]
+    assert vlm.generate_batch(queries[:1], max_new_tokens=6) == wanted[0][:1]
+    assert vlm.cache.counts.encoded == 4
+
+
+def test_embeddings_are_those_without_a_cache():
+    vlm, images = vlm_of(MESHES["one"]), drawn(3)
+    queries = [([image], "what is it") for image in images]
+    wanted = vlm.embed(queries)
+    assert np.abs(wanted[0] - wanted[1]).max() > 1e-3
+    vlm.use_cache(memory_mb=1)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        found = vlm.embed([queries[i] for i in order])
+        np.testing.assert_allclose(found, wanted[order], atol=1e-5)
+    assert vlm.cache.counts == (3, 3)
+
+
+def test_an_image_has_the_bits_that_it_has_alone():
+    """Whichever images it came with when it was encoded, and from memory or from disk."""
+    vlm, images = vlm_of(MESHES["data"]), list(drawn(5))
+
+    def tokens(*batches):
+        vlm.use_cache(memory_mb=1)
+        for batch in batches:
+            vlm.generate_batch([([image], "what is it") for image in batch], max_new_tokens=1)
+        return {key: x.tobytes() for key, x in vlm.cache._tiers[0]._kept.items()}
+
+    together = tokens(images)
+    assert len(together) == 5
+    assert together == tokens(*[[image] for image in reversed(images)])
+
+
+def test_a_file_is_not_decoded_where_its_tokens_are_on_disk(tmp_path, monkeypatch):
+    vlm, file = vlm_of(MESHES["one"]), str(tmp_path / "image.png")
+    Image.fromarray(drawn(1)[0]).save(file)
+    vlm.use_cache(store=tmp_path / "store")
+    wanted = vlm.generate(file, "what is it", max_new_tokens=6)
+    assert vlm.cache.counts == (0, 1)
+    vlm.cache.close()
+
+    def refuse(*_):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("jaxvlm.data.images.image_files.decode", refuse)
+    again = vlm_of(MESHES["one"])
+    again.use_cache(store=tmp_path / "store")
+    blinded(again)
+    assert again.generate(file, "what is it", max_new_tokens=6) == wanted
+    assert again.cache.counts == (1, 0)
+    monkeypatch.undo()
+    # Another encoder's tokens are not read, by however little it differs.
+    other = vlm_of(MESHES["one"])
+    path = next(p for p in sorted(other.params) if p.startswith("vision/"))
+    flat = np.array(other.params[path])
+    flat.flat[0] = np.nextafter(flat.flat[0], np.float32(9))
+    other.params[path] = jax.device_put(flat, other.params[path].sharding)
+    other.use_cache(store=tmp_path / "store")
+    other.generate(file, "what is it", max_new_tokens=1)
+    assert other.cache.counts == (0, 1)
+
+
+def test_a_changed_file_is_another_image(tmp_path):
+    vlm, file = vlm_of(MESHES["one"]), tmp_path / "image.png"
+    first, second = drawn(2)
+    vlm.use_cache(memory_mb=1)
+    for pixels in (first, second):
+        Image.fromarray(pixels).save(file)
+        vlm.generate(file, "what is it", max_new_tokens=1)
+    assert vlm.cache.counts == (0, 2)
+    # An image in memory is not taken for the file that would have its bytes.
+    vlm.generate(second, "what is it", max_new_tokens=1)
+    assert vlm.cache.counts == (0, 3)
+    vlm.generate(Image.fromarray(second), "what is it", max_new_tokens=1)
+    assert vlm.cache.counts == (1, 3)
+
+
+def test_little_memory_holds_the_latest_images():
+    vlm = vlm_of(MESHES["one"])
+    images = drawn(3)
+    vlm.use_cache(memory_mb=1)
+    size = vlm.cache.tokens * vlm.cache.shape.width * 4
+    vlm.cache._tiers[0]._room = 2 * size
+    for i in (0, 1, 2, 2, 1, 0):
+        vlm.generate(images[i], "what is it", max_new_tokens=1)
+    assert vlm.cache.counts == (2, 4)
+
+
+def test_settings_that_can_not_be_used(tmp_path):
+    vlm = vlm_of(MESHES["one"])
+    with pytest.raises(ConfigError, match="cache_memory_mb=-1 must be at least 0"):
+        vlm.use_cache(memory_mb=-1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a file is there"):
+        vlm.use_cache(store=tmp_path / "file")
+
+
+def test_tokens_that_are_not_finite_are_not_kept():
+    vlm = vlm_of(MESHES["one"])
+    blinded(vlm)
+    vlm.use_cache(memory_mb=1)
+    for _ in range(2):
+        vlm.generate(drawn(1)[0], "what is it", max_new_tokens=1)
+    assert vlm.cache.counts == (0, 2)
+
+
+def test_bfloat16_tokens_are_those_of_the_model():
+    vlm = vlm_of(MESHES["one"])
+    config = dataclasses.replace(vlm.model.config, dtype="bfloat16")
+    vlm.model = dataclasses.replace(vlm.model, config=config)
+    vlm.use_cache(memory_mb=1)
+    assert vlm.cache.shape.dtype == np.dtype("bfloat16")
