@@ -149,23 +149,31 @@ class GradReduction:
                     left[path] = lost[None]
             return sums, left
 
-        spec = {
-            path: P(*(_only(place, self.axes) for place in self.layout[path].spec))
-            for path in parts
-        }
-        rows = _rows(self.mesh, self.axes)
-        return jax.shard_map(
-            part,
-            mesh=mesh_here(self.mesh),
-            in_specs=(rows, rows),
-            out_specs=(spec, rows),
-            axis_names=set(self.axes),
-            check_vma=False,
-        )(parts, error)
+        rows = [{path: self.where(path).spec for path in tree} for tree in (parts, error)]
+        sums = {path: self.layout[path].spec for path in parts}
+        return self._on_devices(part, tuple(rows), (sums, rows[1]))(parts, error)
 
     def local(self, path: str, g: jax.Array) -> jax.Array:
         """Reduce one device's gradient, where all of :attr:`axes` are manual; without feedback."""
-        return self._reduced(path, g.astype(jnp.float32))[0]
+
+        def reduced(g: jax.Array) -> jax.Array:
+            return self._reduced(path, g.astype(jnp.float32))[0]
+
+        spec = P(*(without_axes(place, self.axes) for place in self.layout[path].spec))
+        return self._on_devices(reduced, (spec,), spec)(g)
+
+    def _on_devices(self, fn: Callable[..., Any], args: Any, out: Any) -> Callable[..., Any]:
+        """Run ``fn`` on each device's own part.
+
+        Of the axes that split a parameter too. Were these left to the compiler, it would all-gather
+        the parameter over them before an all-to-all over another axis.
+        """
+        mesh = mesh_here(self.mesh)
+        around = getattr(mesh, "manual_axes", ())
+        left = {axis for axis in self.mesh.axis_names if axis not in around}
+        return jax.shard_map(
+            fn, mesh=mesh, in_specs=args, out_specs=out, axis_names=left, check_vma=False
+        )
 
     def _reduced(self, path: str, g: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sum over all axes, sharded as ``layout`` says, and this device's rounding error.
@@ -179,7 +187,7 @@ class GradReduction:
         for axis in self.axes:
             n, at = self.mesh.shape[axis], jax.lax.axis_index(axis)
             dim = self._dim(path, axis)
-            blocks = self._blocks(path, g.shape, axis, dim) if self.bits < 32 else None
+            blocks = self._blocks(g.shape, axis, dim) if self.bits < 32 else None
             if blocks is not None:
                 rounded = _QuantizedReduction(axis, n, self.bits, *blocks)
                 g, off = rounded.reduce_scatter(g)
@@ -205,17 +213,13 @@ class GradReduction:
         return next((i for i, place in enumerate(spec) if axis in mesh_axes(place)), None)
 
     def _blocks(
-        self, path: str, shape: tuple[int, ...], axis: str, dim: int | None
+        self, shape: tuple[int, ...], axis: str, dim: int | None
     ) -> tuple[int, int, int] | None:
         """Return the dim to split over ``axis``, the dim of the blocks, and values in a block."""
-        n, spec = self.mesh.shape[axis], self.layout[path].spec
-        own = [
-            size // math.prod(self.mesh.shape[a] for a in mesh_axes(place) if a not in self.axes)
-            for size, place in zip(shape, [*spec, *[None] * len(shape)])
-        ]
+        n, own = self.mesh.shape[axis], list(shape)
         if len(shape) < 2:
             return None
-        fit = [i for i, size in enumerate(own) if size == shape[i] and size % n == 0]
+        fit = [i for i, size in enumerate(own) if size % n == 0]
         cut = max(fit, key=lambda i: own[i], default=None) if dim is None else dim
         if cut is None or shape[cut] % n:
             return None
@@ -295,7 +299,3 @@ def _add_at(x: jax.Array, y: jax.Array, starts: list[Any]) -> jax.Array:
 def _rows(mesh: Mesh, axes: tuple[str, ...]) -> P:
     """Return the layout of a leading dim of shards: the batch's, so that nothing is moved."""
     return P(tuple(sorted(axes, key=mesh.axis_names.index)))
-
-
-def _only(place: Any, axes: tuple[str, ...]) -> Any:
-    return tuple(a for a in mesh_axes(place) if a in axes) or None

@@ -21,6 +21,7 @@ from jaxvlm.parallel.grad_reduce import GradReduction
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.sharding import to_global
 from jaxvlm.parallel.strategies import resolve
+from jaxvlm.planner.compiled import collectives
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
 
@@ -76,6 +77,30 @@ def test_sums_are_off_by_half_a_step_of_each_part(bits, spec, axes):
     assert first.shape == w.shape
     if len(axes) == 1 and "data" in spec[1]:
         np.testing.assert_allclose(np.asarray(sums["w"]) + first.sum(0), w.sum(0), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "spec"),
+    [
+        (MeshConfig(1, 4, island=2), ("island",), P("fsdp", None)),
+        (MeshConfig(1, 4, island=2), ("island",), P(None, "fsdp")),
+        (MeshConfig(2, 1, 4), ("data",), P("tensor", None)),
+        (MeshConfig(2, 2, 2), ("data",), P(("fsdp", "tensor"), None)),
+    ],
+)
+def test_parameters_split_over_other_axes_stay_so(sizes, axes, spec):
+    """A quarter of the bytes in 8 bits, and nothing over the axes that split a parameter."""
+    mesh = make_mesh(sizes)
+    layout = {"w": NamedSharding(mesh, spec)}
+    sent = []
+    for bits in (32, 8):
+        add = GradReduction(mesh, axes, layout, bits)
+        parts = jax.ShapeDtypeStruct((2, 512, 512), jnp.float32, sharding=add.where("w"))
+        program = jax.jit(lambda w, add=add: add({"w": w}, {})[0]["w"], out_shardings=layout["w"])
+        found = collectives.read(program.lower(parts).compile().as_text(), dict(mesh.shape))
+        assert {axis for c in found for axis in c.axes} == set(axes)
+        sent.append(collectives.total(found))
+    assert 0 < sent[1] <= 0.26 * sent[0]
 
 
 @pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, ("fsdp", "data"))])
