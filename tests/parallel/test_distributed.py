@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 
-import isolation
 import pytest
+from test_places import SEVERAL
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.distributed import processes
-from jaxvlm.parallel.distributed.processes import ProcessPlace, find_place, first_host
 
 PROGRAM = """
 import sys, time
@@ -191,81 +190,6 @@ def test_sigterm_in_a_single_process():
         processes._asked_to_stop.clear()
 
 
-def test_the_environment_says_where():
-    assert find_place({}) is None
-    assert not processes.initialize()
-    given = {"JAXVLM_COORDINATOR": "h:1", "JAXVLM_NUM_PROCESSES": "2", "JAXVLM_PROCESS_ID": "1"}
-    assert find_place(given) == ProcessPlace("h:1", 2, 1, None)
-    assert find_place(given | {"JAXVLM_NUM_PROCESSES": "1", "JAXVLM_PROCESS_ID": "0"}) is None
-    with pytest.raises(ValueError, match="JAXVLM_PROCESS_ID is not: set all three"):
-        find_place({name: given[name] for name in list(given)[:2]})
-    with pytest.raises(ValueError, match="must be below 2"):
-        find_place(given | {"JAXVLM_PROCESS_ID": "2"})
-    with pytest.raises(ValueError, match="must be a number"):
-        find_place(given | {"JAXVLM_PROCESS_ID": "one"})
-
-
-SEVERAL = {
-    "OpenMPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-    "PMI": {"PMI_SIZE": "2", "PMI_RANK": "0"},
-    "MVAPICH2": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "0"},
-    "Flux": {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "0"},
-    "jsrun": {"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "0"},
-    "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
-    "names like JAX's own": {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-    "torchrun": {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
-    "SkyPilot": {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"},
-    "slices": {"MEGASCALE_NUM_SLICES": "2", "TPU_WORKER_HOSTNAMES": "localhost"},
-    "TPU hosts": {"TPU_WORKER_HOSTNAMES": "t0,t1", "TPU_WORKER_ID": "0"},
-    "xpk": {"PROCESSES_IN_JOB": "2", "JOB_COMPLETION_INDEX": "0", "JOBSET_NAME": "run"},
-    "an indexed Job": {"JOB_COMPLETION_INDEX": "1"},
-    "a replicated job": {"JOB_INDEX": "1", "JOB_COMPLETION_INDEX": "0", "JOBSET_NAME": "run"},
-    "JobSet": {"JOBSET_NAME": "run", "JOB_COMPLETION_INDEX": "0"},
-    "SLURM without srun": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
-}
-ALONE = {
-    "nothing": {},
-    "OpenMPI": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
-    "torchrun": {"WORLD_SIZE": "1", "RANK": "0"},
-    "SkyPilot": {"SKYPILOT_NUM_NODES": "1"},
-    "one TPU host": {"TPU_WORKER_HOSTNAMES": "localhost", "MEGASCALE_NUM_SLICES": "1"},
-    "xpk": {"PROCESSES_IN_JOB": "1", "JOB_COMPLETION_INDEX": "0", "JOBSET_NAME": "run"},
-    "a JobSet's TPU": SEVERAL["JobSet"] | {"TPU_WORKER_HOSTNAMES": "localhost"},
-    "an indexed Job's first": {"JOB_COMPLETION_INDEX": "0"},
-    "a shell of salloc": {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},
-    "srun -n1": {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-}
-
-
-@pytest.mark.parametrize("launcher", SEVERAL)
-def test_one_of_several_that_nothing_joins_is_refused(launcher):
-    name = next(iter(SEVERAL[launcher]))
-    with pytest.raises(ConfigError, match=rf"^{name}=.*nothing joins them; set JAXVLM_COORD"):
-        processes.refuse_alone(SEVERAL[launcher])
-    processes.refuse_alone(SEVERAL[launcher] | {"JAXVLM_NUM_PROCESSES": "1"})
-
-
-@pytest.mark.parametrize("launcher", ALONE)
-def test_a_process_that_is_alone_is_not_refused(launcher):
-    processes.refuse_alone(ALONE[launcher])
-    assert find_place(ALONE[launcher]) is None
-
-
-@pytest.mark.parametrize("value", ["two", "-2", "2.0", "\u00b2"])
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "SKYPILOT_NUM_NODES"])
-def test_a_malformed_count_is_refused(name, value):
-    with pytest.raises(ConfigError, match=f"^{name} must be a number, not"):
-        processes.refuse_alone({name: value})
-
-
-def test_asked_to_be_alone_it_joins_none():
-    alone = {"JAXVLM_NUM_PROCESSES": "1"}
-    assert find_place(alone | {"SLURM_STEP_NUM_TASKS": "2"}) is None
-    assert not processes._tpu_pod(alone | {"TPU_WORKER_HOSTNAMES": "a,b"})
-    with pytest.raises(ConfigError, match="JAXVLM_COORDINATOR is not"):
-        find_place(alone | {"JAXVLM_PROCESS_ID": "1"})
-
-
 @pytest.mark.parametrize("launcher", ["OpenMPI", "JobSet", "SLURM without srun"])
 def test_every_way_to_start_refuses(monkeypatch, launcher):
     for name, value in SEVERAL[launcher].items():
@@ -288,29 +212,3 @@ def test_train_under_mpirun_says_it_in_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("jaxvlm: OMPI_COMM_WORLD_SIZE=2: this is one of 2 processes")
     assert not (tmp_path / "run").exists()
-
-
-def test_no_test_sees_a_launchers_variables():
-    names = {name for environ in SEVERAL.values() for name in environ}
-    assert all(name.startswith(isolation.OF_OTHERS) for name in names)
-
-
-def test_slurm_variables():
-    step = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NODELIST": "gpu[07-09,12]",
-        "SLURM_PROCID": "3",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-    }
-    assert find_place(step) == ProcessPlace("gpu07:61447", 4, 3, None)
-    assert find_place(step | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}).local_devices == [1]
-    assert find_place({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"), [("a1,b2", "a1"), ("n[3,5]", "n3"), ("x-[010-020]", "x-010"), ("q", "q")]
-)
-def test_first_host(nodes, host):
-    assert first_host(nodes) == host

@@ -15,13 +15,13 @@ import json
 import logging
 import os
 import pathlib
-import re
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from jax.experimental import multihost_utils
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.distributed.heartbeat import PeerWatch, die_of_absence, flush_and_exit
+from jaxvlm.parallel.distributed.places import find_place, is_asked_alone, refuse_alone
 
 HEARTBEAT_S = 40  # JAX's own heartbeat, the fallback of PeerWatch; ends a hang within a minute
 START_S = 280  # how long to wait for the others to start
@@ -43,33 +44,6 @@ _asked_to_stop: list[int] = []
 
 class JoinError(RuntimeError):
     """The other processes of the run can't be reached."""
-
-
-class ProcessPlace(NamedTuple):
-    """A process's index, and how to reach the others."""
-
-    coordinator: str
-    """HOST:PORT on which process 0 listens."""
-    num_processes: int
-    process_id: int
-    local_devices: list[int] | None
-    """Indices of this machine's devices that this process uses; None: all."""
-
-
-_COUNTS = {
-    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
-    "PMI_SIZE": "PMI_RANK",
-    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
-    "FLUX_JOB_SIZE": "FLUX_TASK_RANK",
-    "JSM_NAMESPACE_SIZE": "JSM_NAMESPACE_RANK",
-    "AWS_BATCH_JOB_NUM_NODES": "AWS_BATCH_JOB_NODE_INDEX",
-    "JAX_NUM_PROCESSES": "JAX_PROCESS_ID",
-    "WORLD_SIZE": "RANK",
-    "SKYPILOT_NUM_NODES": "SKYPILOT_NODE_RANK",
-    "MEGASCALE_NUM_SLICES": "MEGASCALE_SLICE_ID",
-    "PROCESSES_IN_JOB": "JOB_COMPLETION_INDEX",
-}
-"""Others' variables that say how many processes there are -> which of them this one is."""
 
 
 def set_up_process(compile_cache: str) -> None:
@@ -135,10 +109,9 @@ def keep_freed_memory() -> None:
 def initialize() -> bool:
     """Join the processes of this run, if the environment describes several.
 
-    Reads ``JAXVLM_COORDINATOR``, ``JAXVLM_NUM_PROCESSES``, ``JAXVLM_PROCESS_ID``; then the
-    variables of a SLURM step with several tasks; then ``JAXVLM_DISTRIBUTED=auto`` or several
-    ``TPU_WORKER_HOSTNAMES``, where JAX detects the cluster itself (TPU pods). Call it before any
-    other use of JAX. Calling it again does nothing. ``JAXVLM_NUM_PROCESSES=1`` joins none.
+    Reads the variables that :func:`jaxvlm.parallel.distributed.places.find_place` knows; with
+    ``JAXVLM_DISTRIBUTED=auto`` JAX finds the processes itself (TPU VMs). Call it before any other
+    use of JAX. Calling it again does nothing. ``JAXVLM_NUM_PROCESSES=1`` joins none.
 
     Returns:
         True if this run has several processes.
@@ -151,7 +124,7 @@ def initialize() -> bool:
     if _liveness:
         return True
     place = find_place(os.environ)
-    if place is None and not _tpu_pod(os.environ):
+    if place is None and not _detects_pod(os.environ):
         refuse_alone(os.environ)
         return False
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -169,6 +142,8 @@ def initialize() -> bool:
     joined = threading.Event()
     waiting = (START_S, where_and_how_many, joined)
     threading.Thread(target=die_of_absence, args=waiting, daemon=True).start()
+    if place is not None:
+        _wait_for_name(place.coordinator)
     try:
         jax.distributed.initialize(
             initialization_timeout=START_S + 20,
@@ -326,136 +301,23 @@ def should_stop(step: int) -> bool:
     return bool(_asked_to_stop)
 
 
-def find_place(environ: Any) -> ProcessPlace | None:
-    """Read this process's place from environment variables; None for a single process.
+def _detects_pod(environ: Mapping[str, str]) -> bool:
+    """Whether JAX is to find the processes itself, by asking a TPU VM's metadata server."""
+    return environ.get("JAXVLM_DISTRIBUTED") == "auto" and not is_asked_alone(environ)
 
-    Args:
-        environ: mapping of names to strings.
 
-    Raises:
-        ConfigError: the variables are incomplete or not numbers.
+def _wait_for_name(address: str) -> None:
+    """Wait until a host's name is known: a pod's or a new node's may be published late.
+
+    Ends with :func:`die_of_absence`, which ends the process.
     """
-    if _is_asked_alone(environ):
-        return None
-    names = ("JAXVLM_COORDINATOR", "JAXVLM_NUM_PROCESSES", "JAXVLM_PROCESS_ID")
-    given = [name for name in names if environ.get(name)]
-    if given and len(given) < len(names):
-        missing = ", ".join(name for name in names if name not in given)
-        raise ConfigError(f"{', '.join(given)} is set but {missing} is not: set all three or none")
-    if given:
-        count, process = (_number(environ, name) for name in names[1:])
-        if process >= count:
-            raise ConfigError(f"JAXVLM_PROCESS_ID is {process}; it must be below {count}")
-        return ProcessPlace(environ[names[0]], count, process, None) if count > 1 else None
-    return _slurm_place(environ)
-
-
-def refuse_alone(environ: Any) -> None:
-    """Refuse to work alone as one of several processes: each would do the whole work.
-
-    ``JAXVLM_NUM_PROCESSES=1`` says that a process is meant to be alone.
-
-    Args:
-        environ: mapping of names to strings, of a process that nothing has joined to others.
-
-    Raises:
-        ConfigError: a launcher's variable says that there are several processes, or is malformed.
-    """
-    if _is_asked_alone(environ):
-        return
-    said = ""
-    for name, index in _COUNTS.items():
-        if environ.get(name) and _number(environ, name) > 1:
-            said = f"{name}={environ[name]}: this is one of {environ[name]} processes"
-            said += f" (number {index}={environ[index]})" if environ.get(index) else ""
-            break
-    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
-    if not said and "," in hosts:
-        said = f"TPU_WORKER_HOSTNAMES={hosts}: this is one of {hosts.count(',') + 1} processes"
-    said = said or _jobset(environ) or _slurm_without_step(environ)
-    if said:
-        raise ConfigError(
-            f"{said}, but nothing joins them; set JAXVLM_COORDINATOR=HOST:PORT, "
-            "JAXVLM_NUM_PROCESSES and JAXVLM_PROCESS_ID in each (JAXVLM_DISTRIBUTED=auto on TPU "
-            "slices, srun under SLURM), or JAXVLM_NUM_PROCESSES=1 to work alone"
-        )
-
-
-def _is_asked_alone(environ: Any) -> bool:
-    return environ.get("JAXVLM_NUM_PROCESSES") == "1" and environ.get("JAXVLM_PROCESS_ID", "0") in (
-        "",
-        "0",
-    )
-
-
-def _jobset(environ: Any) -> str:
-    """What says that this may be one of a JobSet's pods; "" where it is the only one."""
-    if not environ.get("JOB_COMPLETION_INDEX"):
-        return ""
-    names = [n for n in ("JOBSET_NAME", "REPLICATED_JOB_NAME") if environ.get(n)]
-    others = [n for n in ("JOB_COMPLETION_INDEX", "JOB_INDEX") if environ.get(n)]
-    if above := [n for n in others if _number(environ, n) > 0]:
-        return f"{above[0]}={environ[above[0]]}: this is one of several pods"
-    # Neither Kubernetes nor JobSet says how many pods there are: xpk does, and TPUs' hosts do.
-    if not names or environ.get("PROCESSES_IN_JOB") or environ.get("TPU_WORKER_HOSTNAMES"):
-        return ""
-    return f"{names[0]}={environ[names[0]]}: this is a pod of a JobSet, of any number"
-
-
-def _slurm_without_step(environ: Any) -> str:
-    """What says that SLURM has several tasks, of which srun did not start this process.
-
-    A shell of ``salloc`` has no SLURM_PROCID; a step of one task is meant to be one.
-    """
-    if environ.get("SLURM_STEP_NUM_TASKS") or not environ.get("SLURM_PROCID"):
-        return ""
-    if not environ.get("SLURM_NTASKS") or _number(environ, "SLURM_NTASKS") < 2:
-        return ""
-    return f"SLURM_NTASKS={environ['SLURM_NTASKS']}: the job has several tasks"
-
-
-def _slurm_place(environ: Any) -> ProcessPlace | None:
-    # SLURM_STEP_NUM_TASKS exists only under srun; SLURM_NTASKS also in the batch script, where
-    # one process would wait for peers that are never started.
-    if not environ.get("SLURM_STEP_NUM_TASKS") or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
-        return None
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    port = 61440 + _number(environ, "SLURM_JOB_ID") % 4096
-    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    return ProcessPlace(
-        f"{first_host(nodes)}:{port}",
-        _number(environ, "SLURM_STEP_NUM_TASKS"),
-        _number(environ, "SLURM_PROCID"),
-        # JAX's own detection would give each process one GPU; jaxvlm runs one process a node.
-        None if re.match(r"1\b", per_node) else [_number(environ, "SLURM_LOCALID")],
-    )
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: ``gpu[07-09,12],login`` -> ``gpu07``.
-
-    Raises:
-        ConfigError: the list is empty.
-    """
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
-    if not match:
-        raise ConfigError("SLURM_STEP_NODELIST is empty: start the command with srun")
-    prefix, ranges = match.groups()
-    return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "")
-
-
-def _number(environ: Any, name: str) -> int:
-    value = environ.get(name, "")
-    if not (value.isascii() and value.isdigit()):
-        raise ConfigError(f"{name} must be a number, not {value!r}")
-    return int(value)
-
-
-def _tpu_pod(environ: Any) -> bool:
-    if _is_asked_alone(environ):
-        return False
-    hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
-    return environ.get("JAXVLM_DISTRIBUTED") == "auto" or "," in hosts
+    host = address.rpartition(":")[0].strip("[]")
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError:
+            time.sleep(1.0)
 
 
 def _leave() -> None:
