@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import io
@@ -12,7 +13,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from absl import flags
@@ -39,7 +40,7 @@ class Command(Protocol):
 
 COMMANDS = (
     *("train", "eval", "generate", "embed", "mine", "export", "plan", "data", "cache"),
-    "federate",
+    *("federate", "launch"),
 )
 _MODULES = {"eval": "evaluate"}  # a command whose module has another name than it
 
@@ -105,32 +106,65 @@ def run(argv: list[str]) -> int:
     )
     flags.DEFINE_bool("help", False, "Print this help text.", short_name="h", flag_values=values)
     try:
-        command.define(values, rest)  # for plan, this already reads the recipe
-        if any(arg in ("--help", "-h", "-help") for arg in rest):
-            print(_help(name, command, values, rest))
-            return 0
-        args = values(["jaxvlm", *rest])[1:]
-        if "config" in values and values["config"].value is not None:
-            _ = values["config"].value.items  # raises if the recipe failed to load
+        with _said_for_people(name):
+            command.define(values, rest)  # for plan, this already reads the recipe
+            if any(arg in ("--help", "-h", "-help") for arg in rest):
+                print(_help(name, command, values, rest))
+                return 0
+            args = _parsed(values, rest)
+    except _BadInputError as error:
+        return _fail(str(error), 2)
+    return _run(command, values, args)
+
+
+class _BadInputError(ValueError):
+    """A command line that can't be used; the message is for people."""
+
+
+def parse(name: str, argv: list[str]) -> flags.FlagValues:
+    """Parse another command's arguments, as it would.
+
+    Raises:
+        ValueError: they can't be used.
+    """
+    values = flags.FlagValues()
+    flags.DEFINE_bool("json", False, "", flag_values=values)
+    with _said_for_people(name):
+        _load(name).define(values, argv)
+        _parsed(values, argv)
+    return values
+
+
+def _parsed(values: flags.FlagValues, argv: list[str]) -> list[str]:
+    args: list[str] = values(["jaxvlm", *argv])[1:]
+    if "config" in values and values["config"].value is not None:
+        _ = values["config"].value.items  # raises if the recipe failed to load
+    return args
+
+
+@contextlib.contextmanager
+def _said_for_people(name: str) -> Iterator[None]:
+    """Raise what a command line or its recipe leads to as one line."""
+    try:
+        yield
     except flags.Error as error:
         text = str(error)
         if group := re.search(r"--([\w.]+)=(\S+): Failed to parse .* as a ConfigDict", text):
-            return _fail(
+            raise _BadInputError(
                 f"--{group[1]}={group[2]}: it is a group of settings; set its fields, such as "
-                f"--{group[1]}.name=value",
-                2,
-            )
-        return _fail(f"{text} (see `jaxvlm {name} --help`)", 2)
+                f"--{group[1]}.name=value"
+            ) from error
+        raise _BadInputError(f"{text} (see `jaxvlm {name} --help`)") from error
     except RecipeError as error:
-        return _fail(_unknown_setting(error.__cause__) or str(error), 2)
+        raise _BadInputError(_unknown_setting(error.__cause__) or str(error)) from error
     except OSError as error:
         if error.errno is not None:  # the recipe's own: ml_collections' error has no number
-            return _fail(f"the recipe: {_words(error)}", 2)
-        return _fail(f"--config: no such recipe: {str(error).splitlines()[-1]}", 2)
+            raise _BadInputError(f"the recipe: {_words(error)}") from error
+        last = str(error).splitlines()[-1]
+        raise _BadInputError(f"--config: no such recipe: {last}") from error
     except Exception as error:  # whatever a setting's value can lead to
         advice = f"an override of the recipe: {type(error).__name__}: {error}"
-        return _fail(_unknown_setting(error) or advice, 2)
-    return _run(command, values, args)
+        raise _BadInputError(_unknown_setting(error) or advice) from error
 
 
 def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:

@@ -1,0 +1,113 @@
+"""Whether a run fits the machine that a job asks for, by the planner."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxvlm.config import Config, ConfigError, MeshConfig
+from jaxvlm.parallel.strategies import resolve
+from jaxvlm.planner.hardware import machine as machines
+from jaxvlm.planner.hardware.machine import Machine
+from jaxvlm.planner.report.units import gib, seconds
+from jaxvlm.planner.request import abstract_devices
+from jaxvlm.planner.request.request import PlanRequest, plan_request
+from jaxvlm.planner.search import candidates, search
+from jaxvlm.planner.search.candidate_memory import Plan
+from jaxvlm.trainer.checks import AUTO
+
+_SIZES = (2, 4, 8, 16)
+"""Factors by which more devices are tried."""
+
+
+class Verdict(NamedTuple):
+    """What the planner says of a run on a machine."""
+
+    fits: bool | None
+    """``None``: it can't be planned."""
+    text: str
+    """For people, one line."""
+    step_seconds: float = 0.0
+    """Of a step; 0: unknown."""
+
+
+def check(config: Config, recipe: str, machine: Machine) -> Verdict:
+    """Ask the planner for the run's own mesh, or for the best where the recipe leaves it open.
+
+    Args:
+        config: settings of the run.
+        recipe: its file.
+        machine: of the job.
+
+    Returns:
+        The verdict; where the run does not fit, with the nearest that does: other settings, or
+        more devices.
+
+    Raises:
+        ConfigError: the run's mesh does not go with the machine's devices.
+    """
+    own = None
+    if AUTO not in (config.strategy.name, config.mesh.data):
+        own = resolve(config.strategy, config.mesh, _devices(machine))
+    try:
+        request = plan_request(recipe, config, machine)
+    except ConfigError as error:
+        return Verdict(None, f"not planned: {error}")
+    if own and (uneven := request.rows % (shards := _shards(own[0]))):
+        text = f"config.data.batch_size={request.rows} leaves {uneven} over {shards} batch shards"
+        return Verdict(False, f"{text}; {_nearest(config, recipe, request)}")
+    among = list(candidates.of_mesh(request, *own)) if own else None
+    result = search.search(request, 1, among=among)
+    memory = machine.chip.hbm_bytes
+    if result.best:
+        best = result.best[0]
+        of = f" of {gib(memory)}" if memory else ""
+        time = f", {seconds(best.time.total)} a step" if best.time.total else ""
+        text = f"planned: it fits: {gib(best.peak)}{of} a device{time} ({best.candidate.text()})"
+        return Verdict(True, text, best.time.total)
+    need = f"it needs {gib(result.nearest.peak)} a device" if result.nearest else "no layout fits"
+    return Verdict(
+        False, f"{need}, and a device has {gib(memory)}; {_nearest(config, recipe, request)}"
+    )
+
+
+def _shards(mesh: MeshConfig) -> int:
+    """Parts that a mesh divides a batch into."""
+    return mesh.island * mesh.data * mesh.fsdp * mesh.expert
+
+
+def _nearest(config: Config, recipe: str, request: PlanRequest) -> str:
+    """The smallest change that makes room: other settings, else more devices."""
+    result = search.search(request, 1)
+    if result.best:
+        best = result.best[0]
+        return f"this fits ({gib(best.peak)} a device): {_changes(config, request, best)}"
+    machine = request.machine
+    for factor in _SIZES:
+        text = f"{machine.name}:{factor * machine.devices}"
+        try:
+            larger = machines.parse(text, config.network.dtype)
+            found = search.search(plan_request(recipe, config, larger), 1)
+        except ConfigError:
+            continue
+        if found.best:
+            changes = _changes(config, found.request, found.best[0])
+            return f"--devices={text} would do, with {changes}"
+    return f"nor does it on {_SIZES[-1]} times as many devices; take a larger kind, or adapters"
+
+
+def _changes(config: Config, request: PlanRequest, plan: Plan) -> str:
+    """The overrides that turn a run into a plan's."""
+    found = []
+    for line in candidates.overrides(request, plan.candidate):
+        path, _, value = line.removeprefix("--config.").partition("=")
+        now: object = config
+        for name in path.split("."):
+            now = getattr(now, name)
+        if str(now) != value and not (path.startswith("mesh.") and value == "1" and now in (1, -1)):
+            found.append(line)
+    return " ".join(found)
+
+
+def _devices(machine: Machine) -> list[object]:
+    """Abstract devices of the machine."""
+    return abstract_devices.devices(machine.platform, machine.devices, machine.devices_per_host)

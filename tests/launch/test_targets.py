@@ -1,0 +1,327 @@
+"""Jobs as their targets take them: machines, restarts, refusals, and one call of the tool."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import stat
+import subprocess
+
+import pytest
+import yaml
+
+from jaxvlm.cli.main import run as cli
+from jaxvlm.config import Config, ConfigError, StrategyConfig
+from jaxvlm.launch import targets
+from jaxvlm.launch.job import Job, check_name, environment_of
+from jaxvlm.parallel.distributed.places import find_place
+from jaxvlm.planner.hardware.machine import parse
+
+ARGUMENTS = ("train", "--config=r.py:a b", "--workdir=/runs/first")
+OWN = {
+    "slurm": {"partition": "low"},
+    "tpu": {"tpu": "pod", "zone": "z", "install": "jaxvlm[tpu]"},
+    "queued": {"zone": "z", "spot": True},
+    "gke": {"claim": "runs", "queue": "q"},
+    "xpk": {"cluster": "c", "zone": "z"},
+    "vertex": {"region": "r"},
+    "sky": {"install": "jaxvlm[tpu]"},
+    "ray": {},
+}
+MACHINES = {"slurm": "h200:16", "vertex": "h200:16", "sky": "h200:16", "ray": "h200:16",
+            "tpu": "v5e:16"}  # fmt: skip
+IMAGES = ("queued", "gke", "xpk", "vertex")
+
+
+def job(devices, image="", **more):
+    named = parse(devices, "bfloat16")
+    return Job("first", ARGUMENTS, named, image, (("A", "b 'c"),), **more)
+
+
+def rendered(target, devices="", **own):
+    image = "x/y:1" if target in IMAGES else ""
+    asked = job(devices or MACHINES.get(target, "2xv5e:4x4"), image)
+    return targets.render(target, asked, **OWN[target] | own)
+
+
+def text_of(target, devices="", **own):
+    return next(iter(rendered(target, devices, **own).files.values()))
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_the_command_and_its_variables_arrive_whole(target, tmp_path):
+    made = rendered(target)
+    text = next(iter(made.files.values()))
+    call = targets.written(made, tmp_path)
+    assert all((tmp_path / name).read_text() == said for name, said in made.files.items())
+    if target in ("gke", "vertex"):
+        spec = yaml.safe_load(text)
+        containers = _containers(spec)
+        assert containers
+        for container in containers:
+            assert container["command"] == ["jaxvlm", *ARGUMENTS]
+            assert {"name": "A", "value": "b 'c"} in container["env"]
+    elif target == "ray":
+        assigned = {
+            node.targets[0].id: ast.literal_eval(node.value)
+            for node in ast.parse(text).body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
+        assert assigned["COMMAND"] == ["jaxvlm", *ARGUMENTS]
+        assert assigned["ENVIRONMENT"] == {"A": "b 'c"}
+    else:
+        script = yaml.safe_load(text)["run"] if target == "sky" else text
+        assert _run(script, tmp_path, target) == [*ARGUMENTS, "b 'c"]
+    if target == "tpu":  # the script itself
+        assert f"--command={text}" in call
+    elif target == "xpk":  # which puts it between double quotes, as it is
+        command = next(word for word in call if word.startswith("--command="))
+        assert not set(command) & set('"\\\n$')
+        assert _run(command.removeprefix("--command="), tmp_path, target) == [*ARGUMENTS, "b 'c"]
+    else:
+        assert any(next(iter(made.files)) in word for word in call)
+
+
+def _containers(spec):
+    if "workerPoolSpecs" in spec:
+        return [pool["containerSpec"] for pool in spec["workerPoolSpecs"]]
+    return [
+        container
+        for jobs in spec["spec"]["replicatedJobs"]
+        for container in jobs["template"]["spec"]["template"]["spec"]["containers"]
+    ]
+
+
+def _run(script, folder, target):
+    """The words that a script gives to jaxvlm, and A; as a stub of it prints them."""
+    out = folder / "said.json"
+    stub = f'#!/usr/bin/env python3\nimport json, os, sys\nwords = sys.argv[1:]\n' \
+           f'open({str(out)!r}, "w").write(json.dumps([*words, os.environ["A"]]))\n'  # fmt: skip
+    docker = '#!/bin/bash\nwhile [ "$1" != jaxvlm ]; do shift; done\nexec "$@"\n'
+    for name, body in {"jaxvlm": stub, "docker": docker, "pip": "#!/bin/bash\n"}.items():
+        (folder / name).write_text(body)
+        (folder / name).chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder), "JAXVLM_SRUN": "env"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
+def test_pods_of_gpus_join_by_their_index():
+    spec = yaml.safe_load(text_of("gke", "h200:16"))["spec"]
+    (jobs,) = spec["replicatedJobs"]
+    work = jobs["template"]["spec"]
+    assert (jobs["replicas"], work["completions"], work["parallelism"]) == (1, 2, 2)
+    (container,) = _containers({"spec": spec})
+    env = {item["name"]: item.get("value", "1") for item in container["env"]}
+    place = find_place(env)
+    assert place == ("first-workers-0-0.first:61440", 2, 1, None)
+    assert spec["network"]["enableDNSHostnames"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+
+
+def test_pods_of_tpu_slices_are_a_job_a_slice():
+    spec = yaml.safe_load(text_of("gke", "2xv5e:4x4"))["spec"]
+    (jobs,) = spec["replicatedJobs"]
+    work = jobs["template"]["spec"]
+    assert (jobs["replicas"], work["completions"]) == (2, 2)
+    pod = work["template"]["spec"]
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 8}
+    assert not any("JAXVLM" in item["name"] for item in pod["containers"][0]["env"])
+
+
+def test_errors_end_a_jobset_and_lost_pods_start_it_again():
+    spec = yaml.safe_load(text_of("gke", "h200:16"))["spec"]
+    work = spec["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = work["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [1, 2]
+    assert spec["failurePolicy"]["maxRestarts"] == 20 and work["backoffLimit"] == 0
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "tries", "status"),
+    [
+        ([0], 1, 0),
+        ([75, 0], 2, 0),
+        ([2], 1, 2),
+        ([75, 1], 2, 1),
+        ([75] * 9, 4, 75),
+        ([137], 1, 137),
+    ],
+)
+def test_a_queued_host_runs_again_while_a_process_is_lost(ends, tries, status, tmp_path):
+    asked = job("2xv5e:4x4", restarts=3)
+    text = next(iter(targets.render("queued", asked, zone="z", install="x").files.values()))
+    log = tmp_path / "log"
+    (tmp_path / "ends").write_text(" ".join(map(str, ends)))
+    stub = (
+        f'#!/bin/bash\necho >> {log}\nn=$(wc -l < {log})\nexit $(cut -d" " -f$n {tmp_path}/ends)\n'
+    )
+    for name, body in {"jaxvlm": stub, "pip": "#!/bin/bash\n"}.items():
+        (tmp_path / name).write_text(body)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True)
+    assert (done.returncode, len(log.read_text())) == (status, tries)
+
+
+def test_slurm_asks_for_the_machine():
+    text = text_of("slurm", "h200:16", time="1:00:00")
+    head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    for option in ("nodes=2", "gpus-per-node=8", "time=1:00:00", "partition=low", "job-name=first"):
+        assert head.count(f"#SBATCH --{option}") == 1
+    assert "--account" not in text and "gpus-per-node" not in text_of("slurm", "cpu:8")
+
+
+def test_tpus_by_their_accelerator_types():
+    from jaxvlm.launch.tpu_vms import accelerator_type
+
+    types = {"v4:2x2x2": "v4-16", "v5e:16": "v5litepod-16", "v5p:4x4x4": "v5p-128",
+             "2xv6e:8": "v6e-8", "7x:2x2x2": "tpu7x-16"}  # fmt: skip
+    assert {name: accelerator_type(job(name)) for name in types} == types
+    call = rendered("queued", "2xv5e:4x4").command
+    assert {"--accelerator-type=v5litepod-16", "--node-count=2", "--spot"} <= set(call)
+
+
+def test_vertex_pools():
+    spec = yaml.safe_load(text_of("vertex", "h200:32"))
+    assert [pool["replicaCount"] for pool in spec["workerPoolSpecs"]] == [1, 3]
+    ddp = Config(strategy=StrategyConfig(name="ddp"))
+    asked = yaml.safe_load(text_of("vertex", "h200:32", reduction_servers=4, config=ddp))
+    assert asked["workerPoolSpecs"][2]["replicaCount"] == 4
+    assert "reductionserver" in asked["workerPoolSpecs"][2]["containerSpec"]["imageUri"]
+
+
+def test_a_ray_program_ends_as_its_processes_do(tmp_path):
+    """Its loop, with Ray's part of it replaced."""
+    text = text_of("ray")
+    loop = text[text.index("for attempt") :]
+    for ends, status in (
+        ([[0, 0]], 0),
+        ([[75, 137], [0, 0]], 0),
+        ([[2, 75]], 2),
+        ([[75]] * 30, 75),
+    ):
+        left = list(ends)
+        with pytest.raises(SystemExit) as end:
+            exec(loop, {"once": lambda: left.pop(0), "RESTARTS": 20, "AGAIN": 75,  # noqa: B023
+                        "sys": __import__("sys")})  # fmt: skip
+        assert end.value.code == status
+
+
+REFUSED = [
+    ("slurm", "v5e:16", {}, "SLURM has no TPU slices"),
+    ("tpu", "h200:8", {}, "takes TPUs, such as --devices=v5e:16"),
+    ("tpu", "2xv5e:4x4", {}, "takes one slice"),
+    ("tpu", "v5e:16", {"tpu": ""}, "needs --tpu, e.g."),
+    ("queued", "h200:8", {}, "takes TPUs"),
+    ("gke", "rtx4090:8", {}, "GKE has no node with a rtx4090"),
+    ("xpk", "rtx4090:8", {}, "xpk has no rtx4090"),
+    ("xpk", "v5e:16", {"cluster": ""}, "needs --cluster"),
+    ("vertex", "v5e:16", {}, "TPU slices are for launch queued, gke or xpk"),
+    ("vertex", "h200:16", {"region": ""}, "needs --region"),
+    ("sky", "2xv5e:4x4", {}, "takes one TPU slice"),
+    ("ray", "v5e:16", {}, "takes GPUs or CPUs"),
+]
+
+
+@pytest.mark.parametrize(("target", "devices", "own", "why"), REFUSED)
+def test_what_a_target_can_not_run_is_refused(target, devices, own, why):
+    with pytest.raises(ConfigError, match=why):
+        rendered(target, devices, **own)
+
+
+@pytest.mark.parametrize(
+    ("devices", "name", "why"),
+    [
+        ("h200:16", "fsdp", "name='fsdp' does not all-reduce gradients whole"),
+        ("h200:8", "ddp", "one host has nothing to send"),
+    ],
+)
+def test_reduction_servers_with_nothing_to_sum_are_refused(devices, name, why):
+    config = Config(strategy=StrategyConfig(name=name))
+    with pytest.raises(ConfigError, match=why):
+        rendered("vertex", devices, reduction_servers=1, config=config)
+    with pytest.raises(ConfigError, match="Reduction Server"):
+        rendered("vertex", "h200:16", reduction_servers=1)
+
+
+@pytest.mark.parametrize("name", ["A", "1a", "a_b", "a-", "", "a" * 41])
+def test_names_that_schedulers_would_not_take(name):
+    with pytest.raises(ConfigError, match="--name="):
+        check_name(name)
+
+
+def test_variables():
+    assert environment_of(["A=b=c", "D="]) == (("A", "b=c"), ("D", ""))
+    for bad in ("A", "=b", "1=a", "a b=c"):
+        with pytest.raises(ConfigError, match="give NAME=VALUE"):
+            environment_of([bad])
+
+
+TRAIN = ["--", "train", "--config=configs/quickstart.py", "--workdir=/runs/first"]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ([], "launch needs a target: slurm, tpu, queued"),
+        (["moon"], "launch needs a target"),
+        (["slurm", "--devices=h200:16"], "needs a command of jaxvlm after --"),
+        (["slurm", *TRAIN], "launch needs --devices"),
+        (["slurm", "--devices=h200:9", *TRAIN], "nearest: 8 or 16"),
+        (["slurm", "--devices=h200:16", "--zone=z", *TRAIN], "--zone is for launch tpu, queued"),
+        (["slurm", "--devices=h200:16", "--image=x", *TRAIN], "runs what is installed"),
+        (["slurm", "--devices=h200:16", "--", "dance"], "'dance' is no command"),
+        (["slurm", "--devices=h200:16", "--", "train", "--workdir=/r"], "needs --config=FILE"),
+        (["slurm", "--devices=h200:16", *TRAIN[:3]], "needs --workdir=DIR"),
+        (["slurm", "--devices=h200:16", *TRAIN, "--config.optim.lr=1"], "lr"),
+        (["slurm", "--devices=h200:16", *TRAIN, "--config.mesh.fsdp=3"], "does not fit 16 devices"),
+    ],
+)
+def test_a_bad_call_says_why_in_one_line(args, why, capsys):
+    assert cli(["launch", *args]) == 2
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+
+
+def test_a_job_is_given_to_the_tool_once(tmp_path, monkeypatch, capsys):
+    tool, log = tmp_path / "sbatch", tmp_path / "log"
+    tool.write_text(f'#!/bin/bash\necho "$@" >> {log}\nexit ${{STATUS:-0}}\n')
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    jobs = tmp_path / "jobs"
+    command = ["launch", "slurm", "--devices=h200:16", "--name=first", f"--output={jobs}", *TRAIN]
+    assert cli([*command[:2], "--dry_run", *command[2:]]) == 0
+    assert not log.exists() and not jobs.exists()
+    said = capsys.readouterr().out
+    assert "planned: it fits" in said and f"# sbatch {jobs}/first.sbatch" in said
+    assert cli(command) == 0
+    assert log.read_text() == f"{jobs}/first.sbatch\n"
+    assert shlex.split((jobs / "first.sbatch").read_text(), comments=True)
+    monkeypatch.setenv("STATUS", "3")
+    assert cli(command) == 1  # as the tool says, and the job's file is there to look at
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli(command) == 2
+    assert "sbatch is not on the PATH" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_is_not_launched(capsys):
+    devices = ["launch", "slurm", "--devices=h200:16", "--dry_run"]
+    uneven = [*TRAIN, "--config.data.batch_size=24"]
+    assert cli([*devices, *uneven]) == 2
+    said = capsys.readouterr().err
+    assert "leaves 8 over 16 batch shards" in said and "--config.mesh" in said
+    assert cli([*devices, "--skip_plan", *uneven]) == 0
+    wide = ["--config.model.decoder.width=8192", "--config.model.decoder.depth=60",
+            "--config.model.decoder.mlp_dim=28672", "--config.strategy.name=ddp"]  # fmt: skip
+    assert cli([*devices, *TRAIN, *wide]) == 2
+    said = capsys.readouterr().err
+    assert "a device has 141" in said and "this fits" in said and "strategy.name=" in said
+    assert cli(["launch", "slurm", "--devices=h200:1", "--dry_run", *TRAIN, *wide]) == 2
+    assert "--devices=h200:" in capsys.readouterr().err
