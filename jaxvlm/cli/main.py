@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib
 import io
 import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from absl import flags
 
-from jaxvlm.cli.common import RecipeError
+from jaxvlm.cli.error_lines import REFUSED_BY_SYSTEM, in_words, of_settings
 from jaxvlm.config import ConfigError
 
 
@@ -106,65 +103,16 @@ def run(argv: list[str]) -> int:
     )
     flags.DEFINE_bool("help", False, "Print this help text.", short_name="h", flag_values=values)
     try:
-        with _said_for_people(name):
-            command.define(values, rest)  # for plan, this already reads the recipe
-            if any(arg in ("--help", "-h", "-help") for arg in rest):
-                print(_help(name, command, values, rest))
-                return 0
-            args = _parsed(values, rest)
-    except _BadInputError as error:
-        return _fail(str(error), 2)
+        command.define(values, rest)  # for plan, this already reads the recipe
+        if any(arg in ("--help", "-h", "-help") for arg in rest):
+            print(_help(name, command, values, rest))
+            return 0
+        args = values(["jaxvlm", *rest])[1:]
+        if "config" in values and values["config"].value is not None:
+            _ = values["config"].value.items  # raises if the recipe failed to load
+    except Exception as error:  # whatever a recipe or a setting's value can lead to
+        return _fail(of_settings(error, name), 2)
     return _run(command, values, args)
-
-
-class _BadInputError(ValueError):
-    """A command line that can't be used; the message is for people."""
-
-
-def parse(name: str, argv: list[str]) -> flags.FlagValues:
-    """Parse another command's arguments, as it would.
-
-    Raises:
-        ValueError: they can't be used.
-    """
-    values = flags.FlagValues()
-    flags.DEFINE_bool("json", False, "", flag_values=values)
-    with _said_for_people(name):
-        _load(name).define(values, argv)
-        _parsed(values, argv)
-    return values
-
-
-def _parsed(values: flags.FlagValues, argv: list[str]) -> list[str]:
-    args: list[str] = values(["jaxvlm", *argv])[1:]
-    if "config" in values and values["config"].value is not None:
-        _ = values["config"].value.items  # raises if the recipe failed to load
-    return args
-
-
-@contextlib.contextmanager
-def _said_for_people(name: str) -> Iterator[None]:
-    """Raise what a command line or its recipe leads to as one line."""
-    try:
-        yield
-    except flags.Error as error:
-        text = str(error)
-        if group := re.search(r"--([\w.]+)=(\S+): Failed to parse .* as a ConfigDict", text):
-            raise _BadInputError(
-                f"--{group[1]}={group[2]}: it is a group of settings; set its fields, such as "
-                f"--{group[1]}.name=value"
-            ) from error
-        raise _BadInputError(f"{text} (see `jaxvlm {name} --help`)") from error
-    except RecipeError as error:
-        raise _BadInputError(_unknown_setting(error.__cause__) or str(error)) from error
-    except OSError as error:
-        if error.errno is not None:  # the recipe's own: ml_collections' error has no number
-            raise _BadInputError(f"the recipe: {_words(error)}") from error
-        last = str(error).splitlines()[-1]
-        raise _BadInputError(f"--config: no such recipe: {last}") from error
-    except Exception as error:  # whatever a setting's value can lead to
-        advice = f"an override of the recipe: {type(error).__name__}: {error}"
-        raise _BadInputError(_unknown_setting(error) or advice) from error
 
 
 def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
@@ -182,7 +130,7 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         if code is None:
             _blame_peers(error)
             raise
-        return _fail(_words(error), code)
+        return _fail(in_words(error), code)
     if values.json and not _is_silent_process():
         print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
@@ -194,18 +142,6 @@ def _blame_peers(error: Exception) -> None:
         from jaxvlm.parallel.distributed.processes import end_if_a_peer_failed
 
         end_if_a_peer_failed(error)
-
-
-def _unknown_setting(error: BaseException | None) -> str:
-    """What ml_collections says of a key that a ConfigDict does not have; "" of other errors."""
-    cause: Any = error
-    if isinstance(error, AttributeError) and error.args:
-        cause = error.args[0]
-    text = str(cause.args[0]) if isinstance(cause, KeyError) and cause.args else ""
-    near = re.search(r'Did you mean "(.+)" instead of "(.+)"', text)
-    unknown = near[2] if near else "".join(re.findall(r'^Key "(.+?)" does not exist', text))
-    advice = f"; did you mean {near[1]!r}?" if near else ""
-    return f"--config: no such setting: {unknown!r}{advice}" if unknown else ""
 
 
 def _is_silent_process() -> bool:
@@ -235,33 +171,9 @@ def _exit_code(error: Exception) -> int | None:
 
     if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
         return 2
-    if isinstance(error, OSError) and error.errno in _REFUSED_BY_SYSTEM:
+    if isinstance(error, OSError) and error.errno in REFUSED_BY_SYSTEM:
         return 2
     return 1 if isinstance(error, (TrainingStopped, JoinError)) else None
-
-
-# What a full, a read-only or somebody else's disk answers, and a name that is no file or folder.
-_REFUSED_BY_SYSTEM = {
-    errno.ENOSPC: "free some space, or name a folder on another disk",
-    errno.EDQUOT: "free some of your quota, or name a folder on another disk",
-    errno.EFBIG: "the limit of a file's size (ulimit -f) is too low",
-    errno.EROFS: "name a folder that can be written to",
-    errno.EACCES: "change its permissions, or name another one",
-    errno.EPERM: "change its permissions, or name another one",
-    errno.ENOTDIR: "a part of it is a file, not a folder; name another one",
-    errno.EISDIR: "name a file, not a folder",
-    errno.EEXIST: "it is in the way; move it, or name another one",
-    errno.ENAMETOOLONG: "use a shorter name",
-}
-
-
-def _words(error: Exception) -> str:
-    """What is said of ``error``: of the system's, the file, why it failed and what to do."""
-    advice = _REFUSED_BY_SYSTEM.get(error.errno or 0) if isinstance(error, OSError) else None
-    if not isinstance(error, OSError) or advice is None:
-        return str(error)
-    where = error.filename2 or error.filename or "a file that is being written"
-    return f"{where}: {(error.strerror or str(error)).lower()}; {advice}"
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
