@@ -37,7 +37,7 @@ class Command(Protocol):
 
 COMMANDS = (
     *("train", "eval", "generate", "embed", "mine", "export", "plan", "data", "cache"),
-    *("federate", "launch"),
+    *("federate", "launch", "sweep"),
 )
 _MODULES = {"eval": "evaluate"}  # a command whose module has another name than it
 

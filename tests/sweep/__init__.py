@@ -1,0 +1,1 @@
+"""Sweeps, whose trials are a program that trains nothing."""

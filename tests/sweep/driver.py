@@ -1,0 +1,48 @@
+"""A sweep of stubs: ``python -m tests.sweep.driver WORKDIR GRID ... [parallel=N]``."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+
+from jaxvlm.config import Config, DataConfig
+from jaxvlm.sweep import definition, sweep
+from jaxvlm.sweep.trial import Trial
+
+STUB = pathlib.Path(__file__).with_name("stub.py")
+
+
+def resolve(recipe: str, overrides: Mapping[str, str]) -> Config:
+    """``recipe`` is the number of steps."""
+    config = Config(data=DataConfig(train="x", eval="y"), steps=int(recipe))
+    checkpoint = dataclasses.replace(config.checkpoint, metric="exact_match")
+    config = dataclasses.replace(config, checkpoint=checkpoint)
+    for path, text in overrides.items():
+        group, _, name = path.rpartition(".")
+        value = ast.literal_eval(text)
+        if group:
+            value = dataclasses.replace(getattr(config, group), **{name: float(value)})
+        config = dataclasses.replace(config, **{group or name: value})
+    return config
+
+
+def command(trial: Trial) -> list[str]:
+    return [sys.executable, "-I", "-S", str(STUB), str(trial.folder), json.dumps(trial.values)]
+
+
+def run(workdir: pathlib.Path, *grids: str, recipe="10", parallel=1, devices=(), say=print):
+    rows = definition.read_rows(grids)
+    asked = sweep.Definition(recipe, {}, rows, parallel=parallel, devices=list(devices))
+    asked = sweep.resolved(workdir, asked, resolve)
+    return sweep.run_sweep(workdir, asked, say, command, poll_s=0.01)
+
+
+if __name__ == "__main__":
+    options = dict(text.split("=") for text in sys.argv[2:] if text.startswith("parallel"))
+    grids = [text for text in sys.argv[2:] if not text.startswith("parallel")]
+    whole = run(pathlib.Path(sys.argv[1]), *grids, parallel=int(options.get("parallel", "1")))
+    print("whole" if whole else "stopped", flush=True)
