@@ -26,7 +26,7 @@ class Row(NamedTuple):
     factor: str
     """Name of the factor that an ablation changes; "" in other sweeps."""
     overrides: dict[str, str]
-    """Path of a setting -> its value's text."""
+    """Path of a setting -> its value's text, those of grids first."""
 
 
 def read_rows(grids: Sequence[str], trials: str = "", ablation: str = "") -> list[Row]:
@@ -58,7 +58,7 @@ def read_rows(grids: Sequence[str], trials: str = "", ablation: str = "") -> lis
         if both := sorted(set(row.overrides) & set(axes)):
             raise ConfigError(f"{both[0]} is in --grid and in {trials or ablation}; leave one out")
     return [
-        Row(row.factor, row.overrides | dict(zip(axes, values, strict=True)))
+        Row(row.factor, dict(zip(axes, values, strict=True)) | row.overrides)
         for row in rows
         for values in itertools.product(*axes.values())
     ]

@@ -15,6 +15,7 @@ from jaxvlm.sweep.definition import Row, as_text
 
 RECORD = "trial.json"
 LOG = "log.txt"
+_SHOWN = 100  # characters of what a trial changes
 _HOW = (
     *("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "mesh.expert", "mesh.pipeline"),
     *("strategy.name", "data.workers", "data.prefetch", "log_every", "profile_steps"),
@@ -46,9 +47,10 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The id, with what the trial changes."""
+        """The id, with what the trial changes; of a long list, the beginning."""
         changed = [f"{path}={as_text(value)}" for path, value in self.values.items()]
         text = ", ".join([*([self.factor] if self.factor else []), *changed])
+        text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
         return f"{self.id} ({text})" if text else self.id
 
     @property
