@@ -126,17 +126,22 @@ def _refuse_others(values: flags.FlagValues, target: str, known: Any) -> None:
 
 def _of_training(arguments: list[str]) -> tuple[Any, str]:
     """The settings and the recipe of a command that trains, checked as it will check them."""
-    from jaxvlm.cli.main import COMMANDS, parse
+    from jaxvlm.cli import error_lines, train
+    from jaxvlm.cli.main import COMMANDS
     from jaxvlm.config import ConfigError, from_config_dict
 
     if arguments[0] not in COMMANDS or arguments[0] == "launch":
         raise ConfigError(f"{arguments[0]!r} is no command that can be launched")
     if arguments[0] != "train":
         return None, ""
+    values = flags.FlagValues()
+    flags.DEFINE_bool("json", False, "", flag_values=values)
     try:
-        values = parse("train", arguments[1:])
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        train.define(values, arguments[1:])
+        values(["jaxvlm", *arguments[1:]])
+        _ = values["config"].value  # raises if the recipe failed to load
+    except Exception as error:  # whatever a setting's value can lead to
+        raise ConfigError(error_lines.of_settings(error, "train")) from None
     if values.config is None or not values.workdir:
         missing = "--workdir=DIR" if values.config is not None else "--config=FILE"
         raise ConfigError(f"the command trains and needs {missing}")
