@@ -48,7 +48,7 @@ def _load(name: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 on success, 1 if a run had to stop, 2 on bad input."""
+    """Run one command and exit: 0 on success, else as :func:`_exit_code` says."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # an id may have characters that it can't write
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -163,9 +163,13 @@ def _finite(value: Any) -> Any:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """The exit code for ``error``: 2 for bad input, 1 for a run that stopped, None for a bug."""
+    """The exit code for ``error``: 2 for bad input, 1 for a run that stopped, None for a bug.
+
+    75 where the other processes can't be reached: one was lost before all had joined.
+    """
     from jaxvlm.checkpoint.checkpointer import CheckpointError
     from jaxvlm.data.errors import DataError
+    from jaxvlm.parallel.distributed.heartbeat import EXIT_LOST
     from jaxvlm.parallel.distributed.processes import JoinError
     from jaxvlm.train.loop import TrainingStopped
 
@@ -173,7 +177,9 @@ def _exit_code(error: Exception) -> int | None:
         return 2
     if isinstance(error, OSError) and error.errno in REFUSED_BY_SYSTEM:
         return 2
-    return 1 if isinstance(error, (TrainingStopped, JoinError)) else None
+    if isinstance(error, JoinError):
+        return EXIT_LOST
+    return 1 if isinstance(error, TrainingStopped) else None
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:

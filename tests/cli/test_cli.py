@@ -18,6 +18,7 @@ from runs import HERE, write_data
 
 from jaxvlm.cli import main
 from jaxvlm.cli.main import COMMANDS, run
+from jaxvlm.parallel.distributed import processes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECIPE = str(HERE / "recipe.py")
@@ -137,6 +138,15 @@ def test_only_standard_output_may_break(monkeypatch):
     monkeypatch.setattr(main, "run", broken)
     with pytest.raises(BrokenPipeError, match="of a worker"):
         main.main([])
+
+
+def test_peers_that_can_not_be_reached_are_lost(capsys, tmp_path, monkeypatch):
+    def fail():
+        raise processes.JoinError("could not join process 0 at a:1")
+
+    monkeypatch.setattr(processes, "initialize", fail)
+    assert run(["train", f"--config={HERE / 'recipe.py'}:x", f"--workdir={tmp_path}"]) == 75
+    assert capsys.readouterr().err == "jaxvlm: could not join process 0 at a:1\n"
 
 
 def test_a_space_is_accepted_for_an_equals_sign(capsys):
