@@ -1,22 +1,193 @@
-"""The launch scripts run as they stand: as two faked SLURM tasks, and up to the gcloud call."""
+"""launch/slurm.sbatch runs as it stands, with an srun, squeue and scontrol of the test's own."""
 
-import contextlib
 import os
 import random
-import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch"
+
+COMMANDS = {
+    # As srun, it starts the tasks at once and tells the highest status.
+    "srun": """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE="1(x2)"
+for number in 0 1; do
+  SLURM_PROCID=$number SLURM_LOCALID=0 setsid "$@" &
+  tasks[number]=$!
+done
+highest=0
+for task in "${tasks[@]}"; do
+  wait "$task"; status=$?
+  [[ $status -gt $highest ]] && highest=$status
+done
+exit $highest
+""",
+    "squeue": '#!/bin/bash\necho "${STATE:-RUNNING}"\n',
+    "scontrol": '#!/bin/bash\necho "scontrol $*"\n',
+}
+
+ENDS = """
+import os, pathlib, signal, sys, time
+
+def stop(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a run of one process: a second one kills
+    time.sleep(2)
+    os._exit(0)
+
+number = int(os.environ["SLURM_PROCID"])
+end = os.environ["ENDS"].split()[number]
+if not number:
+    print("started", *sys.argv[1:], flush=True)
+if "saves" in os.environ:
+    workdir = sys.argv[-1].removeprefix("--workdir=")
+    pathlib.Path(workdir, "checkpoints", os.environ["saves"]).mkdir(parents=True, exist_ok=True)
+if end == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if end == "lost":
+    os.killpg(0, signal.SIGKILL)
+if end in ("stopped", "task_stopped"):
+    signal.signal(signal.SIGTERM, stop)
+    # The whole task, or, as cgroups have it, the process that srun started alone.
+    os.killpg(0, signal.SIGTERM) if end == "stopped" else os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(20)
+    sys.exit("no signal came")
+sys.exit(int(end))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Run the batch file: ``launch(program, *arguments, variable=value)``."""
+    for name, text in COMMANDS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "ends.py").write_text(ENDS)
+
+    def run(*arguments: str, program: str = "ends.py train", **variables: str):
+        env = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHONPATH": str(SCRIPT.parent.parent),
+            "SLURM_JOB_ID": "7",
+            "SLURM_NTASKS": "2",
+            "JAXVLM_COMMAND": f"{sys.executable} {tmp_path / program}",
+            "JAXVLM_COMPILE_CACHE": str(tmp_path / "xla"),
+        }
+        # A session of its own, whose end is awaited; a task that hangs ends with the test run.
+        return subprocess.run(
+            ["bash", str(SCRIPT), *arguments],
+            env=env | variables,
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            check=False,
+            start_new_session=True,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "says"),
+    [
+        ("0 0", 0, ""),
+        ("2 75", 2, "process 0 failed with status 2"),
+        ("75 1", 1, "process 1 failed with status 1"),
+        ("1 1", 1, "process 1 failed with status 1"),
+        ("75 127", 127, "process 1 failed with status 127"),
+        ("killed 1", 1, "process 1 failed with status 1"),
+        ("task_stopped 2", 2, "process 1 failed with status 2"),
+        ("killed 75", 137, "back in the queue: a process was lost"),
+        ("75 143", 143, "back in the queue: a process was lost"),
+        ("75 134", 134, "back in the queue: a process was lost"),
+        ("139 75", 139, "back in the queue: a process was lost"),
+        ("75 75", 75, "back in the queue: a process was lost"),
+        ("0 75", 75, "back in the queue: a process was lost"),
+        ("stopped stopped", 0, "back in the queue: stopped"),
+        ("task_stopped task_stopped", 0, "back in the queue: stopped"),
+        ("task_stopped 75", 75, "back in the queue: a process was lost"),
+    ],
+)
+def test_what_the_processes_ends_mean(launch, ends, status, says):
+    done = launch("--workdir=run", ENDS=ends)
+    assert done.returncode == status, done
+    assert says in done.stderr
+    assert ("scontrol requeue 7" in done.stdout) == ("back in the queue" in says)
+    assert ("slurm.sbatch:" in done.stderr) == bool(says)
+
+
+def test_a_process_whose_node_is_gone_says_nothing(launch, tmp_path):
+    (tmp_path / "sleep").write_text("#!/bin/bash\n")  # its file is waited for
+    (tmp_path / "sleep").chmod(0o755)
+    done = launch("--workdir=run", ENDS="75 lost")
+    assert "scontrol requeue 7" in done.stdout, done
+    done = launch("--workdir=run", ENDS="1 lost")
+    assert done.returncode == 1 and "scontrol" not in done.stdout, done
+
+
+@pytest.mark.parametrize("ends", ["task_stopped task_stopped", "killed 75"])
+def test_a_job_that_is_cancelled_is_not_put_back(launch, ends):
+    done = launch("--workdir=run", ENDS=ends, STATE="COMPLETING")
+    assert "scontrol" not in done.stdout and "queue" not in done.stderr, done
+
+
+def test_a_few_restarts_without_a_checkpoint_are_the_end(launch):
+    def start(number: int, **variables: str) -> bool:
+        given = {"ENDS": "killed 75", "SLURM_RESTART_COUNT": str(number), "JAXVLM_RESTARTS": "2"}
+        done = launch("--workdir=run", **given | variables)
+        if "scontrol requeue" in done.stdout:
+            return True
+        assert done.returncode == 1, done
+        assert "restarts in a row brought no new checkpoint in run/checkpoints" in done.stderr
+        return False
+
+    assert start(0, saves="10.orbax-checkpoint-tmp")
+    assert start(1, saves="damaged-5")
+    assert start(2, saves="10")
+    assert start(3) and start(4)
+    assert not start(5)
+    assert not start(6, saves="20"), "SLURM itself restarts it: it is over before a process starts"
+    assert start(0), "another job counts anew"
+
+
+def test_the_default_is_five_restarts(launch):
+    for number in range(7):
+        done = launch("--workdir=run", ENDS="killed 75", SLURM_RESTART_COUNT=str(number))
+        assert ("scontrol requeue" in done.stdout) == (number < 5), number
+        assert ("started" in done.stdout) == (number < 6), number
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--workdir=a b/run"], ["--workdir", "a b/run"], ["-workdir=c", "--workdir=a b/run"]],
+)
+def test_the_workdir_is_found_in_the_arguments(launch, tmp_path, arguments):
+    done = launch("--config=x y.py", *arguments, ENDS="0 0")
+    assert done.returncode == 0, done
+    assert done.stdout.splitlines() == [" ".join(["started train --config=x y.py", *arguments])]
+    assert (tmp_path / "a b" / "run" / "slurm" / "7" / "restarts").read_text() == "0\n"
+
+
+def test_train_needs_a_workdir_and_others_do_not(launch, tmp_path):
+    done = launch("--config=x.py", ENDS="0 0")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.splitlines() == [
+        "slurm.sbatch: train needs a folder that all nodes see: --workdir=DIR"
+    ]
+    done = launch("--workdir=run", ENDS="0 0", JAXVLM_RESTARTS="many")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    done = launch(program="ends.py eval", ENDS="75 killed")
+    assert "scontrol requeue" in done.stdout and (tmp_path / "xla" / "slurm" / "7").is_dir()
+    done = launch("--workdir=gs://bucket/run", ENDS="2 2")
+    assert done.returncode == 2 and not (tmp_path / "gs:").exists()
+
 
 PROGRAM = """
-import os, pathlib, signal, sys, time
-with pathlib.Path(__file__).with_name("pids").open("a") as file:
-    file.write(f"{os.getpid()} ")
+import os, signal, sys, time
 from jaxvlm.parallel.distributed import processes as distributed
 
 assert distributed.initialize()
@@ -34,7 +205,9 @@ ones = jax.make_array_from_callback(
 with distributed.guard_peers():
     print("devices", int(jax.jit(jnp.sum)(ones)), *sys.argv[1:], flush=True)
     step = 0
-    while "--wait" in sys.argv:
+    if not jax.process_index():
+        os.kill(os.getppid(), signal.SIGTERM)
+    while True:
         step += 1
         assert float(jax.jit(jnp.sum)(ones))
         if distributed.should_stop(step):
@@ -44,112 +217,19 @@ with distributed.guard_peers():
 """
 
 
-@pytest.fixture
-def start(tmp_path):
-    started = []
-
-    def start_two(*arguments: str) -> list[subprocess.Popen]:
-        started.extend(start_tasks(tmp_path, *arguments))
-        return started
-
-    yield start_two
-    for task in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(task.pid, signal.SIGKILL)  # its programs too, which hold the pipes
-        task.communicate()
-
-
-# As SLURM's own: scancel signals each process of the job, which are children of both batch files.
-SCANCEL = """#!/bin/bash
-echo "scancel $*"
-[ "$*" = "--signal=TERM $SLURM_JOB_ID" ] || exit 1
-kill -TERM $(cat {folder}/pids)
-"""
-
-
-def start_tasks(tmp_path: Path, *arguments: str) -> list[subprocess.Popen]:
-    """The body of the batch file, once for each task, as srun would set it up."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    texts = {
-        "scontrol": '#!/bin/bash\necho "scontrol $*"\n',
-        "scancel": SCANCEL.format(folder=tmp_path),
-    }
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    job = random.randrange(10**6)
-    tasks = []
-    for process in range(2):
-        env = os.environ | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "PYTHONPATH": str(LAUNCH.parent),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAX_PLATFORMS": "cpu",
-            "SLURM_JOB_ID": str(job),
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-            "SLURM_PROCID": str(process),
-            "SLURM_LOCALID": "0",
-            "JAXVLM_SRUN": "env",
-            "JAXVLM_COMMAND": f"{sys.executable} {program}",
-            "JAXVLM_COMPILE_CACHE": str(tmp_path / "xla"),
-        }
-        command = ["bash", str(LAUNCH / "slurm.sbatch"), *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        tasks.append(subprocess.Popen(command, env=env, text=True, start_new_session=True, **pipes))
-    return tasks
-
-
-def test_two_tasks_make_one_run(start, tmp_path):
-    tasks = start("--config=a b.py")
-    outputs = [task.communicate(timeout=90) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    for output, _ in outputs:
-        assert output.splitlines()[-1] == "devices 8 --config=a b.py"
+def test_two_processes_make_one_run_which_sigterm_to_one_stops(launch, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = launch(
+        "--config=a b.py",
+        "--workdir=run",
+        program="program.py",
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        SLURM_JOB_ID=str(random.randrange(10**6)),
+    )
+    assert done.returncode == 0, done
+    assert done.stdout.count("devices 8 --config=a b.py --workdir=run") == 2
+    steps = [line for line in done.stdout.splitlines() if line.startswith("saved at")]
+    assert len(steps) == 2 and steps[0] == steps[1]
+    assert "scontrol requeue" in done.stdout
     assert (tmp_path / "xla").is_dir()
-
-
-def test_sigterm_saves_and_requeues(start):
-    tasks = start("--wait")
-    for task in tasks:
-        lines = iter(task.stdout.readline, "")
-        assert any("devices 8" in line for line in lines), task.communicate()
-    tasks[0].send_signal(signal.SIGTERM)
-    outputs = [task.communicate(timeout=90) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], outputs
-    assert all("saved at" in output for output, _ in outputs)
-    assert "scancel --signal=TERM" in outputs[0][0]
-    assert "scontrol requeue" in outputs[0][0]
-    assert "scontrol" not in outputs[1][0]
-
-
-def run(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-
-
-def test_help():
-    for script in ("slurm.sbatch", "tpu_vm.sh"):
-        done = run("bash", str(LAUNCH / script), "--help")
-        assert done.returncode == 0
-        assert "--workdir=" in done.stdout
-
-
-def test_tpu_vm_calls_gcloud_on_all_hosts():
-    script = str(LAUNCH / "tpu_vm.sh")
-    options = ["--tpu=pod", "--zone=z", "--project=p", "--install=jaxvlm[tpu]", "--dry_run"]
-    done = run("bash", script, *options, "--", "train", "--config=x.py:a b")
-    words = shlex.split(done.stdout)
-    assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "pod"]
-    assert {"--worker=all", "--zone=z", "--project=p"} <= set(words)
-    remote = next(word for word in words if word.startswith("--command="))
-    assert remote.endswith(r"jaxvlm train --config=x.py:a\ b")
-    assert "JAXVLM_DISTRIBUTED=auto" in remote
-
-
-@pytest.mark.parametrize("arguments", [["--tpu=a"], ["--what"], ["--tpu=a", "--zone=z", "--"]])
-def test_tpu_vm_refuses_what_is_incomplete(arguments):
-    done = run("bash", str(LAUNCH / "tpu_vm.sh"), *arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
