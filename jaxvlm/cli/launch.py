@@ -18,8 +18,8 @@ _EVERY = {
     "image": "The container image with jaxvlm (launch/Dockerfile builds one); slurm, tpu and ray "
     "use what is installed.",
     "env": "A variable NAME=VALUE of the processes; the flag can be repeated.",
-    "restarts": "How often a lost process may start the job again (SLURM: without a new "
-    "checkpoint).",
+    "restarts": "How often a lost process may start the job again; 0 means 5 on SLURM, where only "
+    "restarts in a row without a new checkpoint count, and 20 elsewhere.",
     "output": "The folder to write the job's files to.",
     "dry_run": "Print the job and the call of the scheduler's tool; write and call nothing.",
     "skip_plan": "Don't ask the planner whether the run fits.",
@@ -51,7 +51,7 @@ _OWN = {
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``launch``."""
     switches = {"dry_run": False, "skip_plan": False}
-    define_flags(values, _EVERY, env=(), name="jaxvlm", output="jobs", restarts=20, **switches)
+    define_flags(values, _EVERY, env=(), name="jaxvlm", output="jobs", restarts=0, **switches)
     own: dict[str, Any] = {"time": "24:00:00", "namespace": "default", "mount": "/runs"}
     own |= {"priority": "medium", "spot": False, "reduction_servers": 0}
     define_flags(values, _OWN, **own)
@@ -78,7 +78,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         target,
         job.Job(
             job.check_name(values.name), tuple(arguments), asked, values.image,
-            job.environment_of(values.env), values.restarts,
+            job.environment_of(values.env), values.restarts or (5 if target == "slurm" else 20),
         ),
         **own,
     )  # fmt: skip

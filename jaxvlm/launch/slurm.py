@@ -44,7 +44,8 @@ def render(job: Job, time: str = "24:00:00", partition: str = "", account: str =
     mark = "set -euo pipefail\n"
     if rest.count(mark) != 1:
         raise ValueError(f"{TEMPLATE} must have one line {mark.strip()!r}")
-    rest = rest.replace(mark, f"{mark}\n# This job's command.\n{command}{given}")
+    limit = f"JAXVLM_RESTARTS={job.restarts}\n"
+    rest = rest.replace(mark, f"{mark}\n# This job's command.\n{command}{limit}{given}")
     return Rendered({f"{job.name}.sbatch": options + rest}, ("sbatch", "{}"))
 
 
