@@ -15,12 +15,12 @@ USAGE = "TARGET --devices=h200:16 [--name=NAME ...] -- train --config=FILE --wor
 _EVERY = {
     "devices": "The machine, as for plan: h200:16, v5p:4x4x4, 2xv5e:16x16 (two slices), cpu:8.",
     "name": "The job's name: lower-case letters, digits and hyphens.",
-    "image": "The container image with jaxvlm (launch/Dockerfile builds one); slurm, tpu and ray "
-    "use what is installed.",
+    "image": "queued, gke, xpk, vertex, sky: the container image with jaxvlm, which "
+    "launch/Dockerfile builds.",
     "env": "A variable NAME=VALUE of the processes; the flag can be repeated.",
-    "restarts": "How often a lost process may start the job again; 0 means 5 on SLURM, where only "
-    "restarts in a row without a new checkpoint count, and 20 elsewhere.",
-    "output": "The folder to write the job's files to.",
+    "restarts": "slurm, queued, gke, xpk, ray: how often a lost process may start the job again; 0 "
+    "means 5 on SLURM, where restarts in a row without a new checkpoint count, and 20 elsewhere.",
+    "output": "The folder in which the job's files are written, in a folder of its name.",
     "dry_run": "Print the job and the call of the scheduler's tool; write and call nothing.",
     "skip_plan": "Don't ask the planner whether the run fits.",
 }
@@ -28,6 +28,7 @@ _OWN = {
     "time": "slurm: the time limit, D-HH:MM:SS.",
     "partition": "slurm: the partition; by default the cluster's.",
     "account": "slurm: the account to charge; by default the user's.",
+    "cpus": "slurm: the CPUs of a process; 0 means eight for each GPU.",
     "tpu": "tpu: the name of the TPU VM.",
     "zone": "tpu, queued, xpk: the zone.",
     "project": "tpu, queued, xpk, vertex: the project; by default gcloud's.",
@@ -42,7 +43,7 @@ _OWN = {
     "priority": "xpk: the workload's priority.",
     "region": "vertex: the region.",
     "reduction_servers": "vertex: the number of hosts that sum gradients (Reduction Server); for "
-    "ddp on several hosts of GPUs alone.",
+    "ddp on several hosts of GPUs alone, with google-reduction-server in the image.",
     "cloud": "sky: the cloud, such as gcp or aws/us-east-1; by default the cheapest.",
     "address": "ray: the address of the cluster's dashboard; by default RAY_ADDRESS.",
 }
@@ -53,7 +54,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     switches = {"dry_run": False, "skip_plan": False}
     define_flags(values, _EVERY, env=(), name="jaxvlm", output="jobs", restarts=0, **switches)
     own: dict[str, Any] = {"time": "24:00:00", "namespace": "default", "mount": "/runs"}
-    own |= {"priority": "medium", "spot": False, "reduction_servers": 0}
+    own |= {"priority": "medium", "spot": False, "reduction_servers": 0, "cpus": 0}
     define_flags(values, _OWN, **own)
 
 
@@ -65,37 +66,47 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     target, arguments = _divided(args, targets.TARGETS)
     _refuse_others(values, target, targets.TARGETS)
+    for name in (*_EVERY, *_OWN):
+        job.check_line(name, values[name].value)
     if not values.devices:
         raise ConfigError("launch needs --devices, e.g. --devices=h200:16, v5p:4x4x4 or cpu:8")
-    config, recipe = _of_training(arguments)
-    dtype = config.network.dtype if config else "bfloat16"
-    asked = machine.parse(values.devices, dtype)
-    fits = None if config is None or values.skip_plan else _fits(config, recipe, asked)
-    own = {name: values[name].value for name in targets.TARGETS[target].flags}
-    if target == "vertex":
-        own["config"] = config
-    rendered = targets.render(
-        target,
-        job.Job(
-            job.check_name(values.name), tuple(arguments), asked, values.image,
-            job.environment_of(values.env), values.restarts or (5 if target == "slurm" else 20),
-        ),
-        **own,
-    )  # fmt: skip
-    folder = pathlib.Path(values.output)
+    config, recipe = _checked(arguments)
+    asked = machine.parse(values.devices, config.network.dtype if config else "bfloat16")
+    fits = None if values.skip_plan else _fits(config, recipe, asked)
+    of = targets.TARGETS[target]
+    has_recipe = of.has_files or (of.has_image and values.image)
+    launched = job.Job(
+        job.check_name(values.name),
+        tuple(arguments),
+        asked,
+        values.image,
+        job.environment_of(values.env, asked),
+        values.restarts or (5 if target == "slurm" else 20),
+        "" if has_recipe else _text(recipe),
+    )
+    own = {name: values[name].value for name in of.flags}
+    own |= {"config": config} if target == "vertex" else {}
+    rendered = targets.render(target, launched, **own)
+    folder = pathlib.Path(values.output) / launched.name
     result = {"target": target, "files": dict(rendered.files), "fits": fits}
     if values.dry_run:
+        rendered = rendered.with_files_in(str(folder))
         for name, text in rendered.files.items():
             say(f"# {folder / name}\n{text}")
-        command = targets.call(rendered, folder)
-        say(f"# {shlex.join(command)}")
-        return result | {"command": list(command)}
-    command = targets.written(rendered, folder)
-    say(shlex.join(command))
-    status = targets.submit(command)
+        say(f"# {shlex.join(rendered.command)}")
+        return result | {"command": list(rendered.command)}
+    rendered = targets.written(rendered, folder)
+    say(shlex.join(rendered.command))
+    status = targets.submit(rendered.command)
     if rendered.note and not status:
-        say(rendered.note.replace("{}", str(folder / next(iter(rendered.files)))))
-    return result | {"command": list(command), "exit_code": 1 if status else 0}
+        say(rendered.note)
+    return result | {"command": list(rendered.command), "exit_code": 1 if status else 0}
+
+
+def _text(recipe: str) -> str:
+    """The recipe's file, for a target that has none; "" where its path is that of the target."""
+    path = pathlib.Path(recipe.partition(":")[0])
+    return "" if not recipe or path.is_absolute() else path.read_text()
 
 
 def _divided(args: list[str], known: Any) -> tuple[str, list[str]]:
@@ -120,37 +131,50 @@ def _refuse_others(values: flags.FlagValues, target: str, known: Any) -> None:
         if values[name].present and name not in known[target].flags:
             of = ", ".join(other for other in known if name in known[other].flags)
             raise ConfigError(f"--{name} is for launch {of}, not for {target}; leave it out")
-    if values["image"].present and target in ("slurm", "tpu", "ray"):
+    if values["image"].present and not known[target].has_image:
         raise ConfigError(f"--image: launch {target} runs what is installed; leave it out")
+    if values["restarts"].present and not known[target].has_restarts:
+        raise ConfigError(f"--restarts: launch {target} does not count restarts; leave it out")
 
 
-def _of_training(arguments: list[str]) -> tuple[Any, str]:
-    """The settings and the recipe of a command that trains, checked as it will check them."""
-    from jaxvlm.cli import error_lines, train
-    from jaxvlm.cli.main import COMMANDS
+def _checked(arguments: list[str]) -> tuple[Any, str]:
+    """Check a command's flags and settings as it will; the settings and recipe of one that trains.
+
+    Raises:
+        ConfigError: the command would refuse them.
+    """
+    import importlib
+
+    from jaxvlm.cli import error_lines
+    from jaxvlm.cli.main import COMMANDS, module_of
     from jaxvlm.config import ConfigError, from_config_dict
 
-    if arguments[0] not in COMMANDS or arguments[0] == "launch":
-        raise ConfigError(f"{arguments[0]!r} is no command that can be launched")
-    if arguments[0] != "train":
-        return None, ""
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS or name in ("launch", "sweep"):
+        raise ConfigError(f"{name!r} is no command that can be launched")
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "", flag_values=values)
     try:
-        train.define(values, arguments[1:])
-        values(["jaxvlm", *arguments[1:]])
-        _ = values["config"].value  # raises if the recipe failed to load
+        importlib.import_module(module_of(name)).define(values, rest)
+        values(["jaxvlm", *rest])
+        config = values.config if "config" in values else None
+        _ = config and config.items  # raises if the recipe failed to load
     except Exception as error:  # whatever a setting's value can lead to
-        raise ConfigError(error_lines.of_settings(error, "train")) from None
-    if values.config is None or not values.workdir:
-        missing = "--workdir=DIR" if values.config is not None else "--config=FILE"
+        raise ConfigError(error_lines.of_settings(error, name)) from None
+    if name != "train":
+        return None, ""
+    if config is None or not values.workdir:
+        missing = "--workdir=DIR" if config is not None else "--config=FILE"
         raise ConfigError(f"the command trains and needs {missing}")
     recipe: Any = values["config"]
-    return from_config_dict(values.config), str(recipe.config_filename)
+    return from_config_dict(config), str(recipe.config_filename)
 
 
 def _fits(config: Any, recipe: str, asked: Any) -> bool | None:
     """Ask the planner; stops a run that does not fit."""
+    if config is None:
+        say("not planned: only runs that train are")
+        return None
     import jax
 
     from jaxvlm.config import ConfigError

@@ -42,9 +42,14 @@ COMMANDS = (
 _MODULES = {"eval": "evaluate"}  # a command whose module has another name than it
 
 
+def module_of(name: str) -> str:
+    """Return the name of a command's module."""
+    return f"jaxvlm.cli.{_MODULES.get(name, name)}"
+
+
 def _load(name: str) -> Any:
     """Import a command's module; ``--help`` does so without importing JAX."""
-    return importlib.import_module(f"jaxvlm.cli.{_MODULES.get(name, name)}")
+    return importlib.import_module(module_of(name))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +73,10 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     _check_overrides(flag.override_values, made.config, made.auto)
     if values.dry_run:
         return made.dry_run()
-    return made.fit()
+    result = made.fit()
+    if result["ended"] == "preempted":  # as launched jobs ask, to be started again
+        result["exit_code"] = int(os.environ.get("JAXVLM_STOPPED_STATUS", "0"))
+    return result
 
 
 _SETTLED = {"model": "the checkpoint", "strategy": "config.strategy.name"}

@@ -244,6 +244,8 @@ class VisualTokens:
 
 def _check(model: Model, memory_mb: int, store: str) -> None:
     """Refuse settings of the cache that can't be used."""
+    if not (memory_mb or store):
+        raise ConfigError("a cache needs room: cache_memory_mb above 0, or a cache_store")
     if memory_mb < 0:
         raise ConfigError(f"cache_memory_mb={memory_mb} must be at least 0")
     local_folder("cache_store", store)

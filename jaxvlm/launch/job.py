@@ -35,10 +35,22 @@ class Job(NamedTuple):
     restarts: int = 20
     """How often a lost process may start the job again."""
 
+    recipe: str = ""
+    """Text of the recipe, where the target has no copy of its file."""
+
+    @property
+    def shipped(self) -> str:
+        """Where a target writes the recipe."""
+        return f"/tmp/jaxvlm-{self.name}/recipe.py"
+
     @property
     def command(self) -> list[str]:
         """Words of the command."""
-        return ["jaxvlm", *self.arguments]
+        words = ["jaxvlm", *self.arguments]
+        if not self.recipe:
+            return words
+        given = re.compile(r"(--?config(?:=|$))([^:]*)(.*)", re.DOTALL)
+        return [given.sub(lambda m: f"{m[1]}{self.shipped}{m[3]}", word) for word in words]
 
     @property
     def line(self) -> str:
@@ -62,10 +74,22 @@ class Rendered(NamedTuple):
     files: Mapping[str, str]
     """Name -> text; the first one is the job, others are read by it."""
     command: tuple[str, ...]
-    """The user's own tool, and how it is called; ``{}`` stands for the first file, and
-    ``{folder}`` for its folder."""
+    """The user's own tool, and how it is called, with ``FILE`` and ``FOLDER`` in it."""
     note: str = ""
     """What to do next, for people."""
+
+    def with_files_in(self, folder: str) -> Rendered:
+        """Return the job with the names of its files where they are written."""
+
+        def placed(text: str) -> str:
+            return text.replace(FILE, f"{folder}/{next(iter(self.files))}").replace(FOLDER, folder)
+
+        command = tuple(placed(word) for word in self.command)
+        return self._replace(command=command, note=placed(self.note))
+
+
+FILE, FOLDER = "\0file", "\0folder"
+"""Stand for a job's first file, and for its files' folder; no word of a user has them."""
 
 
 def check_name(name: str) -> str:
@@ -82,33 +106,77 @@ def check_name(name: str) -> str:
     return name
 
 
-def environment_of(pairs: list[str]) -> tuple[tuple[str, str], ...]:
-    """Split ``NAME=VALUE`` flags.
+def environment_of(pairs: list[str], machine: Machine) -> tuple[tuple[str, str], ...]:
+    """Split ``NAME=VALUE`` flags, and let JAX refuse to train on the CPUs of an accelerator's host.
 
     Raises:
         ConfigError: one is not of that form.
     """
-    found = []
+    platforms = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+    found = [("JAX_PLATFORMS", platforms[machine.platform])] if machine.platform != "cpu" else []
     for pair in pairs:
         name, is_given, value = pair.partition("=")
         if not is_given or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"--env={pair}: give NAME=VALUE")
         found.append((name, value))
-    return tuple(found)
+    return tuple(dict(found).items())
 
 
-def exports(job: Job) -> str:
-    """Lines of a shell that set the job's variables."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment)
+def check_line(flag: str, value: Any) -> None:
+    """Refuse a flag's value of several lines, which a job's file would read as its own.
+
+    Raises:
+        ConfigError: it has several.
+    """
+    if isinstance(value, str) and re.search(r"[\x00-\x1f]", value):
+        raise ConfigError(f"--{flag}={value!r}: give one line, without control characters")
+
+
+def exports(job: Job, stopped: bool = True) -> str:
+    """Lines of a shell that set the job's variables, and write its recipe.
+
+    Args:
+        job: to run.
+        stopped: whether a run that SIGTERM stopped is to end with 75, to be started again.
+    """
+    pairs = (*job.environment, *([STOPPED] if stopped else []))
+    lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in pairs)
+    if job.recipe:
+        folder = job.shipped.rpartition("/")[0]
+        lines += f"mkdir -p {folder}\nprintf %s {shlex.quote(job.recipe)} > {job.shipped}\n"
+    return lines
+
+
+STOPPED = ("JAXVLM_STOPPED_STATUS", str(AGAIN))
+"""Lets a run that is stopped before its end say so, where the target can't know it."""
+
+
+def setup(install: str) -> str:
+    """Lines of a shell that install jaxvlm in an environment of its own, with its own Python."""
+    if not install:
+        return ""
+    pip = "python3 -m pip install --quiet --user"
+    return (
+        f"{{ {pip} uv || {pip} --break-system-packages uv; }} || exit 2\n"
+        'export PATH="$HOME/.local/bin:$PATH"\n'
+        '[ -d "$HOME/.jaxvlm" ] || uv venv --quiet --python 3.12 "$HOME/.jaxvlm" || exit 2\n'
+        f'uv pip install --quiet --python "$HOME/.jaxvlm" {shlex.quote(install)} || exit 2\n'
+        'export PATH="$HOME/.jaxvlm/bin:$PATH"\n'
+    )
 
 
 def restarting(job: Job, line: str = "") -> str:
-    """Lines of a shell that run the command again while a process is lost; they end with its
-    status."""
-    return f"""status={AGAIN} tries=0
-while [ "$status" -eq {AGAIN} ] && [ "$tries" -le {job.restarts} ]; do
-  tries=$((tries + 1)) status=0
+    """Lines of a shell that run the command again until it ends with 0, 1 or 2.
+
+    A try of a few minutes did no work: another host ended for good, and the others wait for it in
+    vain. After some of these in a row they give up.
+    """
+    return f"""status={AGAIN} tries=0 short=0
+while [ "$tries" -le {job.restarts} ] && [ "$short" -lt 3 ]; do
+  tries=$((tries + 1)) began=$SECONDS status=0
   {line or job.line} || status=$?
+  case "$status" in 0 | 1 | 2) break ;; esac
+  if [ $((SECONDS - began)) -lt 600 ]; then short=$((short + 1)); else short=0; fi
 done
 exit "$status"
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import NOT_AGAIN, PORT, Job, Rendered, as_yaml, needs
+from jaxvlm.launch.job import FILE, NOT_AGAIN, PORT, STOPPED, Job, Rendered, as_yaml, needs
 
 GPUS = {
     "a100-40gb": "nvidia-tesla-a100", "a100": "nvidia-a100-80gb", "h100": "nvidia-h100-80gb",
@@ -59,8 +59,10 @@ def render(
     work = _work(job, slices)
     pod = work["template"]["spec"]
     if claim:
-        pod["containers"][0]["volumeMounts"] = [{"name": "runs", "mountPath": mount}]
-        pod["volumes"] = [{"name": "runs", "persistentVolumeClaim": {"claimName": claim}}]
+        mounts = pod["containers"][0].setdefault("volumeMounts", [])
+        mounts.append({"name": "runs", "mountPath": mount})
+        volume = {"name": "runs", "persistentVolumeClaim": {"claimName": claim}}
+        pod.setdefault("volumes", []).append(volume)
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -75,12 +77,12 @@ def render(
     }
     head = f"kubectl apply -f {job.name}.yaml; kubectl logs -f jobset/{job.name} follows it"
     files = {f"{job.name}.yaml": as_yaml(head, jobset)}
-    return Rendered(files, ("kubectl", "apply", "-f", "{}"), "to stop: kubectl delete -f {}")
+    return Rendered(files, ("kubectl", "apply", "-f", FILE), f"to stop: kubectl delete -f {FILE}")
 
 
 def _work(job: Job, slices: int) -> dict[str, Any]:
     """A Job's spec: a pod for each host of a slice, or of all GPUs."""
-    pods = job.machine.hosts // slices
+    pods = job.machine.devices // slices // _devices_of_pod(job)
     container: dict[str, Any] = {
         "name": "jaxvlm",
         "image": job.image,
@@ -95,6 +97,9 @@ def _work(job: Job, slices: int) -> dict[str, Any]:
     if job.gpus:
         taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
         pod["tolerations"] = [taint]
+        # NCCL shares buffers there, more than a container's 64 MB.
+        container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+        pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     pod["containers"] = [container]
     exits = {"containerName": "jaxvlm", "operator": "In", "values": list(NOT_AGAIN)}
     return {
@@ -109,7 +114,8 @@ def _work(job: Job, slices: int) -> dict[str, Any]:
 
 def _environment(job: Job) -> list[dict[str, Any]]:
     """Variables of a pod: GKE itself describes the hosts of TPU slices."""
-    env: list[dict[str, Any]] = [{"name": n, "value": value} for n, value in job.environment]
+    pairs = (*job.environment, STOPPED)
+    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in pairs]
     if job.machine.hosts < 2 or job.is_tpu:
         return env
     own = {
@@ -126,8 +132,19 @@ def _environment(job: Job) -> list[dict[str, Any]]:
 def _resource(job: Job) -> dict[str, int]:
     if job.gpus:
         return {"nvidia.com/gpu": job.gpus}
-    chips = job.machine.devices_per_host // (2 if job.machine.name == "7x" else 1)
+    chips = _devices_of_pod(job) // (2 if job.machine.name == "7x" else 1)
     return {"google.com/tpu": chips} if job.is_tpu else {}
+
+
+def _devices_of_pod(job: Job) -> int:
+    """Devices of a node: four chips of v5e or v6e in slices above 2x4.
+
+    Source: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus (``ct5lp-hightpu-4t``,
+    ``ct6e-standard-4t``).
+    """
+    machine = job.machine
+    is_large = machine.devices // machine.slices > 8
+    return 4 if machine.name in ("v5e", "v6e") and is_large else machine.devices_per_host
 
 
 def _selector(job: Job) -> dict[str, str]:

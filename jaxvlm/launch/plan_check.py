@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxvlm.config import Config, ConfigError, MeshConfig
+from jaxvlm.config import Config, ConfigError
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.hardware import machine as machines
 from jaxvlm.planner.hardware.machine import Machine
@@ -13,7 +13,8 @@ from jaxvlm.planner.request import abstract_devices
 from jaxvlm.planner.request.request import PlanRequest, plan_request
 from jaxvlm.planner.search import candidates, search
 from jaxvlm.planner.search.candidate_memory import Plan
-from jaxvlm.trainer.checks import AUTO
+from jaxvlm.trainer.auto_parallel import allowed
+from jaxvlm.trainer.checks import auto_settings
 
 _SIZES = (2, 4, 8, 16)
 """Factors by which more devices are tried."""
@@ -31,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 def check(config: Config, recipe: str, machine: Machine) -> Verdict:
-    """Ask the planner for the run's own mesh, or for the best where the recipe leaves it open.
+    """Ask the planner for the run as its settings are; what they leave open (``auto``) it chooses.
 
     Args:
         config: settings of the run.
@@ -45,17 +46,17 @@ def check(config: Config, recipe: str, machine: Machine) -> Verdict:
     Raises:
         ConfigError: the run's mesh does not go with the machine's devices.
     """
-    own = None
-    if AUTO not in (config.strategy.name, config.mesh.data):
-        own = resolve(config.strategy, config.mesh, _devices(machine))
+    devices, auto = _devices(machine), auto_settings(config)
+    if not auto:
+        resolve(config.strategy, config.mesh, devices)
     try:
         request = plan_request(recipe, config, machine)
     except ConfigError as error:
         return Verdict(None, f"not planned: {error}")
-    if own and (uneven := request.rows % (shards := _shards(own[0]))):
-        text = f"config.data.batch_size={request.rows} leaves {uneven} over {shards} batch shards"
-        return Verdict(False, f"{text}; {_nearest(config, recipe, request)}")
-    among = list(candidates.of_mesh(request, *own)) if own else None
+    try:
+        among = allowed(request, config, auto, devices, lambda _: None)
+    except ConfigError as error:
+        return Verdict(False, f"{error}; {_nearest(config, recipe, request)}")
     result = search.search(request, 1, among=among)
     memory = machine.chip.hbm_bytes
     if result.best:
@@ -68,11 +69,6 @@ def check(config: Config, recipe: str, machine: Machine) -> Verdict:
     return Verdict(
         False, f"{need}, and a device has {gib(memory)}; {_nearest(config, recipe, request)}"
     )
-
-
-def _shards(mesh: MeshConfig) -> int:
-    """Parts that a mesh divides a batch into."""
-    return mesh.island * mesh.data * mesh.fsdp * mesh.expert
 
 
 def _nearest(config: Config, recipe: str, request: PlanRequest) -> str:
@@ -108,6 +104,6 @@ def _changes(config: Config, request: PlanRequest, plan: Plan) -> str:
     return " ".join(found)
 
 
-def _devices(machine: Machine) -> list[object]:
+def _devices(machine: Machine) -> list[Any]:
     """Abstract devices of the machine."""
     return abstract_devices.devices(machine.platform, machine.devices, machine.devices_per_host)

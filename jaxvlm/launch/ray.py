@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import AGAIN, PORT, Job, Rendered
+from jaxvlm.launch.job import AGAIN, FOLDER, PORT, STOPPED, Job, Rendered
 
 _PROGRAM = '''"""One process of jaxvlm on each of a Ray cluster's nodes, again where one is lost."""
 
@@ -19,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 COMMAND = {command}
 ENVIRONMENT = {environment}
+RECIPE, RECIPE_TEXT = {shipped}, {recipe}
 NODES, GPUS, PORT, RESTARTS, AGAIN = {nodes}, {gpus}, {port}, {restarts}, {again}
 
 
@@ -34,6 +33,10 @@ def work(coordinator, process):
         "JAXVLM_NUM_PROCESSES": str(NODES),
         "JAXVLM_PROCESS_ID": str(process),
     }}
+    if RECIPE_TEXT:
+        os.makedirs(os.path.dirname(RECIPE), exist_ok=True)
+        with open(RECIPE, "w", encoding="utf-8") as file:
+            file.write(RECIPE_TEXT)
     return subprocess.call(COMMAND, env=os.environ | ENVIRONMENT | own)
 
 
@@ -88,8 +91,10 @@ def render(job: Job, address: str = "") -> Rendered:
     if job.is_tpu:
         raise ConfigError("launch ray takes GPUs or CPUs; TPU slices are for gke, xpk or queued")
     text = _PROGRAM.format(
-        command=json.dumps(job.command),
-        environment=json.dumps(dict(job.environment)),
+        command=repr(job.command),
+        environment=repr(dict((*job.environment, STOPPED))),
+        shipped=repr(job.shipped),
+        recipe=repr(job.recipe),
         nodes=job.machine.hosts,
         gpus=job.gpus,
         port=PORT,
@@ -98,6 +103,6 @@ def render(job: Job, address: str = "") -> Rendered:
     )
     where = [f"--address={address}"] if address else []
     name = f"{job.name}.py"
-    call = ("ray", "job", "submit", *where, f"--submission-id={job.name}", "--working-dir={folder}",
+    call = ("ray", "job", "submit", *where, f"--working-dir={FOLDER}",
             "--", "python", name)  # fmt: skip
-    return Rendered({name: text}, call, f"to stop: ray job stop {job.name}")
+    return Rendered({name: text}, call, "to see it: ray job list; to stop: ray job stop ID")

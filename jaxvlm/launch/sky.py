@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import AGAIN, Job, Rendered, as_yaml, exports
+from jaxvlm.launch.job import AGAIN, FILE, Job, Rendered, as_yaml, exports, setup
 from jaxvlm.launch.tpu_vms import RUNTIMES, TYPES
 
 GPUS = {"a100-40gb": "A100", "a100": "A100-80GB", "h100": "H100", "h200": "H200", "b200": "B200",
@@ -49,15 +49,17 @@ def render(job: Job, install: str = "", spot: bool = False, cloud: str = "") -> 
         resources["image_id"] = f"docker:{job.image}"
     resources["job_recovery"] = {
         "max_restarts_on_errors": 0,
-        "recover_on_exit_codes": [AGAIN],
+        # Of a task whose process was killed SkyPilot says 137.
+        "recover_on_exit_codes": [AGAIN, 134, 137, 139, 143],
     }
     task: dict[str, Any] = {"name": job.name, "num_nodes": 1 if job.is_tpu else machine.hosts}
     task["resources"] = resources
     if install:
-        task["setup"] = f"pip install --quiet '{install}'\n"
+        task["setup"] = setup(install)
+    path = 'export PATH="$HOME/.jaxvlm/bin:$PATH"\n' if install else ""
     distributed = "export JAXVLM_DISTRIBUTED=auto\n" if job.is_tpu else ""
-    task["run"] = distributed + exports(job) + job.line + "\n"
+    task["run"] = path + distributed + exports(job) + f"exec {job.line}\n"
     head = f"sky jobs launch -n {job.name} {job.name}.yaml"
-    call = ("sky", "jobs", "launch", "--yes", "--detach-run", "-n", job.name, "{}")
+    call = ("sky", "jobs", "launch", "--yes", "--detach-run", "-n", job.name, FILE)
     note = f"to follow: sky jobs logs -n {job.name}; to stop: sky jobs cancel -n {job.name}"
     return Rendered({f"{job.name}.yaml": as_yaml(head, task)}, call, note)

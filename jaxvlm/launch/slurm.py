@@ -7,12 +7,14 @@ import re
 import shlex
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import Job, Rendered, exports
+from jaxvlm.launch.job import FILE, Job, Rendered, exports
 
 TEMPLATE = "slurm.sbatch"
 
 
-def render(job: Job, time: str = "24:00:00", partition: str = "", account: str = "") -> Rendered:
+def render(
+    job: Job, time: str = "24:00:00", partition: str = "", account: str = "", cpus: int = 0
+) -> Rendered:
     """Write the batch file: the one of ``launch/``, with this job's numbers and command.
 
     Args:
@@ -20,6 +22,7 @@ def render(job: Job, time: str = "24:00:00", partition: str = "", account: str =
         time: limit, ``D-HH:MM:SS``.
         partition: of the cluster; "": the default one.
         account: to charge; "": the default one.
+        cpus: of a process; 0: eight a GPU, and one a CPU device.
 
     Raises:
         ConfigError: the machine is of TPUs.
@@ -31,6 +34,7 @@ def render(job: Job, time: str = "24:00:00", partition: str = "", account: str =
         "job-name": job.name,
         "nodes": str(job.machine.hosts),
         "gpus-per-node": str(job.gpus) if job.gpus else None,
+        "cpus-per-task": str(cpus or 8 * job.gpus or job.machine.devices_per_host),
         "time": time,
         "partition": partition or None,
         "account": account or None,
@@ -39,14 +43,14 @@ def render(job: Job, time: str = "24:00:00", partition: str = "", account: str =
     for option, value in head.items():
         text = _with_option(text, option, value)
     options, rest = _divided(text)
-    given = f"{exports(job)}set -- {shlex.join(job.arguments[1:])}\n"
+    given = f"{exports(job, stopped=False)}set -- {shlex.join(job.arguments[1:])}\n"
     command = f"JAXVLM_COMMAND={shlex.quote('jaxvlm ' + job.arguments[0])}\n"
     mark = "set -euo pipefail\n"
     if rest.count(mark) != 1:
         raise ValueError(f"{TEMPLATE} must have one line {mark.strip()!r}")
     limit = f"JAXVLM_RESTARTS={job.restarts}\n"
     rest = rest.replace(mark, f"{mark}\n# This job's command.\n{command}{limit}{given}")
-    return Rendered({f"{job.name}.sbatch": options + rest}, ("sbatch", "{}"))
+    return Rendered({f"{job.name}.sbatch": options + rest}, ("sbatch", FILE))
 
 
 def _with_option(text: str, option: str, value: str | None) -> str:

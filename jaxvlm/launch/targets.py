@@ -21,16 +21,28 @@ class Target(NamedTuple):
     """``(job, **flags)``."""
     flags: tuple[str, ...]
     """Names of the flags that it reads, besides those of every target."""
+    has_image: bool = False
+    """Whether it runs a container, which has a copy of the recipes."""
+    has_restarts: bool = True
+    """Whether it counts restarts."""
+    has_files: bool = False
+    """Whether it runs where this machine's files are."""
 
 
 TARGETS: Mapping[str, Target] = {
-    "slurm": Target(slurm.render, ("time", "partition", "account")),
-    "tpu": Target(tpu_vms.render_running, ("tpu", "zone", "project", "install")),
-    "queued": Target(tpu_vms.render_queued, ("zone", "project", "install", "spot", "runtime")),
-    "gke": Target(kubernetes.render, ("namespace", "queue", "claim", "mount")),
-    "xpk": Target(xpk.render, ("cluster", "zone", "project", "priority")),
-    "vertex": Target(vertex.render, ("region", "project", "reduction_servers", "spot")),
-    "sky": Target(sky.render, ("install", "spot", "cloud")),
+    "slurm": Target(slurm.render, ("time", "partition", "account", "cpus"), has_files=True),
+    "tpu": Target(
+        tpu_vms.render_running, ("tpu", "zone", "project", "install"), has_restarts=False
+    ),
+    "queued": Target(
+        tpu_vms.render_queued, ("zone", "project", "install", "spot", "runtime"), has_image=True
+    ),
+    "gke": Target(kubernetes.render, ("namespace", "queue", "claim", "mount"), has_image=True),
+    "xpk": Target(xpk.render, ("cluster", "zone", "project", "priority"), has_image=True),
+    "vertex": Target(
+        vertex.render, ("region", "project", "reduction_servers", "spot"), True, False
+    ),
+    "sky": Target(sky.render, ("install", "spot", "cloud"), True, False),
     "ray": Target(ray.render, ("address",)),
 }
 
@@ -49,8 +61,8 @@ def render(target: str, job: Job, **settings: Any) -> Rendered:
     return TARGETS[target].render(job, **settings)
 
 
-def written(rendered: Rendered, folder: pathlib.Path) -> tuple[str, ...]:
-    """Write a job's files, and return the call of the tool that takes them.
+def written(rendered: Rendered, folder: pathlib.Path) -> Rendered:
+    """Write a job's files; returns the job with their names in its call.
 
     Raises:
         ConfigError: the folder can't be written.
@@ -61,16 +73,7 @@ def written(rendered: Rendered, folder: pathlib.Path) -> tuple[str, ...]:
             (folder / name).write_text(text)
     except OSError as error:
         raise ConfigError(f"--output={folder}: {error.strerror}") from None
-    return call(rendered, folder)
-
-
-def call(rendered: Rendered, folder: pathlib.Path) -> tuple[str, ...]:
-    """The call of the user's tool for files in a folder."""
-    first = str(folder / next(iter(rendered.files)))
-    return tuple(
-        word.replace("{folder}", str(folder)) if "{folder}" in word else word.replace("{}", first)
-        for word in rendered.command
-    )
+    return rendered.with_files_in(str(folder))
 
 
 def submit(command: tuple[str, ...]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import Job, Rendered, exports, needs, restarting
+from jaxvlm.launch.job import FILE, STOPPED, Job, Rendered, exports, needs, restarting, setup
 
 TYPES = {"v4": ("v4", 2), "v5e": ("v5litepod", 1), "v5p": ("v5p", 2), "v6e": ("v6e", 1),
          "7x": ("tpu7x", 1)}  # fmt: skip
@@ -25,10 +25,6 @@ def accelerator_type(job: Job) -> str:
 def _check(job: Job, target: str) -> None:
     if not job.is_tpu:
         raise ConfigError(f"launch {target} takes TPUs, such as --devices=v5e:16")
-
-
-def _setup(install: str) -> str:
-    return f"pip install --quiet {shlex.quote(install)}\n" if install else ""
 
 
 def render_running(
@@ -54,11 +50,22 @@ def render_running(
         "#!/bin/bash\n"
         "# Runs on every host of the slice; the same command resumes the run.\n"
         "set -u\n"
-        "export JAXVLM_DISTRIBUTED=auto\n" + exports(job) + _setup(install) + f"exec {job.line}\n"
+        "export JAXVLM_DISTRIBUTED=auto\n"
+        + exports(job, stopped=False)
+        + setup(install)
+        + f"exec {job.line}\n"
     )
     call = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", tpu, f"--zone={zone}", "--worker=all"]
     call += [f"--project={project}"] if project else []
     return Rendered({f"{job.name}.sh": script}, (*call, f"--command={script}"))
+
+
+def _login(image: str) -> str:
+    """Lets the host's docker read an image of Google's registries."""
+    host = image.partition("/")[0]
+    if not host.endswith(("pkg.dev", "gcr.io")):
+        return ""
+    return f"gcloud auth configure-docker {shlex.quote(host)} --quiet || exit 2\n"
 
 
 def render_queued(
@@ -90,15 +97,16 @@ def render_queued(
         )
     environment = (("JAXVLM_DISTRIBUTED", "auto"), *job.environment)
     job = job._replace(environment=environment)
-    line = job.line
+    line, before = job.line, setup(install)
     if job.image:
-        flags = " ".join(f"--env {name}" for name, _ in environment)
+        before = _login(job.image)
+        flags = " ".join(f"--env {name}" for name, _ in (*environment, STOPPED))
         line = f"docker run --rm --privileged --net=host --volume /mnt:/mnt {flags} "
         line += f"{shlex.quote(job.image)} {job.line}"
     script = (
         "#!/bin/bash\n"
         "# Runs on every host when the slices have come, and again after a restart of the host.\n"
-        "set -u\n" + exports(job) + _setup("" if job.image else install) + restarting(job, line)
+        "set -u\n" + exports(job) + before + restarting(job, line)
     )
     machine, name = job.machine, f"{job.name}-startup.sh"
     call = ["gcloud", "compute", "tpus", "queued-resources", "create", job.name, f"--zone={zone}"]
@@ -110,7 +118,7 @@ def render_queued(
     slices = [f"--node-count={machine.slices}", f"--node-prefix={job.name}"]
     call += slices if machine.slices > 1 else [f"--node-id={job.name}"]
     call += ["--spot"] if spot else []
-    call += ["--metadata-from-file=startup-script={}"]
+    call += [f"--metadata-from-file=startup-script={FILE}"]
     note = (
         f"to see when it comes: gcloud compute tpus queued-resources describe {job.name} "
         f"--zone={zone}; what it prints: sudo journalctl -u google-startup-scripts on a host"

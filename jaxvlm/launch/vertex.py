@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from jaxvlm.config import Config, ConfigError
-from jaxvlm.launch.job import Job, Rendered, as_yaml, needs
+from jaxvlm.launch.job import FILE, STOPPED, Job, Rendered, as_yaml, needs
 
 GPUS = {
-    "a100-40gb": ("a2-highgpu-{}g", "NVIDIA_TESLA_A100"),
-    "a100": ("a2-ultragpu-{}g", "NVIDIA_A100_80GB"),
-    "h100": ("a3-highgpu-{}g", "NVIDIA_H100_80GB"),
-    "h200": ("a3-ultragpu-{}g", "NVIDIA_H200_141GB"),
-    "b200": ("a4-highgpu-{}g", "NVIDIA_B200"),
+    "a100-40gb": ("a2-highgpu-{}g", "NVIDIA_TESLA_A100", (1, 2, 4, 8)),
+    "a100": ("a2-ultragpu-{}g", "NVIDIA_A100_80GB", (1, 2, 4, 8)),
+    "h100": ("a3-highgpu-{}g", "NVIDIA_H100_80GB", (1, 2, 4, 8)),
+    "h200": ("a3-ultragpu-{}g", "NVIDIA_H200_141GB", (8,)),
+    "b200": ("a4-highgpu-{}g", "NVIDIA_B200", (8,)),
 }
-"""Machine -> machine type by GPUs of a host, and accelerator. Source:
+"""Machine -> machine type by GPUs of a host, accelerator, and which numbers there are. Source:
 cloud.google.com/vertex-ai/docs/training/configure-compute"""
 REDUCER = "us-docker.pkg.dev/vertex-ai-restricted/training/reductionserver:latest"
 """Source: cloud.google.com/vertex-ai/docs/training/distributed-training#reduction_server"""
@@ -33,7 +33,8 @@ def render(
     Args:
         job: to run, with its image.
         region, project: where; project "": gcloud's own.
-        reduction_servers: hosts of pool 2 that sum what NCCL all-reduces.
+        reduction_servers: hosts of pool 2 that sum what NCCL all-reduces, where the image has
+            Google's plugin of NCCL (``google-reduction-server``).
         config: settings of the run, where the command trains.
         spot: whether machines may be taken back.
 
@@ -51,7 +52,10 @@ def render(
         )
     if reduction_servers:
         _check_reduction(job, config)
-    kind, accelerator = GPUS[machine.name]
+    kind, accelerator, counts = GPUS[machine.name]
+    if job.gpus not in counts:
+        known = " or ".join(map(str, counts))
+        raise ConfigError(f"launch vertex: a host has {known} {machine.name}, not {job.gpus}")
     pool = {
         "machineSpec": {
             "machineType": kind.format(job.gpus),
@@ -62,7 +66,7 @@ def render(
         "containerSpec": {
             "imageUri": job.image,
             "command": job.command,
-            "env": [{"name": name, "value": value} for name, value in job.environment],
+            "env": [{"name": name, "value": value} for name, value in (*job.environment, STOPPED)],
         },
     }
     pools: list[dict[str, Any]] = [pool]
@@ -84,7 +88,7 @@ def render(
     head = "A CustomJobSpec of Vertex AI."
     call = ["gcloud", "ai", "custom-jobs", "create", f"--region={region}"]
     call += [f"--project={project}"] if project else []
-    call += [f"--display-name={job.name}", "--config={}"]
+    call += [f"--display-name={job.name}", f"--config={FILE}"]
     return Rendered({f"{job.name}.yaml": as_yaml(head, spec)}, tuple(call))
 
 

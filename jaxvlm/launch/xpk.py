@@ -6,7 +6,7 @@ import base64
 import re
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import Job, Rendered, exports, needs
+from jaxvlm.launch.job import AGAIN, Job, Rendered, exports, needs
 from jaxvlm.launch.tpu_vms import accelerator_type
 
 GPUS = {"a100-40gb": "a100-40gb-{}", "h100": "h100-80gb-{}", "h200": "h200-141gb-{}",
@@ -39,14 +39,15 @@ def render(
     else:
         known = ", ".join(GPUS)
         raise ConfigError(f"launch xpk: xpk has no {machine.name}; it has TPUs and {known}")
-    script = exports(job) + job.line
+    script = exports(job) + f"exec {job.line}"
     # xpk writes the command into YAML as it is, between double quotes.
     plain = not re.search(r"[\"\\\n$]", script)
     encoded = base64.b64encode(script.encode()).decode()
-    command = script if plain else f"echo {encoded} | base64 -d | bash"
+    command = script if plain else f"exec bash <(echo {encoded} | base64 -d)"
     call = ["xpk", "workload", "create", f"--workload={job.name}", f"--cluster={cluster}", *size]
     call += [f"--{n}={value}" for n, value in (("zone", zone), ("project", project)) if value]
     call += [f"--docker-image={job.image}", f"--priority={priority}"]
-    call += [f"--max-restarts={job.restarts}", f"--command={command}"]
+    call += [f"--restart-on-exit-codes={AGAIN}", f"--max-restarts={job.restarts}"]
+    call += [f"--command={command}"]
     note = f"to stop: xpk workload delete --workload={job.name} --cluster={cluster}"
     return Rendered({f"{job.name}.sh": script + "\n"}, tuple(call), note)

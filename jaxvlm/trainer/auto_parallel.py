@@ -64,8 +64,8 @@ def resolve_auto(
         machine = machine_of(devices, config.network.dtype)
         _check_known(machine)
         request = plan_request("this run", _with_local_folders(config, workdir), machine)
-        allowed = _allowed(request, config, auto, devices, check)
-        result = search.search(request, 1, lambda candidate: True, None, allowed)
+        among = allowed(request, config, auto, devices, check)
+        result = search.search(request, 1, lambda candidate: True, None, among)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from None
     except Exception as error:  # a fault of the planner
@@ -190,7 +190,7 @@ def _recorded(
     )
 
 
-def _allowed(
+def allowed(
     request: PlanRequest,
     config: Config,
     auto: list[str],
@@ -202,7 +202,7 @@ def _allowed(
     Raises:
         ConfigError: there is none.
     """
-    parts, allowed = config.microbatches, dict[Candidate, None]()
+    parts, found = config.microbatches, dict[Candidate, None]()
     refused: dict[tuple[str, MeshConfig], str] = {}
     for candidate in _candidates(request, config, auto, devices):
         if candidate.cache != "off" or request.rows % candidate.shards:
@@ -221,8 +221,8 @@ def _allowed(
         if key not in refused:
             refused[key] = _refusal(config, candidate, devices, check)
         if not refused[key]:
-            allowed[_with_remat(config, candidate)] = None
-    if not allowed:
+            found[_with_remat(config, candidate)] = None
+    if not found:
         why = next(filter(None, refused.values()), "") or (
             f"{request.rows} rows, microbatches={parts or 'any'} and {len(devices)} devices do not "
             "go together"
@@ -231,7 +231,7 @@ def _allowed(
             f"the planner has no candidate: {why}; set fewer of strategy, mesh and microbatches, "
             "or another data.batch_size"
         )
-    return list(allowed)
+    return list(found)
 
 
 def _candidates(

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -134,6 +140,8 @@ def test_little_memory_holds_the_latest_images():
 
 def test_settings_that_can_not_be_used(tmp_path):
     vlm = vlm_of(MESHES["one"])
+    with pytest.raises(ConfigError, match="a cache needs room"):
+        vlm.use_cache()
     with pytest.raises(ConfigError, match="cache_memory_mb=-1 must be at least 0"):
         vlm.use_cache(memory_mb=-1)
     (tmp_path / "file").write_text("")
@@ -156,3 +164,58 @@ def test_bfloat16_tokens_are_those_of_the_model():
     vlm.model = dataclasses.replace(vlm.model, config=config)
     vlm.use_cache(memory_mb=1)
     assert vlm.cache.shape.dtype == np.dtype("bfloat16")
+
+
+TWO = """
+import json, sys
+from jaxvlm.parallel.distributed import processes
+processes.initialize()
+import jax
+import test_shared_prefixes as shared
+from jaxvlm.config import MeshConfig
+
+shared.devices_of = lambda mesh: jax.devices()
+with processes.guard_peers():
+    vlm = shared.vlm_of(MeshConfig(data=4), trail=[6, 7, 8])
+    queries = shared.asked(list(shared.drawn(4)))
+    wanted = vlm.generate_batch(queries, max_new_tokens=6)
+    found = []
+    for how in ({"memory_mb": 1}, {"store": sys.argv[1]}):
+        vlm.use_cache(**how)
+        found.append(vlm.generate_batch(queries, max_new_tokens=6))
+        if jax.process_index() and "memory_mb" in how:  # one process has nothing left
+            vlm.cache._tiers[0]._kept.clear()
+        found.append(vlm.generate_batch(queries[::-1], max_new_tokens=6)[::-1])
+    print(json.dumps([wanted, found, vlm.cache.counts]), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_processes_encode_together_whatever_each_has_cached(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here = pathlib.Path(__file__).parent
+    pair = []
+    for i in range(2):
+        env = os.environ | {
+            "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
+            "JAXVLM_NUM_PROCESSES": "2",
+            "JAXVLM_PROCESS_ID": str(i),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}",
+        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-c", TWO, str(tmp_path)]
+        pair.append(subprocess.Popen(command, env=env, text=True, **pipes))
+    try:
+        outputs = [process.communicate(timeout=300) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    for output, _ in outputs:
+        wanted, found, counts = json.loads(output.splitlines()[-1])
+        assert len(set(wanted)) > 1 and found == [wanted] * 4
+        assert counts == [4, 4]  # of the store: what one wrote both would read

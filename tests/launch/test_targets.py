@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import pathlib
 import shlex
+import shutil
 import stat
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -53,7 +56,7 @@ def text_of(target, devices="", **own):
 def test_the_command_and_its_variables_arrive_whole(target, tmp_path):
     made = rendered(target)
     text = next(iter(made.files.values()))
-    call = targets.written(made, tmp_path)
+    call = targets.written(made, tmp_path).command
     assert all((tmp_path / name).read_text() == said for name, said in made.files.items())
     if target in ("gke", "vertex"):
         spec = yaml.safe_load(text)
@@ -69,9 +72,10 @@ def test_the_command_and_its_variables_arrive_whole(target, tmp_path):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         }
         assert assigned["COMMAND"] == ["jaxvlm", *ARGUMENTS]
-        assert assigned["ENVIRONMENT"] == {"A": "b 'c"}
+        assert assigned["ENVIRONMENT"]["A"] == "b 'c"
     else:
         script = yaml.safe_load(text)["run"] if target == "sky" else text
+        assert yaml.safe_load(text)["setup"] if target == "sky" else True
         assert _run(script, tmp_path, target) == [*ARGUMENTS, "b 'c"]
     if target == "tpu":  # the script itself
         assert f"--command={text}" in call
@@ -96,10 +100,13 @@ def _containers(spec):
 def _run(script, folder, target):
     """The words that a script gives to jaxvlm, and A; as a stub of it prints them."""
     out = folder / "said.json"
-    stub = f'#!/usr/bin/env python3\nimport json, os, sys\nwords = sys.argv[1:]\n' \
+    stub = f'#!{sys.executable}\nimport json, os, sys\nwords = sys.argv[1:]\n' \
            f'open({str(out)!r}, "w").write(json.dumps([*words, os.environ["A"]]))\n'  # fmt: skip
     docker = '#!/bin/bash\nwhile [ "$1" != jaxvlm ]; do shift; done\nexec "$@"\n'
-    for name, body in {"jaxvlm": stub, "docker": docker, "pip": "#!/bin/bash\n"}.items():
+    nothing = "#!/bin/bash\n"
+    python = f'#!/bin/bash\n[ "$1 $2" = "-m pip" ] || exec {sys.executable} "$@"\n'
+    stubs = {"jaxvlm": stub, "docker": docker, "uv": nothing, "python3": python}
+    for name, body in (stubs | {"gcloud": nothing}).items():
         (folder / name).write_text(body)
         (folder / name).chmod(0o755)
     env = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder), "JAXVLM_SRUN": "env"}
@@ -125,11 +132,23 @@ def test_pods_of_tpu_slices_are_a_job_a_slice():
     spec = yaml.safe_load(text_of("gke", "2xv5e:4x4"))["spec"]
     (jobs,) = spec["replicatedJobs"]
     work = jobs["template"]["spec"]
-    assert (jobs["replicas"], work["completions"]) == (2, 2)
+    assert (jobs["replicas"], work["completions"]) == (2, 4)
     pod = work["template"]["spec"]
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
-    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 8}
-    assert not any("JAXVLM" in item["name"] for item in pod["containers"][0]["env"])
+    assert pod["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+    names = {item["name"] for item in pod["containers"][0]["env"]}
+    assert not any(name.startswith(("JAXVLM_COORD", "JAXVLM_NUM", "JAXVLM_PROC")) for name in names)
+    sizes = (
+        ("v5e:2x4", 1, 8),
+        ("v6e:16", 4, 4),
+        ("v5p:2x2x2", 2, 4),
+        ("7x:2x2x2", 2, 4),
+    )
+    for devices, pods, chips in sizes:
+        small = yaml.safe_load(text_of("gke", devices))["spec"]["replicatedJobs"][0]
+        spec = small["template"]["spec"]
+        limits = spec["template"]["spec"]["containers"][0]["resources"]["limits"]
+        assert (spec["completions"], limits) == (pods, {"google.com/tpu": chips})
 
 
 def test_errors_end_a_jobset_and_lost_pods_start_it_again():
@@ -147,26 +166,56 @@ def test_errors_end_a_jobset_and_lost_pods_start_it_again():
     [
         ([0], 1, 0),
         ([75, 0], 2, 0),
+        ([137, 0], 2, 0),
         ([2], 1, 2),
         ([75, 1], 2, 1),
-        ([75] * 9, 4, 75),
-        ([137], 1, 137),
+        ([75] * 9, 3, 75),  # all of them short: another host ended for good
     ],
 )
 def test_a_queued_host_runs_again_while_a_process_is_lost(ends, tries, status, tmp_path):
-    asked = job("2xv5e:4x4", restarts=3)
-    text = next(iter(targets.render("queued", asked, zone="z", install="x").files.values()))
+    asked = job("2xv5e:4x4", "x/y:1", restarts=5)
+    text = next(iter(targets.render("queued", asked, zone="z").files.values()))
     log = tmp_path / "log"
     (tmp_path / "ends").write_text(" ".join(map(str, ends)))
-    stub = (
-        f'#!/bin/bash\necho >> {log}\nn=$(wc -l < {log})\nexit $(cut -d" " -f$n {tmp_path}/ends)\n'
-    )
-    for name, body in {"jaxvlm": stub, "pip": "#!/bin/bash\n"}.items():
-        (tmp_path / name).write_text(body)
-        (tmp_path / name).chmod(0o755)
+    stub = f'#!/bin/bash\necho >> {log}\nexit $(cut -d" " -f$(wc -l < {log}) {tmp_path}/ends)\n'
+    (tmp_path / "docker").write_text(stub)
+    (tmp_path / "docker").chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True)
     assert (done.returncode, len(log.read_text())) == (status, tries)
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_a_run_that_is_stopped_is_started_again(target):
+    """By targets that can't see that it was; SLURM's script does, and on a TPU VM a person does."""
+    asks = "JAXVLM_STOPPED_STATUS" in text_of(target)
+    assert asks == (target not in ("slurm", "tpu"))
+
+
+def test_a_target_without_files_is_given_the_recipe(tmp_path):
+    for target in ("tpu", "queued", "sky", "ray"):
+        asked = job(MACHINES.get(target, "2xv5e:4x4"))._replace(recipe="x = 'é $HOME'\n")
+        own = OWN[target] | ({"install": "jaxvlm"} if target == "queued" else {})
+        text = next(iter(targets.render(target, asked, **own).files.values()))
+        assert asked.command[2] == "--config=/tmp/jaxvlm-first/recipe.py:a b"
+        if target == "ray":
+            assert repr(asked.recipe) in text and repr(asked.shipped) in text
+            continue
+        script = yaml.safe_load(text)["run"] if target == "sky" else text
+        said = _run(script, tmp_path, target)
+        assert said[1] == "--config=/tmp/jaxvlm-first/recipe.py:a b"
+        assert pathlib.Path(asked.shipped).read_text() == asked.recipe
+        shutil.rmtree(pathlib.Path(asked.shipped).parent)
+
+
+def test_braces_of_a_command_stay():
+    asked = job("v5e:16")._replace(arguments=("train", "--workdir=/r/{folder}", "--config.x={}"))
+    made = targets.render("tpu", asked, **OWN["tpu"]).with_files_in("/jobs")
+    assert any("/r/{folder}" in word and "--config.x={}" in word for word in made.command)
+
+
+def test_xpk_is_told_which_status_starts_again():
+    assert "--restart-on-exit-codes=75" in rendered("xpk").command
 
 
 def test_slurm_asks_for_the_machine():
@@ -174,7 +223,11 @@ def test_slurm_asks_for_the_machine():
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     for option in ("nodes=2", "gpus-per-node=8", "time=1:00:00", "partition=low", "job-name=first"):
         assert head.count(f"#SBATCH --{option}") == 1
-    assert "--account" not in text and "gpus-per-node" not in text_of("slurm", "cpu:8")
+    assert head.count("#SBATCH --cpus-per-task=64") == 1
+    assert "#SBATCH --cpus-per-task=3\n" in text_of("slurm", "h200:16", cpus=3)
+    on_cpus = text_of("slurm", "cpu:8")
+    assert "--account" not in text and "gpus-per-node" not in on_cpus
+    assert "#SBATCH --cpus-per-task=8\n" in on_cpus
 
 
 def test_tpus_by_their_accelerator_types():
@@ -224,6 +277,7 @@ REFUSED = [
     ("xpk", "v5e:16", {"cluster": ""}, "needs --cluster"),
     ("vertex", "v5e:16", {}, "TPU slices are for launch queued, gke or xpk"),
     ("vertex", "h200:16", {"region": ""}, "needs --region"),
+    ("vertex", "h200:4", {}, "a host has 8 h200, not 4"),
     ("sky", "2xv5e:4x4", {}, "takes one TPU slice"),
     ("ray", "v5e:16", {}, "takes GPUs or CPUs"),
 ]
@@ -257,10 +311,13 @@ def test_names_that_schedulers_would_not_take(name):
 
 
 def test_variables():
-    assert environment_of(["A=b=c", "D="]) == (("A", "b=c"), ("D", ""))
+    cpu, gpu = parse("cpu:1", "float32"), parse("h200:8", "bfloat16")
+    assert environment_of(["A=b=c", "D="], cpu) == (("A", "b=c"), ("D", ""))
+    assert environment_of(["A=b"], gpu) == (("JAX_PLATFORMS", "cuda,cpu"), ("A", "b"))
+    assert environment_of(["JAX_PLATFORMS=cuda"], gpu) == (("JAX_PLATFORMS", "cuda"),)
     for bad in ("A", "=b", "1=a", "a b=c"):
         with pytest.raises(ConfigError, match="give NAME=VALUE"):
-            environment_of([bad])
+            environment_of([bad], cpu)
 
 
 TRAIN = ["--", "train", "--config=configs/quickstart.py", "--workdir=/runs/first"]
@@ -277,6 +334,9 @@ TRAIN = ["--", "train", "--config=configs/quickstart.py", "--workdir=/runs/first
         (["slurm", "--devices=h200:16", "--zone=z", *TRAIN], "--zone is for launch tpu, queued"),
         (["slurm", "--devices=h200:16", "--image=x", *TRAIN], "runs what is installed"),
         (["slurm", "--devices=h200:16", "--", "dance"], "'dance' is no command"),
+        (["slurm", "--devices=h200:16", "--", "eval", "--chekpoint=x"], "chekpoint"),
+        (["slurm", "--devices=h200:16", "--account=a\n#SBATCH --x", *TRAIN], "give one line"),
+        (["sky", "--devices=h200:16", "--restarts=3", *TRAIN], "does not count restarts"),
         (["slurm", "--devices=h200:16", "--", "train", "--workdir=/r"], "needs --config=FILE"),
         (["slurm", "--devices=h200:16", *TRAIN[:3]], "needs --workdir=DIR"),
         (["slurm", "--devices=h200:16", *TRAIN, "--config.optim.lr=1"], "lr"),
@@ -294,8 +354,9 @@ def test_a_job_is_given_to_the_tool_once(tmp_path, monkeypatch, capsys):
     tool.write_text(f'#!/bin/bash\necho "$@" >> {log}\nexit ${{STATUS:-0}}\n')
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    jobs = tmp_path / "jobs"
-    command = ["launch", "slurm", "--devices=h200:16", "--name=first", f"--output={jobs}", *TRAIN]
+    jobs = tmp_path / "jobs" / "first"
+    output = f"--output={tmp_path / 'jobs'}"
+    command = ["launch", "slurm", "--devices=h200:16", "--name=first", output, *TRAIN]
     assert cli([*command[:2], "--dry_run", *command[2:]]) == 0
     assert not log.exists() and not jobs.exists()
     said = capsys.readouterr().out
@@ -316,12 +377,19 @@ def test_a_run_that_does_not_fit_is_not_launched(capsys):
     uneven = [*TRAIN, "--config.data.batch_size=24"]
     assert cli([*devices, *uneven]) == 2
     said = capsys.readouterr().err
-    assert "leaves 8 over 16 batch shards" in said and "--config.mesh" in said
+    assert "24 rows" in said and "do not go together" in said and "this fits" in said
     assert cli([*devices, "--skip_plan", *uneven]) == 0
     wide = ["--config.model.decoder.width=8192", "--config.model.decoder.depth=60",
             "--config.model.decoder.mlp_dim=28672", "--config.strategy.name=ddp"]  # fmt: skip
     assert cli([*devices, *TRAIN, *wide]) == 2
     said = capsys.readouterr().err
     assert "a device has 141" in said and "this fits" in said and "strategy.name=" in said
+    # What would fit with another remat or more microbatches does not as it is written.
+    large = ["--config.model.decoder.width=2048", "--config.model.decoder.depth=24",
+             "--config.model.decoder.mlp_dim=8192", "--config.strategy.name=fsdp",
+             "--config.data.batch_size=512", "--config.data.max_length=2048"]  # fmt: skip
+    assert cli([*devices, *TRAIN, *large]) == 2
+    said = capsys.readouterr().err
+    assert "this fits" in said and ("remat=" in said or "microbatches=" in said)
     assert cli(["launch", "slurm", "--devices=h200:1", "--dry_run", *TRAIN, *wide]) == 2
     assert "--devices=h200:" in capsys.readouterr().err

@@ -112,6 +112,18 @@ def test_the_last_of_four_finds_its_place(launcher):
             refuse_alone(environ)  # of a process that did not join
 
 
+def test_unlike_numbers_of_tasks_a_node():
+    for tasks, devices in (("1,3", [1]), ("2(x2),1", [1]), ("1(x3),1", None), ("1", None)):
+        step = SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+        assert find_place(step).local_devices == devices
+
+
+def test_where_jax_finds_the_processes_no_launcher_numbers_them():
+    for environ in (SLICES, SKYPILOT, XPK):
+        assert find_place(environ | {"JAXVLM_DISTRIBUTED": "auto"}) is None
+    assert find_place(OWN | {"JAXVLM_DISTRIBUTED": "auto"}) is not None
+
+
 ONE_INSIDE_THE_OTHER = {
     "mpirun in SLURM": (MPIRUN, SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}),
     "torchrun in SLURM": (TORCHRUN, SLURM_STEP | {"SLURM_PROCID": "0"}),
@@ -250,7 +262,15 @@ def test_no_test_sees_a_launchers_variables():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"), [("a1,b2", "a1"), ("n[3,5]", "n3"), ("x-[010-020]", "x-010"), ("q", "q")]
+    ("nodes", "host"),
+    [
+        ("a1,b2", "a1"),
+        ("n[3,5]", "n3"),
+        ("x-[010-020]", "x-010"),
+        ("q", "q"),
+        ("rack[1-2]-node[01-03],z", "rack1-node01"),
+        ("gpu[07-09,12],a", "gpu07"),
+    ],
 )
 def test_first_host(nodes, host):
     assert first_host(nodes) == host

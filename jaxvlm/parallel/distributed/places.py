@@ -1,8 +1,9 @@
 """Where a process stands among those of its run, read from the variables that launchers set.
 
 :func:`find_place` reads the first of these that says that there are several processes: the
-``JAXVLM_*`` variables; Open MPI; torchrun; a SLURM step; hosts of TPU slices; Vertex AI; and
-:data:`LAUNCHERS`. An inner launcher comes before the one that it runs in: mpirun before SLURM.
+``JAXVLM_*`` variables; Open MPI; torchrun (by ``TORCHELASTIC_RUN_ID``); a SLURM step; hosts of TPU
+slices; Vertex AI; xpk without accelerators; and :data:`LAUNCHERS`. An inner launcher comes before
+the one that it runs in: mpirun before SLURM.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def find_place(environ: Environ) -> ProcessPlace | None:
     given = [name for name in _OWN if environ.get(name)]
     if len(given) == len(_OWN):
         return _place(environ[_OWN[0]], environ, *_OWN[1:])
-    found = _of_launcher(environ)
+    # Where JAX is to find the processes, their numbers must be its own.
+    found = _of_launcher(environ) if environ.get("JAXVLM_DISTRIBUTED") != "auto" else None
     if not given:
         return found if found and found.coordinator else None
     if given == [_OWN[0]] and found is not None:
@@ -130,10 +132,11 @@ def find_place(environ: Environ) -> ProcessPlace | None:
 
 def _of_launcher(environ: Environ) -> ProcessPlace | None:
     """The place that a launcher's variables say; its coordinator is "" where they don't say it."""
-    inner = (_MPIRUN, _TORCHRUN) if environ.get("TORCHELASTIC_RUN_ID") else (_MPIRUN,)
-    for launcher in inner:
-        if (place := _launched(launcher, environ)) is not None:
-            return place
+    if (place := _launched(_MPIRUN, environ)) is not None:
+        return place
+    is_torchrun = bool(environ.get("TORCHELASTIC_RUN_ID"))
+    if is_torchrun and (place := _launched(_TORCHRUN, environ)) is not None:
+        return place
     for outer in (_slurm, _tpu_slices, _vertex, _xpk):
         if (place := outer(environ)) is not None:
             return place
@@ -180,7 +183,8 @@ def _slurm(environ: Environ) -> ProcessPlace | None:
     port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
     place = _place(f"{first_host(nodes)}:{port}", environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     # JAX's own detection would give each process one GPU; jaxvlm runs one process a node.
-    several = not re.match(r"1\b", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    several = any(int(count) > 1 for count in tasks)  # of each node, as in 2(x3),1
     return place and place._replace(
         local_devices=[_number(environ, "SLURM_LOCALID")] if several else None
     )
@@ -192,17 +196,14 @@ def first_host(nodes: str) -> str:
     Raises:
         ConfigError: the list is empty.
     """
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?", nodes)
-    if not match:
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if not first:
         raise ConfigError("SLURM_STEP_NODELIST is empty: start the command with srun")
-    prefix, ranges = match.groups()
-    return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "")
+    return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first[0])
 
 
 def _tpu_slices(environ: Environ) -> ProcessPlace | None:
     """Of a host of TPU slices, as GKE describes it; process numbers as JAX's own."""
-    if environ.get("JAXVLM_DISTRIBUTED") == "auto":
-        return None
     hosts = tpu_hosts(environ)
     slices = _number(environ, "MEGASCALE_NUM_SLICES") if environ.get("MEGASCALE_NUM_SLICES") else 1
     if not hosts or len(hosts) * slices < 2:
