@@ -8,7 +8,7 @@ _WHERE = {
     "Callback": "jaxvlm.train.callbacks",
     "Config": "jaxvlm.config",
     "Trainer": "jaxvlm.trainer.trainer",
-    "load": "jaxvlm.inference.vlm",
+    "load": "jaxvlm.inference.load",
 }
 __all__ = ["Callback", "Config", "Trainer", "load"]
 

@@ -118,6 +118,14 @@ def say_cached(model: Any) -> None:
         model.cache.close()
 
 
+def inference_figures(model: Any) -> dict[str, Any]:
+    """What a compressed KV cache took and the visual-token cache read, for the JSON object."""
+    memory, cache = getattr(model, "kv_memory", None), getattr(model, "cache", None)
+    found = {f"kv_{name}_bytes": n for name, n in memory._asdict().items()} if memory else {}
+    counts = {f"images_{name}": n for name, n in cache.counts._asdict().items()} if cache else {}
+    return found | counts
+
+
 def kv_settings(values: flags.FlagValues) -> dict[str, Any]:
     """The arguments of :func:`jaxvlm.inference.kv_policy.policy_of`, checked."""
     from jaxvlm.inference.kv_policy import policy_of
@@ -277,12 +285,13 @@ def load_model(command: str, values: flags.FlagValues) -> Any:
     """
     from jaxvlm.config import ConfigError
     from jaxvlm.inference.encoder import Encoder
-    from jaxvlm.inference.vlm import load
+    from jaxvlm.inference.load import load
     from jaxvlm.parallel.distributed import processes
+    from jaxvlm.parallel.mesh import mesh_config
 
     if not values.checkpoint:
         raise ConfigError(f"{command} needs --checkpoint: a workdir or a Hugging Face folder")
-    mesh = _mesh(values.mesh)
+    mesh = mesh_config(values.mesh)
     processes.initialize()
     how = {"adapter": values.adapter, "dtype": values.dtype, "family": values.family}
     model = load(values.checkpoint, mesh=mesh, **how)
@@ -300,22 +309,6 @@ def say(text: str, end: str = "\n") -> None:
 
     if not is_silent():
         print(text, end=end, flush=True)
-
-
-def _mesh(text: str) -> Any:
-    """Parse ``fsdp=4,tensor=2`` into a MeshConfig; an axis that is not named gets one device."""
-    from jaxvlm.config import ConfigError, MeshConfig
-
-    if not text:
-        return MeshConfig()
-    axes = [field.name for field in dataclasses.fields(MeshConfig)]
-    sizes = dict.fromkeys(axes, 1)
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in axes or not size.removeprefix("-").isdecimal():
-            raise ConfigError(f"--mesh={text}: use AXIS=N,AXIS=N with the axes {', '.join(axes)}")
-        sizes[axis] = int(size)
-    return MeshConfig(**sizes)
 
 
 class RecipeError(Exception):

@@ -148,7 +148,8 @@ def _of_run(values: flags.FlagValues, model: Any, kv: dict[str, Any]) -> dict[st
     common.say_cached(model)
     if values.kv != "none":
         common.say(f"of the last batch: {model.kv_memory.text()}")
-    return report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
+    result = report.metrics | {f"blind/{name}": value for name, value in report.blind.items()}
+    return result | common.inference_figures(model)
 
 
 def _classes(values: flags.FlagValues) -> dict[str, Any]:

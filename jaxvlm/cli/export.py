@@ -59,7 +59,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     from jaxvlm.hf import peft_folder, pretrained
     from jaxvlm.inference import input_types, sentence_transformers
     from jaxvlm.inference.encoder import Encoder
-    from jaxvlm.inference.vlm import load
+    from jaxvlm.inference.load import load
     from jaxvlm.parallel.distributed import processes
 
     flags_only("export", args)

@@ -12,6 +12,7 @@ from jaxvlm.cli.common import (
     define_kv,
     define_model,
     flags_only,
+    inference_figures,
     kv_settings,
     load_model,
     say,
@@ -61,8 +62,6 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         say(piece, end="")
     say("")
     say_cached(model)
-    result = {"answer": "".join(pieces).strip()}
-    if values.kv == "none":
-        return result
-    say(model.kv_memory.text())
-    return result | {f"kv_{name}_bytes": n for name, n in model.kv_memory._asdict().items()}
+    if values.kv != "none":
+        say(model.kv_memory.text())
+    return {"answer": "".join(pieces).strip()} | inference_figures(model)

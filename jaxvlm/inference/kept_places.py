@@ -65,7 +65,7 @@ def kept_places(
     kv_compression.check_model(model.config.decoder)
     asked = [(listed(images), prompt)]
     how = (model, vlm.tokenizer, vlm.image_format, vlm.config.data.max_pixels)
-    batch = prompts.to_answer(asked, *how, cache=vlm.cache).batch
+    batch = prompts.to_answer(asked, *how, cache=vlm.current_cache()).batch
     d, stages = model.config.decoder, model.mesh.shape["pipeline"]
     compression = Compression(policy, vlm.tokenizer.image_id, stages, with_places=True)
 

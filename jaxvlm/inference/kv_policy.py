@@ -128,6 +128,11 @@ def check_policy(policy: KVPolicy) -> None:
     Raises:
         ConfigError: one is unknown or outside of its range.
     """
+    for name in ("budget", "recent", "threshold"):
+        if not isinstance(value := getattr(policy, name), (int, float)):
+            raise ConfigError(f"kv_{name}={value!r} must be a number")
+    if not isinstance(policy.queries, int):
+        raise ConfigError(f"kv_queries={policy.queries!r} must be a whole number")
     check_choice("kv_scorer", policy.scorer, PRIORITIES)
     check_choice("kv_allocator", policy.allocator, ALLOCATORS)
     if not 0 < policy.budget <= 1:

@@ -74,6 +74,8 @@ def _load(
     cache: VisualTokens | None,
 ) -> LoadedImage:
     is_file = isinstance(image, (str, os.PathLike))
+    if isinstance(image, (str, os.PathLike)) and not os.fspath(image):
+        raise DataError("an image's file name is empty")
     images: image_files.ImageCache = image_files.ImageCache(image_format.prepare, max_pixels, 0)
     try:
         if isinstance(image, (str, os.PathLike)):
@@ -130,8 +132,15 @@ def load_pixels(image: ImageLike, prepare: image_files.Preparation, max_pixels: 
 
 
 def _upright(image: Image.Image | np.ndarray) -> Image.Image:
-    opened = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-    return ImageOps.exif_transpose(opened)
+    try:
+        opened = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+        upright = ImageOps.exif_transpose(opened)
+    except (AttributeError, TypeError, ValueError) as error:
+        what = "not an image: give a file, a PIL image or u8[H, W, 3]"
+        raise ImageError(f"{what} ({error})") from None
+    if 0 in upright.size:
+        raise ImageError("it has no pixels")
+    return upright
 
 
 def collate_tiles(

@@ -80,6 +80,8 @@ class VisualTokens:
         store: str = "",
     ):
         _check(model, memory_mb, store)
+        self.room = memory_mb, store
+        """What it was given."""
         chosen = CacheConfig(
             policy="strict",
             memory_mb=memory_mb,
@@ -119,6 +121,10 @@ class VisualTokens:
         names = [Identity.of(made_by, own.cache.codec).name for made_by in facts]
         also = names[1] != names[0] and (folder / names[1]).is_dir()
         return [Store(folder, made_by) for made_by in facts[: 1 + also]]
+
+    def is_of(self, params: Params) -> bool:
+        """Whether the tokens are those of these parameters: of the same arrays."""
+        return all(params[path] is x for path, x in self._params.items())
 
     def close(self) -> None:
         """Wait until all tokens are on disk."""
@@ -246,8 +252,8 @@ def _check(model: Model, memory_mb: int, store: str) -> None:
     """Refuse settings of the cache that can't be used."""
     if not (memory_mb or store):
         raise ConfigError("a cache needs room: cache_memory_mb above 0, or a cache_store")
-    if memory_mb < 0:
-        raise ConfigError(f"cache_memory_mb={memory_mb} must be at least 0")
+    if not isinstance(memory_mb, int) or memory_mb < 0:
+        raise ConfigError(f"cache_memory_mb={memory_mb!r} must be a whole number, at least 0")
     local_folder("cache_store", store)
     folder = pathlib.Path(store or ".").expanduser()
     if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):

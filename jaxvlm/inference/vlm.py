@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -13,25 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvlm.checkpoint import run_record
-from jaxvlm.checkpoint.restore import restore_params, saved_params
 from jaxvlm.config import (
     Config,
     ConfigError,
-    DataConfig,
-    Extension,
-    LoraConfig,
-    MeshConfig,
-    ModelConfig,
 )
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.run_data import make_dataset
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
-from jaxvlm.hf import dual_encoder, peft_folder, pretrained
-from jaxvlm.hf.families import ENCODERS, any_family, family_of, sentences
-from jaxvlm.hf.run_processor import image_format_of, make_tokenizer, with_vocab
-from jaxvlm.inference import encoder, generated_answers, input_types, kv_compression, prompts
+from jaxvlm.inference import generated_answers, input_types, kv_compression, prompts
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode, prefill
@@ -44,10 +33,9 @@ from jaxvlm.inference.visual_tokens import VisualTokens
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.nn.norm import unit
-from jaxvlm.parallel.distributed.processes import set_up_process
-from jaxvlm.parallel.mesh import batch_shards, make_mesh
+from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.parallel.sharding import replicated
-from jaxvlm.spmd.model import Model, build_model
+from jaxvlm.spmd.model import Model
 from jaxvlm.types import Batch, Params
 
 _CAPACITY_STEP = 64
@@ -116,8 +104,16 @@ class VLM:
         Raises:
             ConfigError: a setting that can't be used.
         """
+        if self.cache is not None:
+            self.cache.close()  # so that a store is read with what was written
         how = (self.config, self.model, self.params, self.image_format)
-        self.cache = VisualTokens(*how, memory_mb, str(store))
+        self.cache = VisualTokens(*how, memory_mb, os.fspath(store))
+
+    def current_cache(self) -> VisualTokens | None:
+        """Returns the cache of the present parameters; other ones begin with an empty memory."""
+        if self.cache is not None and not self.cache.is_of(self.params):
+            self.use_cache(*self.cache.room)
+        return self.cache
 
     def _embeddings(self, module: Any, batch: Batch, dims: int) -> jax.Array:
         if trains_embeddings(self.config):
@@ -165,6 +161,8 @@ class VLM:
         **options: Any,
     ) -> list[str]:
         """Generates answers to (images, prompt) pairs in one batch; see :meth:`generate`."""
+        if not queries:
+            return []
         *_, last = self._texts(queries, max_new_tokens, **options)
         return [answer.strip() for answer in last]
 
@@ -218,7 +216,7 @@ class VLM:
         if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
             raise ConfigError("this model computes an embedding per token, not one per item")
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        batch = prompts.batch(queries, *how, instruction, max_length, self.cache)
+        batch = prompts.batch(queries, *how, instruction, max_length, self.current_cache())
         return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
 
     def _texts(
@@ -241,7 +239,7 @@ class VLM:
         settings = Sampling(temperature, top_k, top_p, self.tokenizer.stop_ids)
         policy = self._policy(**kv) if kv else None
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        asked = prompts.to_answer(queries, *how, share=_shares(policy), cache=self.cache)
+        asked = prompts.to_answer(queries, *how, share=_shares(policy), cache=self.current_cache())
         yield from self._answers(asked, len(queries), max_new_tokens, settings, policy, seed)
 
     def _policy(self, **kv: Any) -> KVPolicy | None:
@@ -264,6 +262,7 @@ class VLM:
         stages = self.model.mesh.shape["pipeline"]
         compression = policy and Compression(policy, self.tokenizer.image_id, stages)
         key = jax.random.key(seed)
+        self.kv_memory = None
         state = self._prefill(self.params, asked, settings, capacity, compression, key)
         if compression:
             self.kv_memory = kv_compression.memory(state.kv, state.kept, asked.length)
@@ -342,7 +341,7 @@ class VLM:
         batch_size = -(-self.config.data.batch_size // shards) * shards
         if policy is None:
             run = (self.params, limit, blind)
-            report = Evaluator(self.model, dataset, batch_size, self.cache).report(*run)
+            report = Evaluator(self.model, dataset, batch_size, self.current_cache()).report(*run)
         else:
             answer = functools.partial(self._compressed_answers, policy, seed)
             report = generated_answers.evaluate(answer, dataset, batch_size, limit, blind)
@@ -363,7 +362,9 @@ class VLM:
         max_new_tokens: int,
     ) -> list[str]:
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        asked = prompts.of_ids(ids, images, example_ids, *how, _shares(policy), self.cache)
+        asked = prompts.of_ids(
+            ids, images, example_ids, *how, _shares(policy), self.current_cache()
+        )
         settings = Sampling(stop_ids=self.tokenizer.stop_ids)
         *_, last = self._answers(asked, len(ids), max_new_tokens, settings, policy, seed)
         return last
@@ -375,126 +376,3 @@ def _shares(policy: KVPolicy | None) -> bool:
     Not where the scorer looks from the prompt's last tokens, wherever these are (SnapKV's window).
     """
     return policy is None or policy.scorer != "snapkv"
-
-
-def load(
-    folder: str | os.PathLike[str],
-    which: str = "best",
-    mesh: Any = None,
-    adapter: str | os.PathLike[str] = "",
-    dtype: str = "",
-    family: str = "",
-) -> VLM | encoder.Encoder:
-    """Loads a trained model from a run's folder or a Hugging Face checkpoint.
-
-    Args:
-        folder: a workdir of ``jaxvlm train``, a folder with ``config.json`` and safetensors, or
-            an id of the Hugging Face hub.
-        which: checkpoint of a workdir: ``best`` by the run's metric (the latest if none was
-            evaluated) or ``latest``.
-        mesh: MeshConfig of the mesh to place the model on; all devices on ``data`` if ``None``.
-        adapter: PEFT adapter folder (LoRA, DoRA) to load with a Hugging Face checkpoint.
-        dtype: dtype of the computation, ``float32`` or ``bfloat16``; "" is that of the run, and
-            float32 for a Hugging Face checkpoint.
-        family: names the user's own model family of a Hugging Face checkpoint, as
-            ``config.model.family.target`` does; "" takes the built-in one of its ``model_type``.
-
-    Returns:
-        An :class:`~jaxvlm.inference.encoder.Encoder` for a dual or text encoder (CLIP, SigLIP, a
-        sentence-transformers folder), else a :class:`VLM`.
-
-    Raises:
-        ConfigError: the folder holds neither, or the adapter does not fit it.
-        CheckpointError: no checkpoint can be read.
-    """
-    run_record.local_folder("checkpoint", folder)
-    hugging_face = pretrained.is_checkpoint(folder)
-    workdir = pathlib.Path(folder)
-    if hugging_face:
-        config = _hugging_face_config(folder, adapter, family)
-        own = config.model.family
-        source = pretrained.find(str(folder), choose=family_of(own, "family", any_family))
-        if source is not None and source.family in ENCODERS.values():
-            if adapter:
-                why = "is an encoder, and adapters of encoders can't be loaded"
-                raise ConfigError(f"adapter={adapter}: {folder} {why}")
-            return encoder.load(source, mesh, dtype)
-        if source is not None:
-            config = pretrained.with_source(config, source)
-        config = peft_folder.with_adapter(config, source, None)
-        if source is not None and (modules := pretrained.modules(source.files)):
-            pooling = pretrained.module_config(source.files, modules)
-            sentences.check_last(modules, pooling, config.model.decoder.width)
-    elif adapter:
-        raise ConfigError(
-            f"adapter={adapter}: {folder} is a run, whose weights include its adapters; to add "
-            "another, export the run first (jaxvlm export --merged)"
-        )
-    elif family:
-        raise ConfigError(
-            f"family={family}: {folder} is a run, which has its own in config.model.family"
-        )
-    else:
-        config = run_record.read_config_to_use(workdir)
-        if trains_embeddings(config) and config.embedder == "dual":
-            return _load_run_encoder(config, workdir, which, mesh, dtype)
-        source = pretrained.find_for(config.model, workdir)
-    set_up_process(config.compile_cache)
-    saved = None if hugging_face else workdir / "tokenizer"
-    tokenizer = make_tokenizer(config, saved, tuple, source)
-    if source is not None:
-        pretrained.check_tokens(source, tokenizer)
-    config = dataclasses.replace(config, model=with_vocab(config.model, tokenizer.vocab_size))
-    settings = dataclasses.replace(config.model, dtype=dtype or config.model.dtype)
-    settings = _for_stages(settings, mesh or MeshConfig())
-    config = dataclasses.replace(config, model=settings)
-    embeddings = config.embedding if trains_embeddings(config) else None
-    model = build_model(settings, make_mesh(mesh or MeshConfig()), embeddings=embeddings)
-    images = image_format_of(config, source, tokenizer)
-    if hugging_face and source is not None:
-        params = peft_folder.read_params(source, model, config.seed)
-    else:
-        model, params = _of_run(config, workdir, model, which)
-    types = input_types.of(source, None if hugging_face else config)
-    return VLM(config, model, params, tokenizer, images, types)
-
-
-def _hugging_face_config(
-    folder: str | os.PathLike[str], adapter: str | os.PathLike[str], family: str
-) -> Config:
-    """Settings for a Hugging Face checkpoint; its dims are filled in later."""
-    lora = LoraConfig(checkpoint=str(adapter))
-    own = Extension(target=family)
-    model = ModelConfig(checkpoint=str(folder), lora=lora, family=own)
-    # Sequences are as long as their records need, up to a length that no chat reaches.
-    data = DataConfig(max_length=16_384, max_images_per_sequence=128, packing=False, buckets=32)
-    return Config(model=model, data=data)
-
-
-def _for_stages(model: ModelConfig, mesh: MeshConfig) -> ModelConfig:
-    """Settings that a pipeline's stages take: the backward pass alone reads ``remat``."""
-    if mesh.pipeline == 1:
-        return model
-    parts = {x: dataclasses.replace(getattr(model, x), remat="full") for x in ("vision", "decoder")}
-    return dataclasses.replace(model, **parts)
-
-
-def _of_run(config: Config, workdir: pathlib.Path, model: Any, which: str) -> tuple[Any, Params]:
-    """Restores a run's weights; the model holds them in the dtypes in which the run did."""
-    folder, choice = workdir / "checkpoints", (config.checkpoint.metric, config.checkpoint.mode)
-    model = model.holding({path: x.dtype for path, x in saved_params(folder).items()})
-    return model, restore_params(folder, model.abstract(), which, *choice)
-
-
-def _load_run_encoder(
-    config: Config, workdir: pathlib.Path, which: str, mesh: Any, dtype: str
-) -> encoder.Encoder:
-    """Loads the dual encoder of a run."""
-    set_up_process(config.compile_cache)
-    loaded = dual_encoder.make_dual_encoder(config, workdir, tuple)
-    settings = dataclasses.replace(loaded.config, dtype=dtype or loaded.config.dtype)
-    model = build_model(settings, make_mesh(mesh or MeshConfig()))
-    model, params = _of_run(config, workdir, model, which)
-    config = dataclasses.replace(config, dual=settings)
-    inputs = (loaded.tokenizer, loaded.image_processor)
-    return encoder.Encoder(loaded.source, model, params, *inputs, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,30 @@ AXES = (ISLAND, "data", "pipeline", "fsdp", "expert", "context", "tensor")
 
 BATCH_AXES = (ISLAND, "data", "fsdp", "expert")
 """The mesh axes that the batch dimension is sharded over; see :func:`batch_axes`."""
+
+
+def mesh_config(given: MeshConfig | str | None) -> MeshConfig:
+    """Return the sizes of a mesh, of which ``"fsdp=4,tensor=2"`` names some.
+
+    Args:
+        given: the sizes; of axes that a text does not name it is 1. ``None`` or "" puts all devices
+            on ``data``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None or given == "":
+        return MeshConfig()
+    if isinstance(given, MeshConfig):
+        return given
+    axes = [field.name for field in dataclasses.fields(MeshConfig)]
+    sizes = dict.fromkeys(axes, 1)
+    for part in given.split(",") if isinstance(given, str) else [""]:
+        axis, _, size = part.partition("=")
+        if axis not in axes or not size.removeprefix("-").isdecimal():
+            raise ConfigError(f"--mesh={given}: use AXIS=N,AXIS=N with the axes {', '.join(axes)}")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

@@ -55,7 +55,7 @@ def file(tmp_path_factory):
 @pytest.fixture
 def embed(model, folder, monkeypatch, capsys):
     """The command, in this process, with the model loaded once."""
-    monkeypatch.setattr("jaxvlm.inference.vlm.load", lambda *args, **kwargs: model)
+    monkeypatch.setattr("jaxvlm.inference.load.load", lambda *args, **kwargs: model)
 
     def call(*args):
         code = cli(["embed", f"--checkpoint={folder}", "--json", *args])

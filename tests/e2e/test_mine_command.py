@@ -46,7 +46,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def run(files, monkeypatch, capsys, model):
-    monkeypatch.setattr("jaxvlm.inference.vlm.load", lambda *args, **kwargs: model)
+    monkeypatch.setattr("jaxvlm.inference.load.load", lambda *args, **kwargs: model)
 
     def call(*args):
         given = [f"--checkpoint={FOLDER}", f"--data={files / 'data.jsonl'}", "--json"]

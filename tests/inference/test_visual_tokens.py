@@ -17,6 +17,7 @@ from PIL import Image
 from test_shared_prefixes import asked, drawn, vlm_of
 
 from jaxvlm.config import ConfigError, MeshConfig
+from jaxvlm.data.errors import DataError
 
 MESHES = {
     "one": MeshConfig(data=1),
@@ -36,7 +37,7 @@ def blinded(vlm):
 
     vlm.params = of(vlm.params)
     if vlm.cache is not None:
-        vlm.cache._params = of(vlm.cache._params)
+        vlm.cache._params = {path: vlm.params[path] for path in vlm.cache._params}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -112,6 +113,42 @@ def test_a_file_is_not_decoded_where_its_tokens_are_on_disk(tmp_path, monkeypatc
     assert other.cache.counts == (0, 1)
 
 
+def test_other_parameters_have_other_tokens(tmp_path):
+    """Whoever sets them: what was cached of the others is not read, in memory or on disk."""
+    vlm, image = vlm_of(MESHES["one"]), drawn(1)[0]
+    vlm.use_cache(memory_mb=1, store=tmp_path)
+    first = vlm.embed([([image], "what is it")])
+    own, vlm.params = vlm.params, jax.tree.map(lambda x: -x, vlm.params)
+    other = vlm.embed([([image], "what is it")])
+    assert vlm.cache.counts == (0, 1)
+    vlm.cache = None
+    np.testing.assert_allclose(vlm.embed([([image], "what is it")]), other, atol=1e-5)
+    vlm.params = own
+    vlm.use_cache(store=tmp_path)
+    np.testing.assert_array_equal(vlm.embed([([image], "what is it")]), first)
+    assert vlm.cache.counts == (1, 0)
+    vlm.use_cache(store=tmp_path)  # the one before is closed, and all of it on disk
+    vlm.embed([([255 - image], "what is it")])
+    vlm.use_cache(store=tmp_path)
+    vlm.embed([([255 - image], "what is it")])
+    assert vlm.cache.counts == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (np.zeros((0, 20, 3), np.uint8), "has no pixels"),
+        (np.zeros((4, 4, 3), np.float32), "not an image"),
+        ("", "is empty"),
+    ],
+)
+def test_what_is_no_image_is_refused(image, why):
+    vlm = vlm_of(MESHES["one"])
+    with pytest.raises(DataError, match=why):
+        vlm.generate([image], "what is it", max_new_tokens=1)
+    assert vlm.generate_batch([]) == []
+
+
 def test_a_changed_file_is_another_image(tmp_path):
     vlm, file = vlm_of(MESHES["one"]), tmp_path / "image.png"
     first, second = drawn(2)
@@ -142,7 +179,7 @@ def test_settings_that_can_not_be_used(tmp_path):
     vlm = vlm_of(MESHES["one"])
     with pytest.raises(ConfigError, match="a cache needs room"):
         vlm.use_cache()
-    with pytest.raises(ConfigError, match="cache_memory_mb=-1 must be at least 0"):
+    with pytest.raises(ConfigError, match="cache_memory_mb=-1 must be a whole number"):
         vlm.use_cache(memory_mb=-1)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a file is there"):
