@@ -74,7 +74,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if values.dry_run:
         return made.dry_run()
     result = made.fit()
-    if result["ended"] == "preempted":  # as launched jobs ask, to be started again
+    if result.get("ended") == "preempted":  # as launched jobs ask, to be started again
         result["exit_code"] = int(os.environ.get("JAXVLM_STOPPED_STATUS", "0"))
     return result
 

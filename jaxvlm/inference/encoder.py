@@ -19,7 +19,7 @@ from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.encoder_folder import described
 from jaxvlm.hf.families import sentences
 from jaxvlm.inference import input_types
-from jaxvlm.inference.prompt_images import ImageLike, load_pixels
+from jaxvlm.inference.prompts import ImageLike, load_pixels
 from jaxvlm.parallel.distributed.processes import set_up_process
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.sharding import batch_sharding, replicated

@@ -12,7 +12,7 @@ from jaxvlm.config import ConfigError
 from jaxvlm.inference import kv_compression, prompts
 from jaxvlm.inference.generate import Compression, DecodeState, Sampling, prefill
 from jaxvlm.inference.kv_policy import policy_of
-from jaxvlm.inference.prompt_images import ImageLike, listed
+from jaxvlm.inference.prompts import ImageLike, listed
 from jaxvlm.types import Batch, Params
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode
 from jaxvlm.inference.kv_compression import KVMemory
 from jaxvlm.inference.kv_policy import KVPolicy, policy_of
 from jaxvlm.inference.prediction_grid import write_prediction_grid
-from jaxvlm.inference.prompt_images import ImageLike, listed
-from jaxvlm.inference.prompts import Prompts
+from jaxvlm.inference.prompts import ImageLike, Prompts, listed
 from jaxvlm.inference.visual_tokens import VisualTokens
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS

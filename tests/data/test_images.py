@@ -11,7 +11,7 @@ from PIL import Image, TiffImagePlugin
 
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images import image_files
-from jaxvlm.inference import prompt_images
+from jaxvlm.inference import prompts
 from tests.bad_input.data_files import png
 
 RNG = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_grey_of_unknown_range_is_refused(values, tmp_path):
         image_files.load(path, squares)
     if values.dtype != np.int16:  # of Python's own images too
         with pytest.raises(DataError, match="an image: 32-bit grey values"):
-            prompt_images.load_pixels(image, squares, 1000)
+            prompts.load_pixels(image, squares, 1000)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -16,6 +16,7 @@ from jaxvlm.config import ConfigError
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.distributed.places import (
     LAUNCHERS,
+    VARIABLES,
     ProcessPlace,
     find_place,
     first_host,
@@ -225,6 +226,16 @@ def test_one_of_several_that_nothing_joins_is_refused(launcher):
     with pytest.raises(ConfigError, match=rf"^{name}=.*nothing joins them; set JAXVLM_COORD"):
         refuse_alone(SEVERAL[launcher])
     refuse_alone(SEVERAL[launcher] | {"JAXVLM_NUM_PROCESSES": "1"})
+
+
+def test_nothing_is_said_by_other_variables_alone():
+    """So a process that has none of them need not ask."""
+    every = [environ for environ, *_ in (*JOINED.values(), *HALF_SET.values())]
+    for environ in (*every, *SEVERAL.values()):
+        assert not VARIABLES.isdisjoint(environ)
+        others = {name: value for name, value in environ.items() if name not in VARIABLES}
+        assert find_place(others) is None
+        refuse_alone(others)
 
 
 def test_each_launcher_without_an_address_is_refused():

@@ -98,6 +98,14 @@ LAUNCHERS = (
 )
 """Launchers whose variables are a number of processes and an index."""
 
+_OTHERS = (
+    *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"),
+    *("MEGASCALE_NUM_SLICES", "CLUSTER_SPEC", "JAX_PROCESS_COUNT", "PROCESSES_IN_JOB"),
+    *("JOB_COMPLETION_INDEX", "JOB_INDEX", "JAXVLM_DISTRIBUTED"),
+)
+VARIABLES = frozenset((*_OWN, *_OTHERS, *(x.num_processes for x in LAUNCHERS)))
+"""A process without any of these is alone."""
+
 
 def find_place(environ: Environ) -> ProcessPlace | None:
     """Read this process's place from environment variables; None for a single process.

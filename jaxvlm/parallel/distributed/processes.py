@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.distributed.heartbeat import PeerWatch, die_of_absence, flush_and_exit
-from jaxvlm.parallel.distributed.places import find_place, is_asked_alone, refuse_alone
+from jaxvlm.parallel.distributed.places import VARIABLES, find_place, is_asked_alone, refuse_alone
 
 HEARTBEAT_S = 40  # JAX's own heartbeat, the fallback of PeerWatch; ends a hang within a minute
 START_S = 280  # how long to wait for the others to start
@@ -56,7 +56,7 @@ def set_up_process(compile_cache: str) -> None:
         ConfigError: a setting of JAX is set that jaxvlm does not work with, or the environment
             describes several processes that nothing has joined.
     """
-    if not jax.distributed.is_initialized():
+    if not (VARIABLES.isdisjoint(os.environ) or jax.distributed.is_initialized()):
         refuse_alone(os.environ)
     for name, value in (("jax_enable_x64", False), ("jax_numpy_dtype_promotion", "standard")):
         if jax.config.values[name] != value:
@@ -123,6 +123,8 @@ def initialize() -> bool:
     """
     if _liveness:
         return True
+    if VARIABLES.isdisjoint(os.environ):
+        return False
     place = find_place(os.environ)
     if place is None and not _detects_pod(os.environ):
         refuse_alone(os.environ)
