@@ -9,6 +9,7 @@ the one that it runs in: mpirun before SLURM.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -103,7 +104,7 @@ _OTHERS = (
     *("MEGASCALE_NUM_SLICES", "CLUSTER_SPEC", "JAX_PROCESS_COUNT", "PROCESSES_IN_JOB"),
     *("JOB_COMPLETION_INDEX", "JOB_INDEX", "JAXVLM_DISTRIBUTED"),
 )
-VARIABLES = frozenset((*_OWN, *_OTHERS, *(x.num_processes for x in LAUNCHERS)))
+VARIABLES = frozenset((*_OWN, *_OTHERS, *map(operator.attrgetter("num_processes"), LAUNCHERS)))
 """A process without any of these is alone."""
 
 
