@@ -112,7 +112,7 @@ def written(folder: pathlib.Path) -> list[dict[str, Any]]:
         named = parse(devices, "bfloat16")
         job = Job(f"case-{number}", arguments, named, image, (("A", "b 'c"),))
         made = targets.render(target, job, **own)
-        call = targets.written(made, folder)
+        call = targets.written(made, folder).command
         file = str(folder / next(iter(made.files)))
         rows.append({"target": target, "devices": devices, "file": file, "call": call})
     return rows
@@ -137,7 +137,7 @@ def of_ray(python: str, folder: pathlib.Path) -> str:
     text = next(iter(targets.render("ray", job).files.values()))
     command = json.dumps([sys.executable, "-c", JOINS, str(folder)])
     program = folder / "joins.py"
-    program.write_text(text.replace('COMMAND = ["jaxvlm"]', f"COMMAND = {command}"))
+    program.write_text(text.replace("COMMAND = ['jaxvlm']", f"COMMAND = {command}"))
     own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()}
 
     done = subprocess.run(
