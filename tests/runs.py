@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import socket
 import subprocess
 import sys
 
@@ -165,3 +166,34 @@ def without_torch(program: str, *args: object, devices: int = 8) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "weights from" in done.stderr
     return done.stderr
+
+
+def finished_pair(program: str, *args: str, of) -> list[str]:
+    """What two processes of a program print, which both end with 0.
+
+    ``of``: a process's number -> its variables.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pair = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *args],
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | of(i),
+            text=True,
+            **pipes,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+    assert [process.returncode for process in pair] == [0, 0], outputs
+    return [output for output, _ in outputs]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -174,7 +174,7 @@ def _exit_code(error: Exception) -> int | None:
     """
     from jaxvlm.checkpoint.checkpointer import CheckpointError
     from jaxvlm.data.errors import DataError
-    from jaxvlm.parallel.distributed.heartbeat import EXIT_LOST
+    from jaxvlm.parallel.distributed.exit_status import LOST
     from jaxvlm.parallel.distributed.processes import JoinError
     from jaxvlm.train.loop import TrainingStopped
 
@@ -183,7 +183,7 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, OSError) and error.errno in REFUSED_BY_SYSTEM:
         return 2
     if isinstance(error, JoinError):
-        return EXIT_LOST
+        return LOST
     return 1 if isinstance(error, TrainingStopped) else None
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxvlm.cache.cached_step import make_encode_step, split_vision
 from jaxvlm.cache.identity import identity
@@ -29,7 +28,13 @@ from jaxvlm.data.images.image_files import ImageFormat
 from jaxvlm.data.page_allocation import TokenShape
 from jaxvlm.models.vlm import DTYPES
 from jaxvlm.parallel.mesh import batch_shards
-from jaxvlm.parallel.sharding import local_rows, sum_over_processes, to_global
+from jaxvlm.parallel.sharding import (
+    local_rows,
+    max_over_processes,
+    owned_rows,
+    sum_over_processes,
+    to_global,
+)
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.submodels import feature_shape
 from jaxvlm.types import Batch, Params
@@ -201,13 +206,15 @@ class VisualTokens:
         left = [(self._window(batch, *place), key) for key, place in wanted.items()]
         while True:
             # The processes run the same programs: in turn, the largest window that is left.
-            window = _largest(max((window for window, _ in left), default=0))
+            window = max_over_processes(max((window for window, _ in left), default=0))
             if not window:
                 return found
             now = [key for own, key in left if own == window][: len(rows)]
             left = [item for item in left if item[1] not in now]
             images = self._images(batch, [wanted[key] for key in now], len(rows), window)
-            tokens = _own_rows(self._encode(window)(self._params, to_global(mesh, images, size)))
+            tokens = owned_rows(
+                self._encode(window)(self._params, to_global(mesh, images, size)), True
+            )
             for key, row in zip(now, rows.tolist(), strict=False):
                 count = 0 if self.tokens else int(batch.grid[wanted[key]].prod())
                 found[key] = tokens[row][:count] if count else tokens[row][0]
@@ -266,22 +273,6 @@ def _check(model: Model, memory_mb: int, store: str) -> None:
             "spans several processes) may find different tokens there; leave it out, or keep "
             "these axes within a process"
         )
-
-
-def _largest(number: int) -> int:
-    """The largest of the processes' numbers."""
-    if jax.process_count() == 1:
-        return number
-    return int(np.max(multihost_utils.process_allgather(np.asarray(number))))
-
-
-def _own_rows(x: jax.Array) -> dict[int, np.ndarray]:
-    """The rows of a global array that this process holds, others' copies included."""
-    rows = dict[int, np.ndarray]()
-    for part in x.addressable_shards:
-        first = part.index[0].start or 0
-        rows.update({first + i: row for i, row in enumerate(np.asarray(part.data))})
-    return rows
 
 
 def _close(tiers: list[Tiers]) -> None:

@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from jaxvlm.config import ConfigError
+from jaxvlm.parallel.distributed import places
+from jaxvlm.parallel.distributed.exit_status import LOST
 from jaxvlm.planner.hardware.machine import Machine
 
-PORT = 61440
+PORT = places.FIRST_PORT
 """Port on which process 0 listens, where a target does not choose one."""
-AGAIN = 75
-"""Exit status of a process that lost another one: the same command resumes the run."""
-NOT_AGAIN = (1, 2)
-"""Exit statuses of errors that would come again: of the run, and of bad input."""
 
 
 class Job(NamedTuple):
@@ -49,8 +47,14 @@ class Job(NamedTuple):
         words = ["jaxvlm", *self.arguments]
         if not self.recipe:
             return words
-        given = re.compile(r"(--?config(?:=|$))([^:]*)(.*)", re.DOTALL)
-        return [given.sub(lambda m: f"{m[1]}{self.shipped}{m[3]}", word) for word in words]
+        for i, word in enumerate(words):
+            flag, is_given, path = word.partition("=")
+            if flag not in ("--config", "-config"):
+                continue
+            at, lead = (i, f"{flag}=") if is_given else (i + 1, "")
+            _, colon, argument = (path if is_given else words[at]).partition(":")
+            words[at] = f"{lead}{self.shipped}{colon}{argument}"
+        return words
 
     @property
     def line(self) -> str:
@@ -147,7 +151,7 @@ def exports(job: Job, stopped: bool = True) -> str:
     return lines
 
 
-STOPPED = ("JAXVLM_STOPPED_STATUS", str(AGAIN))
+STOPPED = ("JAXVLM_STOPPED_STATUS", str(LOST))
 """Lets a run that is stopped before its end say so, where the target can't know it."""
 
 
@@ -171,7 +175,7 @@ def restarting(job: Job, line: str = "") -> str:
     A try of a few minutes did no work: another host ended for good, and the others wait for it in
     vain. After some of these in a row they give up.
     """
-    return f"""status={AGAIN} tries=0 short=0
+    return f"""status={LOST} tries=0 short=0
 while [ "$tries" -le {job.restarts} ] && [ "$short" -lt 3 ]; do
   tries=$((tries + 1)) began=$SECONDS status=0
   {line or job.line} || status=$?

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import FILE, NOT_AGAIN, PORT, STOPPED, Job, Rendered, as_yaml, needs
+from jaxvlm.launch.job import FILE, PORT, STOPPED, Job, Rendered, as_yaml, needs
+from jaxvlm.parallel.distributed.exit_status import ERRORS
 
 GPUS = {
     "a100-40gb": "nvidia-tesla-a100", "a100": "nvidia-a100-80gb", "h100": "nvidia-h100-80gb",
@@ -101,7 +102,7 @@ def _work(job: Job, slices: int) -> dict[str, Any]:
         container["volumeMounts"] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
         pod["volumes"] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     pod["containers"] = [container]
-    exits = {"containerName": "jaxvlm", "operator": "In", "values": list(NOT_AGAIN)}
+    exits = {"containerName": "jaxvlm", "operator": "In", "values": list(ERRORS)}
     return {
         "parallelism": pods,
         "completions": pods,

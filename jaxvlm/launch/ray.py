@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import AGAIN, FOLDER, PORT, STOPPED, Job, Rendered
+from jaxvlm.launch.job import FOLDER, PORT, STOPPED, Job, Rendered
+from jaxvlm.parallel.distributed.exit_status import LOST
 
 _PROGRAM = '''"""One process of jaxvlm on each of a Ray cluster's nodes, again where one is lost."""
 
@@ -99,7 +100,7 @@ def render(job: Job, address: str = "") -> Rendered:
         gpus=job.gpus,
         port=PORT,
         restarts=job.restarts,
-        again=AGAIN,
+        again=LOST,
     )
     where = [f"--address={address}"] if address else []
     name = f"{job.name}.py"

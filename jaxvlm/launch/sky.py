@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import AGAIN, FILE, Job, Rendered, as_yaml, exports, setup
+from jaxvlm.launch.job import FILE, Job, Rendered, as_yaml, exports, setup
 from jaxvlm.launch.tpu_vms import RUNTIMES, TYPES
+from jaxvlm.parallel.distributed.exit_status import LOST
 
 GPUS = {"a100-40gb": "A100", "a100": "A100-80GB", "h100": "H100", "h200": "H200", "b200": "B200",
         "gb200": "GB200", "rtx4090": "RTX4090", "rtx6000ada": "RTX6000-Ada",
@@ -50,7 +51,7 @@ def render(job: Job, install: str = "", spot: bool = False, cloud: str = "") -> 
     resources["job_recovery"] = {
         "max_restarts_on_errors": 0,
         # Of a task whose process was killed SkyPilot says 137.
-        "recover_on_exit_codes": [AGAIN, 134, 137, 139, 143],
+        "recover_on_exit_codes": [LOST, 134, 137, 139, 143],
     }
     task: dict[str, Any] = {"name": job.name, "num_nodes": 1 if job.is_tpu else machine.hosts}
     task["resources"] = resources

@@ -40,9 +40,12 @@ TARGETS: Mapping[str, Target] = {
     "gke": Target(kubernetes.render, ("namespace", "queue", "claim", "mount"), has_image=True),
     "xpk": Target(xpk.render, ("cluster", "zone", "project", "priority"), has_image=True),
     "vertex": Target(
-        vertex.render, ("region", "project", "reduction_servers", "spot"), True, False
+        vertex.render,
+        ("region", "project", "reduction_servers", "spot"),
+        has_image=True,
+        has_restarts=False,
     ),
-    "sky": Target(sky.render, ("install", "spot", "cloud"), True, False),
+    "sky": Target(sky.render, ("install", "spot", "cloud"), has_image=True, has_restarts=False),
     "ray": Target(ray.render, ("address",)),
 }
 

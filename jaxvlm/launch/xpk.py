@@ -6,8 +6,9 @@ import base64
 import re
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import AGAIN, Job, Rendered, exports, needs
+from jaxvlm.launch.job import Job, Rendered, exports, needs
 from jaxvlm.launch.tpu_vms import accelerator_type
+from jaxvlm.parallel.distributed.exit_status import LOST
 
 GPUS = {"a100-40gb": "a100-40gb-{}", "h100": "h100-80gb-{}", "h200": "h200-141gb-{}",
         "b200": "b200-{}", "gb200": "gb200-{}"}  # fmt: skip
@@ -47,7 +48,7 @@ def render(
     call = ["xpk", "workload", "create", f"--workload={job.name}", f"--cluster={cluster}", *size]
     call += [f"--{n}={value}" for n, value in (("zone", zone), ("project", project)) if value]
     call += [f"--docker-image={job.image}", f"--priority={priority}"]
-    call += [f"--restart-on-exit-codes={AGAIN}", f"--max-restarts={job.restarts}"]
+    call += [f"--restart-on-exit-codes={LOST}", f"--max-restarts={job.restarts}"]
     call += [f"--command={command}"]
     note = f"to stop: xpk workload delete --workload={job.name} --cluster={cluster}"
     return Rendered({f"{job.name}.sh": script + "\n"}, tuple(call), note)

@@ -137,18 +137,19 @@ def to_device(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
-def owned_rows(x: jax.Array) -> dict[int, np.ndarray]:
+def owned_rows(x: jax.Array, copies: bool = False) -> dict[int, np.ndarray]:
     """Return the examples of a global array that this process owns; each has exactly one owner.
 
     Args:
         x: [B, ...] with the batch's sharding; replicas other than the first are skipped.
+        copies: whether examples that this process holds as a replica are returned too.
 
     Returns:
         Global index in the batch -> numpy array of that example.
     """
     rows: dict[int, np.ndarray] = {}
     for part in x.addressable_shards:
-        if part.replica_id == 0:
+        if copies or part.replica_id == 0:
             first = part.index[0].start or 0
             rows.update({first + i: row for i, row in enumerate(np.asarray(part.data))})
     return rows
@@ -164,3 +165,12 @@ def sum_over_processes(x: np.ndarray) -> np.ndarray:
     high = x.astype(np.float32)
     halves = np.stack([high, (x - high).astype(np.float32)])
     return np.asarray(multihost_utils.process_allgather(halves), np.float64).sum(axis=(0, 1))
+
+
+def max_over_processes(number: int) -> int:
+    """Return the largest of the processes' numbers, on every process."""
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(np.max(multihost_utils.process_allgather(np.asarray(number))))

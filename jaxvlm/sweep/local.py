@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxvlm.checkpoint.run_record import write_whole
 from jaxvlm.config import json_text
+from jaxvlm.parallel.distributed import exit_status
 from jaxvlm.sweep.trial import LOG, Trial, read_record, write_record
 
 DONE, STOPPED, FAILED, LOST, UNKNOWN = ENDS = ("done", "stopped", "failed", "lost", "unknown")
 """How a trial's process ended: its run is over; it was told to stop, and saved; with an error that
 comes again; by a lost peer or a signal; it outlived its sweep, and left no result."""
 _LOCK = ".trial.lock"
-_PEER_LOST = 75  # jaxvlm.parallel.distributed.heartbeat.EXIT_LOST, which would import JAX
 _TAIL = 65_536
 
 
@@ -176,7 +176,7 @@ def how_ended(folder: pathlib.Path, code: int | None) -> Ended:
         return Ended(UNKNOWN, last)
     if code == 0:
         return Ended(FAILED, f"it ended without a result: {last}")
-    if code is not None and (code == _PEER_LOST or code < 0):
+    if code is not None and (code == exit_status.LOST or code < 0):
         return Ended(LOST, last if code > 0 else f"{signal.Signals(-code).name}: {last}")
     return Ended(FAILED, last)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
+from runs import finished_pair, free_port
 from test_shared_prefixes import asked, drawn, vlm_of
 
 from jaxvlm.config import ConfigError, MeshConfig
@@ -229,30 +226,15 @@ with processes.guard_peers():
 
 @pytest.mark.long
 def test_processes_encode_together_whatever_each_has_cached(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    here = pathlib.Path(__file__).parent
-    pair = []
-    for i in range(2):
-        env = os.environ | {
-            "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
-            "JAXVLM_NUM_PROCESSES": "2",
-            "JAXVLM_PROCESS_ID": str(i),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            "PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}",
-        }
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-c", TWO, str(tmp_path)]
-        pair.append(subprocess.Popen(command, env=env, text=True, **pipes))
-    try:
-        outputs = [process.communicate(timeout=300) for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    assert [process.returncode for process in pair] == [0, 0], outputs
-    for output, _ in outputs:
-        wanted, found, counts = json.loads(output.splitlines()[-1])
+    here, port = pathlib.Path(__file__).parent, free_port()
+    both = {
+        "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
+        "JAXVLM_NUM_PROCESSES": "2",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}",
+    }
+    of = [both | {"JAXVLM_PROCESS_ID": str(i)} for i in range(2)]
+    for said in finished_pair(TWO, str(tmp_path), of=of.__getitem__):
+        wanted, found, counts = json.loads(said.splitlines()[-1])
         assert len(set(wanted)) > 1 and found == [wanted] * 4
         assert counts == [4, 4]  # of the store: what one wrote both would read

@@ -266,7 +266,7 @@ def run(cluster: Cluster, name: str, folder: pathlib.Path) -> dict[str, Any]:
             wrong.append(f"step {job.step()} was taken, {saved} saved")
         job = Job(cluster, folder / "data", workdir, case)  # the same command goes on
         shown = job.end()
-    if shown["JobState"] == "COMPLETED":
+    if shown["JobState"] == "COMPLETED" and workdir != folder / "finished":
         found = runner.differences("evaluations", folder / "finished", workdir)
         result["same_bits"] = not found
         wrong += found[:3]

@@ -75,7 +75,6 @@ def test_the_command_and_its_variables_arrive_whole(target, tmp_path):
         assert assigned["ENVIRONMENT"]["A"] == "b 'c"
     else:
         script = yaml.safe_load(text)["run"] if target == "sky" else text
-        assert yaml.safe_load(text)["setup"] if target == "sky" else True
         assert _run(script, tmp_path, target) == [*ARGUMENTS, "b 'c"]
     if target == "tpu":  # the script itself
         assert f"--command={text}" in call
@@ -208,6 +207,18 @@ def test_a_target_without_files_is_given_the_recipe(tmp_path):
         shutil.rmtree(pathlib.Path(asked.shipped).parent)
 
 
+@pytest.mark.parametrize("given", [("--config=a/r.py:x:y",), ("--config", "a/r.py:x:y")])
+def test_the_recipes_path_is_replaced_however_it_is_given(given):
+    asked = job("v5e:16")._replace(recipe="x")
+    words = asked._replace(arguments=("train", *given, "--config.data.train=a/r.py")).command
+    assert "".join(words[2:-1]) == "".join(given).replace("a/r.py", asked.shipped)
+    assert words[-1] == "--config.data.train=a/r.py"
+
+
+def test_sky_sets_up_what_is_to_be_installed():
+    assert "uv pip install" in yaml.safe_load(text_of("sky"))["setup"]
+
+
 def test_braces_of_a_command_stay():
     asked = job("v5e:16")._replace(arguments=("train", "--workdir=/r/{folder}", "--config.x={}"))
     made = targets.render("tpu", asked, **OWN["tpu"]).with_files_in("/jobs")
@@ -259,10 +270,9 @@ def test_a_ray_program_ends_as_its_processes_do(tmp_path):
         ([[2, 75]], 2),
         ([[75]] * 30, 75),
     ):
-        left = list(ends)
         with pytest.raises(SystemExit) as end:
-            exec(loop, {"once": lambda: left.pop(0), "RESTARTS": 20, "AGAIN": 75,  # noqa: B023
-                        "sys": __import__("sys")})  # fmt: skip
+            names = {"once": iter(ends).__next__, "RESTARTS": 20, "AGAIN": 75, "sys": sys}
+            exec(loop, names)
         assert end.value.code == status
 
 

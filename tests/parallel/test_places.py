@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
 
 import isolation
 import pytest
+from runs import finished_pair, free_port
 
 from jaxvlm.config import ConfigError
 from jaxvlm.parallel.distributed import processes
@@ -302,17 +299,15 @@ with processes.guard_peers():
 
 
 def on_loopback(launcher):
-    """The variables of process 0 or 1 of two that run here."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """The variables of a process of two that run here, by its number as text."""
+    port, job = free_port(), random.randrange(10**6)
     return {
         "SLURM": lambda i: SLURM_STEP | {
             "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": i, "SLURM_STEP_NODELIST": "127.0.0.1",
-            "SLURM_JOB_ID": str(random.randrange(10**6))},
+            "SLURM_JOB_ID": str(job)},
         "Open MPI": lambda i: {
             "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": i,
-            "OMPI_MCA_orte_hnp_uri": f"{random.randrange(10**9)}.0;tcp://127.0.0.1,10.0.0.1:3"},
+            "OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1,10.0.0.1:3"},
         "torchrun": lambda i: TORCHRUN | {
             "WORLD_SIZE": "2", "RANK": i, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)},
         "SkyPilot": lambda i: SKYPILOT | {
@@ -344,21 +339,8 @@ LOOPBACK = ("torchrun", "SLURM", "Open MPI", "SkyPilot", "TPU slices", "Vertex A
 )
 def test_two_processes_join(launcher):
     of = on_loopback(launcher)
-    state = random.getstate()
-    pair = []
-    for i in "01":
-        random.setstate(state)  # the same job in both
-        env = os.environ | of(i) | {"JAX_PLATFORMS": "cpu"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pair.append(subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, text=True, **pipes))
-    try:
-        outputs = [process.communicate(timeout=120) for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    assert [process.returncode for process in pair] == [0, 0], outputs
-    for i, (output, _) in enumerate(outputs):
-        assert f"joined {i} of 2 [0, 1]" in output
+    for i, said in enumerate(finished_pair(PROGRAM, of=lambda i: of(str(i)))):
+        assert f"joined {i} of 2 [0, 1]" in said
 
 
 def test_places_are_values():

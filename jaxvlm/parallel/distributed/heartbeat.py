@@ -32,9 +32,7 @@ from typing import Any
 import jax
 
 from jaxvlm.parallel import compat
-
-EXIT_LOST = 75
-"""Exit status after the loss of a peer: EX_TEMPFAIL, so that a scheduler may retry."""
+from jaxvlm.parallel.distributed.exit_status import LOST
 
 _KEY = "jaxvlm/liveness"
 _MOST_STRANGERS = 64  # connections that have not said who they are
@@ -234,7 +232,7 @@ class PeerWatch:
             return  # the peer is gone; the watch thread will notice
 
 
-def die(message: str, code: int = EXIT_LOST) -> None:
+def die(message: str, code: int = LOST) -> None:
     """Print one line on stderr and end the process, without exit handlers that could block."""
     os.write(2, f"{message}\n".encode())
     os._exit(code)

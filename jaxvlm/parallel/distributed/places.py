@@ -22,7 +22,7 @@ Environ = Mapping[str, str]
 
 _OWN = ("JAXVLM_COORDINATOR", "JAXVLM_NUM_PROCESSES", "JAXVLM_PROCESS_ID")
 _TPU_PORT = 8482  # JAX's own for the hosts of TPU slices
-_FIRST_PORT, _PORTS = 61440, 4096  # the last ephemeral ones
+FIRST_PORT, _PORTS = 61440, 4096  # the last ephemeral ones
 
 
 class ProcessPlace(NamedTuple):
@@ -36,7 +36,7 @@ class ProcessPlace(NamedTuple):
     """Indices of this machine's devices that this process uses; None: all."""
 
 
-class Launcher(NamedTuple):
+class LauncherVariables(NamedTuple):
     """The variables by which a launcher tells each process its place."""
 
     name: str
@@ -78,24 +78,24 @@ def _of_jax(environ: Environ) -> str:
     return host if not host or re.search(r":\d+$", host) else f"{host}:{port}"
 
 
-_MPIRUN = Launcher(
+_MPIRUN = LauncherVariables(
     "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _of_mpirun,
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )  # fmt: skip
-_TORCHRUN = Launcher(
+_TORCHRUN = LauncherVariables(
     "torchrun", "WORLD_SIZE", "RANK", _of_torchrun, ("LOCAL_WORLD_SIZE", "LOCAL_RANK")
 )
 LAUNCHERS = (
     _MPIRUN,
-    Launcher("JAX's own variables", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", _of_jax),
+    LauncherVariables("JAX's own variables", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", _of_jax),
     _TORCHRUN,
-    Launcher("xpk on GPUs", "NNODES", "NODE_RANK", _of_jax),
-    Launcher("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", _of_first_node),
-    Launcher("PMI", "PMI_SIZE", "PMI_RANK", local=("MPI_LOCALNRANKS", "MPI_LOCALRANKID")),
-    Launcher("MVAPICH2", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-    Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
-    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    Launcher("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
+    LauncherVariables("xpk on GPUs", "NNODES", "NODE_RANK", _of_jax),
+    LauncherVariables("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", _of_first_node),
+    LauncherVariables("PMI", "PMI_SIZE", "PMI_RANK", local=("MPI_LOCALNRANKS", "MPI_LOCALRANKID")),
+    LauncherVariables("MVAPICH2", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    LauncherVariables("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    LauncherVariables("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    LauncherVariables("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
 )
 """Launchers whose variables are a number of processes and an index."""
 
@@ -153,7 +153,7 @@ def _of_launcher(environ: Environ) -> ProcessPlace | None:
     return next((place for place in places if place is not None), None)
 
 
-def _launched(launcher: Launcher, environ: Environ) -> ProcessPlace | None:
+def _launched(launcher: LauncherVariables, environ: Environ) -> ProcessPlace | None:
     if not environ.get(launcher.num_processes) or _number(environ, launcher.num_processes) < 2:
         return None
     address = launcher.coordinator(environ)
@@ -189,7 +189,7 @@ def _slurm(environ: Environ) -> ProcessPlace | None:
     if not environ.get("SLURM_STEP_NUM_TASKS") or _number(environ, "SLURM_STEP_NUM_TASKS") < 2:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    port = _FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
+    port = FIRST_PORT + _number(environ, "SLURM_JOB_ID") % _PORTS
     place = _place(f"{first_host(nodes)}:{port}", environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     # JAX's own detection would give each process one GPU; jaxvlm runs one process a node.
     tasks = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
@@ -360,7 +360,7 @@ def _slurm_without_step(environ: Environ) -> str:
 
 def _port(name: str) -> int:
     """A port that jobs of other names seldom have."""
-    return _FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
+    return FIRST_PORT + zlib.crc32(name.encode()) % _PORTS
 
 
 def _number(environ: Environ, name: str) -> int:
