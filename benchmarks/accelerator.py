@@ -101,6 +101,8 @@ PARTS = (
     *_experts(),
     _train("smolvlm-256m/frozen encoder/cache off", "smolvlm-256m", cache="off"),
     _train("smolvlm-256m/frozen encoder/cache warm", "smolvlm-256m", cache="warm"),
+    Part("decode/batch 1", "decoding.generate", {"batch": 1}, 90),
+    Part("decode/batch 16", "decoding.generate", {"batch": 16}, 90),
     Part("torch/clip-vit-b-32", "peers.train", {"model": _CLIP}),
     Part("torch/paligemma2-3b", "peers.train", {"model": "paligemma2-3b"}),
     Part("torch/qwen3-vl-2b", "peers.train", {"model": _QWEN}),

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -90,23 +91,27 @@ def bytes_of(reading: Any, generating: Any, params: int) -> dict[str, int]:
     }
 
 
-def measured(length: int, repeats: int) -> list[dict[str, Any]]:
-    """Times on this machine."""
+def measured(
+    config: ModelConfig, batch_sizes: tuple[int, ...], length: int, repeats: int,
+    ways: dict[str, KVPolicy | None], position_rows: int = 1,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Times on this machine's first device, weights random and of the model's dtype."""
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    model, rows = build_model(small_model(), mesh), []
+    model = build_model(config, mesh)
+    model = model.holding(dict.fromkeys(model.shapes, jnp.dtype(config.dtype)))
     params = model.init(0)
     own = sum(x.nbytes for x in params.values())
-    for batch_size in (1, 8):
-        batch = jax.tree.map(jnp.asarray, prompts(batch_size, length))
+    for batch_size in batch_sizes:
+        batch = jax.tree.map(jnp.asarray, prompts(batch_size, length, position_rows))
         built: dict[str, Any] = {}
-        for way, policy in WAYS.items():
+        for way, policy in ways.items():
             read, generate = programs(model, policy)
             reading = read.lower(params, batch).compile()
             state = reading(params, batch)
             generating = generate.lower(params, state).compile()
             jax.block_until_ready(generating(params, state))
             built[way] = reading, generating
-        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for _ in range(repeats):
             for way, (reading, generating) in built.items():
                 start = time.perf_counter()
@@ -126,19 +131,28 @@ def measured(length: int, repeats: int) -> list[dict[str, Any]]:
                 "read_ratio": round(read_s / base[0], 3),
                 "speedup": round(base[1] / generate_s, 3),
             }
-            rows.append(row | bytes_of(reading, generating, own))
-            print(rows[-1], flush=True)
-    return rows
+            yield row | bytes_of(reading, generating, own)
+
+
+def published(chips: str, length: int) -> ModelConfig:
+    """Qwen2.5-VL 3B as it is served, in bfloat16.
+
+    Args:
+        chips: name of a chip that the settings are made for.
+        length: tokens of a row.
+    """
+    from jaxvlm.planner import machine, request
+
+    flags = request.RequestFlags(batch=8, length=length)
+    asked = request.plan_request("qwen2.5-vl-3b", None, machine.parse(chips), flags)
+    return dataclasses.replace(asked.config.model, dtype="bfloat16")
 
 
 def compiled(chips: str, length: int) -> list[dict[str, Any]]:
     """Bytes of a published model's programs, compiled for ``chips``."""
-    from jaxvlm.planner import machine, request
     from jaxvlm.planner.compiled import topology
 
-    flags = request.RequestFlags(batch=8, length=length)
-    asked = request.plan_request("qwen2.5-vl-3b", None, machine.parse(chips.split(":")[0]), flags)
-    config = dataclasses.replace(asked.config.model, dtype="bfloat16")
+    config = published(chips.split(":")[0], length)
     model = build_model(config, make_mesh(MeshConfig(data=1), topology.devices(chips)[:1]))
     model = model.holding(dict.fromkeys(model.shapes, jnp.bfloat16))
     params, rows = model.abstract(), []
@@ -173,7 +187,9 @@ def main() -> None:
     for chips in args.chips:
         rows += compiled(chips, args.length)
     if not args.chips:
-        rows = measured(args.length, args.repeats)
+        for row in measured(small_model(), (1, 8), args.length, args.repeats, WAYS):
+            print(row, flush=True)
+            rows.append(row)
     name = f"kv_cache_speed_{'aot' if args.chips else 'cpu'}.json"
     write(name, {"rows": rows, "environment": environment()}, RESULTS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 
 import jax
@@ -272,7 +273,9 @@ def check(config: DualConfig) -> None:
     for tower in TOWERS:
         settings = getattr(config, tower)
         if tower not in config.towers:
-            if settings not in absent[tower]:
+            # A recipe may set both towers' remat.
+            default = type(settings)().remat
+            if dataclasses.replace(settings, remat=default) not in absent[tower]:
                 raise ConfigError(f"{where}.{tower} is set, but {where}.towers={config.towers}")
         elif tower not in config.project and settings.width != config.embed_dim:
             raise ConfigError(

@@ -16,6 +16,7 @@ from jaxvlm.config import check_choice
 from jaxvlm.nn.attention import Attention, Context
 from jaxvlm.nn.block_spec import BlockSpec
 from jaxvlm.nn.dropout import dropout, fold
+from jaxvlm.nn.kernels import SAVED
 from jaxvlm.nn.kv_cache import KVCache
 from jaxvlm.nn.mlp import MLP
 from jaxvlm.nn.moe import MoE, Routed
@@ -286,14 +287,21 @@ def _offload(body: Any) -> Any:
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
+def _dots(body: Any) -> Any:
+    """Save outputs of matmuls with weights and of attention kernels; recompute elementwise ops,
+    and where no kernel computes attention its scores.
+    """
+    policies = jax.checkpoint_policies
+    policy = policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SAVED)
+    )
+    # A scan's body cannot be merged with its recomputation.
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)
+
+
 REMAT: dict[str, Any] = {
     "none": lambda body: body,
-    # Outputs of matmuls with weights are saved; attention and elementwise ops are recomputed.
-    "dots": lambda body: jax.checkpoint(
-        body,
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        prevent_cse=False,  # a scan's body cannot be merged with its recomputation
-    ),
+    "dots": _dots,
     "full": lambda body: jax.checkpoint(body, prevent_cse=False),
     "offload": _offload,
 }

@@ -9,7 +9,9 @@ import pytest
 
 from jaxvlm.config import ConfigError, MeshConfig
 from jaxvlm.nn import attention_backends
+from jaxvlm.nn.kernels import cudnn
 from jaxvlm.nn.mask import Mask, of_segments
+from jaxvlm.nn.stack import REMAT
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.rules import Axes
 
@@ -75,6 +77,34 @@ def test_kernels_give_xlas_output_and_gradients(platform, case):
     np.testing.assert_allclose(got, expected, atol=2e-5)
     for name, a, b in zip("qkv", grads, expected_grads, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu", "cudnn"])
+def test_remat_dots_saves_what_a_kernel_gives(platform):
+    """The forward kernel is not run again for the backward pass, in a scan over layers."""
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    place = axes()
+
+    def body(x, _):
+        if platform == "cudnn":
+            out = cudnn.cudnn_attention(x, x, x, None, causal=False, factor=1.0)
+        else:
+            out = attention_backends.BACKENDS["flash"](x, x, x, Mask(), place, interpret=platform)
+        # As in a block, a matmul's gradient reads the output.
+        return jnp.einsum("btnh,hk->btnk", out, jnp.eye(64, dtype=x.dtype)), None
+
+    def runs(remat):
+        def objective(x):
+            out = jax.lax.scan(REMAT[remat](body), x, None, length=3)[0]
+            return jnp.sum(out.astype(jnp.float32))
+
+        gradient = jax.grad(objective)
+        if platform == "cudnn":
+            return str(jax.make_jaxpr(gradient)(x)).count("dot_product_attention_fwd")
+        # An interpreted kernel is loops over its blocks.
+        return jax.jit(gradient).lower(x).compile().as_text().count(" while(")
+
+    assert 0 < runs("none") == runs("dots") < runs("full")
 
 
 def test_the_dense_mask_is_its_definition():

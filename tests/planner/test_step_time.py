@@ -193,6 +193,21 @@ def test_remat_costs_time_but_no_model_flops():
     assert 1.15 < again.hardware_flops / none.hardware_flops < 4 / 3
 
 
+@pytest.mark.parametrize("where, least", [("h200:8", 1.2), ("v5p:2x2x2", 1.0)])
+def test_activations_that_a_scan_stacks_take_time(where, least):
+    """Of CLIP on one H200, a step without remat took 220 ms, of which 72 stacked activations."""
+    config = model_zoo.config_of("clip-vit-b-32")
+
+    def total(remat):
+        both = {x: dataclasses.replace(getattr(config, x), remat=remat) for x in ("vision", "text")}
+        setup, there = planned(
+            where, config=dataclasses.replace(config, **both), rows=8192, length=77, images=1
+        )
+        return step_time(setup, there).total
+
+    assert total("none") > least * total("dots") and total("full") > total("dots")
+
+
 def test_frozen_parts_and_adapters_have_fewer_gradients():
     every, frozen = timed(), timed(frozen=("vision/*",))
     only = timed(frozen=("vision/*", "decoder/*"))

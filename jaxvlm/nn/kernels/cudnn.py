@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxvlm.nn.kernels import SAVED
 from jaxvlm.parallel import compat
 
 
@@ -103,7 +105,7 @@ def _attend(causal: bool, factor: float, q: Any, k: Any, v: Any, packing: Any) -
 
 def _forward(causal: bool, factor: float, q: Any, k: Any, v: Any, packing: Any) -> Any:
     out, stats = compat.cudnn_forward(q, k, v, _where(packing, q, k), causal, factor)
-    out = _filled(out, packing)
+    out, stats = checkpoint_name(_filled(out, packing), SAVED), checkpoint_name(stats, SAVED)
     return out, (q, k, v, packing, out, stats)
 
 

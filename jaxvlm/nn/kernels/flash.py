@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxvlm.nn.kernels import SAVED
 from jaxvlm.nn.kernels.scores import Form
 from jaxvlm.nn.mask import Spans
 
@@ -86,6 +88,7 @@ def _attend(platform: str, form: Form, q: Any, k: Any, v: Any, spans: Spans) -> 
 
 def _forward(platform: str, form: Form, q: Any, k: Any, v: Any, spans: Spans) -> Any:
     out, lse = _kernels(platform).forward(q, k, v, spans, form)
+    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
     return out, (q, k, v, spans, out, lse)
 
 

@@ -316,8 +316,10 @@ class QuickMemory:
         numbers = {
             "offload": 0.0,
             "full": float(width),
-            # A mixture (mlp=0) saves neither the matmuls' results nor their sum.
-            "dots": 3.0 * width + 2 * q + kv + mlp if mlp else 2.0 * width + q + kv,
+            # A mixture (mlp=0) saves neither the matmuls' results nor their sum; a kernel's output
+            # is saved.
+            "dots": (3.0 * width + 2 * q + kv + mlp if mlp else 2.0 * width + q + kv)
+            + q * (scores == 0),
             "none": 8.0 * width + 4 * q + 3 * kv + 3 * mlp + scores,
         }
         return self.number * numbers[remat]

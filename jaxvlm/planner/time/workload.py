@@ -41,6 +41,12 @@ class WorkItem(NamedTuple):
     """Numbers that a softmax or an activation is applied to."""
 
 
+_MOVES = {"gpu": 5.0, "tpu": 2.0, "cpu": 2.0}
+"""Stacked by the scan over layers: written and read; on GPUs filled with zeros, and copied. From
+compiled steps of CLIP-B/32 for H200 and v5p; on an H200 a step without remat took what this says.
+"""
+
+
 class ForwardBackward(NamedTuple):
     """Forward and backward passes through a tower in a step."""
 
@@ -53,6 +59,8 @@ class ForwardBackward(NamedTuple):
     other: float
     """The same fraction of its weights outside of blocks."""
     remat: str
+    moves: float = 0.0
+    """How often a byte is moved that ``remat="none"`` saves and ``remat="dots"`` does not."""
 
     @property
     def recomputes(self) -> bool:
@@ -60,9 +68,13 @@ class ForwardBackward(NamedTuple):
         return self.backward and self.remat in ("full", "offload")
 
     @property
-    def recomputes_scores(self) -> bool:
-        """Whether attention's scores are recomputed for the backward pass."""
+    def recomputes_elementwise(self) -> bool:
+        """Whether all but matmuls and attention is recomputed for the backward pass."""
         return self.backward and self.remat != "none"
+
+    def recomputes_attention(self, fused: bool) -> bool:
+        """Whether attention is recomputed: ``remat="dots"`` saves what a kernel gives."""
+        return self.recomputes or (self.recomputes_elementwise and not fused)
 
 
 class Block(NamedTuple):
@@ -172,19 +184,19 @@ def _other_weights(config: Network) -> dict[str, Number]:
 
 def passes(setup: StepSetup) -> dict[str, ForwardBackward]:
     """Tower -> its passes in a step; a tower before all trained parameters has no backward pass."""
-    return _passes(setup.config, setup.frozen)
+    return _passes(setup.config, setup.frozen, setup.platform)
 
 
 @per_object
-def _passes(config: Network, frozen: tuple[str, ...]) -> dict[str, ForwardBackward]:
+def _passes(config: Network, frozen: tuple[str, ...], platform: str) -> dict[str, ForwardBackward]:
     trained_before, result = False, {}
     dual, trained = isinstance(config, DualConfig), trainable(config, frozen)
     for tower in ("vision", "text") if dual else TOWERS:
         own = trained.get(tower, trainable_params.NOTHING)
         of_tower = None if tower == "connector" else tower.removesuffix("_top")
         remat = getattr(config, of_tower).remat if of_tower else "none"
-        shares = (own.blocks, own.experts, own.other)
-        result[tower] = ForwardBackward(own.backward or trained_before, *shares, remat)
+        shares, moves = (own.blocks, own.experts, own.other), _MOVES[platform] * (remat == "none")
+        result[tower] = ForwardBackward(own.backward or trained_before, *shares, remat, moves)
         trained_before = not dual and (trained_before or own.backward)
     return result
 
@@ -387,9 +399,13 @@ def _stack(
     sizes = (q, kv, b.heads / tensor)
     yield from _scores(part, times, tokens, keys_per_block, causal, *sizes, fwd_bwd, c, fused)
     wide = F * (b.chosen if b.experts else 1)
-    rounds = n * times * (1 + fwd_bwd.recomputes_scores + 2 * fwd_bwd.backward)
-    yield WorkItem(part, "move", 0.0, rounds * tokens * c * (9 * D + 2 * (q + kv)), c * tokens * D)
-    numbers = n * times * (1 + fwd_bwd.recomputes_scores + fwd_bwd.backward) * tokens * wide
+    rounds = n * times * (1 + fwd_bwd.recomputes_elementwise + 2 * fwd_bwd.backward)
+    moved = rounds * (9 * D + 2 * (q + kv))
+    if fwd_bwd.backward:
+        moved += fwd_bwd.moves * n * times * (5 * D + q + 4 * kv + 2 * F * (1 + b.gated))
+    yield WorkItem(part, "move", 0.0, tokens * c * moved, c * tokens * D)
+    passes_forward = 1 + fwd_bwd.recomputes_elementwise
+    numbers = n * times * (passes_forward + fwd_bwd.backward) * tokens * wide
     moved = rounds * tokens * c * (3 if b.gated else 2) * wide
     yield WorkItem(part, "activation", 0.0, moved, c * tokens * wide, numbers)
 
@@ -421,7 +437,7 @@ def _scores(
     """Attention's two matmuls and the softmax between."""
     keys = times * sum(keys_per_block) * (0.5 if causal and fused else 1.0)
     once, dim = 2 * tokens * keys * q, q / heads
-    forward, back = 1 + fwd_bwd.recomputes_scores, fwd_bwd.backward
+    forward, back = 1 + fwd_bwd.recomputes_attention(fused), fwd_bwd.backward
     io = times * len(keys_per_block) * tokens * c * (q + kv)
     # Scores that are not stored are recomputed in the backward pass.
     of_keys = once * (forward + back * (2 if fused else 1))
