@@ -289,17 +289,18 @@ def _images(setup: StepSetup, rows: Number, c: int, fused: bool) -> Iterator[Wor
     config, mesh, times = setup.config, setup.mesh, setup.microbatches
     v, by_tower, run = config.vision, passes(setup), layers(config)
     patches, a_row = image_patches(setup)
+    keys = patches + v.class_token if fused else a_row  # a kernel skips the row's other images
     images = rows * setup.images / mesh.pipeline
     tokens = images * (patches + v.class_token)
     k = 3 * v.frames * v.patch_size**2
     stem = _outside(by_tower["vision"])
     yield from _matmul("vision", times, images * patches, k, v.width, stem, c)
-    window_keys = min(a_row, (v.window // v.patch_size) ** 2) if v.window else a_row
+    window_keys = min(keys, (v.window // v.patch_size) ** 2) if v.window and fused else keys
     for tower, b in blocks(config).items():
         if tower in ("vision", "vision_top") and run[tower]:
             n, fwd_bwd = run[tower], by_tower[tower]
             windowed = sum(i not in v.full_layers for i in range(n)) if v.window else 0
-            keys_per_block = [a_row] * (n - windowed) + [window_keys if fused else a_row] * windowed
+            keys_per_block = [keys] * (n - windowed) + [window_keys] * windowed
             rest = (False, fwd_bwd, c, mesh.tensor, fused)
             yield from _stack(tower, b, times, tokens, keys_per_block, *rest)
     if isinstance(config, ModelConfig):
