@@ -81,8 +81,10 @@ itself libtpu sends them around a ring, and adds each shard's product to a sum i
 """
 JOBS = (
     Job("h200:1", "qwen3-vl-2b", "none"),
+    Job("h200:1", "qwen3-vl-2b", "dots"),
     Job("h200:1", "qwen3-vl-2b", "full"),
     Job("h200:1", "paligemma2-3b", "none"),
+    Job("h200:1", "paligemma2-3b", "dots"),
     Job("h200:1", "paligemma2-3b", "full"),
     Job("v6e:2x4", "qwen3-vl-2b", "full"),
     Job("v6e:2x4", "qwen3-vl-2b", "full", "whole matmuls"),

@@ -141,7 +141,8 @@ def published(chips: str, length: int) -> ModelConfig:
         chips: name of a chip that the settings are made for.
         length: tokens of a row.
     """
-    from jaxvlm.planner import machine, request
+    from jaxvlm.planner.hardware import machine
+    from jaxvlm.planner.request import request
 
     flags = request.RequestFlags(batch=8, length=length)
     asked = request.plan_request("qwen2.5-vl-3b", None, machine.parse(chips), flags)

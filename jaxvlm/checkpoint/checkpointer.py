@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from etils import epath
 
 from jaxvlm.checkpoint import digest, manifest
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
+from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError, is_url
 from jaxvlm.checkpoint.restore import (
     cast,
     committed_steps,
@@ -30,12 +32,15 @@ from jaxvlm.checkpoint.restore import (
     sign,
     try_read,
 )
+from jaxvlm.checkpoint.run_record import COMMITTED
 from jaxvlm.parallel.distributed.processes import barrier
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
 
 _log = logging.getLogger(__name__)
 _FROZEN = "frozen/"
+DEADLINE = 600.0
+"""Seconds that are waited for a checkpoint to be written to an object store."""
 
 
 class Restored(NamedTuple):
@@ -59,6 +64,7 @@ class Checkpointer:
         mode: str,
         enable_async: bool = True,
         on_warning: Callable[[str], None] = _log.warning,
+        before_save: Callable[[], None] = lambda: None,
     ):
         """Opens or creates ``folder`` and removes partial checkpoints that a killed run left.
 
@@ -69,14 +75,18 @@ class Checkpointer:
             mode: ``max`` if a higher metric is better, ``min`` if a lower one is.
             enable_async: write in the background.
             on_warning: called with one line for each damaged or abandoned checkpoint.
+            before_save: called before anything is written; it raises where that must not be.
 
         Raises:
             ValueError: ``keep`` is below 1 or ``mode`` is unknown.
         """
         if keep < 1:
             raise ValueError(f"checkpoint.keep is {keep}; it must be at least 1")
-        local = "://" not in str(folder)
+        local = not is_url(folder)
+        # Before any other library lists the store.
+        self._remote = None if local else RemoteFolder(str(folder))
         self.folder = epath.Path(Path(folder).absolute() if local else folder)
+        self._before_save = before_save
         self._metric, self._sign = metric, sign(mode)
         self._warn = on_warning
         self._keep = keep
@@ -131,7 +141,9 @@ class Checkpointer:
         if step in self._done:
             return False
         self.wait()
+        self._before_save()
         self._discard_abandoned()
+        self._prune()
         names, leaves = manifest.names_of(state), jax.tree.leaves(state)
         for name, leaf in zip(names, leaves):
             if not isinstance(leaf, jax.Array):
@@ -255,11 +267,15 @@ class Checkpointer:
             CheckpointError: writing failed.
         """
         with self._writing():
-            self._manager.wait_until_finished()
+            if self._remote is None:
+                self._manager.wait_until_finished()
+            else:
+                within(DEADLINE, self._manager.wait_until_finished)
 
     def close(self) -> None:
         """Waits for pending writes, then stops the writer threads."""
         self.wait()
+        self._prune()
         self._manager.close()
 
     def __enter__(self) -> Checkpointer:
@@ -275,6 +291,41 @@ class Checkpointer:
             except CheckpointError as second:
                 error.add_note(str(second))
 
+    def _preserved(self, steps: list[int]) -> set[int | None]:
+        """Of steps, oldest first, the newest ``keep`` and the best."""
+        return set(steps[-self._keep :]) | {self._best(steps)}
+
+    def _prune(self) -> None:
+        """Delete the checkpoints of a store that are not kept: Orbax deletes file by file, while
+        they look complete, and decides when the newest one is not complete yet.
+        """
+        if self._remote is None:
+            return
+        steps = self.all_steps()
+        gone = [step for step in steps if step not in self._preserved(steps)]
+        if gone and jax.process_index() == 0:
+            self._delete(gone)
+        if gone:
+            barrier("checkpoints-pruned")
+            self._manager.reload()
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints; in a store first the file without which they are not complete."""
+        for step in steps:
+            if self._remote is not None:
+                self._remote.remove(f"{step}/{COMMITTED}")
+            (self.folder / str(step)).rmtree()
+
+    def _set_aside(self, step: int) -> None:
+        """Keep what is damaged out of the way of the step that is written again."""
+        source, target = self.folder / str(step), self.folder / f"damaged-{step}"
+        if target.exists():
+            target.rmtree()
+        if self._remote is None:
+            source.rename(target)
+        else:
+            self._remote.move(str(step), target.name, COMMITTED)
+
     def _best(self, steps: Iterable[int]) -> int | None:
         scored = comparable({s: self._scores[s] for s in steps if s in self._scores})
         return max((self._sign * value, s) for s, value in scored.items())[1] if scored else None
@@ -283,6 +334,8 @@ class Checkpointer:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except StoreError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"writing a checkpoint to {self.folder} failed: {error_line(error)}. Check free "
@@ -297,15 +350,40 @@ class Checkpointer:
             )
         if jax.process_index() == 0:
             for step in self._damaged:
-                _rename_or_delete(self.folder / str(step), self.folder / f"damaged-{step}")
-            for step in self._abandoned:
-                (self.folder / str(step)).rmtree()
+                self._set_aside(step)
+            self._delete(self._abandoned)
         if self._abandoned or self._damaged:
             for step in self._abandoned + self._damaged:
                 self._scores.pop(step, None)
             self._abandoned, self._damaged = [], []
             barrier("checkpoint-set-aside")
             self._manager.reload()
+
+
+def within(seconds: float, call: Callable[[], None]) -> None:
+    """Call, and give up waiting for it after ``seconds``.
+
+    Raises:
+        StoreError: it has not ended.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="checkpoint-wait")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise StoreError(
+            f"a checkpoint is not written after {seconds:.0f} s: the store does not answer. When "
+            "it does, the same command goes on from the last complete checkpoint"
+        )
+    if failed:
+        raise failed[0]
 
 
 def _array_handler() -> ocp.type_handlers.ArrayHandler:
@@ -326,8 +404,10 @@ class _KeepNewestAndBest(ocp.checkpoint_managers.PreservationPolicy):
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """True for the newest ``keep`` and for the best."""
+        if self._owner._remote is not None:
+            return [True] * len(checkpoints)  # see _prune
         steps = sorted(info.step for info in checkpoints)
-        preserved = set(steps[-self._owner._keep :]) | {self._owner._best(steps)}
+        preserved = self._owner._preserved(steps)
         return [info.step in preserved for info in checkpoints]
 
 
@@ -341,13 +421,3 @@ def _snapshot(leaves: list[jax.Array]) -> tuple[list[int], list[jax.Array]]:
     if any(device.platform == "cpu" for device in devices):
         return digest.digests_and_copies(leaves)
     return digest.digests(leaves), leaves
-
-
-def _rename_or_delete(source: epath.Path, target: epath.Path) -> None:
-    """Renames a folder; deletes it on object stores, which can't rename folders."""
-    if target.exists():
-        target.rmtree()
-    if "://" in str(source):
-        source.rmtree()
-    else:
-        source.rename(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import os
@@ -19,22 +20,30 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxvlm.checkpoint import digest, manifest
+from jaxvlm.checkpoint import digest, manifest, object_store
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
+from jaxvlm.checkpoint.object_store import StoreError, is_url
+from jaxvlm.checkpoint.run_record import COMMITTED
 
 _log = logging.getLogger(__name__)
 
 BEST_OF = "best_of"
 """Name in a checkpoint's extra state: metric, mode, and the data that evaluations were on."""
+PAUSES = (1.0, 2.0)
+"""Seconds before what an object store gave is read again."""
 SelectArrays = Callable[[Mapping[str, Leaf]], dict[str, Any]]
 """Maps a checkpoint's table to the arrays to read: saved name -> ShapeDtypeStruct."""
 
 
 def committed_steps(folder: epath.Path) -> list[int]:
     """Committed steps, oldest first."""
+    if is_url(folder):
+        store = object_store.RemoteFolder(str(folder))
+        steps = (name for name in store.names("") if name.isdigit())
+        return sorted(int(step) for step in steps if store.exists(f"{step}/{COMMITTED}"))
     if not folder.exists():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if _is_committed(path))
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
 class Score(NamedTuple):
@@ -49,7 +58,7 @@ def scores(folder: epath.Path, steps: Iterable[int], metric: str) -> Iterator[tu
     """(step, its :class:`Score`), for the steps whose manifest has a finite one."""
     for step in steps:
         try:
-            saved = manifest.read(folder / str(step))
+            saved = _manifest(folder / str(step))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when it is restored
         yield from score(saved, metric)
@@ -87,11 +96,43 @@ def try_read(
 ) -> tuple[dict[str, jax.Array], Manifest] | str:
     """Reads the arrays that ``select`` wants and the manifest, or says in one line what is damaged.
 
-    All processes must call it, and all get the same kind of result.
+    All processes must call it, and all get the same kind of result. What comes from an object store
+    damaged is read again: a short answer is no damage of what it holds.
 
     Raises:
         StructureError: raised by ``select``.
+        StoreError: an object store does not answer.
     """
+    found = _try_read(step_folder, select)
+    if not is_url(step_folder):
+        return found
+    begun = time.monotonic()
+    for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
+        if not isinstance(found, str):
+            break
+        passes = _in_any(bool(object_store.FOR_NOW.search(found)))
+        if _in_any(time.monotonic() - begun > (object_store.DEADLINE if passes else sum(PAUSES))):
+            if passes:
+                raise StoreError(
+                    f"{step_folder} can't be read: {found}. The store has not answered for "
+                    f"{object_store.DEADLINE:.0f} s; nothing was changed: start again when it does"
+                )
+            break
+        time.sleep(pause)
+        found = _try_read(step_folder, select)
+    return found
+
+
+def _in_any(value: bool) -> bool:
+    """Whether it is so in any process."""
+    if jax.process_count() == 1:
+        return value
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(value))))
+
+
+def _try_read(
+    step_folder: epath.Path, select: SelectArrays
+) -> tuple[dict[str, jax.Array], Manifest] | str:
     saved = _agreed(lambda: manifest.read(step_folder))
     if isinstance(saved, str):
         return saved
@@ -137,7 +178,7 @@ def restore_params(
         CheckpointError: there is no checkpoint, all are damaged, or a value is NaN or infinite.
         ValueError: ``which`` or ``mode`` is unknown.
     """
-    root = epath.Path(os.path.abspath(folder) if "://" not in str(folder) else folder)
+    root = epath.Path(folder if is_url(folder) else os.path.abspath(folder))
     failures: list[str] = []
     for step in _by_preference(root, which, metric, sign(mode)):
         step_folder = root / str(step)
@@ -187,7 +228,7 @@ def saved_params(folder: str | Path) -> dict[str, jax.ShapeDtypeStruct]:
     root = epath.Path(folder)
     for step in reversed(committed_steps(root)):
         try:
-            leaves = manifest.read(root / str(step)).leaves
+            leaves = _manifest(root / str(step)).leaves
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when it is restored
         split = ((name.partition("/"), leaf) for name, leaf in leaves.items())
@@ -221,11 +262,20 @@ def _by_preference(root: epath.Path, which: str, metric: str, better: int) -> li
     )
 
 
-def _is_committed(path: epath.Path) -> bool:
-    """Whether a folder is a committed step: renamed on file systems, marked on object stores."""
-    if not path.name.isdigit():
-        return False
-    return "://" not in str(path) or (path / "commit_success.txt").exists()
+def _manifest(step_folder: epath.Path) -> Manifest:
+    """As :func:`manifest.read`; an object store that does not answer is no damage.
+
+    Raises:
+        StoreError: an object store does not answer.
+    """
+    if not is_url(step_folder):
+        return manifest.read(step_folder)
+    try:
+        return object_store.attempt(f"{step_folder} is read", lambda: manifest.read(step_folder))
+    except StoreError as error:
+        if error.__cause__ is None or object_store.for_now(error.__cause__):
+            raise
+        raise error.__cause__ from None
 
 
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import glob
 import hashlib
 import json
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, BinaryIO
 
+from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.config import (
     Config,
     ConfigError,
@@ -33,6 +33,12 @@ from jaxvlm.config import (
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _FILE = "config.json"
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints in its own."""
+COMMITTED = "commit_success.txt"
+"""In an object store: file of a checkpoint that is complete."""
+URL_FILE = ".url"
+"""File of a local folder with the URL of the run's folder that it is a copy of."""
 _NUMERIC = {
     "jax_default_matmul_precision": None,
     "jax_default_prng_impl": "threefry2x32",
@@ -72,63 +78,9 @@ def local_folder(setting: str, folder: str | os.PathLike[str]) -> None:
     """
     if "://" in str(folder):
         raise ConfigError(
-            f"{setting}={folder}: object stores are not supported yet; mount the bucket "
-            "(gcsfuse, a PersistentVolume) and pass the mounted folder"
+            f"{setting}={folder}: this can't be in an object store; mount the bucket (gcsfuse, a "
+            "PersistentVolume) and pass the mounted folder"
         )
-
-
-@contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Locks ``workdir`` so that no other run writes to it at the same time.
-
-    Raises:
-        ConfigError: another run holds the lock, or something in the folder is a link out of it.
-    """
-    workdir.mkdir(parents=True, exist_ok=True)
-    _refuse_links(workdir)
-    path = workdir / ".lock"
-    try:  # never truncated: the file may be another's
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        if path.is_symlink():
-            raise ConfigError(f"{path} is a symbolic link; remove it") from None
-        raise ConfigError(f"{path} can't be opened: {error.strerror}") from None
-    with os.fdopen(lock, "r+b", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--workdir={workdir}: another run is writing to it; wait until that run ends, or "
-                "choose another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-
-
-def _refuse_links(workdir: pathlib.Path) -> None:
-    """Refuse what would lead a run's files elsewhere, or block it: links out, pipes and devices.
-
-    Two levels are looked at. Names that a run writes to are fixed there; below, they are new ones.
-
-    Raises:
-        ConfigError: there is one; the message names it.
-    """
-    root = os.path.realpath(workdir)
-    entries = list(os.scandir(workdir))
-    for entry in list(entries):
-        if entry.is_dir(follow_symlinks=False):
-            entries += os.scandir(entry)
-    for entry in entries:
-        if entry.is_symlink():
-            target = os.path.realpath(entry)
-            if os.path.commonpath([root, target]) != root:
-                raise ConfigError(
-                    f"{entry.path} is a symbolic link to {target}, outside of the run's folder, "
-                    "and nothing is written through it; remove it, or name a --workdir there"
-                )
-        elif not (entry.is_file() or entry.is_dir()) and os.path.lexists(entry):
-            raise ConfigError(f"{entry.path} is a pipe, a socket or a device; remove it")
 
 
 def write_config(
@@ -157,9 +109,33 @@ def write_config(
     write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
 
 
+def url_of(workdir: str | os.PathLike[str]) -> str:
+    """The URL of the run's folder that a local folder is a copy of; "" if it is of none."""
+    with contextlib.suppress(OSError):
+        return (pathlib.Path(workdir) / URL_FILE).read_text()
+    return ""
+
+
+def checkpoints_of(workdir: str | os.PathLike[str]) -> str:
+    """The folder of a run's checkpoints: in its folder, or in the bucket that this is a copy of."""
+    return f"{url_of(workdir) or workdir}/{CHECKPOINTS}"
+
+
+def shown(path: pathlib.Path) -> str:
+    """A file of a run's folder as people find it: in the bucket, if the folder is a copy of one."""
+    for folder in path.parents:
+        if url := url_of(folder):
+            return f"{url}/{path.relative_to(folder)}"
+    return str(path)
+
+
 def has_checkpoint(workdir: pathlib.Path) -> bool:
     """Whether a step of the run was saved; its folder alone is there from the first start on."""
-    return any(path.name.isdigit() for path in (workdir / "checkpoints").glob("*"))
+    if url := url_of(workdir):
+        remote = RemoteFolder(f"{url}/{CHECKPOINTS}")
+        steps = (name for name in remote.names("") if name.isdigit())
+        return any(remote.exists(f"{step}/{COMMITTED}") for step in steps)
+    return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
 
 
 def is_begun(workdir: str | pathlib.Path) -> bool:

@@ -55,6 +55,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Export the run and return a summary of what was written."""
     import pathlib
 
+    from jaxvlm.checkpoint import run_folder
+    from jaxvlm.checkpoint.run_record import local_folder
     from jaxvlm.config import ConfigError
     from jaxvlm.hf import peft_folder, pretrained
     from jaxvlm.inference import input_types, sentence_transformers
@@ -66,7 +68,9 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if not values.workdir or not values.output:
         raise ConfigError("export needs --workdir=DIR and --output=FOLDER")
     processes.initialize()
-    workdir, output = (pathlib.Path(p).absolute() for p in (values.workdir, values.output))
+    local_folder("--output", values.output)
+    workdir = run_folder.local_to_read(values.workdir, "--workdir").absolute()
+    output = pathlib.Path(values.output).absolute()
     if pretrained.is_checkpoint(workdir):
         raise ConfigError(
             f"--workdir={workdir} is already a Hugging Face checkpoint; give a run's folder"

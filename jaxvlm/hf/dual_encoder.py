@@ -65,7 +65,7 @@ class DualEncoderSource:
                 restore_params,  # importing it takes half a second, which the planner saves
             )
 
-            params |= restore_params(self.of_run / "checkpoints", abstract)
+            params |= restore_params(run_record.checkpoints_of(self.of_run), abstract)
         return model.with_adapters(model.stored(params), seed)
 
 

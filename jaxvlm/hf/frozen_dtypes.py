@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.config import (
     Config,
     ConfigError,
@@ -84,9 +85,10 @@ def of_run(
     if workdir or run:
         from jaxvlm.checkpoint.restore import saved_params  # takes half a second, which plans save
 
-        saved = saved_params(workdir / "checkpoints") if workdir else {}
+        saved = saved_params(run_record.checkpoints_of(workdir)) if workdir else {}
         if run and not saved:
-            saved = _recut(saved_params(pathlib.Path(run) / "checkpoints"), config.network)
+            begun = run_folder.local_to_read(run, "config.init_from")
+            saved = _recut(saved_params(run_record.checkpoints_of(begun)), config.network)
         found = {path: x.dtype for path, x in saved.items()}
     if not config.init_from:
         for tower, source in sources.items():

@@ -8,7 +8,7 @@ import math
 import pathlib
 from collections.abc import Callable, Iterable
 
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
@@ -80,7 +80,7 @@ def tokenizer_folder(
     elif source is not None:
         folder = source.files
     elif config.init_from:  # its weights belong to its tokens
-        folder = pathlib.Path(config.init_from) / "tokenizer"
+        folder = run_folder.local_to_read(config.init_from, "config.init_from") / "tokenizer"
     for name in ("kind", "vocab_size") if folder else ():
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)

@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Any
 
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.checkpoint.restore import restore_params, saved_params
 from jaxvlm.config import (
     Config,
@@ -62,7 +62,7 @@ def load(
         CheckpointError: no checkpoint can be read.
     """
     mesh = mesh_config(mesh)
-    run_record.local_folder("checkpoint", folder)
+    folder = run_folder.local_to_read(folder, "checkpoint")
     hugging_face = pretrained.is_checkpoint(folder)
     workdir = pathlib.Path(folder)
     if hugging_face:
@@ -143,7 +143,8 @@ def _for_stages(model: ModelConfig, mesh: MeshConfig) -> ModelConfig:
 
 def _of_run(config: Config, workdir: pathlib.Path, model: Any, which: str) -> tuple[Any, Params]:
     """Restores a run's weights; the model holds them in the dtypes in which the run did."""
-    folder, choice = workdir / "checkpoints", (config.checkpoint.metric, config.checkpoint.mode)
+    folder = run_record.checkpoints_of(workdir)
+    choice = (config.checkpoint.metric, config.checkpoint.mode)
     model = model.holding({path: x.dtype for path, x in saved_params(folder).items()})
     return model, restore_params(folder, model.abstract(), which, *choice)
 

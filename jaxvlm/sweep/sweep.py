@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_lock, run_record
 from jaxvlm.config import Config, ConfigError, json_text
 from jaxvlm.sweep import local, schedule
 from jaxvlm.sweep import trial as trials_
@@ -143,7 +143,7 @@ def run_sweep(
     """
     if run_record.is_begun(workdir):
         raise ConfigError(f"--workdir={workdir} is the folder of a run; give the sweep its own")
-    with run_record.locked(workdir):
+    with run_lock.locked(workdir):
         records = trials_.records_in(workdir)
         _refuse_changed(workdir, definition.trials, records)
         with contextlib.suppress(ConfigError):  # there is none yet, or it is about to be replaced

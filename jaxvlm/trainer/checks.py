@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxvlm.checkpoint.run_record import local_folder
+from jaxvlm.checkpoint.object_store import check_scheme, is_url
 from jaxvlm.config import (
     Config,
     ConfigError,
@@ -49,8 +49,9 @@ def checked(config: Any, workdir: str | pathlib.Path, callbacks: Sequence[Callba
     metric = config.checkpoint.metric or default
     # A run's record names the default too, without evaluation data as well.
     _check_config(_with_metric(config, "" if metric == default else metric))
-    local_folder("--workdir", workdir)
-    local_folder("config.init_from", config.init_from)
+    for setting, folder in (("--workdir", workdir), ("config.init_from", config.init_from)):
+        if is_url(folder):
+            check_scheme(setting, str(folder))
     return _with_metric(config, metric)
 
 

@@ -8,7 +8,7 @@ import shutil
 
 import jax
 
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_folder, run_lock, run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.config import ConfigError, by_path
 from jaxvlm.hf import exporter, pretrained
@@ -39,21 +39,25 @@ def open_workdir(
         for what, value in run_record.program(config).items():
             processes.check_same(what, value)
         processes.check_same("the bytes of images", run.dataset.sample_digest())
-        processes.check_shared(workdir)
+        processes.check_same("--workdir", url := run_record.url_of(workdir))
+        if not url:
+            processes.check_shared(workdir)
     for name, value in run_record.numeric_settings().items():
         run.log(f"{name}={value} may change results; it is recorded in config.json")
     if (workdir / "config.json").is_file() and not jax.process_index():
         for line in run_record.changed_settings(workdir, config):
             run.log(line)
-    if not jax.process_index():
-        stack.enter_context(run_record.locked(workdir))
+    mirror = run_folder.open_for_run(workdir, stack)
+    if mirror is None and not jax.process_index():
+        stack.enter_context(run_lock.locked(workdir))
     warnings: list[str] = []
     checkpointer = Checkpointer(
-        workdir / "checkpoints",
+        run_record.checkpoints_of(workdir),
         config.checkpoint.keep,
         config.checkpoint.metric,
         config.checkpoint.mode,
         on_warning=warnings.append,
+        before_save=mirror.check if mirror else lambda: None,
     )
     stack.enter_context(checkpointer)
     same = {"the data": run.dataset.fingerprint(), "the number of steps": run.steps}
@@ -123,3 +127,5 @@ def write_run_files(run: Run, workdir: pathlib.Path) -> None:
     kind, size = run.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in run.meshes)
     own = trains_embeddings(run.config) if run.config.loss.target else None
     run_record.write_config(workdir, run.config, f"{size} x {kind}", own)
+    if mirror := run_folder.mirror_of(workdir):
+        mirror.send()  # before the first checkpoint, which means nothing without them

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxvlm.cache.settings import allocate_pages
+from jaxvlm.checkpoint import run_folder
 from jaxvlm.config import ConfigError, uses_cache
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
@@ -31,14 +32,14 @@ class Trainer(Run):
 
     Args:
         config: what a recipe's ``get_config`` returns: a Config, or a ConfigDict of its keys.
-        workdir: the run's folder; a run that is in it is resumed. All that a run writes is there.
+        workdir: the run's folder, or ``gs://bucket/run``; a run that is in it is resumed. All that
+            a run writes is there.
         devices: which devices the mesh is made of; all by default.
         callbacks: what happens around steps besides; see :class:`jaxvlm.Callback`.
         name: in front of the run's lines, where one process has several runs.
 
     Raises:
-        ConfigError: settings that can't be used.
-        DataError: data that can't be used.
+        ConfigError, DataError: settings or data that can't be used.
     """
 
     def __init__(
@@ -49,10 +50,9 @@ class Trainer(Run):
         callbacks: Sequence[Callback] = (),
         name: str = "",
     ):
-        self.callbacks, self.name = callbacks, name
-        # Settings, and what of them the planner is to choose.
+        self.callbacks, self.name = callbacks, name  # then what the planner is to choose
         config = checks.checked(config, workdir, callbacks)
-        self.workdir = pathlib.Path(workdir) if workdir else None
+        self.workdir = run_folder.local(workdir, "--workdir") if workdir else None
         processes.set_up_process(config.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
         self.auto = checks.auto_settings(config)

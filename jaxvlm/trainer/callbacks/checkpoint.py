@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxvlm.cache.host_cache import HOST_CACHE
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer, restore_params
 from jaxvlm.config import Config, ConfigError, DualConfig, ModelConfig, changes
 from jaxvlm.config.merge import RECIPE_FIELDS
@@ -37,10 +37,11 @@ def restore_or_init(
         The state, how many steps it has taken, and what was saved with it.
     """
     training = run.training
-    check_islands(pathlib.Path(checkpointer.folder.parent), run.config)
+    assert run.workdir is not None
+    check_islands(run.workdir, run.config)
     restored = checkpointer.restore(training.checkpointed(training.abstract))
     if restored is not None:
-        check_resumed_model(pathlib.Path(checkpointer.folder.parent), run.config)
+        check_resumed_model(run.workdir, run.config)
         start = resume_step(restored.extra["data"], run.dataset.fingerprint())
         log(f"resuming at step {start} of {run.steps}")
         return training.with_empty_cache(restored.state), start, restored.extra
@@ -71,9 +72,10 @@ def _first_params(run: Run, log: Callable[[str], None]) -> Params:
 def _params_of_run(run: Run, log: Callable[[str], None]) -> Params:
     """The weights of ``config.init_from``, whose vision encoder may be cut at another block."""
     config, model = run.config, run.model
-    folder = pathlib.Path(config.init_from) / "checkpoints"
-    old = check_same_model(config.init_from, config)
-    _check_same_tokens(pathlib.Path(config.init_from) / "tokenizer", run.tokenizer)
+    begun = run_folder.local_to_read(config.init_from, "config.init_from")
+    folder = run_record.checkpoints_of(begun)
+    old = check_same_model(begun, config)
+    _check_same_tokens(begun / "tokenizer", run.tokenizer)
     base, cut, old_cut = model.base(), config.network.vision.frozen_blocks, old.vision.frozen_blocks
     wanted = model.abstract() if old.lora.rank else frozen_blocks.shapes(base, old_cut)
     params = restore_params(folder, wanted, "latest", on_warning=log)
@@ -103,7 +105,7 @@ def _check_same_tokens(saved: pathlib.Path, tokenizer: Any) -> None:
         )
 
 
-def check_same_model(workdir: str, config: Config) -> ModelConfig | DualConfig:
+def check_same_model(workdir: pathlib.Path, config: Config) -> ModelConfig | DualConfig:
     """Refuses weights of a different model whose arrays happen to have the same shapes.
 
     Args:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.restore import BEST_OF
 from jaxvlm.config import Config, ConfigError
 from jaxvlm.data.conversations.run_data import make_dataset
@@ -238,7 +239,7 @@ def draw_predictions(
             return
         if not jax.process_index():
             writer.images(run.steps, "eval/prediction_grid", prediction_grid.pixels(path))
-        log(f"prediction grid: {path}")
+        log(f"prediction grid: {run_record.shown(path)}")
     except (OSError, DataError) as error:
         log(f"no prediction grid: {error}")
 

@@ -1,0 +1,397 @@
+"""Runs in an object store: a store on loopback whose answers are late, short, wrong or missing."""
+
+import concurrent.futures
+import contextlib
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import loopback_store
+import numpy as np
+import pytest
+
+from jaxvlm.checkpoint import object_store, restore, run_folder, run_lock, run_record
+from jaxvlm.checkpoint.checkpointer import Checkpointer
+from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.config import ConfigError
+
+PROGRAM = """
+import sys, jax.numpy as jnp
+from jaxvlm.checkpoint.checkpointer import Checkpointer
+with Checkpointer(sys.argv[1], int(sys.argv[2]), "", "max") as checkpointer:
+    found = checkpointer.restore({"w": jnp.zeros(60_000), "b": jnp.zeros(7)})
+    step = found.step if found else 0
+    print("from", step, flush=True)
+    while True:
+        step += 1
+        state = {"w": jnp.full(60_000, float(step)), "b": jnp.full(7, float(step))}
+        checkpointer.save(step, state, {})
+        checkpointer.wait()
+        print(step, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with loopback_store.store(tmp_path_factory.mktemp("store") / "files") as made:
+        yield made
+
+
+@pytest.fixture
+def url(request, store):
+    store.wrong.clear()
+    yield f"gs://runs/{re.sub(r'[^a-z0-9_]', '-', request.node.name.lower())}"
+    store.wrong.clear()
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Deadlines of seconds; gcsfs does not wait between its own tries."""
+    import gcsfs.retry
+
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
+    monkeypatch.setattr(object_store, "DEADLINE", 2.0)
+    monkeypatch.setattr(object_store, "_PAUSES", (0.1,))
+    monkeypatch.setattr(restore, "PAUSES", (0.1, 0.1))
+
+
+@pytest.fixture
+def brisk(monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT", 0.2)
+    monkeypatch.setattr(run_lock, "STALE", 1.5)
+
+
+def state(step):
+    return {"w": jnp.full(60_000, step, jnp.float32), "b": jnp.full(7, step, jnp.float32)}
+
+
+def saved(url, *steps, keep=9):
+    with Checkpointer(url, keep, "", "max") as checkpointer:
+        for step in steps:
+            checkpointer.save(step, state(step), {"n": step})
+
+
+def newest(url, warnings=None):
+    """The step that a new run would go on from; its bits are those that were written."""
+    said = [] if warnings is None else warnings
+    with Checkpointer(url, 9, "", "max", on_warning=said.append) as checkpointer:
+        found = checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
+    for x in jax.tree.leaves(found.state):
+        np.testing.assert_array_equal(x, found.step)
+    return found.step
+
+
+def answers(part, change, times=1, method="GET"):
+    """A rule for requests whose path has ``part``."""
+    return [times, lambda how, path: how == method and part in path, change]
+
+
+def unavailable(status, body):
+    return 503, b"try again"
+
+
+def short(status, body):
+    return status, body[: len(body) // 2]
+
+
+def flipped(status, body):
+    return status, bytes([*body[:-1], body[-1] ^ 1]) if body else body
+
+
+# --- files
+
+
+def test_files_are_read_written_created_once_and_moved(url):
+    files = RemoteFolder(url)
+    assert files.files() == {} and files.names("") == []
+    files.write("a/x.json", b"1")
+    files.write("config.json", b"{}")
+    assert set(files.files()) == {"a/x.json", "config.json"} and files.names("") == [
+        "a", "config.json",
+    ]  # fmt: skip
+    assert set(files.files(without=["a"])) == {"config.json"}
+    assert files.create("b/1", b"me") and not files.create("b/1", b"you")
+    assert files.create("b/1", b"me")  # an answer that was lost
+    files.move("b", "c")
+    assert set(files.files("c")) == {"c/1"} and not files.exists("b/1")
+    files.remove("c/1")
+    files.remove("c/1")
+    with pytest.raises(FileNotFoundError):
+        files.read("c/1")
+
+
+def test_one_of_eight_creates_a_file(url):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for i in range(5):
+            made = list(
+                pool.map(lambda who, i=i: RemoteFolder(url).create(f"x{i}", b"%d" % who), range(8))
+            )
+            assert sum(made) == 1
+
+
+def test_a_failure_that_passes_is_waited_for_and_one_that_lasts_is_named(store, url, hasty):
+    files = RemoteFolder(url)
+    files.write("x", b"12345678")
+    info = files.files()["x"]
+    store.wrong.append(answers("%2Fx?", unavailable, times=8))
+    assert files.read("x", info) == b"12345678"
+    for change in (short, flipped):  # short with a length that agrees
+        store.wrong.append(answers("%2Fx?", change))
+        assert files.read("x", info) == b"12345678"
+    store.wrong.append(answers("%2Fx?", unavailable, times=10_000))
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match=r"gs://.*/x is read: the store has not done it for 2 s"):
+        files.read("x", info)
+    assert time.monotonic() - begun < 20
+
+
+def test_what_fails_for_good_is_not_tried_again(store, url, hasty):
+    RemoteFolder(url).write("x", b"1")
+    store.wrong.append(answers("%2Fx?", lambda *_: (403, b"{}"), times=100))
+    store.seen.clear()
+    with pytest.raises(StoreError, match="is read"):
+        RemoteFolder(url).read("x")
+    assert sum("%2Fx?" in line for line in store.seen) <= 2
+
+
+@pytest.mark.parametrize("folder", ["s3://b/run", "az://b/run", "gs://", "memory://x"])
+def test_other_stores_are_refused_by_name(folder):
+    with pytest.raises(ConfigError, match="gs://BUCKET/FOLDER"):
+        run_folder.local(folder, "--workdir")
+
+
+# --- one run at a time
+
+
+def test_a_second_run_is_refused_and_a_released_lock_is_free_at_once(url, brisk):
+    first = run_lock.NumberedLock(RemoteFolder(url), url)
+    with (
+        first,
+        pytest.raises(ConfigError, match=rf"another run is writing to it \(process {os.getpid()}"),
+    ):
+        run_lock.NumberedLock(RemoteFolder(url), url).__enter__()
+    begun = time.monotonic()
+    with run_lock.NumberedLock(RemoteFolder(url), url) as second:
+        assert time.monotonic() - begun < 1
+        second.check()
+
+
+def test_a_lock_of_a_lost_machine_is_taken_over_and_its_run_stops(url, brisk, monkeypatch):
+    monkeypatch.setattr(run_lock.platform, "node", lambda: "another machine")
+    lost = run_lock.NumberedLock(RemoteFolder(url), url)
+    monkeypatch.setattr(lost, "_renew", lambda: None)
+    lost._thread = threading.Thread(target=lambda: None)
+    lost.__enter__()
+    monkeypatch.undo()
+    monkeypatch.setattr(run_lock, "STALE", 1.5)
+    begun = time.monotonic()
+    with run_lock.NumberedLock(RemoteFolder(url), url) as second:
+        assert 1.5 < time.monotonic() - begun < 10
+        second.check()
+        with pytest.raises(StoreError, match="another run has taken over"):
+            lost.check()
+        assert RemoteFolder(url).names(".locks") == ["000002"]
+
+
+@pytest.mark.parametrize("where", ["object store", "folder"])
+def test_a_killed_runs_lock_is_free_at_once_on_its_machine(store, url, where, tmp_path):
+    made = (
+        "RemoteFolder(sys.argv[1])"
+        if where == "object store"
+        else "run_lock.Folder(pathlib.Path(sys.argv[1]))"
+    )
+    program = f"""
+import os, pathlib, signal, sys
+from jaxvlm.checkpoint import run_lock
+from jaxvlm.checkpoint.object_store import RemoteFolder
+run_lock.NumberedLock({made}, sys.argv[1]).__enter__()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    folder = url if where == "object store" else str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", program, folder], env=os.environ | store.env)
+    assert done.returncode == -signal.SIGKILL
+    files = RemoteFolder(url) if where == "object store" else run_lock.Folder(tmp_path)
+    begun = time.monotonic()
+    with run_lock.NumberedLock(files, folder):
+        assert time.monotonic() - begun < 5
+
+
+def test_one_of_many_runs_gets_the_lock(url, brisk):
+    held = []
+
+    def try_to(i):
+        with (
+            contextlib.suppress(ConfigError),
+            run_lock.NumberedLock(RemoteFolder(url), url) as lock,
+        ):
+            held.append(i)
+            time.sleep(1)
+            lock.check()
+            assert held[-1] == i
+            held.append(-i)
+            return True
+
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        won = [x for x in pool.map(try_to, range(1, 6)) if x]
+    pairs = list(zip(held[::2], held[1::2], strict=True))
+    assert won and all(a == -b for a, b in pairs)
+
+
+def test_a_folder_that_hosts_share_is_locked_by_a_file(tmp_path, monkeypatch, brisk):
+    monkeypatch.setattr(run_lock, "_is_shared", lambda folder: True)
+    with run_lock.locked(tmp_path):
+        assert (tmp_path / ".locks" / "000001").is_file()
+        monkeypatch.setattr(run_lock.fcntl, "flock", lambda *_: None)  # it holds on one host
+        with pytest.raises(ConfigError, match="another run is writing"), run_lock.locked(tmp_path):
+            pass
+    with run_lock.locked(tmp_path):
+        pass
+
+
+# --- checkpoints
+
+
+def killed_at_random(store, url, keep, rounds):
+    rng, committed = random.Random(keep), 0
+    for _ in range(rounds):
+        with subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, url, str(keep)], stdout=subprocess.PIPE, text=True,
+            env=os.environ | store.env | {"JAX_PLATFORMS": "cpu"}, stderr=subprocess.DEVNULL,
+        ) as process:  # fmt: skip
+            assert int(process.stdout.readline().split()[1]) >= committed
+            for _ in range(rng.randint(1, 3)):
+                committed = int(process.stdout.readline())
+            time.sleep(rng.uniform(0, 0.6))
+            process.kill()
+        assert newest(url) >= committed
+
+
+def test_a_kill_while_one_is_written_or_deleted_loses_nothing(store, url):
+    killed_at_random(store, url, keep=1, rounds=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("keep", [1, 3])
+def test_no_kill_of_many_loses_anything(store, url, keep):
+    killed_at_random(store, url, keep, rounds=7)
+
+
+def test_the_mark_of_a_checkpoint_goes_before_its_files(store, url):
+    store.seen.clear()
+    saved(url, 1, 2, keep=1)
+    gone = [line.partition("%2F1%2F")[2] for line in store.seen if line.startswith("DELETE")]
+    gone = [name.partition("?")[0] for name in gone]
+    assert gone.index("commit_success.txt") < gone.index("record%2Fmetadata")
+    assert newest(url) == 2
+
+
+@pytest.mark.parametrize("change", [unavailable, short, flipped])
+@pytest.mark.parametrize("part", ["record", "state"])
+def test_an_answer_that_is_wrong_once_is_no_damage(store, url, hasty, part, change):
+    saved(url, 1, 2)
+    pattern = "record%2Fmetadata" if part == "record" else "state%2F"
+    store.wrong.append(
+        [1, lambda how, path: how == "GET" and pattern in path and "alt=media" in path, change]
+    )
+    warnings = []
+    assert newest(url, warnings) == 2 and not warnings
+
+
+def test_a_store_that_does_not_answer_is_no_damage(store, url, hasty):
+    saved(url, 1, 2)
+    store.wrong.append(answers("2%2Frecord%2Fmetadata", unavailable, times=10_000))
+    with pytest.raises(StoreError), Checkpointer(url, 9, "", "max") as checkpointer:
+        checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
+    store.wrong.clear()
+    assert newest(url) == 2
+
+
+def test_what_is_damaged_for_good_is_kept_aside(store, url, hasty):
+    saved(url, 1, 2)
+    record = RemoteFolder(url).read("2/record/metadata")
+    RemoteFolder(url).write("2/record/metadata", record[:-9])
+    warnings = []
+    with Checkpointer(url, 9, "", "max", on_warning=warnings.append) as checkpointer:
+        found = checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
+        assert found.step == 1 and "2 is damaged" in warnings[0]
+        checkpointer.save(2, state(2), {})
+    assert newest(url) == 2
+    assert RemoteFolder(url).read("damaged-2/record/metadata") == record[:-9]
+    assert any("state" in name for name in RemoteFolder(url).files("damaged-2"))
+
+
+def test_a_write_that_hangs_is_given_up(monkeypatch):
+    from jaxvlm.checkpoint import checkpointer
+
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="not written after 0 s"):
+        checkpointer.within(0.2, lambda: time.sleep(3))
+    assert time.monotonic() - begun < 2
+    with pytest.raises(ZeroDivisionError):
+        checkpointer.within(5.0, lambda: 1 / 0)
+
+
+# --- the folder
+
+
+def test_what_changes_is_sent_and_what_is_gone_is_removed(url, monkeypatch):
+    monkeypatch.setattr(run_folder, "EVERY", 0.1)
+    files = RemoteFolder(url)
+    files.write("config.json", b"old")
+    files.write("part.tmp/x", b"half")
+    files.write("checkpoints/3/record", b"large")
+    folder = run_folder.local(url, "--workdir")
+    assert {p.name for p in folder.iterdir()} == {"config.json", ".url"}
+    assert run_record.checkpoints_of(folder) == f"{url}/checkpoints"
+    assert not run_record.has_checkpoint(folder)
+    files.write(f"checkpoints/3/{run_record.COMMITTED}", b"")
+    assert run_record.has_checkpoint(folder)
+    with contextlib.ExitStack() as stack:
+        run_folder.open_for_run(folder, stack)
+        (folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st')
+        (folder / "config.json").write_text("new")
+        (folder / "tokenizer.tmp").mkdir()
+        (folder / "tokenizer.tmp" / "x").write_text("half")
+        for _ in range(100):
+            if files.exists("metrics.jsonl"):
+                break
+            time.sleep(0.1)
+        assert files.read("metrics.jsonl") == b'{"step": 1}\n'
+        (folder / "tokenizer.tmp").rename(folder / "tokenizer")
+        (folder / "config.json").unlink()
+    names = set(files.files(without=[".locks", "checkpoints", "part.tmp"]))
+    assert names == {"metrics.jsonl", "tokenizer/x"}
+    assert run_record.shown(folder / "a.png") == f"{url}/a.png"
+
+
+def test_a_folder_that_changed_after_it_was_read_is_refused(url):
+    RemoteFolder(url).write("config.json", b"1")
+    folder = run_folder.local(url, "--workdir")
+    RemoteFolder(url).write("config.json", b"2")
+    with contextlib.ExitStack() as stack, pytest.raises(ConfigError, match="start again"):
+        run_folder.open_for_run(folder, stack)
+
+
+def test_what_can_not_be_sent_at_the_end_is_an_error(store, url, hasty):
+    folder = run_folder.local(url, "--workdir")
+    with pytest.raises(StoreError, match="metrics"), contextlib.ExitStack() as stack:
+        run_folder.open_for_run(folder, stack)
+        (folder / "metrics.jsonl").write_text("{}\n")
+        store.wrong.append(answers("upload", unavailable, times=10_000, method="POST"))
+
+
+def test_a_folder_without_a_run_is_named(url):
+    with pytest.raises(ConfigError, match=f"{url} holds no run"):
+        run_folder.local_to_read(url, "checkpoint")
+    assert run_folder.local_to_read(pathlib.Path("x"), "checkpoint") == pathlib.Path("x")

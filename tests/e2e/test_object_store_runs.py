@@ -1,0 +1,88 @@
+"""A run whose folder is in an object store is the run that it would be on a disk."""
+
+import jax
+import loopback_store
+import numpy as np
+import pytest
+import runs
+
+import jaxvlm
+from jaxvlm.checkpoint import run_folder
+from jaxvlm.checkpoint.object_store import RemoteFolder
+from jaxvlm.cli.main import run as cli
+
+
+class Stop(jaxvlm.Callback):
+    """An error in the middle of a run."""
+
+    def on_step_end(self, step, metrics):
+        if step == 5:
+            raise ZeroDivisionError
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with loopback_store.store(tmp_path_factory.mktemp("store") / "files") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.write_data(tmp_path_factory.mktemp("data"))
+
+
+def config(data, **changes):
+    made = runs.recipe(data)
+    made.steps, made.checkpoint.every, made.data.eval = 6, 2, str(data)
+    made.update(changes)
+    return made
+
+
+def read(url, tmp_path, name):
+    """Bytes of a file of a run's folder in the bucket."""
+    path = tmp_path / name
+    path.write_bytes(RemoteFolder(url).read(name))
+    return path
+
+
+def test_a_stopped_run_in_an_object_store_goes_on_to_the_same_bits(store, data, tmp_path):
+    one = jax.devices()[:1]
+    plain = tmp_path / "plain"
+    jaxvlm.Trainer(config(data), plain, devices=one).fit()
+    url = "gs://runs/team/first"
+    with pytest.raises(ZeroDivisionError):
+        jaxvlm.Trainer(config(data), url, devices=one, callbacks=[Stop()]).fit()
+    held = set(RemoteFolder(url).files(without=["checkpoints"]))
+    assert {"config.json", "metrics.jsonl", "tokenizer/tokenizer.json", ".locks/000001"} <= held
+    result = jaxvlm.Trainer(config(data), url, devices=one).fit()
+    assert result["step"] == 6
+    read(url, tmp_path, "metrics.jsonl")
+    assert runs.losses(tmp_path) == runs.losses(plain)
+    mine, theirs = jaxvlm.load(url, "latest"), jaxvlm.load(plain, "latest")
+    for name, x in theirs.params.items():
+        np.testing.assert_array_equal(mine.params[name], x, err_msg=name)
+    # Another run begins with its weights.
+    begun = config(data, init_from=url)
+    trainer = jaxvlm.Trainer(begun, tmp_path / "next", devices=one)
+    assert trainer.fit()["step"] == 6
+    assert RemoteFolder(url).names(".locks") == ["000002"]
+
+
+def test_the_command_line_reads_a_run_in_an_object_store(store, data, capsys):
+    def run(*args):
+        code = cli(list(args))
+        return code, "".join(capsys.readouterr())
+
+    url = "gs://runs/team/second"
+    recipe = f"--config={runs.HERE / 'recipe.py'}:{data}"
+    code, said = run("train", recipe, f"--workdir={url}", "--config.steps=3")
+    assert code == 0 and "jaxvlm-run-" not in said, said
+    run_folder._read.clear()
+    code, said = run("export", f"--workdir={url}", "--output=gs://runs/x")
+    assert code == 2 and "--output=gs://runs/x: this can't be in an object store" in said
+    code, said = run("eval", f"--checkpoint={url}", f"--data={data}", "--limit=4")
+    assert code == 0 and "exact_match" in said, said
+    code, said = run("eval", "--checkpoint=gs://runs/none", f"--data={data}")
+    assert code == 2 and "gs://runs/none holds no run" in said
+    code, said = run("train", recipe, "--workdir=s3://runs/x")
+    assert code == 2 and "gs://BUCKET/FOLDER" in said
