@@ -17,7 +17,7 @@ from jax._src.lib import _jax
 from PIL import Image
 from safetensors.numpy import save_file
 
-from jaxvlm.checkpoint import run_lock
+from jaxvlm.checkpoint import run_record
 from jaxvlm.cli import main
 from jaxvlm.config import ConfigError
 from jaxvlm.data.images import processor
@@ -108,7 +108,7 @@ def test_a_linked_lock_leaves_its_target_alone(tmp_path):
     workdir = tmp_path / "run"
     workdir.mkdir()
     (workdir / ".lock").symlink_to(target)
-    with pytest.raises(ConfigError, match="symbolic link"), run_lock.locked(workdir):
+    with pytest.raises(ConfigError, match="symbolic link"), run_record.locked(workdir):
         pass
     assert target.read_text() == "keep"
 
@@ -124,7 +124,7 @@ def test_a_link_out_of_a_workdir_is_refused(tmp_path, name, exists):
     (workdir / name).parent.mkdir(parents=True)
     (workdir / name).symlink_to(target)
     with pytest.raises(ConfigError, match="outside of the run's folder"):
-        run_lock.locked(workdir).__enter__()
+        run_record.locked(workdir).__enter__()
     assert target.exists() == exists and not (exists and list(target.iterdir()))
 
 
@@ -132,7 +132,7 @@ def test_links_inside_of_a_workdir_and_a_linked_workdir_are_used(tmp_path):
     (tmp_path / "disk" / "wandb" / "run-1").mkdir(parents=True)
     (tmp_path / "disk" / "wandb" / "latest").symlink_to("run-1")
     (tmp_path / "run").symlink_to("disk")
-    with run_lock.locked(tmp_path / "run"):
+    with run_record.locked(tmp_path / "run"):
         assert (tmp_path / "disk" / ".lock").is_file()
 
 
@@ -141,7 +141,7 @@ def test_a_pipe_in_a_workdir_is_refused(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match=f"{name} is a pipe"):
-        run_lock.locked(tmp_path).__enter__()
+        run_record.locked(tmp_path).__enter__()
 
 
 @pytest.mark.parametrize("name", ["grid.png", "grid.jpg", "grid"])
@@ -182,9 +182,9 @@ def test_data_names_any_image_that_can_be_read(tmp_path, how):
 def test_a_lock_that_is_held_is_not_truncated(tmp_path):
     (tmp_path / ".lock").write_text("keep")
     with (
-        run_lock.locked(tmp_path),
+        run_record.locked(tmp_path),
         pytest.raises(ConfigError, match="another run"),
-        run_lock.locked(tmp_path),
+        run_record.locked(tmp_path),
     ):
         pass
     assert (tmp_path / ".lock").read_text() == "keep"

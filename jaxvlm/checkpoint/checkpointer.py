@@ -20,7 +20,7 @@ from etils import epath
 
 from jaxvlm.checkpoint import digest, manifest
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError, is_url
+from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
 from jaxvlm.checkpoint.restore import (
     cast,
     committed_steps,
@@ -32,7 +32,7 @@ from jaxvlm.checkpoint.restore import (
     sign,
     try_read,
 )
-from jaxvlm.checkpoint.run_record import COMMITTED
+from jaxvlm.checkpoint.run_record import COMMITTED, is_url
 from jaxvlm.parallel.distributed.processes import barrier
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]

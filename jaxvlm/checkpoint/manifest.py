@@ -17,13 +17,10 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
+from jaxvlm.checkpoint.errors import CheckpointError
 from jaxvlm.config import json_text
 
 NAMED = 5  # number of leaves that an error message lists
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint can't be used; the message names it, the reason, and what to do."""
 
 
 class StructureError(CheckpointError):

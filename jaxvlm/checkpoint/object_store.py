@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from jaxvlm.checkpoint.manifest import CheckpointError
+from jaxvlm.checkpoint.errors import CheckpointError
 from jaxvlm.config import ConfigError
 
 SCHEME = "gs"
@@ -39,11 +39,6 @@ T = TypeVar("T")
 
 class StoreError(CheckpointError):
     """An object store refused, or did not answer in time; nothing that it holds was changed."""
-
-
-def is_url(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is in an object store, as ``gs://bucket/run`` is."""
-    return "://" in str(folder)
 
 
 def check_scheme(setting: str, url: str) -> None:

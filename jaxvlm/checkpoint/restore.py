@@ -22,8 +22,8 @@ from jax.experimental import multihost_utils
 
 from jaxvlm.checkpoint import digest, manifest, object_store
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
-from jaxvlm.checkpoint.object_store import StoreError, is_url
-from jaxvlm.checkpoint.run_record import COMMITTED
+from jaxvlm.checkpoint.object_store import StoreError
+from jaxvlm.checkpoint.run_record import COMMITTED, is_url
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError, check_scheme, is_url
+from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError, check_scheme
 from jaxvlm.checkpoint.run_lock import LOCKS, NumberedLock
-from jaxvlm.checkpoint.run_record import CHECKPOINTS, URL_FILE
+from jaxvlm.checkpoint.run_record import CHECKPOINTS, URL_FILE, is_url
 from jaxvlm.config import ConfigError
 
 EVERY = 30.0
@@ -30,26 +30,24 @@ _mirrors: dict[pathlib.Path, Mirror] = {}
 _read: dict[str, pathlib.Path] = {}
 
 
-def local(folder: str | os.PathLike[str], setting: str) -> pathlib.Path:
-    """The local folder of a run that is written to: itself, or a copy of what the bucket holds.
+def copied(folder: str, setting: str) -> pathlib.Path:
+    """A local copy of the folder of a run that is written to.
 
     Args:
-        folder: a folder, or ``gs://bucket/run``, which may hold nothing yet.
+        folder: ``gs://bucket/run``, which may hold nothing yet.
         setting: says in errors where the folder is from.
 
     Raises:
         ConfigError: an object store of another kind.
         StoreError: the store does not answer.
     """
-    if not is_url(folder):
-        return pathlib.Path(folder)
-    mirror = Mirror(str(folder), setting)
+    mirror = Mirror(folder, setting)
     _mirrors[mirror.local] = mirror
     return mirror.local
 
 
 def local_to_read(folder: str | os.PathLike[str], setting: str) -> pathlib.Path:
-    """As :func:`local`, of a run that is only read; a bucket's is fetched once per process.
+    """The local folder of a run that is only read; a bucket's is copied once per process.
 
     Raises:
         ConfigError: an object store of another kind, or there is no run.
@@ -65,9 +63,9 @@ def local_to_read(folder: str | os.PathLike[str], setting: str) -> pathlib.Path:
     return _read[url]
 
 
-def mirror_of(workdir: pathlib.Path) -> Mirror | None:
-    """What keeps a run's folder in a bucket up to date; ``None`` for local folders."""
-    return _mirrors.get(workdir)
+def mirror_of(workdir: pathlib.Path) -> Mirror:
+    """What keeps a run's folder in a bucket up to date, by its local copy."""
+    return _mirrors[workdir]
 
 
 class Mirror:
@@ -187,19 +185,18 @@ class Mirror:
             error.add_note(str(second))
 
 
-def open_for_run(workdir: pathlib.Path, stack: contextlib.ExitStack) -> Mirror | None:
+def open_for_run(workdir: pathlib.Path, stack: contextlib.ExitStack) -> Mirror:
     """Lock a run's folder in a bucket, and send what changes there until ``stack`` ends.
 
-    Returns:
-        ``None`` if ``workdir`` is no copy of one.
+    Args:
+        workdir: its local copy.
+        stack: of the run.
 
     Raises:
         ConfigError: another run is writing to it.
         StoreError: the store does not answer.
     """
     mirror = mirror_of(workdir)
-    if mirror is None:
-        return None
     if jax.process_index() == 0:
         mirror.lock = stack.enter_context(NumberedLock(mirror.remote, mirror.remote.url))
         mirror.check_fetched()

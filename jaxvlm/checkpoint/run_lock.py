@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock of the system's, and where hosts share it numbered files.
+"""One run at a time in a folder that hosts share, or in an object store: numbered files.
 
 A bucket has no locks, and that of a network's file system may hold on one host alone; but a file
 can be created by one process alone. ``.locks/000001`` belongs to the first run; who takes over
@@ -11,16 +11,13 @@ it go on, sees the next number and stops.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
 import platform
-import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
@@ -33,10 +30,6 @@ STALE = 60.0
 """Seconds after which a lock that is not written again is taken over."""
 LOCKS = ".locks"
 """Folder of the numbered files."""
-_SHARED = re.compile(
-    r"fuse|nfs|cifs|smb|9p|lustre|ceph|beegfs|gpfs|glusterfs|afs|wekafs|pvfs2|orangefs|virtiofs"
-)
-"""Types of file systems that hosts share, as far as ``/proc/mounts`` tells."""
 
 
 class Folder:
@@ -75,76 +68,6 @@ class Folder:
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         (self.root / name).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Lock ``workdir`` so that no other run writes to it at the same time.
-
-    Raises:
-        ConfigError: another run holds the lock, or something in the folder is a link out of it.
-    """
-    workdir.mkdir(parents=True, exist_ok=True)
-    _refuse_links(workdir)
-    path = workdir / ".lock"
-    try:  # never truncated: the file may be another's
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        if path.is_symlink():
-            raise ConfigError(f"{path} is a symbolic link; remove it") from None
-        raise ConfigError(f"{path} can't be opened: {error.strerror}") from None
-    with os.fdopen(lock, "r+b", buffering=0) as file:
-        is_shared = _is_shared(workdir)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--workdir={workdir}: another run is writing to it; wait until that run ends, or "
-                "choose another folder"
-            ) from None
-        except OSError:
-            is_shared = True  # a file system without locks
-        with NumberedLock(Folder(workdir), str(workdir)) if is_shared else contextlib.nullcontext():
-            yield
-
-
-def _is_shared(folder: pathlib.Path) -> bool:
-    """Whether a folder is on a file system that other hosts may write to, where that is known."""
-    root, kind = "", ""
-    with contextlib.suppress(OSError):
-        real = os.path.realpath(folder)
-        for line in pathlib.Path("/proc/mounts").read_text().splitlines():
-            _, where, what, *_ = line.split()
-            where = where.replace("\\040", " ")
-            inside = os.path.commonpath([real, where]) == where
-            if inside and len(where) >= len(root):
-                root, kind = where, what
-    return bool(_SHARED.search(kind))
-
-
-def _refuse_links(workdir: pathlib.Path) -> None:
-    """Refuse what would lead a run's files elsewhere, or block it: links out, pipes and devices.
-
-    Two levels are looked at. Names that a run writes to are fixed there; below, they are new ones.
-
-    Raises:
-        ConfigError: there is one; the message names it.
-    """
-    root = os.path.realpath(workdir)
-    entries = list(os.scandir(workdir))
-    for entry in list(entries):
-        if entry.is_dir(follow_symlinks=False):
-            entries += os.scandir(entry)
-    for entry in entries:
-        if entry.is_symlink():
-            target = os.path.realpath(entry)
-            if os.path.commonpath([root, target]) != root:
-                raise ConfigError(
-                    f"{entry.path} is a symbolic link to {target}, outside of the run's folder, "
-                    "and nothing is written through it; remove it, or name a --workdir there"
-                )
-        elif not (entry.is_file() or entry.is_dir()) and os.path.lexists(entry):
-            raise ConfigError(f"{entry.path} is a pipe, a socket or a device; remove it")
 
 
 class NumberedLock:
@@ -259,6 +182,11 @@ class NumberedLock:
             self._me["released"] = True
             with contextlib.suppress(StoreError, OSError):
                 self._files.write(f"{LOCKS}/{self._number:06d}", self._text())
+
+
+def of_folder(workdir: pathlib.Path) -> NumberedLock:
+    """The numbered lock of a folder that hosts share."""
+    return NumberedLock(Folder(workdir), str(workdir))
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
+import fcntl
 import hashlib
 import json
-import logging
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 import uuid
@@ -21,18 +21,16 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any, BinaryIO
 
-from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.config import (
     Config,
     ConfigError,
     by_path,
-    changes,
     from_config_dict,
     json_text,
 )
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-_FILE = "config.json"
+FILE = "config.json"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints in its own."""
 COMMITTED = "commit_success.txt"
@@ -57,17 +55,27 @@ _NUMERIC_VARIABLES = (
 )
 """Variables of others, whose defaults differ between versions of JAX, and of the libraries that
 compute matmuls."""
-_OF_DEVICES = (
+OF_DEVICES = (
     *("NCCL_ALGO", "NCCL_NVLS_ENABLE", "NCCL_PROTO", "CUBLAS_WORKSPACE_CONFIG"),
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
 )
 """Variables that change the order of sums, and go with a kind of device."""
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_SOURCES = ("init_from", "checkpoint", "vision_checkpoint", "text_checkpoint", "lora.init")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+SOURCES = ("init_from", "checkpoint", "vision_checkpoint", "text_checkpoint", "lora.init")
 """Ends of the names of settings that say where a run's first weights come from."""
 _HARMLESS_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_cpu_collective_")
 """Flags of XLA that change no result."""
-_log = logging.getLogger(__name__)
+
+
+_SHARED = re.compile(
+    r"fuse|nfs|cifs|smb|9p|lustre|ceph|beegfs|gpfs|glusterfs|afs|wekafs|pvfs2|orangefs|virtiofs"
+)
+"""Types of file systems that hosts share, as far as ``/proc/mounts`` tells."""
+
+
+def is_url(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is in an object store, as ``gs://bucket/run`` is."""
+    return "://" in str(folder)
 
 
 def local_folder(setting: str, folder: str | os.PathLike[str]) -> None:
@@ -76,11 +84,83 @@ def local_folder(setting: str, folder: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: ``folder`` is a URL such as ``gs://bucket/run``.
     """
-    if "://" in str(folder):
+    if is_url(folder):
         raise ConfigError(
             f"{setting}={folder}: this can't be in an object store; mount the bucket (gcsfuse, a "
             "PersistentVolume) and pass the mounted folder"
         )
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[bool]:
+    """Lock ``workdir`` so that no other run of this host writes to it at the same time.
+
+    Yields:
+        Whether other hosts may write to it, so that it needs a ``run_lock.NumberedLock`` too.
+
+    Raises:
+        ConfigError: another run holds the lock, or something in the folder is a link out of it.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    _refuse_links(workdir)
+    path = workdir / ".lock"
+    try:  # never truncated: the file may be another's
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link; remove it") from None
+        raise ConfigError(f"{path} can't be opened: {error.strerror}") from None
+    with os.fdopen(lock, "r+b", buffering=0) as file:
+        is_shared = _is_shared(workdir)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--workdir={workdir}: another run is writing to it; wait until that run ends, or "
+                "choose another folder"
+            ) from None
+        except OSError:
+            is_shared = True  # a file system without locks
+        yield is_shared
+
+
+def _is_shared(folder: pathlib.Path) -> bool:
+    """Whether a folder is on a file system that other hosts may write to, where that is known."""
+    root, kind = "", ""
+    with contextlib.suppress(OSError):
+        real = os.path.realpath(folder)
+        for line in pathlib.Path("/proc/mounts").read_text().splitlines():
+            _, where, what, *_ = line.split()
+            where = where.replace("\\040", " ")
+            inside = os.path.commonpath([real, where]) == where
+            if inside and len(where) >= len(root):
+                root, kind = where, what
+    return bool(_SHARED.search(kind))
+
+
+def _refuse_links(workdir: pathlib.Path) -> None:
+    """Refuse what would lead a run's files elsewhere, or block it: links out, pipes and devices.
+
+    Two levels are looked at. Names that a run writes to are fixed there; below, they are new ones.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
+    root = os.path.realpath(workdir)
+    entries = list(os.scandir(workdir))
+    for entry in list(entries):
+        if entry.is_dir(follow_symlinks=False):
+            entries += os.scandir(entry)
+    for entry in entries:
+        if entry.is_symlink():
+            target = os.path.realpath(entry)
+            if os.path.commonpath([root, target]) != root:
+                raise ConfigError(
+                    f"{entry.path} is a symbolic link to {target}, outside of the run's folder, "
+                    "and nothing is written through it; remove it, or name a --workdir there"
+                )
+        elif not (entry.is_file() or entry.is_dir()) and os.path.lexists(entry):
+            raise ConfigError(f"{entry.path} is a pipe, a socket or a device; remove it")
 
 
 def write_config(
@@ -100,13 +180,13 @@ def write_config(
         "config": dataclasses.asdict(config),
         "folder": os.getcwd(),  # which the settings' relative paths are relative to
         **own,
-        "versions": _versions(),
-        "code": _code(config),
+        "versions": versions(),
+        "code": code_of(config),
         "commit": source_commit(),
         "devices": devices,
         "numeric_settings": numeric_settings(),
     }
-    write_whole(workdir / _FILE, json.dumps(document, indent=2) + "\n")
+    write_whole(workdir / FILE, json.dumps(document, indent=2) + "\n")
 
 
 def url_of(workdir: str | os.PathLike[str]) -> str:
@@ -132,6 +212,8 @@ def shown(path: pathlib.Path) -> str:
 def has_checkpoint(workdir: pathlib.Path) -> bool:
     """Whether a step of the run was saved; its folder alone is there from the first start on."""
     if url := url_of(workdir):
+        from jaxvlm.checkpoint.object_store import RemoteFolder
+
         remote = RemoteFolder(f"{url}/{CHECKPOINTS}")
         steps = (name for name in remote.names("") if name.isdigit())
         return any(remote.exists(f"{step}/{COMMITTED}") for step in steps)
@@ -140,12 +222,12 @@ def has_checkpoint(workdir: pathlib.Path) -> bool:
 
 def is_begun(workdir: str | pathlib.Path) -> bool:
     """Whether a folder holds a ``config.json``, as that of a run does."""
-    return (pathlib.Path(workdir) / _FILE).is_file()
+    return (pathlib.Path(workdir) / FILE).is_file()
 
 
 def runs_in(folder: pathlib.Path) -> list[str]:
     """Names of a folder's folders that hold runs, as those of a federation's sites do."""
-    found = (path.parent for path in folder.glob(f"*/{_FILE}") if path.is_file())
+    found = (path.parent for path in folder.glob(f"*/{FILE}") if path.is_file())
     return sorted(path.name for path in found if has_checkpoint(path))
 
 
@@ -155,7 +237,7 @@ def read_config(workdir: str | pathlib.Path) -> Config:
     Raises:
         ConfigError: ``workdir`` holds no run, or its ``config.json`` is damaged.
     """
-    path = pathlib.Path(workdir) / _FILE
+    path = pathlib.Path(workdir) / FILE
     if not path.is_file():
         advice = ""
         if path.with_name("adapter_config.json").is_file():
@@ -171,7 +253,7 @@ def read_config(workdir: str | pathlib.Path) -> Config:
             advice = (
                 f"; runs are in its folders {', '.join(inside)}: name {path.parent / inside[0]}"
             )
-        raise ConfigError(f"{workdir} holds no run: it has no {_FILE}{advice}")
+        raise ConfigError(f"{workdir} holds no run: it has no {FILE}{advice}")
     try:
         document = json_text.read(path)
         if not isinstance(document["config"], dict):
@@ -198,105 +280,6 @@ def _with_unquantized_base(config: Config) -> Config:
     return config
 
 
-def read_config_to_use(workdir: str | pathlib.Path) -> Config:
-    """Reads the settings of the run in ``workdir``, for use in any folder.
-
-    A file of ``data.train``, ``data.eval`` or ``data.image_root`` that is not where its relative
-    path leads from the current folder is taken from the folder in which the run was started.
-
-    Raises:
-        ConfigError: as for :func:`read_config`.
-    """
-    config = read_config(workdir)
-    document = json_text.read(pathlib.Path(workdir) / _FILE)
-    for line in _in_two_folders(document, config):
-        _log.warning("%s", line)
-    changed: dict[str, Any] = {}
-    for name, path, there in _relative(document, config):
-        if _is_found(path):
-            continue
-        if _is_found(there):
-            changed[name] = str(there)
-        elif path.suffix and not config.data.format.target:  # a file, not a name as easy-vqa:test
-            _log.warning(
-                "config.data.%s=%s is neither in this folder nor in %s, where the run was started",
-                name,
-                path,
-                document["folder"],
-            )
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changed))
-
-
-def _relative(
-    document: dict[str, Any], config: Config
-) -> Iterator[tuple[str, pathlib.Path, pathlib.Path]]:
-    """Setting, relative path, and where it led when the run was started, if not from this folder.
-
-    Args:
-        document: the run's ``config.json``.
-        config: settings whose paths are asked for.
-    """
-    start = document.get("folder")
-    for name in ("train", "eval", "image_root"):
-        path = pathlib.Path(given := getattr(config.data, name)).expanduser()
-        if isinstance(start, str) and start != os.getcwd() and given and not path.is_absolute():
-            yield name, path, pathlib.Path(start) / path
-
-
-def _in_two_folders(document: dict[str, Any], config: Config) -> Iterator[str]:
-    """Lines about names that lead to one file here and to another where the run was started."""
-    for name, path, there in _relative(document, config):
-        if path.exists() and there.exists() and not path.samefile(there):
-            yield f"config.data.{name}={path} is read in this folder; {there} is another one"
-
-
-def _is_found(path: pathlib.Path) -> bool:
-    return bool(glob.glob(glob.escape(str(path)))) or bool(glob.glob(str(path)))
-
-
-def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
-    """Lists settings, versions and code that differ from the last start's of a run.
-
-    Raises:
-        ConfigError: a setting of JAX or of a library that changes results is another one; flags and
-            variables that go with a kind of device are only listed.
-    """
-    try:
-        old = read_config(workdir)
-    except ConfigError as error:  # the file is about to be rewritten
-        return [str(error)]
-    document = json_text.read(workdir / _FILE)
-    lines = list(_in_two_folders(document, config))
-    for line in changes(old, config):
-        is_source = line.split(":")[0].endswith(_SOURCES) and has_checkpoint(workdir)
-        note = "; it is not read: the run goes on from its own checkpoint" * is_source
-        lines.append(f"changed since this run began: {line}{note}")
-    for what, key, current in (
-        ("version", "versions", _versions()),
-        ("code", "code", _code(config)),
-    ):
-        lines += [
-            f"{what} of {name} since the last start: {was} -> {current.get(name)}; bits may differ"
-            for name, was in sorted(_object(document, key).items())
-            if was != current.get(name)
-        ]
-    before = _object(document, "numeric_settings")
-    now = numeric_settings()
-    for name in sorted(before.keys() | now.keys()):
-        if (was := before.get(name, "")) != (value := now.get(name, "")):
-            line = f"{name} was {was or 'not set'} when this run began, and is {value or 'not set'}"
-            if name not in (*_FLAGS, *_OF_DEVICES):
-                raise ConfigError(f"{workdir}: {line}; it changes results, so set it as it was")
-            lines.append(line)
-    return lines
-
-
-def _object(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of a ``config.json``; {} where an older jaxvlm wrote none, or it is damaged."""
-    value = document.get(name)
-    return value if isinstance(value, dict) else {}
-
-
 def numeric_settings() -> dict[str, str]:
     """Return the settings of JAX and XLA that change results and are not the defaults.
 
@@ -313,16 +296,16 @@ def numeric_settings() -> dict[str, str]:
         for name, default in _NUMERIC.items()
         if jax.config.values.get(name, default) != default
     }
-    named = (*_NUMERIC_VARIABLES, *_OF_DEVICES)
+    named = (*_NUMERIC_VARIABLES, *OF_DEVICES)
     found |= {name: os.environ[name] for name in named if name in os.environ}
-    for name in _FLAGS:
+    for name in FLAGS:
         flags = os.environ.get(name, "").split()
         if kept := sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS)):
             found[name] = " ".join(kept)
     return found
 
 
-def _code(config: Config) -> dict[str, str]:
+def code_of(config: Config) -> dict[str, str]:
     """Hashes of jaxvlm's source files, and of the files of a run's own losses, formats and so on.
 
     Args:
@@ -350,14 +333,15 @@ def _code(config: Config) -> dict[str, str]:
 def program(config: Config) -> dict[str, Any]:
     """What computes a run: versions, commit, source and settings that change results; JSON-able."""
     return {
-        "versions": _versions(),
-        "source files": _code(config),
+        "versions": versions(),
+        "source files": code_of(config),
         "commit": source_commit(),
         "settings of JAX and XLA": numeric_settings(),
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that compute a run."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

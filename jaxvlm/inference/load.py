@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Any
 
-from jaxvlm.checkpoint import run_folder, run_record
+from jaxvlm.checkpoint import run_changes, run_folder, run_record
 from jaxvlm.checkpoint.restore import restore_params, saved_params
 from jaxvlm.config import (
     Config,
@@ -82,7 +82,7 @@ def load(
             sentences.check_last(modules, pooling, config.model.decoder.width)
     else:
         _refuse_of_run(folder, adapter, family)
-        config = run_record.read_config_to_use(workdir)
+        config = run_changes.read_config_to_use(workdir)
         if trains_embeddings(config) and config.embedder == "dual":
             return _load_run_encoder(config, workdir, which, mesh, dtype)
         source = pretrained.find_for(config.model, workdir)

@@ -143,7 +143,9 @@ def run_sweep(
     """
     if run_record.is_begun(workdir):
         raise ConfigError(f"--workdir={workdir} is the folder of a run; give the sweep its own")
-    with run_lock.locked(workdir):
+    with contextlib.ExitStack() as stack:
+        if stack.enter_context(run_record.locked(workdir)):
+            stack.enter_context(run_lock.of_folder(workdir))
         records = trials_.records_in(workdir)
         _refuse_changed(workdir, definition.trials, records)
         with contextlib.suppress(ConfigError):  # there is none yet, or it is about to be replaced

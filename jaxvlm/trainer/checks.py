@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxvlm.checkpoint.object_store import check_scheme, is_url
+from jaxvlm.checkpoint.object_store import check_scheme
+from jaxvlm.checkpoint.run_record import is_url
 from jaxvlm.config import (
     Config,
     ConfigError,

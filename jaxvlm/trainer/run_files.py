@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import shutil
 
 import jax
 
-from jaxvlm.checkpoint import run_folder, run_lock, run_record
+from jaxvlm.checkpoint import run_changes, run_folder, run_lock, run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.config import ConfigError, by_path
 from jaxvlm.hf import exporter, pretrained
@@ -19,6 +20,13 @@ from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
 from jaxvlm.trainer import checks
 from jaxvlm.trainer.run import Run
+
+
+def folder_of(workdir: str | os.PathLike[str]) -> pathlib.Path:
+    """The local folder of a run: itself, or a copy of what an object store holds."""
+    if run_record.is_url(workdir):
+        return run_folder.copied(str(workdir), "--workdir")
+    return pathlib.Path(workdir)
 
 
 def open_workdir(
@@ -45,11 +53,13 @@ def open_workdir(
     for name, value in run_record.numeric_settings().items():
         run.log(f"{name}={value} may change results; it is recorded in config.json")
     if (workdir / "config.json").is_file() and not jax.process_index():
-        for line in run_record.changed_settings(workdir, config):
+        for line in run_changes.changed_settings(workdir, config):
             run.log(line)
-    mirror = run_folder.open_for_run(workdir, stack)
-    if mirror is None and not jax.process_index():
-        stack.enter_context(run_lock.locked(workdir))
+    mirror = None
+    if run_record.url_of(workdir):
+        mirror = run_folder.open_for_run(workdir, stack)
+    elif not jax.process_index() and stack.enter_context(run_record.locked(workdir)):
+        stack.enter_context(run_lock.of_folder(workdir))
     warnings: list[str] = []
     checkpointer = Checkpointer(
         run_record.checkpoints_of(workdir),
@@ -127,5 +137,5 @@ def write_run_files(run: Run, workdir: pathlib.Path) -> None:
     kind, size = run.mesh.devices.flat[0].device_kind, sum(mesh.size for mesh in run.meshes)
     own = trains_embeddings(run.config) if run.config.loss.target else None
     run_record.write_config(workdir, run.config, f"{size} x {kind}", own)
-    if mirror := run_folder.mirror_of(workdir):
-        mirror.send()  # before the first checkpoint, which means nothing without them
+    if run_record.url_of(workdir):
+        run_folder.mirror_of(workdir).send()  # a checkpoint means nothing without them

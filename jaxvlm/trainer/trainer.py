@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from jaxvlm.cache.settings import allocate_pages
-from jaxvlm.checkpoint import run_folder
 from jaxvlm.config import ConfigError, uses_cache
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
@@ -52,7 +51,7 @@ class Trainer(Run):
     ):
         self.callbacks, self.name = callbacks, name  # then what the planner is to choose
         config = checks.checked(config, workdir, callbacks)
-        self.workdir = run_folder.local(workdir, "--workdir") if workdir else None
+        self.workdir = run_files.folder_of(workdir) if workdir else None
         processes.set_up_process(config.compile_cache)
         devices = jax.devices() if devices is None else list(devices)
         self.auto = checks.auto_settings(config)

@@ -22,6 +22,7 @@ from jaxvlm.checkpoint import object_store, restore, run_folder, run_lock, run_r
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
 from jaxvlm.config import ConfigError
+from jaxvlm.trainer import run_files
 
 PROGRAM = """
 import sys, jax.numpy as jnp
@@ -74,6 +75,10 @@ def brisk(monkeypatch):
 
 def state(step):
     return {"w": jnp.full(60_000, step, jnp.float32), "b": jnp.full(7, step, jnp.float32)}
+
+
+def no_locks(*_):
+    raise OSError(37, "No locks available")
 
 
 def saved(url, *steps, keep=9):
@@ -168,7 +173,7 @@ def test_what_fails_for_good_is_not_tried_again(store, url, hasty):
 @pytest.mark.parametrize("folder", ["s3://b/run", "az://b/run", "gs://", "memory://x"])
 def test_other_stores_are_refused_by_name(folder):
     with pytest.raises(ConfigError, match="gs://BUCKET/FOLDER"):
-        run_folder.local(folder, "--workdir")
+        run_files.folder_of(folder)
 
 
 # --- one run at a time
@@ -249,14 +254,30 @@ def test_one_of_many_runs_gets_the_lock(url, brisk):
 
 
 def test_a_folder_that_hosts_share_is_locked_by_a_file(tmp_path, monkeypatch, brisk):
-    monkeypatch.setattr(run_lock, "_is_shared", lambda folder: True)
-    with run_lock.locked(tmp_path):
-        assert (tmp_path / ".locks" / "000001").is_file()
-        monkeypatch.setattr(run_lock.fcntl, "flock", lambda *_: None)  # it holds on one host
-        with pytest.raises(ConfigError, match="another run is writing"), run_lock.locked(tmp_path):
-            pass
-    with run_lock.locked(tmp_path):
+    with run_record.locked(tmp_path) as is_shared:
+        assert is_shared is run_record._is_shared(tmp_path)
+    monkeypatch.setattr(run_record.fcntl, "flock", no_locks)
+    with run_record.locked(tmp_path) as is_shared, run_lock.of_folder(tmp_path):
+        assert is_shared and (tmp_path / ".locks" / "000001").is_file()
+        with pytest.raises(ConfigError, match="another run is writing"):
+            run_lock.of_folder(tmp_path).__enter__()
+    with run_lock.of_folder(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    "kind, is_shared",
+    [("nfs4", True), ("fuse.gcsfuse", True), ("lustre", True), ("ext4", False), ("overlay", False)],
+)
+def test_file_systems_that_hosts_share_are_known(kind, is_shared, tmp_path, monkeypatch):
+    lines = (
+        "/dev/x / ext4 rw 0 0",
+        f"h:/x {tmp_path} {kind} rw 0 0",
+        f"p {tmp_path}/y proc rw 0 0",
+    )
+    monkeypatch.setattr(run_record.pathlib.Path, "read_text", lambda self: "\n".join(lines))
+    assert run_record._is_shared(tmp_path / "run") is is_shared
+    assert not run_record._is_shared(pathlib.Path("/elsewhere"))
 
 
 # --- checkpoints
@@ -351,7 +372,7 @@ def test_what_changes_is_sent_and_what_is_gone_is_removed(url, monkeypatch):
     files.write("config.json", b"old")
     files.write("part.tmp/x", b"half")
     files.write("checkpoints/3/record", b"large")
-    folder = run_folder.local(url, "--workdir")
+    folder = run_files.folder_of(url)
     assert {p.name for p in folder.iterdir()} == {"config.json", ".url"}
     assert run_record.checkpoints_of(folder) == f"{url}/checkpoints"
     assert not run_record.has_checkpoint(folder)
@@ -377,14 +398,14 @@ def test_what_changes_is_sent_and_what_is_gone_is_removed(url, monkeypatch):
 
 def test_a_folder_that_changed_after_it_was_read_is_refused(url):
     RemoteFolder(url).write("config.json", b"1")
-    folder = run_folder.local(url, "--workdir")
+    folder = run_files.folder_of(url)
     RemoteFolder(url).write("config.json", b"2")
     with contextlib.ExitStack() as stack, pytest.raises(ConfigError, match="start again"):
         run_folder.open_for_run(folder, stack)
 
 
 def test_what_can_not_be_sent_at_the_end_is_an_error(store, url, hasty):
-    folder = run_folder.local(url, "--workdir")
+    folder = run_files.folder_of(url)
     with pytest.raises(StoreError, match="metrics"), contextlib.ExitStack() as stack:
         run_folder.open_for_run(folder, stack)
         (folder / "metrics.jsonl").write_text("{}\n")

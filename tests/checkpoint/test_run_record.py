@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_changes, run_record
 from jaxvlm.config import Config, ConfigError, Extension, LossConfig, ModelConfig, OptimConfig
 from jaxvlm.train import metrics
 
@@ -37,15 +37,15 @@ def test_a_damaged_line_of_metrics_is_dropped(tmp_path, text):
 
 def test_a_version_that_changed_is_named(tmp_path):
     run_record.write_config(tmp_path, Config(), "1 x cpu")
-    assert run_record.changed_settings(tmp_path, Config()) == []
+    assert run_changes.changed_settings(tmp_path, Config()) == []
     path = tmp_path / "config.json"
     document = json.loads(path.read_text())
     document["versions"]["jax"] = "0.0.1"
     path.write_text(json.dumps(document))
-    (line,) = run_record.changed_settings(tmp_path, Config())
+    (line,) = run_changes.changed_settings(tmp_path, Config())
     assert line.startswith("version of jax since the last start: 0.0.1 -> ")
     path.write_text(json.dumps(document | {"versions": [], "numeric_settings": 3}))
-    damaged = run_record.changed_settings(tmp_path, Config())
+    damaged = run_changes.changed_settings(tmp_path, Config())
     assert not any("version of" in line for line in damaged), "no traceback either"
 
 
@@ -73,11 +73,11 @@ def test_variables_that_change_numbers_are_recorded_and_compared(
     line = f"{name} was not set when this run began, and is 0"
     if refused:
         with pytest.raises(ConfigError, match=f"{line}; it changes results"):
-            run_record.changed_settings(tmp_path, Config())
+            run_changes.changed_settings(tmp_path, Config())
     else:
-        assert run_record.changed_settings(tmp_path, Config()) == [line]
+        assert run_changes.changed_settings(tmp_path, Config()) == [line]
     run_record.write_config(tmp_path, Config(), "1 x cpu")
-    assert run_record.changed_settings(tmp_path, Config()) == []
+    assert run_changes.changed_settings(tmp_path, Config()) == []
 
 
 def test_code_that_changed_is_named(tmp_path):
@@ -88,18 +88,18 @@ def test_code_that_changed_is_named(tmp_path):
         Config(loss=LossConfig(target=own)), model=ModelConfig(family=Extension(target=own))
     )
     run_record.write_config(tmp_path, config, "1 x cpu", trains_embeddings=False)
-    assert run_record.changed_settings(tmp_path, config) == []
+    assert run_changes.changed_settings(tmp_path, config) == []
     before = run_record.program(config)
     path = tmp_path / "config.json"
     document = json.loads(path.read_text())
     assert document["code"].keys() == {"jaxvlm", "config.loss.target", "config.model.family.target"}
     document["code"]["jaxvlm"] = "0"
     path.write_text(json.dumps(document))
-    (line,) = run_record.changed_settings(tmp_path, config)
+    (line,) = run_changes.changed_settings(tmp_path, config)
     assert line.startswith("code of jaxvlm since the last start: 0 -> ")
     file.write_text("class Own:\n    weight = 2\n")
     assert run_record.program(config) != before, "other processes' files are compared"
-    lines = run_record.changed_settings(tmp_path, config)
+    lines = run_changes.changed_settings(tmp_path, config)
     assert [line.split(" since ")[0] for line in lines] == [
         "code of config.loss.target",
         "code of config.model.family.target",
@@ -107,19 +107,19 @@ def test_code_that_changed_is_named(tmp_path):
     ]
     document["code"] = []  # damaged, or of a version that wrote none
     path.write_text(json.dumps(document))
-    assert run_record.changed_settings(tmp_path, config) == []
+    assert run_changes.changed_settings(tmp_path, config) == []
 
 
 def test_a_source_that_a_resumed_run_does_not_read_again_is_said(tmp_path):
     run_record.write_config(tmp_path, Config(), "1 x cpu")
     changed = Config(init_from="other", optim=OptimConfig(learning_rate=1.0))
     note = "; it is not read: the run goes on from its own checkpoint"
-    before = run_record.changed_settings(tmp_path, changed)
+    before = run_changes.changed_settings(tmp_path, changed)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    after = run_record.changed_settings(tmp_path, changed)
+    after = run_changes.changed_settings(tmp_path, changed)
     assert len(before) == len(after) == 2 and not any(note in line for line in before)
     assert [line.endswith(note) for line in after] == ["init_from" in line for line in after]
     adapted = dataclasses.replace(Config().model.lora, checkpoint="peft")
     changed = Config(model=dataclasses.replace(Config().model, lora=adapted))
-    (line,) = run_record.changed_settings(tmp_path, changed)
+    (line,) = run_changes.changed_settings(tmp_path, changed)
     assert line.endswith(note)

@@ -316,7 +316,7 @@ def _compressed(capsys, run_folder, ask, answer, report):
 
 
 def test_one_run_at_a_time_in_a_folder(capsys, tmp_path):
-    from jaxvlm.checkpoint.run_lock import locked
+    from jaxvlm.checkpoint.run_record import locked
 
     data = write_data(tmp_path, images=8)
     with locked(tmp_path / "run"):

@@ -13,7 +13,7 @@ from test_embedding_runs import scratch
 from test_encoders import write
 
 import jaxvlm
-from jaxvlm.checkpoint import run_record
+from jaxvlm.checkpoint import run_changes, run_record
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import (
     Config,
@@ -185,31 +185,31 @@ def test_relative_data_are_found_or_both_places_named(tmp_path, monkeypatch, cap
     run_record.write_config(tmp_path / "run", dataclasses.replace(config, data=data), "cpu")
     (tmp_path / "i").mkdir()
     (tmp_path / "elsewhere").mkdir()
-    assert run_record.read_config_to_use("run").data == data
+    assert run_changes.read_config_to_use("run").data == data
     monkeypatch.chdir(tmp_path / "elsewhere")
-    found = run_record.read_config_to_use(tmp_path / "run").data
+    found = run_changes.read_config_to_use(tmp_path / "run").data
     assert found == dataclasses.replace(data, image_root=str(tmp_path / "i"))
     assert (
         f"neither in this folder nor in {tmp_path}" in caplog.text and "here.jsonl" in caplog.text
     )
     (tmp_path / "here.jsonl").touch()
-    assert run_record.read_config_to_use(tmp_path / "run").data.train == str(
+    assert run_changes.read_config_to_use(tmp_path / "run").data.train == str(
         tmp_path / "here.jsonl"
     )
     assert "is read in this folder" not in caplog.text
     (tmp_path / "elsewhere" / "here.jsonl").touch()  # this folder's comes first, and a line says so
-    assert run_record.read_config_to_use(tmp_path / "run").data.train == "here.jsonl"
+    assert run_changes.read_config_to_use(tmp_path / "run").data.train == "here.jsonl"
     line = (
         f"config.data.train=here.jsonl is read in this folder; {tmp_path / 'here.jsonl'} is another"
     )
     assert caplog.text.count(line) == 1
     started = dataclasses.replace(config, data=data)
-    assert [line in said for said in run_record.changed_settings(tmp_path / "run", started)] == [
+    assert [line in said for said in run_changes.changed_settings(tmp_path / "run", started)] == [
         True
     ]
     (tmp_path / "elsewhere" / "here.jsonl").unlink()
     (tmp_path / "elsewhere" / "here.jsonl").symlink_to(tmp_path / "here.jsonl")
-    assert run_record.changed_settings(tmp_path / "run", started) == [], "one file"
+    assert run_changes.changed_settings(tmp_path / "run", started) == [], "one file"
 
 
 def test_a_folders_prompts_are_its_input_types():
