@@ -206,7 +206,7 @@ def run_config(values: flags.FlagValues) -> Any:
     Raises:
         ConfigError: ``--checkpoint`` is missing, or its ``config.json`` is damaged.
     """
-    from jaxvlm.checkpoint import run_changes
+    from jaxvlm.checkpoint import run_changes, run_folder
     from jaxvlm.config import ConfigError
     from jaxvlm.hf import pretrained
 
@@ -214,7 +214,8 @@ def run_config(values: flags.FlagValues) -> Any:
         raise ConfigError("--checkpoint is missing: give a workdir or a Hugging Face folder")
     if pretrained.is_checkpoint(values.checkpoint):
         return None
-    return run_changes.read_config_to_use(values.checkpoint)
+    folder = run_folder.local_to_read(values.checkpoint, "--checkpoint")
+    return run_changes.read_config_to_use(folder)
 
 
 def compares_by_cosine(values: flags.FlagValues) -> bool:
