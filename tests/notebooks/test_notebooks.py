@@ -12,6 +12,7 @@ NOTEBOOKS = sorted((pathlib.Path(__file__).parents[2] / "notebooks").glob("*.ipy
 SAID = {
     "kv_cache.ipynb": ("vl_cache at 25%", "KV cache of the prompts"),
     "federated.ipynb": ("version 6 of 6", "allowed: 60"),
+    "pods.ipynb": ("mesh: data=2 x fsdp=2 x tensor=2", "fsdp: 13% of the parameters", "MFU"),
     "quickstart.ipynb": ("exact_match", "->"),
     "cache.ipynb": (
         "hit rate of the last step: 1.0",
