@@ -13,7 +13,8 @@ accelerator's machine, in a copy of this repository, without a network:
 ``--list`` names the parts, ``--parts=a,b`` runs those whose names begin so, ``--tiny`` runs all of
 them at toy sizes on any machine, in three CPU minutes. Each part prints a JSON line as it ends and
 appends it to ``OUT/accelerator.jsonl``: ``part``, ``seconds``, and figures, or ``why`` there are
-none (or not all). The first parts tell most, in case ``--deadline`` (600 seconds) ends the run;
+none (or not all). The first parts tell most, in case ``--deadline`` (600 seconds) ends the run; a
+JAX_COMPILATION_CACHE_DIR that is kept spares the next one most of the compiling;
 on several chips, ``--parts=environment,strategies`` begins with one part per strategy.
 
 A part is a process of its own; cases of one ``process`` below share it, and if it dies, what is
@@ -90,28 +91,29 @@ _QWEN, _CLIP = "qwen3-vl-2b", "clip-vit-b-32"
 STRATEGIES = ("fsdp", "ddp", "zero1", "hybrid_shard", "fsdp x tensor", "pipeline")
 PARTS = (
     Part("environment", "setup.environment", {}, 60),
-    *_parity(),
     _train("qwen3-vl-2b/packed/dots", _QWEN, remat="dots"),
-    _train("qwen3-vl-2b/lora/packed/dots", _QWEN, remat="dots", trained="lora"),
-    _train("qwen3-vl-2b/shared images/dots", _QWEN, remat="dots", shared=True),
-    _train("clip-vit-b-32", _CLIP),
-    _train("clip-vit-b-32/gradcache", _CLIP, mini_batch=True),
+    _train("clip-vit-b-32", _CLIP, remat="dots"),
+    Part("torch/clip-vit-b-32", "peers.train", {"model": _CLIP}),
     _train("paligemma2-3b/dots", "paligemma2-3b", remat="dots"),
-    _train("llava-1.5-7b/lora/dots", "llava-1.5-7b", remat="dots", trained="lora"),
-    *_experts(),
+    Part("torch/paligemma2-3b", "peers.train", {"model": "paligemma2-3b"}),
+    Part("decode/batch 16", "decoding.generate", {"batch": 16}, 90),
     _train("smolvlm-256m/frozen encoder/cache off", "smolvlm-256m", cache="off"),
     _train("smolvlm-256m/frozen encoder/cache warm", "smolvlm-256m", cache="warm"),
-    Part("decode/batch 1", "decoding.generate", {"batch": 1}, 90),
-    Part("decode/batch 16", "decoding.generate", {"batch": 16}, 90),
-    Part("torch/clip-vit-b-32", "peers.train", {"model": _CLIP}),
-    Part("torch/paligemma2-3b", "peers.train", {"model": "paligemma2-3b"}),
+    _train("qwen3-vl-2b/shared images/dots", _QWEN, remat="dots", shared=True),
+    _train("qwen3-vl-2b/lora/packed/dots", _QWEN, remat="dots", trained="lora"),
+    _train("llava-1.5-7b/lora/dots", "llava-1.5-7b", remat="dots", trained="lora"),
+    *_experts(),
+    _train("clip-vit-b-32/gradcache", _CLIP, remat="dots", mini_batch=True),
     Part("torch/qwen3-vl-2b", "peers.train", {"model": _QWEN}),
+    *_parity(),
     *(
         _train(f"strategies/{name}", _QWEN, remat="dots", strategy=name)
         for name in STRATEGIES
     ),
+    _train("clip-vit-b-32/none", _CLIP, remat="none"),
     _train("qwen3-vl-2b/packed/full", _QWEN, remat="full"),
     _train("qwen3-vl-2b/packed/none", _QWEN, remat="none"),
+    Part("decode/batch 1", "decoding.generate", {"batch": 1}, 90),
 )  # fmt: skip
 
 

@@ -105,6 +105,10 @@ def test_each_part_has_figures_or_a_reason(tmp_path):
         if part.startswith(("parity/", "experts/")):
             assert line["within_bound"], line
             assert max(line["errors"].values()) > 0 or "float32" in part
+        elif part.startswith("decode/"):
+            whole, *fewer = line["ways"]
+            assert whole["way"] == "none" and whole["tokens_per_s"] > 0
+            assert all(way["kv_bytes"] < whole["kv_bytes"] for way in fewer)
         elif part != "environment":
             check_step(line)
     assert found["environment"]["missing"] == []
