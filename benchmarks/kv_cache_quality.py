@@ -54,10 +54,12 @@ def rows(task: str, records: int, runs: pathlib.Path) -> None:
     from jaxvlm.inference.kv_selection import READ_ROWS
 
     found = kept(NAME)
+    if others := {r["records"] for r in found if r["task"] == task} - {records}:
+        sys.exit(f"the result has rows of {others} records: give --records, or remove the rows")
     done = {(r["task"], r["scorer"], r["allocator"], r["budget"], r["seed"]) for r in found}
     cases: list[tuple[str, str, float, int]] = [("none", "even", 1.0, 0)]
     for budget, scorer, allocator in itertools.product(BUDGETS, SCORERS, ALLOCATORS):
-        seeds = range(3) if scorer == "random" and allocator == "even" else range(1)
+        seeds = range(3) if scorer == "random" else range(1)
         cases += [(scorer, allocator, budget, seed) for seed in seeds]
     if all((task, *case) in done for case in cases):
         return

@@ -113,4 +113,6 @@ def get_config(arg: str = "") -> Config:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python configs/kv_cache.py FOLDER: the folder that the data go to")
     write_data(pathlib.Path(sys.argv[1]))

@@ -20,7 +20,13 @@ from etils import epath
 
 from jaxvlm.checkpoint import digest, manifest
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.checkpoint.object_store import (
+    RemoteFolder,
+    StoreError,
+    attempt,
+    passes,
+    refuses,
+)
 from jaxvlm.checkpoint.restore import (
     cast,
     committed_steps,
@@ -33,7 +39,7 @@ from jaxvlm.checkpoint.restore import (
     try_read,
 )
 from jaxvlm.checkpoint.run_record import COMMITTED, is_url
-from jaxvlm.parallel.distributed.processes import barrier
+from jaxvlm.parallel.distributed.processes import barrier, from_first_process
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
 
@@ -64,7 +70,7 @@ class Checkpointer:
         mode: str,
         enable_async: bool = True,
         on_warning: Callable[[str], None] = _log.warning,
-        before_save: Callable[[], None] = lambda: None,
+        before_save: Callable[[], None] | None = None,
     ):
         """Opens or creates ``folder`` and removes partial checkpoints that a killed run left.
 
@@ -86,7 +92,8 @@ class Checkpointer:
         # Before any other library lists the store.
         self._remote = None if local else RemoteFolder(str(folder))
         self.folder = epath.Path(Path(folder).absolute() if local else folder)
-        self._before_save = before_save
+        self._before_save = before_save or (lambda: None)
+        self._has_saved = self._is_given_up = False
         self._metric, self._sign = metric, sign(mode)
         self._warn = on_warning
         self._keep = keep
@@ -94,29 +101,38 @@ class Checkpointer:
         self._abandoned: list[int] = []  # intact steps after the one that was restored
         self._damaged: list[int] = []
         if jax.process_index() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
             # Orbax would remove them later; removing them now keeps them from every reader.
-            for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                path.rmtree()
+            if self._remote is not None:
+                for name in self._remote.names(""):
+                    if ".orbax-checkpoint-tmp" in name:
+                        self._remote.remove_folder(name)
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                    path.rmtree()
         barrier("checkpoint-folder")
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=_KeepNewestAndBest(self),
-                cleanup_tmp_directories=not local,
-                enable_async_checkpointing=enable_async,
-                save_root_metadata=False,
-                lightweight_initialize=True,
-            ),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(
-                    type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                        (jax.Array, _array_handler())
-                    )
+
+        def manager() -> ocp.CheckpointManager:
+            return ocp.CheckpointManager(
+                self.folder,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=_KeepNewestAndBest(self),
+                    cleanup_tmp_directories=not local,
+                    enable_async_checkpointing=enable_async,
+                    save_root_metadata=False,
+                    lightweight_initialize=True,
                 ),
-                "record": ocp.JsonCheckpointHandler(),
-            },
-        )
+                item_handlers={
+                    "state": ocp.PyTreeCheckpointHandler(
+                        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                            (jax.Array, _array_handler())
+                        )
+                    ),
+                    "record": ocp.JsonCheckpointHandler(),
+                },
+            )
+
+        self._manager = manager() if local else attempt(f"{folder} is opened", manager)
         self._scores = dict(scores(self.folder, self.all_steps(), metric))
 
     def save(
@@ -143,7 +159,8 @@ class Checkpointer:
         self.wait()
         self._before_save()
         self._discard_abandoned()
-        self._prune()
+        if self._has_saved:
+            self._prune()
         names, leaves = manifest.names_of(state), jax.tree.leaves(state)
         for name, leaf in zip(names, leaves):
             if not isinstance(leaf, jax.Array):
@@ -167,6 +184,7 @@ class Checkpointer:
                 force=True,
             )
         self._done.add(step)
+        self._has_saved = True
         return True
 
     def restore(self, abstract: Any, step: int | None = None) -> Restored | None:
@@ -257,8 +275,13 @@ class Checkpointer:
         return result
 
     def all_steps(self) -> list[int]:
-        """Committed steps, oldest first; one that is still being written is not among them."""
-        return committed_steps(self.folder)
+        """Committed steps, oldest first; one that is still being written is not among them.
+
+        Of an object store every process gets process 0's list: each would see another moment.
+        """
+        if self._remote is None or jax.process_count() == 1:
+            return committed_steps(self.folder)
+        return from_first_process(lambda: committed_steps(self.folder))
 
     def wait(self) -> None:
         """Waits until no checkpoint is being written.
@@ -270,12 +293,23 @@ class Checkpointer:
             if self._remote is None:
                 self._manager.wait_until_finished()
             else:
-                within(DEADLINE, self._manager.wait_until_finished)
+                try:
+                    within(DEADLINE, self._manager.wait_until_finished)
+                except GivenUp:
+                    self._is_given_up = True
+                    raise
 
     def close(self) -> None:
         """Waits for pending writes, then stops the writer threads."""
+        self._close(prune=self._has_saved)
+
+    def _close(self, prune: bool) -> None:
+        if self._is_given_up:
+            return  # its threads may never end
         self.wait()
-        self._prune()
+        if prune and self._remote is not None:
+            self._before_save()
+            self._prune()
         self._manager.close()
 
     def __enter__(self) -> Checkpointer:
@@ -287,7 +321,7 @@ class Checkpointer:
             self.close()
         elif jax.process_count() == 1:
             try:
-                self.close()
+                self._close(prune=False)
             except CheckpointError as second:
                 error.add_note(str(second))
 
@@ -301,30 +335,30 @@ class Checkpointer:
         """
         if self._remote is None:
             return
-        steps = self.all_steps()
-        gone = [step for step in steps if step not in self._preserved(steps)]
-        if gone and jax.process_index() == 0:
-            self._delete(gone)
-        if gone:
-            barrier("checkpoints-pruned")
-            self._manager.reload()
+        if jax.process_index() == 0:
+            steps = [s for s in committed_steps(self.folder) if s not in self._damaged]
+            self._delete(step for step in steps if step not in self._preserved(steps))
+        barrier("checkpoints-pruned")
+        attempt(f"{self.folder} is listed", self._manager.reload)
 
     def _delete(self, steps: Iterable[int]) -> None:
         """Delete checkpoints; in a store first the file without which they are not complete."""
         for step in steps:
             if self._remote is not None:
-                self._remote.remove(f"{step}/{COMMITTED}")
-            (self.folder / str(step)).rmtree()
+                self._remote.remove_folder(str(step), COMMITTED)
+            else:
+                (self.folder / str(step)).rmtree()
 
     def _set_aside(self, step: int) -> None:
         """Keep what is damaged out of the way of the step that is written again."""
         source, target = self.folder / str(step), self.folder / f"damaged-{step}"
+        if self._remote is not None:
+            self._remote.remove_folder(target.name)
+            self._remote.move(str(step), target.name, COMMITTED)
+            return
         if target.exists():
             target.rmtree()
-        if self._remote is None:
-            source.rename(target)
-        else:
-            self._remote.move(str(step), target.name, COMMITTED)
+        source.rename(target)
 
     def _best(self, steps: Iterable[int]) -> int | None:
         scored = comparable({s: self._scores[s] for s in steps if s in self._scores})
@@ -337,6 +371,12 @@ class Checkpointer:
         except StoreError:
             raise
         except Exception as error:
+            if self._remote is not None and (passes(error) or refuses(error)):
+                raise StoreError(
+                    f"writing a checkpoint to {self.folder} failed: {error_line(error)}; when the "
+                    "store takes it, the same command goes on from the last complete checkpoint",
+                    passes(error),
+                ) from error
             raise CheckpointError(
                 f"writing a checkpoint to {self.folder} failed: {error_line(error)}. Check free "
                 "space and permissions; the run resumes from the last complete checkpoint"
@@ -357,14 +397,18 @@ class Checkpointer:
                 self._scores.pop(step, None)
             self._abandoned, self._damaged = [], []
             barrier("checkpoint-set-aside")
-            self._manager.reload()
+            attempt(f"{self.folder} is listed", self._manager.reload)
+
+
+class GivenUp(StoreError):
+    """A write is not waited for any more."""
 
 
 def within(seconds: float, call: Callable[[], None]) -> None:
     """Call, and give up waiting for it after ``seconds``.
 
     Raises:
-        StoreError: it has not ended.
+        GivenUp: it has not ended.
     """
     failed: list[BaseException] = []
 
@@ -378,9 +422,10 @@ def within(seconds: float, call: Callable[[], None]) -> None:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise StoreError(
+        raise GivenUp(
             f"a checkpoint is not written after {seconds:.0f} s: the store does not answer. When "
-            "it does, the same command goes on from the last complete checkpoint"
+            "it does, the same command goes on from the last complete checkpoint",
+            passes=True,
         )
     if failed:
         raise failed[0]

@@ -28,17 +28,36 @@ DEADLINE = 120.0
 last may begin before it, take half a minute."""
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between two tries, and so on with the last."""
-FOR_NOW = re.compile(
-    r"\b(408|429|50[0-4])\b|unavailable|deadline[ _]exceeded|aborted|connect|timed? ?out|"
-    r"too many requests|slow ?down|reset by peer|broken pipe|checksum|truncated",
+_PASSES = re.compile(
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|timed? ?out|broken pipe|"
+    r"connection (reset|refused|closed|aborted)|(status|response) code:? (408|429|5\d\d)",
     re.IGNORECASE,
 )
-"""What libraries say of failures that pass; they agree on no type of error."""
+_REFUSES = re.compile(
+    r"UNAUTHENTICATED|PERMISSION_DENIED|(status|response) code:? (401|403)|"
+    r"OSError Forbidden|anonymous caller|invalid credentials",
+    re.IGNORECASE,
+)
+"""What TensorStore and gcsfs say, where no type and no code does."""
+_NETWORK = ("aiohttp", "requests", "urllib3", "google.auth")
 T = TypeVar("T")
 
 
 class StoreError(CheckpointError):
-    """An object store refused, or did not answer in time; nothing that it holds was changed."""
+    """An object store refused, or did not answer in time; nothing that it holds was changed.
+
+    Args:
+        message: says what, where, and what to do.
+        passes: whether the same request may succeed later.
+    """
+
+    def __init__(self, message: str, passes: bool = False):
+        super().__init__(message)
+        self.passes = passes
+
+
+class _OtherBytes(Exception):
+    """What came is not what the store lists."""
 
 
 def check_scheme(setting: str, url: str) -> None:
@@ -48,7 +67,7 @@ def check_scheme(setting: str, url: str) -> None:
         ConfigError: the URL is not of Google Cloud Storage, or gcsfs is missing.
     """
     scheme, _, rest = url.partition("://")
-    if scheme != SCHEME or not rest.strip("/"):
+    if scheme != SCHEME or not all(rest.rstrip("/").partition("/")):
         raise ConfigError(
             f"{setting}={url}: of object stores, gs://BUCKET/FOLDER (Google Cloud Storage) is "
             "supported; mount another one (a PersistentVolume, s3fs) and pass the mounted folder"
@@ -57,46 +76,77 @@ def check_scheme(setting: str, url: str) -> None:
         raise ConfigError(f"{setting}={url}: gs:// needs pip install 'jaxvlm[gcs]'")
 
 
-def for_now(error: BaseException) -> bool:
+def passes(error: BaseException) -> bool:
     """Whether a failure may pass, so that the same request can succeed later."""
-    if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError)):
+    if isinstance(error, (FileNotFoundError, FileExistsError)) or refuses(error):
         return False
-    if isinstance(error, (TimeoutError, ConnectionError)):
+    if isinstance(error, (TimeoutError, ConnectionError, _OtherBytes)):
         return True
-    code = str(getattr(error, "code", ""))
-    return type(error).__module__.startswith("aiohttp") or bool(
-        FOR_NOW.search(f"{code} {type(error).__name__} {error}")
-    )
+    if isinstance(error, StoreError):
+        return error.passes
+    code = _code(error)
+    if code:
+        return code in (408, 429) or code >= 500
+    return type(error).__module__.startswith(_NETWORK) or bool(_PASSES.search(_words(error)))
 
 
-def attempt(what: str, call: Callable[[], T], deadline: float | None = None) -> T:
-    """Call until it succeeds.
+def refuses(error: BaseException) -> bool:
+    """Whether a store refuses, as it does without credentials or a role."""
+    if isinstance(error, PermissionError) or _code(error) in (401, 403):
+        return True
+    return bool(_REFUSES.search(_words(error)))
+
+
+def _code(error: BaseException) -> int:
+    """An HTTP status; 0 if an error has none."""
+    code = str(getattr(error, "code", getattr(error, "status", "")))
+    return int(code) if code.isdigit() else 0
+
+
+def _words(error: BaseException) -> str:
+    """An error's text without names of files, in which anything may be."""
+    text = f"{type(error).__name__} {' '.join(str(error).split())}"
+    return re.sub(r"\S*/\S*", "", text)
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:400]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def attempt(what: str, call: Callable[[], T]) -> T:
+    """Call until it succeeds, for :data:`DEADLINE`.
 
     Args:
         what: is done, in the error's words: ``gs://bucket/run/config.json is read``.
         call: raises what its library does.
-        deadline: seconds; :data:`DEADLINE` if not given.
 
     Raises:
         FileNotFoundError, FileExistsError: raised by ``call``.
         StoreError: it failed for good, or for as long as the deadline.
     """
-    limit = DEADLINE if deadline is None else deadline
     begun, tries = time.monotonic(), 0
     while True:
         try:
             return call()
-        except (FileNotFoundError, FileExistsError):
+        except (FileNotFoundError, FileExistsError, StoreError):
             raise
-        except Exception as error:  # of several libraries, see FOR_NOW
-            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
-            if not for_now(error):
-                raise StoreError(f"{what}: {said}") from error
-            pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
-            if time.monotonic() + pause - begun > limit:
+        except Exception as error:  # of several libraries
+            if refuses(error):
                 raise StoreError(
-                    f"{what}: the store has not done it for {limit:.0f} s ({said}); when it "
-                    "answers again the same command goes on from the last complete checkpoint"
+                    f"{what}: the store refuses ({_said(error)}); check the credentials (gcloud "
+                    "auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the "
+                    "machine's service account) and their role, Storage Object User of the bucket"
+                ) from error
+            if not passes(error):
+                raise StoreError(f"{what}: {_said(error)}") from error
+            pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
+            if time.monotonic() + pause - begun > DEADLINE:
+                raise StoreError(
+                    f"{what}: the store has not done it for {DEADLINE:.0f} s ({_said(error)}); "
+                    "when it answers again the same command goes on from the last complete "
+                    "checkpoint",
+                    passes=True,
                 ) from error
         tries += 1
         time.sleep(pause)
@@ -134,8 +184,11 @@ class RemoteFolder:
         found: dict[str, dict[str, Any]] = {}
         folders = [root]
         while folders:
-            for info in below(folders.pop()):
-                name = info["name"].rstrip("/")[skip:]
+            folder = folders.pop()
+            for info in below(folder):
+                name = info["name"][skip:]
+                if not all(name.split("/")) or f"{self.url}/{name}" == folder:
+                    continue  # "run/", by which consoles mark a folder, or a name with "//"
                 if info["type"] == "file":
                     found[name] = info
                 elif name not in without:
@@ -151,17 +204,30 @@ class RemoteFolder:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
+    def info(self, name: str) -> dict[str, Any] | None:
+        """What the store says of a file; ``None`` if there is none."""
+        path = self._path(name)
+        try:
+            return dict(attempt(f"{path} is looked up", lambda: self._fs.info(path)))
+        except FileNotFoundError:
+            return None
+
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
-        path = self._path(name)
-        return bool(attempt(f"{path} is looked up", lambda: self._fs.isfile(path)))
+        found = self.info(name)
+        return found is not None and found["type"] == "file"
 
-    def read(self, name: str, info: dict[str, Any] | None = None) -> bytes:
-        """Read a whole file.
+    def check_bucket(self) -> None:
+        """Look the bucket up, which lists as empty where there is none.
 
-        Args:
-            name: from the URL on.
-            info: what :meth:`files` says of it; the bytes are compared with its size and MD5.
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        bucket = self.url.partition("://")[2].partition("/")[0]
+        attempt(f"{SCHEME}://{bucket} is listed", lambda: self._fs.ls(bucket, detail=False))
+
+    def read(self, name: str) -> bytes:
+        """Read a whole file; its size and MD5 are compared with what the store says.
 
         Raises:
             FileNotFoundError: there is none.
@@ -171,8 +237,9 @@ class RemoteFolder:
 
         def whole() -> bytes:
             data = bytes(self._fs.cat_file(path))
-            if info is not None and not _is_same(data, info):
-                raise OSError("truncated: its bytes are not those that the store lists")
+            info = self._fs.info(path)  # after it: another process may write the file again
+            if not _is_same(data, info):
+                raise _OtherBytes("its bytes are not those that the store lists")
             return data
 
         return attempt(f"{path} is read", whole)
@@ -214,6 +281,19 @@ class RemoteFolder:
         with contextlib.suppress(FileNotFoundError):
             attempt(f"{path} is removed", lambda: self._fs.rm_file(path))
 
+    def remove_folder(self, folder: str, mark: str = "") -> None:
+        """Remove the files below a folder.
+
+        Args:
+            folder: its name, from the URL on.
+            mark: the file that says that the folder is complete: it goes first.
+        """
+        for name in self._marked_first(folder, mark):
+            self.remove(name)
+
+    def _marked_first(self, folder: str, mark: str) -> list[str]:
+        return sorted(self.files(folder), key=lambda name: name != f"{folder}/{mark}")
+
     def move(self, source: str, target: str, mark: str = "") -> None:
         """Rename a folder: each file is copied within the store, then the old ones are removed.
 
@@ -222,7 +302,7 @@ class RemoteFolder:
             target: its new name.
             mark: the file that says that the folder is complete: it goes first.
         """
-        names = sorted(self.files(source), key=lambda name: name != f"{source}/{mark}")
+        names = self._marked_first(source, mark)
         for name in names:
             old_path, new_path = self._path(name), self._path(target + name[len(source) :])
             copy = functools.partial(self._fs.cp_file, old_path, new_path)
@@ -238,7 +318,11 @@ def _filesystem() -> Any:
     # Without it gcsfs asks by gRPC, with other credentials, what kind of bucket it has.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # failures are said by our own errors
-    options: dict[str, Any] = {"use_listings_cache": False, "requests_timeout": 30}
+    import aiohttp
+
+    # Of a connection and of what comes next, not of a whole large file.
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
+    options: dict[str, Any] = {"use_listings_cache": False, "requests_timeout": timeout}
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else credentials are looked for on the network
     for scheme in ("gs", "gcs"):  # etils asks for the second one

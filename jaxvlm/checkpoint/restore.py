@@ -110,17 +110,22 @@ def try_read(
     for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
         if not isinstance(found, str):
             break
-        passes = _in_any(bool(object_store.FOR_NOW.search(found)))
+        passes = _in_any(isinstance(found, _Silence))
         if _in_any(time.monotonic() - begun > (object_store.DEADLINE if passes else sum(PAUSES))):
             if passes:
                 raise StoreError(
                     f"{step_folder} can't be read: {found}. The store has not answered for "
-                    f"{object_store.DEADLINE:.0f} s; nothing was changed: start again when it does"
+                    f"{object_store.DEADLINE:.0f} s; nothing was changed: start again when it does",
+                    passes=True,
                 )
             break
         time.sleep(pause)
         found = _try_read(step_folder, select)
     return found
+
+
+class _Silence(str):
+    """A line on an object store that did not answer, or refused: it says nothing of its files."""
 
 
 def _in_any(value: bool) -> bool:
@@ -270,12 +275,17 @@ def _manifest(step_folder: epath.Path) -> Manifest:
     """
     if not is_url(step_folder):
         return manifest.read(step_folder)
-    try:
-        return object_store.attempt(f"{step_folder} is read", lambda: manifest.read(step_folder))
-    except StoreError as error:
-        if error.__cause__ is None or object_store.for_now(error.__cause__):
-            raise
-        raise error.__cause__ from None
+    for pause in (*PAUSES, 0.0):
+        try:
+            return object_store.attempt(
+                f"{step_folder} is read", lambda: manifest.read(step_folder)
+            )
+        except StoreError as error:
+            if error.passes or error.__cause__ is None or object_store.refuses(error.__cause__):
+                raise
+            problem = error.__cause__
+        time.sleep(pause)  # a short answer is no damage
+    raise problem
 
 
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -320,6 +330,8 @@ def _agreed(read: Callable[[], Any]) -> Any:
             value = read()
         except Exception as error:
             problem = error_line(error)
+            if object_store.passes(error) or object_store.refuses(error):
+                problem = _Silence(problem)
         if problem:
             time.sleep(0.2)  # lets the reads that run in parallel with the failed one end
             gc.collect()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxvlm.checkpoint.run_record import (
-    FILE,
+    CONFIG,
     FLAGS,
     OF_DEVICES,
     SOURCES,
@@ -19,6 +19,7 @@ from jaxvlm.checkpoint.run_record import (
     has_checkpoint,
     numeric_settings,
     read_config,
+    url_of,
     versions,
 )
 from jaxvlm.config import Config, ConfigError, changes, json_text
@@ -36,7 +37,7 @@ def read_config_to_use(workdir: str | pathlib.Path) -> Config:
         ConfigError: as for :func:`read_config`.
     """
     config = read_config(workdir)
-    document = json_text.read(pathlib.Path(workdir) / FILE)
+    document = json_text.read(pathlib.Path(workdir) / CONFIG)
     for line in _in_two_folders(document, config):
         _log.warning("%s", line)
     changed: dict[str, Any] = {}
@@ -93,7 +94,7 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
         old = read_config(workdir)
     except ConfigError as error:  # the file is about to be rewritten
         return [str(error)]
-    document = json_text.read(workdir / FILE)
+    document = json_text.read(workdir / CONFIG)
     lines = list(_in_two_folders(document, config))
     for line in changes(old, config):
         is_source = line.split(":")[0].endswith(SOURCES) and has_checkpoint(workdir)
@@ -114,7 +115,8 @@ def changed_settings(workdir: pathlib.Path, config: Config) -> list[str]:
         if (was := before.get(name, "")) != (value := now.get(name, "")):
             line = f"{name} was {was or 'not set'} when this run began, and is {value or 'not set'}"
             if name not in (*FLAGS, *OF_DEVICES):
-                raise ConfigError(f"{workdir}: {line}; it changes results, so set it as it was")
+                where = url_of(workdir) or workdir
+                raise ConfigError(f"{where}: {line}; it changes results, so set it as it was")
             lines.append(line)
     return lines
 

@@ -20,14 +20,20 @@ import jax
 
 from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError, check_scheme
 from jaxvlm.checkpoint.run_lock import LOCKS, NumberedLock
-from jaxvlm.checkpoint.run_record import CHECKPOINTS, URL_FILE, is_url
+from jaxvlm.checkpoint.run_record import CHECKPOINTS, CONFIG, URL_FILE, is_url
 from jaxvlm.config import ConfigError
 
 EVERY = 30.0
 """Seconds between two looks for files that changed."""
-_NOT_COPIED = (CHECKPOINTS, LOCKS)
+_APART = (CHECKPOINTS, LOCKS, "profile", "tensorboard")
+"""Folders that are not copied: they are read where they are, or only written."""
+_LARGE = ("host_cache", "federate")
+"""Folders that only the run itself reads."""
+_REMOVED = ("host_cache", "source", "vision", "text", "tokenizer")
+"""Folders in which a run removes files; that another file is gone locally means nothing."""
 _mirrors: dict[pathlib.Path, Mirror] = {}
-_read: dict[str, pathlib.Path] = {}
+_read: dict[str, Mirror] = {}
+_copies: list[pathlib.Path] = []
 
 
 def copied(folder: str, setting: str) -> pathlib.Path:
@@ -55,17 +61,27 @@ def local_to_read(folder: str | os.PathLike[str], setting: str) -> pathlib.Path:
     """
     if not is_url(folder):
         return pathlib.Path(folder)
-    if (url := str(folder)) not in _read:
-        mirror = Mirror(url, setting)
-        if not (mirror.local / "config.json").is_file():
-            raise ConfigError(f"{setting}={url} holds no run: it has no config.json")
-        _read[url] = mirror.local
-    return _read[url]
+    url = str(folder).rstrip("/")
+    if url not in _read or not _read[url].is_same_run():
+        mirror = Mirror(url, setting, to_read=True)
+        if not (mirror.local / CONFIG).is_file():
+            raise ConfigError(f"{setting}={url} holds no run: it has no {CONFIG}")
+        _read[url] = mirror
+    return _read[url].local
+
+
+def remove_copies() -> None:
+    """Remove the local copies of this process."""
+    for folder in _copies:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def mirror_of(workdir: pathlib.Path) -> Mirror:
     """What keeps a run's folder in a bucket up to date, by its local copy."""
     return _mirrors[workdir]
+
+
+atexit.register(remove_copies)
 
 
 class Mirror:
@@ -80,13 +96,22 @@ class Mirror:
         StoreError: the store does not answer.
     """
 
-    def __init__(self, url: str, setting: str):
+    def __init__(self, url: str, setting: str, to_read: bool = False):
         check_scheme(setting, url)
         self.remote = RemoteFolder(url)
         self.lock: NumberedLock | None = None
         """Of process 0, while it runs."""
-        top = pathlib.Path(tempfile.mkdtemp(prefix="jaxvlm-run-"))
-        atexit.register(shutil.rmtree, top, ignore_errors=True)
+        self._without = (*_APART, *_LARGE * to_read)
+        files = self.remote.files(without=self._without)
+        if not files:
+            self._check_bucket(setting)
+        elif CONFIG not in files:
+            raise ConfigError(
+                f"{setting}={url} holds no run: it has no {CONFIG}, and other files, such as "
+                f"{min(files)}; name a run's folder, or one that holds nothing"
+            )
+        top = pathlib.Path(tempfile.mkdtemp(prefix="jaxvlm-run-", dir=_room()))
+        _copies.append(top)
         # In messages the folder is recognised by the end of its name.
         self.local = top / self.remote.url.replace("://", "/")
         self.local.mkdir(parents=True)
@@ -94,20 +119,32 @@ class Mirror:
         """Name -> time of change and size of what the bucket holds, of files that were copied."""
         self._sending = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._send_often, daemon=True, name="run-folder")
-        self._fetch()
+        self._fetched = _versions(files)
+        for name in files:
+            self._fetch(name)
         (self.local / URL_FILE).write_text(self.remote.url)
 
-    def _fetch(self) -> None:
-        files = self.remote.files(without=_NOT_COPIED)
-        self._fetched = _versions(files)
-        for name, info in files.items():
-            if _is_partial(name):
-                continue
-            path = self.local / name
+    def _check_bucket(self, setting: str) -> None:
+        try:
+            self.remote.check_bucket()
+        except FileNotFoundError:
+            raise ConfigError(f"{setting}={self.remote.url}: there is no such bucket") from None
+
+    def _fetch(self, name: str) -> None:
+        parts = pathlib.PurePosixPath(name).parts
+        if _is_partial(name) or ".." in parts or "\\" in name:
+            return
+        path = self.local.joinpath(*parts)
+        with contextlib.suppress(FileNotFoundError):  # it is gone meanwhile
+            data = self.remote.read(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.remote.read(name, info))
+            path.write_bytes(data)
             self._known[name] = _stamp(path)
+
+    def is_same_run(self) -> bool:
+        """Whether the bucket's run is still the one that was copied."""
+        info = self.remote.info(CONFIG)
+        return info is not None and _versions({CONFIG: info})[CONFIG] == self._fetched.get(CONFIG)
 
     def check_fetched(self) -> None:
         """Once the folder is locked.
@@ -115,7 +152,7 @@ class Mirror:
         Raises:
             ConfigError: another run wrote to it after it was fetched.
         """
-        if _versions(self.remote.files(without=_NOT_COPIED)) != self._fetched:
+        if _versions(self.remote.files(without=self._without)) != self._fetched:
             raise ConfigError(
                 f"--workdir={self.remote.url}: another run wrote to it while this one was being "
                 "set up; start again"
@@ -130,7 +167,7 @@ class Mirror:
         with self._sending:
             if self.lock is not None:
                 self.lock.check()
-            there = {}
+            there: dict[str, tuple[int, int]] = {}
             for folder, _, files in os.walk(self.local):
                 for file in files:
                     path = pathlib.Path(folder, file)
@@ -138,13 +175,14 @@ class Mirror:
                     if name != URL_FILE and not _is_partial(name):
                         with contextlib.suppress(FileNotFoundError):
                             there[name] = _stamp(path)
-            for name, stamp in there.items():
-                if self._known.get(name) != stamp:
+            for name in sorted(there, key=lambda name: name != CONFIG):
+                if self._known.get(name) != there[name]:
                     self._send_file(name)
-                    self._known[name] = stamp
+                    self._known[name] = there[name]
             for name in self._known.keys() - there.keys():
-                self.remote.remove(name)
-                del self._known[name]
+                if name.split("/")[0] in _REMOVED:
+                    self.remote.remove(name)
+                    del self._known[name]
 
     def _send_file(self, name: str) -> None:
         path = self.local / name
@@ -160,16 +198,9 @@ class Mirror:
             with contextlib.suppress(StoreError, OSError):  # the end says so, if it lasts
                 self.send()
 
-    def check(self) -> None:
-        """Before a checkpoint is written.
-
-        Raises:
-            StoreError: another run has taken over the folder.
-        """
-        if self.lock is not None:
-            self.lock.check()
-
     def __enter__(self) -> Mirror:
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._send_often, daemon=True, name="run-folder")
         self._thread.start()
         return self
 
@@ -179,6 +210,7 @@ class Mirror:
         self._thread.join()
         try:
             self.send()
+            self._fetched = _versions(self.remote.files(without=self._without))
         except StoreError as second:
             if error is None:
                 raise
@@ -201,6 +233,16 @@ def open_for_run(workdir: pathlib.Path, stack: contextlib.ExitStack) -> Mirror:
         mirror.lock = stack.enter_context(NumberedLock(mirror.remote, mirror.remote.url))
         mirror.check_fetched()
     return stack.enter_context(mirror)
+
+
+def _room() -> str | None:
+    """Where copies lie: the user's cache, since systems clean the folder of temporary files."""
+    folder = pathlib.Path.home() / ".cache" / "jaxvlm" / "runs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(folder) if os.access(folder, os.W_OK) else None
 
 
 def _is_partial(name: str) -> bool:

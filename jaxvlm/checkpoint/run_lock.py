@@ -57,8 +57,10 @@ class Folder:
         try:
             with open(path, "xb") as file:
                 file.write(data)
-        except FileExistsError:
-            return False
+        except OSError:
+            if path.exists():  # some file systems say so in other words
+                return False
+            raise
         return True
 
     def write(self, name: str, data: bytes) -> None:
@@ -141,10 +143,17 @@ class NumberedLock:
         if not self._files.create(f"{LOCKS}/{number:06d}", self._text()):
             return False
         self._number = number
+        if not self._is_mine():  # another one took a higher number, or the same one
+            return False
         for name in self._files.names(LOCKS):
             if name.isdigit() and int(name) < number:
                 self._files.remove(f"{LOCKS}/{name}")
         return True
+
+    def _is_mine(self) -> bool:
+        """Whether the highest number is this lock's, by the token that is in it."""
+        found = self._read(self._number) if self._top() == self._number else None
+        return found is not None and _parsed(found).get("token") == self._me["token"]
 
     def _text(self) -> bytes:
         return json.dumps(self._me).encode()
@@ -152,7 +161,7 @@ class NumberedLock:
     def _renew(self) -> None:
         while not self._ended.wait(BEAT):
             try:
-                if self._top() > self._number:
+                if not self._is_mine():
                     self._lost = True
                     return
                 self._me["beat"] += 1
@@ -166,12 +175,12 @@ class NumberedLock:
         Raises:
             StoreError: another run has taken over the folder.
         """
-        if not self._lost and self._top() == self._number:
+        if not self._lost and self._is_mine():
             return
         self._lost = True
         raise StoreError(
             f"{self._folder}: another run has taken over this folder, since this one had not "
-            f"reached the store for {STALE:.0f} s; this one stops, and has written nothing since"
+            f"reached the store for {STALE:.0f} s; this one stops"
         )
 
     def __exit__(self, *error: object) -> None:

@@ -30,7 +30,7 @@ from jaxvlm.config import (
 )
 
 _PACKAGES = ("jaxvlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-FILE = "config.json"
+CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints in its own."""
 COMMITTED = "commit_success.txt"
@@ -74,7 +74,13 @@ _SHARED = re.compile(
 
 
 def is_url(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is in an object store, as ``gs://bucket/run`` is."""
+    """Whether a folder is in an object store, as ``gs://bucket/run`` is.
+
+    Raises:
+        ConfigError: it was, before it became a path.
+    """
+    if isinstance(folder, pathlib.PurePath) and re.match(r"[a-z0-9]+:/(?!/)", str(folder)):
+        raise ConfigError(f"{folder}: give the URL of an object store as text, not as a path")
     return "://" in str(folder)
 
 
@@ -186,7 +192,7 @@ def write_config(
         "devices": devices,
         "numeric_settings": numeric_settings(),
     }
-    write_whole(workdir / FILE, json.dumps(document, indent=2) + "\n")
+    write_whole(workdir / CONFIG, json.dumps(document, indent=2) + "\n")
 
 
 def url_of(workdir: str | os.PathLike[str]) -> str:
@@ -222,12 +228,12 @@ def has_checkpoint(workdir: pathlib.Path) -> bool:
 
 def is_begun(workdir: str | pathlib.Path) -> bool:
     """Whether a folder holds a ``config.json``, as that of a run does."""
-    return (pathlib.Path(workdir) / FILE).is_file()
+    return (pathlib.Path(workdir) / CONFIG).is_file()
 
 
 def runs_in(folder: pathlib.Path) -> list[str]:
     """Names of a folder's folders that hold runs, as those of a federation's sites do."""
-    found = (path.parent for path in folder.glob(f"*/{FILE}") if path.is_file())
+    found = (path.parent for path in folder.glob(f"*/{CONFIG}") if path.is_file())
     return sorted(path.name for path in found if has_checkpoint(path))
 
 
@@ -237,7 +243,7 @@ def read_config(workdir: str | pathlib.Path) -> Config:
     Raises:
         ConfigError: ``workdir`` holds no run, or its ``config.json`` is damaged.
     """
-    path = pathlib.Path(workdir) / FILE
+    path = pathlib.Path(workdir) / CONFIG
     if not path.is_file():
         advice = ""
         if path.with_name("adapter_config.json").is_file():
@@ -253,7 +259,7 @@ def read_config(workdir: str | pathlib.Path) -> Config:
             advice = (
                 f"; runs are in its folders {', '.join(inside)}: name {path.parent / inside[0]}"
             )
-        raise ConfigError(f"{workdir} holds no run: it has no {FILE}{advice}")
+        raise ConfigError(f"{workdir} holds no run: it has no {CONFIG}{advice}")
     try:
         document = json_text.read(path)
         if not isinstance(document["config"], dict):

@@ -75,13 +75,15 @@ _KV = {
     "kv": "Compress the KV cache of the prompt by this method (docs/kv_cache.md): none, vl_cache, "
     "snapkv, pyramid, window or random.",
     "kv_budget": "The share of a prompt's places that the layers keep on average, above 0 and at "
-    "most 1.",
+    "most 1; by default 0.1.",
     "kv_allocator": "Divide the budget among the layers by this: even, density or pyramid; by "
     "default the method's own.",
     "kv_recent": "The share of a layer's kept places that are the most recent ones, whatever their "
-    "scores.",
-    "kv_queries": "The number of a prompt's last tokens whose attention is observed.",
-    "kv_threshold": "An attention weight counts as dense from this share of its row's largest on.",
+    "scores; by default 0.1 of vl_cache, 0 of others.",
+    "kv_queries": "The number of a prompt's last tokens whose attention is observed; by default "
+    "50.",
+    "kv_threshold": "An attention weight counts as dense from this share of its row's largest on; "
+    "by default 0.01.",
     "kv_clip": "Divide the budget by VL-Cache's own formula, whose sum is not the budget.",
 }
 
@@ -130,7 +132,8 @@ def kv_settings(values: flags.FlagValues) -> dict[str, Any]:
     """The arguments of :func:`jaxvlm.inference.kv_policy.policy_of`, checked."""
     from jaxvlm.inference.kv_policy import policy_of
 
-    settings: dict[str, Any] = {name: values[name].value for name in _KV}
+    given = [name for name in _KV if values[name].present or name == "kv"]
+    settings: dict[str, Any] = {name: values[name].value for name in given}
     policy_of(**settings)  # before a model is loaded
     return settings
 

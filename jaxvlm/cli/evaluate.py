@@ -40,7 +40,8 @@ _FLAGS = {
     "template": "Zero-shot classification: the prompt of a class, with {} for its name; if the "
     "flag is repeated, a class is the mean of its prompts' embeddings.",
     "seed": "The seed of the places that --kv=random keeps.",
-    "batch_size": "Embeddings: the number of items per batch, over all devices.",
+    "batch_size": "Embeddings, and --kv: the number of items per batch, over all devices; by "
+    "default 64, or with --kv the run's.",
 }
 
 
@@ -134,13 +135,17 @@ def _of_run(values: flags.FlagValues, model: Any, kv: dict[str, Any]) -> dict[st
         for line in report.lines():
             common.say(line)
         return report.metrics
-    if given := [name for name in _RETRIEVAL_FLAGS if values[name].present]:
+    given = [name for name in _RETRIEVAL_FLAGS if values[name].present]
+    if values.kv != "none" and "batch_size" in given:
+        given.remove("batch_size")
+    if given:
         raise ConfigError(f"--{given[0]} is for embeddings: add --retrieval")
     report = model.evaluate(
         values.data,
         limit=values.limit,
         prediction_grid=values.prediction_grid,
         seed=values["seed"].value,
+        batch_size=values.batch_size if values["batch_size"].present else 0,
         **kv,
     )
     for line in report.lines():

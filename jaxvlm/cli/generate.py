@@ -32,7 +32,8 @@ _FLAGS = {
     "top_k": "Sample among this many most likely tokens; 0 means all tokens.",
     "top_p": "Sample among the most likely tokens whose total probability reaches this value "
     "(nucleus sampling).",
-    "seed": "The seed of sampling, used at temperatures above 0.",
+    "seed": "The seed of sampling, used at temperatures above 0, and of the places that "
+    "--kv=random keeps.",
 }
 
 

@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Whoever read the output has gone, as in `jaxvlm ... | head`: that is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
+    if run_folder := sys.modules.get("jaxvlm.checkpoint.run_folder"):
+        run_folder.remove_copies()  # before an exit without exit handlers
     if "jax" in sys.modules:  # a failed process must not wait for its peers
         from jaxvlm.parallel.distributed.processes import exit_now
 
@@ -170,7 +172,8 @@ def _finite(value: Any) -> Any:
 def _exit_code(error: Exception) -> int | None:
     """The exit code for ``error``: 2 for bad input, 1 for a run that stopped, None for a bug.
 
-    75 where the other processes can't be reached: one was lost before all had joined.
+    75 where the other processes can't be reached: one was lost before all had joined; and where an
+    object store does not answer.
     """
     from jaxvlm.checkpoint.checkpointer import CheckpointError
     from jaxvlm.data.errors import DataError
@@ -178,6 +181,8 @@ def _exit_code(error: Exception) -> int | None:
     from jaxvlm.parallel.distributed.processes import JoinError
     from jaxvlm.train.loop import TrainingStopped
 
+    if isinstance(error, CheckpointError) and getattr(error, "passes", False):
+        return LOST  # an object store that does not answer now
     if isinstance(error, (ConfigError, DataError, CheckpointError, FileNotFoundError)):
         return 2
     if isinstance(error, OSError) and error.errno in REFUSED_BY_SYSTEM:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxvlm.checkpoint.digest import digests
+from jaxvlm.checkpoint.run_folder import local_to_read
 from jaxvlm.config import ConfigError
 from jaxvlm.data.pairs.examples import Item
 from jaxvlm.data.sources import webdataset
@@ -124,7 +125,7 @@ def identity(
     names = sorted(model.params)
     weights = digests(jax.tree.leaves([model.params[name] for name in names]))
     model_hash = hashlib.sha256(repr((names, weights, model.model.config)).encode())
-    root = pathlib.Path(checkpoint)
+    root = local_to_read(checkpoint, "checkpoint")
     for path in sorted({*root.glob("*"), *root.glob("*/*")} if checkpoint else ()):
         if path.suffix in _HASHED and path.is_file():
             model_hash.update(path.name.encode() + path.read_bytes())

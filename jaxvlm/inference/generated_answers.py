@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxvlm.config import ConfigError
 from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.conversations.packing import bucket
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.inference.evaluator import Report
 
@@ -54,16 +55,18 @@ def _pass(
     answer: Answer, dataset: Dataset, corpus: Corpus, batch_size: int, image: np.ndarray
 ) -> dict[str, float]:
     """Answer every record; ``image`` is the image that is read in place of each."""
-    prompts, expected = zip(*(_split(corpus, i) for i in range(len(corpus.first))), strict=True)
+    names = [dataset.records[i].id for i in corpus.source.tolist()]
+    split = (_split(corpus, i, names[i]) for i in range(len(corpus.first)))
+    prompts, expected = zip(*split, strict=True)
     texts = [dataset.tokenizer.decode(ids.tolist()).strip() for ids in expected]
     files = [[corpus.paths[image[i]] for i in images] for images in corpus.images]
-    longest = max(map(len, expected))
     order = _order(corpus.length.tolist(), files)
     right = np.zeros(len(prompts), bool)
     for at in range(0, len(order), batch_size):
         chosen = order[at : at + batch_size]
         filled = chosen + [chosen[0]] * (batch_size - len(chosen))
         asked = [prompts[i] for i in filled], [files[i] for i in filled]
+        longest = bucket(max(len(expected[i]) for i in filled), 8)  # few lengths are compiled
         said = answer(*asked, corpus.source[filled].tolist(), longest)
         for i, text in zip(chosen, said):
             # The model can't give an answer with a word that is not in the vocabulary.
@@ -89,15 +92,17 @@ def _order(length: Sequence[int], files: Sequence[Sequence[str]]) -> list[int]:
     return sorted(range(len(names)), key=lambda i: (longest[names[i]], names[i], length[i], i))
 
 
-def _split(corpus: Corpus, i: int) -> tuple[np.ndarray, np.ndarray]:
+def _split(corpus: Corpus, i: int, name: str) -> tuple[np.ndarray, np.ndarray]:
     """A record's tokens before its answer, and those of the answer, its end included."""
     own = slice(corpus.first[i], corpus.last[i])
     tokens, loss = corpus.tokens[own], corpus.loss[own]
     answers = np.flatnonzero(loss)
     if not len(answers) or answers[-1] - answers[0] + 1 != len(answers):
-        count = 1 + int((np.diff(answers) > 1).sum()) if len(answers) else 0
+        if not len(answers):
+            raise ConfigError(f"record {name} has no answer to compare with; remove it")
         raise ConfigError(
-            f"record {corpus.source[i]} has {count} answers; with a compressed KV cache (kv), a "
-            "conversation has one: a second turn on a compressed cache is not supported"
+            f"record {name} has {1 + int((np.diff(answers) > 1).sum())} answers; with a compressed "
+            "KV cache (kv) a conversation has one, since a second turn on a compressed cache is "
+            "not supported: split it, or leave kv out"
         )
     return tokens[: answers[0]], tokens[answers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.inference.kv_budget import (
+    STEEPNESS,
     divided_by_density,
     divided_evenly,
     divided_pyramid,
@@ -17,13 +19,13 @@ from jaxvlm.inference.kv_budget import (
 from jaxvlm.inference.kv_selection import PRIORITIES, READ_ROWS
 
 PRESETS = {
-    "vl_cache": ("vl_cache", "density"),
-    "snapkv": ("snapkv", "even"),
-    "pyramid": ("snapkv", "pyramid"),
-    "window": ("window", "even"),
-    "random": ("random", "even"),
+    "vl_cache": ("vl_cache", "density", 0.1),
+    "snapkv": ("snapkv", "even", 0.0),
+    "pyramid": ("snapkv", "pyramid", 0.0),
+    "window": ("window", "even", 0.0),
+    "random": ("random", "even", 0.0),
 }
-"""Published methods, and a control, by name: (scorer, allocator)."""
+"""Published methods, and a control, by name: (scorer, allocator, share of recent places)."""
 NONE = "none"
 """The name of no method: whole prompts."""
 DEFAULT_BUDGET = 0.1
@@ -40,9 +42,9 @@ class KVPolicy(NamedTuple):
     """Divides the budget among layers, in :data:`ALLOCATORS`."""
     budget: float = DEFAULT_BUDGET
     """Share of a prompt's places that the layers keep on average, in (0, 1]."""
-    recent: float = 0.1
+    recent: float = 0.0
     """Share of a layer's kept places that are the most recent ones, whatever their scores, in
-    [0, 1]. Above 0 it is at least one place. VL-Cache: 0.1."""
+    [0, 1]. Above 0 it is at least one place. VL-Cache: 0.1; SnapKV's window is its scorer's."""
     queries: int = 50
     """Number of a prompt's last tokens that may be observed; SnapKV's window. VL-Cache: 50."""
     threshold: float = 0.01
@@ -75,27 +77,33 @@ def preset(name: str, **changes: Any) -> KVPolicy:
         ConfigError: the name is unknown, or a value is outside of its range.
     """
     check_choice("kv", name, PRESETS)
-    policy = KVPolicy(*PRESETS[name])._replace(**changes)
+    scorer, allocator, recent = PRESETS[name]
+    policy = KVPolicy(scorer, allocator, recent=recent)._replace(**changes)
     check_policy(policy)
-    return policy
+    # Numbers of NumPy's, as those of a sweep, compile nothing anew.
+    return policy._replace(
+        budget=float(policy.budget), recent=float(policy.recent), queries=int(policy.queries),
+        threshold=float(policy.threshold),
+    )  # fmt: skip
 
 
 def policy_of(
     kv: str = NONE,
-    kv_budget: float = _DEFAULTS.budget,
-    kv_allocator: str = "",
-    kv_recent: float = _DEFAULTS.recent,
-    kv_queries: int = _DEFAULTS.queries,
-    kv_threshold: float = _DEFAULTS.threshold,
-    kv_clip: bool = False,
+    kv_budget: float | None = None,
+    kv_allocator: str | None = None,
+    kv_recent: float | None = None,
+    kv_queries: int | None = None,
+    kv_threshold: float | None = None,
+    kv_clip: bool | None = None,
 ) -> KVPolicy | None:
     """Return the policy that flags or keyword arguments name; ``None``: nothing is compressed.
 
     Args:
         kv: method, in :data:`PRESETS`, or ``none``.
         kv_budget: share of a prompt's places that the layers keep on average, in (0, 1].
-        kv_allocator: divides the budget among layers, in :data:`ALLOCATORS`; "" is the method's.
-        kv_recent, kv_queries, kv_threshold, kv_clip: see :class:`KVPolicy`.
+        kv_allocator: divides the budget among layers, in :data:`ALLOCATORS`.
+        kv_recent, kv_queries, kv_threshold, kv_clip: see :class:`KVPolicy`. Of all, ``None`` is the
+            method's own.
 
     Raises:
         ConfigError: an unknown name, a value out of range, or settings without a method.
@@ -108,18 +116,35 @@ def policy_of(
         "threshold": kv_threshold,
         "clip": kv_clip,
     }
+    given = {name: x for name, x in given.items() if x is not None}
     if kv == NONE:
-        defaults = _DEFAULTS._asdict()
-        if changed := [f"kv_{name}" for name, x in given.items() if x != defaults[name]]:
+        if given:
+            name = f"kv_{next(iter(given))}"
             raise ConfigError(
-                f"{changed[0]} is for a compressed KV cache: choose a method, such as kv=vl_cache, "
-                f"or leave {changed[0]} out"
+                f"{name} is for a compressed KV cache: choose a method, such as kv=vl_cache, "
+                f"or leave {name} out"
             )
         return None
     check_choice("kv", kv, (NONE, *PRESETS))
-    if not kv_allocator:
-        del given["allocator"]
     return preset(kv, **given)
+
+
+def without_scores(policy: KVPolicy, places: int) -> str:
+    """A line where a method keeps so little of a prompt that it is another one; else ""."""
+    mean = policy.budget * places
+    if policy.scorer == "snapkv" and mean <= policy.queries:
+        return (
+            f"kv: of {places} places about {mean:.0f} are kept a layer, all of them among the last "
+            f"{policy.queries} (kv_queries), so no score is read and most of an image is lost; "
+            "lower kv_queries, or raise kv_budget"
+        )
+    first = min(mean * (2 - 1 / STEEPNESS), places - policy.queries)
+    if policy.allocator == "pyramid" and not policy.queries <= 2 * mean - first <= first:
+        return (
+            f"kv: of {places} places about {mean:.0f} are kept a layer, too few for a pyramid over "
+            f"a window of {policy.queries} (kv_queries): all layers keep equally many"
+        )
+    return ""
 
 
 def check_policy(policy: KVPolicy) -> None:
@@ -129,9 +154,9 @@ def check_policy(policy: KVPolicy) -> None:
         ConfigError: one is unknown or outside of its range.
     """
     for name in ("budget", "recent", "threshold"):
-        if not isinstance(value := getattr(policy, name), (int, float)):
+        if not isinstance(value := getattr(policy, name), numbers.Real):
             raise ConfigError(f"kv_{name}={value!r} must be a number")
-    if not isinstance(policy.queries, int):
+    if not isinstance(policy.queries, numbers.Integral):
         raise ConfigError(f"kv_queries={policy.queries!r} must be a whole number")
     check_choice("kv_scorer", policy.scorer, PRIORITIES)
     check_choice("kv_allocator", policy.allocator, ALLOCATORS)
@@ -187,5 +212,5 @@ def recent_places(policy: KVPolicy, count: jax.Array) -> jax.Array:
 
     The share is rounded down, and is at least one place if it is above 0.
     """
-    whole, _, share = share_of(policy.recent, count)
-    return jnp.minimum(jnp.maximum(whole, int(share > 0)), count)
+    whole, _, _ = share_of(policy.recent, count)
+    return jnp.minimum(jnp.maximum(whole, int(policy.recent > 0)), count)

@@ -238,12 +238,12 @@ def _prompts(
             of[shard, i - shard * rows] = found[key]
             rests.append(_Sequence(image_placeholders.after(tokens, end), []))
         prefixes.append(own)
-    # Few numbers of prefixes are compiled.
-    most = 1 << (max(map(len, prefixes)) - 1).bit_length()
+    largest = max(map(len, prefixes))
+    most = min(1 << (largest - 1).bit_length(), rows)  # few numbers of prefixes are compiled
     filled = [x for own in prefixes for x in (own + (own or prefixes[0])[:1] * most)[:most]]
     # Padding twice would take the memory.
     pads = 4 * (_length(filled) + _length(rests)) > 5 * _length(sequences)
-    if 2 * most > rows or pads:
+    if 2 * largest > rows or pads:
         return Prompts(_collated(sequences, example_ids, *how))
     batch = _collated(filled, range(len(filled)), *how)
     rest = _collated(rests, example_ids, *how)

@@ -25,7 +25,7 @@ from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode, prefill
 from jaxvlm.inference.kv_compression import KVMemory
-from jaxvlm.inference.kv_policy import KVPolicy, policy_of
+from jaxvlm.inference.kv_policy import KVPolicy, policy_of, without_scores
 from jaxvlm.inference.prediction_grid import write_prediction_grid
 from jaxvlm.inference.prompts import ImageLike, Prompts, listed
 from jaxvlm.inference.visual_tokens import VisualTokens
@@ -33,6 +33,7 @@ from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.embedder import TOKENS
 from jaxvlm.nn.norm import unit
 from jaxvlm.parallel.mesh import batch_shards
+from jaxvlm.parallel.rules import log_once
 from jaxvlm.parallel.sharding import replicated
 from jaxvlm.spmd.model import Model
 from jaxvlm.types import Batch, Params
@@ -264,6 +265,8 @@ class VLM:
         self.kv_memory = None
         state = self._prefill(self.params, asked, settings, capacity, compression, key)
         if compression:
+            if line := without_scores(compression.policy, asked.length):
+                log_once(line)
             self.kv_memory = kv_compression.memory(state.kv, state.kept, asked.length)
         new: list[list[int]] = [[] for _ in range(count)]
         for _ in range(0, max_new_tokens, _TOKENS_PER_CALL):
@@ -314,6 +317,7 @@ class VLM:
         prediction_grid: str = "",
         blind: bool = True,
         seed: int = 0,
+        batch_size: int = 0,
         **kv: Any,
     ) -> Report:
         """Measures exact match on a data file, with and without the right images.
@@ -324,6 +328,7 @@ class VLM:
             prediction_grid: PNG file to draw images with the model's answers to; "" for none.
             blind: whether to run the control with other records' images.
             seed: of the places that the method ``random`` keeps.
+            batch_size: number of prompts that are read together, over all devices; 0 is the run's.
             **kv: how prompts' KV caches are compressed, as for :meth:`generate`; answers are then
                 generated, and have no loss.
 
@@ -337,7 +342,7 @@ class VLM:
             raise ConfigError("eval: the run has no config.data.eval; give --data=FILE")
         dataset = make_dataset(self.config, spec, self.tokenizer, self.image_format)
         shards = batch_shards(self.model.mesh)
-        batch_size = -(-self.config.data.batch_size // shards) * shards
+        batch_size = -(-(batch_size or self.config.data.batch_size) // shards) * shards
         if policy is None:
             run = (self.params, limit, blind)
             report = Evaluator(self.model, dataset, batch_size, self.current_cache()).report(*run)
@@ -345,10 +350,12 @@ class VLM:
             answer = functools.partial(self._compressed_answers, policy, seed)
             report = generated_answers.evaluate(answer, dataset, batch_size, limit, blind)
         if prediction_grid:
+            memory = self.kv_memory  # of the evaluation's last batch
             answer_in_short = functools.partial(
                 self.generate_batch, max_new_tokens=16, seed=seed, **kv
             )
             write_prediction_grid(answer_in_short, dataset, pathlib.Path(prediction_grid))
+            self.kv_memory = memory
         return report
 
     def _compressed_answers(

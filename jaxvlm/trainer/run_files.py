@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 
 import jax
 
@@ -55,11 +56,11 @@ def open_workdir(
     if (workdir / "config.json").is_file() and not jax.process_index():
         for line in run_changes.changed_settings(workdir, config):
             run.log(line)
-    mirror = None
+    before_save: Callable[[], None] | None = None
     if run_record.url_of(workdir):
-        mirror = run_folder.open_for_run(workdir, stack)
+        before_save = run_folder.open_for_run(workdir, stack).send
     elif not jax.process_index() and stack.enter_context(run_record.locked(workdir)):
-        stack.enter_context(run_lock.of_folder(workdir))
+        before_save = stack.enter_context(run_lock.of_folder(workdir)).check
     warnings: list[str] = []
     checkpointer = Checkpointer(
         run_record.checkpoints_of(workdir),
@@ -67,7 +68,7 @@ def open_workdir(
         config.checkpoint.metric,
         config.checkpoint.mode,
         on_warning=warnings.append,
-        before_save=mirror.check if mirror else lambda: None,
+        before_save=before_save,
     )
     stack.enter_context(checkpointer)
     same = {"the data": run.dataset.fingerprint(), "the number of steps": run.steps}

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
+from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
 import loopback_store
 import numpy as np
 import pytest
+from etils import epath
 
 from jaxvlm.checkpoint import object_store, restore, run_folder, run_lock, run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
@@ -136,6 +139,47 @@ def test_files_are_read_written_created_once_and_moved(url):
         files.read("c/1")
 
 
+def test_a_store_that_does_not_answer_has_no_missing_files(store, url, hasty):
+    saved(url, 1, 2)
+    store.wrong.append(answers("commit_success", unavailable, times=10_000))
+    for asks in (
+        lambda: RemoteFolder(url).exists("2/commit_success.txt"),
+        lambda: restore.committed_steps(epath.Path(url)),
+        lambda: saved(url, 3),
+    ):
+        with pytest.raises(StoreError):
+            asks()
+
+
+def test_marks_of_folders_are_no_files(store, url):
+    """As consoles and gcsfuse write them: an object whose name ends with a slash."""
+    path = url.removeprefix("gs://runs/")
+    for name in (f"{path}/", f"{path}/checkpoints/"):
+        where = f"{store.url}/upload/storage/v1/b/runs/o?uploadType=media&name={quote(name, '')}"
+        urllib.request.urlopen(urllib.request.Request(where, b"", method="POST"))
+    RemoteFolder(url).write("config.json", b"{}")
+    assert set(RemoteFolder(url).files()) == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    "error, passes, refuses",
+    [
+        (ValueError("record: the checksum differs"), False, False),
+        (ValueError("the bits of params/connector/w are not as written"), False, False),
+        (ValueError("gs://b/checkpoints/503/state: bad header"), False, False),
+        (ValueError("UNAVAILABLE: ... in gs://b/x"), True, False),
+        (ValueError("DATA_LOSS: ..."), False, False),
+        (ValueError("PERMISSION_DENIED: ..."), False, True),
+        (PermissionError("no"), False, True),
+        (TimeoutError(), True, False),
+        (ConnectionResetError(), True, False),
+        (FileNotFoundError("503"), False, False),
+    ],
+)
+def test_silence_refusal_and_damage_are_told_apart(error, passes, refuses):
+    assert (object_store.passes(error), object_store.refuses(error)) == (passes, refuses)
+
+
 def test_one_of_eight_creates_a_file(url):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for i in range(5):
@@ -148,25 +192,25 @@ def test_one_of_eight_creates_a_file(url):
 def test_a_failure_that_passes_is_waited_for_and_one_that_lasts_is_named(store, url, hasty):
     files = RemoteFolder(url)
     files.write("x", b"12345678")
-    info = files.files()["x"]
     store.wrong.append(answers("%2Fx?", unavailable, times=8))
-    assert files.read("x", info) == b"12345678"
+    assert files.read("x") == b"12345678"
     for change in (short, flipped):  # short with a length that agrees
         store.wrong.append(answers("%2Fx?", change))
-        assert files.read("x", info) == b"12345678"
+        assert files.read("x") == b"12345678"
     store.wrong.append(answers("%2Fx?", unavailable, times=10_000))
     begun = time.monotonic()
-    with pytest.raises(StoreError, match=r"gs://.*/x is read: the store has not done it for 2 s"):
-        files.read("x", info)
-    assert time.monotonic() - begun < 20
+    with pytest.raises(StoreError, match=r"/x is read: the store has not done it for 2 s") as told:
+        files.read("x")
+    assert time.monotonic() - begun < 20 and told.value.passes
 
 
 def test_what_fails_for_good_is_not_tried_again(store, url, hasty):
     RemoteFolder(url).write("x", b"1")
     store.wrong.append(answers("%2Fx?", lambda *_: (403, b"{}"), times=100))
     store.seen.clear()
-    with pytest.raises(StoreError, match="is read"):
+    with pytest.raises(StoreError, match=r"the store refuses .* credentials") as told:
         RemoteFolder(url).read("x")
+    assert not told.value.passes
     assert sum("%2Fx?" in line for line in store.seen) <= 2
 
 
@@ -352,6 +396,31 @@ def test_what_is_damaged_for_good_is_kept_aside(store, url, hasty):
     assert any("state" in name for name in RemoteFolder(url).files("damaged-2"))
 
 
+def test_a_run_that_saves_nothing_deletes_nothing(url, hasty):
+    saved(url, 1, 2)
+    record = RemoteFolder(url).read("2/record/metadata")
+    RemoteFolder(url).write("2/record/metadata", record[:-9])
+    with Checkpointer(url, 1, "", "max") as checkpointer:
+        assert checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0))).step == 1
+    with contextlib.suppress(ZeroDivisionError), Checkpointer(url, 1, "", "max") as checkpointer:
+        checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
+        raise ZeroDivisionError
+    assert newest(url) == 1 and RemoteFolder(url).exists("2/record/metadata")
+
+
+def test_a_run_that_was_taken_over_deletes_nothing(url):
+    def lost():
+        raise StoreError("another run has taken over")
+
+    saved(url, 1, 2)
+    with (
+        pytest.raises(StoreError, match="taken over"),
+        Checkpointer(url, 1, "", "max", before_save=lost) as checkpointer,
+    ):
+        checkpointer.save(3, state(3), {})
+    assert restore.committed_steps(epath.Path(url)) == [1, 2]
+
+
 def test_a_write_that_hangs_is_given_up(monkeypatch):
     from jaxvlm.checkpoint import checkpointer
 
@@ -392,8 +461,42 @@ def test_what_changes_is_sent_and_what_is_gone_is_removed(url, monkeypatch):
         (folder / "tokenizer.tmp").rename(folder / "tokenizer")
         (folder / "config.json").unlink()
     names = set(files.files(without=[".locks", "checkpoints", "part.tmp"]))
-    assert names == {"metrics.jsonl", "tokenizer/x"}
+    assert names == {"config.json", "metrics.jsonl", "tokenizer/x"}, "a run never removes it"
     assert run_record.shown(folder / "a.png") == f"{url}/a.png"
+
+
+def test_what_a_run_removes_is_removed(url):
+    for name in ("config.json", "host_cache/3/x", "tokenizer/old"):
+        RemoteFolder(url).write(name, b"1")
+    folder = run_files.folder_of(url)
+    with contextlib.ExitStack() as stack:
+        run_folder.open_for_run(folder, stack)
+        for name in ("config.json", "host_cache/3/x", "tokenizer/old"):
+            (folder / name).unlink()
+    with contextlib.ExitStack() as stack:  # the same copy again
+        run_folder.open_for_run(folder, stack)
+    assert set(RemoteFolder(url).files(without=[".locks"])) == {"config.json"}
+
+
+def test_a_folder_of_something_else_is_refused(url):
+    RemoteFolder(url).write("first/config.json", b"{}")
+    for use in (run_files.folder_of, lambda url: run_folder.local_to_read(url, "checkpoint")):
+        with pytest.raises(ConfigError, match=r"such as first/config\.json"):
+            use(url)
+    with pytest.raises(ConfigError, match="there is no such bucket"):
+        run_files.folder_of("gs://no-such-bucket/run")
+    with pytest.raises(ConfigError, match="as text, not as a path"):
+        run_files.folder_of(pathlib.Path(url))
+
+
+def test_a_run_that_is_made_anew_is_read_anew(url):
+    RemoteFolder(url).write("config.json", b"1")
+    first = run_folder.local_to_read(url, "checkpoint")
+    assert run_folder.local_to_read(url + "/", "checkpoint") == first
+    RemoteFolder(url).write("config.json", b"2")
+    assert (run_folder.local_to_read(url, "checkpoint") / "config.json").read_bytes() == b"2"
+    run_folder.remove_copies()
+    assert not first.exists()
 
 
 def test_a_folder_that_changed_after_it_was_read_is_refused(url):

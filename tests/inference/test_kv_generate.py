@@ -248,7 +248,7 @@ def stored(state, row):
 def sent(program):
     """What a program sends: (kind, shape) of each collective."""
     lines = (re.sub(r"\{[^}]*\}", "", line) for line in program.as_text().splitlines())
-    found = (re.search(rf"= (\S+) ({'|'.join(KINDS)})(-start)?\(", line) for line in lines)
+    found = (re.search(rf"= (\(.*?\)|\S+) ({'|'.join(KINDS)})(-start)?\(", line) for line in lines)
     return collections.Counter((match[2], match[1]) for match in found if match)
 
 
@@ -277,6 +277,7 @@ def test_devices_agree_by_integers_alone(one, mesh):
         found.append((sent(first), sent(jax.jit(write).lower(params, state).compile())))
     (whole_read, whole_write), (read_, write_) = found
     assert write_ == whole_write
+    assert bool(whole_write) == (mesh.tensor > 1)  # the sums of split matmuls
     rows = 8 // mesh.data
     more = {("all-reduce", f"s32[{SHAPE[0]}]"): 1}
     if mesh.tensor > 1:

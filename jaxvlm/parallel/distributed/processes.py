@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -252,6 +252,28 @@ def check_shared(folder: pathlib.Path) -> None:
             f"--workdir={folder}: process {', '.join(map(str, others))} does not see what process "
             "0 writes there; give a folder on a file system that all hosts share"
         )
+
+
+def from_first_process(call: Callable[[], Any]) -> Any:
+    """What ``call`` returns in process 0, JSON-able; the others do not call it.
+
+    Raises:
+        RuntimeError: process 0 failed; it raises its own error.
+    """
+    failed, text = None, b""
+    if not jax.process_index():
+        try:
+            text = json.dumps([call()]).encode()
+        except Exception as error:
+            failed = error
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    if failed is not None:
+        raise failed
+    if not size:
+        raise RuntimeError("process 0 failed, and says why")
+    data = np.zeros(size, np.uint8)
+    data[: len(text)] = np.frombuffer(text, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())[0]
 
 
 def barrier(name: str) -> None:

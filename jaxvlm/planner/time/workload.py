@@ -354,7 +354,10 @@ def _outside(fwd_bwd: ForwardBackward) -> ForwardBackward:
 
 
 def image_patches(setup: StepSetup) -> tuple[Number, Number]:
-    """(patches of an image, patches that one attends to where no mask is used)."""
+    """(mean patches of an image, patches that one attends to where no mask is used).
+
+    Of images of unlike sizes the mean is a lower bound of what a patch attends to on the average.
+    """
     v = setup.config.vision
     if v.packed:
         return setup.patches / max(1, setup.images), float(setup.patches)
@@ -403,7 +406,9 @@ def _stack(
     rounds = n * times * (1 + fwd_bwd.recomputes_elementwise + 2 * fwd_bwd.backward)
     moved = rounds * (9 * D + 2 * (q + kv))
     if fwd_bwd.backward:
-        moved += fwd_bwd.moves * n * times * (5 * D + q + 4 * kv + 2 * F * (1 + b.gated))
+        per_mlp = F * (b.chosen if b.experts else 1) * (1 + b.gated)
+        more = 5 * D + q * (2 - fused) + 4 * kv + 2 * per_mlp
+        moved += fwd_bwd.moves * n * times * more
     yield WorkItem(part, "move", 0.0, tokens * c * moved, c * tokens * D)
     passes_forward = 1 + fwd_bwd.recomputes_elementwise
     numbers = n * times * (passes_forward + fwd_bwd.backward) * tokens * wide

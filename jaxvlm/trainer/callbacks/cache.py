@@ -22,6 +22,7 @@ from jaxvlm.cache.writer import (
     processes_share_sequences,
 )
 from jaxvlm.checkpoint.checkpointer import Checkpointer
+from jaxvlm.checkpoint.run_record import url_of
 from jaxvlm.config import cache_halvings
 from jaxvlm.data.page_allocation import WrittenPages
 from jaxvlm.models.model_flops import Flops
@@ -203,7 +204,8 @@ class CacheCallback(Callback):
     def after_save(self, step: int, state: TrainState, record: CheckpointRecord) -> None:
         """Save the host tier once the checkpoint is on its way; let the cache grow again."""
         if record.written:
-            if not jax.process_index():
+            # Of a run in an object store each process has a folder of its own.
+            if url_of(self.caches.folder.parent) or not jax.process_index():
                 steps: Any = self.checkpointer.all_steps()
                 host_cache_files.prune(self.caches.folder, step, steps)
             if self.caches.host is not None:
