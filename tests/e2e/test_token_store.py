@@ -281,7 +281,7 @@ def test_lossy_tokens_of_a_run_that_is_stopped(first, data, tmp_path):
         ({"store": __file__}, "a file is there; give a folder"),
         ({"refresh_fraction": float("nan")}, "must be a finite number"),
         ({"policy": "lazy", "max_staleness": 10**13, "learns": True}, "at most"),
-        ({"store": "gs://x/y"}, "object stores are not supported yet"),
+        ({"store": "gs://x/y"}, "this can't be in an object store"),
         (
             {"policy": "hybrid", "max_staleness": 4, "refresh_fraction": 0.1, "learns": True},
             "gradients would be biased",

@@ -249,12 +249,12 @@ def test_adapters_train_beside_eight_bits():
 def test_a_run_starts_from_one_without_adapters(tmp_path):
     run_record.write_config(tmp_path, Config(model=TINY), "")
     new = dataclasses.replace(TINY, lora=DORA)
-    assert checkpoint.check_same_model(str(tmp_path), Config(model=new)) == TINY
+    assert checkpoint.check_same_model(tmp_path, Config(model=new)) == TINY
     run_record.write_config(tmp_path, Config(model=new), "")
-    assert checkpoint.check_same_model(str(tmp_path), Config(model=new)) == new
+    assert checkpoint.check_same_model(tmp_path, Config(model=new)) == new
     other = dataclasses.replace(new, lora=dataclasses.replace(DORA, rank=7))
     with pytest.raises(ConfigError, match=r"lora\.rank: 2 -> 7"):
-        checkpoint.check_same_model(str(tmp_path), Config(model=other))
+        checkpoint.check_same_model(tmp_path, Config(model=other))
     scaled = dataclasses.replace(new, lora=dataclasses.replace(DORA, alpha=DORA.alpha + 1))
     with pytest.raises(ConfigError, match=r"lora\.alpha: .* -> "):  # the arrays are the same
         checkpoint.check_resumed_model(tmp_path, Config(model=scaled))
