@@ -1,10 +1,14 @@
 """A run whose folder is in an object store is the run that it would be on a disk."""
 
+import time
+
 import jax
 import loopback_store
 import numpy as np
 import pytest
 import runs
+from numerics import close
+from test_two_processes import together
 
 import jaxvlm
 from jaxvlm.checkpoint import run_folder
@@ -86,3 +90,37 @@ def test_the_command_line_reads_a_run_in_an_object_store(store, data, capsys):
     assert code == 2 and "gs://runs/none holds no run" in said
     code, said = run("train", recipe, "--workdir=s3://runs/x")
     assert code == 2 and "gs://BUCKET/FOLDER" in said
+
+
+@pytest.mark.long
+def test_two_processes_share_a_folder_in_an_object_store(store, data, tmp_path):
+    """Killed and resumed, with the visual-token cache of a trained encoder in host memory."""
+    url = "gs://runs/team/both"
+    args = (
+        *("--config.mesh.data=4", "--config.mesh.fsdp=2", "--config.cache.policy=lazy"),
+        *("--config.cache.memory_mb=16", "--config.cache.max_images=16"),
+        *("--config.data.flip=False", "--config.data.max_shift=0"),
+    )
+    plain = tmp_path / "plain"
+    runs.finish(runs.start(plain, data, *args))
+    first = together(url, data, *args, "--config.steps=100000", env=(store.env, store.env))
+    deadline = time.monotonic() + 180
+    while not RemoteFolder(f"{url}/checkpoints").exists("6/commit_success.txt"):
+        assert all(process.poll() is None for process in first), [p.communicate() for p in first]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for process in first:
+        process.kill()
+        process.communicate()
+    again = together(url, data, *args, env=(store.env, store.env))
+    try:
+        outputs = [runs.finish(process) for process in again]
+    finally:
+        for process in again:
+            process.kill()
+    assert "resuming at step" in outputs[0]
+    read(url, tmp_path, "metrics.jsonl")
+    expected, got = runs.losses(plain), runs.losses(tmp_path)
+    assert got.keys() == expected.keys()
+    for step, loss in expected.items():
+        close(got[step], loss, 1e-6, step)
