@@ -4,12 +4,16 @@
     pip install -e '.[aot]'
     JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 PYTHONPATH=. python benchmarks/kv_cache_speed.py \\
         --chips h200:1 v6e:1x1
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 PYTHONPATH=. \\
+        python benchmarks/kv_cache_speed.py --meshes
 
 Without ``--chips`` a decoder of eight layers (float32, random weights) reads prompts whose tokens
 but the last 32 are visual, then generates 64 tokens, at batch 1 and 8: all in turns, in one run,
 by the same kernels. With ``--chips`` Qwen2.5-VL 3B (bfloat16, all its layers) is compiled for chips
 that need not be here. Bytes are the compiler's: what is passed from reading to generating less
-parameters (the KV cache), and temporaries. Writes results/kv_cache_speed_{cpu,aot}.json.
+parameters (the KV cache), and temporaries. With ``--meshes`` the small decoder is compiled for
+meshes of eight devices, and what its programs send is read from them, per token where they
+generate. Writes results/kv_cache_speed_{cpu,aot}.json or results/kv_cache_traffic_cpu.json.
 """
 
 from __future__ import annotations
@@ -66,7 +70,8 @@ def prompts(rows: int, length: int, position_rows: int = 1) -> Batch:
 
 def programs(model: Model, policy: KVPolicy | None) -> tuple[Any, Any]:
     """The jitted reading and generating."""
-    d, compression = model.config.decoder, policy and Compression(policy, IMAGE)
+    d, stages = model.config.decoder, model.mesh.shape["pipeline"]
+    compression = policy and Compression(policy, IMAGE, stages)
     shape = (d.depth, d.num_kv_heads, d.head_dim)
 
     def read(params: Any, batch: Batch) -> Any:
@@ -178,12 +183,50 @@ def compiled(chips: str, length: int) -> list[dict[str, Any]]:
     return rows
 
 
+def traffic(length: int = 256) -> list[dict[str, Any]]:
+    """Bytes that a device sends to read eight prompts, and to generate one token of each."""
+    from jaxvlm.parallel.sharding import batch_sharding
+    from jaxvlm.planner.compiled import collectives
+
+    rows, once = [], ', backend_config={"known_trip_count":{"n":"1"}}'
+    for sizes in ({"data": 8}, {"data": 2, "tensor": 4}, {"data": 2, "context": 4},
+                  {"data": 4, "pipeline": 2}):  # fmt: skip
+        model = build_model(small_model(), make_mesh(MeshConfig(**sizes), jax.devices()))
+        params = jax.device_put(model.init(0), model.shardings)
+        batch = jax.tree.map(jnp.asarray, prompts(8, length))
+        batch = jax.device_put(batch, batch_sharding(model.mesh))
+        for way in ("none", "vl_cache 10 %"):
+            read, generate = programs(model, WAYS[way])
+            reading = read.lower(params, batch).compile()
+            generating = generate.lower(params, reading(params, batch)).compile()
+            row: dict[str, Any] = {"mesh": sizes, "way": way, "prompts": 8, "length": length}
+            for name, program in (("read", reading), ("token", generating)):
+                # Only the loop over new tokens has no known number of trips: one is counted.
+                lines = str(program.as_text()).splitlines()
+                loops = [" while(" in x and "known_trip_count" not in x for x in lines]
+                text = "\n".join(x + once * loop for x, loop in zip(lines, loops, strict=True))
+                found = collectives.read(text, dict(model.mesh.shape))
+                row[f"{name}_bytes"] = collectives.total(found)
+                row[f"{name}_collectives"] = [
+                    f"{x.count} {x.kind} over {' x '.join(x.axes)}: {x.wire_bytes} B of {x.dtype}"
+                    for x in found
+                ]
+            rows.append(row)
+            print(row, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=2048, help="Tokens of a prompt.")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chips", nargs="+", default=[], help="Chips to compile for.")
+    parser.add_argument("--meshes", action="store_true", help="Compile for meshes of 8 devices.")
     args = parser.parse_args()
+    if args.meshes:
+        found = {"rows": traffic(), "environment": environment()}
+        write("kv_cache_traffic_cpu.json", found, RESULTS)
+        return
     rows: list[dict[str, Any]] = []
     for chips in args.chips:
         rows += compiled(chips, args.length)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
+import pathlib
 import re
 
 import builders
@@ -406,3 +408,15 @@ def test_settings_that_say_nothing_are_refused(settings, why):
     assert policy_of() is None
     mixed = policy_of("vl_cache", kv_allocator="pyramid", kv_budget=0.2)
     assert mixed[:3] == ("vl_cache", "pyramid", 0.2)
+
+
+def test_pages_have_the_bytes_that_meshes_send():
+    root = pathlib.Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks/results/kv_cache_traffic_cpu.json").read_text())["rows"]
+    page = (root / "docs/kv_cache.md").read_text()
+    assert len(rows) == 8
+    for whole, kept in zip(rows[::2], rows[1::2], strict=True):
+        assert whole["mesh"] == kept["mesh"] and whole["token_bytes"] == kept["token_bytes"] > 0
+        mesh = " ".join(f"{axis}={n}" for axis, n in whole["mesh"].items())
+        sent = (x[name] for name in ("read_bytes", "token_bytes") for x in (whole, kept))
+        assert f"| {mesh} | {' | '.join(f'{n:,}' for n in sent)} |" in page
