@@ -29,7 +29,10 @@ TASKS = ("few", "many", "easy-vqa")
 BUDGETS = (0.5, 0.25, 0.1, 0.05, 0.01)
 SCORERS = ("vl_cache", "snapkv", "window", "random")
 ALLOCATORS = ("even", "density", "pyramid")
-EASY_VQA = {"data.train": "easy-vqa:train", "data.flip": True, "data.max_shift": 4, "steps": 1500}
+EASY_VQA = {
+    "data.train": "easy-vqa:train", "data.flip": True, "data.max_shift": 4, "steps": 1500,
+    "data.max_length": 384,
+}  # fmt: skip
 """What differs from the recipe for easy-VQA."""
 
 

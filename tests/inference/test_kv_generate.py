@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import TINY, devices_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numerics import close_in_norm
 
 from jaxvlm.config import ConfigError, MeshConfig
@@ -208,20 +210,51 @@ def test_neighbours_order_and_padding_change_nothing(one, whole, name):
         for i, row in enumerate(rows):
             used = state.kv.part.count[:, row].sum()
             close_in_norm(of.kept.k[i, :used], state.kept.k[row, :used], 1e-5)
-    assert places.any()
+    assert 0 < places.sum() < whole.kv.k[..., 0].size
+
+
+@pytest.fixture(scope="module")
+def compiled(one):
+    """Answers and what is kept of eight prompts, compiled once."""
+    model, params = one
+    compression = Compression(preset("vl_cache", budget=0.25), IMAGE, 1, with_places=True)
+
+    @jax.jit
+    def run(params, batch):
+        module = model.module(params)
+        state = prefill(module, batch, Sampling(), 8, SHAPE, jax.random.key(5), compression)
+        return decode(module, state, Sampling(), NEW)[1], state.kv.part.count
+
+    def of(rows):
+        batch = jax.tree.map(jnp.asarray, prompts(rows))
+        return [np.asarray(x) for x in run(params, batch)]
+
+    return of
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=8, max_size=8))
+def test_any_neighbours_in_any_order_change_nothing(compiled, rows):
+    tokens, count = compiled(range(8))
+    found, kept = compiled(rows)
+    np.testing.assert_array_equal(found, tokens[rows])
+    np.testing.assert_array_equal(kept, count[:, rows])
 
 
 MESHES = {name: builders.MESHES[name] for name in ("data8", "fsdp8", "tensor8")} | {
     "tensor": MeshConfig(data=1, tensor=4),  # with 8, KV heads are repeated
     "context": MeshConfig(data=1, context=4),
+    "context8": MeshConfig(data=1, context=8),
     "all": MeshConfig(data=2, context=2, tensor=2),
     "pipeline": MeshConfig(data=1, pipeline=3),
     "pipeline and tensor": MeshConfig(data=1, pipeline=3, tensor=2),
+    "pipeline and data": MeshConfig(data=2, pipeline=3),
 }
+ON_MESHES = [(name, mesh) for name in ("vl_cache", "snapkv", "random") for mesh in MESHES]
+ON_MESHES += [("pyramid", "all"), ("pyramid", "pipeline and data"), ("window", "tensor8")]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["vl_cache", "snapkv", "random"])
+@pytest.mark.parametrize("name, mesh", ON_MESHES)
 def test_meshes_keep_the_places_of_one_device(one, name, mesh):
     policy = preset(name, budget=0.25)
     tokens, state = answered(*one, prompts(), policy)
