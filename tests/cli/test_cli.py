@@ -310,7 +310,10 @@ def _compressed(capsys, run_folder, ask, answer, report):
     for name in ("exact_match", "blind/exact_match"):
         assert found[name] == pytest.approx(report[name])
     assert found["answers"] == 80 and "loss" not in found
-    assert "kv_budget is for a compressed KV cache" in fails(capsys, *ask, "--kv_budget=0.5")
+    fewer = said(*command[:3], "--kv_budget=0.3", "--batch_size=16", "--limit=20")
+    assert fewer["kv_stored_bytes"] < 0.5 * fewer["kv_whole_bytes"] and fewer["answers"] == 20
+    for given in ("--kv_budget=0.5", "--kv_budget=0.1", "--kv_queries=50", "--nokv_clip"):
+        assert "is for a compressed KV cache" in fails(capsys, *ask, given)
     assert "kv='h2o'" in fails(capsys, *ask, "--kv=h2o")
     assert "--kv=vl_cache is for answers" in fails(capsys, *command, "--retrieval")
 

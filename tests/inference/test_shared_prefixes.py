@@ -96,6 +96,7 @@ def test_they_answer_as_each_alone(mesh, kv):
     settings = {} if kv == "none" else {"kv": kv, "kv_budget": 0.2, "kv_queries": 200}
     together = vlm.generate_batch(queries, max_new_tokens=6, **settings)
     assert len(set(together)) > 1
+    assert kv == "none" or vlm.kv_memory.stored < 0.5 * vlm.kv_memory.whole
     assert together == [
         vlm.generate_batch([one], max_new_tokens=6, **settings)[0] for one in queries
     ]
