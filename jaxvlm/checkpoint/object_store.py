@@ -109,7 +109,7 @@ def _words(error: BaseException) -> str:
     return re.sub(r"\S*/\S*", "", text)
 
 
-def _said(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     text = " ".join(str(error).split())[:400]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -134,16 +134,16 @@ def attempt(what: str, call: Callable[[], T]) -> T:
         except Exception as error:  # of several libraries
             if refuses(error):
                 raise StoreError(
-                    f"{what}: the store refuses ({_said(error)}); check the credentials (gcloud "
+                    f"{what}: the store refuses ({_in_words(error)}); check the credentials (gcloud "
                     "auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the "
                     "machine's service account) and their role, Storage Object User of the bucket"
                 ) from error
             if not passes(error):
-                raise StoreError(f"{what}: {_said(error)}") from error
+                raise StoreError(f"{what}: {_in_words(error)}") from error
             pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
             if time.monotonic() + pause - begun > DEADLINE:
                 raise StoreError(
-                    f"{what}: the store has not done it for {DEADLINE:.0f} s ({_said(error)}); "
+                    f"{what}: the store has not done it for {DEADLINE:.0f} s ({_in_words(error)}); "
                     "when it answers again the same command goes on from the last complete "
                     "checkpoint",
                     passes=True,

@@ -75,7 +75,7 @@ def densities(
     if K * G * R * S >= 2**32:
         raise ConfigError(
             f"{K * G} heads x {R} queries x {S} keys are 2**32 attention weights or more, which a "
-            f"layer's density can't count; lower kv_queries to {(2**32 - 1) // (K * G * S)}"
+            f"layer's density can't count; observe at most {(2**32 - 1) // (K * G * S)} queries"
         )
     counted = (observed[:, :, None] & allowed)[:, None, None]
     dense = counted & (rows >= threshold * jnp.max(rows, axis=-1, keepdims=True))
