@@ -134,7 +134,7 @@ def attempt(what: str, call: Callable[[], T]) -> T:
         except Exception as error:  # of several libraries
             if refuses(error):
                 raise StoreError(
-                    f"{what}: the store refuses ({_in_words(error)}); check the credentials (gcloud "
+                    f"{what}: the store refuses ({_in_words(error)}); check credentials (gcloud "
                     "auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the "
                     "machine's service account) and their role, Storage Object User of the bucket"
                 ) from error
