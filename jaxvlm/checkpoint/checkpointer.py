@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxvlm.checkpoint import digest, manifest
+from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
 from jaxvlm.checkpoint.object_store import (
     RemoteFolder,
@@ -31,7 +32,6 @@ from jaxvlm.checkpoint.restore import (
     cast,
     committed_steps,
     comparable,
-    error_line,
     restore_params,
     score,
     scores,

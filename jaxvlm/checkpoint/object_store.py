@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from jaxvlm.checkpoint.errors import CheckpointError
+from jaxvlm.checkpoint.errors import CheckpointError, error_line
 from jaxvlm.config import ConfigError
 
 SCHEME = "gs"
@@ -109,11 +109,6 @@ def _words(error: BaseException) -> str:
     return re.sub(r"\S*/\S*", "", text)
 
 
-def _in_words(error: BaseException) -> str:
-    text = " ".join(str(error).split())[:400]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def attempt(what: str, call: Callable[[], T]) -> T:
     """Call until it succeeds, for :data:`DEADLINE`.
 
@@ -134,18 +129,19 @@ def attempt(what: str, call: Callable[[], T]) -> T:
         except Exception as error:  # of several libraries
             if refuses(error):
                 raise StoreError(
-                    f"{what}: the store refuses ({_in_words(error)}); check credentials (gcloud "
-                    "auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the "
-                    "machine's service account) and their role, Storage Object User of the bucket"
+                    f"{what}: the store refuses ({error_line(error, whole=True)}); check the "
+                    "credentials (gcloud auth application-default login, "
+                    "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and their "
+                    "role, Storage Object User of the bucket"
                 ) from error
             if not passes(error):
-                raise StoreError(f"{what}: {_in_words(error)}") from error
+                raise StoreError(f"{what}: {error_line(error)}") from error
             pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
             if time.monotonic() + pause - begun > DEADLINE:
                 raise StoreError(
-                    f"{what}: the store has not done it for {DEADLINE:.0f} s ({_in_words(error)}); "
-                    "when it answers again the same command goes on from the last complete "
-                    "checkpoint",
+                    f"{what}: the store has not done it for {DEADLINE:.0f} s "
+                    f"({error_line(error)}); when it answers again the same command goes on from "
+                    "the last complete checkpoint",
                     passes=True,
                 ) from error
         tries += 1

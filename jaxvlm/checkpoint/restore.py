@@ -21,6 +21,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxvlm.checkpoint import digest, manifest, object_store
+from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jaxvlm.checkpoint.object_store import StoreError
 from jaxvlm.checkpoint.run_record import COMMITTED, is_url
@@ -350,9 +351,3 @@ def _silence_abandoned_reads() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = hook
-
-
-def error_line(error: BaseException) -> str:
-    """An error's kind, and the first line of its message, truncated to 300 characters."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

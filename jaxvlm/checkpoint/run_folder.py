@@ -1,8 +1,8 @@
 """A run's folder, on a file system or in an object store.
 
-All that a run writes but its checkpoints is small: of a run in a bucket it lies in a local folder,
-which is fetched at the start and sent as it changes; so whatever reads or writes a run's folder
-knows local files alone. Checkpoints go to the bucket directly (``run_record.checkpoints_of``).
+All that a run in a bucket writes but its checkpoints lies in a local folder, which is fetched at
+the start and sent as it changes; so whatever reads or writes a run's folder knows local files
+alone. Checkpoints go to the bucket directly (``run_record.checkpoints_of``).
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxvlm.config import ConfigError, check_choice
 from jaxvlm.inference.kv_budget import (
-    STEEPNESS,
     divided_by_density,
     divided_evenly,
     divided_pyramid,
@@ -129,7 +129,7 @@ def policy_of(
     return preset(kv, **given)
 
 
-def without_scores(policy: KVPolicy, places: int) -> str:
+def without_scores(policy: KVPolicy, places: int, num_layers: int) -> str:
     """A line where a method keeps so little of a prompt that it is another one; else ""."""
     mean = policy.budget * places
     if policy.scorer == "snapkv" and mean <= policy.queries:
@@ -138,8 +138,11 @@ def without_scores(policy: KVPolicy, places: int) -> str:
             f"{policy.queries} (kv_queries), so no score is read and most of an image is lost; "
             "lower kv_queries, or raise kv_budget"
         )
-    first = min(mean * (2 - 1 / STEEPNESS), places - policy.queries)
-    if policy.allocator == "pyramid" and not policy.queries <= 2 * mean - first <= first:
+    prompt = jnp.asarray([places], jnp.int32)
+    even = divided_evenly(policy.budget, num_layers, prompt)
+    if policy.allocator == "pyramid" and np.array_equal(
+        even, divided_pyramid(policy.budget, num_layers, prompt, policy.queries)
+    ):
         return (
             f"kv: of {places} places about {mean:.0f} are kept a layer, too few for a pyramid over "
             f"a window of {policy.queries} (kv_queries): all layers keep equally many"

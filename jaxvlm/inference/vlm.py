@@ -265,7 +265,8 @@ class VLM:
         self.kv_memory = None
         state = self._prefill(self.params, asked, settings, capacity, compression, key)
         if compression:
-            if line := without_scores(compression.policy, asked.length):
+            depth = self.model.config.decoder.depth
+            if line := without_scores(compression.policy, asked.length, depth):
                 log_once(line)
             self.kv_memory = kv_compression.memory(state.kv, state.kept, asked.length)
         new: list[list[int]] = [[] for _ in range(count)]

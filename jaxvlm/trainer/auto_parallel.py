@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.checkpoint.restore import error_line
+from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.config import Config, ConfigError, GradCacheConfig, MeshConfig, StrategyConfig
 from jaxvlm.config.merge import json_object
 from jaxvlm.hf import pretrained

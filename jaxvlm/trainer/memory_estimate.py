@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from jaxvlm.checkpoint.restore import error_line
+from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.config import Config, ConfigError, DecoderConfig, DualConfig, TextConfig
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.planner.hardware.local_machine import machine_of

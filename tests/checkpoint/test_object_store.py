@@ -1,27 +1,23 @@
-"""Runs in an object store: a store on loopback whose answers are late, short, wrong or missing."""
+"""Files and checkpoints in an object store whose answers are late, short, wrong or missing."""
 
 import concurrent.futures
 import contextlib
 import os
-import pathlib
 import random
-import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from urllib.parse import quote
 
 import jax
 import jax.numpy as jnp
-import loopback_store
 import numpy as np
 import pytest
 from etils import epath
+from loopback_store import answers, flipped, short, unavailable
 
-from jaxvlm.checkpoint import object_store, restore, run_folder, run_lock, run_record
+from jaxvlm.checkpoint import object_store, restore
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
 from jaxvlm.config import ConfigError
@@ -43,45 +39,8 @@ with Checkpointer(sys.argv[1], int(sys.argv[2]), "", "max") as checkpointer:
 """
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with loopback_store.store(tmp_path_factory.mktemp("store") / "files") as made:
-        yield made
-
-
-@pytest.fixture
-def url(request, store):
-    store.wrong.clear()
-    yield f"gs://runs/{re.sub(r'[^a-z0-9_]', '-', request.node.name.lower())}"
-    store.wrong.clear()
-
-
-@pytest.fixture
-def hasty(monkeypatch):
-    """Deadlines of seconds; gcsfs does not wait between its own tries."""
-    import gcsfs.retry
-
-    async def at_once(seconds):
-        pass
-
-    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
-    monkeypatch.setattr(object_store, "DEADLINE", 2.0)
-    monkeypatch.setattr(object_store, "_PAUSES", (0.1,))
-    monkeypatch.setattr(restore, "PAUSES", (0.1, 0.1))
-
-
-@pytest.fixture
-def brisk(monkeypatch):
-    monkeypatch.setattr(run_lock, "BEAT", 0.2)
-    monkeypatch.setattr(run_lock, "STALE", 1.5)
-
-
 def state(step):
     return {"w": jnp.full(60_000, step, jnp.float32), "b": jnp.full(7, step, jnp.float32)}
-
-
-def no_locks(*_):
-    raise OSError(37, "No locks available")
 
 
 def saved(url, *steps, keep=9):
@@ -98,26 +57,6 @@ def newest(url, warnings=None):
     for x in jax.tree.leaves(found.state):
         np.testing.assert_array_equal(x, found.step)
     return found.step
-
-
-def answers(part, change, times=1, method="GET"):
-    """A rule for requests whose path has ``part``."""
-    return [times, lambda how, path: how == method and part in path, change]
-
-
-def unavailable(status, body):
-    return 503, b"try again"
-
-
-def short(status, body):
-    return status, body[: len(body) // 2]
-
-
-def flipped(status, body):
-    return status, bytes([*body[:-1], body[-1] ^ 1]) if body else body
-
-
-# --- files
 
 
 def test_files_are_read_written_created_once_and_moved(url):
@@ -218,113 +157,6 @@ def test_what_fails_for_good_is_not_tried_again(store, url, hasty):
 def test_other_stores_are_refused_by_name(folder):
     with pytest.raises(ConfigError, match="gs://BUCKET/FOLDER"):
         run_files.folder_of(folder)
-
-
-# --- one run at a time
-
-
-def test_a_second_run_is_refused_and_a_released_lock_is_free_at_once(url, brisk):
-    first = run_lock.NumberedLock(RemoteFolder(url), url)
-    with (
-        first,
-        pytest.raises(ConfigError, match=rf"another run is writing to it \(process {os.getpid()}"),
-    ):
-        run_lock.NumberedLock(RemoteFolder(url), url).__enter__()
-    begun = time.monotonic()
-    with run_lock.NumberedLock(RemoteFolder(url), url) as second:
-        assert time.monotonic() - begun < 1
-        second.check()
-
-
-def test_a_lock_of_a_lost_machine_is_taken_over_and_its_run_stops(url, brisk, monkeypatch):
-    monkeypatch.setattr(run_lock.platform, "node", lambda: "another machine")
-    lost = run_lock.NumberedLock(RemoteFolder(url), url)
-    monkeypatch.setattr(lost, "_renew", lambda: None)
-    lost._thread = threading.Thread(target=lambda: None)
-    lost.__enter__()
-    monkeypatch.undo()
-    monkeypatch.setattr(run_lock, "STALE", 1.5)
-    begun = time.monotonic()
-    with run_lock.NumberedLock(RemoteFolder(url), url) as second:
-        assert 1.5 < time.monotonic() - begun < 10
-        second.check()
-        with pytest.raises(StoreError, match="another run has taken over"):
-            lost.check()
-        assert RemoteFolder(url).names(".locks") == ["000002"]
-
-
-@pytest.mark.parametrize("where", ["object store", "folder"])
-def test_a_killed_runs_lock_is_free_at_once_on_its_machine(store, url, where, tmp_path):
-    made = (
-        "RemoteFolder(sys.argv[1])"
-        if where == "object store"
-        else "run_lock.Folder(pathlib.Path(sys.argv[1]))"
-    )
-    program = f"""
-import os, pathlib, signal, sys
-from jaxvlm.checkpoint import run_lock
-from jaxvlm.checkpoint.object_store import RemoteFolder
-run_lock.NumberedLock({made}, sys.argv[1]).__enter__()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    folder = url if where == "object store" else str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", program, folder], env=os.environ | store.env)
-    assert done.returncode == -signal.SIGKILL
-    files = RemoteFolder(url) if where == "object store" else run_lock.Folder(tmp_path)
-    begun = time.monotonic()
-    with run_lock.NumberedLock(files, folder):
-        assert time.monotonic() - begun < 5
-
-
-def test_one_of_many_runs_gets_the_lock(url, brisk):
-    held = []
-
-    def try_to(i):
-        with (
-            contextlib.suppress(ConfigError),
-            run_lock.NumberedLock(RemoteFolder(url), url) as lock,
-        ):
-            held.append(i)
-            time.sleep(1)
-            lock.check()
-            assert held[-1] == i
-            held.append(-i)
-            return True
-
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        won = [x for x in pool.map(try_to, range(1, 6)) if x]
-    pairs = list(zip(held[::2], held[1::2], strict=True))
-    assert won and all(a == -b for a, b in pairs)
-
-
-def test_a_folder_that_hosts_share_is_locked_by_a_file(tmp_path, monkeypatch, brisk):
-    with run_record.locked(tmp_path) as is_shared:
-        assert is_shared is run_record._is_shared(tmp_path)
-    monkeypatch.setattr(run_record.fcntl, "flock", no_locks)
-    with run_record.locked(tmp_path) as is_shared, run_lock.of_folder(tmp_path):
-        assert is_shared and (tmp_path / ".locks" / "000001").is_file()
-        with pytest.raises(ConfigError, match="another run is writing"):
-            run_lock.of_folder(tmp_path).__enter__()
-    with run_lock.of_folder(tmp_path):
-        pass
-
-
-@pytest.mark.parametrize(
-    "kind, is_shared",
-    [("nfs4", True), ("fuse.gcsfuse", True), ("lustre", True), ("ext4", False), ("overlay", False)],
-)
-def test_file_systems_that_hosts_share_are_known(kind, is_shared, tmp_path, monkeypatch):
-    lines = (
-        "/dev/x / ext4 rw 0 0",
-        f"h:/x {tmp_path} {kind} rw 0 0",
-        f"p {tmp_path}/y proc rw 0 0",
-    )
-    monkeypatch.setattr(run_record.pathlib.Path, "read_text", lambda self: "\n".join(lines))
-    assert run_record._is_shared(tmp_path / "run") is is_shared
-    assert not run_record._is_shared(pathlib.Path("/elsewhere"))
-
-
-# --- checkpoints
 
 
 def killed_at_random(store, url, keep, rounds):
@@ -430,92 +262,3 @@ def test_a_write_that_hangs_is_given_up(monkeypatch):
     assert time.monotonic() - begun < 2
     with pytest.raises(ZeroDivisionError):
         checkpointer.within(5.0, lambda: 1 / 0)
-
-
-# --- the folder
-
-
-def test_what_changes_is_sent_and_what_is_gone_is_removed(url, monkeypatch):
-    monkeypatch.setattr(run_folder, "EVERY", 0.1)
-    files = RemoteFolder(url)
-    files.write("config.json", b"old")
-    files.write("part.tmp/x", b"half")
-    files.write("checkpoints/3/record", b"large")
-    folder = run_files.folder_of(url)
-    assert {p.name for p in folder.iterdir()} == {"config.json", ".url"}
-    assert run_record.checkpoints_of(folder) == f"{url}/checkpoints"
-    assert not run_record.has_checkpoint(folder)
-    files.write(f"checkpoints/3/{run_record.COMMITTED}", b"")
-    assert run_record.has_checkpoint(folder)
-    with contextlib.ExitStack() as stack:
-        run_folder.open_for_run(folder, stack)
-        (folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st')
-        (folder / "config.json").write_text("new")
-        (folder / "tokenizer.tmp").mkdir()
-        (folder / "tokenizer.tmp" / "x").write_text("half")
-        for _ in range(100):
-            if files.exists("metrics.jsonl"):
-                break
-            time.sleep(0.1)
-        assert files.read("metrics.jsonl") == b'{"step": 1}\n'
-        (folder / "tokenizer.tmp").rename(folder / "tokenizer")
-        (folder / "config.json").unlink()
-    names = set(files.files(without=[".locks", "checkpoints", "part.tmp"]))
-    assert names == {"config.json", "metrics.jsonl", "tokenizer/x"}, "a run never removes it"
-    assert run_record.shown(folder / "a.png") == f"{url}/a.png"
-
-
-def test_what_a_run_removes_is_removed(url):
-    for name in ("config.json", "host_cache/3/x", "tokenizer/old"):
-        RemoteFolder(url).write(name, b"1")
-    folder = run_files.folder_of(url)
-    with contextlib.ExitStack() as stack:
-        run_folder.open_for_run(folder, stack)
-        for name in ("config.json", "host_cache/3/x", "tokenizer/old"):
-            (folder / name).unlink()
-    with contextlib.ExitStack() as stack:  # the same copy again
-        run_folder.open_for_run(folder, stack)
-    assert set(RemoteFolder(url).files(without=[".locks"])) == {"config.json"}
-
-
-def test_a_folder_of_something_else_is_refused(url):
-    RemoteFolder(url).write("first/config.json", b"{}")
-    for use in (run_files.folder_of, lambda url: run_folder.local_to_read(url, "checkpoint")):
-        with pytest.raises(ConfigError, match=r"such as first/config\.json"):
-            use(url)
-    with pytest.raises(ConfigError, match="there is no such bucket"):
-        run_files.folder_of("gs://no-such-bucket/run")
-    with pytest.raises(ConfigError, match="as text, not as a path"):
-        run_files.folder_of(pathlib.Path(url))
-
-
-def test_a_run_that_is_made_anew_is_read_anew(url):
-    RemoteFolder(url).write("config.json", b"1")
-    first = run_folder.local_to_read(url, "checkpoint")
-    assert run_folder.local_to_read(url + "/", "checkpoint") == first
-    RemoteFolder(url).write("config.json", b"2")
-    assert (run_folder.local_to_read(url, "checkpoint") / "config.json").read_bytes() == b"2"
-    run_folder.remove_copies()
-    assert not first.exists()
-
-
-def test_a_folder_that_changed_after_it_was_read_is_refused(url):
-    RemoteFolder(url).write("config.json", b"1")
-    folder = run_files.folder_of(url)
-    RemoteFolder(url).write("config.json", b"2")
-    with contextlib.ExitStack() as stack, pytest.raises(ConfigError, match="start again"):
-        run_folder.open_for_run(folder, stack)
-
-
-def test_what_can_not_be_sent_at_the_end_is_an_error(store, url, hasty):
-    folder = run_files.folder_of(url)
-    with pytest.raises(StoreError, match="metrics"), contextlib.ExitStack() as stack:
-        run_folder.open_for_run(folder, stack)
-        (folder / "metrics.jsonl").write_text("{}\n")
-        store.wrong.append(answers("upload", unavailable, times=10_000, method="POST"))
-
-
-def test_a_folder_without_a_run_is_named(url):
-    with pytest.raises(ConfigError, match=f"{url} holds no run"):
-        run_folder.local_to_read(url, "checkpoint")
-    assert run_folder.local_to_read(pathlib.Path("x"), "checkpoint") == pathlib.Path("x")

@@ -77,18 +77,25 @@ def one():
     return model, jax.tree.map(lambda x: x * 3, model.init(0))
 
 
-def answered(model, params, batch, policy):
-    """(tokens, state after prefill)."""
+def answering(model, policy):
+    """The jitted (parameters, prompts) -> (tokens, state after prefill)."""
     stages = model.mesh.shape["pipeline"]
     compression = policy and Compression(policy, IMAGE, stages, with_places=True)
 
+    @jax.jit
     def run(params, batch):
         module = model.module(params)
         state = prefill(module, batch, Sampling(), 8, SHAPE, jax.random.key(5), compression)
-        return decode(module, state, Sampling(), NEW)[1], state
+        return decode(module, state, Sampling(), NEW)[1], state._replace(keys=None)
 
-    tokens, state = jax.jit(run)(params, jax.tree.map(jnp.asarray, batch))
-    return np.asarray(tokens), jax.tree.map(np.asarray, state._replace(keys=None))
+    return lambda params, batch: jax.tree.map(
+        np.asarray, run(params, jax.tree.map(jnp.asarray, batch))
+    )
+
+
+def answered(model, params, batch, policy):
+    """(tokens, state after prefill)."""
+    return answering(model, policy)(params, batch)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -215,19 +222,12 @@ def test_neighbours_order_and_padding_change_nothing(one, whole, name):
 
 @pytest.fixture(scope="module")
 def compiled(one):
-    """Answers and what is kept of eight prompts, compiled once."""
-    model, params = one
-    compression = Compression(preset("vl_cache", budget=0.25), IMAGE, 1, with_places=True)
-
-    @jax.jit
-    def run(params, batch):
-        module = model.module(params)
-        state = prefill(module, batch, Sampling(), 8, SHAPE, jax.random.key(5), compression)
-        return decode(module, state, Sampling(), NEW)[1], state.kv.part.count
+    """Answers and counts of eight prompts, compiled once."""
+    run = answering(one[0], preset("vl_cache", budget=0.25))
 
     def of(rows):
-        batch = jax.tree.map(jnp.asarray, prompts(rows))
-        return [np.asarray(x) for x in run(params, batch)]
+        tokens, state = run(one[1], prompts(rows))
+        return tokens, state.kv.part.count
 
     return of
 

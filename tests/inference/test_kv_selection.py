@@ -201,3 +201,20 @@ def test_a_tenth_of_the_kept_places_are_recent():
 def test_a_policys_values_are_checked(name, changes, message):
     with pytest.raises(ConfigError, match=message):
         kv_policy.preset(name, **changes)
+
+
+@pytest.mark.parametrize(
+    "name, places, changes, line",
+    [
+        ("snapkv", 280, {}, "all of them among the last 50"),
+        ("snapkv", 280, {"queries": 8}, ""),
+        ("snapkv", 2000, {}, ""),
+        ("pyramid", 2000, {}, "too few for a pyramid"),
+        ("pyramid", 2000, {"queries": 4}, ""),
+        ("vl_cache", 40, {}, ""),
+        ("window", 40, {}, ""),
+    ],
+)
+def test_what_keeps_too_little_is_said(name, places, changes, line):
+    found = kv_policy.without_scores(kv_policy.preset(name, **changes), places, 12)
+    assert line in found and bool(line) == bool(found)

@@ -1,0 +1,41 @@
+"""An object store on loopback, and what is short there."""
+
+import re
+
+import loopback_store
+import pytest
+
+from jaxvlm.checkpoint import object_store, restore, run_lock
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    with loopback_store.store(tmp_path_factory.mktemp("store") / "files") as made:
+        yield made
+
+
+@pytest.fixture
+def url(request, store):
+    store.wrong.clear()
+    yield f"gs://runs/{re.sub(r'[^a-z0-9_]', '-', request.node.name.lower())}"
+    store.wrong.clear()
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Deadlines of seconds; gcsfs does not wait between its own tries."""
+    import gcsfs.retry
+
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
+    monkeypatch.setattr(object_store, "DEADLINE", 2.0)
+    monkeypatch.setattr(object_store, "_PAUSES", (0.1,))
+    monkeypatch.setattr(restore, "PAUSES", (0.1, 0.1))
+
+
+@pytest.fixture
+def brisk(monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT", 0.2)
+    monkeypatch.setattr(run_lock, "STALE", 1.5)

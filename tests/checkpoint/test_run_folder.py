@@ -1,0 +1,99 @@
+"""A run's folder in an object store: what is fetched, sent and removed."""
+
+import contextlib
+import pathlib
+import time
+
+import pytest
+from loopback_store import answers, unavailable
+
+from jaxvlm.checkpoint import run_folder, run_record
+from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.config import ConfigError
+from jaxvlm.trainer import run_files
+
+
+def test_what_changes_is_sent_and_what_is_gone_is_removed(url, monkeypatch):
+    monkeypatch.setattr(run_folder, "EVERY", 0.1)
+    files = RemoteFolder(url)
+    files.write("config.json", b"old")
+    files.write("part.tmp/x", b"half")
+    files.write("checkpoints/3/record", b"large")
+    folder = run_files.folder_of(url)
+    assert {p.name for p in folder.iterdir()} == {"config.json", ".url"}
+    assert run_record.checkpoints_of(folder) == f"{url}/checkpoints"
+    assert not run_record.has_checkpoint(folder)
+    files.write(f"checkpoints/3/{run_record.COMMITTED}", b"")
+    assert run_record.has_checkpoint(folder)
+    with contextlib.ExitStack() as stack:
+        run_folder.open_for_run(folder, stack)
+        (folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"st')
+        (folder / "config.json").write_text("new")
+        (folder / "tokenizer.tmp").mkdir()
+        (folder / "tokenizer.tmp" / "x").write_text("half")
+        for _ in range(100):
+            if files.exists("metrics.jsonl"):
+                break
+            time.sleep(0.1)
+        assert files.read("metrics.jsonl") == b'{"step": 1}\n'
+        (folder / "tokenizer.tmp").rename(folder / "tokenizer")
+        (folder / "config.json").unlink()
+    names = set(files.files(without=[".locks", "checkpoints", "part.tmp"]))
+    assert names == {"config.json", "metrics.jsonl", "tokenizer/x"}, "a run never removes it"
+    assert run_record.shown(folder / "a.png") == f"{url}/a.png"
+
+
+def test_what_a_run_removes_is_removed(url):
+    for name in ("config.json", "host_cache/3/x", "tokenizer/old"):
+        RemoteFolder(url).write(name, b"1")
+    folder = run_files.folder_of(url)
+    with contextlib.ExitStack() as stack:
+        run_folder.open_for_run(folder, stack)
+        for name in ("config.json", "host_cache/3/x", "tokenizer/old"):
+            (folder / name).unlink()
+    with contextlib.ExitStack() as stack:  # the same copy again
+        run_folder.open_for_run(folder, stack)
+    assert set(RemoteFolder(url).files(without=[".locks"])) == {"config.json"}
+
+
+def test_a_folder_of_something_else_is_refused(url):
+    RemoteFolder(url).write("first/config.json", b"{}")
+    for use in (run_files.folder_of, lambda url: run_folder.local_to_read(url, "checkpoint")):
+        with pytest.raises(ConfigError, match=r"such as first/config\.json"):
+            use(url)
+    with pytest.raises(ConfigError, match="there is no such bucket"):
+        run_files.folder_of("gs://no-such-bucket/run")
+    with pytest.raises(ConfigError, match="as text, not as a path"):
+        run_files.folder_of(pathlib.Path(url))
+
+
+def test_a_run_that_is_made_anew_is_read_anew(url):
+    RemoteFolder(url).write("config.json", b"1")
+    first = run_folder.local_to_read(url, "checkpoint")
+    assert run_folder.local_to_read(url + "/", "checkpoint") == first
+    RemoteFolder(url).write("config.json", b"2")
+    assert (run_folder.local_to_read(url, "checkpoint") / "config.json").read_bytes() == b"2"
+    run_folder.remove_copies()
+    assert not first.exists()
+
+
+def test_a_folder_that_changed_after_it_was_read_is_refused(url):
+    RemoteFolder(url).write("config.json", b"1")
+    folder = run_files.folder_of(url)
+    RemoteFolder(url).write("config.json", b"2")
+    with contextlib.ExitStack() as stack, pytest.raises(ConfigError, match="start again"):
+        run_folder.open_for_run(folder, stack)
+
+
+def test_what_can_not_be_sent_at_the_end_is_an_error(store, url, hasty):
+    folder = run_files.folder_of(url)
+    with pytest.raises(StoreError, match="metrics"), contextlib.ExitStack() as stack:
+        run_folder.open_for_run(folder, stack)
+        (folder / "metrics.jsonl").write_text("{}\n")
+        store.wrong.append(answers("upload", unavailable, times=10_000, method="POST"))
+
+
+def test_a_folder_without_a_run_is_named(url):
+    with pytest.raises(ConfigError, match=f"{url} holds no run"):
+        run_folder.local_to_read(url, "checkpoint")
+    assert run_folder.local_to_read(pathlib.Path("x"), "checkpoint") == pathlib.Path("x")
