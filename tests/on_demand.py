@@ -46,6 +46,10 @@ TESTS = {
         f"test_no_kill_of_many_loses_anything[{draw}" for draw in (1, 3)
     ),
     "e2e/test_cache_memory_runs.py": ("test_an_evaluation_has_the_memory[True",),
+    "e2e/test_elastic_runs.py": (
+        "test_a_run_goes_on_with_those_that_are_left[32",
+        "test_a_run_goes_on_with_those_that_are_left[12-2",
+    ),
     "e2e/test_federated_runs.py": ("test_recipes_run[lora",),
     "e2e/test_frozen_dtype_runs.py": (
         "test_a_dual_encoders_frozen_tower_is_held_as_it_came",

@@ -18,13 +18,18 @@ _EVERY = {
     "image": "queued, gke, xpk, vertex, sky: the container image with jaxvlm, which "
     "launch/Dockerfile builds.",
     "env": "A variable NAME=VALUE of the processes; the flag can be repeated.",
-    "restarts": "slurm, queued, gke, xpk, ray: how often a lost process may start the job again; 0 "
-    "means 5 on SLURM, where restarts in a row without a new checkpoint count, and 20 elsewhere.",
+    "restarts": "local, slurm, queued, gke, xpk, ray: how often a lost process may start the job "
+    "again; 0 means 5 on SLURM, where restarts in a row without a new checkpoint count, and 20 "
+    "elsewhere.",
+    "min_nodes": "local, slurm, ray: the fewest nodes (local: processes) with which the job goes "
+    "on once some are lost, if they divide its batch; 0 means all, so that it waits for them.",
     "output": "The folder in which the job's files are written, in a folder of its name.",
     "dry_run": "Print the job and the call of the scheduler's tool; write and call nothing.",
     "skip_plan": "Don't ask the planner whether the run fits.",
 }
 _OWN = {
+    "processes": "local: the number of processes among which the devices are divided; 0 means one "
+    "for each device.",
     "time": "slurm: the time limit, D-HH:MM:SS.",
     "partition": "slurm: the partition; by default the cluster's.",
     "account": "slurm: the account to charge; by default the user's.",
@@ -52,9 +57,11 @@ _OWN = {
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``launch``."""
     switches = {"dry_run": False, "skip_plan": False}
-    define_flags(values, _EVERY, env=(), name="jaxvlm", output="jobs", restarts=0, **switches)
+    define_flags(
+        values, _EVERY, env=(), name="jaxvlm", output="jobs", restarts=0, min_nodes=0, **switches
+    )
     own: dict[str, Any] = {"time": "24:00:00", "namespace": "default", "mount": "/runs"}
-    own |= {"priority": "medium", "spot": False, "reduction_servers": 0, "cpus": 0}
+    own |= {"priority": "medium", "spot": False, "reduction_servers": 0, "cpus": 0, "processes": 0}
     define_flags(values, _OWN, **own)
 
 
@@ -74,6 +81,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     asked = machine.parse(values.devices, config.network.dtype if config else "bfloat16")
     fits = None if values.skip_plan else _fits(config, recipe, asked)
     of = targets.TARGETS[target]
+    sizes = _sizes(values, config, recipe, asked)
     has_recipe = of.has_files or (of.has_image and values.image)
     launched = job.Job(
         job.check_name(values.name),
@@ -82,6 +90,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         values.image,
         job.environment_of(values.env, asked),
         values.restarts or (5 if target == "slurm" else 20),
+        sizes,
         "" if has_recipe else _text(recipe),
     )
     own = {name: values[name].value for name in of.flags}
@@ -101,6 +110,22 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if rendered.note and not status:
         say(rendered.note)
     return result | {"command": list(rendered.command), "exit_code": 1 if status else 0}
+
+
+def _sizes(values: flags.FlagValues, config: Any, recipe: str, asked: Any) -> tuple[int, ...]:
+    """The numbers of nodes with which the job may go on; () where it waits for all."""
+    if not values.min_nodes:
+        return ()
+    from jaxvlm.launch import local, plan_check
+
+    nodes = asked.hosts
+    if values.processes or asked.platform == "cpu" or asked.hosts == 1:
+        nodes = local.processes_of(asked, values.processes)
+    found = plan_check.sizes(config, recipe, asked, nodes, values.min_nodes, not values.skip_plan)
+    for count, why in found.refused.items():
+        say(f"not with {count}: {why}")
+    say(f"goes on with {', '.join(map(str, found.allowed))} where nodes are lost")
+    return found.allowed
 
 
 def _text(recipe: str) -> str:
@@ -133,6 +158,12 @@ def _refuse_others(values: flags.FlagValues, target: str, known: Any) -> None:
             raise ConfigError(f"--{name} is for launch {of}, not for {target}; leave it out")
     if values["image"].present and not known[target].has_image:
         raise ConfigError(f"--image: launch {target} runs what is installed; leave it out")
+    if values["min_nodes"].present and not known[target].is_elastic:
+        of = ", ".join(name for name, other in known.items() if other.is_elastic)
+        raise ConfigError(
+            f"--min_nodes: launch {target} waits for all of its nodes; launch {of} can go on with "
+            "fewer"
+        )
     if values["restarts"].present and not known[target].has_restarts:
         raise ConfigError(f"--restarts: launch {target} does not count restarts; leave it out")
 

@@ -70,6 +70,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
     processes.initialize()
     made = Trainer(config, values.workdir)
+    made.began = processes.began()
     _check_overrides(flag.override_values, made.config, made.auto)
     if values.dry_run:
         return made.dry_run()

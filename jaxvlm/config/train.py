@@ -119,6 +119,14 @@ class Config:
     """Writes metrics as TensorBoard events too."""
     wandb_project: str = ""
     """Names the Weights & Biases project that metrics are sent to; the default "" sends none."""
+    mlflow_experiment: str = ""
+    """Names the MLflow experiment that metrics are sent to, on the server of the variable
+    MLFLOW_TRACKING_URI; the default "" sends none."""
+    trackio_project: str = ""
+    """Names the Trackio project that metrics are sent to; the default "" sends none."""
+    prometheus_port: int = 0
+    """Sets the port of process 0's machine on which Prometheus finds the latest metrics, as can
+    anybody who reaches it; the default 0 opens none."""
 
     @property
     def network(self) -> ModelConfig | DualConfig:

@@ -32,7 +32,9 @@ class Job(NamedTuple):
     """Variables of the processes."""
     restarts: int = 20
     """How often a lost process may start the job again."""
-
+    sizes: tuple[int, ...] = ()
+    """Numbers of processes with which it may go on where some are lost, most first; (): with all
+    alone."""
     recipe: str = ""
     """Text of the recipe, where the target has no copy of its file."""
 
@@ -86,7 +88,9 @@ class Rendered(NamedTuple):
         """Return the job with the names of its files where they are written."""
 
         def placed(text: str) -> str:
-            return text.replace(FILE, f"{folder}/{next(iter(self.files))}").replace(FOLDER, folder)
+            return text.replace(FILE, f"{folder}/{first}").replace(FOLDER, folder)
+
+        first = next(iter(self.files), "")
 
         command = tuple(placed(word) for word in self.command)
         return self._replace(command=command, note=placed(self.note))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from jaxvlm.config import Config, ConfigError
+from jaxvlm.parallel.mesh import BATCH_AXES
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.hardware import machine as machines
 from jaxvlm.planner.hardware.machine import Machine
@@ -69,6 +71,70 @@ def check(config: Config, recipe: str, machine: Machine) -> Verdict:
     return Verdict(
         False, f"{need}, and a device has {gib(memory)}; {_nearest(config, recipe, request)}"
     )
+
+
+class Sizes(NamedTuple):
+    """With how many processes a run can go on."""
+
+    allowed: tuple[int, ...]
+    """Most first."""
+    refused: dict[int, str]
+    """Number of processes -> why not."""
+
+
+def sizes(
+    config: Config | None, recipe: str, machine: Machine, processes: int, least: int, plan: bool
+) -> Sizes:
+    """Find the numbers of processes with which a run can go on, once some are lost.
+
+    Args:
+        config: settings of the run; ``None`` for a command that does not train.
+        recipe: its file.
+        machine: of all processes.
+        processes: of the job.
+        least: the fewest.
+        plan: whether the planner is asked if the run fits; its mesh and batch always have to go
+            with the devices.
+
+    Raises:
+        ConfigError: ``least`` is none of 1 to ``processes``, or the job can't go on with fewer.
+    """
+    if not 1 <= least <= processes:
+        raise ConfigError(f"--min_nodes={least}: the job has {processes}; name 1 to {processes}")
+    allowed_sizes, refused = [], {}
+    for count in range(processes, least - 1, -1):
+        devices = machine.devices // processes * count
+        try:
+            if config is not None:
+                smaller = machines.parse(f"{machine.name}:{devices}", config.network.dtype)
+                _check_batch(config, smaller)
+                if plan and (verdict := check(config, recipe, smaller)).fits is False:
+                    raise ConfigError(verdict.text)
+            allowed_sizes.append(count)
+        except ConfigError as error:
+            refused[count] = str(error)
+    if least < processes and allowed_sizes in ([], [processes]):
+        why = "; ".join(f"with {count}: {text}" for count, text in refused.items())
+        raise ConfigError(f"--min_nodes={least}: the job can't go on with fewer: {why}")
+    return Sizes(tuple(allowed_sizes), refused)
+
+
+def _check_batch(config: Config, machine: Machine) -> None:
+    """Refuse devices whose data shards do not divide the batch.
+
+    Raises:
+        ConfigError: they do not, or the mesh does not go with the devices.
+    """
+    if auto_settings(config):
+        return  # the planner finds a mesh that does, or none
+    mesh = resolve(config.strategy, config.mesh, _devices(machine))[0]
+    shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+    rows, parts = config.data.batch_size, config.microbatches
+    if rows % (shards * parts):
+        raise ConfigError(
+            f"config.data.batch_size={rows} is no multiple of {shards} data shards times "
+            f"config.microbatches={parts}"
+        )
 
 
 def _nearest(config: Config, recipe: str, request: PlanRequest) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch import kubernetes, ray, sky, slurm, tpu_vms, vertex, xpk
+from jaxvlm.launch import kubernetes, local, ray, sky, slurm, tpu_vms, vertex, xpk
 from jaxvlm.launch.job import Job, Rendered
 
 
@@ -27,10 +27,15 @@ class Target(NamedTuple):
     """Whether it counts restarts."""
     has_files: bool = False
     """Whether it runs where this machine's files are."""
+    is_elastic: bool = False
+    """Whether a job can go on with fewer nodes once some are lost."""
 
 
 TARGETS: Mapping[str, Target] = {
-    "slurm": Target(slurm.render, ("time", "partition", "account", "cpus"), has_files=True),
+    "local": Target(local.render, ("processes",), has_files=True, is_elastic=True),
+    "slurm": Target(
+        slurm.render, ("time", "partition", "account", "cpus"), has_files=True, is_elastic=True
+    ),
     "tpu": Target(
         tpu_vms.render_running, ("tpu", "zone", "project", "install"), has_restarts=False
     ),
@@ -46,7 +51,7 @@ TARGETS: Mapping[str, Target] = {
         has_restarts=False,
     ),
     "sky": Target(sky.render, ("install", "spot", "cloud"), has_image=True, has_restarts=False),
-    "ray": Target(ray.render, ("address",)),
+    "ray": Target(ray.render, ("address",), is_elastic=True),
 }
 
 
@@ -70,6 +75,8 @@ def written(rendered: Rendered, folder: pathlib.Path) -> Rendered:
     Raises:
         ConfigError: the folder can't be written.
     """
+    if not rendered.files:
+        return rendered
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in rendered.files.items():

@@ -23,7 +23,8 @@ from jaxvlm.types import Batch, Embeddings, Loss, Out, Pairs, Sums
 RESERVED = {
     *("loss", "grad_norm", "skipped", "skipped_updates", "bad_in_a_row", "bad_leaf"),
     *("tokens", "images", "tokens_per_s", "images_per_s", "mfu", "learning_rate", "busy_stages"),
-    *("seconds", "wait_share", "step_ms", "wait_ms", "host_ms", "device_ms"),
+    *("seconds", "wait_share", "step_ms", "wait_ms", "host_ms", "device_ms", "goodput"),
+    *("slowest_process", "slowest_process_ms", "median_process_ms"),
 }
 """Metrics of every run, whose names no metric of a loss may have."""
 RESERVED_PREFIXES = ("loss/", "no_weight/", "cache/")

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,6 +18,7 @@ import jax
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import CallbackList, StepBatch
 from jaxvlm.train.compiled_steps import CompiledSteps
+from jaxvlm.train.metrics import Goodput
 from jaxvlm.train.step import NO_WEIGHT
 from jaxvlm.types import Batch, Pairs, TrainState
 
@@ -54,6 +55,8 @@ class Schedule:
     max_bad_steps: int
     profile: tuple[int, int] = (0, 0)
     profile_folder: str = ""
+    profile_asked: Callable[[], bool] = lambda: False
+    """Whether somebody has asked, since the last call, for a trace of the next steps."""
 
 
 def train(
@@ -67,6 +70,7 @@ def train(
     leaves: list[str],
     extra: Mapping[str, Any] = {},
     cache_memory: CacheMemory | None = None,
+    goodput: Goodput | None = None,
 ) -> tuple[TrainState, str]:
     """Take steps ``start`` to ``schedule.steps``.
 
@@ -84,6 +88,7 @@ def train(
         extra: what was saved with the checkpoint that the run resumes from, the steps since the
             last log line included, so that the next line's means cover them too.
         cache_memory: the device memory of the state's cache, if it has one that may be evicted.
+        goodput: is told where the time goes.
 
     Returns:
         The last state, and why it ended: ``done``, ``preempted`` or ``no better``.
@@ -91,14 +96,14 @@ def train(
     Raises:
         TrainingStopped: too many non-finite steps in a row, or none that trained anything.
     """
-    clock = Clock(start)
+    clock = Clock(start, goodput)
     window = _Window(leaves, schedule.max_bad_steps, callbacks, extra.get("unlogged"))
     pending: tuple[int, dict[str, Any]] | None = None
     state, why = callbacks.on_begin(start, state, extra), "done"
     _save_start(callbacks, start, state, batches, window)
-    with contextlib.ExitStack() as stack:
+    with contextlib.closing(_Profiler(schedule, start)) as profiler:
         for step in range(start + 1, schedule.steps + 1):
-            _profile(schedule, step, start, stack)
+            profiler.before(step)
             with clock.waiting():
                 batch = next(batches)
                 if pending is not None and not pending[1]["loss"].is_ready():
@@ -110,7 +115,7 @@ def train(
                 if callbacks.exchanges(step):
                     window.read(pending)
                     pending = None
-            with clock.paused():
+            with clock.paused("exchange"):
                 state, ended, follows = callbacks.exchange(step, state)
             if ended == "preempted":
                 return state, ended
@@ -127,12 +132,14 @@ def train(
                 callbacks.on_log(step, window.means() | clock.lap(step))
                 window.check_trained(step, is_whole_run=last and not start)
             why = "preempted" if stop else why
-            with clock.paused():
-                record = {"data": batches.state(), "unlogged": window.state()} if saves else {}
+            record = {"data": batches.state(), "unlogged": window.state()} if saves else {}
+            with clock.paused("evaluation"):
                 if evaluates and _evaluated(callbacks, step, state, record) and not last:
                     why = "no better"
-                if saves:
+            if saves:
+                with clock.paused("checkpoint"):
                     callbacks.save(step, state, record)
+                clock.note(step)
             if last or why != "done":
                 break
     return state, why
@@ -167,7 +174,7 @@ def _dispatch(
     batch: StepBatch,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Start a step; its results are there when the device has computed them."""
-    with clock.paused():
+    with clock.paused("compilation"):
         state = cache_memory.restored(state) if cache_memory else state
         programs.get(state, batch.arrays)  # compiles where the shape is new
     with clock.dispatching():
@@ -296,31 +303,54 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _profile(schedule: Schedule, step: int, start: int, stack: contextlib.ExitStack) -> None:
-    """Start a trace at the first profiled step of this process, stop it after the last."""
-    first, end = schedule.profile
-    if end <= first:
-        return
-    if step == max(first, start + 1) and step < end:
-        stack.enter_context(jax.profiler.trace(schedule.profile_folder))
-    elif step == end:
-        stack.close()
+class _Profiler:
+    """Traces of steps: those that the schedule names, and the next ones whenever somebody asks."""
+
+    def __init__(self, schedule: Schedule, start: int):
+        self.schedule = schedule
+        first, end = schedule.profile
+        self.first, self.end = max(first, start + 1), end
+        self.trace = contextlib.ExitStack()
+
+    def before(self, step: int) -> None:
+        """Start or stop a trace before a step."""
+        if step == self.end:
+            self.trace.close()
+        if self.schedule.profile_asked() and not self.first <= step < self.end:
+            self.first, self.end = step, step + TRACED_STEPS
+        if step == self.first and step < self.end:
+            self.trace.enter_context(jax.profiler.trace(self.schedule.profile_folder))
+
+    def close(self) -> None:
+        """Stop the trace that is running."""
+        self.trace.close()
+
+
+TRACED_STEPS = 5
+"""Steps in a trace that somebody asked for."""
+PAUSES = ("compilation", "exchange", "evaluation", "checkpoint")
+"""What a process does between steps, by what its time goes to."""
 
 
 class Clock:
-    """Adds up seconds by kind between two calls of :meth:`lap`.
+    """Adds up seconds by kind, between two calls of :meth:`lap` and since the start.
 
     Args:
         step: steps taken so far.
+        goodput: is told of them.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, goodput: Goodput | None = None) -> None:
+        self.goodput, self.begun = goodput, time.perf_counter()
+        self.all = dict.fromkeys(("wait", *PAUSES), 0.0)
+        if goodput:
+            goodput.begin(step)
         self._reset(step)
 
     def _reset(self, step: int) -> None:
         self.last_step = step
         self.start = time.perf_counter()
-        self.seconds = {"wait": 0.0, "host": 0.0, "device": 0.0, "paused": 0.0}
+        self.seconds = dict.fromkeys(("wait", "host", "device", *PAUSES), 0.0)
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -330,7 +360,10 @@ class Clock:
             yield
         finally:
             if not self._hidden:
-                self.seconds[kind] += time.perf_counter() - begin
+                spent = time.perf_counter() - begin
+                self.seconds[kind] += spent
+                if kind in self.all:
+                    self.all[kind] += spent
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Time the wait for the next batch, while the device is idle."""
@@ -348,14 +381,23 @@ class Clock:
         """Time the wait for the device's results."""
         return self._timed("device")
 
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Time compilation, evaluations and checkpoints, which are no part of a step."""
-        return self._timed("paused")
+    def paused(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Time one of :data:`PAUSES`, which are no part of a step."""
+        return self._timed(kind)
+
+    def note(self, step: int) -> None:
+        """Tell ``goodput`` where the time went since the start."""
+        if self.goodput:
+            self.goodput.write(step, time.perf_counter() - self.begun, self.all)
 
     def lap(self, step: int) -> dict[str, float]:
-        """Return times since the last lap: ``seconds``, ``wait_share`` and ms for each step."""
+        """Return times since the last lap: ``seconds``, ``wait_share`` and ms for each step.
+
+        Where goodput is counted, its share of the run so far too.
+        """
         steps = max(1, step - self.last_step)
-        spent = time.perf_counter() - self.start - self.seconds["paused"]
+        paused = sum(self.seconds[kind] for kind in PAUSES)
+        spent = time.perf_counter() - self.start - paused
         figures = {
             "seconds": spent,
             "wait_share": self.seconds["wait"] / max(spent, 1e-9),
@@ -364,5 +406,8 @@ class Clock:
             "host_ms": 1e3 * self.seconds["host"] / steps,
             "device_ms": 1e3 * self.seconds["device"] / steps,
         }
+        if self.goodput:
+            self.note(step)
+            figures["goodput"] = self.goodput.share()
         self._reset(step)
         return figures

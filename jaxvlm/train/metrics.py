@@ -1,65 +1,71 @@
-"""Metric writers: ``metrics.jsonl`` always, TensorBoard and Weights & Biases on request."""
+"""What a run writes of itself: ``metrics.jsonl`` with its loggers, and ``goodput.jsonl``."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from jaxvlm.checkpoint.run_record import write_whole
-from jaxvlm.config import ConfigError, json_text
+from jaxvlm.config import json_text
 
 FILE = "metrics.jsonl"
+GOODPUT_FILE = "goodput.jsonl"
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes a run's metrics to a tracker; see ``jaxvlm.train.loggers``."""
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Take scalars; those of a step that is trained again come again."""
+        ...
+
+    def images(self, step: int, name: str, images: np.ndarray) -> None:
+        """Take images, u8[n, H, W, 3]."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left."""
+        ...
 
 
 class MetricWriter:
-    """Writes scalars and images from process 0; in other processes every call does nothing."""
+    """Writes scalars and images from process 0; in other processes every call does nothing.
+
+    Lines after the step that the run resumes from are dropped.
+
+    Args:
+        workdir: the run's folder; created if missing.
+        resume_step: the step that was restored; lines of later steps are dropped, as these steps
+            are run again. Below 0 starts a new file.
+        loggers: get the numbers too; used and closed in process 0 alone.
+        began: when the run's process started, in seconds of ``time.time()``; by default now.
+    """
 
     def __init__(
         self,
         workdir: str | Path,
-        tensorboard: bool = True,
-        wandb_project: str = "",
         resume_step: int = -1,
+        loggers: Sequence[Logger] = (),
+        began: float | None = None,
     ):
-        """Open the files; lines after the step that the run resumes from are dropped.
-
-        Args:
-            workdir: the run's folder; created if missing.
-            tensorboard: also write TensorBoard events to ``workdir/tensorboard``.
-            wandb_project: also log to this Weights & Biases project; "" is off.
-            resume_step: the step that was restored; lines of later steps are dropped, as these
-                steps are run again. Below 0 starts a new file.
-
-        Raises:
-            ConfigError: ``wandb_project`` is set but wandb is not installed.
-        """
         self._active = jax.process_index() == 0
-        self._board: Any = None
-        self._wandb: Any = None
+        self._loggers = loggers
+        self.goodput = Goodput(workdir, time.time() if began is None else began)
         if not self._active:
             return
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        if wandb_project:
-            self._wandb = _start_wandb(wandb_project, folder)
         path = folder / FILE
         keep_until(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            # purge_step makes TensorBoard discard the events of later steps too.
-            self._board = SummaryWriter(
-                str(folder / "tensorboard"), purge_step=resume_step + 1 if resume_step >= 0 else 0
-            )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line of scalars.
@@ -78,14 +84,11 @@ class MetricWriter:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in plain.items() if not isinstance(value, str)}
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log({"step": int(step), **numbers})
+        for logger in self._loggers:
+            logger.write(int(step), numbers)
 
     def images(self, step: int, name: str, array: Any) -> None:
-        """Write one image or several, to TensorBoard and wandb.
+        """Give the loggers one image or several.
 
         Args:
             step: steps taken so far.
@@ -100,24 +103,136 @@ class MetricWriter:
             raise ValueError(
                 f"{name}: images must be u8[n, H, W, 3], not {images.dtype}{list(images.shape)}"
             )
-        if self._board is not None:
-            self._board.add_images(name, images, step, dataformats="NHWC")
-        if self._wandb is not None:
-            import wandb
-
-            shown = [wandb.Image(image) for image in images]
-            self._wandb.log({"step": int(step), name: shown})
+        for logger in self._loggers:
+            logger.images(int(step), name, images)
 
     def close(self) -> None:
-        """Flush and close the files; calling it again does nothing."""
+        """Flush and close the file and the loggers; calling it again does nothing."""
         if not self._active:
             return
         self._active = False
         self._file.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for logger in self._loggers:
+            logger.close()
+
+
+STEPS, AGAIN, DOWN = "steps", "steps taken again", "between starts"
+CAUSES = (
+    *(STEPS, AGAIN, "wait for data", "startup", "compilation", "evaluation", "checkpoint"),
+    *("exchange", "end", DOWN),
+)
+"""What a run's time goes to, from its first start to now: training steps that count; those that
+were taken after the checkpoint that a later start went on from; time in which the devices waited
+for data; up to the first step, from the process's start; compiling; evaluations; what the steps
+wait for of checkpoints; exchanges with islands and sites; after the last step; and the time in
+which no process ran, and what a killed one had not written."""
+
+
+class Goodput:
+    """Where a run's time goes, over all its starts: lines of ``goodput.jsonl`` by process 0.
+
+    Args:
+        workdir: the run's folder.
+        began: when this process started, in seconds of ``time.time()``.
+    """
+
+    def __init__(self, workdir: str | Path, began: float):
+        self.path, self.began = Path(workdir) / GOODPUT_FILE, began
+        # The clock may be set meanwhile; only its value at the start is used.
+        self._ahead = time.time() - began - time.perf_counter()
+        self._active = jax.process_index() == 0
+        self._before = list(_lines(self.path)) if self._active else []
+        self._last: dict[str, Any] = {}
+        self._startup = 0.0
+
+    def begin(self, step: int) -> None:
+        """Note that steps begin after ``step``."""
+        self._startup = self._ahead + time.perf_counter()
+        self.write(step, 0.0, {})
+
+    def write(self, step: int, seconds: float, apart: Mapping[str, float]) -> None:
+        """Write a line.
+
+        Args:
+            step: steps taken so far.
+            seconds: since steps began.
+            apart: kind -> seconds of these that are no part of a step; ``wait`` is for data.
+        """
+        spent = {name: value for name, value in apart.items() if name != "wait"}
+        spent |= {"wait for data": apart.get("wait", 0.0), "startup": self._startup}
+        spent[STEPS] = seconds - sum(apart.values())
+        self._write(step, spent)
+
+    def end(self) -> dict[str, float]:
+        """Count the time since the last line as that after the last step; return the summary."""
+        if self._last:
+            spent = dict(self._last["seconds"])
+            spent["end"] = self._ahead + time.perf_counter() - sum(spent.values())
+            self._write(self._last["step"], spent)
+        return self.summary()
+
+    def summary(self) -> dict[str, float]:
+        """Seconds by cause so far; see :func:`goodput`."""
+        return goodput([*self._before, *([self._last] if self._last else [])])
+
+    def share(self) -> float:
+        """The share of the time so far that went to steps that count, 0 to 1."""
+        seconds = self.summary()
+        return seconds[STEPS] / max(sum(seconds.values()), 1e-9)
+
+    def _write(self, step: int, spent: Mapping[str, float]) -> None:
+        now = self.began + self._ahead + time.perf_counter()
+        rounded = {name: round(value, 3) for name, value in spent.items()}
+        line = {"began": round(self.began, 3), "time": round(now, 3), "step": step}
+        self._last = line | {"seconds": rounded}
+        if not self._active:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self._last) + "\n")
+
+
+def read_goodput(workdir: str | Path) -> dict[str, float]:
+    """Seconds of a run by cause, from its first start to its last line; see :func:`goodput`."""
+    return goodput(_lines(Path(workdir) / GOODPUT_FILE))
+
+
+def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds by :data:`CAUSES` that add up to the time from the first start to the last line.
+
+    Args:
+        lines: of ``goodput.jsonl``, oldest first.
+    """
+    starts: list[list[Mapping[str, Any]]] = []
+    for line in lines:
+        if not starts or line["began"] != starts[-1][0]["began"]:
+            starts.append([])
+        starts[-1].append(line)
+    total = dict.fromkeys(CAUSES, 0.0)
+    for i, start in enumerate(starts):
+        for cause, seconds in start[-1]["seconds"].items():
+            total[cause] = total.get(cause, 0.0) + seconds
+        if i + 1 < len(starts):
+            follows = starts[i + 1][0]
+            kept = [line for line in start if line["step"] <= follows["step"]]
+            counts = kept[-1]["seconds"].get(STEPS, 0.0) if kept else 0.0
+            again = start[-1]["seconds"].get(STEPS, 0.0) - counts
+            total[AGAIN] += again
+            total[STEPS] -= again
+            total[DOWN] += max(0.0, follows["began"] - start[-1]["time"])
+    return total
+
+
+def _lines(path: Path) -> Iterable[dict[str, Any]]:
+    """The lines of a file that are whole."""
+    if not path.is_file():
+        return
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json_text.parse(text)
+            if line["seconds"].keys() | {"began", "time", "step"} <= line.keys() | set(CAUSES):
+                yield line
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a truncated line
 
 
 def keep_until(path: Path, last_step: int) -> None:
@@ -165,24 +280,3 @@ def _jsonable(value: int | float | str) -> int | float | str:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
-
-
-def _start_wandb(project: str, folder: Path) -> Any:
-    try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"config.wandb_project is {project!r}, but wandb is not installed: "
-            "pip install 'jaxvlm[wandb]', or leave wandb_project empty"
-        ) from error
-    # The id is created once and kept in the folder, so that a resumed run continues its charts.
-    id_file = folder / "wandb_id"
-    if not id_file.is_file():
-        id_file.write_text(uuid.uuid4().hex, encoding="utf-8")
-    name = id_file.read_text(encoding="utf-8").strip()
-    run = wandb.init(project=project, dir=str(folder), name=folder.name, id=name, resume="allow")
-    # W&B's own step may only rise, and it drops what is logged below it: the steps that a run
-    # trains again after a kill. Charts are over our step instead.
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    return run

@@ -140,6 +140,11 @@ def time_left(seconds: float | int, done: int, remaining: int) -> str:
     """
     if done <= 0:
         return "?"
-    minutes, second = divmod(round(seconds / done * max(remaining, 0)), 60)
+    return time_text(seconds / done * max(remaining, 0))
+
+
+def time_text(seconds: float) -> str:
+    """Format a time: ``1:02:03``, or ``2:03`` below an hour."""
+    minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -27,6 +27,8 @@ class Run:
 
     name: str
     """In front of its lines, where one process has several runs; "" otherwise."""
+    began: float
+    """When its process started, in seconds of ``time.time()``."""
     config: Config
     """The settings, with what the mesh, the checkpoint and the data decide filled in."""
     workdir: pathlib.Path | None

@@ -17,10 +17,15 @@ from jaxvlm.hf import exporter, pretrained
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
 from jaxvlm.train import loop
-from jaxvlm.train.metrics import MetricWriter
+from jaxvlm.train.metrics import Logger, MetricWriter
 from jaxvlm.train.progress import Progress
 from jaxvlm.trainer import checks
 from jaxvlm.trainer.run import Run
+
+_LOGGERS = (
+    *("tensorboard", "wandb_project", "mlflow_experiment", "trackio_project", "prometheus_port"),
+)
+"""Settings that ask for a logger besides ``metrics.jsonl``."""
 
 
 def folder_of(workdir: str | os.PathLike[str]) -> pathlib.Path:
@@ -85,9 +90,13 @@ def open_workdir(
 def open_writer(
     run: Run, workdir: pathlib.Path, start: int, stack: contextlib.ExitStack
 ) -> MetricWriter:
-    """Where the run's metrics go: ``metrics.jsonl``, TensorBoard, Weights & Biases."""
-    config = run.config
-    writer = MetricWriter(workdir, config.tensorboard, config.wandb_project, start or -1)
+    """Where the run's metrics go: ``metrics.jsonl``, and the loggers that the settings name."""
+    loggers: list[Logger] = []
+    if any(getattr(run.config, name) for name in _LOGGERS):
+        from jaxvlm.train.loggers import start_loggers
+
+        loggers = start_loggers(run.config, workdir, start or -1)
+    writer = MetricWriter(workdir, start or -1, loggers, run.began)
     return stack.enter_context(contextlib.closing(writer))
 
 
@@ -112,6 +121,7 @@ def schedule_of(run: Run) -> loop.Schedule:
         max_bad_steps=config.max_bad_steps,
         profile=config.profile_steps,
         profile_folder=str(run.workdir / "profile") if run.workdir else "",
+        profile_asked=processes.is_trace_asked,
     )
 
 

@@ -49,7 +49,7 @@ class Trainer(Run):
         callbacks: Sequence[Callback] = (),
         name: str = "",
     ):
-        self.callbacks, self.name = callbacks, name  # then what the planner is to choose
+        self.callbacks, self.name, self.began = callbacks, name, time.time()
         config = checks.checked(config, workdir, callbacks)
         self.workdir = run_files.folder_of(workdir) if workdir else None
         processes.set_up_process(config.compile_cache)
@@ -95,7 +95,7 @@ class Trainer(Run):
         """
         if self.workdir is None:
             raise ConfigError("fit needs a folder: jaxvlm.Trainer(config, workdir=...)")
-        processes.catch_sigterm()
+        processes.catch_signals()
         with contextlib.ExitStack() as stack:
             # The first state, from the workdir's newest checkpoint or from initial weights.
             checkpointer, lines = run_files.open_workdir(self, self.workdir, stack)
@@ -133,6 +133,7 @@ class Trainer(Run):
                     state, ended = loop.train(
                         state, self.training.step, batches, run_files.schedule_of(self), callbacks,
                         start=start, leaves=self.training.leaves, extra=extra, cache_memory=memory,
+                        goodput=writer.goodput,
                     )  # fmt: skip
             seconds = time.perf_counter() - begin
             checkpointer.wait()

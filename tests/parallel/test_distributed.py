@@ -178,12 +178,12 @@ def test_sigterm_stops_both_at_one_step(started):
 def test_sigterm_in_a_single_process():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        processes.catch_sigterm()
+        processes.catch_signals()
         assert not processes.should_stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert processes.should_stop(2)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        processes.catch_sigterm()
+        processes.catch_signals()
         assert not processes.should_stop(3)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -93,12 +93,19 @@ def test_what_can_not_be_measured_again_is_not_shown(monkeypatch):
 def test_no_mfu_above_one_is_logged(monkeypatch, tmp_path):
     """Flops of 1e9 a step, whose time a line has; the measured peak is 1e9, then 2e9."""
     peak, out = peak_that_measures(monkeypatch, 1e9, 2e9, 2e9, 2e9), io.StringIO()
-    writer = MetricWriter(tmp_path, tensorboard=False)
+    writer = MetricWriter(tmp_path)
     with Progress(9, console=Console(file=out, width=200)) as progress:
         flops = Flops(vision=0.0, connector=0.0, decoder=1e9, head=0.0)
         logs = MetricsCallback(writer, progress, lambda step: 0.1, flops, peak)
         for step, ms in enumerate((2000, 800, 400, 400, 1000), 1):
-            line = {"step_ms": float(ms), "skipped_updates": 0, "wait_share": 0.0, "loss": 1.0}
+            line = {
+                "step_ms": float(ms),
+                "skipped_updates": 0,
+                "wait_share": 0.0,
+                "loss": 1.0,
+                "wait_ms": 0.0,
+                "host_ms": 0.0,
+            }
             logs.on_log(step, line)
     writer.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

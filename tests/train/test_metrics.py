@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxvlm.config import ConfigError
+from jaxvlm.config import Config, ConfigError
+from jaxvlm.train.loggers import TensorBoardLogger, start_loggers
 from jaxvlm.train.metrics import MetricWriter, read_metrics
 from jaxvlm.train.progress import Progress, short, summary, time_left
 
@@ -22,7 +23,7 @@ def strict_lines(path):
 
 
 def test_lines_are_valid_json(tmp_path):
-    writer = MetricWriter(tmp_path, tensorboard=False)
+    writer = MetricWriter(tmp_path)
     writer.write(1, {"train/loss": np.float32(0.5), "train/tokens": np.int64(7), "note": "x"})
     writer.write(2, {"train/loss": math.nan, "train/norm": math.inf, "train/low": -math.inf})
     writer.close()
@@ -42,13 +43,13 @@ def test_lines_are_valid_json(tmp_path):
 
 
 def test_resume_drops_the_abandoned_future(tmp_path):
-    writer = MetricWriter(tmp_path, tensorboard=False)
+    writer = MetricWriter(tmp_path)
     for step in range(1, 7):
         writer.write(step, {"train/loss": step})
     writer.close()
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 3, "train/lo')  # cut by a kill
-    writer = MetricWriter(tmp_path, tensorboard=False, resume_step=4)
+    writer = MetricWriter(tmp_path, resume_step=4)
     writer.write(5, {"train/loss": 50})
     writer.close()
     assert [(x["step"], x["train/loss"]) for x in strict_lines(path)] == [
@@ -58,12 +59,12 @@ def test_resume_drops_the_abandoned_future(tmp_path):
         (4, 4),
         (5, 50),
     ]
-    MetricWriter(tmp_path, tensorboard=False).close()
+    MetricWriter(tmp_path).close()
     assert path.read_text() == ""
 
 
 def test_tensorboard_events(tmp_path):
-    writer = MetricWriter(tmp_path, tensorboard=True)
+    writer = MetricWriter(tmp_path, loggers=[TensorBoardLogger(tmp_path, -1)])
     writer.write(3, {"train/loss": 0.25})
     writer.images(3, "eval/samples", np.zeros((2, 4, 5, 3), np.uint8))
     writer.images(3, "eval/one", np.zeros((4, 5, 3), np.uint8))
@@ -75,10 +76,15 @@ def test_tensorboard_events(tmp_path):
         assert tag in data
 
 
+def wandb_writer(folder, resume_step=-1):
+    config = Config(wandb_project="p", tensorboard=False)
+    return MetricWriter(folder, resume_step, start_loggers(config, folder, resume_step))
+
+
 def test_wandb_missing_names_the_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxvlm\[wandb\]'"):
-        MetricWriter(tmp_path, tensorboard=False, wandb_project="p")
+        wandb_writer(tmp_path)
 
 
 def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
@@ -101,7 +107,7 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
             logged.append("finished")
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    writer = MetricWriter(tmp_path, tensorboard=False, wandb_project="p")
+    writer = wandb_writer(tmp_path)
     writer.write(1, {"train/loss": 2.0, "note": "x"})
     writer.images(1, "eval/one", np.zeros((4, 5, 3), np.uint8))
     writer.close()
@@ -110,7 +116,7 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert axes[-1] == ("*", {"step_metric": "step"}), "charts are over our step"
     # After a kill, step 1 is trained again: W&B's own step, which only rises, is not used.
-    writer = MetricWriter(tmp_path, tensorboard=False, wandb_project="p", resume_step=0)
+    writer = wandb_writer(tmp_path, resume_step=0)
     writer.write(1, {"train/loss": 2.0})
     writer.close()
     assert logged[-2:] == [{"step": 1, "train/loss": 2.0}, "finished"]

@@ -40,6 +40,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 _liveness: list[PeerWatch] = []  # none, or the one of this process
 _failed: list[BaseException] = []
 _asked_to_stop: list[int] = []
+_asked_for_trace: list[int] = []
 
 
 class JoinError(RuntimeError):
@@ -276,6 +277,13 @@ def from_first_process(call: Callable[[], Any]) -> Any:
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())[0]
 
 
+def from_every_process(number: float) -> np.ndarray:
+    """f32[processes]: each process's number, in all of them; all must call it."""
+    if jax.process_count() == 1:
+        return np.asarray([number], np.float32)
+    return np.asarray(multihost_utils.process_allgather(np.float32(number))).reshape(-1)
+
+
 def barrier(name: str) -> None:
     """Wait for all processes; do nothing in a single one."""
     if jax.process_count() > 1:
@@ -297,16 +305,40 @@ def exit_now(code: int) -> None:
     flush_and_exit(code)
 
 
-def catch_sigterm() -> None:
+def began() -> float:
+    """When this process was started, in seconds of ``time.time()``; now where that is unknown."""
+    try:
+        ticks = int(pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.time()
+    return time.time() - since_boot + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def catch_signals() -> None:
     """Make the next SIGTERM set :func:`should_stop` instead of ending the process.
 
     A second SIGTERM ends the process as usual. With several processes JAX has installed its
-    handler in :func:`initialize`. Outside of the main thread, where Python handles no signals, it
-    does nothing.
+    handler in :func:`initialize`. SIGUSR2 asks for a trace. Outside of the main thread, where
+    Python handles no signals, it does nothing.
     """
     _asked_to_stop.clear()
-    if not _liveness and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _on_sigterm)
+    _asked_for_trace.clear()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR2, _on_sigusr2)
+        if not _liveness:
+            signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigusr2(number: int, frame: Any) -> None:
+    _asked_for_trace[:] = [number]
+
+
+def is_trace_asked() -> bool:
+    """Whether SIGUSR2 came to this process since the last call."""
+    asked = bool(_asked_for_trace)
+    _asked_for_trace.clear()
+    return asked
 
 
 def _on_sigterm(number: int, frame: Any) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxvlm.data.pairs.dataset import PairDataset
 from jaxvlm.models import model_flops
 from jaxvlm.models.model_flops import Flops
+from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.mesh import mesh_text
 from jaxvlm.train.callbacks import Callback
 from jaxvlm.train.chips import PeakRate
-from jaxvlm.train.metrics import MetricWriter
-from jaxvlm.train.progress import Progress
+from jaxvlm.train.metrics import STEPS, MetricWriter
+from jaxvlm.train.progress import Progress, time_text
 from jaxvlm.trainer import embedding_run
 from jaxvlm.trainer.run import Run
-from jaxvlm.types import Batch, Pairs
+from jaxvlm.types import Batch, Pairs, TrainState
 
 _SHOWN = (
     *("loss", "tokens_per_s", "images_per_s", "mfu", "accuracy", "learning_rate"),
@@ -64,6 +66,7 @@ class MetricsCallback(Callback):
             "tokens_per_s": tokens / seconds,
             "images_per_s": images / seconds,
         }
+        values |= self._of_processes(step, metrics)
         mfu = self._mfu(step, (self.flops_per_step.total - spared) / seconds)
         values |= {} if mfu is None else {"mfu": mfu}
         self.writer.write(step, {f"train/{name}": value for name, value in values.items()})
@@ -77,6 +80,27 @@ class MetricsCallback(Callback):
                 "for data; raise config.data.workers, config.data.prefetch or "
                 "config.data.image_cache_mb"
             )
+
+    def _of_processes(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Which process keeps all the others' devices waiting, where there are several.
+
+        What can be told apart is a step's time in which a process waits for data or is busy itself;
+        its devices' own time is that of the slowest of all.
+        """
+        every = processes.from_every_process(metrics["wait_ms"] + metrics["host_ms"])
+        if len(every) == 1:
+            return {}
+        slowest, most, median = int(np.argmax(every)), float(max(every)), float(np.median(every))
+        if most - median > _SLOW_INPUT * metrics["step_ms"]:
+            self.progress.log(
+                f"step {step}: process {slowest} keeps the devices waiting {most:.0f} ms a step, "
+                f"the median process {median:.0f}; look at its machine's disks and cores"
+            )
+        return {
+            "slowest_process": slowest,
+            "slowest_process_ms": most,
+            "median_process_ms": median,
+        }
 
     def _mfu(self, step: int, flops: float) -> float | None:
         """MFU of a run that does so many FLOP/s; ``None`` where it would be above 100 %."""
@@ -99,6 +123,22 @@ class MetricsCallback(Callback):
     def on_bad_step(self, step: int, what: str) -> None:
         """Name a skipped update."""
         self.progress.log(f"step {step}: {what}")
+
+    def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
+        """Add where the run's time went, over all its starts."""
+        seconds = self.writer.goodput.end()
+        result["goodput"] = round(seconds[STEPS] / max(sum(seconds.values()), 1e-9), 4)
+        result["goodput_seconds"] = {cause: round(x, 3) for cause, x in seconds.items()}
+        self.progress.log(goodput_line(seconds))
+
+
+def goodput_line(seconds: Mapping[str, float]) -> str:
+    """Where a run's time went, for people: ``goodput 93 % of 2:01:05: steps ...``."""
+    total = max(sum(seconds.values()), 1e-9)
+    lost = sorted(((x, cause) for cause, x in seconds.items() if cause != STEPS), reverse=True)
+    parts = [f"{cause} {100 * x / total:.0f} %" for x, cause in lost if x >= 0.005 * total]
+    line = f"goodput {100 * seconds[STEPS] / total:.0f} % of {time_text(total)}"
+    return f"{line}; not steps: {', '.join(parts)}" if parts else line
 
 
 def introduce(
