@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 COMMAND = {command}
 ENVIRONMENT = {environment}
 RECIPE, RECIPE_TEXT = {shipped}, {recipe}
-NODES, GPUS, PORT, RESTARTS, AGAIN = {nodes}, {gpus}, {port}, {restarts}, {again}
+SIZES, GPUS, PORT, RESTARTS, AGAIN = {sizes}, {gpus}, {port}, {restarts}, {again}
 
 
 @ray.remote
@@ -28,10 +28,10 @@ def address():
 
 
 @ray.remote(max_retries=0)
-def work(coordinator, process):
+def work(coordinator, process, nodes):
     own = {{
         "JAXVLM_COORDINATOR": coordinator,
-        "JAXVLM_NUM_PROCESSES": str(NODES),
+        "JAXVLM_NUM_PROCESSES": str(nodes),
         "JAXVLM_PROCESS_ID": str(process),
     }}
     if RECIPE_TEXT:
@@ -41,40 +41,54 @@ def work(coordinator, process):
     return subprocess.call(COMMAND, env=os.environ | ENVIRONMENT | own)
 
 
-def once():
-    """Run all processes; the status of each, AGAIN of one whose node is lost."""
+def size_of(left):
+    """The most nodes of SIZES that are there; the fewest, which are waited for, where none are."""
+    return next((size for size in SIZES if size <= left), SIZES[-1])
+
+
+def alive():
+    """The number of nodes that the job can use."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return sum(node["Resources"].get("GPU", 0) >= GPUS for node in nodes)
+
+
+def once(nodes):
+    """Run so many processes; the status of each, and how many nodes were lost."""
     bundle = {{"CPU": 1, "GPU": GPUS}} if GPUS else {{"CPU": 1}}
-    group = placement_group([bundle] * NODES, strategy="STRICT_SPREAD")
+    group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     how = [
         PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
-        for i in range(NODES)
+        for i in range(nodes)
     ]
     first = ray.get(address.options(num_cpus=0, scheduling_strategy=how[0]).remote())
     tasks = [
         work.options(num_cpus=1, num_gpus=GPUS, scheduling_strategy=how[i]).remote(
-            f"{{first}}:{{PORT}}", i
+            f"{{first}}:{{PORT}}", i, nodes
         )
-        for i in range(NODES)
+        for i in range(nodes)
     ]
-    ends = []
+    ends, lost = [], 0
     for task in tasks:
         try:
             ends.append(ray.get(task))
         except ray.exceptions.RayError as error:
             print(f"a node was lost: {{error}}", file=sys.stderr)
             ends.append(AGAIN)
+            lost += 1
     ray.util.remove_placement_group(group)
-    return ends
+    return ends, lost
 
 
 ray.init()
+nodes = SIZES[0]
 for attempt in range(RESTARTS + 1):
-    ends = once()
+    ends, lost = once(nodes)
     failed = [end for end in ends if end in (1, 2)]
     if failed or not any(ends):
         sys.exit(max(failed, default=0))
-    print(f"a process was lost (statuses {{ends}}); starting again", file=sys.stderr)
+    nodes = size_of(min(alive(), nodes - lost) if lost else alive())
+    print(f"a process was lost (statuses {{ends}}); starting again on {{nodes}}", file=sys.stderr)
 sys.exit(AGAIN)
 '''
 
@@ -96,7 +110,7 @@ def render(job: Job, address: str = "") -> Rendered:
         environment=repr(dict((*job.environment, STOPPED))),
         shipped=repr(job.shipped),
         recipe=repr(job.recipe),
-        nodes=job.machine.hosts,
+        sizes=job.sizes or (job.machine.hosts,),
         gpus=job.gpus,
         port=PORT,
         restarts=job.restarts,

@@ -18,7 +18,8 @@ def render(
     """Write the batch file: the one of ``launch/``, with this job's numbers and command.
 
     Args:
-        job: to run; its ``restarts`` are those without a new checkpoint.
+        job: to run; its ``restarts`` are those without a new checkpoint, its ``sizes`` numbers of
+            nodes.
         time: limit, ``D-HH:MM:SS``.
         partition: of the cluster; "": the default one.
         account: to charge; "": the default one.
@@ -30,7 +31,7 @@ def render(
     if job.is_tpu:
         raise ConfigError("launch slurm: SLURM has no TPU slices; use launch gke, xpk or queued")
     text = importlib.resources.files("jaxvlm.launch").joinpath("templates", TEMPLATE).read_text()
-    head = {
+    head: dict[str, str | None] = {
         "job-name": job.name,
         "nodes": str(job.machine.hosts),
         "gpus-per-node": str(job.gpus) if job.gpus else None,
@@ -43,13 +44,17 @@ def render(
     for option, value in head.items():
         text = _with_option(text, option, value)
     options, rest = _divided(text)
+    elastic = ""
+    if job.sizes:
+        options += "#SBATCH --no-kill\n"
+        elastic = f"JAXVLM_NODES={shlex.quote(' '.join(map(str, job.sizes)))}\n"
     given = f"{exports(job, stopped=False)}set -- {shlex.join(job.arguments[1:])}\n"
     command = f"JAXVLM_COMMAND={shlex.quote('jaxvlm ' + job.arguments[0])}\n"
     mark = "set -euo pipefail\n"
     if rest.count(mark) != 1:
         raise ValueError(f"{TEMPLATE} must have one line {mark.strip()!r}")
     limit = f"JAXVLM_RESTARTS={job.restarts}\n"
-    rest = rest.replace(mark, f"{mark}\n# This job's command.\n{command}{limit}{given}")
+    rest = rest.replace(mark, f"{mark}\n# This job's command.\n{command}{elastic}{limit}{given}")
     return Rendered({f"{job.name}.sbatch": options + rest}, ("sbatch", FILE))
 
 

@@ -20,7 +20,7 @@ def get_config(arg: str) -> Any:
     folder, _, fault = arg.partition(":")
     config = runs.recipe(pathlib.Path(folder) / "data.jsonl")
     config.steps, config.checkpoint.every = 120, 25
-    config.mesh.data = 2
+    config.mesh.data = -1
     config.model.decoder.dropout = 0.1
     if os.environ.get("SLURM_PROCID") == "1":
         if fault == "bug":

@@ -13,10 +13,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch"
 COMMANDS = {
     # As srun, it starts the tasks at once and tells the highest status.
     "srun": """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
-export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE="1(x2)"
-for number in 0 1; do
-  SLURM_PROCID=$number SLURM_LOCALID=0 setsid "$@" &
+count=2 nodes=(n0 n1)
+while [[ $1 == --* ]]; do
+  [[ $1 == --ntasks=* ]] && count="${1#*=}"
+  [[ $1 == --nodelist=* ]] && IFS=, read -r -a nodes <<<"${1#*=}" && echo "on ${nodes[*]}"
+  shift
+done
+export SLURM_STEP_NUM_TASKS=$count SLURM_STEP_NODELIST=localhost
+export SLURM_STEP_TASKS_PER_NODE="1(x$count)"
+for ((number = 0; number < count; number++)); do
+  SLURM_PROCID=$number SLURM_LOCALID=0 SLURMD_NODENAME=${nodes[number]} setsid "$@" &
   tasks[number]=$!
 done
 highest=0
@@ -39,7 +45,8 @@ def stop(*_):
     os._exit(0)
 
 number = int(os.environ["SLURM_PROCID"])
-end = os.environ["ENDS"].split()[number]
+size = int(os.environ["SLURM_STEP_NUM_TASKS"])
+end = os.environ["ENDS" if size == 2 else "ENDS_AGAIN"].split()[number]
 if not number:
     print("started", *sys.argv[1:], flush=True)
 if "saves" in os.environ:
@@ -127,6 +134,29 @@ def test_a_process_whose_node_is_gone_says_nothing(launch, tmp_path):
     assert "scontrol requeue 7" in done.stdout, done
     done = launch("--workdir=run", ENDS="1 lost")
     assert done.returncode == 1 and "scontrol" not in done.stdout, done
+
+
+def test_a_job_goes_on_with_the_nodes_that_are_left(launch, tmp_path):
+    ends = {"JAXVLM_NODES": "2 1", "ENDS": "lost 75", "ENDS_AGAIN": "0"}
+    done = launch(f"--workdir={tmp_path}", **ends)
+    assert done.returncode == 0, done
+    assert "1 of 2 nodes are left; going on with 1" in done.stderr
+    assert "on n1" in done.stdout and "requeue" not in done.stdout
+    # A process that is killed leaves its node; so does one that can't be reached.
+    done = launch(f"--workdir={tmp_path}", **ends | {"ENDS": "killed 75"})
+    assert "on n1" not in done.stdout and "scontrol requeue 7" in done.stdout
+
+
+def test_a_job_waits_where_too_few_nodes_are_left(launch, tmp_path):
+    done = launch(f"--workdir={tmp_path}", JAXVLM_NODES="2", ENDS="lost 75")
+    assert "1 of 2 nodes are left, and the job goes on with 2: it waits" in done.stderr
+    assert "scontrol requeue 7" in done.stdout
+
+
+def test_going_on_counts_as_a_restart(launch, tmp_path):
+    again = {"JAXVLM_NODES": "2 1", "ENDS": "lost 75", "ENDS_AGAIN": "75"}
+    done = launch(f"--workdir={tmp_path}", JAXVLM_RESTARTS="1", **again)
+    assert done.returncode == 1 and "given up: 1 restarts in a row" in done.stderr
 
 
 @pytest.mark.parametrize("ends", ["task_stopped task_stopped", "killed 75"])
