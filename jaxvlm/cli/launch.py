@@ -10,7 +10,7 @@ from absl import flags
 
 from jaxvlm.cli.common import define_flags, say
 
-SUMMARY = "Give a command to SLURM, GKE, TPU VMs, xpk, Vertex AI, SkyPilot or Ray, once it fits."
+SUMMARY = "Give a command to SLURM, GKE, TPU VMs, xpk, Vertex AI, SkyPilot, Ray or this machine."
 USAGE = "TARGET --devices=h200:16 [--name=NAME ...] -- train --config=FILE --workdir=DIR ..."
 _EVERY = {
     "devices": "The machine, as for plan: h200:16, v5p:4x4x4, 2xv5e:16x16 (two slices), cpu:8.",

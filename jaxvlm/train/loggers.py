@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,7 +112,9 @@ class MLflowLogger:
         """Send scalars."""
         now = int(self._mlflow.utils.time.get_current_time_millis())
         metric = self._mlflow.entities.Metric
-        rows = [metric(name, float(value), now, step) for name, value in values.items()]
+        # MLflow takes no other characters in names: recall@1 is recall_1 there.
+        names = {name: re.sub(r"[^\w\-. :/]", "_", name) for name in values}
+        rows = [metric(names[name], float(value), now, step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=rows)
 
     def images(self, step: int, name: str, images: np.ndarray) -> None:

@@ -104,10 +104,7 @@ def train(
     with contextlib.closing(_Profiler(schedule, start)) as profiler:
         for step in range(start + 1, schedule.steps + 1):
             profiler.before(step)
-            with clock.waiting():
-                batch = next(batches)
-                if pending is not None and not pending[1]["loss"].is_ready():
-                    clock.hide()  # the device was still at work: nothing was lost
+            batch = _next_batch(clock, batches, pending)
             state, metrics = _dispatch(clock, programs, callbacks, cache_memory, state, batch)
             with clock.computing():
                 window.read(pending)
@@ -137,12 +134,29 @@ def train(
                 if evaluates and _evaluated(callbacks, step, state, record) and not last:
                     why = "no better"
             if saves:
-                with clock.paused("checkpoint"):
-                    callbacks.save(step, state, record)
-                clock.note(step)
+                _save(clock, callbacks, step, state, record)
             if last or why != "done":
                 break
     return state, why
+
+
+def _next_batch(
+    clock: Clock, batches: Batches, pending: tuple[int, dict[str, Any]] | None
+) -> StepBatch:
+    """Wait for a batch; nothing is lost where the device is still at work on the step before."""
+    with clock.waiting():
+        batch = next(batches)
+        if pending is not None and not pending[1]["loss"].is_ready():
+            clock.hide()
+        return batch
+
+
+def _save(
+    clock: Clock, callbacks: CallbackList, step: int, state: TrainState, record: dict[str, Any]
+) -> None:
+    with clock.paused("checkpoint"):
+        callbacks.save(step, state, record)
+    clock.note(step)
 
 
 def _save_start(

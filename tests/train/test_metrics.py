@@ -3,14 +3,10 @@
 import io
 import json
 import math
-import sys
 
 import numpy as np
-import pytest
 from rich.console import Console
 
-from jaxvlm.config import Config, ConfigError
-from jaxvlm.train.loggers import TensorBoardLogger, start_loggers
 from jaxvlm.train.metrics import MetricWriter, read_metrics
 from jaxvlm.train.progress import Progress, short, summary, time_left
 
@@ -61,66 +57,6 @@ def test_resume_drops_the_abandoned_future(tmp_path):
     ]
     MetricWriter(tmp_path).close()
     assert path.read_text() == ""
-
-
-def test_tensorboard_events(tmp_path):
-    writer = MetricWriter(tmp_path, loggers=[TensorBoardLogger(tmp_path, -1)])
-    writer.write(3, {"train/loss": 0.25})
-    writer.images(3, "eval/samples", np.zeros((2, 4, 5, 3), np.uint8))
-    writer.images(3, "eval/one", np.zeros((4, 5, 3), np.uint8))
-    with pytest.raises(ValueError, match="images must be u8"):
-        writer.images(3, "eval/bad", np.zeros((4, 5, 3)))
-    writer.close()
-    data = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
-    for tag in (b"train/loss", b"eval/samples", b"eval/one"):
-        assert tag in data
-
-
-def wandb_writer(folder, resume_step=-1):
-    config = Config(wandb_project="p", tensorboard=False)
-    return MetricWriter(folder, resume_step, start_loggers(config, folder, resume_step))
-
-
-def test_wandb_missing_names_the_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxvlm\[wandb\]'"):
-        wandb_writer(tmp_path)
-
-
-def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
-    logged, started, axes = [], [], []
-
-    class Wandb:
-        Image = staticmethod(lambda image: image.shape)
-
-        def init(self, **settings):
-            started.append(settings["id"])
-            return self
-
-        def define_metric(self, name, **settings):
-            axes.append((name, settings))
-
-        def log(self, values):
-            logged.append(values)
-
-        def finish(self):
-            logged.append("finished")
-
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
-    writer = wandb_writer(tmp_path)
-    writer.write(1, {"train/loss": 2.0, "note": "x"})
-    writer.images(1, "eval/one", np.zeros((4, 5, 3), np.uint8))
-    writer.close()
-    assert logged == [
-        {"step": 1, "train/loss": 2.0}, {"step": 1, "eval/one": [(4, 5, 3)]}, "finished",
-    ]  # fmt: skip
-    assert axes[-1] == ("*", {"step_metric": "step"}), "charts are over our step"
-    # After a kill, step 1 is trained again: W&B's own step, which only rises, is not used.
-    writer = wandb_writer(tmp_path, resume_step=0)
-    writer.write(1, {"train/loss": 2.0})
-    writer.close()
-    assert logged[-2:] == [{"step": 1, "train/loss": 2.0}, "finished"]
-    assert started[0] == started[1] != "", "a resumed run goes on in its own chart"
 
 
 def test_plain_lines_where_there_is_no_terminal():
