@@ -27,6 +27,8 @@ _SHOWN = (
 )
 """What a line for people holds; ``metrics.jsonl`` holds everything."""
 
+_NOISE_MS = 50.0
+"""By less than this a process may be slower in a step without a word."""
 _SLOW_INPUT = 0.1
 """Share of the time spent waiting for data above which the log says what to change."""
 
@@ -91,7 +93,7 @@ class MetricsCallback(Callback):
         if len(every) == 1:
             return {}
         slowest, most, median = int(np.argmax(every)), float(max(every)), float(np.median(every))
-        if most - median > _SLOW_INPUT * metrics["step_ms"]:
+        if most - median > max(_SLOW_INPUT * metrics["step_ms"], _NOISE_MS):
             self.progress.log(
                 f"step {step}: process {slowest} keeps the devices waiting {most:.0f} ms a step, "
                 f"the median process {median:.0f}; look at its machine's disks and cores"
