@@ -50,6 +50,10 @@ TESTS = {
         "test_a_run_goes_on_with_those_that_are_left[32",
         "test_a_run_goes_on_with_those_that_are_left[12-2",
     ),
+    "e2e/test_encoder_processes.py": (
+        "test_several_processes_give_ones_losses[4",
+        "test_several_processes_give_ones_losses[2-True",
+    ),
     "e2e/test_federated_runs.py": ("test_recipes_run[lora",),
     "e2e/test_frozen_dtype_runs.py": (
         "test_a_dual_encoders_frozen_tower_is_held_as_it_came",

@@ -96,9 +96,10 @@ class EncoderConfig:
     """Puts the vision encoder on devices of its own (disaggregated), with a mesh and a strategy."""
 
     devices: int = 0
-    """Sets how many of the run's first devices the vision encoder has to itself. The default 0
-    keeps it on config.mesh with the rest of the model; -1 assigns devices in proportion to the
-    encoder's share of a step's FLOPs, counted on the run's first batch."""
+    """Sets how many of the run's devices the vision encoder has to itself: the first ones, or as
+    many of each process's. The default 0 keeps it on config.mesh with the rest of the model; -1
+    assigns devices in proportion to the encoder's share of a step's FLOPs, counted on the run's
+    first batch."""
     mesh: MeshConfig = MeshConfig()
     """Groups the sizes of the mesh of the vision encoder's devices."""
     strategy: StrategyConfig = StrategyConfig()

@@ -11,9 +11,15 @@ import jax
 import optax
 
 from jaxvlm.config import ConfigError, EncoderConfig, ModelConfig, refuse_unread
+from jaxvlm.parallel import transfer
 from jaxvlm.parallel.mesh import batch_shards, make_mesh
 from jaxvlm.parallel.pipeline import schedule
-from jaxvlm.parallel.sharding import batch_sharding, constrain, replicated, to_global
+from jaxvlm.parallel.sharding import (
+    batch_sharding,
+    constrain,
+    replicated,
+    to_global,
+)
 from jaxvlm.parallel.strategies import resolve
 from jaxvlm.spmd.dropout import without_frozen_dropout
 from jaxvlm.spmd.model import Model
@@ -26,9 +32,7 @@ from jaxvlm.train.dropout_keys import seeded
 from jaxvlm.types import Batch, Loss, Params, TrainState, trains_vision
 
 
-def divide_devices(
-    config: EncoderConfig, devices: Sequence[jax.Device]
-) -> tuple[list[jax.Device], list[jax.Device]]:
+def divide_devices(config: EncoderConfig, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the devices of the encoder, possibly none, and the others.
 
     Raises:
@@ -41,13 +45,18 @@ def divide_devices(
             f"{where} of {len(devices)} devices: set 0 (the encoder is on config.mesh), -1 (its "
             "share of the FLOPs), or fewer than all, so that some are left for the decoder"
         )
-    if count and jax.process_count() > 1:
+    groups = transfer.of_processes(devices)
+    share, rest = divmod(count, len(groups))
+    if rest or len({len(group) for group in groups}) > 1 or (count and share >= len(groups[0])):
+        each = f"{len(groups)} processes with {', '.join(str(len(group)) for group in groups)}"
         raise ConfigError(
-            f"{where} with {jax.process_count()} processes: features would move from one process's "
-            "devices to another's between programs, which JAX supports on some platforms only, "
-            "experimentally; leave it at 0 (the encoder is on config.mesh), or start one process"
+            f"{where} of {each} devices: each process gives the encoder as many, so that features "
+            f"stay in their process; set a multiple of {len(groups)} that leaves each process some"
         )
-    return list(devices[:count]), list(devices[count:])
+    return (
+        [device for group in groups for device in group[:share]],
+        [device for group in groups for device in group[share:]],
+    )
 
 
 def encoder_on_devices(
@@ -138,7 +147,7 @@ def assemble_disaggregated(
     def init(params: Params) -> TrainState:
         states = []
         for one, (_, first) in zip(models, parts):
-            placed = {p: jax.device_put(params.pop(p), one.shardings[p]) for p in one.shapes}
+            placed = {p: transfer.move(params.pop(p), one.shardings[p]) for p in one.shapes}
             states.append(first(*split(one, placed, _literal(fixed, one))))
         return disaggregated.join(states[1], states[0])
 
@@ -152,7 +161,7 @@ def assemble_disaggregated(
 
     def params(state: TrainState) -> Params:
         both = {**state.params, **state.frozen}
-        return {p: jax.device_put(x, model.shardings[p]) for p, x in both.items()}
+        return {p: transfer.move(x, model.shardings[p]) for p, x in both.items()}
 
     if trains_vision(trainable):
         _check_trained(model)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxvlm.parallel import transfer
 from jaxvlm.parallel.sharding import HOST
 from jaxvlm.train.compiled_steps import bytes_of
 from jaxvlm.train.grad_accum import (
@@ -107,7 +108,7 @@ class DisaggregatedStep(abc.ABC):
     between: EncoderAndRest
     """Shardings of features and their gradients in transfer: with as many shards on both meshes,
     or JAX would block and copy them through the host."""
-    move: Callable[[Any, Any], Any] = jax.device_put
+    move: Callable[[Any, Any], Any] = transfer.move
     """Copies arrays to a sharding."""
     held: EncoderAndRest = _NONE
     """Bytes of a state and a batch on one device of each mesh."""

@@ -26,9 +26,10 @@ from jaxvlm.data.page_allocation import NoPages, PageAllocation
 from jaxvlm.losses.registry import make_loss, trains_embeddings
 from jaxvlm.models import model_flops
 from jaxvlm.optim.optimizer import make_optimizer, make_schedule
+from jaxvlm.parallel import transfer
 from jaxvlm.parallel.mesh import ISLAND, batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
-from jaxvlm.parallel.sharding import replicated
+from jaxvlm.parallel.sharding import local_rows, replicated
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight
 from jaxvlm.spmd.gradcache import grad_cache_mini_batches
 from jaxvlm.spmd.model import Model
@@ -263,10 +264,11 @@ def _sizes(assembled: Assembled, max_halvings: int) -> list[TrainState]:
 
 
 def check_shards(config: Config, model: Model, encoder: Model | None) -> None:
-    """Refuse batches that do not have a row for each shard in each part.
+    """Refuse batches that do not have a row for each shard in each part, and meshes on which this
+    process has not the same rows.
 
     Raises:
-        ConfigError: which mesh's shards, and how many there are.
+        ConfigError: which mesh's shards, and how many there are; or which rows.
     """
     for name, part in (("config.mesh", model), ("config.encoder.mesh", encoder)):
         shards = batch_shards(part.mesh) if part else 1
@@ -276,6 +278,9 @@ def check_shards(config: Config, model: Model, encoder: Model | None) -> None:
                 f"not divide data.batch_size={config.data.batch_size}: each part needs a row for "
                 f"every shard; {_fitting(config.data.batch_size, config.microbatches, shards)}"
             )
+    if encoder:
+        rows = [local_rows(part.mesh, config.data.batch_size) for part in (model, encoder)]
+        transfer.check_same_rows(rows[0], rows[1], "config.encoder.mesh")
 
 
 def _fitting(rows: int, parts: int, shards: int) -> str:
