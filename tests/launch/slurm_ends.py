@@ -172,7 +172,7 @@ def _nothing(job: Job) -> None:
 def _time_limit(job: Job) -> None:
     """SLURM sends the signal of its own accord when less than three minutes are left."""
     job.reach(SOON)
-    job.update("TimeLimit=4")
+    job.update("TimeLimit=3")
     job.wait(lambda: job.shows()["JobState"] == "PENDING", "requeued")
     job.update("TimeLimit=10")
 
