@@ -67,36 +67,11 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Check the run, write the job and call the scheduler's tool."""
-    from jaxvlm.config import ConfigError
-    from jaxvlm.launch import job, targets
-    from jaxvlm.planner.hardware import machine
+    from jaxvlm.launch import targets
 
     target, arguments = _divided(args, targets.TARGETS)
-    _refuse_others(values, target, targets.TARGETS)
-    for name in (*_EVERY, *_OWN):
-        job.check_line(name, values[name].value)
-    if not values.devices:
-        raise ConfigError("launch needs --devices, e.g. --devices=h200:16, v5p:4x4x4 or cpu:8")
-    config, recipe = _checked(arguments)
-    asked = machine.parse(values.devices, config.network.dtype if config else "bfloat16")
-    fits = None if values.skip_plan else _fits(config, recipe, asked)
-    of = targets.TARGETS[target]
-    sizes = _sizes(values, config, recipe, asked)
-    has_recipe = of.has_files or (of.has_image and values.image)
-    launched = job.Job(
-        job.check_name(values.name),
-        tuple(arguments),
-        asked,
-        values.image,
-        job.environment_of(values.env, asked),
-        values.restarts or (5 if target == "slurm" else 20),
-        sizes,
-        "" if has_recipe else _text(recipe),
-    )
-    own = {name: values[name].value for name in of.flags}
-    own |= {"config": config} if target == "vertex" else {}
-    rendered = targets.render(target, launched, **own)
-    folder = pathlib.Path(values.output) / launched.name
+    rendered, fits = rendered_job(values, target, arguments)
+    folder = pathlib.Path(values.output) / values.name
     result = {"target": target, "files": dict(rendered.files), "fits": fits}
     if values.dry_run:
         rendered = rendered.with_files_in(str(folder))
@@ -110,6 +85,48 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     if rendered.note and not status:
         say(rendered.note)
     return result | {"command": list(rendered.command), "exit_code": 1 if status else 0}
+
+
+def rendered_job(
+    values: flags.FlagValues, target: str, arguments: list[str]
+) -> tuple[Any, bool | None]:
+    """A command as a job of a target, and whether the planner says that it fits.
+
+    Args:
+        values: the flags of ``launch``.
+        target: one of ``targets.TARGETS``.
+        arguments: of jaxvlm, the command's name first.
+
+    Raises:
+        ConfigError: flags, settings or a machine that can't be used, or a run that does not fit.
+    """
+    from jaxvlm.config import ConfigError
+    from jaxvlm.launch import job, targets
+    from jaxvlm.planner.hardware import machine
+
+    _refuse_others(values, target, targets.TARGETS)
+    for name in (*_EVERY, *_OWN):
+        job.check_line(name, values[name].value)
+    if not values.devices:
+        raise ConfigError("launch needs --devices, e.g. --devices=h200:16, v5p:4x4x4 or cpu:8")
+    config, recipe = _checked(arguments)
+    asked = machine.parse(values.devices, config.network.dtype if config else "bfloat16")
+    fits = None if values.skip_plan else _fits(config, recipe, asked)
+    of = targets.TARGETS[target]
+    has_recipe = of.has_files or (of.has_image and values.image)
+    launched = job.Job(
+        job.check_name(values.name),
+        tuple(arguments),
+        asked,
+        values.image,
+        job.environment_of(values.env, asked),
+        values.restarts or (5 if target == "slurm" else 20),
+        _sizes(values, config, recipe, asked),
+        "" if has_recipe else _text(recipe),
+    )
+    own = {name: values[name].value for name in of.flags}
+    own |= {"config": config} if target == "vertex" else {}
+    return targets.render(target, launched, **own), fits
 
 
 def _sizes(values: flags.FlagValues, config: Any, recipe: str, asked: Any) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from jaxvlm.checkpoint import run_record
 from jaxvlm.config import ConfigError, json_text
@@ -106,7 +105,7 @@ class Folder:
             )
         version = self.path / "versions" / f"{table['version']}.safetensors"
         try:
-            arrays = safetensors.numpy.load(version.read_bytes())
+            arrays = messages.load(version.read_bytes())
         except Exception as error:  # whatever damage can raise
             raise ConfigError(
                 f"{version} is missing or damaged ({type(error).__name__}: {error}); restore it "

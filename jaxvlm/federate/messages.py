@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
@@ -16,6 +17,11 @@ from jaxvlm.config import ConfigError, json_text
 PROTOCOL = 1
 """Version of these messages; the two sides must have the same."""
 _HEAD = "head"
+_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "BOOL": np.bool_,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+}  # fmt: skip
 _MAX_HEAD = 1 << 26
 """Bytes of a message's JSON; its arrays are as large as the message says, and no larger."""
 
@@ -75,6 +81,18 @@ def save(arrays: Mapping[str, np.ndarray], metadata: dict[str, str] | None = Non
     return safetensors.numpy.save(ordered, metadata)
 
 
+def load(data: bytes) -> dict[str, np.ndarray]:
+    """Invert :func:`save`; safetensors' own reader for NumPy has no bfloat16.
+
+    Raises:
+        SafetensorError, KeyError, ValueError: cut off, damaged, or of an unknown dtype.
+    """
+    return {
+        name: np.frombuffer(x["data"], _DTYPES[x["dtype"]]).reshape(x["shape"])
+        for name, x in safetensors.deserialize(data)
+    }
+
+
 def unpack(data: bytes) -> Message:
     """Unpack a message; nothing in it is run.
 
@@ -88,7 +106,7 @@ def unpack(data: bytes) -> Message:
         header = json_text.parse(data[8 : 8 + size].decode())
         text = header["__metadata__"][_HEAD]
         head = json_text.parse(text)
-        arrays = safetensors.numpy.load(data)
+        arrays = load(data)
         kind, protocol = head.pop("kind"), head.pop("protocol")
     except Exception as error:  # whatever a stranger's bytes can raise in these
         raise MessageError(f"no message: {type(error).__name__}: {error}") from None

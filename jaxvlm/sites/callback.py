@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from jaxvlm.checkpoint import run_record
 from jaxvlm.config import ConfigError
@@ -283,7 +282,7 @@ class FederationCallback(Callback):
     def _read_base(self) -> None:
         path = self._base_file()
         try:
-            arrays = safetensors.numpy.load(path.read_bytes())
+            arrays = messages.load(path.read_bytes())
             if messages.digest_of(arrays) != self._round.base:
                 raise ValueError("its digest is not the one that the checkpoint names")
         except Exception as error:  # whatever damage can raise

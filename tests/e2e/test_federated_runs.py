@@ -249,10 +249,11 @@ def test_adapters_alone_are_sent(data, tmp_path, how):
         assert {v["lora_lost"] for v in versions} == {0}
 
 
-def test_rounded_updates_of_a_killed_site_repeat(data, tmp_path):
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_rounded_updates_of_a_killed_site_repeat(data, tmp_path, dtype):
     """Its rounding errors are part of what it resumes from."""
     config = made(data)
-    config.outer.delta_dtype = "int4"
+    config.outer.delta_dtype = dtype
     whole, _ = fitted(config, tmp_path / "whole")
     service = Service(from_config_dict(config), tmp_path / "coordinator", silent)
     with pytest.raises(Stop):

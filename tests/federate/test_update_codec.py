@@ -1,12 +1,14 @@
 """Changes of parameters on the wire: nothing is lost in 32 bits, nothing for ever in fewer."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxvlm.federate import codec
+from jaxvlm.config import GRAD_REDUCE_BITS
+from jaxvlm.federate import codec, messages
 
 FLOATS = hnp.arrays(
     np.float32, st.integers(1, 40), elements=st.floats(-(2.0**99), 2.0**99, width=32)
@@ -59,6 +61,34 @@ def test_without_feedback_no_error_is_added():
     second, _ = codec.encode({"w": new}, {"w": base}, "int4", None)
     assert all(np.array_equal(first[name], second[name]) for name in first)
     assert codec.decode("w", first, (256,), "int4")[0][1] == 0  # lost, as it is below half a step
+
+
+@pytest.mark.parametrize("dtype", GRAD_REDUCE_BITS)
+def test_an_update_of_any_dtype_arrives_as_it_was_sent(dtype):
+    base = np.random.default_rng(0).normal(size=(7, 75)).astype(np.float32)
+    parts, _ = codec.encode(
+        {"w": base * np.float32(1.1), "b": base[0]}, {"w": base, "b": base[1]}, dtype
+    )
+    sent = messages.Update("site-0", 1, 0, 10.0, 3, 0, 0.5, parts)
+    message = messages.unpack(messages.pack_update(sent, "session"))
+    got = messages.unpack_update(message)
+    assert got.parts.keys() == parts.keys()
+    for name, x in parts.items():
+        assert got.parts[name].dtype == x.dtype and got.parts[name].tobytes() == x.tobytes()
+    assert codec.decode("w", got.parts, base.shape, dtype)[0].shape == base.shape
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [bool, np.float16, ml_dtypes.bfloat16, *(f"{k}{n}" for k in "iu" for n in (1, 2, 4, 8))],
+)
+def test_arrays_of_other_dtypes_do_too(dtype):
+    arrays = {"x": np.arange(6).reshape(2, 3).astype(dtype), "none": np.zeros((0, 3), dtype)}
+    arrays["number"] = np.asarray(1).astype(dtype)
+    got = messages.load(messages.save(arrays))
+    for name, x in arrays.items():
+        assert (got[name].dtype, got[name].shape) == (x.dtype, x.shape)
+        assert got[name].tobytes() == x.tobytes()
 
 
 @pytest.mark.parametrize(
