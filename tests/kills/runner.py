@@ -40,7 +40,18 @@ BEFORE, NO_STEP, WRITING, COMMIT, TRAINING = STANDS = (
     "within 20 ms of a commit",
     "between checkpoints",
 )
-_TIMES = ("time", "seconds", "_ms", "tokens_per_s", "images_per_s", "pairs_per_s", "mfu", "wait_")
+_TIMES = (
+    "time",
+    "seconds",
+    "_ms",
+    "tokens_per_s",
+    "images_per_s",
+    "pairs_per_s",
+    "mfu",
+    "wait_",
+    "goodput",
+    "slowest_process",
+)
 """What the names of metrics contain that are not the same from run to run."""
 
 
