@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,13 +34,17 @@ _FLAGS = {
     "than one is for CPUs with cores to spare, or with --devices.",
     "devices": "Lists of GPUs, such as '0,1;2,3': each of as many trials at a time gets one of "
     "them as CUDA_VISIBLE_DEVICES.",
+    "on": "Where the trials run: on this machine (local), or each as a job of SLURM (slurm), which "
+    "goes on where this command ends; the same command looks again, and submits what is left.",
+    "launch": "With --on=slurm, the flags of `jaxvlm launch slurm` for each trial's job, such as "
+    "'--devices=h200:16 --time=8:00:00'.",
     "metric": "The metric of the table, its last value in a run's metrics.jsonl; by default "
     "config.checkpoint.metric, or train/loss without evaluation data.",
     "mode": "Whether the highest (max) or the lowest (min) metric is the best; by default "
     "config.checkpoint.mode.",
 }
 VERBS = {
-    "resume": ("workdir", "parallel", "devices"),
+    "resume": ("workdir", "parallel", "devices", "on", "launch"),
     "status": ("workdir",),
     "table": ("workdir", "metric", "mode"),
 }
@@ -52,7 +58,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         argv,
         "The recipe of all trials; override any setting for all of them with --config.a.b=value.",
     )
-    define_flags(values, _FLAGS, grid=(), parallel=1)
+    define_flags(values, _FLAGS, grid=(), parallel=1, on="local")
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -86,7 +92,10 @@ def _train(values: flags.FlagValues, workdir: pathlib.Path, resumes: bool) -> di
 
     definition = _recorded(workdir) if resumes else _asked(values, workdir)
     definition = sweep.resolved(workdir, _placed(values, definition), _resolve)
-    ended = sweep.run_sweep(workdir, definition, say)
+    scripts = _scripts(workdir, definition) if definition.on == "slurm" else None
+    if scripts is not None and not values["parallel"].present and definition.parallel == 1:
+        definition = dataclasses.replace(definition, parallel=len(definition.trials))
+    ended = sweep.run_sweep(workdir, definition, say, scripts=scripts)
     status = sweep.read_status(workdir)
     counts = status["counts"]
     result = {"ended": "done" if ended else "preempted", **status}
@@ -99,6 +108,34 @@ def _train(values: flags.FlagValues, workdir: pathlib.Path, resumes: bool) -> di
     elif counts:
         say(sweep.status_text(status))
     return result
+
+
+def _scripts(workdir: pathlib.Path, definition: Any) -> dict[str, str]:
+    """Each trial's batch file, by id; all are made and planned before one is submitted."""
+    from jaxvlm.cli import launch
+    from jaxvlm.config import ConfigError
+    from jaxvlm.sweep import local
+
+    values = flags.FlagValues()
+    words = shlex.split(definition.launch)
+    try:
+        launch.define(values, words)
+        rest = values(["jaxvlm", *words])[1:]
+    except flags.Error as error:
+        raise ConfigError(f"--launch={definition.launch}: {error}") from None
+    own = ("name", "dry_run", "output")
+    if rest or (given := [name for name in own if values[name].present]):
+        what = rest[0] if rest else f"--{given[0]}"
+        raise ConfigError(f"--launch={definition.launch}: {what} is the sweep's own; leave it out")
+    name = re.sub(r"[^a-z0-9]+", "-", workdir.resolve().name.lower()).strip("-")[:28] or "sweep"
+    values["env"].value = [*values.env, f"WANDB_RUN_GROUP={workdir.resolve().name}"]
+    found = {}
+    for trial in definition.trials:
+        values["name"].value = f"{name if name[0].isalpha() else f's-{name}'}-{trial.id}"
+        arguments = local.train_arguments(definition.recipe, definition.overrides, trial)
+        rendered, _ = launch.rendered_job(values, "slurm", arguments)
+        found[trial.id] = next(iter(rendered.files.values()))
+    return found
 
 
 def _asked(values: flags.FlagValues, workdir: pathlib.Path) -> Any:
@@ -142,8 +179,18 @@ def _recorded(workdir: pathlib.Path) -> Any:
 
 def _placed(values: flags.FlagValues, definition: Any) -> Any:
     """The definition with the flags that say where trials run."""
-    from jaxvlm.config import ConfigError
+    from jaxvlm.config import ConfigError, check_choice
 
+    check_choice("--on", values.on, ("local", "slurm"))
+    definition = dataclasses.replace(
+        definition,
+        on=values.on if values["on"].present else definition.on,
+        launch=values.launch if values["launch"].present else definition.launch,
+    )
+    if definition.on == "slurm" and values.devices:
+        raise ConfigError("--devices is for --on=local; give the machine in --launch")
+    if definition.on == "local" and definition.launch:
+        raise ConfigError(f"--launch={definition.launch} is for --on=slurm; leave it out")
     if values.parallel < 1:
         raise ConfigError(f"--parallel={values.parallel}: must be at least 1")
     if not values["devices"].present:

@@ -14,7 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxvlm.checkpoint.run_record import write_whole
@@ -41,6 +41,9 @@ class Ended(NamedTuple):
 @runtime_checkable
 class Launcher(Protocol):
     """Runs trials somewhere."""
+
+    is_detached: bool
+    """Whether trials go on where the sweep ends: it then only stops to look."""
 
     def start(self, trial: Trial) -> bool:
         """Start a trial, or resume it; False if it is running already, which it then goes on to."""
@@ -70,6 +73,8 @@ class Local:
         token: what the ids of these runs end with, so that no other sweep has them.
     """
 
+    is_detached = False
+
     def __init__(
         self,
         command: Callable[[Trial], list[str]],
@@ -96,7 +101,7 @@ class Local:
                 self._used[trial.id] = env["CUDA_VISIBLE_DEVICES"] = free[0]
             if trial.settings.get("wandb_project"):
                 env["WANDB_RUN_GROUP"] = self.name
-                _name_wandb_run(trial, self.token)
+                name_wandb_run(trial, self.token)
             command = self.command(trial)
             with (trial.folder / LOG).open("ab") as log:
                 write_record(trial, log_from=log.tell(), devices=self._used.get(trial.id, ""))
@@ -150,14 +155,18 @@ def train_command(recipe: str, overrides: dict[str, str]) -> Callable[[Trial], l
     """
 
     def command(trial: Trial) -> list[str]:
-        settings = {**overrides, **trial.overrides}
-        return [
-            *(sys.executable, "-m", "jaxvlm", "train", f"--config={recipe}"),
-            *(f"--workdir={trial.folder}", "--json"),
-            *(f"--config.{path}={text}" for path, text in settings.items()),
-        ]
+        return [sys.executable, "-m", "jaxvlm", *train_arguments(recipe, overrides, trial)]
 
     return command
+
+
+def train_arguments(recipe: str, overrides: Mapping[str, str], trial: Trial) -> list[str]:
+    """``train`` and its flags for a trial; see :func:`train_command`."""
+    settings = {**overrides, **trial.overrides}
+    return [
+        *("train", f"--config={recipe}", f"--workdir={trial.folder}", "--json"),
+        *(f"--config.{path}={text}" for path, text in settings.items()),
+    ]
 
 
 def how_ended(folder: pathlib.Path, code: int | None) -> Ended:
@@ -207,9 +216,9 @@ def _lock(folder: pathlib.Path) -> int | None:
     return lock
 
 
-def _name_wandb_run(trial: Trial, token: str) -> None:
+def name_wandb_run(trial: Trial, token: str) -> None:
     """Give a run in Weights & Biases the trial's id, in the file that a run keeps its own in."""
-    path = trial.folder / "wandb_id"  # of jaxvlm.train.metrics
+    path = trial.folder / "wandb_id"  # of jaxvlm.train.loggers
     if not path.is_file():
         write_whole(path, f"{trial.id}-{token}")
 

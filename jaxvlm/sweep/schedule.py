@@ -84,6 +84,9 @@ class Schedule:
         """Run all trials; False if ``stop`` ended that before."""
         told = 0
         while self._running or self._waiting:
+            if stop.signals and self.launcher.is_detached:
+                self.say(f"{len(self._running)} jobs stay in the queue; the same command goes on")
+                return False
             if len(stop.signals) > told:
                 told = len(stop.signals)
                 self._stop(first=told == 1)

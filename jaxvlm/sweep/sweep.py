@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxvlm.checkpoint import run_lock, run_record
 from jaxvlm.config import Config, ConfigError, json_text
-from jaxvlm.sweep import local, schedule
+from jaxvlm.sweep import local, schedule, slurm
 from jaxvlm.sweep import trial as trials_
 from jaxvlm.sweep.definition import Row
 from jaxvlm.sweep.trial import Trial
@@ -40,6 +40,10 @@ class Definition:
     """Number of trials at a time."""
     devices: list[str] = dataclasses.field(default_factory=list)
     """Lists of GPUs, one for each trial at a time; []: all trials see all of them."""
+    on: str = "local"
+    """Where trials run: local | slurm."""
+    launch: str = ""
+    """Flags of ``jaxvlm launch`` for each trial's job, as a shell takes them."""
     folder: str = dataclasses.field(default_factory=os.getcwd)
     """Where the sweep was started, which relative paths are relative to."""
     token: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:6])
@@ -124,6 +128,7 @@ def run_sweep(
     say: Callable[[str], None],
     command: Callable[[Trial], list[str]] | None = None,
     poll_s: float = 0.2,
+    scripts: Mapping[str, str] | None = None,
 ) -> bool:
     """Run what is left of a sweep.
 
@@ -133,6 +138,7 @@ def run_sweep(
         say: prints a line.
         command: the program of a trial; ``None``: ``python -m jaxvlm train``.
         poll_s: seconds between looks at the running trials.
+        scripts: id of a trial -> its batch file, where they are jobs of SLURM.
 
     Returns:
         False if a signal ended it before its end.
@@ -152,12 +158,16 @@ def run_sweep(
             token = read_definition(workdir).token
             definition = dataclasses.replace(definition, token=token)
         write_definition(workdir, definition)
-        launcher = local.Local(
-            command or local.train_command(definition.recipe, definition.overrides),
-            definition.devices,
-            workdir.resolve().name,
-            definition.token,
-        )
+        launcher: local.Launcher
+        if scripts is not None:
+            launcher = slurm.Slurm(scripts, definition.token)
+        else:
+            launcher = local.Local(
+                command or local.train_command(definition.recipe, definition.overrides),
+                definition.devices,
+                workdir.resolve().name,
+                definition.token,
+            )
         stop = schedule.Stop()
         with stop.caught():
             others = not_asked(definition, records)
@@ -179,7 +189,8 @@ def _refuse_changed(
             if run_record.is_begun(trial.folder):
                 raise ConfigError(f"{trial.folder} holds a run of no sweep; move it away")
             continue
-        if not (trial.step or schedule.is_done(trial) or local.is_running(trial.folder)):
+        has_job = slurm.JOB in record and not record.get("ended")
+        if not (trial.step or schedule.is_done(trial) or local.is_running(trial.folder) or has_job):
             continue
         if differ := trials_.changed_settings(trial, record):
             changed.setdefault("; ".join(differ[:5]), []).append(trial.id)
@@ -210,16 +221,20 @@ def read_status(workdir: pathlib.Path) -> dict[str, Any]:
     Returns:
         JSON values: ``counts`` (state -> number of trials), ``trials`` and ``not_asked`` (a row
         each: ``id``, ``factor``, ``values``, ``state``, ``step``, ``line``). States are ``done``,
-        ``failed``, ``running``, ``stopped`` (it was started, and goes on) and ``waiting``.
+        ``failed``, ``running``, ``queued`` (a job that SLURM has not started), ``stopped`` (it was
+        started, and goes on) and ``waiting``.
 
     Raises:
         ConfigError: the folder holds no sweep, or a file of it is damaged.
     """
     definition = read_definition(workdir)
     records = trials_.records_in(workdir)
-    rows = [_status_of(trial, records.get(trial.id)) for trial in definition.trials]
+    queue = slurm.Slurm({}) if definition.on == "slurm" else None
+    rows = [_status_of(trial, records.get(trial.id), queue) for trial in definition.trials]
     counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
-    others = [_status_of(trial, records[trial.id]) for trial in not_asked(definition, records)]
+    others = [
+        _status_of(trial, records[trial.id], queue) for trial in not_asked(definition, records)
+    ]
     return {
         "recipe": definition.recipe,
         "counts": {state: number for state, number in counts.items() if number},
@@ -228,16 +243,20 @@ def read_status(workdir: pathlib.Path) -> dict[str, Any]:
     }
 
 
-STATES = ("done", "failed", "running", "stopped", "waiting")
+STATES = ("done", "failed", "running", "queued", "stopped", "waiting")
 NOT_ASKED = "not asked for any more, and kept:"
 
 
-def _status_of(trial: Trial, record: Mapping[str, Any] | None) -> dict[str, Any]:
+def _status_of(
+    trial: Trial, record: Mapping[str, Any] | None, queue: slurm.Slurm | None
+) -> dict[str, Any]:
     ended = (record or {}).get("ended") or {}
     if record is None:
         state = "waiting"
-    elif local.is_running(trial.folder):
+    elif local.is_running(trial.folder) or (queue and queue.state(trial) == "RUNNING"):
         state, ended = "running", {}
+    elif queue and queue.state(trial):
+        state, ended = "queued", {}
     elif not ended:  # its sweep was killed
         state = local.how_ended(trial.folder, None).state
         state = state if state == local.DONE else local.STOPPED

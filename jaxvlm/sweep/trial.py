@@ -20,6 +20,7 @@ _HOW = (
     *("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context", "mesh.expert", "mesh.pipeline"),
     *("strategy.name", "data.workers", "data.prefetch", "log_every", "profile_steps"),
     *("memory_estimate", "compile_cache", "tensorboard", "wandb_project", "checkpoint.keep"),
+    *("mlflow_experiment", "trackio_project", "prometheus_port"),
 )
 """Settings that may change between the trials of a sweep: they say how a run is computed and
 logged, and not what it trains."""

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 import pathlib
+import shlex
 import sys
 from collections.abc import Mapping
 
@@ -34,15 +35,23 @@ def command(trial: Trial) -> list[str]:
     return [sys.executable, "-I", "-S", str(STUB), str(trial.folder), json.dumps(trial.values)]
 
 
-def run(workdir: pathlib.Path, *grids: str, recipe="10", parallel=1, devices=(), say=print):
+def run(
+    workdir: pathlib.Path, *grids: str, recipe="10", parallel=1, devices=(), say=print, on="local"
+):
     rows = definition.read_rows(grids)
-    asked = sweep.Definition(recipe, {}, rows, parallel=parallel, devices=list(devices))
+    asked = sweep.Definition(recipe, {}, rows, parallel=parallel, devices=list(devices), on=on)
     asked = sweep.resolved(workdir, asked, resolve)
-    return sweep.run_sweep(workdir, asked, say, command, poll_s=0.01)
+    scripts = None
+    if on == "slurm":
+        lines = {trial.id: shlex.join(command(trial)) for trial in asked.trials}
+        scripts = {name: f"#!/bin/bash\n{line}\n" for name, line in lines.items()}
+    return sweep.run_sweep(workdir, asked, say, command, poll_s=0.01, scripts=scripts)
 
 
 if __name__ == "__main__":
-    options = dict(text.split("=") for text in sys.argv[2:] if text.startswith("parallel"))
-    grids = [text for text in sys.argv[2:] if not text.startswith("parallel")]
-    whole = run(pathlib.Path(sys.argv[1]), *grids, parallel=int(options.get("parallel", "1")))
+    words = [text for text in sys.argv[2:] if text.startswith(("parallel=", "on="))]
+    grids = [text for text in sys.argv[2:] if text not in words]
+    options = dict(text.split("=") for text in words)
+    parallel, on = int(options.get("parallel", "1")), options.get("on", "local")
+    whole = run(pathlib.Path(sys.argv[1]), *grids, parallel=parallel, on=on)
     print("whole" if whole else "stopped", flush=True)
