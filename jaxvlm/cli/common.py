@@ -49,13 +49,15 @@ def define_flags(values: flags.FlagValues, helps: Mapping[str, str], **defaults:
         helps: flag -> its help text.
         **defaults: defaults of flags other than texts that default to "". Their type is the flag's:
             ``None`` is a number that need not be given, a list is given with commas, and a tuple
-            by repeating the flag.
+            by repeating the flag. Numbers are not negative, but for seeds and negative defaults.
     """
     for name, text in helps.items():
         default = defaults.get(name, "")
         define = _KINDS[type(default)]
         shown = list(default) if isinstance(default, tuple) else default
-        define(name, shown, text, flag_values=values)
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        bound = {"lower_bound": 0} if is_number and default >= 0 and name != "seed" else {}
+        define(name, shown, text, flag_values=values, **bound)
 
 
 def define_model(values: flags.FlagValues) -> None:

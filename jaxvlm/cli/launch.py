@@ -81,7 +81,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         return result | {"command": list(rendered.command)}
     rendered = targets.written(rendered, folder)
     say(shlex.join(rendered.command))
-    status = targets.submit(rendered.command)
+    status = targets.submit(rendered.command, rendered.in_place)
     if rendered.note and not status:
         say(rendered.note)
     return result | {"command": list(rendered.command), "exit_code": 1 if status else 0}
@@ -121,7 +121,7 @@ def rendered_job(
         values.image,
         job.environment_of(values.env, asked),
         values.restarts or (5 if target == "slurm" else 20),
-        _sizes(values, config, recipe, asked),
+        _sizes(values, target, config, recipe, asked),
         "" if has_recipe else _text(recipe),
     )
     own = {name: values[name].value for name in of.flags}
@@ -129,19 +129,21 @@ def rendered_job(
     return targets.render(target, launched, **own), fits
 
 
-def _sizes(values: flags.FlagValues, config: Any, recipe: str, asked: Any) -> tuple[int, ...]:
+def _sizes(
+    values: flags.FlagValues, target: str, config: Any, recipe: str, asked: Any
+) -> tuple[int, ...]:
     """The numbers of nodes with which the job may go on; () where it waits for all."""
     if not values.min_nodes:
         return ()
     from jaxvlm.launch import local, plan_check
 
-    nodes = asked.hosts
-    if values.processes or asked.platform == "cpu" or asked.hosts == 1:
-        nodes = local.processes_of(asked, values.processes)
-    found = plan_check.sizes(config, recipe, asked, nodes, values.min_nodes, not values.skip_plan)
+    own = {"local": lambda: local.processes_of(asked, values.processes)}
+    nodes = own.get(target, lambda: asked.hosts)()
+    how = (config, recipe, asked, nodes, values.min_nodes, not values.skip_plan)
+    found = plan_check.sizes(*how)
     for count, why in found.refused.items():
         say(f"not with {count}: {why}")
-    say(f"goes on with {', '.join(map(str, found.allowed))} where nodes are lost")
+    say(f"goes on with {' or '.join(map(str, found.allowed))} nodes, once others are lost")
     return found.allowed
 
 
@@ -173,6 +175,8 @@ def _refuse_others(values: flags.FlagValues, target: str, known: Any) -> None:
         if values[name].present and name not in known[target].flags:
             of = ", ".join(other for other in known if name in known[other].flags)
             raise ConfigError(f"--{name} is for launch {of}, not for {target}; leave it out")
+    if target == "local" and (given := [n for n in ("name", "output") if values[n].present]):
+        raise ConfigError(f"--{given[0]}: launch local writes no files; leave it out")
     if values["image"].present and not known[target].has_image:
         raise ConfigError(f"--image: launch {target} runs what is installed; leave it out")
     if values["min_nodes"].present and not known[target].is_elastic:

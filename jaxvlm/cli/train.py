@@ -68,6 +68,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if not values.workdir and not values.dry_run:
         raise ConfigError("train needs a folder for the run: --workdir=DIR")
+    processes.catch_sigusr2()  # it may come before the run is set up
     processes.initialize()
     made = Trainer(config, values.workdir)
     made.began = processes.began()

@@ -131,6 +131,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "b1": (0, 0.9999999),
     "b2": (0, 0.9999999),
     "max_skip_fraction": (0, 1),
+    "prometheus_port": (0, 65535),
 }
 """Name of a setting -> the least and the largest number that it can be, in whatever group it is.
 Others can be 0 or more: sizes, counts, rates and weights have no negative numbers."""

@@ -264,10 +264,9 @@ def generate(
     max_new_tokens: int,
     kv_shape: tuple[int, int, int],
     key: jax.Array,
-    compression: Compression | None = None,
 ) -> jax.Array:
     """Runs :func:`prefill` and :func:`decode` as one program; returns i32[B, max_new_tokens]."""
-    state = prefill(model, batch, sampling, max_new_tokens, kv_shape, key, compression)
+    state = prefill(model, batch, sampling, max_new_tokens, kv_shape, key)
     return decode(model, state, sampling, max_new_tokens)[1]
 
 

@@ -83,6 +83,8 @@ class Rendered(NamedTuple):
     """The user's own tool, and how it is called, with ``FILE`` and ``FOLDER`` in it."""
     note: str = ""
     """What to do next, for people."""
+    in_place: bool = False
+    """Whether the call takes this process's place: it is the job, and gets its signals."""
 
     def with_files_in(self, folder: str) -> Rendered:
         """Return the job with the names of its files where they are written."""

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxvlm.config import ConfigError
-from jaxvlm.launch.job import Job, Rendered
-from jaxvlm.parallel.distributed.exit_status import LOST
+from jaxvlm.launch.job import STOPPED, Job, Rendered
+from jaxvlm.parallel.distributed import exit_status
 from jaxvlm.planner.hardware.machine import Machine
 
+WAIT_S = 120.0
+"""Seconds that processes have to end once one has ended otherwise than well."""
 _CPU_DEVICES = "--xla_force_host_platform_device_count"
 
 
@@ -39,7 +43,7 @@ def render(job: Job, processes: int = 0) -> Rendered:
     flags += [f"--restarts={job.restarts}"]
     variables = [f"--env={name}={value}" for name, value in job.environment]
     call = (sys.executable, "-m", "jaxvlm.launch.local", *flags, *variables, "--", *job.arguments)
-    return Rendered({}, call)
+    return Rendered({}, call, in_place=True)
 
 
 def processes_of(machine: Machine, processes: int) -> int:
@@ -75,6 +79,9 @@ class Supervisor:
         devices: of a process.
         platform: ``cpu`` or ``gpu``.
         environment: more variables of the processes.
+
+    Raises:
+        ConfigError: ``CUDA_VISIBLE_DEVICES`` shows fewer GPUs than the processes have.
     """
 
     def __init__(
@@ -86,8 +93,19 @@ class Supervisor:
         environment: Mapping[str, str],
     ):
         self.command, self.sizes, self.devices, self.platform = command, sizes, devices, platform
-        self.environment, self.is_stopped = environment, False
+        self.environment, self.is_stopped = {**os.environ, **environment}, False
         self.running: list[subprocess.Popen[bytes]] = []
+        self.slots = list(range(sizes[0]))
+        """Parts of the machine's devices that are left, one a process."""
+        self.gpus = [str(i) for i in range(sizes[0] * devices)]
+        if platform == "gpu" and "CUDA_VISIBLE_DEVICES" in self.environment:
+            shown = self.environment["CUDA_VISIBLE_DEVICES"]
+            self.gpus = [gpu for gpu in shown.split(",") if gpu]
+            if len(self.gpus) < sizes[0] * devices:
+                raise ConfigError(
+                    f"CUDA_VISIBLE_DEVICES={shown} shows {len(self.gpus)} GPUs, and --devices asks "
+                    f"for {sizes[0] * devices}"
+                )
 
     def run(self, restarts: int) -> int:
         """Run to the end, starting again where a process is lost; return the status to end with.
@@ -100,18 +118,33 @@ class Supervisor:
         size = self.sizes[0]
         for attempt in range(restarts + 1):
             ends = self._once(size)
-            failed = [end for end in ends if 0 < end < 128 and end != LOST]
-            if failed or not any(ends) or self.is_stopped:
-                return max((*failed, *([] if failed else ends)), default=0)
-            lost = sum(end < 0 or end >= 128 for end in ends)
-            left = [n for n in self.sizes if n <= size - lost]
-            words = f"{lost} of {size} processes lost" if lost else "a process can't be reached"
-            if len(self.sizes) > 1 and lost and not left:
-                return _end(f"{words}; {size - lost} are too few: --min_nodes={self.sizes[-1]}")
-            size = left[0] if len(self.sizes) > 1 and lost else size
+            if failed := [end for end in ends if exit_status.is_error(end)]:
+                return max(failed)
+            killed = [number for number, end in enumerate(ends) if _is_signal(end)]
+            if self.is_stopped:
+                stopped = int(os.environ.get("JAXVLM_STOPPED_STATUS", "0"))
+                return max((_as_shell(ends[i]) for i in killed), default=stopped)
+            if not any(ends):
+                return 0
+            words = f"{len(killed)} of {size} processes lost" if killed else "a process stopped"
+            if len(self.sizes) > 1:
+                size, more = self._fewer(size, killed)
+                words += more
             if attempt < restarts:
                 _say(f"{words}; starting again with {size}")
-        return _end(f"given up after {restarts} restarts")
+        _say(f"given up after {restarts} restarts")
+        return exit_status.LOST
+
+    def _fewer(self, size: int, killed: Sequence[int]) -> tuple[int, str]:
+        """The number of processes to go on with, on the parts that are left; and what to say."""
+        lost = {self.slots[number] for number in killed}
+        self.slots = [slot for slot in self.slots if slot not in lost]
+        left = [n for n in self.sizes if n <= len(self.slots)]
+        if left:
+            return left[0], ""
+        more = f"; {len(self.slots)} are fewer than {self.sizes[-1]}, so all are tried again"
+        self.slots = list(range(self.sizes[0]))
+        return self.sizes[0], more
 
     def _once(self, size: int) -> list[int]:
         """Start the processes; the status of each."""
@@ -119,18 +152,27 @@ class Supervisor:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         if self.is_stopped:
-            return [LOST]
+            return []
         self.running = [
             subprocess.Popen(
                 self.command,
-                env=self._variables(i, size, port),
+                env=self.environment | self._variables(i, size, port),
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
             for i in range(size)
         ]
         if self.is_stopped:
             self._signal_all()
+        deadline = math.inf
+        while any(process.poll() is None for process in self.running):
+            if deadline == math.inf and any(process.returncode for process in self.running):
+                deadline = time.monotonic() + WAIT_S
+            if time.monotonic() > deadline and not self.is_stopped:
+                _say(f"a process does not end {WAIT_S:.0f} s after another one; it is killed")
+                for process in self.running:
+                    process.kill()
+            time.sleep(0.1)
         return [process.wait() for process in self.running]
 
     def _variables(self, process: int, size: int, port: int) -> dict[str, str]:
@@ -139,18 +181,17 @@ class Supervisor:
             "JAXVLM_COORDINATOR": f"127.0.0.1:{port}",
             "JAXVLM_NUM_PROCESSES": str(size),
             "JAXVLM_PROCESS_ID": str(process),
+            STOPPED[0]: STOPPED[1],
         }
-        given = {**os.environ, **self.environment}
         if self.platform == "cpu":
-            words = [w for w in given.get("XLA_FLAGS", "").split() if _CPU_DEVICES not in w]
+            words = self.environment.get("XLA_FLAGS", "").split()
+            words = [word for word in words if _CPU_DEVICES not in word]
             own["XLA_FLAGS"] = " ".join([*words, f"{_CPU_DEVICES}={self.devices}"])
             own["JAX_PLATFORMS"] = "cpu"
         else:
-            shown = given.get("CUDA_VISIBLE_DEVICES", "")
-            every = shown.split(",") if shown else None
-            mine = range(process * self.devices, (process + 1) * self.devices)
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(every[i] if every else str(i) for i in mine)
-        return given | own
+            first = self.slots[process] * self.devices
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus[first : first + self.devices])
+        return own
 
     def _stop(self, number: int, frame: Any) -> None:
         """Have the run save and stop; a second signal ends it unsaved."""
@@ -165,6 +206,15 @@ class Supervisor:
             process.send_signal(signal.SIGTERM)
 
 
+def _is_signal(status: int) -> bool:
+    return status < 0 or status >= 128
+
+
+def _as_shell(status: int) -> int:
+    """The status of a process that a signal ended, as a shell gives it."""
+    return 128 - status if status < 0 else status
+
+
 def _end_with_parent() -> None:
     """Let Linux end the process where its supervisor is killed: it would keep the run's folder."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -172,11 +222,6 @@ def _end_with_parent() -> None:
 
 def _say(line: str) -> None:
     print(f"launch local: {line}", file=sys.stderr, flush=True)
-
-
-def _end(line: str) -> int:
-    _say(line)
-    return LOST
 
 
 def main(words: Sequence[str]) -> int:
@@ -192,7 +237,12 @@ def main(words: Sequence[str]) -> int:
     command = [sys.executable, "-m", "jaxvlm", *given.command]
     variables = dict(pair.split("=", 1) for pair in given.env)
     sizes = [int(size) for size in given.sizes.split(",")]
-    return Supervisor(command, sizes, given.devices, given.platform, variables).run(given.restarts)
+    try:
+        made = Supervisor(command, sizes, given.devices, given.platform, variables)
+    except ConfigError as error:
+        print(f"jaxvlm: {error}", file=sys.stderr)
+        return 2
+    return made.run(given.restarts)
 
 
 if __name__ == "__main__":

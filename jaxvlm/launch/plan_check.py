@@ -15,6 +15,7 @@ from jaxvlm.planner.request import abstract_devices
 from jaxvlm.planner.request.request import PlanRequest, plan_request
 from jaxvlm.planner.search import candidates, search
 from jaxvlm.planner.search.candidate_memory import Plan
+from jaxvlm.spmd import disaggregated_encoder
 from jaxvlm.trainer.auto_parallel import allowed
 from jaxvlm.trainer.checks import auto_settings
 
@@ -91,50 +92,70 @@ def sizes(
         config: settings of the run; ``None`` for a command that does not train.
         recipe: its file.
         machine: of all processes.
-        processes: of the job.
+        processes: of the job, each with as many devices.
         least: the fewest.
         plan: whether the planner is asked if the run fits; its mesh and batch always have to go
             with the devices.
 
     Raises:
-        ConfigError: ``least`` is none of 1 to ``processes``, or the job can't go on with fewer.
+        ConfigError: ``least`` is none of 1 to ``processes``, the job can't run with all, or it
+            can't go on with fewer.
     """
-    if not 1 <= least <= processes:
-        raise ConfigError(f"--min_nodes={least}: the job has {processes}; name 1 to {processes}")
+    if not 1 <= least < processes:
+        few = "there are no fewer" if processes == 1 else f"name 1 to {processes - 1}"
+        raise ConfigError(f"--min_nodes={least}: the job has {processes}; {few}")
+    if config is not None and config.mesh.island not in (0, 1):
+        raise ConfigError(
+            f"--min_nodes={least} with config.mesh.island={config.mesh.island}: each island has a "
+            "state of its own, so the job waits for all of its nodes; leave --min_nodes out"
+        )
     allowed_sizes, refused = [], {}
     for count in range(processes, least - 1, -1):
-        devices = machine.devices // processes * count
         try:
             if config is not None:
-                smaller = machines.parse(f"{machine.name}:{devices}", config.network.dtype)
-                _check_batch(config, smaller)
-                if plan and (verdict := check(config, recipe, smaller)).fits is False:
-                    raise ConfigError(verdict.text)
+                _check_size(config, recipe, _part(machine, processes, count), count, plan)
             allowed_sizes.append(count)
         except ConfigError as error:
+            if count == processes:
+                raise
             refused[count] = str(error)
-    if least < processes and allowed_sizes in ([], [processes]):
+    if allowed_sizes == [processes]:
         why = "; ".join(f"with {count}: {text}" for count, text in refused.items())
         raise ConfigError(f"--min_nodes={least}: the job can't go on with fewer: {why}")
     return Sizes(tuple(allowed_sizes), refused)
 
 
-def _check_batch(config: Config, machine: Machine) -> None:
-    """Refuse devices whose data shards do not divide the batch.
+def _part(machine: Machine, processes: int, count: int) -> Machine:
+    """What is left of a machine with so many of its processes."""
+    devices = machine.devices // processes * count
+    if machine.hosts == 1:  # not what can be rented, but what is left
+        return machine._replace(devices=devices, devices_per_host=devices)
+    return machines.parse(f"{machine.name}:{devices}", machine.dtype)
+
+
+def _check_size(config: Config, recipe: str, machine: Machine, count: int, plan: bool) -> None:
+    """Refuse devices that the mesh, the encoder or the batch do not go with, or that are too small.
 
     Raises:
-        ConfigError: they do not, or the mesh does not go with the devices.
+        ConfigError: the reason.
     """
-    if auto_settings(config):
-        return  # the planner finds a mesh that does, or none
-    mesh = resolve(config.strategy, config.mesh, _devices(machine))[0]
-    shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
-    rows, parts = config.data.batch_size, config.microbatches
-    if rows % (shards * parts):
-        raise ConfigError(
-            f"config.data.batch_size={rows} is no multiple of {shards} data shards times "
-            f"config.microbatches={parts}"
-        )
+    each = machine.devices // count
+    devices = abstract_devices.devices(machine.platform, machine.devices, each)
+    if not auto_settings(config):  # of those the planner finds a mesh that does, or none
+        if config.encoder.devices < 0:
+            raise ConfigError("config.encoder.devices=-1 is known once the run starts; name them")
+        if config.encoder.devices:
+            devices = disaggregated_encoder.divide_devices(config.encoder, devices)[1]
+        mesh = resolve(config.strategy, config.mesh, devices)[0]
+        shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+        rows, parts = config.data.batch_size, config.microbatches
+        if rows % (shards * parts):
+            raise ConfigError(
+                f"config.data.batch_size={rows} is no multiple of {shards} data shards times "
+                f"config.microbatches={parts}"
+            )
+    if plan and (verdict := check(config, recipe, machine)).fits is False:
+        raise ConfigError(verdict.text)
 
 
 def _nearest(config: Config, recipe: str, request: PlanRequest) -> str:

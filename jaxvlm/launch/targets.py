@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -86,8 +88,8 @@ def written(rendered: Rendered, folder: pathlib.Path) -> Rendered:
     return rendered.with_files_in(str(folder))
 
 
-def submit(command: tuple[str, ...]) -> int:
-    """Call the user's tool, once, and return its status.
+def submit(command: tuple[str, ...], in_place: bool = False) -> int:
+    """Call the user's tool, once, and return its status; ``in_place`` it takes over this process.
 
     Raises:
         ConfigError: it is not installed.
@@ -97,4 +99,7 @@ def submit(command: tuple[str, ...]) -> int:
             f"{command[0]} is not on the PATH; install it, or see with --dry_run what it would be "
             f"given: {shlex.join(command)}"
         )
+    if in_place:
+        sys.stdout.flush()
+        os.execvp(command[0], command)
     return subprocess.run(command, check=False).returncode

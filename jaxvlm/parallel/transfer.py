@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxvlm.config import ConfigError
@@ -68,32 +67,48 @@ def _key(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int],
 
 
 def _is_local(source: Any, target: Any, shape: Sequence[int]) -> bool:
-    """Whether each process has, on the source's devices, what its devices on the target take."""
-    shape = tuple(shape)
-    had = {_key(index, shape) for index in source.addressable_devices_indices_map(shape).values()}
-    wants = target.addressable_devices_indices_map(shape).values()
-    return {_key(index, shape) for index in wants} <= had
+    """Whether every process has, on the source's devices, what its devices on the target take.
+
+    All processes come to the same answer: by it they run a program together, or none does.
+    """
+    had, wants = _parts(source, shape), _parts(target, shape)
+    return all(parts <= had.get(process, set()) for process, parts in wants.items())
 
 
-def check_same_rows(ours: np.ndarray, theirs: np.ndarray, where: str) -> None:
-    """Refuse meshes on which this process has not the same sequences of a batch.
+def _parts(sharding: Any, shape: Sequence[int]) -> dict[int, set[Any]]:
+    """Process -> the parts of an array that its devices hold."""
+    found: dict[int, set[Any]] = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        found.setdefault(device.process_index, set()).add(_key(index, shape))
+    return found
+
+
+def check_same_rows(ours: Any, theirs: Any, batch_size: int, where: str) -> None:
+    """Refuse meshes on which a process has not the same sequences of a batch; all refuse alike.
 
     Args:
-        ours: this process's rows on the mesh of the decoder.
+        ours: sharding of a batch on the mesh of the decoder.
         theirs: on the mesh of the encoder.
-        where: the settings, for the message.
+        batch_size: sequences of a batch.
+        where: the setting, for the message.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the first process that has others.
     """
-    if not np.array_equal(ours, theirs):
-        raise ConfigError(
-            f"{where}: this process would have sequences {_span(ours)} of a batch on the decoder's "
-            f"mesh and {_span(theirs)} on the encoder's, and features do not move between "
-            "processes; let data be the outermost axis over processes on both meshes, and a "
-            "multiple of their number"
-        )
+    rows = [
+        {p: {i for part in parts for i in range(*part[0])} for p, parts in found.items()}
+        for found in (_parts(ours, (batch_size,)), _parts(theirs, (batch_size,)))
+    ]
+    for process in sorted(rows[0]):
+        mine, others = sorted(rows[0][process]), sorted(rows[1].get(process, ()))
+        if mine != others:
+            raise ConfigError(
+                f"{where}: process {process} would have sequences {_span(mine)} of a batch on the "
+                f"decoder's mesh and {_span(others)} on the encoder's, and features do not move "
+                "between processes; let data be the outermost axis over processes on both meshes, "
+                "and a multiple of their number"
+            )
 
 
-def _span(rows: np.ndarray) -> str:
-    return f"{rows[0]} to {rows[-1]}" if len(rows) else "none"
+def _span(rows: Sequence[int]) -> str:
+    return f"{rows[0]} to {rows[-1]}" if rows else "none"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import queue
 import re
+import threading
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +21,110 @@ from jaxvlm.config import Config, ConfigError
 from jaxvlm.train.metrics import Logger
 
 
-def start_loggers(config: Config, folder: Path, resume_step: int) -> list[Logger]:
+def start_loggers(
+    config: Config, folder: Path, resume_step: int, say: Callable[[str], None]
+) -> list[Logger]:
     """Start the loggers that the settings name; process 0 alone has some.
 
     Args:
         config: of the run.
         folder: of the run; the ids of its charts are kept there.
         resume_step: the step that was restored; below 0 for a new run.
+        say: prints a line, from another thread too.
 
     Raises:
-        ConfigError: a package is missing, or a port is taken.
+        ConfigError: a package is missing, a port is taken, or a tracker can't be reached.
     """
     if jax.process_index():
         return []
     folder.mkdir(parents=True, exist_ok=True)
     started: list[Logger] = []
-    if config.wandb_project:
-        started.append(WandbLogger(config.wandb_project, folder))
-    if config.mlflow_experiment:
-        started.append(MLflowLogger(config.mlflow_experiment, folder))
-    if config.trackio_project:
-        started.append(TrackioLogger(config.trackio_project, folder))
-    if config.prometheus_port:
-        started.append(PrometheusLogger(config.prometheus_port))
-    if config.tensorboard:
-        started.append(TensorBoardLogger(folder, resume_step))
+    try:
+        if config.prometheus_port:
+            started.append(PrometheusLogger(config.prometheus_port))
+        for setting, logger in _TRACKERS.items():
+            if name := getattr(config, setting):
+                start = functools.partial(logger, name, folder)
+                started.append(InBackground(setting, name, start, say))
+        if config.tensorboard:
+            started.append(TensorBoardLogger(folder, resume_step))
+    except BaseException:
+        for one in started:
+            one.close("")
+        raise
     return started
+
+
+class InBackground:
+    """Calls a tracker's logger in a thread: what it waits for or fails at costs no step.
+
+    Args:
+        setting: that names the tracker, for messages.
+        name: its value.
+        start: starts the logger, in the thread that calls this.
+        say: prints a line.
+
+    Raises:
+        ConfigError: it can't be started.
+    """
+
+    MOST = 10_000
+    """Calls that wait; later ones are dropped."""
+    CLOSE_S = 120.0
+    """Seconds that a run's end waits for what was not sent yet."""
+
+    def __init__(
+        self, setting: str, name: str, start: Callable[[], Logger], say: Callable[[str], None]
+    ):
+        self.what, self.say = f"config.{setting}={name!r}", say
+        try:
+            self._logger = start()
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a tracker raises
+            raise ConfigError(f"{self.what}: {_first_line(error)}") from error
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(self.MOST)
+        self._lost = 0
+        self._thread = threading.Thread(target=self._send, daemon=True, name=setting)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Have scalars sent."""
+        self._put(lambda: self._logger.write(step, values))
+
+    def images(self, step: int, name: str, images: np.ndarray) -> None:
+        """Have images sent."""
+        self._put(lambda: self._logger.images(step, name, images))
+
+    def close(self, ended: str) -> None:
+        """Wait until all is sent, for two minutes at most."""
+        self._put(lambda: self._logger.close(ended))
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=self.CLOSE_S)
+        self._thread.join(self.CLOSE_S)
+        if self._thread.is_alive():
+            self._lost += self._waiting.qsize()
+        if self._lost:
+            self.say(f"{self.what}: {self._lost} messages could not be sent; metrics.jsonl has all")
+
+    def _put(self, call: Callable[[], None]) -> None:
+        try:
+            self._waiting.put_nowait(call)
+        except queue.Full:
+            self._lost += 1
+
+    def _send(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # whatever a tracker raises
+                if not self._lost:
+                    self.say(f"{self.what}: {_first_line(error)}; the run goes on without")
+                self._lost += 1
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 class TensorBoardLogger:
@@ -63,7 +146,7 @@ class TensorBoardLogger:
         """Write images."""
         self._writer.add_images(name, images, step, dataformats="NHWC")
 
-    def close(self) -> None:
+    def close(self, ended: str) -> None:
         """Close the file."""
         self._writer.close()
 
@@ -88,9 +171,9 @@ class WandbLogger:
         """Send images."""
         self._run.log({"step": step, name: [self._wandb.Image(image) for image in images]})
 
-    def close(self) -> None:
+    def close(self, ended: str) -> None:
         """Send what is left."""
-        self._run.finish()
+        self._run.finish(exit_code=0 if ended else 1)
 
 
 class MLflowLogger:
@@ -100,17 +183,22 @@ class MLflowLogger:
         self._mlflow = _module("mlflow", "mlflow_experiment", experiment)
         self._client = self._mlflow.MlflowClient()
         known, id_file = self._client.get_experiment_by_name(experiment), folder / "mlflow_run_id"
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
         if id_file.is_file():
             self._run = id_file.read_text(encoding="utf-8").strip()
+            if self._client.get_run(self._run).info.experiment_id != number:
+                raise ConfigError(
+                    f"config.mlflow_experiment={experiment!r}, but the run's metrics are in another"
+                    f" experiment; name that one, or remove {id_file} to begin a run in this one"
+                )
             self._client.update_run(self._run, status="RUNNING")
             return
-        number = known.experiment_id if known else self._client.create_experiment(experiment)
         self._run = self._client.create_run(number, run_name=folder.name).info.run_id
         id_file.write_text(self._run, encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Send scalars."""
-        now = int(self._mlflow.utils.time.get_current_time_millis())
+        now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         # MLflow takes no other characters in names: recall@1 is recall_1 there.
         names = {name: re.sub(r"[^\w\-. :/]", "_", name) for name in values}
@@ -122,9 +210,10 @@ class MLflowLogger:
         for i, image in enumerate(images):
             self._client.log_image(self._run, image, key=f"{name}/{i}", step=step)
 
-    def close(self) -> None:
-        """Say that the run has ended."""
-        self._client.set_terminated(self._run)
+    def close(self, ended: str) -> None:
+        """Say how the run has ended."""
+        status = {"": "FAILED", "preempted": "KILLED"}.get(ended, "FINISHED")
+        self._client.set_terminated(self._run, status)
 
 
 class TrackioLogger:
@@ -144,7 +233,7 @@ class TrackioLogger:
         image = self._trackio.Image
         self._run.log({f"{name}/{i}": image(x) for i, x in enumerate(images)}, step=step)
 
-    def close(self) -> None:
+    def close(self, ended: str) -> None:
         """Send what is left."""
         self._run.finish()
 
@@ -177,11 +266,19 @@ class PrometheusLogger:
     def images(self, step: int, name: str, images: np.ndarray) -> None:
         """Prometheus has none."""
 
-    def close(self) -> None:
+    def close(self, ended: str) -> None:
         """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+_TRACKERS: Mapping[str, Callable[[str, Path], Logger]] = {
+    "wandb_project": WandbLogger,
+    "mlflow_experiment": MLflowLogger,
+    "trackio_project": TrackioLogger,
+}
+"""Setting -> the logger that it starts."""
 
 
 def _module(name: str, setting: str, value: Any, extra: str = "") -> Any:

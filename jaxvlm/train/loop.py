@@ -18,7 +18,7 @@ import jax
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import CallbackList, StepBatch
 from jaxvlm.train.compiled_steps import CompiledSteps
-from jaxvlm.train.metrics import Goodput
+from jaxvlm.train.metrics import WAIT, Goodput
 from jaxvlm.train.step import NO_WEIGHT
 from jaxvlm.types import Batch, Pairs, TrainState
 
@@ -99,8 +99,7 @@ def train(
     clock = Clock(start, goodput)
     window = _Window(leaves, schedule.max_bad_steps, callbacks, extra.get("unlogged"))
     pending: tuple[int, dict[str, Any]] | None = None
-    state, why = callbacks.on_begin(start, state, extra), "done"
-    _save_start(callbacks, start, state, batches, window)
+    state, why = _begin(clock, callbacks, start, state, extra, batches, window), "done"
     with contextlib.closing(_Profiler(schedule, start)) as profiler:
         for step in range(start + 1, schedule.steps + 1):
             profiler.before(step)
@@ -159,12 +158,22 @@ def _save(
     clock.note(step)
 
 
-def _save_start(
-    callbacks: CallbackList, start: int, state: TrainState, batches: Batches, window: _Window
-) -> None:
-    """Save the state of a new run, where a callback has made it something worth keeping."""
+def _begin(
+    clock: Clock,
+    callbacks: CallbackList,
+    start: int,
+    state: TrainState,
+    extra: Mapping[str, Any],
+    batches: Batches,
+    window: _Window,
+) -> TrainState:
+    """The state after the callbacks; saved for a new run that one made something worth keeping."""
+    with clock.paused("exchange"):
+        state = callbacks.on_begin(start, state, extra)
     if callbacks.saves_start and not start:
-        callbacks.save(start, state, {"data": batches.state(), "unlogged": window.state()})
+        record = {"data": batches.state(), "unlogged": window.state()}
+        _save(clock, callbacks, start, state, record)
+    return state
 
 
 def _evaluated(
@@ -317,22 +326,37 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
+TRACED_STEPS = 5
+"""Steps in a trace that somebody asked for."""
+
+
 class _Profiler:
-    """Traces of steps: those that the schedule names, and the next ones whenever somebody asks."""
+    """Traces of steps: those that the schedule names, and the next ones whenever somebody asks.
+
+    Where one is running, what comes due is traced once it has ended.
+    """
 
     def __init__(self, schedule: Schedule, start: int):
         self.schedule = schedule
         first, end = schedule.profile
-        self.first, self.end = max(first, start + 1), end
+        self.planned = range(max(first, start + 1), end)
+        self.end = 0
+        self.is_asked = False
         self.trace = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
         """Start or stop a trace before a step."""
-        if step == self.end:
-            self.trace.close()
-        if self.schedule.profile_asked() and not self.first <= step < self.end:
-            self.first, self.end = step, step + TRACED_STEPS
-        if step == self.first and step < self.end:
+        self.is_asked |= self.schedule.profile_asked()
+        if step < self.end:
+            return
+        self.trace.close()
+        if step in self.planned:
+            self.end = self.planned.stop
+        elif self.is_asked:
+            self.end, self.is_asked = step + TRACED_STEPS, False
+            if step < self.planned.start < self.end:
+                self.end = self.planned.start
+        if step < self.end:
             self.trace.enter_context(jax.profiler.trace(self.schedule.profile_folder))
 
     def close(self) -> None:
@@ -340,10 +364,8 @@ class _Profiler:
         self.trace.close()
 
 
-TRACED_STEPS = 5
-"""Steps in a trace that somebody asked for."""
 PAUSES = ("compilation", "exchange", "evaluation", "checkpoint")
-"""What a process does between steps, by what its time goes to."""
+"""What a process does between steps: causes of ``metrics.CAUSES``."""
 
 
 class Clock:
@@ -356,7 +378,7 @@ class Clock:
 
     def __init__(self, step: int, goodput: Goodput | None = None) -> None:
         self.goodput, self.begun = goodput, time.perf_counter()
-        self.all = dict.fromkeys(("wait", *PAUSES), 0.0)
+        self.all = dict.fromkeys((WAIT, *PAUSES), 0.0)
         if goodput:
             goodput.begin(step)
         self._reset(step)
@@ -364,7 +386,7 @@ class Clock:
     def _reset(self, step: int) -> None:
         self.last_step = step
         self.start = time.perf_counter()
-        self.seconds = dict.fromkeys(("wait", "host", "device", *PAUSES), 0.0)
+        self.seconds = dict.fromkeys((WAIT, "host", "device", *PAUSES), 0.0)
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -381,7 +403,7 @@ class Clock:
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Time the wait for the next batch, while the device is idle."""
-        return self._timed("wait")
+        return self._timed(WAIT)
 
     def hide(self) -> None:
         """Do not count the current timed block, because the device was busy meanwhile."""
@@ -414,9 +436,9 @@ class Clock:
         spent = time.perf_counter() - self.start - paused
         figures = {
             "seconds": spent,
-            "wait_share": self.seconds["wait"] / max(spent, 1e-9),
+            "wait_share": self.seconds[WAIT] / max(spent, 1e-9),
             "step_ms": 1e3 * spent / steps,
-            "wait_ms": 1e3 * self.seconds["wait"] / steps,
+            "wait_ms": 1e3 * self.seconds[WAIT] / steps,
             "host_ms": 1e3 * self.seconds["host"] / steps,
             "device_ms": 1e3 * self.seconds["device"] / steps,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -31,8 +32,8 @@ class Logger(Protocol):
         """Take images, u8[n, H, W, 3]."""
         ...
 
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self, ended: str) -> None:
+        """Send what is left; ``ended`` is why the run ended, "" where it failed."""
         ...
 
 
@@ -58,6 +59,8 @@ class MetricWriter:
     ):
         self._active = jax.process_index() == 0
         self._loggers = loggers
+        self.ended = ""
+        """Why the run ended; "" until it has, and where it failed."""
         self.goodput = Goodput(workdir, time.time() if began is None else began)
         if not self._active:
             return
@@ -113,12 +116,13 @@ class MetricWriter:
         self._active = False
         self._file.close()
         for logger in self._loggers:
-            logger.close()
+            logger.close(self.ended)
 
 
 STEPS, AGAIN, DOWN = "steps", "steps taken again", "between starts"
+WAIT = "wait for data"
 CAUSES = (
-    *(STEPS, AGAIN, "wait for data", "startup", "compilation", "evaluation", "checkpoint"),
+    *(STEPS, AGAIN, WAIT, "startup", "compilation", "evaluation", "checkpoint"),
     *("exchange", "end", DOWN),
 )
 """What a run's time goes to, from its first start to now: training steps that count; those that
@@ -141,14 +145,14 @@ class Goodput:
         # The clock may be set meanwhile; only its value at the start is used.
         self._ahead = time.time() - began - time.perf_counter()
         self._active = jax.process_index() == 0
-        self._before = list(_lines(self.path)) if self._active else []
-        self._last: dict[str, Any] = {}
-        self._startup = 0.0
+        self._name = uuid.uuid4().hex[:8]
+        before = list(_lines(self.path)) if self._active else []
+        self._before, self._first, self._last = before, dict[str, Any](), dict[str, Any]()
+        self._base = dict.fromkeys(CAUSES, 0.0)
 
     def begin(self, step: int) -> None:
         """Note that steps begin after ``step``."""
-        self._startup = self._ahead + time.perf_counter()
-        self.write(step, 0.0, {})
+        self._write(step, {"startup": self._ahead + time.perf_counter()})
 
     def write(self, step: int, seconds: float, apart: Mapping[str, float]) -> None:
         """Write a line.
@@ -156,39 +160,49 @@ class Goodput:
         Args:
             step: steps taken so far.
             seconds: since steps began.
-            apart: kind -> seconds of these that are no part of a step; ``wait`` is for data.
+            apart: cause -> seconds of these that are no part of a step.
         """
-        spent = {name: value for name, value in apart.items() if name != "wait"}
-        spent |= {"wait for data": apart.get("wait", 0.0), "startup": self._startup}
-        spent[STEPS] = seconds - sum(apart.values())
+        startup = self._first["seconds"]["startup"]
+        spent = {STEPS: seconds - sum(apart.values()), "startup": startup, **apart}
         self._write(step, spent)
 
     def end(self) -> dict[str, float]:
         """Count the time since the last line as that after the last step; return the summary."""
-        if self._last:
-            spent = dict(self._last["seconds"])
-            spent["end"] = self._ahead + time.perf_counter() - sum(spent.values())
-            self._write(self._last["step"], spent)
+        if not self._last:  # no step was taken
+            self.begin(0)
+        spent = dict(self._last["seconds"])
+        spent["end"] = self._ahead + time.perf_counter() - sum(spent.values())
+        self._write(self._last["step"], spent)
         return self.summary()
 
     def summary(self) -> dict[str, float]:
         """Seconds by cause so far; see :func:`goodput`."""
-        return goodput([*self._before, *([self._last] if self._last else [])])
+        return {name: x + self._last["seconds"].get(name, 0.0) for name, x in self._base.items()}
 
     def share(self) -> float:
         """The share of the time so far that went to steps that count, 0 to 1."""
-        seconds = self.summary()
-        return seconds[STEPS] / max(sum(seconds.values()), 1e-9)
+        return share(self.summary())
 
     def _write(self, step: int, spent: Mapping[str, float]) -> None:
         now = self.began + self._ahead + time.perf_counter()
-        rounded = {name: round(value, 3) for name, value in spent.items()}
-        line = {"began": round(self.began, 3), "time": round(now, 3), "step": step}
-        self._last = line | {"seconds": rounded}
-        if not self._active:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self._last) + "\n")
+        self._last = {
+            "start": self._name, "began": round(self.began, 3), "time": round(now, 3), "step": step,
+            "seconds": {name: round(value, 3) for name, value in spent.items()},
+        }  # fmt: skip
+        if not self._first:  # the starts before it are over: their part of the sum is known
+            self._first = self._last
+            own = self._first["seconds"]
+            whole = goodput([*self._before, self._first])
+            self._base = {name: x - own.get(name, 0.0) for name, x in whole.items()}
+            self._before.clear()
+        if self._active:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self._last) + "\n")
+
+
+def share(seconds: Mapping[str, float]) -> float:
+    """The share of seconds by cause that went to steps that count, 0 to 1."""
+    return seconds[STEPS] / max(sum(seconds.values()), 1e-9)
 
 
 def read_goodput(workdir: str | Path) -> dict[str, float]:
@@ -204,21 +218,22 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     starts: list[list[Mapping[str, Any]]] = []
     for line in lines:
-        if not starts or line["began"] != starts[-1][0]["began"]:
+        if not starts or line["start"] != starts[-1][0]["start"]:
             starts.append([])
         starts[-1].append(line)
     total = dict.fromkeys(CAUSES, 0.0)
-    for i, start in enumerate(starts):
+    kept_until = math.inf  # the earliest step that a later start went on from
+    for i, start in reversed(list(enumerate(starts))):
         for cause, seconds in start[-1]["seconds"].items():
             total[cause] = total.get(cause, 0.0) + seconds
+        kept = [line for line in start if line["step"] <= kept_until]
+        counts = kept[-1]["seconds"].get(STEPS, 0.0) if kept else 0.0
+        again = start[-1]["seconds"].get(STEPS, 0.0) - counts
+        total[AGAIN] += again
+        total[STEPS] -= again
         if i + 1 < len(starts):
-            follows = starts[i + 1][0]
-            kept = [line for line in start if line["step"] <= follows["step"]]
-            counts = kept[-1]["seconds"].get(STEPS, 0.0) if kept else 0.0
-            again = start[-1]["seconds"].get(STEPS, 0.0) - counts
-            total[AGAIN] += again
-            total[STEPS] -= again
-            total[DOWN] += max(0.0, follows["began"] - start[-1]["time"])
+            total[DOWN] += max(0.0, starts[i + 1][0]["began"] - start[-1]["time"])
+        kept_until = min(kept_until, start[0]["step"])
     return total
 
 
@@ -229,9 +244,9 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json_text.parse(text)
-            if line["seconds"].keys() | {"began", "time", "step"} <= line.keys() | set(CAUSES):
+            if {"start", "began", "time", "step", "seconds"} <= line.keys():
                 yield line
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError):
             continue  # a truncated line
 
 

@@ -95,7 +95,7 @@ def open_writer(
     if any(getattr(run.config, name) for name in _LOGGERS):
         from jaxvlm.train.loggers import start_loggers
 
-        loggers = start_loggers(run.config, workdir, start or -1)
+        loggers = start_loggers(run.config, workdir, start or -1, run.log)
     writer = MetricWriter(workdir, start or -1, loggers, run.began)
     return stack.enter_context(contextlib.closing(writer))
 

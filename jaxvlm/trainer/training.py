@@ -29,7 +29,7 @@ from jaxvlm.optim.optimizer import make_optimizer, make_schedule
 from jaxvlm.parallel import transfer
 from jaxvlm.parallel.mesh import ISLAND, batch_shards, nearest_divisor
 from jaxvlm.parallel.pipeline.schedule import timetable
-from jaxvlm.parallel.sharding import local_rows, replicated
+from jaxvlm.parallel.sharding import batch_sharding, replicated
 from jaxvlm.spmd.disaggregated_encoder import assemble_disaggregated, microbatches_in_flight
 from jaxvlm.spmd.gradcache import grad_cache_mini_batches
 from jaxvlm.spmd.model import Model
@@ -264,7 +264,7 @@ def _sizes(assembled: Assembled, max_halvings: int) -> list[TrainState]:
 
 
 def check_shards(config: Config, model: Model, encoder: Model | None) -> None:
-    """Refuse batches that do not have a row for each shard in each part, and meshes on which this
+    """Refuse batches that do not have a row for each shard in each part, and meshes on which a
     process has not the same rows.
 
     Raises:
@@ -279,8 +279,8 @@ def check_shards(config: Config, model: Model, encoder: Model | None) -> None:
                 f"every shard; {_fitting(config.data.batch_size, config.microbatches, shards)}"
             )
     if encoder:
-        rows = [local_rows(part.mesh, config.data.batch_size) for part in (model, encoder)]
-        transfer.check_same_rows(rows[0], rows[1], "config.encoder.mesh")
+        rows = batch_sharding(model.mesh), batch_sharding(encoder.mesh)
+        transfer.check_same_rows(*rows, config.data.batch_size, "config.encoder.mesh")
 
 
 def _fitting(rows: int, parts: int, shards: int) -> str:

@@ -79,10 +79,37 @@ def test_what_can_not_be_divided_is_refused(count, counts, says):
         divide_devices(EncoderConfig(count), machine(counts))
 
 
-def test_other_sequences_on_the_other_mesh_are_refused():
-    transfer.check_same_rows(np.arange(4), np.arange(4), "config.encoder.mesh")
-    with pytest.raises(ConfigError, match=r"sequences 0 to 3 of a batch on .* and 4 to 7 on the"):
-        transfer.check_same_rows(np.arange(4), np.arange(4, 8), "config.encoder.mesh")
+class Device:
+    def __init__(self, process):
+        self.process_index = process
+
+
+class Placed:
+    """A sharding over devices of processes: ``p1=[(0, 4)]``, process 1's one device has these."""
+
+    def __init__(self, **parts):
+        self.indices = {
+            Device(int(name[1:])): (slice(*part),) for name, own in parts.items() for part in own
+        }
+
+    def devices_indices_map(self, shape):
+        return self.indices
+
+
+def test_other_sequences_on_the_other_mesh_are_refused_in_every_process():
+    halves = Placed(p0=[(0, 4)], p1=[(4, 8)])
+    transfer.check_same_rows(halves, Placed(p0=[(0, 2), (2, 4)], p1=[(4, 8)]), 8, "config.a")
+    for other in (Placed(p0=[(0, 4)], p1=[(0, 8)]), Placed(p0=[(0, 4)])):
+        with pytest.raises(ConfigError, match=r"config.a: process 1 would have sequences 4 to 7"):
+            transfer.check_same_rows(halves, other, 8, "config.a")
+
+
+def test_processes_agree_on_how_an_array_moves():
+    """One process could move its part alone, the other could not: neither does."""
+    source, target = Placed(p0=[(0, 8)], p1=[(0, 4)]), Placed(p0=[(0, 4)], p1=[(4, 8)])
+    assert not transfer._is_local(source, target, (8,))
+    assert transfer._is_local(target, target, (8,))
+    assert not transfer._is_local(target, Placed(p2=[(0, 4)]), (8,))
 
 
 MESHES = {

@@ -5,22 +5,34 @@ MLflow and Trackio themselves, with ``pip install 'jaxvlm[mlflow,trackio]'``: ``
 
 from __future__ import annotations
 
-import socket
+import inspect
 import sys
+import time
 import urllib.error
 import urllib.request
 
 import numpy as np
 import pytest
+from runs import free_port
 
 from jaxvlm.config import Config, ConfigError
-from jaxvlm.train.loggers import TensorBoardLogger, start_loggers
+from jaxvlm.train import loggers
+from jaxvlm.train.loggers import InBackground, TensorBoardLogger, start_loggers
 from jaxvlm.train.metrics import Logger, MetricWriter
+
+said: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_said():
+    said.clear()
 
 
 def writer(folder, resume_step=-1, **settings):
     config = Config(**{"tensorboard": False} | settings)
-    return MetricWriter(folder, resume_step, start_loggers(config, folder, resume_step))
+    return MetricWriter(
+        folder, resume_step, start_loggers(config, folder, resume_step, said.append)
+    )
 
 
 def test_tensorboard_events(tmp_path):
@@ -68,24 +80,82 @@ def test_wandb_gets_the_numbers(tmp_path, monkeypatch):
         def log(self, values):
             logged.append(values)
 
-        def finish(self):
-            logged.append("finished")
+        def finish(self, exit_code):
+            logged.append(f"finished {exit_code}")
 
     monkeypatch.setitem(sys.modules, "wandb", Wandb())
     made = writer(tmp_path, wandb_project="p")
     made.write(1, {"train/loss": 2.0, "note": "x"})
     made.images(1, "eval/one", np.zeros((4, 5, 3), np.uint8))
-    made.close()
+    made.close()  # it failed
     assert logged == [
-        {"step": 1, "train/loss": 2.0}, {"step": 1, "eval/one": [(4, 5, 3)]}, "finished",
+        {"step": 1, "train/loss": 2.0}, {"step": 1, "eval/one": [(4, 5, 3)]}, "finished 1",
     ]  # fmt: skip
     assert axes[-1] == ("*", {"step_metric": "step"}), "charts are over our step"
     # After a kill, step 1 is trained again: W&B's own step, which only rises, is not used.
     made = writer(tmp_path, 0, wandb_project="p")
     made.write(1, {"train/loss": 2.0})
+    made.ended = "done"
     made.close()
-    assert logged[-2:] == [{"step": 1, "train/loss": 2.0}, "finished"]
+    assert logged[-2:] == [{"step": 1, "train/loss": 2.0}, "finished 0"] and not said
     assert started[0] == started[1] != "", "a resumed run goes on in its own chart"
+
+
+class Failing:
+    """A tracker that does not answer after the first call."""
+
+    def __init__(self, waits=0.0):
+        self.calls, self.waits = 0, waits
+
+    def write(self, step, values):
+        self.calls += 1
+        time.sleep(self.waits)
+        if self.calls > 1:
+            raise ConnectionError("no route to host\nand more")
+
+    images = write
+
+    def close(self, ended):
+        self.write(0, {})
+
+
+def test_a_tracker_that_fails_stops_no_run(tmp_path):
+    made = InBackground("mlflow_experiment", "e", Failing, said.append)
+    for step in range(5):
+        made.write(step, {"train/loss": 1.0})
+    made.close("done")
+    assert said == [
+        "config.mlflow_experiment='e': no route to host; the run goes on without",
+        "config.mlflow_experiment='e': 5 messages could not be sent; metrics.jsonl has all",
+    ]
+
+
+def test_a_tracker_that_hangs_costs_no_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(InBackground, "MOST", 3)
+    monkeypatch.setattr(InBackground, "CLOSE_S", 0.2)
+    made = InBackground("wandb_project", "p", lambda: Failing(waits=5.0), said.append)
+    begin = time.monotonic()
+    for step in range(20):
+        made.write(step, {"train/loss": 1.0})
+    assert time.monotonic() - begin < 1
+    made.close("done")
+    assert time.monotonic() - begin < 4 and "messages could not be sent" in said[-1]
+
+
+def test_one_that_can_not_be_started_is_named(tmp_path):
+    def start():
+        raise ConnectionError("no route to host")
+
+    with pytest.raises(ConfigError, match=r"config.trackio_project='p': no route to host"):
+        InBackground("trackio_project", "p", start, said.append)
+
+
+def test_what_was_started_is_closed_where_another_fails(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    port = free_port()
+    with pytest.raises(ConfigError, match="mlflow"):
+        writer(tmp_path, prometheus_port=port, mlflow_experiment="e")
+    writer(tmp_path, prometheus_port=port).close()
 
 
 def fetched(port):
@@ -94,9 +164,7 @@ def fetched(port):
 
 
 def test_prometheus_fetches_the_latest(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     made = writer(tmp_path, prometheus_port=port)
     made.write(3, {"train/loss": 2.0, "eval/recall@1": 0.5, "note": "x"})
     made.write(4, {"train/loss": 1.5})
@@ -125,7 +193,11 @@ def test_mlflow_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
         for step in steps:
             made.write(step, {"train/loss": step + 10 * (resume_step > 0), "eval/recall@1": 0.5})
         made.images(3, "eval/samples", np.zeros((2, 4, 5, 3), np.uint8))
+        made.ended = "done"
         made.close()
+    with pytest.raises(ConfigError, match="the run's metrics are in another experiment"):
+        writer(folder, mlflow_experiment="f")
+    assert not said
     client = mlflow.MlflowClient()
     [run] = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert run.info.status == "FINISHED" and run.info.run_name == "run"
@@ -152,5 +224,8 @@ def test_trackio_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
     assert sorted(rows) == [(1, 1), (2, 2), (2, 12), (3, 3), (3, 13)]
 
 
-def test_every_logger_keeps_to_the_protocol(tmp_path):
-    assert isinstance(TensorBoardLogger(tmp_path, -1), Logger)
+def test_loggers_have_the_protocols_methods():
+    for kind in (TensorBoardLogger, InBackground, *loggers._TRACKERS.values()):
+        for name in ("write", "images", "close"):
+            wanted = inspect.signature(getattr(Logger, name)).parameters
+            assert list(inspect.signature(getattr(kind, name)).parameters) == list(wanted)

@@ -323,11 +323,15 @@ def catch_signals() -> None:
     Python handles no signals, it does nothing.
     """
     _asked_to_stop.clear()
-    _asked_for_trace.clear()
+    catch_sigusr2()
+    if not _liveness and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def catch_sigusr2() -> None:
+    """Make SIGUSR2 set :func:`is_trace_asked` instead of ending the process."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR2, _on_sigusr2)
-        if not _liveness:
-            signal.signal(signal.SIGTERM, _on_sigterm)
 
 
 def _on_sigusr2(number: int, frame: Any) -> None:

@@ -14,7 +14,7 @@ from jaxvlm.parallel.distributed import processes
 from jaxvlm.parallel.mesh import mesh_text
 from jaxvlm.train.callbacks import Callback
 from jaxvlm.train.chips import PeakRate
-from jaxvlm.train.metrics import STEPS, MetricWriter
+from jaxvlm.train.metrics import STEPS, MetricWriter, share
 from jaxvlm.train.progress import Progress, time_text
 from jaxvlm.trainer import embedding_run
 from jaxvlm.trainer.run import Run
@@ -92,11 +92,12 @@ class MetricsCallback(Callback):
         every = processes.from_every_process(metrics["wait_ms"] + metrics["host_ms"])
         if len(every) == 1:
             return {}
-        slowest, most, median = int(np.argmax(every)), float(max(every)), float(np.median(every))
+        slowest, most = int(np.argmax(every)), float(max(every))
+        median = float(np.median(np.delete(every, slowest)))  # of the others
         if most - median > max(_SLOW_INPUT * metrics["step_ms"], _NOISE_MS):
             self.progress.log(
                 f"step {step}: process {slowest} keeps the devices waiting {most:.0f} ms a step, "
-                f"the median process {median:.0f}; look at its machine's disks and cores"
+                f"the median of the others {median:.0f}; look at its machine's disks and cores"
             )
         return {
             "slowest_process": slowest,
@@ -128,8 +129,9 @@ class MetricsCallback(Callback):
 
     def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
         """Add where the run's time went, over all its starts."""
+        self.writer.ended = result["ended"]
         seconds = self.writer.goodput.end()
-        result["goodput"] = round(seconds[STEPS] / max(sum(seconds.values()), 1e-9), 4)
+        result["goodput"] = round(share(seconds), 4)
         result["goodput_seconds"] = {cause: round(x, 3) for cause, x in seconds.items()}
         self.progress.log(goodput_line(seconds))
 
@@ -139,7 +141,7 @@ def goodput_line(seconds: Mapping[str, float]) -> str:
     total = max(sum(seconds.values()), 1e-9)
     lost = sorted(((x, cause) for cause, x in seconds.items() if cause != STEPS), reverse=True)
     parts = [f"{cause} {100 * x / total:.0f} %" for x, cause in lost if x >= 0.005 * total]
-    line = f"goodput {100 * seconds[STEPS] / total:.0f} % of {time_text(total)}"
+    line = f"goodput {100 * share(seconds):.0f} % of {time_text(total)}"
     return f"{line}; not steps: {', '.join(parts)}" if parts else line
 
 
