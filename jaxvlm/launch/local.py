@@ -165,8 +165,8 @@ class Supervisor:
         if self.is_stopped:
             self._signal_all()
         deadline = math.inf
-        while any(process.poll() is None for process in self.running):
-            if deadline == math.inf and any(process.returncode for process in self.running):
+        while None in (ends := [process.poll() for process in self.running]):
+            if deadline == math.inf and any(ends):
                 deadline = time.monotonic() + WAIT_S
             if time.monotonic() > deadline and not self.is_stopped:
                 _say(f"a process does not end {WAIT_S:.0f} s after another one; it is killed")

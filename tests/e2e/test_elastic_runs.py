@@ -18,9 +18,9 @@ from jaxvlm.train.metrics import DOWN, STEPS, read_goodput
 STEPS_TAKEN = 12
 
 
-def launched(workdir, data, rows, least):
+def launched(workdir, data, rows, least, *more):
     train = [f"--config={HERE / 'recipe.py'}:{data}", f"--workdir={workdir}"]
-    train += [f"--config.data.batch_size={rows}", f"--config.data.eval={data}"]
+    train += [f"--config.data.batch_size={rows}", f"--config.data.eval={data}", *more]
     launch = ["launch", "local", "--devices=cpu:4", f"--min_nodes={least}", "--", "train", *train]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command(*launch), env=environment(), **pipes)
@@ -51,6 +51,19 @@ def kill_at(workdir: pathlib.Path, step: int, number: int, running: subprocess.P
     victim = process_of(workdir, number)
     assert victim is not None, "the run was over"
     os.kill(victim, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_ctrl_c_has_all_of_them_save(data, tmp_path):
+    running = launched(tmp_path, data, 12, 2, "--config.steps=100000", "--config.data.eval=")
+    while len(losses(tmp_path) if (tmp_path / "metrics.jsonl").exists() else ()) < 2:
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    said = finish(running)
+    saved = max(int(x.name) for x in (tmp_path / "checkpoints").iterdir() if x.name.isdigit())
+    assert saved == max(losses(tmp_path)) > 0, said[-2000:]
+    assert process_of(tmp_path, 0) is None and "starting again" not in said
 
 
 DRAWS = 10

@@ -30,6 +30,10 @@ attempt = len(list(folder.glob("*-of-*-0"))) if not number else attempt
 end = ends[attempt][number]
 if end == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if end == "ignores":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / f"waits-{number}").touch()
+    time.sleep(60)
 if end == "waits":
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     (folder / f"waits-{number}").touch()
@@ -38,13 +42,14 @@ sys.exit(end)
 """
 
 
-def supervise(folder, ends, sizes, restarts=5, platform="cpu", devices=2):
+def supervise(folder, ends, sizes, restarts=5, platform="cpu", devices=2, wait_s=60):
     """Run the program in a process of its own, whose signals are the supervisor's."""
     (folder / "ends.json").write_text(json.dumps(ends))
     words = [sys.executable, "-c", PROGRAM, str(folder)]
     code = (
-        "from jaxvlm.launch.local import Supervisor; import sys;"
-        f"sys.exit(Supervisor({words!r}, {sizes!r}, {devices}, {platform!r}, {{}}).run({restarts}))"
+        f"from jaxvlm.launch import local; local.WAIT_S = {wait_s}; import sys;"
+        f"made = local.Supervisor({words!r}, {sizes!r}, {devices}, {platform!r}, {{}});"
+        f"sys.exit(made.run({restarts}))"
     )
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
 
@@ -57,8 +62,14 @@ def supervise(folder, ends, sizes, restarts=5, platform="cpu", devices=2):
         ([3, 2, 1], [[75, "killed", 75], [0, 0]], [3, 2], 0, "starting again with 2"),
         ([4, 2], [["killed", 75, 75, 75], [0, 0]], [4, 2], 0, "starting again with 2"),
         ([4, 2, 1], [[75, "killed", "killed", "killed"], [0]], [4, 1], 0, "with 1"),
-        ([2, 1], [[75, 75], [0, 0]], [2, 2], 0, "can't be reached; starting again with 2"),
-        ([4, 3], [["killed", 75, 75, "killed"]], [4], 75, "2 are too few: --min_nodes=3"),
+        ([2, 1], [[75, 75], [0, 0]], [2, 2], 0, "a process stopped; starting again with 2"),
+        (
+            [4, 3],
+            [["killed", 75, 75, "killed"], [0] * 4],
+            [4, 4],
+            0,
+            "2 are fewer than 3, so all are tried again; starting again with 4",
+        ),
         ([2, 1], [[75, 1]], [2], 1, ""),
         ([2], [["killed", 2]], [2], 2, ""),
         ([1], [["killed"]] * 3, [1, 1, 1], 75, "given up after 2 restarts"),
@@ -70,6 +81,48 @@ def test_what_ends_mean(tmp_path, sizes, ends, starts, status, says):
     assert process.returncode == status and says in said, said
     found = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("*-of-*-0"))
     assert found == [f"{i}-of-{size}" for i, size in enumerate(starts)]
+
+
+def test_a_process_that_hangs_is_killed(tmp_path):
+    process = supervise(tmp_path, [["waits", 75], [0, 0]], [2], wait_s=0.5)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 0 and "a process does not end 0 s after another one" in said, said
+
+
+def test_the_devices_of_a_lost_process_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    ends = [["killed", 75, 75], [75, "killed"], [0, 0, 0]]
+    process = supervise(tmp_path, ends, [3, 2], platform="gpu", devices=1)
+    process.communicate(timeout=30)
+    shown = [
+        [
+            json.loads((tmp_path / f"{name}-{i}").read_text())["CUDA_VISIBLE_DEVICES"]
+            for i in range(n)
+        ]
+        for name, n in (("0-of-3", 3), ("1-of-2", 2))
+    ]
+    assert shown == [["0", "1", "2"], ["1", "2"]]
+    assert (tmp_path / "2-of-3-0").is_file(), "one is too few, so all are tried again"
+
+
+def test_fewer_gpus_than_asked_for_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    flags = ["--sizes=4", "--devices=1", "--platform=gpu", "--restarts=0", "--", "train"]
+    words = [sys.executable, "-m", "jaxvlm.launch.local", *flags]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "CUDA_VISIBLE_DEVICES=4,5 shows 2 GPUs, and --devices asks for 4" in done.stderr
+
+
+def test_a_second_signal_is_no_success(tmp_path):
+    process = supervise(tmp_path, [["ignores"]], [1])
+    while not list(tmp_path.glob("waits-*")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL
 
 
 def test_a_signal_saves_and_starts_nothing_again(tmp_path):
@@ -104,7 +157,9 @@ def test_processes_end_with_their_supervisor(tmp_path):
 @pytest.mark.parametrize("shown, devices", [("", ["0,1", "2,3"]), ("4,5,6,7", ["4,5", "6,7"])])
 def test_each_process_has_its_devices(tmp_path, monkeypatch, shown, devices):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     for platform in ("cpu", "gpu"):
         folder = tmp_path / platform
         folder.mkdir()
