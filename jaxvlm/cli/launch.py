@@ -22,7 +22,7 @@ _EVERY = {
     "again; 0 means 5 on SLURM, where restarts in a row without a new checkpoint count, and 20 "
     "elsewhere.",
     "min_nodes": "local, slurm, ray: the fewest nodes (local: processes) with which the job goes "
-    "on once some are lost, if they divide its batch; 0 means all, so that it waits for them.",
+    "on once some are lost, if they divide its batch; 0 means all.",
     "output": "The folder in which the job's files are written, in a folder of its name.",
     "dry_run": "Print the job and the call of the scheduler's tool; write and call nothing.",
     "skip_plan": "Don't ask the planner whether the run fits.",

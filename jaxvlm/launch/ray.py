@@ -48,8 +48,8 @@ def size_of(left):
 
 def alive():
     """The number of nodes that the job can use."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    return sum(node["Resources"].get("GPU", 0) >= GPUS for node in nodes)
+    there = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(have.get("CPU", 0) >= 1 and have.get("GPU", 0) >= GPUS for have in there)
 
 
 def once(nodes):
@@ -72,6 +72,8 @@ def once(nodes):
     for task in tasks:
         try:
             ends.append(ray.get(task))
+        except ray.exceptions.RayTaskError:
+            raise  # the command could not be started: an error that would come again
         except ray.exceptions.RayError as error:
             print(f"a node was lost: {{error}}", file=sys.stderr)
             ends.append(AGAIN)
@@ -84,7 +86,7 @@ ray.init()
 nodes = SIZES[0]
 for attempt in range(RESTARTS + 1):
     ends, lost = once(nodes)
-    failed = [end for end in ends if end in (1, 2)]
+    failed = [end for end in ends if 0 < end < 128 and end != AGAIN]
     if failed or not any(ends):
         sys.exit(max(failed, default=0))
     nodes = size_of(min(alive(), nodes - lost) if lost else alive())

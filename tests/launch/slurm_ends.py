@@ -232,7 +232,7 @@ CASES = {
     "preempted": Case(_preempt, "COMPLETED", 1),
     "a node lost": Case(_lose("2"), "COMPLETED", 1),
     "a node lost, and the job elastic": Case(
-        _lose_for_good, "COMPLETED", 0, "1 of 2 nodes are left; going on with 1", nodes="2 1"
+        _lose_for_good, "COMPLETED", 0, "1 nodes are left; going on with 1", nodes="2 1"
     ),
     "the batch script's node lost": Case(_lose("1"), "COMPLETED", 1),
     "a process killed": Case(

@@ -13,12 +13,16 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "slurm.sbatch"
 COMMANDS = {
     # As srun, it starts the tasks at once and tells the highest status.
     "srun": """#!/bin/bash
-count=2 nodes=(n0 n1)
+count=${COUNT:-2} nodes=(n0 n1 n2 n3)
 while [[ $1 == --* ]]; do
   [[ $1 == --ntasks=* ]] && count="${1#*=}"
   [[ $1 == --nodelist=* ]] && IFS=, read -r -a nodes <<<"${1#*=}" && echo "on ${nodes[*]}"
   shift
 done
+START=0
+while [[ -e $0.$RUN.$START ]]; do START=$((START + 1)); done
+touch "$0.$RUN.$START"
+export START
 export SLURM_STEP_NUM_TASKS=$count SLURM_STEP_NODELIST=localhost
 export SLURM_STEP_TASKS_PER_NODE="1(x$count)"
 for ((number = 0; number < count; number++)); do
@@ -33,7 +37,9 @@ done
 exit $highest
 """,
     "squeue": '#!/bin/bash\necho "${STATE:-RUNNING}"\n',
-    "scontrol": '#!/bin/bash\necho "scontrol $*"\n',
+    "scontrol": """#!/bin/bash
+if [[ $* == "show hostnames"* ]]; then tr , '\\n' <<<"$3"; else echo "scontrol $*"; fi
+""",
 }
 
 ENDS = """
@@ -45,8 +51,7 @@ def stop(*_):
     os._exit(0)
 
 number = int(os.environ["SLURM_PROCID"])
-size = int(os.environ["SLURM_STEP_NUM_TASKS"])
-end = os.environ["ENDS" if size == 2 else "ENDS_AGAIN"].split()[number]
+end = os.environ[("ENDS", "ENDS_AGAIN", "ENDS_LAST")[int(os.environ["START"])]].split()[number]
 if not number:
     print("started", *sys.argv[1:], flush=True)
 if "saves" in os.environ:
@@ -80,6 +85,8 @@ def launch(tmp_path):
             "PYTHONPATH": str(SCRIPT.parent.parent),
             "SLURM_JOB_ID": "7",
             "SLURM_NTASKS": "2",
+            "SLURM_JOB_NODELIST": "n0,n1",
+            "RUN": str(len(list(tmp_path.glob("srun.*.0")))),  # how often it was called before
             "JAXVLM_COMMAND": f"{sys.executable} {tmp_path / program}",
             "JAXVLM_COMPILE_CACHE": str(tmp_path / "xla"),
         }
@@ -140,7 +147,7 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(launch, tmp_path):
     ends = {"JAXVLM_NODES": "2 1", "ENDS": "lost 75", "ENDS_AGAIN": "0"}
     done = launch(f"--workdir={tmp_path}", **ends)
     assert done.returncode == 0, done
-    assert "1 of 2 nodes are left; going on with 1" in done.stderr
+    assert "1 nodes are left; going on with 1" in done.stderr
     assert "on n1" in done.stdout and "requeue" not in done.stdout
     # A process that is killed leaves its node; so does one that can't be reached.
     done = launch(f"--workdir={tmp_path}", **ends | {"ENDS": "killed 75"})
@@ -149,8 +156,33 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(launch, tmp_path):
 
 def test_a_job_waits_where_too_few_nodes_are_left(launch, tmp_path):
     done = launch(f"--workdir={tmp_path}", JAXVLM_NODES="2", ENDS="lost 75")
-    assert "1 of 2 nodes are left, and the job goes on with 2: it waits" in done.stderr
+    assert "1 nodes are left, and the job goes on with 2: it waits" in done.stderr
     assert "scontrol requeue 7" in done.stdout
+
+
+def test_spare_nodes_are_used_later(launch, tmp_path):
+    """Of four nodes one is lost, so two are used and one is spare; then one of the two is lost."""
+    nodes = {"SLURM_JOB_NODELIST": "n0,n1,n2,n3", "SLURM_NTASKS": "4", "JAXVLM_NODES": "2 4"}
+    done = launch(f"--workdir={tmp_path}", ENDS="lost 75 75 75", ENDS_AGAIN="lost 75", COUNT="4",
+                  ENDS_LAST="0 0", **nodes)  # fmt: skip
+    assert done.returncode == 0, done
+    assert [line for line in done.stdout.splitlines() if line.startswith("on ")] == [
+        "on n1 n2", "on n2 n3",
+    ]  # fmt: skip
+    assert "3 nodes are left; going on with 2" in done.stderr
+    assert "2 nodes are left; going on with 2" in done.stderr
+
+
+def test_a_cancelled_job_does_not_go_on(launch, tmp_path):
+    lost = {"JAXVLM_NODES": "2 1", "ENDS": "lost 75", "ENDS_AGAIN": "0"}
+    done = launch(f"--workdir={tmp_path}", STATE="COMPLETING", **lost)
+    assert "on n1" not in done.stdout and "requeue" not in done.stdout
+
+
+@pytest.mark.parametrize("nodes, what", [("four", "four"), ("4 -2", "-2"), ("4 0", "0")])
+def test_numbers_of_nodes_are_checked(launch, tmp_path, nodes, what):
+    done = launch(f"--workdir={tmp_path}", JAXVLM_NODES=nodes, ENDS="0 0")
+    assert done.returncode == 2 and f"{what} is no number of nodes" in done.stderr
 
 
 def test_going_on_counts_as_a_restart(launch, tmp_path):
