@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from test_places import SEVERAL
@@ -188,6 +189,25 @@ def test_sigterm_in_a_single_process():
     finally:
         signal.signal(signal.SIGTERM, before)
         processes._asked_to_stop.clear()
+
+
+def test_sigusr2_asks_for_a_trace_once():
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        processes.catch_sigusr2()
+        assert not processes.is_trace_asked()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert processes.is_trace_asked() and not processes.is_trace_asked()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_process_knows_when_it_began():
+    code = "from jaxvlm.parallel.distributed import processes; print(processes.began())"
+    begun = time.time()
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert abs(float(said) - begun) < 0.5
 
 
 @pytest.mark.parametrize("launcher", ["OpenMPI", "JobSet", "SLURM without srun"])

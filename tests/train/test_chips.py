@@ -4,6 +4,7 @@ import io
 import json
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from jaxvlm.train import chips
 from jaxvlm.train.chips import PeakRate, lookup
 from jaxvlm.train.metrics import MetricWriter
 from jaxvlm.train.progress import Progress
+from jaxvlm.trainer.callbacks import metrics
 from jaxvlm.trainer.callbacks.metrics import MetricsCallback
 
 KINDS = {
@@ -88,6 +90,34 @@ def test_what_can_not_be_measured_again_is_not_shown(monkeypatch):
 
     monkeypatch.setattr(chips, "_measured", fail)
     assert peak.share(2e9) is None and peak.share(0.5e9) == 0.5
+
+
+@pytest.mark.parametrize(
+    "every, said",
+    [
+        ([9.0], None),
+        (
+            [9.0, 150.0],
+            "process 1 keeps the devices waiting 150 ms a step, the median of the others 9",
+        ),
+        ([200.0, 9.0, 9.0, 10.0], "process 0 keeps the devices waiting 200 ms a step"),
+        ([9.0, 100.0], None),  # less than a tenth of the step
+    ],
+)
+def test_the_process_that_keeps_all_waiting_is_named(monkeypatch, tmp_path, every, said):
+    monkeypatch.setattr(metrics.processes, "from_every_process", lambda ms: np.asarray(every))
+    out, writer = io.StringIO(), MetricWriter(tmp_path)
+    with Progress(9, console=Console(file=out, width=200)) as progress:
+        logs = MetricsCallback(
+            writer, progress, lambda step: 0.1, Flops(0.0, 0.0, 0.0, 0.0),
+            peak_that_measures(monkeypatch, 1e9),
+        )  # fmt: skip
+        line = {"step_ms": 1000.0, "skipped_updates": 0, "wait_share": 0.0, "loss": 1.0}
+        logs.on_log(1, line | {"wait_ms": 5.0, "host_ms": 4.0})
+    writer.close()
+    assert (said in out.getvalue()) if said else ("keeps the devices" not in out.getvalue())
+    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert row.get("train/slowest_process_ms") == (max(every) if len(every) > 1 else None)
 
 
 def test_no_mfu_above_one_is_logged(monkeypatch, tmp_path):

@@ -100,7 +100,7 @@ class MetricsCallback(Callback):
                 f"the median of the others {median:.0f}; look at its machine's disks and cores"
             )
         return {
-            "slowest_process": slowest,
+            "slowest_process": float(slowest),
             "slowest_process_ms": most,
             "median_process_ms": median,
         }
