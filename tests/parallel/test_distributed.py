@@ -205,9 +205,9 @@ def test_sigusr2_asks_for_a_trace_once():
 
 def test_a_process_knows_when_it_began():
     code = "from jaxvlm.parallel.distributed import processes; print(processes.began())"
-    begun = time.time()
+    before = time.time()
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    assert abs(float(said) - begun) < 0.5
+    assert before - 0.05 <= float(said) <= time.time()  # the kernel counts hundredths
 
 
 @pytest.mark.parametrize("launcher", ["OpenMPI", "JobSet", "SLURM without srun"])

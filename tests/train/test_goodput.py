@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 
 import jax
 import pytest
@@ -53,36 +52,56 @@ def test_no_lines_are_no_time(tmp_path):
         goodput([{"start": "a"}])
 
 
-def test_what_is_written_adds_up_over_starts(tmp_path):
-    """Against the clock of this test, and each cause against what the test waited for."""
-    jax.process_index()  # JAX starts
-    begun = time.time()
-    waits = {"compilation": 0.08, "exchange": 0.04, "evaluation": 0.06, "checkpoint": 0.05}
+class FakeTime:
+    """Clocks that only the test moves; the one of the machine is set back meanwhile."""
+
+    def __init__(self):
+        self.now, self.set_back = 1000.0, 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def time(self):
+        return 5e8 + self.now - self.set_back
+
+
+def test_each_second_has_the_cause_that_it_was_spent_on(tmp_path, monkeypatch):
+    clock_of = FakeTime()
+    monkeypatch.setattr(loop, "time", clock_of)
+    monkeypatch.setattr(metrics, "time", clock_of)
+    waits = {"compilation": 8.0, "exchange": 4.0, "evaluation": 6.0, "checkpoint": 5.0}
+    begun = clock_of.time()
     for start, last in ((0, 4), (2, 6)):
-        time.sleep(0.05)  # between starts; and before the first, startup
-        made = Goodput(tmp_path, begun if not start else time.time())
-        time.sleep(0.05)
+        began = clock_of.time()
+        clock_of.now += 20  # startup
+        made = Goodput(tmp_path, began)
+        clock_of.now += 3
         clock = loop.Clock(start, made)
+        clock_of.set_back += 7 * (start == 0)
         for step in range(start + 1, last + 1):
             with clock.waiting():
-                time.sleep(0.02)
+                clock_of.now += 2
+            with clock.waiting():
+                clock_of.now += 1
+                clock.hide()  # the devices were at work
             with clock.computing():
-                time.sleep(0.03)
+                clock_of.now += 9
             for kind, seconds in waits.items():
                 with clock.paused(kind):
-                    time.sleep(seconds)
-            assert 0 < clock.lap(step)["goodput"] < 1
-        time.sleep(0.1)
+                    clock_of.now += seconds
+            lap = clock.lap(step)
+            assert lap["step_ms"] == 12_000 and 0 < lap["goodput"] < 1
+        clock_of.now += 30
         found = made.end()
-    assert found == pytest.approx(metrics.read_goodput(tmp_path), abs=0.01)
-    assert sum(found.values()) == pytest.approx(time.time() - begun, abs=0.05)
-    assert found[AGAIN] == pytest.approx(2 * 0.03, abs=0.03)
-    assert found[STEPS] == pytest.approx(6 * 0.03, abs=0.06)
-    assert found[WAIT] == pytest.approx(8 * 0.02, abs=0.05)
-    for kind, seconds in waits.items():
-        assert found[kind] == pytest.approx(8 * seconds, abs=0.06)
-    assert found["startup"] == pytest.approx(0.15, abs=0.05) and found["end"] > 0.19
-    assert found[DOWN] == pytest.approx(0.05, abs=0.04)
+        clock_of.set_back = 0
+        clock_of.now += 50 * (start == 0)
+    wanted = {kind: 8 * seconds for kind, seconds in waits.items()}
+    wanted |= {STEPS: 60, AGAIN: 20, WAIT: 16, "startup": 46, "end": 60, DOWN: 50}
+    assert found == pytest.approx(wanted) and metrics.read_goodput(tmp_path) == pytest.approx(
+        wanted
+    )
+    assert sum(found.values()) == pytest.approx(clock_of.time() - begun)
+    assert lap["goodput"] == pytest.approx(60 / (sum(wanted.values()) - 30))
 
 
 def test_truncated_lines_are_left_out(tmp_path):
@@ -92,8 +111,10 @@ def test_truncated_lines_are_left_out(tmp_path):
     assert metrics.read_goodput(tmp_path)[STEPS] == 10
 
 
-def test_a_run_without_a_step_has_time_too(tmp_path):
-    assert sum(Goodput(tmp_path, time.time() - 10).end().values()) == pytest.approx(10, abs=0.5)
+def test_a_run_without_a_step_has_time_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "time", FakeTime())
+    found = Goodput(tmp_path, metrics.time.time() - 10).end()
+    assert found["startup"] == sum(found.values()) == pytest.approx(10)
 
 
 def traces(monkeypatch, profile, asked, steps=30, start=0):
