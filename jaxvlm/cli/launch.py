@@ -67,7 +67,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Check the run, write the job and call the scheduler's tool."""
-    from jaxvlm.launch import targets
+    from jaxvlm.launch import slurm, targets
 
     target, arguments = _divided(args, targets.TARGETS)
     rendered, fits = rendered_job(values, target, arguments)
@@ -79,6 +79,8 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
             say(f"# {folder / name}\n{text}")
         say(f"# {shlex.join(rendered.command)}")
         return result | {"command": list(rendered.command)}
+    if target == "slurm":
+        slurm.check_path()
     rendered = targets.written(rendered, folder)
     say(shlex.join(rendered.command))
     status = targets.submit(rendered.command, rendered.in_place)
@@ -199,7 +201,8 @@ def _checked(arguments: list[str]) -> tuple[Any, str]:
 
     from jaxvlm.cli import error_lines
     from jaxvlm.cli.main import COMMANDS, module_of
-    from jaxvlm.config import ConfigError, from_config_dict
+    from jaxvlm.config import ConfigError
+    from jaxvlm.trainer import checks
 
     name, rest = arguments[0], arguments[1:]
     if name not in COMMANDS or name in ("launch", "sweep"):
@@ -219,7 +222,7 @@ def _checked(arguments: list[str]) -> tuple[Any, str]:
         missing = "--workdir=DIR" if config is not None else "--config=FILE"
         raise ConfigError(f"the command trains and needs {missing}")
     recipe: Any = values["config"]
-    return from_config_dict(config), str(recipe.config_filename)
+    return checks.checked(config, ""), str(recipe.config_filename)
 
 
 def _fits(config: Any, recipe: str, asked: Any) -> bool | None:

@@ -114,6 +114,7 @@ def _scripts(workdir: pathlib.Path, definition: Any) -> dict[str, str]:
     """Each trial's batch file, by id; all are made and planned before one is submitted."""
     from jaxvlm.cli import launch
     from jaxvlm.config import ConfigError
+    from jaxvlm.launch import slurm
     from jaxvlm.sweep import local
 
     values = flags.FlagValues()
@@ -135,6 +136,7 @@ def _scripts(workdir: pathlib.Path, definition: Any) -> dict[str, str]:
         arguments = local.train_arguments(definition.recipe, definition.overrides, trial)
         rendered, _ = launch.rendered_job(values, "slurm", arguments)
         found[trial.id] = next(iter(rendered.files.values()))
+    slurm.check_path()
     return found
 
 

@@ -94,7 +94,10 @@ class Supervisor:
     ):
         self.command, self.sizes, self.devices, self.platform = command, sizes, devices, platform
         self.environment, self.is_stopped = {**os.environ, **environment}, False
+        self.status_of_stop = 0
         self.running: list[subprocess.Popen[bytes]] = []
+        self.hung: set[int] = set()
+        """Processes that did not end by themselves, and were killed here: not lost."""
         self.slots = list(range(sizes[0]))
         """Parts of the machine's devices that are left, one a process."""
         self.gpus = [str(i) for i in range(sizes[0] * devices)]
@@ -115,15 +118,16 @@ class Supervisor:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
+        signal.signal(signal.SIGUSR2, lambda *_: self._signal_all(signal.SIGUSR2))
         size = self.sizes[0]
         for attempt in range(restarts + 1):
             ends = self._once(size)
             if failed := [end for end in ends if exit_status.is_error(end)]:
                 return max(failed)
-            killed = [number for number, end in enumerate(ends) if _is_signal(end)]
+            killed = [i for i, end in enumerate(ends) if _is_signal(end) and i not in self.hung]
             if self.is_stopped:
-                stopped = int(os.environ.get("JAXVLM_STOPPED_STATUS", "0"))
-                return max((_as_shell(ends[i]) for i in killed), default=stopped)
+                _say("stopped; the same command resumes")
+                return max((_as_shell(ends[i]) for i in killed), default=self.status_of_stop)
             if not any(ends):
                 return 0
             words = f"{len(killed)} of {size} processes lost" if killed else "a process stopped"
@@ -158,18 +162,19 @@ class Supervisor:
                 self.command,
                 env=self.environment | self._variables(i, size, port),
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=_prepare,
             )
             for i in range(size)
         ]
         if self.is_stopped:
-            self._signal_all()
-        deadline = math.inf
+            self._signal_all(signal.SIGTERM)
+        deadline, self.hung = math.inf, set()
         while None in (ends := [process.poll() for process in self.running]):
             if deadline == math.inf and any(ends):
                 deadline = time.monotonic() + WAIT_S
             if time.monotonic() > deadline and not self.is_stopped:
                 _say(f"a process does not end {WAIT_S:.0f} s after another one; it is killed")
+                self.hung |= {i for i, end in enumerate(ends) if end is None}
                 for process in self.running:
                     process.kill()
             time.sleep(0.1)
@@ -199,11 +204,14 @@ class Supervisor:
             for process in self.running:
                 process.kill()
         self.is_stopped = True
-        self._signal_all()
+        self.status_of_stop = int(os.environ.get("JAXVLM_STOPPED_STATUS", "0"))
+        if number == signal.SIGINT:
+            self.status_of_stop = 130  # as of any command that Ctrl-C ends
+        self._signal_all(signal.SIGTERM)
 
-    def _signal_all(self) -> None:
+    def _signal_all(self, number: int) -> None:
         for process in self.running:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
 
 
 def _is_signal(status: int) -> bool:
@@ -215,9 +223,15 @@ def _as_shell(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def _end_with_parent() -> None:
-    """Let Linux end the process where its supervisor is killed: it would keep the run's folder."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+def _prepare() -> None:
+    """What a process is started with.
+
+    Linux ends it where its supervisor is killed: it would keep the run's folder. A signal that asks
+    for a trace does nothing until the run listens to it.
+    """
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _say(line: str) -> None:

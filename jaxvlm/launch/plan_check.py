@@ -59,7 +59,7 @@ def check(config: Config, recipe: str, machine: Machine) -> Verdict:
     try:
         among = allowed(request, config, auto, devices, lambda _: None)
     except ConfigError as error:
-        return Verdict(False, f"{error}; {_nearest(config, recipe, request)}")
+        return Verdict(False, f"{error}; {_nearest(config, recipe, request, is_short=False)}")
     result = search.search(request, 1, among=among)
     memory = machine.chip.hbm_bytes
     if result.best:
@@ -70,7 +70,9 @@ def check(config: Config, recipe: str, machine: Machine) -> Verdict:
         return Verdict(True, text, best.time.total)
     need = f"it needs {gib(result.nearest.peak)} a device" if result.nearest else "no layout fits"
     return Verdict(
-        False, f"{need}, and a device has {gib(memory)}; {_nearest(config, recipe, request)}"
+        False,
+        f"{need}, and a device has {gib(memory)}; "
+        + _nearest(config, recipe, request, is_short=True),
     )
 
 
@@ -140,30 +142,41 @@ def _check_size(config: Config, recipe: str, machine: Machine, count: int, plan:
         ConfigError: the reason.
     """
     each = machine.devices // count
-    devices = abstract_devices.devices(machine.platform, machine.devices, each)
-    if not auto_settings(config):  # of those the planner finds a mesh that does, or none
-        if config.encoder.devices < 0:
-            raise ConfigError("config.encoder.devices=-1 is known once the run starts; name them")
-        if config.encoder.devices:
-            devices = disaggregated_encoder.divide_devices(config.encoder, devices)[1]
-        mesh = resolve(config.strategy, config.mesh, devices)[0]
-        shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
-        rows, parts = config.data.batch_size, config.microbatches
-        if rows % (shards * parts):
-            raise ConfigError(
-                f"config.data.batch_size={rows} is no multiple of {shards} data shards times "
-                f"config.microbatches={parts}"
-            )
+    if config.encoder.devices < 0:
+        raise ConfigError("config.encoder.devices=-1 is known once the run starts; name them")
+    _check_devices(config, abstract_devices.devices(machine.platform, machine.devices, each))
     if plan and (verdict := check(config, recipe, machine)).fits is False:
         raise ConfigError(verdict.text)
 
 
-def _nearest(config: Config, recipe: str, request: PlanRequest) -> str:
-    """The smallest change that makes room: other settings, else more devices."""
+def _check_devices(config: Config, devices: list[Any]) -> None:
+    """Refuse devices that the mesh, the encoder's devices or the batch do not go with.
+
+    Raises:
+        ConfigError: the reason.
+    """
+    if auto_settings(config) or config.encoder.devices < 0:
+        return  # the planner, or the run itself, finds a mesh that does, or none
+    if config.encoder.devices:
+        devices = disaggregated_encoder.divide_devices(config.encoder, devices)[1]
+    mesh = resolve(config.strategy, config.mesh, devices)[0]
+    shards = math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
+    rows, parts = config.data.batch_size, config.microbatches
+    if rows % (shards * parts):
+        raise ConfigError(
+            f"config.data.batch_size={rows} is no multiple of {shards} data shards times "
+            f"config.microbatches={parts}"
+        )
+
+
+def _nearest(config: Config, recipe: str, request: PlanRequest, is_short: bool) -> str:
+    """The smallest change that lets it run: other settings, else, short of memory, more devices."""
     result = search.search(request, 1)
     if result.best:
         best = result.best[0]
         return f"this fits ({gib(best.peak)} a device): {_changes(config, request, best)}"
+    if not is_short:
+        return f"no mesh of {request.machine.devices} devices does, so take another batch size"
     machine = request.machine
     for factor in _SIZES:
         text = f"{machine.name}:{factor * machine.devices}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import re
 import shlex
+import shutil
 
 from jaxvlm.config import ConfigError
 from jaxvlm.launch.job import FILE, Job, Rendered, exports
@@ -56,6 +57,19 @@ def render(
     limit = f"JAXVLM_RESTARTS={job.restarts}\n"
     rest = rest.replace(mark, f"{mark}\n# This job's command.\n{command}{elastic}{limit}{given}")
     return Rendered({f"{job.name}.sbatch": options + rest}, ("sbatch", FILE))
+
+
+def check_path() -> None:
+    """Refuse to submit a job that would not find its program: SLURM passes the PATH on.
+
+    Raises:
+        ConfigError: jaxvlm is not on it.
+    """
+    if shutil.which("jaxvlm") is None:
+        raise ConfigError(
+            "jaxvlm is not on the PATH, which the job inherits; activate its environment, on a "
+            "file system that all nodes see"
+        )
 
 
 def _with_option(text: str, option: str, value: str | None) -> str:

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,21 @@ def start_loggers(
             one.close("")
         raise
     return started
+
+
+def check_installed(config: Config, settings: Sequence[str]) -> None:
+    """Refuse loggers whose packages are missing.
+
+    Args:
+        config: of the run.
+        settings: those that ask for a logger.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    for setting in settings:
+        if setting in _MODULES:
+            _module(_MODULES[setting], setting, getattr(config, setting))
 
 
 class InBackground:
@@ -242,7 +257,7 @@ class PrometheusLogger:
     """The latest metrics for Prometheus to fetch: ``jaxvlm_train_loss`` is ``train/loss``."""
 
     def __init__(self, port: int):
-        self._client = _module("prometheus_client", "prometheus_port", port, "prometheus")
+        self._client = _module("prometheus_client", "prometheus_port", port)
         self._registry = self._client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         try:
@@ -273,6 +288,15 @@ class PrometheusLogger:
         self._thread.join()
 
 
+_MODULES = {
+    "wandb_project": "wandb",
+    "mlflow_experiment": "mlflow",
+    "trackio_project": "trackio",
+    "prometheus_port": "prometheus_client",
+}
+"""Setting -> the package of its logger."""
+_EXTRAS = {"prometheus_client": "prometheus"}
+"""Package -> the extra that brings it, where its name is another."""
 _TRACKERS: Mapping[str, Callable[[str, Path], Logger]] = {
     "wandb_project": WandbLogger,
     "mlflow_experiment": MLflowLogger,
@@ -281,7 +305,7 @@ _TRACKERS: Mapping[str, Callable[[str, Path], Logger]] = {
 """Setting -> the logger that it starts."""
 
 
-def _module(name: str, setting: str, value: Any, extra: str = "") -> Any:
+def _module(name: str, setting: str, value: Any) -> Any:
     """The tracker's package.
 
     Raises:
@@ -292,7 +316,7 @@ def _module(name: str, setting: str, value: Any, extra: str = "") -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"config.{setting} is {value!r}, but {name} is not installed: "
-            f"pip install 'jaxvlm[{extra or name}]', or leave {setting} out"
+            f"pip install 'jaxvlm[{_EXTRAS.get(name, name)}]', or leave {setting} out"
         ) from error
 
 

@@ -49,6 +49,10 @@ def open_workdir(
         The folder's checkpointer, which ``stack`` closes, and a list that its warnings go to.
     """
     config = run.config
+    if names := [name for name in _LOGGERS if getattr(config, name)]:
+        from jaxvlm.train.loggers import check_installed
+
+        check_installed(config, names)  # before anything is written
     if jax.process_count() > 1:
         for what, value in run_record.program(config).items():
             processes.check_same(what, value)

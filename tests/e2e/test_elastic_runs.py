@@ -60,7 +60,8 @@ def test_ctrl_c_has_all_of_them_save(data, tmp_path):
         assert running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    said = finish(running)
+    said = "".join(running.communicate(timeout=300))
+    assert running.returncode == 130 and "stopped; the same command resumes" in said, said[-2000:]
     saved = max(int(x.name) for x in (tmp_path / "checkpoints").iterdir() if x.name.isdigit())
     assert saved == max(losses(tmp_path)) > 0, said[-2000:]
     assert process_of(tmp_path, 0) is None and "starting again" not in said

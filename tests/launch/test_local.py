@@ -30,6 +30,11 @@ attempt = len(list(folder.glob("*-of-*-0"))) if not number else attempt
 end = ends[attempt][number]
 if end == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if end == "traced":
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN, "it would end the process"
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
+    (folder / f"waits-{number}").touch()
+    time.sleep(60)
 if end == "ignores":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"waits-{number}").touch()
@@ -84,9 +89,18 @@ def test_what_ends_mean(tmp_path, sizes, ends, starts, status, says):
 
 
 def test_a_process_that_hangs_is_killed(tmp_path):
-    process = supervise(tmp_path, [["waits", 75], [0, 0]], [2], wait_s=0.5)
+    process = supervise(tmp_path, [["waits", "killed"], [0]], [2, 1], wait_s=0.5)
     said = process.communicate(timeout=30)[1]
     assert process.returncode == 0 and "a process does not end 0 s after another one" in said, said
+    assert "1 of 2 processes lost; starting again with 1" in said, "the one that hung is not lost"
+
+
+def test_a_trace_is_asked_of_all(tmp_path):
+    process = supervise(tmp_path, [["traced", "traced"]], [2])
+    while len(list(tmp_path.glob("waits-*"))) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR2)
+    assert process.communicate(timeout=30)[1] == "" and process.returncode == 0
 
 
 def test_the_devices_of_a_lost_process_are_left_out(tmp_path, monkeypatch):
@@ -130,7 +144,8 @@ def test_a_signal_saves_and_starts_nothing_again(tmp_path):
     while len(list(tmp_path.glob("waits-*"))) < 2:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=30)[1] == "" and process.returncode == 0
+    said = process.communicate(timeout=30)[1]
+    assert said == "launch local: stopped; the same command resumes\n" and process.returncode == 0
     assert len(list(tmp_path.glob("*-of-*"))) == 2
 
 

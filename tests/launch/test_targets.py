@@ -371,10 +371,21 @@ def test_a_bad_call_says_why_in_one_line(args, why, capsys):
     assert why in said and said.count("\n") == 1
 
 
+def test_a_job_that_would_not_find_jaxvlm_is_not_submitted(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sbatch").write_text(f"#!/bin/bash\ntouch {tmp_path}/submitted\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    words = ["launch", "slurm", "--devices=cpu:1", f"--output={tmp_path / 'jobs'}", "--", "data"]
+    assert cli([*words, "check", "x.jsonl"]) == 2
+    assert "jaxvlm is not on the PATH, which the job inherits" in capsys.readouterr().err
+    assert not (tmp_path / "submitted").exists() and not (tmp_path / "jobs").exists()
+
+
 def test_a_job_is_given_to_the_tool_once(tmp_path, monkeypatch, capsys):
     tool, log = tmp_path / "sbatch", tmp_path / "log"
     tool.write_text(f'#!/bin/bash\necho "$@" >> {log}\nexit ${{STATUS:-0}}\n')
     tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    (tmp_path / "jaxvlm").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     jobs = tmp_path / "jobs" / "first"
     output = f"--output={tmp_path / 'jobs'}"
@@ -401,6 +412,16 @@ def test_a_run_that_does_not_fit_is_not_launched(capsys):
     said = capsys.readouterr().err
     assert "24 rows" in said and "do not go together" in said and "this fits" in said
     assert cli([*devices, "--skip_plan", *uneven]) == 0
+    three = [
+        "launch",
+        "local",
+        "--devices=cpu:3",
+        "--dry_run",
+        *TRAIN,
+        "--config.data.batch_size=16",
+    ]
+    assert cli(three) == 2
+    assert "no mesh of 3 devices does, so take another batch size" in capsys.readouterr().err
     wide = ["--config.model.decoder.width=8192", "--config.model.decoder.depth=60",
             "--config.model.decoder.mlp_dim=28672", "--config.strategy.name=ddp"]  # fmt: skip
     assert cli([*devices, *TRAIN, *wide]) == 2

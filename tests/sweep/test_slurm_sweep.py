@@ -50,6 +50,7 @@ def queue(tmp_path, monkeypatch):
     for name in ("sbatch", "squeue", "scontrol"):
         (folder / name).write_text(TOOL.format(python=sys.executable, folder=str(folder)))
         (folder / name).chmod(0o755)
+    (folder / "jaxvlm").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "LOOK_S", 0.05)
     return folder

@@ -114,9 +114,11 @@ def test_the_process_that_keeps_all_waiting_is_named(monkeypatch, tmp_path, ever
         )  # fmt: skip
         line = {"step_ms": 1000.0, "skipped_updates": 0, "wait_share": 0.0, "loss": 1.0}
         logs.on_log(1, line | {"wait_ms": 5.0, "host_ms": 4.0})
+        assert "keeps the devices" not in out.getvalue(), "the first steps warm up"
+        logs.on_log(2, line | {"wait_ms": 5.0, "host_ms": 4.0})
     writer.close()
     assert (said in out.getvalue()) if said else ("keeps the devices" not in out.getvalue())
-    [row] = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    _, row = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert row.get("train/slowest_process_ms") == (max(every) if len(every) > 1 else None)
 
 

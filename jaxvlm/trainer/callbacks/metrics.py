@@ -54,7 +54,7 @@ class MetricsCallback(Callback):
     ):
         self.writer, self.progress, self.learning_rate = writer, progress, learning_rate
         self.flops_per_step, self.peak = flops_per_step, peak
-        self._has_warned = False
+        self._has_warned, self._is_warm = False, False
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
         """Write the means since the last line."""
@@ -94,7 +94,8 @@ class MetricsCallback(Callback):
             return {}
         slowest, most = int(np.argmax(every)), float(max(every))
         median = float(np.median(np.delete(every, slowest)))  # of the others
-        if most - median > max(_SLOW_INPUT * metrics["step_ms"], _NOISE_MS):
+        is_first, self._is_warm = not self._is_warm, True  # the first steps warm up
+        if not is_first and most - median > max(_SLOW_INPUT * metrics["step_ms"], _NOISE_MS):
             self.progress.log(
                 f"step {step}: process {slowest} keeps the devices waiting {most:.0f} ms a step, "
                 f"the median of the others {median:.0f}; look at its machine's disks and cores"
