@@ -132,14 +132,14 @@ class Supervisor:
                 return 0
             words = f"{len(killed)} of {size} processes lost" if killed else "a process stopped"
             if len(self.sizes) > 1:
-                size, more = self._fewer(size, killed)
+                size, more = self._fewer(killed)
                 words += more
             if attempt < restarts:
                 _say(f"{words}; starting again with {size}")
         _say(f"given up after {restarts} restarts")
         return exit_status.LOST
 
-    def _fewer(self, size: int, killed: Sequence[int]) -> tuple[int, str]:
+    def _fewer(self, killed: Sequence[int]) -> tuple[int, str]:
         """The number of processes to go on with, on the parts that are left; and what to say."""
         lost = {self.slots[number] for number in killed}
         self.slots = [slot for slot in self.slots if slot not in lost]

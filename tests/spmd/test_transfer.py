@@ -17,12 +17,14 @@ from jaxvlm.optim.optimizer import make_optimizer
 from jaxvlm.parallel import transfer
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.parallel.strategies import resolve
+from jaxvlm.planner.compiled import collectives
 from jaxvlm.spmd.disaggregated_encoder import (
     assemble_disaggregated,
     divide_devices,
     encoder_on_devices,
 )
 from jaxvlm.spmd.model import build_model
+from jaxvlm.train.disaggregated import ENCODER_PROGRAMS
 
 PARTS = PartitionSpec("a"), PartitionSpec("b"), PartitionSpec(("a", "b")), PartitionSpec()
 
@@ -118,6 +120,24 @@ MESHES = {
 }
 
 
+def check_traffic(step, encoder, model):
+    """Compiled: devices send at most their side's gradients, in a ring, and a few scalars."""
+    sent = {
+        name: collectives.total(
+            collectives.read(
+                program.as_text(), (encoder if name in ENCODER_PROGRAMS else model).mesh.shape
+            )
+        )
+        for name, program in step.programs.items()
+    }
+    for name, side in (("backward", encoder), ("gradients", model)):
+        paths = [p for p in model.shapes if (p in encoder.shapes) == (side is encoder)]
+        size, devices = sum(4 * model.shapes[p].size for p in paths), side.mesh.size
+        # Less: a layer after the one that features are taken from has no gradient to send.
+        assert 0 < sent.pop(name) < 2 * (devices - 1) / devices * size + 64
+    assert sent.pop("encode") == 0 and sum(sent.values()) < 64
+
+
 @pytest.mark.parametrize("processes, mesh", [(2, "data"), (4, "data"), (2, "data x tensor")])
 @pytest.mark.parametrize("frozen", [(), ("vision/*",)], ids=["trained", "frozen"])
 def test_every_part_comes_from_its_own_process(processes, mesh, frozen):
@@ -138,6 +158,8 @@ def test_every_part_comes_from_its_own_process(processes, mesh, frozen):
     state = made.init(model.init(0))
     batch = made.place(rows_of(KINDS["llava"].batch(0, True)), ROWS)
     step = made.build(state, batch)
+    if mesh == "data" and not frozen:
+        check_traffic(step, encoder, model)
     moved = []
 
     def move(tree, sharding):
