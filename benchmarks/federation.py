@@ -79,9 +79,10 @@ def cases(part: str, seed: int) -> dict[str, tuple[dict[str, Any], dict[str, Any
         "adapters": {
             f"4 sites, adapters alone, {how}": (
                 settings(4, **{"model.lora.rank": 8, "model.lora.alpha": 16.0,
-                               "federate.lora": how}), {**four, "pretrained": True},
+                               "federate.lora": how, "outer.moments": moments}),
+                {**four, "pretrained": True},
             )
-            for how in ("product", "freeze_a")
+            for how, moments in (("product", "reset"), ("freeze_a", "keep"))
         },
         "privacy": {
             f"4 sites, noise {z:g}": (

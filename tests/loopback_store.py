@@ -1,4 +1,4 @@
-"""A Google Cloud Storage of our own on loopback, whose answers can be made late, short or wrong."""
+"""Google's and Amazon's stores on loopback, whose answers can be made late, short or wrong."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
@@ -27,6 +28,7 @@ FOLDER = pathlib.Path(server.__file__).parent / "vendor" / "fake-gcs-server" / "
 (BINARY,) = FOLDER.glob("fake-gcs-server-*")
 BUCKET = "runs"
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
+_ONCE = {"date", "server"}  # the proxy sends its own
 
 
 class _Proxy(socketserver.ThreadingTCPServer):
@@ -38,7 +40,9 @@ class _Proxy(socketserver.ThreadingTCPServer):
 
 
 class Store:
-    """A server, and a proxy before it that can fail; ``env`` is what clients need."""
+    """A Google Cloud Storage, and a proxy before it that can fail; ``env`` is what clients need."""
+
+    scheme = "gs"
 
     def __init__(self):
         self.port = free_port()
@@ -51,13 +55,18 @@ class Store:
         self._proxy = _Proxy(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._proxy.server_address[1]}"
-        self.env = {"STORAGE_EMULATOR_HOST": self.url, "TENSORSTORE_GCS_HTTP_URL": self.url}
-        self._folder = None
+        self.env = self._environment()
+
+    def path(self, name):
+        """A part of the path of requests for a file, from a slash on."""
+        return urllib.parse.quote(name, "") + "?"
+
+    def _environment(self):
+        return {"STORAGE_EMULATOR_HOST": self.url, "TENSORSTORE_GCS_HTTP_URL": self.url}
 
     def start(self, folder: pathlib.Path) -> None:
         """Start the server, on files below ``folder``; a stopped one goes on with them."""
         folder.mkdir(exist_ok=True)
-        self._folder = folder
         self._server = subprocess.Popen(
             [BINARY, "-scheme", "http", "-host", "127.0.0.1", "-port", str(self.port), "-backend",
              "filesystem", "-filesystem-root", folder, "-public-host", self.url[7:],
@@ -111,7 +120,8 @@ class Store:
                     back.request(self.command, self.path, body, head)
                     answer = back.getresponse()
                     status, found = answer.status, answer.read()
-                    kept = [(k, v) for k, v in answer.getheaders() if k.lower() not in _HOP]
+                    length = answer.getheader("Content-Length", "0")
+                    kept = [(k, v) for k, v in answer.getheaders() if k.lower() not in _HOP | _ONCE]
                 except OSError:
                     self.close_connection = True
                     self.connection.close()
@@ -121,14 +131,16 @@ class Store:
                 for rule in store.wrong:
                     if rule[0] > 0 and rule[1](self.command, self.path):
                         rule[0] -= 1
-                        status, found = rule[2](status, found)
+                        was, (status, found) = status, rule[2](status, found)
+                        kept = kept if status == was else []
                         break
                 self.send_response(status)
                 for name, value in kept:
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(found)))
+                is_head = self.command == "HEAD"
+                self.send_header("Content-Length", length if is_head else str(len(found)))
                 self.end_headers()
-                if self.command != "HEAD":
+                if not is_head:
                     self.wfile.write(found)
 
             do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = do_PATCH = _pass
@@ -136,10 +148,44 @@ class Store:
         return Handler
 
 
+class S3(Store):
+    """Moto's Amazon S3, which keeps files in its memory, behind such a proxy."""
+
+    scheme = "s3"
+
+    def path(self, name):
+        return name
+
+    def _environment(self):
+        return {
+            "AWS_ENDPOINT_URL": self.url, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1",
+        }  # fmt: skip
+
+    def start(self, folder: pathlib.Path) -> None:
+        """Start the server; a folder is of no use to it."""
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        bucket = urllib.request.Request(f"http://127.0.0.1:{self.port}/{BUCKET}", method="PUT")
+        for _ in range(300):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(bucket)
+                return
+            time.sleep(0.05)
+        raise RuntimeError("the store did not start")
+
+
+KINDS = {kind.scheme: kind for kind in (Store, S3)}
+both = pytest.mark.parametrize("store", KINDS, indirect=True)
+"""Runs a test on each of them."""
+
+
 @contextlib.contextmanager
-def store(folder: pathlib.Path):
+def store(folder: pathlib.Path, kind: type[Store] = Store):
     """A running store, whose variables this process has, too."""
-    made = Store()
+    made = kind()
     made.start(folder)
     before = {name: os.environ.get(name) for name in made.env}
     os.environ.update(made.env)
@@ -154,9 +200,9 @@ def store(folder: pathlib.Path):
         made.close()
 
 
-def answers(part, change, times=1, method="GET"):
+def answers(part, change, times=1, methods=("GET", "HEAD")):
     """A rule for requests whose path has ``part``."""
-    return [times, lambda how, path: how == method and part in path, change]
+    return [times, lambda how, path: how in methods and part in path, change]
 
 
 def unavailable(status, body):

@@ -39,6 +39,7 @@ from jaxvlm.checkpoint.restore import (
     try_read,
 )
 from jaxvlm.checkpoint.run_record import COMMITTED, is_url
+from jaxvlm.checkpoint.staging import Staging, is_staged
 from jaxvlm.parallel.distributed.processes import barrier, from_first_process
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
@@ -68,18 +69,17 @@ class Checkpointer:
         keep: int,
         metric: str,
         mode: str,
-        enable_async: bool = True,
         on_warning: Callable[[str], None] = _log.warning,
         before_save: Callable[[], None] | None = None,
     ):
         """Opens or creates ``folder`` and removes partial checkpoints that a killed run left.
 
         Args:
-            folder: holds one subfolder per step and is shared by all processes; ``gs://`` works.
+            folder: holds one subfolder per step and is shared by all processes; it may be a
+                ``gs://`` or ``s3://`` URL.
             keep: number of newest checkpoints to keep, at least 1; the best is kept in addition.
             metric: name of the entry of ``metrics`` that decides which checkpoint is best.
             mode: ``max`` if a higher metric is better, ``min`` if a lower one is.
-            enable_async: write in the background.
             on_warning: called with one line for each damaged or abandoned checkpoint.
             before_save: called before anything is written; it raises where that must not be.
 
@@ -93,6 +93,9 @@ class Checkpointer:
         self._remote = None if local else RemoteFolder(str(folder))
         self.folder = epath.Path(Path(folder).absolute() if local else folder)
         self._before_save = before_save or (lambda: None)
+        self._staging: Staging | None = None
+        if self._remote is not None and is_staged(str(folder)):
+            self._staging = Staging(self._remote, self._before_save)
         self._has_saved = self._is_given_up = False
         self._metric, self._sign = metric, sign(mode)
         self._warn = on_warning
@@ -106,27 +109,34 @@ class Checkpointer:
                 for name in self._remote.names(""):
                     if ".orbax-checkpoint-tmp" in name:
                         self._remote.remove_folder(name)
+                if self._staging is not None:
+                    self._staging.remove_partial()
             else:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
                     path.rmtree()
         barrier("checkpoint-folder")
 
+        # Each process writes to a folder of its own where checkpoints are sent afterwards.
+        first = None if self._staging else 0
+
         def manager() -> ocp.CheckpointManager:
             return ocp.CheckpointManager(
-                self.folder,
+                self._staging.folder if self._staging else self.folder,
                 options=ocp.CheckpointManagerOptions(
+                    multiprocessing_options=ocp.options.MultiprocessingOptions(first),
                     preservation_policy=_KeepNewestAndBest(self),
-                    cleanup_tmp_directories=not local,
-                    enable_async_checkpointing=enable_async,
+                    cleanup_tmp_directories=not (local or self._staging),
                     save_root_metadata=False,
                     lightweight_initialize=True,
                 ),
                 item_handlers={
                     "state": ocp.PyTreeCheckpointHandler(
+                        use_ocdbt=not self._staging,
+                        multiprocessing_options=ocp.options.MultiprocessingOptions(first),
                         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                            (jax.Array, _array_handler())
-                        )
+                            (jax.Array, _array_handler(first))
+                        ),
                     ),
                     "record": ocp.JsonCheckpointHandler(),
                 },
@@ -183,6 +193,8 @@ class Checkpointer:
                 ),
                 force=True,
             )
+            if self._staging is not None:
+                self._staging.send(step, self._manager.wait_until_finished)
         self._done.add(step)
         self._has_saved = True
         return True
@@ -290,6 +302,8 @@ class Checkpointer:
             CheckpointError: writing failed.
         """
         with self._writing():
+            if self._staging is not None:
+                self._staging.wait()
             if self._remote is None:
                 self._manager.wait_until_finished()
             else:
@@ -311,6 +325,8 @@ class Checkpointer:
             self._before_save()
             self._prune()
         self._manager.close()
+        if self._staging is not None:
+            self._staging.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -431,14 +447,16 @@ def within(seconds: float, call: Callable[[], None]) -> None:
         raise failed[0]
 
 
-def _array_handler() -> ocp.type_handlers.ArrayHandler:
+def _array_handler(first: int | None) -> ocp.type_handlers.ArrayHandler:
     """Orbax's array handler, with replicas sharing a write only if each gets at least one MiB.
 
     Orbax's default splits every array, down to a scale of 64 numbers, into one slice per replica.
     Each slice is a dispatch: half a second for a model of 8,000 parameters on eight devices.
     This handler also drops Orbax's files about special array types (typed keys); a state has none.
     """
-    return ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20)
+    return ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=1 << 20, primary_host=first
+    )
 
 
 class _KeepNewestAndBest(ocp.checkpoint_managers.PreservationPolicy):

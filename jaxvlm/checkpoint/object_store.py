@@ -16,30 +16,61 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from jaxvlm.checkpoint.errors import CheckpointError, error_line
 from jaxvlm.config import ConfigError
 
-SCHEME = "gs"
+
+class _Kind(NamedTuple):
+    """What is known of a kind of store."""
+
+    name: str
+    package: str
+    """Gives fsspec its file system, and is named as the extra's package."""
+    extra: str
+    credentials: str
+    """Where they are looked for, and the role that they need; for errors."""
+
+
+KINDS = {
+    "gs": _Kind(
+        "Google Cloud Storage",
+        "gcsfs",
+        "gcs",
+        "gcloud auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the machine's "
+        "service account; their role: Storage Object User of the bucket",
+    ),
+    "s3": _Kind(
+        "Amazon S3 and what speaks its protocol",
+        "s3fs",
+        "s3",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; "
+        "AWS_ENDPOINT_URL for another store than Amazon's; their policy: s3:ListBucket, GetObject, "
+        "PutObject and DeleteObject",
+    ),
+}
+"""Scheme of a URL -> the store that it is of."""
 DEADLINE = 120.0
-"""Seconds for which a request that fails for a while is tried again; gcsfs' own tries, of which the
-last may begin before it, take half a minute."""
+"""Seconds for which a request that fails for a while is tried again; the libraries' own tries, of
+which the last may begin before it, take up to half a minute."""
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between two tries, and so on with the last."""
 _PASSES = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|timed? ?out|broken pipe|"
+    r"SlowDown|InternalError|RequestTimeout|Please try again|reduce your request rate|"
     r"connection (reset|refused|closed|aborted)|(status|response) code:? (408|429|5\d\d)",
     re.IGNORECASE,
 )
 _REFUSES = re.compile(
     r"UNAUTHENTICATED|PERMISSION_DENIED|(status|response) code:? (401|403)|"
-    r"OSError Forbidden|anonymous caller|invalid credentials",
+    r"OSError Forbidden|anonymous caller|invalid credentials|NoCredentials|AccessDenied|"
+    r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|TokenRefreshRequired",
     re.IGNORECASE,
 )
-"""What TensorStore and gcsfs say, where no type and no code does."""
-_NETWORK = ("aiohttp", "requests", "urllib3", "google.auth")
+"""What the stores' libraries say, where no type and no code does."""
+_NETWORK = ("aiohttp", "requests", "urllib3", "google.auth", "botocore", "aiobotocore")
 T = TypeVar("T")
 
 
@@ -64,16 +95,18 @@ def check_scheme(setting: str, url: str) -> None:
     """Refuse stores that runs can't be kept in.
 
     Raises:
-        ConfigError: the URL is not of Google Cloud Storage, or gcsfs is missing.
+        ConfigError: the URL is of no kind of :data:`KINDS`, or the kind's package is missing.
     """
     scheme, _, rest = url.partition("://")
-    if scheme != SCHEME or not all(rest.rstrip("/").partition("/")):
+    kind = KINDS.get(scheme)
+    if kind is None or not all(rest.rstrip("/").partition("/")):
+        known = " and ".join(f"{key}://BUCKET/FOLDER ({x.name})" for key, x in KINDS.items())
         raise ConfigError(
-            f"{setting}={url}: of object stores, gs://BUCKET/FOLDER (Google Cloud Storage) is "
-            "supported; mount another one (a PersistentVolume, s3fs) and pass the mounted folder"
+            f"{setting}={url}: of object stores, {known} are supported; mount another one (a "
+            "PersistentVolume, a FUSE mount) and pass the mounted folder"
         )
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ConfigError(f"{setting}={url}: gs:// needs pip install 'jaxvlm[gcs]'")
+    if importlib.util.find_spec(kind.package) is None:
+        raise ConfigError(f"{setting}={url}: {scheme}:// needs pip install 'jaxvlm[{kind.extra}]'")
 
 
 def passes(error: BaseException) -> bool:
@@ -113,7 +146,8 @@ def attempt(what: str, call: Callable[[], T]) -> T:
     """Call until it succeeds, for :data:`DEADLINE`.
 
     Args:
-        what: is done, in the error's words: ``gs://bucket/run/config.json is read``.
+        what: is done, in the error's words, which begin with a URL:
+            ``gs://bucket/run/config.json is read``.
         call: raises what its library does.
 
     Raises:
@@ -128,11 +162,10 @@ def attempt(what: str, call: Callable[[], T]) -> T:
             raise
         except Exception as error:  # of several libraries
             if refuses(error):
+                kind = KINDS.get(what.partition("://")[0])
                 raise StoreError(
                     f"{what}: the store refuses ({error_line(error, whole=True)}); check the "
-                    "credentials (gcloud auth application-default login, "
-                    "GOOGLE_APPLICATION_CREDENTIALS, or the machine's service account) and their "
-                    "role, Storage Object User of the bucket"
+                    f"credentials{f' ({kind.credentials})' if kind else ''}"
                 ) from error
             if not passes(error):
                 raise StoreError(f"{what}: {error_line(error)}") from error
@@ -152,12 +185,13 @@ class RemoteFolder:
     """The files below a URL.
 
     Args:
-        url: ``gs://bucket/folder``.
+        url: ``gs://bucket/folder`` or ``s3://bucket/folder``.
     """
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self._fs = _filesystem()
+        self._scheme = self.url.partition("://")[0]
+        self._fs = _filesystem(self._scheme)
 
     def _path(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
@@ -171,9 +205,14 @@ class RemoteFolder:
         """
         root, skip = self._path(folder), len(self.url.partition("://")[2]) + 1
 
-        def below(path: str) -> list[dict[str, Any]]:
+        def below(path: str, deep: bool) -> Iterable[dict[str, Any]]:
+            def listed() -> list[dict[str, Any]]:
+                if deep:
+                    return list(self._fs.find(path, detail=True).values())
+                return list(self._fs.ls(path, detail=True))
+
             try:
-                return list(attempt(f"{path} is listed", lambda: self._fs.ls(path, detail=True)))
+                return attempt(f"{path} is listed", listed)
             except FileNotFoundError:
                 return []
 
@@ -181,7 +220,8 @@ class RemoteFolder:
         folders = [root]
         while folders:
             folder = folders.pop()
-            for info in below(folder):
+            # One request for thousands of files, but where some folders are left out.
+            for info in below(folder, deep=not (without and folder == root)):
                 name = info["name"][skip:]
                 if not all(name.split("/")) or f"{self.url}/{name}" == folder:
                     continue  # "run/", by which consoles mark a folder, or a name with "//"
@@ -220,7 +260,7 @@ class RemoteFolder:
             FileNotFoundError: there is none.
         """
         bucket = self.url.partition("://")[2].partition("/")[0]
-        attempt(f"{SCHEME}://{bucket} is listed", lambda: self._fs.ls(bucket, detail=False))
+        attempt(f"{self._scheme}://{bucket} is listed", lambda: self._fs.ls(bucket, detail=False))
 
     def read(self, name: str) -> bytes:
         """Read a whole file; its size and MD5 are compared with what the store says.
@@ -271,6 +311,27 @@ class RemoteFolder:
         path = self._path(name)
         attempt(f"{path} is written", lambda: self._fs.put_file(str(file), path))
 
+    def download(self, name: str, file: pathlib.Path, size: int) -> None:
+        """Write what the store holds to a local file.
+
+        Args:
+            name: from the URL on.
+            file: in a folder that exists.
+            size: bytes that the store lists.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StoreError: what comes is not as long as the store says.
+        """
+        path = self._path(name)
+
+        def whole() -> None:
+            self._fs.get_file(path, str(file))
+            if file.stat().st_size != size:
+                raise _OtherBytes("its bytes are not as many as the store lists")
+
+        attempt(f"{path} is read", whole)
+
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         path = self._path(name)
@@ -307,27 +368,47 @@ class RemoteFolder:
             self.remove(name)
 
 
-def _filesystem() -> Any:
-    """gcsfs, whose lists of files are never those of a moment ago."""
+def _filesystem(scheme: str) -> Any:
+    """fsspec's file system for a scheme, whose lists of files are never those of a moment ago."""
     import fsspec
+
+    package = KINDS[scheme].package
+    logging.getLogger(package).setLevel(logging.CRITICAL)  # failures are said by our own errors
+    options = {"gs": _gcs_options, "s3": _s3_options}[scheme]()
+    # etils asks for "gcs" where it reads gs://.
+    for name in ("gs", "gcs") if scheme == "gs" else (scheme,):
+        fsspec.config.conf.setdefault(name, {}).update(options, use_listings_cache=False)
+    return fsspec.filesystem(scheme)
+
+
+def _gcs_options() -> dict[str, Any]:
+    import aiohttp
 
     # Without it gcsfs asks by gRPC, with other credentials, what kind of bucket it has.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # failures are said by our own errors
-    import aiohttp
-
     # Of a connection and of what comes next, not of a whole large file.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-    options: dict[str, Any] = {"use_listings_cache": False, "requests_timeout": timeout}
+    options: dict[str, Any] = {"requests_timeout": timeout}
     if os.environ.get("STORAGE_EMULATOR_HOST"):
         options["token"] = "anon"  # else credentials are looked for on the network
-    for scheme in ("gs", "gcs"):  # etils asks for the second one
-        fsspec.config.conf.setdefault(scheme, {}).update(options)
-    return fsspec.filesystem(SCHEME)
+    return options
+
+
+def _s3_options() -> dict[str, Any]:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    return {
+        # Also the name of the connection, which fsspec keeps.
+        "endpoint_url": next((os.environ[name] for name in names if os.environ.get(name)), None),
+        "config_kwargs": {"connect_timeout": 30, "read_timeout": 60},
+    }
 
 
 def _is_same(data: bytes, info: dict[str, Any]) -> bool:
-    """Whether bytes are those that the store lists; some objects have no MD5."""
+    """Whether bytes are those that the store lists.
+
+    Some objects of Google's have no MD5. Of Amazon's the ETag is one or not, as they are encrypted;
+    its library compares the checksums that an object has.
+    """
     if len(data) != info["size"]:
         return False
     known = info.get("md5Hash")

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxvlm.checkpoint import digest, manifest, object_store
+from jaxvlm.checkpoint import digest, manifest, object_store, staging
 from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
 from jaxvlm.checkpoint.object_store import StoreError
@@ -300,18 +300,19 @@ def _read_arrays(folder: epath.Path, wanted: dict[str, Any]) -> dict[str, jax.Ar
         return {}
     # The handler is used directly: a manager would wait for all processes after each read,
     # forever if one of them failed.
-    arrays = ocp.PyTreeCheckpointHandler().restore(
-        folder,
-        args=ocp.args.PyTreeRestore(
-            item=wanted,
-            restore_args={
-                name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, strict=True)
-                for name, leaf in wanted.items()
-            },
-            partial_restore=True,
-        ),
-    )
-    arrays = {name: jax.block_until_ready(arrays[name]) for name in wanted}
+    with staging.fetched(folder, wanted) as local:
+        arrays = ocp.PyTreeCheckpointHandler().restore(
+            local,
+            args=ocp.args.PyTreeRestore(
+                item=wanted,
+                restore_args={
+                    name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, strict=True)
+                    for name, x in wanted.items()
+                },
+                partial_restore=True,
+            ),
+        )
+        arrays = {name: jax.block_until_ready(arrays[name]) for name in wanted}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array):  # a partial read returns a missing array so
             raise ValueError(f"{name} is missing")

@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -70,6 +71,42 @@ def local_to_read(folder: str | os.PathLike[str], setting: str) -> pathlib.Path:
     return _read[url].local
 
 
+@contextlib.contextmanager
+def sent(folder: str, setting: str) -> Iterator[pathlib.Path]:
+    """A folder to write to, whose files are sent at the end where it is in an object store.
+
+    Args:
+        folder: a new one, of a file system or ``gs://bucket/folder``.
+        setting: says in errors where it is from.
+
+    Yields:
+        ``folder`` itself, or a local one that does not exist yet and is removed at the end. Nothing
+        is sent after an error.
+
+    Raises:
+        ConfigError: an object store of another kind, there is no such bucket, or the folder there
+            is not empty.
+        StoreError: the store does not answer.
+    """
+    if not is_url(folder):
+        yield pathlib.Path(folder).absolute()
+        return
+    check_scheme(setting, folder)
+    remote = RemoteFolder(folder)
+    if remote.files():
+        raise ConfigError(f"{setting}={remote.url} is not empty; give a new folder")
+    _check_bucket(remote, setting)
+    local = _local_copy(remote)
+    try:
+        yield local
+        files = [path for path in local.rglob("*") if path.is_file()]
+        # What says that a checkpoint is there goes last.
+        for path in sorted(files, key=lambda path: path == local / CONFIG):
+            remote.upload(path, path.relative_to(local).as_posix())
+    finally:
+        shutil.rmtree(local, ignore_errors=True)
+
+
 def remove_copies() -> None:
     """Remove the local copies of this process."""
     for folder in _copies:
@@ -104,16 +141,13 @@ class Mirror:
         self._without = (*_APART, *_LARGE * to_read)
         files = self.remote.files(without=self._without)
         if not files:
-            self._check_bucket(setting)
+            _check_bucket(self.remote, setting)
         elif CONFIG not in files:
             raise ConfigError(
                 f"{setting}={url} holds no run: it has no {CONFIG}, and other files, such as "
                 f"{min(files)}; name a run's folder, or one that holds nothing"
             )
-        top = pathlib.Path(tempfile.mkdtemp(prefix="jaxvlm-run-", dir=_room()))
-        _copies.append(top)
-        # In messages the folder is recognised by the end of its name.
-        self.local = top / self.remote.url.replace("://", "/")
+        self.local = _local_copy(self.remote)
         self.local.mkdir(parents=True)
         self._known: dict[str, tuple[int, int]] = {}
         """Name -> time of change and size of what the bucket holds, of files that were copied."""
@@ -123,12 +157,6 @@ class Mirror:
         for name in files:
             self._fetch(name)
         (self.local / URL_FILE).write_text(self.remote.url)
-
-    def _check_bucket(self, setting: str) -> None:
-        try:
-            self.remote.check_bucket()
-        except FileNotFoundError:
-            raise ConfigError(f"{setting}={self.remote.url}: there is no such bucket") from None
 
     def _fetch(self, name: str) -> None:
         parts = pathlib.PurePosixPath(name).parts
@@ -235,6 +263,20 @@ def open_for_run(workdir: pathlib.Path, stack: contextlib.ExitStack) -> Mirror:
     return stack.enter_context(mirror)
 
 
+def _check_bucket(remote: RemoteFolder, setting: str) -> None:
+    try:
+        remote.check_bucket()
+    except FileNotFoundError:
+        raise ConfigError(f"{setting}={remote.url}: there is no such bucket") from None
+
+
+def _local_copy(remote: RemoteFolder) -> pathlib.Path:
+    """Where the local copy of a folder is to lie; it is removed with the process."""
+    top = pathlib.Path(tempfile.mkdtemp(prefix="jaxvlm-run-", dir=_room()))
+    _copies.append(top)
+    return top / remote.url.replace("://", "/")  # messages recognise it by the end of its name
+
+
 def _room() -> str | None:
     """Where copies lie: the user's cache, since systems clean the folder of temporary files."""
     folder = pathlib.Path.home() / ".cache" / "jaxvlm" / "runs"
@@ -251,8 +293,12 @@ def _is_partial(name: str) -> bool:
 
 
 def _versions(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Name -> what changes whenever a file in a bucket is written."""
-    return {name: info.get("generation", info.get("updated")) for name, info in files.items()}
+    """Name -> what changes whenever another file is written in its place in a bucket."""
+    marks = ("generation", "updated", "ETag")
+    return {
+        name: next((info[mark] for mark in marks if info.get(mark)), None)
+        for name, info in files.items()
+    }
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int]:

@@ -145,6 +145,12 @@ class NumberedLock:
         self._number = number
         if not self._is_mine():  # another one took a higher number, or the same one
             return False
+        if self._files.create(f"{LOCKS}/{number:06d}", b"{}"):
+            raise ConfigError(
+                f"--workdir={self._folder}: the store writes over a file that was to be created "
+                "(it ignores the header If-None-Match), so it can't keep two runs from one folder; "
+                "use another store, or a folder that is mounted"
+            )
         for name in self._files.names(LOCKS):
             if name.isdigit() and int(name) < number:
                 self._files.remove(f"{LOCKS}/{name}")

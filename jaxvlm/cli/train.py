@@ -14,7 +14,8 @@ from jaxvlm.cli.common import define_flags, define_recipe, flags_only
 SUMMARY = "Train a model, or resume the run in --workdir."
 USAGE = "--config=FILE[:arg] --workdir=DIR [--config.a.b=value ...]"
 _FLAGS = {
-    "workdir": "The folder of the run, or gs://BUCKET/FOLDER; an existing run in it is resumed.",
+    "workdir": "The folder of the run, gs://BUCKET/FOLDER or s3://BUCKET/FOLDER; an existing run "
+    "in it is resumed.",
     "print_config": "Print the value of every setting, defaults included, and exit.",
     "xla_flags": "The groups of compiler flags to set before JAX starts, for this machine's "
     "platform: overlap, collective_matmul, whole_matmul, nccl (comma-separated). Flags already in "

@@ -9,15 +9,17 @@ from jaxvlm.checkpoint import object_store, restore, run_lock
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with loopback_store.store(tmp_path_factory.mktemp("store") / "files") as made:
+def store(request, tmp_path_factory):
+    """Google's, or the one that a test is parametrized by."""
+    kind = loopback_store.KINDS[getattr(request, "param", "gs")]
+    with loopback_store.store(tmp_path_factory.mktemp("store") / "files", kind) as made:
         yield made
 
 
 @pytest.fixture
 def url(request, store):
     store.wrong.clear()
-    yield f"gs://runs/{re.sub(r'[^a-z0-9_]', '-', request.node.name.lower())}"
+    yield f"{store.scheme}://runs/{re.sub(r'[^a-z0-9_]', '-', request.node.name.lower())}"
     store.wrong.clear()
 
 
@@ -29,7 +31,7 @@ def hasty(monkeypatch):
     async def at_once(seconds):
         pass
 
-    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)
+    monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)  # of all libraries
     monkeypatch.setattr(object_store, "DEADLINE", 2.0)
     monkeypatch.setattr(object_store, "_PAUSES", (0.1,))
     monkeypatch.setattr(restore, "PAUSES", (0.1, 0.1))

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from loopback_store import answers, flipped, short, unavailable
+from loopback_store import answers, both, flipped, short, unavailable
 
 from jaxvlm.checkpoint import object_store, restore
 from jaxvlm.checkpoint.checkpointer import Checkpointer
@@ -59,6 +59,7 @@ def newest(url, warnings=None):
     return found.step
 
 
+@both
 def test_files_are_read_written_created_once_and_moved(url):
     files = RemoteFolder(url)
     assert files.files() == {} and files.names("") == []
@@ -78,6 +79,7 @@ def test_files_are_read_written_created_once_and_moved(url):
         files.read("c/1")
 
 
+@both
 def test_a_store_that_does_not_answer_has_no_missing_files(store, url, hasty):
     saved(url, 1, 2)
     store.wrong.append(answers("commit_success", unavailable, times=10_000))
@@ -90,12 +92,15 @@ def test_a_store_that_does_not_answer_has_no_missing_files(store, url, hasty):
             asks()
 
 
+@both
 def test_marks_of_folders_are_no_files(store, url):
     """As consoles and gcsfuse write them: an object whose name ends with a slash."""
-    path = url.removeprefix("gs://runs/")
+    path, method = url.removeprefix(f"{store.scheme}://runs/"), "POST"
     for name in (f"{path}/", f"{path}/checkpoints/"):
         where = f"{store.url}/upload/storage/v1/b/runs/o?uploadType=media&name={quote(name, '')}"
-        urllib.request.urlopen(urllib.request.Request(where, b"", method="POST"))
+        if store.scheme == "s3":
+            where, method = f"{store.url}/runs/{name}", "PUT"
+        urllib.request.urlopen(urllib.request.Request(where, b"", method=method))
     RemoteFolder(url).write("config.json", b"{}")
     assert set(RemoteFolder(url).files()) == {"config.json"}
 
@@ -119,6 +124,7 @@ def test_silence_refusal_and_damage_are_told_apart(error, passes, refuses):
     assert (object_store.passes(error), object_store.refuses(error)) == (passes, refuses)
 
 
+@both
 def test_one_of_eight_creates_a_file(url):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for i in range(5):
@@ -128,32 +134,35 @@ def test_one_of_eight_creates_a_file(url):
             assert sum(made) == 1
 
 
+@both
 def test_a_failure_that_passes_is_waited_for_and_one_that_lasts_is_named(store, url, hasty):
     files = RemoteFolder(url)
     files.write("x", b"12345678")
-    store.wrong.append(answers("%2Fx?", unavailable, times=8))
+    store.wrong.append(answers(store.path("/x"), unavailable, times=8))
     assert files.read("x") == b"12345678"
-    for change in (short, flipped):  # short with a length that agrees
-        store.wrong.append(answers("%2Fx?", change))
+    # Short with a length that agrees; Amazon's checksums are compared by its own library.
+    for change in (short, flipped) if store.scheme == "gs" else (short,):
+        store.wrong.append(answers(store.path("/x"), change))
         assert files.read("x") == b"12345678"
-    store.wrong.append(answers("%2Fx?", unavailable, times=10_000))
+    store.wrong.append(answers(store.path("/x"), unavailable, times=10_000))
     begun = time.monotonic()
     with pytest.raises(StoreError, match=r"/x is read: the store has not done it for 2 s") as told:
         files.read("x")
     assert time.monotonic() - begun < 20 and told.value.passes
 
 
+@both
 def test_what_fails_for_good_is_not_tried_again(store, url, hasty):
     RemoteFolder(url).write("x", b"1")
-    store.wrong.append(answers("%2Fx?", lambda *_: (403, b"{}"), times=100))
+    store.wrong.append(answers(store.path("/x"), lambda *_: (403, b"{}"), times=100))
     store.seen.clear()
     with pytest.raises(StoreError, match=r"the store refuses .* credentials") as told:
         RemoteFolder(url).read("x")
     assert not told.value.passes
-    assert sum("%2Fx?" in line for line in store.seen) <= 2
+    assert sum(store.path("/x") in line for line in store.seen) <= 2
 
 
-@pytest.mark.parametrize("folder", ["s3://b/run", "az://b/run", "gs://", "memory://x"])
+@pytest.mark.parametrize("folder", ["az://b/run", "gs://", "s3://b", "memory://x"])
 def test_other_stores_are_refused_by_name(folder):
     with pytest.raises(ConfigError, match="gs://BUCKET/FOLDER"):
         run_files.folder_of(folder)
@@ -174,46 +183,55 @@ def killed_at_random(store, url, keep, rounds):
         assert newest(url) >= committed
 
 
+@both
 def test_a_kill_while_one_is_written_or_deleted_loses_nothing(store, url):
     killed_at_random(store, url, keep=1, rounds=2)
 
 
+@both
 @pytest.mark.long
 @pytest.mark.parametrize("keep", [1, 3])
 def test_no_kill_of_many_loses_anything(store, url, keep):
     killed_at_random(store, url, keep, rounds=7)
 
 
+@both
 def test_the_mark_of_a_checkpoint_goes_before_its_files(store, url):
     store.seen.clear()
     saved(url, 1, 2, keep=1)
-    gone = [line.partition("%2F1%2F")[2] for line in store.seen if line.startswith("DELETE")]
-    gone = [name.partition("?")[0] for name in gone]
-    assert gone.index("commit_success.txt") < gone.index("record%2Fmetadata")
+    gone = [unquote(line) for line in store.seen if line.startswith("DELETE")]
+    gone = [line.partition("/1/")[2].partition("?")[0] for line in gone]
+    assert gone.index("commit_success.txt") < gone.index("record/metadata")
     assert newest(url) == 2
 
 
+@both
 @pytest.mark.parametrize("change", [unavailable, short, flipped])
 @pytest.mark.parametrize("part", ["record", "state"])
 def test_an_answer_that_is_wrong_once_is_no_damage(store, url, hasty, part, change):
     saved(url, 1, 2)
-    pattern = "record%2Fmetadata" if part == "record" else "state%2F"
-    store.wrong.append(
-        [1, lambda how, path: how == "GET" and pattern in path and "alt=media" in path, change]
-    )
+    names = "/record/metadata" if part == "record" else "/state/"
+
+    def is_asked(how, path):
+        reads = store.scheme == "s3" or "alt=media" in path
+        return how == "GET" and names in unquote(path) and "list-type" not in path and reads
+
+    store.wrong.append([1, is_asked, change])
     warnings = []
     assert newest(url, warnings) == 2 and not warnings
 
 
+@both
 def test_a_store_that_does_not_answer_is_no_damage(store, url, hasty):
     saved(url, 1, 2)
-    store.wrong.append(answers("2%2Frecord%2Fmetadata", unavailable, times=10_000))
+    store.wrong.append(answers(store.path("2/record/metadata"), unavailable, times=10_000))
     with pytest.raises(StoreError), Checkpointer(url, 9, "", "max") as checkpointer:
         checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
     store.wrong.clear()
     assert newest(url) == 2
 
 
+@both
 def test_what_is_damaged_for_good_is_kept_aside(store, url, hasty):
     saved(url, 1, 2)
     record = RemoteFolder(url).read("2/record/metadata")
@@ -240,6 +258,7 @@ def test_a_run_that_saves_nothing_deletes_nothing(url, hasty):
     assert newest(url) == 1 and RemoteFolder(url).exists("2/record/metadata")
 
 
+@both
 def test_a_run_that_was_taken_over_deletes_nothing(url):
     def lost():
         raise StoreError("another run has taken over")

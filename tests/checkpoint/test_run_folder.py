@@ -3,9 +3,10 @@
 import contextlib
 import pathlib
 import time
+from urllib.parse import unquote
 
 import pytest
-from loopback_store import answers, unavailable
+from loopback_store import answers, both, unavailable
 
 from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
@@ -90,7 +91,43 @@ def test_what_can_not_be_sent_at_the_end_is_an_error(store, url, hasty):
     with pytest.raises(StoreError, match="metrics"), contextlib.ExitStack() as stack:
         run_folder.open_for_run(folder, stack)
         (folder / "metrics.jsonl").write_text("{}\n")
-        store.wrong.append(answers("upload", unavailable, times=10_000, method="POST"))
+        store.wrong.append(answers("upload", unavailable, times=10_000, methods="POST"))
+
+
+@both
+def test_what_is_written_is_sent_at_the_end_or_not_at_all(store, url, tmp_path):
+    files = RemoteFolder(url)
+    with run_folder.sent(url, "--output") as folder:
+        (folder / "part").mkdir(parents=True)
+        for name in ("config.json", "part/x"):
+            (folder / name).write_text(name)
+        assert not files.files()
+    assert not folder.exists()
+    assert {name: files.read(name) for name in files.files()} == {
+        "config.json": b"config.json", "part/x": b"part/x",
+    }  # fmt: skip
+    uploads = [line for line in store.seen if line.startswith(("POST", "PUT"))]
+    assert "config.json" in unquote(uploads[-1]) or store.scheme == "gs"
+    with (
+        pytest.raises(ConfigError, match=f"--output={url} is not empty"),
+        run_folder.sent(url, "--output"),
+    ):
+        pass
+    with (
+        pytest.raises(ZeroDivisionError),
+        run_folder.sent(f"{url}-2", "--output") as folder,
+    ):
+        folder.mkdir(parents=True)
+        (folder / "half").write_text("x")
+        raise ZeroDivisionError
+    assert not folder.exists() and not RemoteFolder(f"{url}-2").files()
+    with run_folder.sent(str(tmp_path), "--output") as folder:
+        assert folder == tmp_path
+    with (
+        pytest.raises(ConfigError, match="there is no such bucket"),
+        run_folder.sent(f"{store.scheme}://none/x", "--output"),
+    ):
+        pass
 
 
 def test_a_folder_without_a_run_is_named(url):

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import jax.numpy as jnp
+import loopback_store
 import numpy as np
 import pytest
 from checkpoints import write_llava
@@ -15,6 +16,7 @@ from runs import HERE, recipe, without_torch
 from safetensors.numpy import load_file, save_file
 
 import jaxvlm
+from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError, MeshConfig, default_config
 from jaxvlm.hf import safetensors
@@ -114,6 +116,16 @@ def test_what_is_not_trained_comes_out_bit_for_bit(data, folder, tmp_path):
     assert {p.name for p in out.iterdir() if p.suffix != ".safetensors"} == same
     for name in same - {safetensors.INDEX}:
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
+    with loopback_store.store(tmp_path / "files", loopback_store.S3):
+        url = "s3://runs/exported"
+        assert cli(["export", f"--workdir={tmp_path / 'run'}", f"--output={url}"]) == 0
+        files = RemoteFolder(url)
+        assert {name: files.read(name) for name in files.files()} == {
+            path.name: path.read_bytes() for path in out.iterdir()
+        }
+        read = jaxvlm.load(url).params
+    for name, x in jaxvlm.load(out).params.items():
+        np.testing.assert_array_equal(read[name], x, err_msg=name)
 
 
 @pytest.mark.long
