@@ -117,33 +117,34 @@ class Checkpointer:
                     path.rmtree()
         barrier("checkpoint-folder")
 
+        opened = self._open_manager
+        self._manager = opened() if local else attempt(f"{folder} is opened", opened)
+        self._scores = dict(scores(self.folder, self.all_steps(), metric))
+
+    def _open_manager(self) -> ocp.CheckpointManager:
         # Each process writes to a folder of its own where checkpoints are sent afterwards.
         first = None if self._staging else 0
-
-        def manager() -> ocp.CheckpointManager:
-            return ocp.CheckpointManager(
-                self._staging.folder if self._staging else self.folder,
-                options=ocp.CheckpointManagerOptions(
-                    multiprocessing_options=ocp.options.MultiprocessingOptions(first),
-                    preservation_policy=_KeepNewestAndBest(self),
-                    cleanup_tmp_directories=not (local or self._staging),
-                    save_root_metadata=False,
-                    lightweight_initialize=True,
-                ),
-                item_handlers={
-                    "state": ocp.PyTreeCheckpointHandler(
-                        use_ocdbt=not self._staging,
-                        multiprocessing_options=ocp.options.MultiprocessingOptions(first),
-                        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                            (jax.Array, _array_handler(first))
-                        ),
+        processes = ocp.options.MultiprocessingOptions(first)
+        return ocp.CheckpointManager(
+            self._staging.folder if self._staging else self.folder,
+            options=ocp.CheckpointManagerOptions(
+                multiprocessing_options=processes,
+                preservation_policy=_KeepNewestAndBest(self),
+                cleanup_tmp_directories=self._remote is not None and self._staging is None,
+                save_root_metadata=False,
+                lightweight_initialize=True,
+            ),
+            item_handlers={
+                "state": ocp.PyTreeCheckpointHandler(
+                    use_ocdbt=not self._staging,
+                    multiprocessing_options=processes,
+                    type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                        (jax.Array, _array_handler(first))
                     ),
-                    "record": ocp.JsonCheckpointHandler(),
-                },
-            )
-
-        self._manager = manager() if local else attempt(f"{folder} is opened", manager)
-        self._scores = dict(scores(self.folder, self.all_steps(), metric))
+                ),
+                "record": ocp.JsonCheckpointHandler(),
+            },
+        )
 
     def save(
         self, step: int, state: Any, extra: dict[str, Any], metrics: dict[str, float] | None = None

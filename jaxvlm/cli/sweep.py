@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -34,10 +33,11 @@ _FLAGS = {
     "than one is for CPUs with cores to spare, or with --devices.",
     "devices": "Lists of GPUs, such as '0,1;2,3': each of as many trials at a time gets one of "
     "them as CUDA_VISIBLE_DEVICES.",
-    "on": "Where the trials run: on this machine (local), or each as a job of SLURM (slurm), which "
-    "goes on where this command ends; the same command looks again, and submits what is left.",
-    "launch": "With --on=slurm, the flags of `jaxvlm launch slurm` for each trial's job, such as "
-    "'--devices=h200:16 --time=8:00:00'.",
+    "on": "Where the trials run: on this machine (local), or each as a job of SLURM (slurm) or a "
+    "JobSet of GKE (gke), which goes on where this command ends; the same command looks again, and "
+    "submits what is left.",
+    "launch": "With --on=slurm or gke, the flags of `jaxvlm launch slurm` or `launch gke` for each "
+    "trial's job, such as '--devices=h200:16 --time=8:00:00'.",
     "metric": "The metric of the table, its last value in a run's metrics.jsonl; by default "
     "config.checkpoint.metric, or train/loss without evaluation data.",
     "mode": "Whether the highest (max) or the lowest (min) metric is the best; by default "
@@ -92,10 +92,11 @@ def _train(values: flags.FlagValues, workdir: pathlib.Path, resumes: bool) -> di
 
     definition = _recorded(workdir) if resumes else _asked(values, workdir)
     definition = sweep.resolved(workdir, _placed(values, definition), _resolve)
-    scripts = _scripts(workdir, definition) if definition.on == "slurm" else None
-    if scripts is not None and not values["parallel"].present and definition.parallel == 1:
+    definition = sweep.with_token(workdir, definition)
+    files = _files(workdir, definition) if definition.on != "local" else None
+    if files is not None and not values["parallel"].present and definition.parallel == 1:
         definition = dataclasses.replace(definition, parallel=len(definition.trials))
-    ended = sweep.run_sweep(workdir, definition, say, scripts=scripts)
+    ended = sweep.run_sweep(workdir, definition, say, files=files)
     status = sweep.read_status(workdir)
     counts = status["counts"]
     result = {"ended": "done" if ended else "preempted", **status}
@@ -110,12 +111,12 @@ def _train(values: flags.FlagValues, workdir: pathlib.Path, resumes: bool) -> di
     return result
 
 
-def _scripts(workdir: pathlib.Path, definition: Any) -> dict[str, str]:
-    """Each trial's batch file, by id; all are made and planned before one is submitted."""
+def _files(workdir: pathlib.Path, definition: Any) -> dict[str, str]:
+    """Each trial's job as a file, by id; all are made and planned before one is submitted."""
     from jaxvlm.cli import launch
     from jaxvlm.config import ConfigError
     from jaxvlm.launch import slurm
-    from jaxvlm.sweep import local
+    from jaxvlm.sweep import local, sweep
 
     values = flags.FlagValues()
     words = shlex.split(definition.launch)
@@ -128,15 +129,24 @@ def _scripts(workdir: pathlib.Path, definition: Any) -> dict[str, str]:
     if rest or (given := [name for name in own if values[name].present]):
         what = rest[0] if rest else f"--{given[0]}"
         raise ConfigError(f"--launch={definition.launch}: {what} is the sweep's own; leave it out")
-    name = re.sub(r"[^a-z0-9]+", "-", workdir.resolve().name.lower()).strip("-")[:28] or "sweep"
+    if definition.on == "gke" and not (
+        values.claim and workdir.is_absolute() and workdir.is_relative_to(values.mount)
+    ):
+        raise ConfigError(
+            f"--workdir={workdir}: with --on=gke the sweep's folder is on the volume that all pods "
+            f"mount: give --claim and --mount in --launch, mount the volume at {values.mount} on "
+            f"this machine too, and name a folder in it, such as {values.mount}/sweep"
+        )
+    prefix = sweep.job_prefix(workdir, definition)
     values["env"].value = [*values.env, f"WANDB_RUN_GROUP={workdir.resolve().name}"]
     found = {}
     for trial in definition.trials:
-        values["name"].value = f"{name if name[0].isalpha() else f's-{name}'}-{trial.id}"
+        values["name"].value = f"{prefix}-{trial.id}"
         arguments = local.train_arguments(definition.recipe, definition.overrides, trial)
-        rendered, _ = launch.rendered_job(values, "slurm", arguments)
+        rendered, _ = launch.rendered_job(values, definition.on, arguments)
         found[trial.id] = next(iter(rendered.files.values()))
-    slurm.check_path()
+    if definition.on == "slurm":
+        slurm.check_path()
     return found
 
 
@@ -182,17 +192,18 @@ def _recorded(workdir: pathlib.Path) -> Any:
 def _placed(values: flags.FlagValues, definition: Any) -> Any:
     """The definition with the flags that say where trials run."""
     from jaxvlm.config import ConfigError, check_choice
+    from jaxvlm.sweep.sweep import PLACES
 
-    check_choice("--on", values.on, ("local", "slurm"))
+    check_choice("--on", values.on, PLACES)
     definition = dataclasses.replace(
         definition,
         on=values.on if values["on"].present else definition.on,
         launch=values.launch if values["launch"].present else definition.launch,
     )
-    if definition.on == "slurm" and values.devices:
+    if definition.on != "local" and values.devices:
         raise ConfigError("--devices is for --on=local; give the machine in --launch")
     if definition.on == "local" and definition.launch:
-        raise ConfigError(f"--launch={definition.launch} is for --on=slurm; leave it out")
+        raise ConfigError(f"--launch={definition.launch} is for --on=slurm and gke; leave it out")
     if values.parallel < 1:
         raise ConfigError(f"--parallel={values.parallel}: must be at least 1")
     if not values["devices"].present:

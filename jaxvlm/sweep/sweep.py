@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import re
+import shlex
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxvlm.checkpoint import run_lock, run_record
 from jaxvlm.config import Config, ConfigError, json_text
-from jaxvlm.sweep import local, schedule, slurm
+from jaxvlm.sweep import gke, jobs, local, schedule, slurm
 from jaxvlm.sweep import trial as trials_
 from jaxvlm.sweep.definition import Row
 from jaxvlm.sweep.trial import Trial
 
 FILE = "sweep.json"
+PLACES = ("local", "slurm", "gke")
 Resolve = Callable[[str, Mapping[str, str]], Config]
 """(recipe, path -> a value's text) -> the settings; raises a ConfigError."""
 
@@ -41,7 +45,7 @@ class Definition:
     devices: list[str] = dataclasses.field(default_factory=list)
     """Lists of GPUs, one for each trial at a time; []: all trials see all of them."""
     on: str = "local"
-    """Where trials run: local | slurm."""
+    """Where trials run, one of :data:`PLACES`."""
     launch: str = ""
     """Flags of ``jaxvlm launch`` for each trial's job, as a shell takes them."""
     folder: str = dataclasses.field(default_factory=os.getcwd)
@@ -128,7 +132,7 @@ def run_sweep(
     say: Callable[[str], None],
     command: Callable[[Trial], list[str]] | None = None,
     poll_s: float = 0.2,
-    scripts: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None,
 ) -> bool:
     """Run what is left of a sweep.
 
@@ -138,7 +142,7 @@ def run_sweep(
         say: prints a line.
         command: the program of a trial; ``None``: ``python -m jaxvlm train``.
         poll_s: seconds between looks at the running trials.
-        scripts: id of a trial -> its batch file, where they are jobs of SLURM.
+        files: id of a trial -> the text of its job's file, where trials are jobs of a scheduler.
 
     Returns:
         False if a signal ended it before its end.
@@ -154,14 +158,10 @@ def run_sweep(
             stack.enter_context(run_lock.of_folder(workdir))
         records = trials_.records_in(workdir)
         _refuse_changed(workdir, definition.trials, records)
-        with contextlib.suppress(ConfigError):  # there is none yet, or it is about to be replaced
-            token = read_definition(workdir).token
-            definition = dataclasses.replace(definition, token=token)
+        definition = with_token(workdir, definition)
         write_definition(workdir, definition)
-        launcher: local.Launcher
-        if scripts is not None:
-            launcher = slurm.Slurm(scripts, definition.token)
-        else:
+        launcher: local.Launcher | None = scheduler_of(workdir, definition, files or {})
+        if launcher is None:
             launcher = local.Local(
                 command or local.train_command(definition.recipe, definition.overrides),
                 definition.devices,
@@ -173,6 +173,40 @@ def run_sweep(
             others = not_asked(definition, records)
             parts = (definition.trials, others, launcher, definition.parallel, say, poll_s)
             return schedule.Schedule(*parts).run(stop)
+
+
+def with_token(workdir: pathlib.Path, definition: Definition) -> Definition:
+    """The definition with the token of the sweep that is in the folder, if there is one."""
+    with contextlib.suppress(ConfigError):  # there is none yet, or it is about to be replaced
+        return dataclasses.replace(definition, token=read_definition(workdir).token)
+    return definition
+
+
+def job_prefix(workdir: pathlib.Path, definition: Definition) -> str:
+    """What names of a sweep's jobs begin with, before ``-`` and the trial's id."""
+    name = re.sub(r"[^a-z0-9]+", "-", workdir.resolve().name.lower()).strip("-") or "sweep"
+    name = name if name[0].isalpha() else f"s-{name}"
+    return f"{name[:22].rstrip('-')}-{definition.token}"
+
+
+def scheduler_of(
+    workdir: pathlib.Path, definition: Definition, files: Mapping[str, str]
+) -> jobs.Jobs | None:
+    """The scheduler that a sweep's trials are jobs of; ``None``: they are processes here.
+
+    Args:
+        workdir: folder of the sweep.
+        definition: says which.
+        files: id of a trial -> the text of its job's file; {} to look at jobs alone.
+    """
+    if definition.on == "slurm":
+        return slurm.Slurm(files, definition.token)
+    if definition.on == "gke":
+        flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        flags.add_argument("-namespace", "--namespace", default="default")
+        namespace = flags.parse_known_args(shlex.split(definition.launch))[0].namespace
+        return gke.Gke(files, job_prefix(workdir, definition), namespace, definition.token)
+    return None
 
 
 def _refuse_changed(
@@ -189,7 +223,7 @@ def _refuse_changed(
             if run_record.is_begun(trial.folder):
                 raise ConfigError(f"{trial.folder} holds a run of no sweep; move it away")
             continue
-        has_job = slurm.JOB in record and not record.get("ended")
+        has_job = jobs.JOB in record and not record.get("ended")
         if not (trial.step or schedule.is_done(trial) or local.is_running(trial.folder) or has_job):
             continue
         if differ := trials_.changed_settings(trial, record):
@@ -221,15 +255,15 @@ def read_status(workdir: pathlib.Path) -> dict[str, Any]:
     Returns:
         JSON values: ``counts`` (state -> number of trials), ``trials`` and ``not_asked`` (a row
         each: ``id``, ``factor``, ``values``, ``state``, ``step``, ``line``). States are ``done``,
-        ``failed``, ``running``, ``queued`` (a job that SLURM has not started), ``stopped`` (it was
-        started, and goes on) and ``waiting``.
+        ``failed``, ``running``, ``queued`` (a job that its scheduler has not started), ``stopped``
+        (it was started, and goes on) and ``waiting``.
 
     Raises:
         ConfigError: the folder holds no sweep, or a file of it is damaged.
     """
     definition = read_definition(workdir)
     records = trials_.records_in(workdir)
-    queue = slurm.Slurm({}) if definition.on == "slurm" else None
+    queue = scheduler_of(workdir, definition, {})
     rows = [_status_of(trial, records.get(trial.id), queue) for trial in definition.trials]
     counts = {state: sum(row["state"] == state for row in rows) for state in STATES}
     others = [
@@ -248,18 +282,20 @@ NOT_ASKED = "not asked for any more, and kept:"
 
 
 def _status_of(
-    trial: Trial, record: Mapping[str, Any] | None, queue: slurm.Slurm | None
+    trial: Trial, record: Mapping[str, Any] | None, queue: jobs.Jobs | None
 ) -> dict[str, Any]:
     ended = (record or {}).get("ended") or {}
     if record is None:
         state = "waiting"
-    elif local.is_running(trial.folder) or (queue and queue.state(trial) == "RUNNING"):
+    elif local.is_running(trial.folder) or (queue and queue.state(trial) == jobs.RUNNING):
         state, ended = "running", {}
     elif queue and queue.state(trial):
         state, ended = "queued", {}
     elif not ended:  # its sweep was killed
-        state = local.how_ended(trial.folder, None).state
-        state = state if state == local.DONE else local.STOPPED
+        found = queue.ended(trial) if queue else local.how_ended(trial.folder, None)
+        state = local.STOPPED
+        if found and found.state in (local.DONE, local.FAILED):
+            state, ended = found.state, found._asdict()
     else:
         state = ended["state"]
     return {

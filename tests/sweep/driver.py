@@ -41,11 +41,20 @@ def run(
     rows = definition.read_rows(grids)
     asked = sweep.Definition(recipe, {}, rows, parallel=parallel, devices=list(devices), on=on)
     asked = sweep.resolved(workdir, asked, resolve)
-    scripts = None
+    asked = sweep.with_token(workdir, asked)
+    files = None
     if on == "slurm":
         lines = {trial.id: shlex.join(command(trial)) for trial in asked.trials}
-        scripts = {name: f"#!/bin/bash\n{line}\n" for name, line in lines.items()}
-    return sweep.run_sweep(workdir, asked, say, command, poll_s=0.01, scripts=scripts)
+        files = {name: f"#!/bin/bash\n{line}\n" for name, line in lines.items()}
+    elif on == "gke":
+        prefix = sweep.job_prefix(workdir, asked)
+        files = {x.id: json.dumps(jobset(f"{prefix}-{x.id}", command(x))) for x in asked.trials}
+    return sweep.run_sweep(workdir, asked, say, command, poll_s=0.01, files=files)
+
+
+def jobset(name: str, words: list[str]) -> dict[str, object]:
+    """A manifest, of what the tests' kubectl reads."""
+    return {"kind": "JobSet", "metadata": {"name": name}, "command": words}
 
 
 if __name__ == "__main__":

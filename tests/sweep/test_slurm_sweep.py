@@ -13,7 +13,7 @@ import time
 import pytest
 
 from jaxvlm.cli.main import run as cli
-from jaxvlm.sweep import slurm, sweep
+from jaxvlm.sweep import jobs, sweep
 from tests.sweep import driver, stub
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def queue(tmp_path, monkeypatch):
         (folder / name).chmod(0o755)
     (folder / "jaxvlm").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "LOOK_S", 0.05)
+    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
     return folder
 
 
@@ -136,9 +136,9 @@ LAUNCH = "--launch=--devices=cpu:2 --time=1:00:00 --partition=low"
 @pytest.mark.parametrize(
     "words, why",
     [
-        (["--on=gke"], "--on='gke'; known: local, slurm"),
+        (["--on=ray"], "--on='ray'; known: local, slurm, gke"),
         (["--on=slurm"], "launch needs --devices"),
-        ([LAUNCH], "is for --on=slurm; leave it out"),
+        ([LAUNCH], "is for --on=slurm and gke; leave it out"),
         (["--on=slurm", LAUNCH, "--devices=0;1"], "give the machine in --launch"),
         (["--on=slurm", "--launch=--devices=cpu:2 --dry_run"], "--dry_run is the sweep's own"),
         (["--on=slurm", "--launch=--devices=cpu:2 --tpu=x"], "--tpu is for launch tpu"),
@@ -166,7 +166,8 @@ def test_each_job_has_its_trials_command(queue, tmp_path, capsys, monkeypatch):
     assert all("job 7 was cancelled" in row["line"] for row in result["trials"])
     for seed, row in enumerate(result["trials"]):
         text = (workdir / row["id"] / "job.sbatch").read_text()
-        assert f"#SBATCH --job-name=my-sweep-{row['id']}" in text
+        token = json.loads((workdir / "sweep.json").read_text())["token"]
+        assert f"#SBATCH --job-name=my-sweep-{token}-{row['id']}" in text
         assert "#SBATCH --partition=low" in text and "#SBATCH --time=1:00:00" in text
         assert "WANDB_RUN_GROUP='My sweep'" in text
         assert f"--config.seed={seed}" in text and "--json" in text
@@ -174,5 +175,5 @@ def test_each_job_has_its_trials_command(queue, tmp_path, capsys, monkeypatch):
 
 def test_without_slurm_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Exception, match="squeue is not on the PATH; --on=slurm needs SLURM"):
+    with pytest.raises(Exception, match="squeue is not on the PATH; --on=slurm needs it"):
         driver.run(tmp_path / "s", GRID, on="slurm")

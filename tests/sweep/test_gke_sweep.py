@@ -1,0 +1,218 @@
+"""Sweeps whose trials are JobSets, with a kubectl of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from jaxvlm.cli.main import run as cli
+from jaxvlm.config import ConfigError
+from jaxvlm.sweep import gke, jobs, sweep
+from tests.sweep import driver, stub
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GRID = "optim.learning_rate=0.1,0.2,0.3,0.4"
+
+# A JobSet with maxRestarts 3: an end with 1 or 2 fails it, another one starts its pod again.
+TOOL = """#!{python} -IS
+import json, pathlib, subprocess, sys, time
+folder, (verb, namespace, *words) = pathlib.Path({folder!r}), sys.argv[1:]
+assert namespace == "--namespace=default", namespace
+if verb == "apply":
+    manifest = json.loads(pathlib.Path(words[0].split("=")[1]).read_text())
+    name = manifest["metadata"]["name"]
+    path = folder / f"{{name}}.jobset"
+    if path.exists():
+        sys.exit()  # unchanged
+    path.write_text(json.dumps(manifest))
+    with (folder / "applied").open("a") as applied:
+        applied.write(name + "\\n")
+    code = (
+        "import subprocess, sys\\n"
+        "base, *words = sys.argv[1:]\\n"
+        "for _ in range(4):\\n"
+        "    with open(base + '.log', 'wb') as log:\\n"
+        "        end = subprocess.run(words, stdout=log, stderr=log).returncode\\n"
+        "    if end in (0, 1, 2):\\n"
+        "        break\\n"
+        "open(base + '.end', 'w').write(str(end))\\n"
+    )
+    command = [sys.executable, "-ISc", code, str(folder / name), *manifest["command"]]
+    subprocess.Popen(command, start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+elif verb == "get":
+    items = []
+    for path in folder.glob("*.jobset"):
+        end = path.with_suffix(".end")
+        status = {{"replicatedJobsStatus": [{{"name": "workers", "active": 1, "ready": 1}}]}}
+        if end.exists() and end.read_text():
+            kind = "Failed" if end.read_text() != "0" else "Completed"
+            status = {{"conditions": [
+                {{"type": "StartupPolicyCompleted", "status": "True"}},
+                {{"type": kind, "status": "True", "message": "jobset " + kind.lower()}}]}}
+        items.append({{"metadata": {{"name": path.stem}}, "status": status}})
+    items.append({{"metadata": {{"name": "another"}}}})
+    print(json.dumps({{"items": items}}))
+elif verb == "logs":
+    name = words[0].partition("jobset-name=")[2].partition(",")[0]
+    print((folder / f"{{name}}.log").read_text(), end="")
+elif verb == "delete":
+    for suffix in ("jobset", "end", "log"):
+        (folder / f"{{words[1]}}.{{suffix}}").unlink(missing_ok=True)
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """The folder of the JobSets; kubectl is on the PATH."""
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    (folder / "kubectl").write_text(TOOL.format(python=sys.executable, folder=str(folder)))
+    (folder / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
+    return folder
+
+
+def counts(workdir):
+    return sweep.read_status(workdir)["counts"]
+
+
+def applied(cluster):
+    """Names of JobSets, as often as they were made."""
+    return (cluster / "applied").read_text().split()
+
+
+def test_every_trial_is_a_jobset_and_what_fails_is_named(cluster, tmp_path):
+    said, workdir = [], tmp_path / "s"
+    grid = f"optim.learning_rate=0.1,{stub.FAILS},{stub.ALWAYS_LOST}"
+    assert driver.run(workdir, grid, parallel=3, say=said.append, on="gke")
+    assert counts(workdir) == {"done": 1, "failed": 2}
+    text = "\n".join(said)
+    assert "jobset failed: jaxvlm: config.data.train: no such file" in text
+    assert "jobset failed: a peer is lost" in text, "the cluster itself tried it again"
+    # Failed trials are tried again under their own names, the one that is done is not.
+    before = applied(cluster)
+    assert len(before) == len(set(before)) == 3
+    assert driver.run(workdir, grid, parallel=3, on="gke")
+    again = applied(cluster)[3:]
+    assert len(again) == 2 and set(again) < set(before)
+
+
+def test_a_sweep_that_is_killed_makes_nothing_twice(cluster, tmp_path):
+    workdir = tmp_path / "s"
+    words = [sys.executable, "-m", "tests.sweep.driver", str(workdir), GRID, "parallel=4", "on=gke"]
+    for delay in (0.8, 1.0, 1.3):
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+    assert driver.run(workdir, GRID, parallel=4, on="gke")
+    assert counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
+    assert not list(workdir.glob("*/twice"))
+
+
+def test_a_signal_leaves_the_jobsets(cluster, tmp_path):
+    workdir, said = tmp_path / "s", []
+
+    def say(line):
+        said.append(line)
+        if len(said) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert not driver.run(workdir, GRID, parallel=4, say=say, on="gke")
+    assert "jobs stay in the queue; the same command goes on" in said[-1]
+    end = time.monotonic() + 30
+    while len(list(cluster.glob("*.end"))) < 4:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert driver.run(workdir, GRID, parallel=4, on="gke")
+    assert counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
+
+
+def test_one_that_is_deleted_has_failed_and_starts_again(cluster, tmp_path):
+    workdir, said = tmp_path / "s", []
+
+    def say(line):
+        said.append(line)
+        if line.endswith("starts"):
+            for path in cluster.glob("*.jobset"):
+                subprocess.run(["pkill", "-f", str(path.with_suffix(""))], check=False)
+                path.unlink()
+
+    grid = "optim.learning_rate=0.1"
+    assert driver.run(workdir, grid, say=say, on="gke")
+    assert "is gone; the same command starts it again" in said[-1]
+    assert counts(workdir) == {"failed": 1}
+    assert driver.run(workdir, grid, on="gke") and counts(workdir) == {"done": 1}
+
+
+def test_states_are_those_of_jobset():
+    def state(**status):
+        return gke._state_of(status)[0]
+
+    assert state() == jobs.QUEUED, "it is new, or Kueue holds it back"
+    assert state(replicatedJobsStatus=[{"active": 0, "ready": 0, "suspended": 1}]) == jobs.QUEUED
+    assert state(replicatedJobsStatus=[{"active": 1}]) == jobs.RUNNING
+    assert state(conditions=[{"type": "Failed", "status": "False"}]) == jobs.QUEUED
+    assert state(conditions=[{"type": "Completed", "status": "True"}]) == "Completed"
+
+
+SWEEP = ["sweep", f"--config={ROOT / 'configs' / 'quickstart.py'}:smoke", "--grid=seed=0,1"]
+LAUNCH = "--launch=--devices=h100:16 --image=r/i:1 --namespace=team --claim=runs --skip_plan"
+
+
+@pytest.mark.parametrize(
+    "launch, workdir, why",
+    [
+        (LAUNCH, "runs/s", "mount the volume at /runs on this machine too"),
+        (LAUNCH.replace(" --claim=runs", ""), "/runs/s", "give --claim and --mount in --launch"),
+        (LAUNCH.replace("--image=r/i:1 ", ""), "/runs/s", "launch gke needs --image"),
+        (f"{LAUNCH} --partition=x", "/runs/s", "--partition is for launch slurm"),
+    ],
+)
+def test_what_is_refused(cluster, capsys, launch, workdir, why):
+    assert cli([*SWEEP, "--on=gke", launch, f"--workdir={workdir}"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert why in error, error
+    assert not pathlib.Path(workdir).exists() and not (cluster / "applied").exists()
+
+
+def test_each_jobset_has_its_trials_command(cluster, tmp_path, capsys):
+    """Of a real recipe; the cluster keeps nothing here."""
+    (cluster / "kubectl").write_text(
+        f'#!/bin/bash\necho "$@" >>{cluster}/calls\n[ "$1" != get ] || echo \'{{"items": []}}\'\n'
+    )
+    workdir = tmp_path / "My sweep"
+    launch = f"{LAUNCH} --mount={tmp_path}"
+    code = cli([*SWEEP, "--on=gke", launch, f"--workdir={workdir}", "--json"])
+    assert code == 1, "both are gone"
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["counts"] == {"failed": 2}
+    token = json.loads((workdir / "sweep.json").read_text())["token"]
+    for seed, row in enumerate(result["trials"]):
+        manifest = yaml.safe_load((workdir / row["id"] / "job.yaml").read_text())
+        name = f"my-sweep-{token}-{row['id']}"
+        assert manifest["metadata"] == {"name": name, "namespace": "team"}
+        text = json.dumps(manifest)
+        assert f"--config.seed={seed}" in text and str(workdir / row["id"]) in text
+        assert f"apply --namespace=team --filename={workdir}/{row['id']}/job.yaml" in (
+            cluster / "calls"
+        ).read_text().replace("\\ ", " ")
+    # The sweep's names stay, also where it is given again.
+    cli([*SWEEP, "--on=gke", launch, f"--workdir={workdir}"])
+    assert json.loads((workdir / "sweep.json").read_text())["token"] == token
+    assert cli(["sweep", "status", f"--workdir={workdir}"]) == 0
+
+
+def test_without_kubectl_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="kubectl is not on the PATH; --on=gke needs it"):
+        driver.run(tmp_path / "s", GRID, on="gke")
