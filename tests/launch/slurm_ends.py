@@ -228,7 +228,9 @@ def _kill_each_start(job: Job) -> None:
 
 CASES = {
     "finished": Case(_nothing, "COMPLETED", 0),
-    "stopped at its time limit": Case(_time_limit, "COMPLETED", 1, "back in the queue: stopped"),
+    "stopped at its time limit": Case(
+        _time_limit, "COMPLETED", 1, "back in the queue: stopped", "slow"
+    ),
     "preempted": Case(_preempt, "COMPLETED", 1),
     "a node lost": Case(_lose("2"), "COMPLETED", 1),
     "a node lost, and the job elastic": Case(
