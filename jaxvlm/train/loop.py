@@ -57,6 +57,8 @@ class Schedule:
     profile_folder: str = ""
     profile_asked: Callable[[], bool] = lambda: False
     """Whether somebody has asked, since the last call, for a trace of the next steps."""
+    profile_done: Callable[[int, int], None] = lambda first, last: None
+    """Called with the first and the last step of a trace that is written."""
 
 
 def train(
@@ -340,7 +342,7 @@ class _Profiler:
         self.schedule = schedule
         first, end = schedule.profile
         self.planned = range(max(first, start + 1), end)
-        self.end = 0
+        self.end = self.last = 0
         self.is_asked = False
         self.trace = contextlib.ExitStack()
 
@@ -348,6 +350,7 @@ class _Profiler:
         """Start or stop a trace before a step."""
         self.is_asked |= self.schedule.profile_asked()
         if step < self.end:
+            self.last = step
             return
         self.trace.close()
         if step in self.planned:
@@ -357,6 +360,8 @@ class _Profiler:
             if step < self.planned.start < self.end:
                 self.end = self.planned.start
         if step < self.end:
+            self.last = step
+            self.trace.callback(lambda: self.schedule.profile_done(step, self.last))
             self.trace.enter_context(jax.profiler.trace(self.schedule.profile_folder))
 
     def close(self) -> None:

@@ -116,7 +116,7 @@ def open_progress(run: Run, start: int, lines: list[str], stack: contextlib.Exit
 
 def schedule_of(run: Run) -> loop.Schedule:
     """When a run logs, evaluates, saves and profiles."""
-    config = run.config
+    config, folder = run.config, (run.workdir or pathlib.Path()) / "profile"
     return loop.Schedule(
         steps=run.steps,
         log_every=config.log_every,
@@ -124,8 +124,12 @@ def schedule_of(run: Run) -> loop.Schedule:
         save_every=config.checkpoint.every,
         max_bad_steps=config.max_bad_steps,
         profile=config.profile_steps,
-        profile_folder=str(run.workdir / "profile") if run.workdir else "",
+        profile_folder=str(folder) if run.workdir else "",
         profile_asked=processes.is_trace_asked,
+        profile_done=lambda first, last: run.log(
+            f"steps {first} to {last} are traced in {run_record.shown(folder)}; xprof and "
+            "TensorBoard show them"
+        ),
     )
 
 

@@ -253,7 +253,9 @@ def test_train_eval_generate(capsys, tmp_path):
     more = ["--config.eval_every=6", "--config.early_stop=1", "--config.steps=60", "--json"]
     more += ["--config.optim.learning_rate=1e-9", "--config.profile_steps=(2,4)"]
     assert run(["train", *args, *more, "--config.tensorboard=True"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    captured = capsys.readouterr()
+    assert f"steps 2 to 3 are traced in {run_folder / 'profile'}" in captured.out + captured.err
+    result = json.loads(captured.out.splitlines()[-1])
     assert result["ended"] == "no better" and result["step"] == 12, "the second one was no better"
     assert {"exact_match", "loss"} <= result.keys()
     assert list((run_folder / "profile").rglob("*.xplane.pb"))

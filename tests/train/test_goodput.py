@@ -119,7 +119,7 @@ def test_a_run_without_a_step_has_time_too(tmp_path, monkeypatch):
 
 def traces(monkeypatch, profile, asked, steps=30, start=0):
     """The first and last steps of the traces that are made."""
-    made, now, signals = [], [start], set(asked)
+    made, said, now, signals = [], [], [start], set(asked)
 
     @contextlib.contextmanager
     def trace(folder):
@@ -133,12 +133,15 @@ def traces(monkeypatch, profile, asked, steps=30, start=0):
         return found
 
     monkeypatch.setattr(jax.profiler, "trace", trace)
-    schedule = loop.Schedule(steps, 1, 0, 0, 1, profile, "f", is_asked)
+    schedule = loop.Schedule(
+        steps, 1, 0, 0, 1, profile, "f", is_asked, lambda *ends: said.append([*ends])
+    )
     profiler = loop._Profiler(schedule, start)
     for now[0] in range(start + 1, steps + 1):
         profiler.before(now[0])
     now[0] = steps + 1
     profiler.close()
+    assert said == made
     return made
 
 
