@@ -104,8 +104,7 @@ class FederationCallback(Callback):
                     f"and this is {welcome.federation}; use a new --workdir"
                 )
             self.log(
-                f"site {self.client.site} goes on from version {self.round.version} of federation "
-                f"{welcome.federation}"
+                f"goes on from version {self.round.version} of federation {welcome.federation}"
             )
             return state
         offer = self.client.fetch(-1)
@@ -114,7 +113,7 @@ class FederationCallback(Callback):
         if offer.is_last:
             raise ConfigError("the federation is over: there is nothing left to train")
         self.round = Round(offer.version, welcome.number, start, welcome.federation)
-        self.log(f"site {self.client.site} starts from version {offer.version}")
+        self.log(f"starts from version {offer.version}")
         self._has_exchanged = True
         return self._adopt(step, state, params, offer)
 

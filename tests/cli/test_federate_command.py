@@ -31,7 +31,7 @@ def test_simulate_and_status(flags, tmp_path, capsys):
     out, err = capsys.readouterr()
     result = json.loads(out.splitlines()[-1])
     for name in ("site-0", "site-1"):
-        assert f"{name}: site {name} starts from version 0" in out
+        assert f"{name}: starts from version 0" in out
         assert f"{name}: train 4/4" in err and f"{name}: compiled the step" in err
     assert all(line.startswith("site-") for line in err.splitlines())
     assert result["version"] == 2 and result["virtual_seconds"] == pytest.approx(4, abs=1e-3)
