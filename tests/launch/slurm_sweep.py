@@ -111,7 +111,7 @@ def run(tool: str, folder: pathlib.Path) -> dict[str, Any]:
         second = sweep.end()
         again = [job["JobName"] for job in jobs()]
     wrong = []
-    if first["counts"] != {"done": 3, "failed": 1}:
+    if first["counts"] != {"done": 3, "stopped": 1}:  # scancel's SIGTERM made it save
         wrong.append(f"first: {first['counts']}")
     if second["counts"] != {"done": 4}:
         wrong.append(f"second: {second['counts']}")
@@ -121,8 +121,7 @@ def run(tool: str, folder: pathlib.Path) -> dict[str, Any]:
         wrong.append(f"jobs at the end: {again}")
     for seed, path in plain.trials().items():
         wrong += runner.differences("losses", path, sweep.trials()[seed])[:2]
-    lines = [row["line"] for row in first["trials"] if row["state"] == "failed"]
-    return {"first": first["counts"], "failed": lines, "second": second["counts"],
+    return {"first": first["counts"], "second": second["counts"],
             "jobs": len(again), "same_bits": not wrong, "wrong": wrong}  # fmt: skip
 
 
