@@ -21,13 +21,7 @@ from etils import epath
 from jaxvlm.checkpoint import digest, manifest
 from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, StructureError
-from jaxvlm.checkpoint.object_store import (
-    RemoteFolder,
-    StoreError,
-    attempt,
-    passes,
-    refuses,
-)
+from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.restore import (
     cast,
     committed_steps,
@@ -39,7 +33,8 @@ from jaxvlm.checkpoint.restore import (
     try_read,
 )
 from jaxvlm.checkpoint.run_record import COMMITTED, is_url
-from jaxvlm.checkpoint.staging import Staging, is_staged
+from jaxvlm.checkpoint.staging import Staging, check_names, is_staged
+from jaxvlm.checkpoint.store_requests import StoreError, attempt, passes, refuses
 from jaxvlm.parallel.distributed.processes import barrier, from_first_process
 
 __all__ = ["CheckpointError", "Checkpointer", "Restored", "StructureError", "restore_params"]
@@ -119,7 +114,9 @@ class Checkpointer:
 
         opened = self._open_manager
         self._manager = opened() if local else attempt(f"{folder} is opened", opened)
-        self._scores = dict(scores(self.folder, self.all_steps(), metric))
+        found = self.all_steps()
+        self._known = set(found)  # steps that were there, or that this run saves
+        self._scores = dict(scores(self.folder, found, metric))
 
     def _open_manager(self) -> ocp.CheckpointManager:
         # Each process writes to a folder of its own where checkpoints are sent afterwards.
@@ -164,6 +161,7 @@ class Checkpointer:
         Raises:
             CheckpointError: this write or the previous one failed.
             TypeError: ``extra`` is not JSON, or a leaf is not a jax.Array.
+            ValueError: of ``s3://``, see :func:`jaxvlm.checkpoint.staging.check_names`.
         """
         if step in self._done:
             return False
@@ -176,6 +174,8 @@ class Checkpointer:
         for name, leaf in zip(names, leaves):
             if not isinstance(leaf, jax.Array):
                 raise TypeError(f"{name} is a {type(leaf).__name__}, not a jax.Array")
+        if self._staging is not None:
+            check_names(dict(zip(names, leaves)))
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         leaf_digests, leaves = _snapshot(leaves)
         table = {
@@ -197,6 +197,7 @@ class Checkpointer:
             if self._staging is not None:
                 self._staging.send(step, self._manager.wait_until_finished)
         self._done.add(step)
+        self._known.add(step)
         self._has_saved = True
         return True
 
@@ -321,13 +322,15 @@ class Checkpointer:
     def _close(self, prune: bool) -> None:
         if self._is_given_up:
             return  # its threads may never end
-        self.wait()
-        if prune and self._remote is not None:
-            self._before_save()
-            self._prune()
-        self._manager.close()
-        if self._staging is not None:
-            self._staging.close()
+        try:
+            self.wait()
+            if prune and self._remote is not None:
+                self._before_save()
+                self._prune()
+            self._manager.close()
+        finally:
+            if self._staging is not None:
+                self._staging.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -353,7 +356,9 @@ class Checkpointer:
         if self._remote is None:
             return
         if jax.process_index() == 0:
-            steps = [s for s in committed_steps(self.folder) if s not in self._damaged]
+            # What another run completes that was taken over is none of this one's newest.
+            steps = [s for s in committed_steps(self.folder) if s in self._known]
+            steps = [s for s in steps if s not in self._damaged]
             self._delete(step for step in steps if step not in self._preserved(steps))
         barrier("checkpoints-pruned")
         attempt(f"{self.folder} is listed", self._manager.reload)
@@ -396,7 +401,8 @@ class Checkpointer:
                 ) from error
             raise CheckpointError(
                 f"writing a checkpoint to {self.folder} failed: {error_line(error)}. Check free "
-                "space and permissions; the run resumes from the last complete checkpoint"
+                f"space and permissions{' of TMPDIR, where it lies first' if self._staging else ''}"
+                "; the run resumes from the last complete checkpoint"
             ) from error
 
     def _discard_abandoned(self) -> None:

@@ -1,94 +1,19 @@
-"""Object stores: files of a run's folder in a bucket, read and written within a deadline.
-
-A store's errors are told apart: a file that is not there, an answer that may be another one in a
-moment (asked for again, until the deadline), and a refusal.
-"""
+"""Object stores: files of a run's folder in a bucket, read and written within a deadline."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import logging
 import os
 import pathlib
-import re
-import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-from jaxvlm.checkpoint.errors import CheckpointError, error_line
+from jaxvlm.checkpoint.store_requests import KINDS, OtherBytes, answer_of, attempt, each, local_disk
 from jaxvlm.config import ConfigError
-
-
-class _Kind(NamedTuple):
-    """What is known of a kind of store."""
-
-    name: str
-    package: str
-    """Gives fsspec its file system, and is named as the extra's package."""
-    extra: str
-    credentials: str
-    """Where they are looked for, and the role that they need; for errors."""
-
-
-KINDS = {
-    "gs": _Kind(
-        "Google Cloud Storage",
-        "gcsfs",
-        "gcs",
-        "gcloud auth application-default login, GOOGLE_APPLICATION_CREDENTIALS, or the machine's "
-        "service account; their role: Storage Object User of the bucket",
-    ),
-    "s3": _Kind(
-        "Amazon S3 and what speaks its protocol",
-        "s3fs",
-        "s3",
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; "
-        "AWS_ENDPOINT_URL for another store than Amazon's; their policy: s3:ListBucket, GetObject, "
-        "PutObject and DeleteObject",
-    ),
-}
-"""Scheme of a URL -> the store that it is of."""
-DEADLINE = 120.0
-"""Seconds for which a request that fails for a while is tried again; the libraries' own tries, of
-which the last may begin before it, take up to half a minute."""
-_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between two tries, and so on with the last."""
-_PASSES = re.compile(
-    r"UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|timed? ?out|broken pipe|"
-    r"SlowDown|InternalError|RequestTimeout|Please try again|reduce your request rate|"
-    r"connection (reset|refused|closed|aborted)|(status|response) code:? (408|429|5\d\d)",
-    re.IGNORECASE,
-)
-_REFUSES = re.compile(
-    r"UNAUTHENTICATED|PERMISSION_DENIED|(status|response) code:? (401|403)|"
-    r"OSError Forbidden|anonymous caller|invalid credentials|NoCredentials|AccessDenied|"
-    r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|TokenRefreshRequired",
-    re.IGNORECASE,
-)
-"""What the stores' libraries say, where no type and no code does."""
-_NETWORK = ("aiohttp", "requests", "urllib3", "google.auth", "botocore", "aiobotocore")
-T = TypeVar("T")
-
-
-class StoreError(CheckpointError):
-    """An object store refused, or did not answer in time; nothing that it holds was changed.
-
-    Args:
-        message: says what, where, and what to do.
-        passes: whether the same request may succeed later.
-    """
-
-    def __init__(self, message: str, passes: bool = False):
-        super().__init__(message)
-        self.passes = passes
-
-
-class _OtherBytes(Exception):
-    """What came is not what the store lists."""
 
 
 def check_scheme(setting: str, url: str) -> None:
@@ -107,78 +32,6 @@ def check_scheme(setting: str, url: str) -> None:
         )
     if importlib.util.find_spec(kind.package) is None:
         raise ConfigError(f"{setting}={url}: {scheme}:// needs pip install 'jaxvlm[{kind.extra}]'")
-
-
-def passes(error: BaseException) -> bool:
-    """Whether a failure may pass, so that the same request can succeed later."""
-    if isinstance(error, (FileNotFoundError, FileExistsError)) or refuses(error):
-        return False
-    if isinstance(error, (TimeoutError, ConnectionError, _OtherBytes)):
-        return True
-    if isinstance(error, StoreError):
-        return error.passes
-    code = _code(error)
-    if code:
-        return code in (408, 429) or code >= 500
-    return type(error).__module__.startswith(_NETWORK) or bool(_PASSES.search(_words(error)))
-
-
-def refuses(error: BaseException) -> bool:
-    """Whether a store refuses, as it does without credentials or a role."""
-    if isinstance(error, PermissionError) or _code(error) in (401, 403):
-        return True
-    return bool(_REFUSES.search(_words(error)))
-
-
-def _code(error: BaseException) -> int:
-    """An HTTP status; 0 if an error has none."""
-    code = str(getattr(error, "code", getattr(error, "status", "")))
-    return int(code) if code.isdigit() else 0
-
-
-def _words(error: BaseException) -> str:
-    """An error's text without names of files, in which anything may be."""
-    text = f"{type(error).__name__} {' '.join(str(error).split())}"
-    return re.sub(r"\S*/\S*", "", text)
-
-
-def attempt(what: str, call: Callable[[], T]) -> T:
-    """Call until it succeeds, for :data:`DEADLINE`.
-
-    Args:
-        what: is done, in the error's words, which begin with a URL:
-            ``gs://bucket/run/config.json is read``.
-        call: raises what its library does.
-
-    Raises:
-        FileNotFoundError, FileExistsError: raised by ``call``.
-        StoreError: it failed for good, or for as long as the deadline.
-    """
-    begun, tries = time.monotonic(), 0
-    while True:
-        try:
-            return call()
-        except (FileNotFoundError, FileExistsError, StoreError):
-            raise
-        except Exception as error:  # of several libraries
-            if refuses(error):
-                kind = KINDS.get(what.partition("://")[0])
-                raise StoreError(
-                    f"{what}: the store refuses ({error_line(error, whole=True)}); check the "
-                    f"credentials{f' ({kind.credentials})' if kind else ''}"
-                ) from error
-            if not passes(error):
-                raise StoreError(f"{what}: {error_line(error)}") from error
-            pause = _PAUSES[min(tries, len(_PAUSES) - 1)]
-            if time.monotonic() + pause - begun > DEADLINE:
-                raise StoreError(
-                    f"{what}: the store has not done it for {DEADLINE:.0f} s "
-                    f"({error_line(error)}); when it answers again the same command goes on from "
-                    "the last complete checkpoint",
-                    passes=True,
-                ) from error
-        tries += 1
-        time.sleep(pause)
 
 
 class RemoteFolder:
@@ -275,15 +128,26 @@ class RemoteFolder:
             data = bytes(self._fs.cat_file(path))
             info = self._fs.info(path)  # after it: another process may write the file again
             if not _is_same(data, info):
-                raise _OtherBytes("its bytes are not those that the store lists")
+                raise OtherBytes("its bytes are not those that the store lists")
             return data
 
         return attempt(f"{path} is read", whole)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a whole file, in place of an older one."""
+    def write(self, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
+        """Write a whole file, in place of an older one.
+
+        Args:
+            name: from the URL on.
+            data: its bytes.
+            check: called before each try; raises where it must not be written any more.
+        """
         path = self._path(name)
-        attempt(f"{path} is written", lambda: self._fs.pipe_file(path, data))
+
+        def once() -> None:
+            check()
+            self._fs.pipe_file(path, data)
+
+        attempt(f"{path} is written", once)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a file that must not exist yet; whether this call did, and nobody before it.
@@ -293,8 +157,17 @@ class RemoteFolder:
             data: unlike anybody else's.
         """
         path = self._path(name)
+
+        def once() -> None:
+            try:
+                self._fs.pipe_file(path, data, mode="create")
+            except OSError as error:
+                if answer_of(error)[0] == 412:  # s3fs knows it by a field that not all stores send
+                    raise FileExistsError(path) from error
+                raise
+
         try:
-            attempt(f"{path} is created", lambda: self._fs.pipe_file(path, data, mode="create"))
+            attempt(f"{path} is created", once)
         except FileExistsError:
             # Perhaps an earlier try did it, whose answer was lost.
             with contextlib.suppress(FileNotFoundError):
@@ -321,14 +194,15 @@ class RemoteFolder:
 
         Raises:
             FileNotFoundError: there is none.
-            StoreError: what comes is not as long as the store says.
+            StoreError: what comes is not as long as the store says, or this machine's disk is full.
         """
         path = self._path(name)
 
         def whole() -> None:
-            self._fs.get_file(path, str(file))
+            with local_disk(file.parent):
+                self._fs.get_file(path, str(file))
             if file.stat().st_size != size:
-                raise _OtherBytes("its bytes are not as many as the store lists")
+                raise OtherBytes("its bytes are not as many as the store lists")
 
         attempt(f"{path} is read", whole)
 
@@ -345,11 +219,13 @@ class RemoteFolder:
             folder: its name, from the URL on.
             mark: the file that says that the folder is complete: it goes first.
         """
-        for name in self._marked_first(folder, mark):
-            self.remove(name)
-
-    def _marked_first(self, folder: str, mark: str) -> list[str]:
-        return sorted(self.files(folder), key=lambda name: name != f"{folder}/{mark}")
+        if mark:
+            self.remove(f"{folder}/{mark}")
+        path = self._path(folder)
+        if self._scheme == "s3":  # a thousand at a time; what fails is not said
+            with contextlib.suppress(FileNotFoundError):
+                attempt(f"{path} is removed", lambda: self._fs.rm(path, recursive=True))
+        each(self.remove, self.files(folder))
 
     def move(self, source: str, target: str, mark: str = "") -> None:
         """Rename a folder: each file is copied within the store, then the old ones are removed.
@@ -359,13 +235,13 @@ class RemoteFolder:
             target: its new name.
             mark: the file that says that the folder is complete: it goes first.
         """
-        names = self._marked_first(source, mark)
-        for name in names:
-            old_path, new_path = self._path(name), self._path(target + name[len(source) :])
-            copy = functools.partial(self._fs.cp_file, old_path, new_path)
-            attempt(f"{old_path} is copied", copy)
-        for name in names:
-            self.remove(name)
+
+        def copy(name: str) -> None:
+            old, new = self._path(name), self._path(target + name[len(source) :])
+            attempt(f"{old} is copied", lambda: self._fs.cp_file(old, new))
+
+        each(copy, self.files(source))
+        self.remove_folder(source, mark)
 
 
 def _filesystem(scheme: str) -> Any:
@@ -377,8 +253,17 @@ def _filesystem(scheme: str) -> Any:
     options = {"gs": _gcs_options, "s3": _s3_options}[scheme]()
     # etils asks for "gcs" where it reads gs://.
     for name in ("gs", "gcs") if scheme == "gs" else (scheme,):
-        fsspec.config.conf.setdefault(name, {}).update(options, use_listings_cache=False)
-    return fsspec.filesystem(scheme)
+        own = fsspec.config.conf.setdefault(name, {})
+        merged = {key: {**own.get(key, {}), **x} for key, x in options.items() if _is_dict(x)}
+        own.update(options | merged, use_listings_cache=False)
+    found = fsspec.filesystem(scheme)
+    if scheme == "s3":
+        found.retries = 1  # attempt() tries again
+    return found
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _gcs_options() -> dict[str, Any]:
@@ -395,12 +280,12 @@ def _gcs_options() -> dict[str, Any]:
 
 
 def _s3_options() -> dict[str, Any]:
+    # Of a connection and of what comes next; attempt() tries again.
+    once = {"connect_timeout": 30, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    return {
-        # Also the name of the connection, which fsspec keeps.
-        "endpoint_url": next((os.environ[name] for name in names if os.environ.get(name)), None),
-        "config_kwargs": {"connect_timeout": 30, "read_timeout": 60},
-    }
+    endpoint = next((os.environ[name] for name in names if os.environ.get(name)), None)
+    # botocore reads it by itself; here it is also the name of the connection that fsspec keeps.
+    return {"config_kwargs": once} | ({"endpoint_url": endpoint} if endpoint else {})
 
 
 def _is_same(data: bytes, info: dict[str, Any]) -> bool:

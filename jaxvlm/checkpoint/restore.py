@@ -20,11 +20,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxvlm.checkpoint import digest, manifest, object_store, staging
+from jaxvlm.checkpoint import digest, manifest, object_store, staging, store_requests
 from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
-from jaxvlm.checkpoint.object_store import StoreError
 from jaxvlm.checkpoint.run_record import COMMITTED, is_url
+from jaxvlm.checkpoint.store_requests import StoreError
 
 _log = logging.getLogger(__name__)
 
@@ -112,11 +112,11 @@ def try_read(
         if not isinstance(found, str):
             break
         passes = _in_any(isinstance(found, _Silence))
-        if _in_any(time.monotonic() - begun > (object_store.DEADLINE if passes else sum(PAUSES))):
+        if _in_any(time.monotonic() - begun > (store_requests.DEADLINE if passes else sum(PAUSES))):
             if passes:
                 raise StoreError(
-                    f"{step_folder} can't be read: {found}. The store has not answered for "
-                    f"{object_store.DEADLINE:.0f} s; nothing was changed: start again when it does",
+                    f"{step_folder} can't be read for {store_requests.DEADLINE:.0f} s: {found}; "
+                    "nothing was changed: start again when it can",
                     passes=True,
                 )
             break
@@ -278,11 +278,11 @@ def _manifest(step_folder: epath.Path) -> Manifest:
         return manifest.read(step_folder)
     for pause in (*PAUSES, 0.0):
         try:
-            return object_store.attempt(
+            return store_requests.attempt(
                 f"{step_folder} is read", lambda: manifest.read(step_folder)
             )
         except StoreError as error:
-            if error.passes or error.__cause__ is None or object_store.refuses(error.__cause__):
+            if error.passes or error.__cause__ is None or store_requests.refuses(error.__cause__):
                 raise
             problem = error.__cause__
         time.sleep(pause)  # a short answer is no damage
@@ -332,7 +332,7 @@ def _agreed(read: Callable[[], Any]) -> Any:
             value = read()
         except Exception as error:
             problem = error_line(error)
-            if object_store.passes(error) or object_store.refuses(error):
+            if store_requests.passes(error) or store_requests.refuses(error):
                 problem = _Silence(problem)
         if problem:
             time.sleep(0.2)  # lets the reads that run in parallel with the failed one end

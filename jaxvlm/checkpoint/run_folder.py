@@ -19,9 +19,10 @@ from typing import Any
 
 import jax
 
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError, check_scheme
+from jaxvlm.checkpoint.object_store import RemoteFolder, check_scheme
 from jaxvlm.checkpoint.run_lock import LOCKS, NumberedLock
 from jaxvlm.checkpoint.run_record import CHECKPOINTS, CONFIG, URL_FILE, is_url
+from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
 
 EVERY = 30.0
@@ -100,11 +101,16 @@ def sent(folder: str, setting: str) -> Iterator[pathlib.Path]:
     try:
         yield local
         files = [path for path in local.rglob("*") if path.is_file()]
-        # What says that a checkpoint is there goes last.
-        for path in sorted(files, key=lambda path: path == local / CONFIG):
+        # What says that a model is there (config.json, modules.json, …) goes last.
+        for path in sorted(files, key=lambda x: (x.parent == local and x.suffix == ".json", x)):
             remote.upload(path, path.relative_to(local).as_posix())
     finally:
         shutil.rmtree(local, ignore_errors=True)
+
+
+def remove_at_exit(folder: pathlib.Path) -> None:
+    """Have :func:`remove_copies` remove a folder too."""
+    _copies.append(folder)
 
 
 def remove_copies() -> None:

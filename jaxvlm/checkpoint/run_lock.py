@@ -20,8 +20,9 @@ import threading
 import time
 from typing import Any
 
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.run_record import write_whole
+from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
 
 BEAT = 10.0

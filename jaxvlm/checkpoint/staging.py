@@ -9,7 +9,6 @@ its own devices need.
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import fcntl
@@ -18,6 +17,7 @@ import json
 import logging
 import os
 import pathlib
+import platform
 import re
 import secrets
 import shutil
@@ -25,25 +25,27 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import jax
 from etils import epath
 
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.checkpoint import run_folder
+from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.run_record import COMMITTED
+from jaxvlm.checkpoint.store_requests import StoreError, each, local_disk
 from jaxvlm.parallel.distributed.processes import from_first_process
 
 SCHEMES = ("s3",)
 """Of stores whose checkpoints are staged."""
-DEADLINE = 600.0
-"""Seconds for which process 0 waits for the others, once its own files are sent."""
-_PREFIX, _LOCK = "jaxvlm-checkpoint-", ".lock"
+DEADLINE = 3600.0
+"""Seconds for which process 0 waits for the others, which may have more to send."""
+# Folders that several hosts see may not have their locks: each host looks at its own.
+_PREFIX, _LOCK = f"jaxvlm-checkpoint-{platform.node()}-", ".lock"
+_MERGED = "manifest.ocdbt"
+"""File of a checkpoint that Orbax wrote to a store or a disk by itself."""
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 """Name of the file of an array's chunk: its place on the grid of chunks."""
 _SHAPE = ".zarray"
-_AT_A_TIME = 8
-_NEW_S = 60.0
 _USELESS = (
     "[process=%s][thread=%s] Skipping merge of OCDBT",
     "Global object size logging disabled",
@@ -104,9 +106,9 @@ class Staging:
             sent.result()
 
     def close(self) -> None:
-        """Remove the local folder, once nothing is being sent."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        """Remove the local folder; nothing may be written to it any more."""
+        _remove(self.folder, self._lock)
+        self._lock = -1
 
     def _send(self, step: int, written: Callable[[], None]) -> None:
         written()
@@ -116,16 +118,28 @@ class Staging:
         if process:  # what is no chunk is the same in all of them
             names = [name for name in names if _CHUNK.fullmatch(name.rpartition("/")[2])]
         names = [name for name in names if name != COMMITTED]
-        _all_done(lambda name: self._remote.upload(local / name, f"{step}/{name}"), names)
-        shutil.rmtree(local)
+        each(lambda name: self._remote.upload(local / name, f"{step}/{name}"), names)
         if process:
-            self._remote.write(self._mark(step, process), b"")
-            return
-        others = [self._mark(step, other) for other in range(1, jax.process_count())]
-        self._await(others)
-        self._before_commit()
-        self._remote.write(f"{step}/{COMMITTED}", b"all files are here")
-        _all_done(self._remote.remove, others)
+            self._remote.write(self._mark(step, process), json.dumps(names).encode())
+        else:
+            self._commit(step, names)
+        shutil.rmtree(local, ignore_errors=True)
+
+    def _commit(self, step: int, names: list[str]) -> None:
+        """Say that a checkpoint is complete, once all processes' files are there."""
+        marks = [self._mark(step, other) for other in range(1, jax.process_count())]
+        self._await(marks)
+        wanted = set(names).union(*(json.loads(self._remote.read(mark)) for mark in marks))
+        missing = {f"{step}/{name}" for name in wanted} - self._remote.files(str(step)).keys()
+        if missing:
+            raise StoreError(
+                f"{self._remote.url}: {len(missing)} files that were sent are not there, such as "
+                f"{min(missing)}; does another run write to this folder?"
+            )
+        # At each try: another run may take over while the store does not answer.
+        text = b"all files are here"
+        self._remote.write(f"{step}/{COMMITTED}", text, check=self._before_commit)
+        each(self._remote.remove, marks)
 
     def _mark(self, step: int, process: int) -> str:
         """The file by which a process says that its part was sent, in this start of the run."""
@@ -139,7 +153,7 @@ class Staging:
                     process = mark.rpartition("sent-")[2].partition("-")[0]
                     raise StoreError(
                         f"process {process} has not sent its part of {self._remote.url}/"
-                        f"{mark.partition('/')[0]} {DEADLINE:.0f} s after process 0 had; the same "
+                        f"{mark.partition('/')[0]} {DEADLINE:.0f} s after process 0 has; the same "
                         "command goes on from the last complete checkpoint",
                         passes=True,
                     )
@@ -156,7 +170,7 @@ def fetched(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> I
         wanted: name -> shape and sharding.
 
     Raises:
-        StoreError: the store does not answer.
+        StoreError: the store does not answer, or this machine's disk is full.
     """
     if not is_staged(folder):
         yield folder
@@ -171,11 +185,16 @@ def fetched(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> I
 
     def fetch_all(names: Iterable[str]) -> None:
         names = [name for name in names if ".." not in name.split("/")]
-        for name in names:
-            (local / name).parent.mkdir(parents=True, exist_ok=True)
-        _all_done(fetch, names)
+        with local_disk(local):
+            for name in names:
+                (local / name).parent.mkdir(parents=True, exist_ok=True)
+        each(fetch, names)
 
     try:
+        if _MERGED in sizes:  # written to another store, and copied: its files are of all arrays
+            fetch_all(sizes)
+            yield epath.Path(local)
+            return
         arrays = {name.rpartition("/")[0] for name in sizes} & wanted.keys()
         shapes = {f"{name}/{_SHAPE}" for name in arrays}
         fetch_all(name for name in sizes if "/" not in name or name in shapes)
@@ -183,8 +202,25 @@ def fetched(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> I
         fetch_all(needed & sizes.keys())
         yield epath.Path(local)
     finally:
-        shutil.rmtree(local, ignore_errors=True)
-        os.close(lock)
+        _remove(local, lock)
+
+
+def check_names(arrays: Mapping[str, jax.Array]) -> None:
+    """Refuse arrays that can't be staged.
+
+    Args:
+        arrays: name -> array.
+
+    Raises:
+        ValueError: an array has no elements, or its name is that of a folder of another one.
+    """
+    for name, x in arrays.items():
+        if not x.size:
+            raise ValueError(f"{name} has no elements, and can't be saved to an object store so")
+        parts = name.split("/")
+        above = ("/".join(parts[:i]) for i in range(1, len(parts)))
+        if other := next((path for path in above if path in arrays), ""):
+            raise ValueError(f"{name} would lie in the folder of {other}; rename one")
 
 
 def _chunks(local: pathlib.Path, name: str, leaf: jax.ShapeDtypeStruct) -> set[str]:
@@ -202,34 +238,41 @@ def _chunks(local: pathlib.Path, name: str, leaf: jax.ShapeDtypeStruct) -> set[s
     return found
 
 
-def _all_done(call: Callable[[str], Any], names: Iterable[str]) -> None:
-    """Call for each name, several at a time; the first error is raised."""
-    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
-        calls = [pool.submit(call, name) for name in names]
-        try:
-            for done in concurrent.futures.as_completed(calls):
-                done.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
 def _make_folder() -> tuple[pathlib.Path, int]:
-    """A folder for files that are sent or were fetched, and the lock that this process holds."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """A folder for files that are sent or were fetched, and the lock that this process holds.
+
+    Raises:
+        StoreError: there is no folder for temporary files, or it is full.
+    """
+    try:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+        new = folder / f"{_LOCK}.new"
+        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        new.rename(folder / _LOCK)  # so that one that is not locked is of a process that ended
+    except OSError as error:
+        where = os.environ.get("TMPDIR", "/tmp")
+        raise StoreError(
+            f"TMPDIR={where}: no checkpoint can be written there ({error.strerror}); set it to a "
+            "folder with room for one",
+            passes=True,
+        ) from error
+    run_folder.remove_at_exit(folder)
     return folder, lock
 
 
+def _remove(folder: pathlib.Path, lock: int) -> None:
+    """Remove such a folder; its lock is closed, unless it is -1."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock >= 0:
+        os.close(lock)
+
+
 def _remove_left_over() -> None:
-    """Remove such folders of processes that were killed: a checkpoint may fill a disk."""
+    """Remove such folders of this host's processes that were killed: they may fill a disk."""
     for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # it is another user's, or in use
-            if time.time() - folder.stat().st_ctime < _NEW_S:
-                continue  # perhaps its process has not locked it yet
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

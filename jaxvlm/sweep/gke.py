@@ -11,10 +11,11 @@ from typing import Any
 from jaxvlm.config import ConfigError
 from jaxvlm.sweep import jobs
 from jaxvlm.sweep.local import DONE, FAILED, Ended
-from jaxvlm.sweep.trial import LOG, Trial, read_record
+from jaxvlm.sweep.trial import LOG, Trial
 
 _COMPLETED, _FAILED = "Completed", "Failed"
 """Conditions of a JobSet that is over. Source: jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2"""
+_INDEX = "batch.kubernetes.io/job-completion-index"
 _ask = functools.partial(jobs.ask, on="gke")
 
 
@@ -43,25 +44,24 @@ class Gke(jobs.Jobs):
         self.prefix, self.namespace = prefix, namespace
         self._messages: dict[str, str] = {}
 
-    def _kubectl(self, verb: str, *words: str) -> str:
-        return _ask("kubectl", verb, f"--namespace={self.namespace}", *words)
+    def _kubectl(self, verb: str, *words: str, limit_s: float = 120.0) -> str:
+        return _ask("kubectl", verb, f"--namespace={self.namespace}", *words, limit_s=limit_s)
 
     def _submit(self, trial: Trial, file: pathlib.Path, log: pathlib.Path) -> str:
         name = self._name(trial)
         if name in self._states:  # of an earlier try; a name is a JobSet's alone
-            self._kubectl("delete", "jobset", name, "--ignore-not-found", "--wait")
+            # With its pods, which may take their grace: a new one would adopt what is left of it.
+            how = ("--ignore-not-found", "--cascade=foreground", "--wait", "--timeout=300s")
+            self._kubectl("delete", "jobset", name, *how, limit_s=330.0)
         self._kubectl("apply", f"--filename={file}")
         return name
 
     def _name(self, trial: Trial) -> str:
         return f"{self.prefix}-{trial.id}"
 
-    def _last(self, trial: Trial) -> str:
-        """By its name, also where a sweep was killed before it recorded it."""
-        return self._name(trial)
-
     def _job_of(self, trial: Trial, known: str) -> str:
-        return known if self._active(known) else ""
+        name = self._name(trial)
+        return name if self._active(name) else ""
 
     def _active(self, job: str) -> str:
         state = self._states.get(job, "")
@@ -78,21 +78,20 @@ class Gke(jobs.Jobs):
                 self._states[name], self._messages[name] = _state_of(jobset.get("status", {}))
 
     def _keep_output(self, trial: Trial, job: str) -> None:
-        """Of the pod of process 0, while the cluster has it."""
-        labels = {
-            "jobset.sigs.k8s.io/jobset-name": job,
-            "jobset.sigs.k8s.io/job-index": "0",
-            "batch.kubernetes.io/job-completion-index": "0",
-        }
-        selector = ",".join(f"{label}={value}" for label, value in labels.items())
-        try:
-            text = self._kubectl("logs", f"--selector={selector}", "--tail=-1")
-        except ConfigError:
+        """Of the pod of process 0, or of any that is left, while the cluster has them."""
+        if job not in self._states:
             return
-        begin = (read_record(trial.folder) or {}).get("log_from", 0)
-        with (trial.folder / LOG).open("ab") as file:
-            file.truncate(begin)  # it may have been kept before
-            file.write(text.encode())
+        of_jobset = f"jobset.sigs.k8s.io/jobset-name={job}"
+        first = f"{of_jobset},jobset.sigs.k8s.io/job-index=0,{_INDEX}=0"
+        for selector in (first, of_jobset):
+            try:
+                text = self._kubectl("logs", f"--selector={selector}", "--tail=-1")
+            except ConfigError:
+                text = ""
+            if text:
+                with (trial.folder / LOG).open("a") as log:
+                    log.write(text)
+                return
 
     def _without_result(self, job: str, found: Ended) -> Ended:
         state = self._states.get(job, "")
@@ -109,5 +108,5 @@ def _state_of(status: Mapping[str, Any]) -> tuple[str, str]:
         if condition["type"] in (_COMPLETED, _FAILED) and condition["status"] == "True":
             return condition["type"], condition.get("message", "")
     parts = status.get("replicatedJobsStatus", [])
-    runs = any(part.get("active") or part.get("ready") for part in parts)
+    runs = any(part.get("ready") for part in parts)  # active ones may still be pending
     return jobs.RUNNING if runs else jobs.QUEUED, ""

@@ -22,6 +22,8 @@ JOB = "job"
 """Field of a trial's record: its last job, as the scheduler calls it."""
 LOOK_S = 10.0
 """Seconds between two looks at the queue, which all trials share."""
+SILENT_S = 600.0
+"""Seconds for which a scheduler that does not answer is asked again, once it has answered."""
 RUNNING, QUEUED = "RUNNING", "QUEUED"
 
 
@@ -44,7 +46,7 @@ class Jobs(abc.ABC):
         self._states: dict[str, str] = {}
         """Job -> the scheduler's word on it; those that are over may be left out."""
         self._jobs: dict[str, str] = {}
-        self._looked = -math.inf
+        self._looked = self._answered = -math.inf
 
     @abc.abstractmethod
     def _submit(self, trial: Trial, file: pathlib.Path, log: pathlib.Path) -> str:
@@ -86,7 +88,8 @@ class Jobs(abc.ABC):
             name_wandb_run(trial, self.token)
         size = log.stat().st_size if log.is_file() else 0
         # Before the job is there: a kill in between leaves a job that the next sweep finds.
-        write_record(trial, log_from=size)
+        known = self._name(trial)
+        write_record(trial, log_from=size, **({JOB: known} if known else {}))
         self._jobs[trial.id] = job = self._submit(trial, file, log)
         self._states[job] = "PENDING"
         write_record(trial, log_from=size, **{JOB: job})
@@ -95,7 +98,7 @@ class Jobs(abc.ABC):
     def find(self, trial: Trial) -> bool:
         """Whether a job of the trial is queued or runs."""
         self._look()
-        job = self._job_of(trial, self._last(trial))
+        job = self._job_of(trial, self._recorded(trial))
         if job:
             self._jobs[trial.id] = job
         return bool(job)
@@ -106,17 +109,21 @@ class Jobs(abc.ABC):
 
     def ended(self, trial: Trial) -> Ended | None:
         """How a trial's job ended: by its output, else by the scheduler's word."""
-        job = self._jobs.get(trial.id) or self._last(trial)
+        job = self._jobs.get(trial.id) or self._recorded(trial)
         self._look()
         if self._active(job):
             return None
-        if job:
-            self._keep_output(trial, job)
         found = how_ended(trial.folder, None)
+        if found.state == UNKNOWN and job:
+            self._keep_output(trial, job)
+            found = how_ended(trial.folder, None)
         return self._without_result(job, found) if found.state == UNKNOWN and job else found
 
-    def _last(self, trial: Trial) -> str:
-        """The trial's last job, as far as is known; it may be over."""
+    def _name(self, trial: Trial) -> str:
+        """The name of the trial's job, where it is known before it is submitted; "" elsewhere."""
+        return ""
+
+    def _recorded(self, trial: Trial) -> str:
         return str((read_record(trial.folder) or {}).get(JOB, ""))
 
     def stop(self, trial: Trial) -> None:  # noqa: B027
@@ -124,28 +131,36 @@ class Jobs(abc.ABC):
 
     def _look(self) -> None:
         """Read the queue, at most every few seconds."""
-        if time.monotonic() - self._looked >= self.look_s:
+        now = time.monotonic()
+        if now - self._looked < self.look_s:
+            return
+        self._looked = now
+        try:
             self._read()
-            self._looked = time.monotonic()
+            self._answered = now
+        except ConfigError:
+            if now - self._answered > SILENT_S:  # also where it has never answered
+                raise
 
 
-def ask(*command: str, on: str) -> str:
+def ask(*command: str, on: str, limit_s: float = 120.0) -> str:
     """What a command of a scheduler prints.
 
     Args:
         *command: its words.
         on: what ``--on`` is, which needs the command.
+        limit_s: seconds that it may take.
 
     Raises:
         ConfigError: it is not installed, or failed.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, timeout=limit_s)
     except FileNotFoundError:
         raise ConfigError(f"{command[0]} is not on the PATH; --on={on} needs it") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{command[0]} does not answer for two minutes") from None
+        raise ConfigError(f"{command[0]} does not answer for {limit_s:.0f} s") from None
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["no reason given"]
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
         raise ConfigError(f"{command[0]}: {said[-1]}")
-    return done.stdout
+    return done.stdout.decode(errors="replace")

@@ -70,6 +70,8 @@ class Schedule:
         self._lost: collections.Counter[str] = collections.Counter()
         self._began: dict[str, int] = {}
         for trial in (*trials, *others):
+            if is_done(trial):
+                continue
             if launcher.find(trial):
                 self._add(trial, "runs since an earlier sweep")
             elif has_open_end(trial):  # its sweep was killed

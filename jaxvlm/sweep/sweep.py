@@ -177,9 +177,10 @@ def run_sweep(
 
 def with_token(workdir: pathlib.Path, definition: Definition) -> Definition:
     """The definition with the token of the sweep that is in the folder, if there is one."""
-    with contextlib.suppress(ConfigError):  # there is none yet, or it is about to be replaced
-        return dataclasses.replace(definition, token=read_definition(workdir).token)
-    return definition
+    path = workdir / FILE
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    found = re.search(r'"token": "(\w+)"', text)  # also of a file that is damaged elsewhere
+    return dataclasses.replace(definition, token=found[1]) if found else definition
 
 
 def job_prefix(workdir: pathlib.Path, definition: Definition) -> str:
@@ -287,6 +288,8 @@ def _status_of(
     ended = (record or {}).get("ended") or {}
     if record is None:
         state = "waiting"
+    elif ended.get("state") == local.DONE:
+        state = local.DONE
     elif local.is_running(trial.folder) or (queue and queue.state(trial) == jobs.RUNNING):
         state, ended = "running", {}
     elif queue and queue.state(trial):

@@ -360,9 +360,14 @@ class _Profiler:
             if step < self.planned.start < self.end:
                 self.end = self.planned.start
         if step < self.end:
-            self.last = step
-            self.trace.callback(lambda: self.schedule.profile_done(step, self.last))
-            self.trace.enter_context(jax.profiler.trace(self.schedule.profile_folder))
+            self.trace.enter_context(self._traced(step))
+        self.last = step
+
+    @contextlib.contextmanager
+    def _traced(self, first: int) -> Iterator[None]:
+        with jax.profiler.trace(self.schedule.profile_folder):
+            yield
+        self.schedule.profile_done(first, self.last)
 
     def close(self) -> None:
         """Stop the trace that is running."""

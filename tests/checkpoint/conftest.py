@@ -5,7 +5,7 @@ import re
 import loopback_store
 import pytest
 
-from jaxvlm.checkpoint import object_store, restore, run_lock
+from jaxvlm.checkpoint import restore, run_lock, store_requests
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def hasty(monkeypatch):
         pass
 
     monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)  # of all libraries
-    monkeypatch.setattr(object_store, "DEADLINE", 2.0)
-    monkeypatch.setattr(object_store, "_PAUSES", (0.1,))
+    monkeypatch.setattr(store_requests, "DEADLINE", 2.0)
+    monkeypatch.setattr(store_requests, "_PAUSES", (0.1,))
     monkeypatch.setattr(restore, "PAUSES", (0.1, 0.1))
 
 

@@ -9,7 +9,8 @@ import pytest
 from loopback_store import answers, both, unavailable
 
 from jaxvlm.checkpoint import run_folder, run_record
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.checkpoint.object_store import RemoteFolder
+from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
 from jaxvlm.trainer import run_files
 

@@ -13,7 +13,8 @@ import time
 import pytest
 
 from jaxvlm.checkpoint import run_lock, run_record
-from jaxvlm.checkpoint.object_store import RemoteFolder, StoreError
+from jaxvlm.checkpoint.object_store import RemoteFolder
+from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
 
 
@@ -120,3 +121,14 @@ def test_file_systems_that_hosts_share_are_known(kind, is_shared, tmp_path, monk
     monkeypatch.setattr(run_record.pathlib.Path, "read_text", lambda self: "\n".join(lines))
     assert run_record._is_shared(tmp_path / "run") is is_shared
     assert not run_record._is_shared(pathlib.Path("/elsewhere"))
+
+
+def test_a_store_that_overwrites_what_is_to_be_created_is_refused(tmp_path):
+    class Careless(run_lock.Folder):
+        def create(self, name, data):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            self.write(name, data)
+            return True
+
+    with pytest.raises(ConfigError, match="ignores the header If-None-Match"):
+        run_lock.NumberedLock(Careless(tmp_path), "s3://b/run").__enter__()

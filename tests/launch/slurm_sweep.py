@@ -32,18 +32,18 @@ class Sweep:
     def __init__(self, workdir: pathlib.Path, data: pathlib.Path, env: dict[str, str], *on: str):
         recipe = f"--config={ROOT}/tests/launch/slurm_recipe.py:{data}:slow" * bool(on)
         recipe = recipe or f"--config={ROOT}/tests/launch/slurm_recipe.py:{data}"
-        self.workdir, self.env = workdir, env
+        self.workdir, self.env, self.log = workdir, env, workdir.with_suffix(".txt")
         self.command = [
             *(sys.executable, "-m", "jaxvlm", "sweep", recipe, f"--workdir={workdir}", "--json"),
             *(f"--grid=seed={','.join(map(str, SEEDS))}", "--config.steps=40", *on),
         ]
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, or start it again."""
-        self.process = subprocess.Popen(
-            self.command, env=self.env, cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
+        self.log.write_text("")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(self.command, env=self.env, cwd=ROOT, stdout=log)
 
     def kill(self) -> None:
         """End it by SIGKILL."""
@@ -52,8 +52,12 @@ class Sweep:
 
     def end(self) -> dict[str, Any]:
         """Wait for its end; its result."""
-        out = self.process.communicate(timeout=LIMIT_S)[0]
-        return json.loads(out.splitlines()[-1])
+        self.process.wait(timeout=LIMIT_S)
+        return json.loads(self.said().splitlines()[-1])
+
+    def said(self) -> str:
+        """What it has printed since its last start."""
+        return self.log.read_text()
 
     def trials(self) -> dict[int, pathlib.Path]:
         """Seed -> folder, of those that were started."""
@@ -103,8 +107,9 @@ def run(tool: str, folder: pathlib.Path) -> dict[str, Any]:
         wait(lambda: len(steps()) == 2 and min(steps()) >= 5, "two train")
         sweep.kill()
         cancelled = next(job for job in jobs() if job["JobState"] == "RUNNING")
-        cluster.ask("scancel", cancelled["JobId"])
         sweep.start()
+        wait(lambda: "runs since an earlier sweep" in sweep.said(), "found")
+        cluster.ask("scancel", cancelled["JobId"])
         first = sweep.end()
         names = [job["JobName"] for job in jobs()]
         sweep.start()  # tries the one that was cancelled again

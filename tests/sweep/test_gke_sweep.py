@@ -106,6 +106,50 @@ def test_every_trial_is_a_jobset_and_what_fails_is_named(cluster, tmp_path):
     assert len(again) == 2 and set(again) < set(before)
 
 
+def test_what_is_known_of_a_trial_stays_when_its_jobset_is_deleted(cluster, tmp_path):
+    workdir, grid = tmp_path / "s", "optim.learning_rate=0.1"
+    stopped = []
+
+    def say(line):
+        if line.endswith("starts"):
+            stopped.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    assert not driver.run(workdir, grid, say=say, on="gke")
+    while not list(cluster.glob("*.end")):
+        time.sleep(0.1)
+    assert counts(workdir) == {"done": 1}
+    [log] = workdir.glob("*/log.txt")
+    kept = log.read_text()
+    assert kept
+    for path in cluster.glob("*.jobset"):
+        path.unlink()
+    assert counts(workdir) == {"done": 1} and log.read_text() == kept
+
+
+def test_a_cluster_that_is_silent_for_a_moment_ends_no_sweep(cluster, tmp_path, monkeypatch):
+    workdir, grid = tmp_path / "s", "optim.learning_rate=0.1"
+    read, fails = gke.Gke._read, [False, True, True, False, True]
+
+    def flaky(self):
+        if fails and fails.pop(0):
+            raise ConfigError("kubectl: connection refused")
+        read(self)
+
+    monkeypatch.setattr(gke.Gke, "_read", flaky)
+    assert driver.run(workdir, grid, on="gke") and not fails
+    monkeypatch.undo()
+    (cluster / "kubectl").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert counts(workdir) == {"done": 1}, "what is done needs no cluster"
+
+
+def test_output_that_is_no_text_is_no_error(tmp_path):
+    tool = tmp_path / "tool"
+    tool.write_bytes(b"#!/bin/sh\nprintf '\\377x'\n")
+    tool.chmod(0o755)
+    assert jobs.ask(str(tool), on="gke").endswith("x")
+
+
 def test_a_sweep_that_is_killed_makes_nothing_twice(cluster, tmp_path):
     workdir = tmp_path / "s"
     words = [sys.executable, "-m", "tests.sweep.driver", str(workdir), GRID, "parallel=4", "on=gke"]
@@ -160,7 +204,8 @@ def test_states_are_those_of_jobset():
 
     assert state() == jobs.QUEUED, "it is new, or Kueue holds it back"
     assert state(replicatedJobsStatus=[{"active": 0, "ready": 0, "suspended": 1}]) == jobs.QUEUED
-    assert state(replicatedJobsStatus=[{"active": 1}]) == jobs.RUNNING
+    assert state(replicatedJobsStatus=[{"active": 1, "ready": 0}]) == jobs.QUEUED, "pods pend"
+    assert state(replicatedJobsStatus=[{"active": 1, "ready": 1}]) == jobs.RUNNING
     assert state(conditions=[{"type": "Failed", "status": "False"}]) == jobs.QUEUED
     assert state(conditions=[{"type": "Completed", "status": "True"}]) == "Completed"
 
