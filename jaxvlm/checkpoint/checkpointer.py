@@ -32,7 +32,7 @@ from jaxvlm.checkpoint.restore import (
     sign,
     try_read,
 )
-from jaxvlm.checkpoint.run_record import COMMITTED, is_url
+from jaxvlm.checkpoint.run_record import COMMITTED, is_url, say_saved
 from jaxvlm.checkpoint.staging import Staging, check_names, is_staged
 from jaxvlm.checkpoint.store_requests import StoreError, attempt, passes, refuses
 from jaxvlm.parallel.distributed.processes import barrier, from_first_process
@@ -314,6 +314,8 @@ class Checkpointer:
                 except GivenUp:
                     self._is_given_up = True
                     raise
+                if self._has_saved and not jax.process_index():
+                    say_saved()
 
     def close(self) -> None:
         """Waits for pending writes, then stops the writer threads."""
@@ -339,6 +341,8 @@ class Checkpointer:
         """Close; after an error that error is raised, and no other process is waited for."""
         if error is None:
             self.close()
+        elif self._remote is not None and isinstance(error, KeyboardInterrupt):
+            return  # the store may not answer
         elif jax.process_count() == 1:
             try:
                 self._close(prune=False)
@@ -393,7 +397,8 @@ class Checkpointer:
         except StoreError:
             raise
         except Exception as error:
-            if self._remote is not None and (passes(error) or refuses(error)):
+            direct = self._remote is not None and self._staging is None
+            if direct and (passes(error) or refuses(error)):
                 raise StoreError(
                     f"writing a checkpoint to {self.folder} failed: {error_line(error)}; when the "
                     "store takes it, the same command goes on from the last complete checkpoint",

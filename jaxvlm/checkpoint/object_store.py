@@ -9,27 +9,51 @@ import importlib.util
 import logging
 import os
 import pathlib
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from jaxvlm.checkpoint.store_requests import KINDS, OtherBytes, answer_of, attempt, each, local_disk
 from jaxvlm.config import ConfigError
 
+_ODD = re.compile(r"[#?*%\[\]\\\x00-\x1f]")
+"""Characters that the stores' libraries read as something else than a name's."""
 
-def check_scheme(setting: str, url: str) -> None:
-    """Refuse stores that runs can't be kept in.
+
+def check_url(setting: str, url: str) -> None:
+    """Refuse URLs that runs can't be kept at.
 
     Raises:
-        ConfigError: the URL is of no kind of :data:`KINDS`, or the kind's package is missing.
+        ConfigError: the URL is of no kind of :data:`KINDS`, or names no folder that all libraries
+            take for the same one.
     """
     scheme, _, rest = url.partition("://")
-    kind = KINDS.get(scheme)
-    if kind is None or not all(rest.rstrip("/").partition("/")):
+    if scheme not in KINDS:
         known = " and ".join(f"{key}://BUCKET/FOLDER ({x.name})" for key, x in KINDS.items())
         raise ConfigError(
             f"{setting}={url}: of object stores, {known} are supported; mount another one (a "
             "PersistentVolume, a FUSE mount) and pass the mounted folder"
         )
+    bucket, *folders = rest.rstrip("/").split("/")
+    if not bucket or not folders:
+        raise ConfigError(f"{setting}={url}: name a folder in a bucket: {scheme}://BUCKET/FOLDER")
+    why = "an empty name between two slashes, or one of dots"
+    wrong = not all(folders) or not {".", ".."}.isdisjoint(folders)
+    if odd := _ODD.search(rest):
+        wrong, why = True, f"the character {odd[0]!r}"
+    if wrong:
+        raise ConfigError(f"{setting}={url}: the folder has {why}; give it another name")
+
+
+def check_scheme(setting: str, url: str) -> None:
+    """Refuse stores that runs can't be kept in.
+
+    Raises:
+        ConfigError: see :func:`check_url`; or the package for the store is missing.
+    """
+    check_url(setting, url)
+    scheme = url.partition("://")[0]
+    kind = KINDS[scheme]
     if importlib.util.find_spec(kind.package) is None:
         raise ConfigError(f"{setting}={url}: {scheme}:// needs pip install 'jaxvlm[{kind.extra}]'")
 

@@ -239,8 +239,10 @@ class Mirror:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Send what is left; after an error that error is raised."""
+        """Send what is left; after an error that error is raised, after Ctrl-C nothing is sent."""
         self._ended.set()
+        if isinstance(error, KeyboardInterrupt):
+            return
         self._thread.join()
         try:
             self.send()

@@ -190,9 +190,14 @@ class NumberedLock:
             f"reached the store for {STALE:.0f} s; this one stops"
         )
 
-    def __exit__(self, *error: object) -> None:
-        """Say that the folder is free; where the store does not answer, :data:`STALE` does."""
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Say that the folder is free; where the store does not answer, :data:`STALE` does.
+
+        After Ctrl-C nothing is waited for: on this machine the process is seen to be gone.
+        """
         self._ended.set()
+        if isinstance(error, KeyboardInterrupt):
+            return
         self._thread.join()
         if not self._lost:
             self._me["released"] = True

@@ -77,10 +77,11 @@ def is_url(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder is in an object store, as ``gs://bucket/run`` is.
 
     Raises:
-        ConfigError: it was, before it became a path.
+        ConfigError: it looks like one that has lost a slash, as a path does.
     """
-    if isinstance(folder, pathlib.PurePath) and re.match(r"[a-z0-9]+:/(?!/)", str(folder)):
-        raise ConfigError(f"{folder}: give the URL of an object store as text, not as a path")
+    if re.match(r"[a-z0-9]+:/(?!/)", str(folder)):
+        given = "as text, not as a path" if isinstance(folder, pathlib.PurePath) else "with ://"
+        raise ConfigError(f"{folder}: give the URL of an object store {given}")
     return "://" in str(folder)
 
 
@@ -213,6 +214,13 @@ def shown(path: pathlib.Path) -> str:
         if url := url_of(folder):
             return f"{url}/{path.relative_to(folder)}"
     return str(path)
+
+
+def say_saved() -> None:
+    """Touch the file by which a job's script sees progress, where checkpoints are in a bucket."""
+    if path := os.environ.get("JAXVLM_SAVED"):
+        with contextlib.suppress(OSError):
+            pathlib.Path(path).touch()
 
 
 def has_checkpoint(workdir: pathlib.Path) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -68,7 +69,7 @@ class Staging:
     def __init__(self, remote: RemoteFolder, before_commit: Callable[[], None]):
         self._remote, self._before_commit = remote, before_commit
         _remove_left_over()
-        self.folder, self._lock = _make_folder()
+        self.folder, self._lock = _make_folder(passes=False)
         """Where Orbax writes, on this process's machine."""
         self._sent: concurrent.futures.Future[None] | None = None
         several = jax.process_count() > 1
@@ -238,13 +239,19 @@ def _chunks(local: pathlib.Path, name: str, leaf: jax.ShapeDtypeStruct) -> set[s
     return found
 
 
-def _make_folder() -> tuple[pathlib.Path, int]:
+def _make_folder(passes: bool = True) -> tuple[pathlib.Path, int]:
     """A folder for files that are sent or were fetched, and the lock that this process holds.
+
+    Args:
+        passes: whether an error of it may pass.
 
     Raises:
         StoreError: there is no folder for temporary files, or it is full.
     """
+    where = os.environ.get("TMPDIR", "")
     try:
+        if where and not os.path.samefile(where, tempfile.gettempdir()):
+            raise OSError(errno.ENOSPC, "it can't be written, or is full")
         folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
         new = folder / f"{_LOCK}.new"
         lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -252,11 +259,10 @@ def _make_folder() -> tuple[pathlib.Path, int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         new.rename(folder / _LOCK)  # so that one that is not locked is of a process that ended
     except OSError as error:
-        where = os.environ.get("TMPDIR", "/tmp")
         raise StoreError(
-            f"TMPDIR={where}: no checkpoint can be written there ({error.strerror}); set it to a "
-            "folder with room for one",
-            passes=True,
+            f"TMPDIR={where}: no checkpoint can be written there "
+            f"({error.strerror}); set it to a folder with room for one",
+            passes,
         ) from error
     run_folder.remove_at_exit(folder)
     return folder, lock

@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import math
 import pathlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +53,8 @@ KINDS = {
 DEADLINE = 120.0
 """Seconds for which a request that fails for a while is tried again; the last try, which may
 begin before it, takes up to a minute."""
+SILENT = 15.0
+"""Seconds after which a line says, again and again, that a store does not answer."""
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between two tries, and so on with the last."""
 _PASSES = re.compile(
@@ -162,7 +166,7 @@ def attempt(what: str, call: Callable[[], T]) -> T:
         FileNotFoundError, FileExistsError: raised by ``call``.
         StoreError: it failed for good, or for as long as the deadline.
     """
-    begun, tries = time.monotonic(), 0
+    begun, tries, said = time.monotonic(), 0, -math.inf
     while True:
         try:
             return call()
@@ -181,10 +185,14 @@ def attempt(what: str, call: Callable[[], T]) -> T:
             if time.monotonic() + pause - begun > DEADLINE:
                 raise StoreError(
                     f"{what}: the store has not done it for {DEADLINE:.0f} s "
-                    f"({error_line(error)}); when it answers again the same command goes on from "
-                    "the last complete checkpoint",
+                    f"({error_line(error)}); start the same command again when it does: a run goes "
+                    "on from its last complete checkpoint",
                     passes=True,
                 ) from error
+            if begun <= time.monotonic() - SILENT > said:
+                said = time.monotonic()
+                text = f"{what}: the store has not done it yet ({error_line(error)}); trying on"
+                print(f"jaxvlm: {text}", file=sys.stderr, flush=True)
         tries += 1
         time.sleep(pause)
 

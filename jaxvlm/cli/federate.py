@@ -48,6 +48,9 @@ VERBS = {
 }
 """The flags that each verb reads."""
 
+LOCAL = ("workdir",)
+"""Flags that name what can't be in an object store."""
+
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``federate``."""

@@ -53,6 +53,9 @@ _OWN = {
     "address": "ray: the address of the cluster's dashboard; by default RAY_ADDRESS.",
 }
 
+LOCAL = ("output",)
+"""Flags that name what can't be in an object store."""
+
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``launch``."""
@@ -199,6 +202,8 @@ def _checked(arguments: list[str]) -> tuple[Any, str]:
     """
     import importlib
 
+    from jaxvlm.checkpoint.object_store import check_url
+    from jaxvlm.checkpoint.run_record import is_url
     from jaxvlm.cli import error_lines
     from jaxvlm.cli.main import COMMANDS, module_of
     from jaxvlm.config import ConfigError
@@ -221,6 +226,8 @@ def _checked(arguments: list[str]) -> tuple[Any, str]:
     if config is None or not values.workdir:
         missing = "--workdir=DIR" if config is not None else "--config=FILE"
         raise ConfigError(f"the command trains and needs {missing}")
+    if is_url(values.workdir):
+        check_url("--workdir", values.workdir)
     recipe: Any = values["config"]
     return checks.checked(config, ""), str(recipe.config_filename)
 

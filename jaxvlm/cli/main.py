@@ -129,6 +129,7 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
         handler.addFilter(_is_not_of_orbax)
     sys.unraisablehook = _print_unraisable
     try:
+        _refuse_urls(command, values)
         result = command.run(values, args)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
@@ -141,6 +142,15 @@ def _run(command: Command, values: flags.FlagValues, args: list[str]) -> int:
     if values.json and not _is_silent_process():
         print(json.dumps(_finite(result)), flush=True)
     return int(result.get("exit_code", 0))
+
+
+def _refuse_urls(command: Command, values: flags.FlagValues) -> None:
+    """Refuse object stores for a command's flags that name local files."""
+    for name in getattr(command, "LOCAL", ()):
+        if ":/" in (given := str(values[name].value or "")):
+            from jaxvlm.checkpoint.run_record import local_folder
+
+            local_folder(f"--{name}", given)
 
 
 def _blame_peers(error: Exception) -> None:

@@ -42,6 +42,9 @@ _FLAGS = {
     "NV-Retriever's TopK-PercPos at 95 %.",
 }
 
+LOCAL = ("output",)
+"""Flags that name what can't be in an object store."""
+
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``mine``."""

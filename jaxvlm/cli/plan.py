@@ -52,6 +52,12 @@ _FLAGS = {
     "compare": "Compare two plans that --save wrote.",
 }
 
+LOCAL = (
+    "html",
+    "save",
+)
+"""Flags that name what can't be in an object store."""
+
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``plan``."""

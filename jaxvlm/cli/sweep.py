@@ -50,6 +50,9 @@ VERBS = {
 }
 """The flags that each verb reads; without a verb all are read."""
 
+LOCAL = ("workdir",)
+"""Flags that name what can't be in an object store."""
+
 
 def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``sweep``."""

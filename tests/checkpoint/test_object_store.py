@@ -19,8 +19,9 @@ import s3fs.errors
 from etils import epath
 from loopback_store import answers, both, flipped, short, unavailable
 
-from jaxvlm.checkpoint import object_store, restore, staging, store_requests
+from jaxvlm.checkpoint import object_store, restore, run_lock, staging, store_requests
 from jaxvlm.checkpoint.checkpointer import Checkpointer
+from jaxvlm.checkpoint.errors import CheckpointError
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
@@ -190,9 +191,25 @@ def test_what_fails_for_good_is_not_tried_again(store, url, hasty):
     assert sum(store.path("/x") in line for line in store.seen) <= 2
 
 
-@pytest.mark.parametrize("folder", ["az://b/run", "gs://", "s3://b", "memory://x"])
-def test_other_stores_are_refused_by_name(folder):
-    with pytest.raises(ConfigError, match="gs://BUCKET/FOLDER"):
+@pytest.mark.parametrize(
+    "folder, why",
+    [
+        ("az://b/run", "gs://BUCKET/FOLDER"),
+        ("S3://b/run", "s3://BUCKET/FOLDER"),
+        ("memory://x", "gs://BUCKET/FOLDER"),
+        ("gs://", "name a folder in a bucket"),
+        ("s3://b", "name a folder in a bucket: s3://BUCKET/FOLDER"),
+        ("s3://b//x", "an empty name between two slashes"),
+        ("gs://b/x//y", "an empty name between two slashes"),
+        ("gs://b/../y", "or one of dots"),
+        ("gs://b/o dd#1", "the character '#'"),
+        ("gs://b/q?v=1/x", r"the character '\?'"),
+        ("s3://b/a*", r"the character '\*'"),
+        ("s3:/b/x", "give the URL of an object store with ://"),
+    ],
+)
+def test_what_is_no_folder_of_a_store_is_refused_by_name(folder, why):
+    with pytest.raises(ConfigError, match=why):
         run_files.folder_of(folder)
 
 
@@ -443,3 +460,56 @@ def test_what_is_done_for_each_is_done_once_and_an_error_is_raised():
     with pytest.raises(ZeroDivisionError):
         store_requests.each(lambda name: 1 / 0, ["a", "b"])
     store_requests.each(done.append, [])
+
+
+def test_a_store_that_is_silent_is_spoken_of(store, url, hasty, monkeypatch, capsys):
+    monkeypatch.setattr(store_requests, "SILENT", 0.3)
+    RemoteFolder(url).write("x", b"1")
+    store.wrong.append(answers(store.path("/x"), unavailable, times=10_000))
+    with pytest.raises(StoreError, match="start the same command again when it does"):
+        RemoteFolder(url).read("x")
+    assert f"jaxvlm: {url}/x is read: the store has not done it yet" in capsys.readouterr().err
+
+
+@S3
+def test_ctrl_c_waits_for_no_store(store, url):
+    """Whose answers take longer than a test."""
+    checkpointer = Checkpointer(url, 1, "", "max")
+    lock = run_lock.NumberedLock(RemoteFolder(url), url)
+    with contextlib.suppress(KeyboardInterrupt), checkpointer, lock:
+        checkpointer.save(1, state(1), {})
+        checkpointer._staging.wait = lock._thread.join = lambda: pytest.fail("it waits")
+        raise KeyboardInterrupt
+
+
+@S3
+def test_a_folder_for_temporary_files_that_is_not_there_is_named(store, url, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/none")
+    with pytest.raises(StoreError, match="TMPDIR=/none: no checkpoint can be written") as told:
+        Checkpointer(url, 1, "", "max")
+    assert not told.value.passes
+
+
+@S3
+def test_a_disk_that_fills_up_is_no_failure_of_the_store(store, url, monkeypatch):
+    checkpointer = Checkpointer(url, 1, "", "max")
+
+    def full():
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file: no space")
+
+    monkeypatch.setattr(checkpointer._manager, "wait_until_finished", full)
+    with (
+        pytest.raises(CheckpointError, match="permissions of TMPDIR, where it lies first") as told,
+        checkpointer,
+    ):
+        checkpointer.save(1, state(1), {})
+    assert not isinstance(told.value, StoreError) and not checkpointer._staging.folder.exists()
+
+
+@both
+def test_a_jobs_script_hears_of_checkpoints(store, url, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXVLM_SAVED", str(tmp_path / "saved"))
+    with Checkpointer(url, 9, "", "max") as checkpointer:
+        assert not (tmp_path / "saved").exists()
+        checkpointer.save(1, state(1), {})
+    assert (tmp_path / "saved").exists()

@@ -434,3 +434,32 @@ def test_a_recipe_that_raises_is_one_line_that_names_its_own(capsys, tmp_path, k
     line = fails(capsys, "train", f"--config={recipe}{argument}", f"--workdir={tmp_path / 'run'}")
     assert says in line and "Traceback" not in line and "whilst" not in line, line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "args, flag",
+    [
+        (["embed", "--checkpoint=run", "--texts=t.txt"], "output"),
+        (["mine", "--checkpoint=run", "--data=t.jsonl"], "output"),
+        (["plan", "--model=x", "--devices=h200:1"], "save"),
+        (["plan", "--model=x", "--devices=h200:1"], "html"),
+        (["sweep", "status"], "workdir"),
+        (["sweep", f"--config={RECIPE}:x", "--grid=seed=0,1"], "workdir"),
+        (["federate", "simulate", f"--config={RECIPE}:x"], "workdir"),
+        (["launch", "slurm", "--devices=cpu:2", "--dry_run"], "output"),
+    ],
+)
+def test_what_can_not_be_in_a_bucket_is_refused_by_its_flag(args, flag, capsys, tmp_path):
+    for url in ("s3://bucket/x", "s3:/bucket/x"):
+        code = run([*args, f"--{flag}={url}"])
+        said = capsys.readouterr().err
+        assert code == 2 and url in said, said
+        assert "can't be in an object store" in said or "with ://" in said
+    assert not (tmp_path / "s3:").exists()
+
+
+@pytest.mark.parametrize("url", ["az://b/run", "s3://bucket", "gs://b/a#1"])
+def test_a_launched_run_must_have_a_workdir_that_it_will_take(url, capsys):
+    args = ["launch", "slurm", "--devices=cpu:2", "--dry_run", "--skip_plan", "--", "train"]
+    code = run([*args, f"--config={RECIPE}:x", f"--workdir={url}"])
+    assert code == 2 and f"--workdir={url}: " in capsys.readouterr().err

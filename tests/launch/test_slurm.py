@@ -248,6 +248,21 @@ def test_train_needs_a_workdir_and_others_do_not(launch, tmp_path):
     assert done.returncode == 2 and not (tmp_path / "gs:").exists()
 
 
+def test_checkpoints_in_a_bucket_count_as_progress(launch, tmp_path):
+    """The run touches a file, and the restarts in a row begin anew."""
+    job = tmp_path / "xla" / "slurm" / "7"
+    job.mkdir(parents=True)
+    for touches in (False, True):
+        (job / "restarts").write_text("5\n")
+        os.utime(job / "restarts", (1, 1))
+        if touches:
+            (job / "saved").touch()
+        done = launch("--workdir=gs://bucket/run", ENDS="75 killed", SLURM_RESTART_COUNT="5")
+        assert ("given up: " in done.stderr + done.stdout) is not touches, done
+        if not touches:
+            assert "no new checkpoint in gs://bucket/run/checkpoints" in done.stderr + done.stdout
+
+
 PROGRAM = """
 import os, signal, sys, time
 from jaxvlm.parallel.distributed import processes as distributed
