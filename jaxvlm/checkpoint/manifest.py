@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from jaxvlm.checkpoint.errors import CheckpointError
+from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.config import json_text
 
 NAMED = 5  # number of leaves that an error message lists
@@ -81,7 +82,11 @@ def read(step_folder: epath.Path) -> Manifest:
         ValueError: its content is not what was written, or a file of the checkpoint is none.
     """
     _check_regular(step_folder)
-    document = json_text.parse((step_folder / "record" / "metadata").read_bytes())
+    if str(step_folder).startswith("s3://"):  # etils keeps the first connection of a process
+        text = RemoteFolder(str(step_folder)).read("record/metadata")
+    else:
+        text = (step_folder / "record" / "metadata").read_bytes()
+    document = json_text.parse(text)
     body = document["record"]
     if _sha256(body) != document["sha256"]:
         raise ValueError("record: the checksum differs")

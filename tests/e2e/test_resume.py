@@ -223,9 +223,9 @@ def test_a_start_that_ended_before_config_json_blocks_nothing(data, tmp_path):
 def test_an_address_is_no_folder(data):
     for field in ("workdir", "init_from"):
         config = recipe(data)
-        config.init_from = "s3://bucket/run" if field == "init_from" else ""
+        config.init_from = "az://bucket/run" if field == "init_from" else ""
         with pytest.raises(ConfigError, match="gs://BUCKET/FOLDER"):
-            jaxvlm.Trainer(config, "s3://bucket/run" if field == "workdir" else "")
+            jaxvlm.Trainer(config, "az://bucket/run" if field == "workdir" else "")
 
 
 @pytest.mark.long
