@@ -180,6 +180,7 @@ class S3(Store):
 KINDS = {kind.scheme: kind for kind in (Store, S3)}
 both = pytest.mark.parametrize("store", KINDS, indirect=True)
 """Runs a test on each of them."""
+on_s3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
 
 
 @contextlib.contextmanager

@@ -274,20 +274,15 @@ def _filesystem(scheme: str) -> Any:
 
     package = KINDS[scheme].package
     logging.getLogger(package).setLevel(logging.CRITICAL)  # failures are said by our own errors
-    options = {"gs": _gcs_options, "s3": _s3_options}[scheme]()
     # etils asks for "gcs" where it reads gs://.
     for name in ("gs", "gcs") if scheme == "gs" else (scheme,):
         own = fsspec.config.conf.setdefault(name, {})
-        merged = {key: {**own.get(key, {}), **x} for key, x in options.items() if _is_dict(x)}
-        own.update(options | merged, use_listings_cache=False)
+        own.update(_gcs_options() if scheme == "gs" else _s3_options(own))
+        own["use_listings_cache"] = False
     found = fsspec.filesystem(scheme)
     if scheme == "s3":
         found.retries = 1  # attempt() tries again
     return found
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def _gcs_options() -> dict[str, Any]:
@@ -303,13 +298,14 @@ def _gcs_options() -> dict[str, Any]:
     return options
 
 
-def _s3_options() -> dict[str, Any]:
+def _s3_options(own: dict[str, Any]) -> dict[str, Any]:
     # Of a connection and of what comes next; attempt() tries again.
     once = {"connect_timeout": 30, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     endpoint = next((os.environ[name] for name in names if os.environ.get(name)), None)
     # botocore reads it by itself; here it is also the name of the connection that fsspec keeps.
-    return {"config_kwargs": once} | ({"endpoint_url": endpoint} if endpoint else {})
+    kept = own.get("config_kwargs", {}) | once
+    return {"config_kwargs": kept} | ({"endpoint_url": endpoint} if endpoint else {})
 
 
 def _is_same(data: bytes, info: dict[str, Any]) -> bool:

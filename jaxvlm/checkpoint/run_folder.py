@@ -7,7 +7,6 @@ alone. Checkpoints go to the bucket directly (``run_record.checkpoints_of``).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pathlib
@@ -19,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jaxvlm.checkpoint import local_copies
 from jaxvlm.checkpoint.object_store import RemoteFolder, check_scheme
 from jaxvlm.checkpoint.run_lock import LOCKS, NumberedLock
 from jaxvlm.checkpoint.run_record import CHECKPOINTS, CONFIG, URL_FILE, is_url
@@ -35,7 +35,6 @@ _REMOVED = ("host_cache", "source", "vision", "text", "tokenizer")
 """Folders in which a run removes files; that another file is gone locally means nothing."""
 _mirrors: dict[pathlib.Path, Mirror] = {}
 _read: dict[str, Mirror] = {}
-_copies: list[pathlib.Path] = []
 
 
 def copied(folder: str, setting: str) -> pathlib.Path:
@@ -108,23 +107,9 @@ def sent(folder: str, setting: str) -> Iterator[pathlib.Path]:
         shutil.rmtree(local, ignore_errors=True)
 
 
-def remove_at_exit(folder: pathlib.Path) -> None:
-    """Have :func:`remove_copies` remove a folder too."""
-    _copies.append(folder)
-
-
-def remove_copies() -> None:
-    """Remove the local copies of this process."""
-    for folder in _copies:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def mirror_of(workdir: pathlib.Path) -> Mirror:
     """What keeps a run's folder in a bucket up to date, by its local copy."""
     return _mirrors[workdir]
-
-
-atexit.register(remove_copies)
 
 
 class Mirror:
@@ -280,19 +265,16 @@ def _check_bucket(remote: RemoteFolder, setting: str) -> None:
 
 def _local_copy(remote: RemoteFolder) -> pathlib.Path:
     """Where the local copy of a folder is to lie; it is removed with the process."""
-    top = pathlib.Path(tempfile.mkdtemp(prefix="jaxvlm-run-", dir=_room()))
-    _copies.append(top)
-    return top / remote.url.replace("://", "/")  # messages recognise it by the end of its name
+    # Messages recognise it by the end of its name.
+    return local_copies.make("run", _room()) / remote.url.replace("://", "/")
 
 
-def _room() -> str | None:
+def _room() -> str:
     """Where copies lie: the user's cache, since systems clean the folder of temporary files."""
     folder = pathlib.Path.home() / ".cache" / "jaxvlm" / "runs"
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return str(folder) if os.access(folder, os.W_OK) else None
+    return str(folder) if os.access(folder, os.W_OK) else tempfile.gettempdir()
 
 
 def _is_partial(name: str) -> bool:

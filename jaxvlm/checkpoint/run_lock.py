@@ -29,6 +29,8 @@ BEAT = 10.0
 """Seconds between two writes of a lock's file."""
 STALE = 60.0
 """Seconds after which a lock that is not written again is taken over."""
+HASTE = 3.0
+"""Seconds that Ctrl-C waits for a store."""
 LOCKS = ".locks"
 """Folder of the numbered files."""
 
@@ -193,11 +195,14 @@ class NumberedLock:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Say that the folder is free; where the store does not answer, :data:`STALE` does.
 
-        After Ctrl-C nothing is waited for: on this machine the process is seen to be gone.
+        After Ctrl-C a store that does not answer is waited for :data:`HASTE` seconds.
         """
         self._ended.set()
-        if isinstance(error, KeyboardInterrupt):
-            return
+        release = threading.Thread(target=self._release, daemon=True, name="run-lock-release")
+        release.start()
+        release.join(HASTE if isinstance(error, KeyboardInterrupt) else None)
+
+    def _release(self) -> None:
         self._thread.join()
         if not self._lost:
             self._me["released"] = True

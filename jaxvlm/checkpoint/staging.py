@@ -12,13 +12,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import logging
 import os
 import pathlib
-import platform
 import re
 import secrets
 import shutil
@@ -30,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import jax
 from etils import epath
 
-from jaxvlm.checkpoint import run_folder
+from jaxvlm.checkpoint import local_copies
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.run_record import COMMITTED
 from jaxvlm.checkpoint.store_requests import StoreError, each, local_disk
@@ -40,8 +38,6 @@ SCHEMES = ("s3",)
 """Of stores whose checkpoints are staged."""
 DEADLINE = 3600.0
 """Seconds for which process 0 waits for the others, which may have more to send."""
-# Folders that several hosts see may not have their locks: each host looks at its own.
-_PREFIX, _LOCK = f"jaxvlm-checkpoint-{platform.node()}-", ".lock"
 _MERGED = "manifest.ocdbt"
 """File of a checkpoint that Orbax wrote to a store or a disk by itself."""
 _CHUNK = re.compile(r"\d+(\.\d+)*")
@@ -51,6 +47,7 @@ _USELESS = (
     "[process=%s][thread=%s] Skipping merge of OCDBT",
     "Global object size logging disabled",
 )
+"""Beginnings of what Orbax warns of at each save because of how it is called here."""
 
 
 def is_staged(folder: str | os.PathLike[str]) -> bool:
@@ -68,8 +65,7 @@ class Staging:
 
     def __init__(self, remote: RemoteFolder, before_commit: Callable[[], None]):
         self._remote, self._before_commit = remote, before_commit
-        _remove_left_over()
-        self.folder, self._lock = _make_folder(passes=False)
+        self.folder = _make_folder(passes=False)
         """Where Orbax writes, on this process's machine."""
         self._sent: concurrent.futures.Future[None] | None = None
         several = jax.process_count() > 1
@@ -108,8 +104,7 @@ class Staging:
 
     def close(self) -> None:
         """Remove the local folder; nothing may be written to it any more."""
-        _remove(self.folder, self._lock)
-        self._lock = -1
+        local_copies.remove(self.folder)
 
     def _send(self, step: int, written: Callable[[], None]) -> None:
         written()
@@ -178,8 +173,7 @@ def fetched(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> I
         return
     remote = RemoteFolder(str(folder))
     sizes = {name: info["size"] for name, info in remote.files().items()}
-    _remove_left_over()
-    local, lock = _make_folder()
+    local = _make_folder()
 
     def fetch(name: str) -> None:
         remote.download(name, local / name, sizes[name])
@@ -203,7 +197,7 @@ def fetched(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> I
         fetch_all(needed & sizes.keys())
         yield epath.Path(local)
     finally:
-        _remove(local, lock)
+        local_copies.remove(local)
 
 
 def check_names(arrays: Mapping[str, jax.Array]) -> None:
@@ -239,8 +233,8 @@ def _chunks(local: pathlib.Path, name: str, leaf: jax.ShapeDtypeStruct) -> set[s
     return found
 
 
-def _make_folder(passes: bool = True) -> tuple[pathlib.Path, int]:
-    """A folder for files that are sent or were fetched, and the lock that this process holds.
+def _make_folder(passes: bool = True) -> pathlib.Path:
+    """A folder for files that are sent or were fetched.
 
     Args:
         passes: whether an error of it may pass.
@@ -250,43 +244,18 @@ def _make_folder(passes: bool = True) -> tuple[pathlib.Path, int]:
     """
     where = os.environ.get("TMPDIR", "")
     try:
-        if where and not os.path.samefile(where, tempfile.gettempdir()):
+        found = tempfile.gettempdir()
+        if where and not os.path.samefile(where, found):
             raise OSError(errno.ENOSPC, "it can't be written, or is full")
-        folder = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-        new = folder / f"{_LOCK}.new"
-        lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        new.rename(folder / _LOCK)  # so that one that is not locked is of a process that ended
+        return local_copies.make("checkpoint", found)
     except OSError as error:
         raise StoreError(
             f"TMPDIR={where}: no checkpoint can be written there "
             f"({error.strerror}); set it to a folder with room for one",
             passes,
         ) from error
-    run_folder.remove_at_exit(folder)
-    return folder, lock
-
-
-def _remove(folder: pathlib.Path, lock: int) -> None:
-    """Remove such a folder; its lock is closed, unless it is -1."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if lock >= 0:
-        os.close(lock)
-
-
-def _remove_left_over() -> None:
-    """Remove such folders of this host's processes that were killed: they may fill a disk."""
-    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is another user's, or in use
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax warns of at each save because of how it is called here."""
+    """A filter of logging that leaves out :data:`_USELESS`."""
     return not str(record.msg).startswith(_USELESS)

@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Whoever read the output has gone, as in `jaxvlm ... | head`: that is no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
-    if run_folder := sys.modules.get("jaxvlm.checkpoint.run_folder"):
-        run_folder.remove_copies()  # before an exit without exit handlers
+    if local_copies := sys.modules.get("jaxvlm.checkpoint.local_copies"):
+        local_copies.remove_all()  # before an exit without exit handlers
     if "jax" in sys.modules:  # a failed process must not wait for its peers
         from jaxvlm.parallel.distributed.processes import exit_now
 

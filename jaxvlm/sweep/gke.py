@@ -11,7 +11,7 @@ from typing import Any
 from jaxvlm.config import ConfigError
 from jaxvlm.sweep import jobs
 from jaxvlm.sweep.local import DONE, FAILED, Ended
-from jaxvlm.sweep.trial import LOG, Trial
+from jaxvlm.sweep.trial import LOG, Trial, read_record
 
 _COMPLETED, _FAILED = "Completed", "Failed"
 """Conditions of a JobSet that is over. Source: jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2"""
@@ -79,7 +79,9 @@ class Gke(jobs.Jobs):
 
     def _keep_output(self, trial: Trial, job: str) -> None:
         """Of the pod of process 0, or of any that is left, while the cluster has them."""
-        if job not in self._states:
+        log, begin = trial.folder / LOG, (read_record(trial.folder) or {}).get("log_from", 0)
+        is_kept = log.is_file() and log.stat().st_size > begin
+        if is_kept or job not in self._states:
             return
         of_jobset = f"jobset.sigs.k8s.io/jobset-name={job}"
         first = f"{of_jobset},jobset.sigs.k8s.io/job-index=0,{_INDEX}=0"
@@ -89,8 +91,8 @@ class Gke(jobs.Jobs):
             except ConfigError:
                 text = ""
             if text:
-                with (trial.folder / LOG).open("a") as log:
-                    log.write(text)
+                with log.open("a") as file:
+                    file.write(text)
                 return
 
     def _without_result(self, job: str, found: Ended) -> Ended:

@@ -126,8 +126,9 @@ class Jobs(abc.ABC):
     def _recorded(self, trial: Trial) -> str:
         return str((read_record(trial.folder) or {}).get(JOB, ""))
 
-    def stop(self, trial: Trial) -> None:  # noqa: B027
+    def stop(self, trial: Trial) -> None:
         """Nothing: the job is the scheduler's."""
+        return
 
     def _look(self) -> None:
         """Read the queue, at most every few seconds."""

@@ -13,15 +13,14 @@ from urllib.parse import quote, unquote
 import botocore.exceptions
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import s3fs.errors
 from etils import epath
-from loopback_store import answers, both, flipped, short, unavailable
+from loopback_store import answers, both, flipped, on_s3, short, unavailable
+from remote_checkpoints import newest, saved, state
 
-from jaxvlm.checkpoint import object_store, restore, run_lock, staging, store_requests
+from jaxvlm.checkpoint import restore, store_requests
 from jaxvlm.checkpoint.checkpointer import Checkpointer
-from jaxvlm.checkpoint.errors import CheckpointError
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
@@ -51,26 +50,6 @@ with Checkpointer(sys.argv[1], int(sys.argv[2]), "", "max") as checkpointer:
         checkpointer.wait()
         print(step, flush=True)
 """
-
-
-def state(step):
-    return {"w": jnp.full(60_000, step, jnp.float32), "b": jnp.full(7, step, jnp.float32)}
-
-
-def saved(url, *steps, keep=9):
-    with Checkpointer(url, keep, "", "max") as checkpointer:
-        for step in steps:
-            checkpointer.save(step, state(step), {"n": step})
-
-
-def newest(url, warnings=None):
-    """The step that a new run would go on from; its bits are those that were written."""
-    said = [] if warnings is None else warnings
-    with Checkpointer(url, 9, "", "max", on_warning=said.append) as checkpointer:
-        found = checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
-    for x in jax.tree.leaves(found.state):
-        np.testing.assert_array_equal(x, found.step)
-    return found.step
 
 
 @both
@@ -338,93 +317,7 @@ def test_a_write_that_hangs_is_given_up(monkeypatch):
         checkpointer.within(5.0, lambda: 1 / 0)
 
 
-S3 = pytest.mark.parametrize("store", ["s3"], indirect=True)
-
-
-@S3
-@pytest.mark.parametrize("where", ["fetch", "folder"])
-def test_a_full_disk_here_is_no_damage_there(store, url, hasty, monkeypatch, where, tmp_path):
-    saved(url, 1, 2)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    if where == "fetch":
-        fs = object_store._filesystem("s3")
-        monkeypatch.setattr(fs, "get_file", full)
-    else:
-        monkeypatch.setattr(staging.tempfile, "mkdtemp", full)
-    abstract = jax.tree.map(jnp.zeros_like, state(0))
-    with pytest.raises(StoreError, match=r"No space left on device[^/]*TMPDIR|TMPDIR=.*No space"):
-        newest_of(url, abstract)
-    monkeypatch.undo()
-    assert restore.committed_steps(epath.Path(url)) == [1, 2] and newest(url) == 2
-
-
-def newest_of(url, abstract):
-    """Restores as a run does; a Checkpointer makes its own folder first."""
-    result = restore.try_read(epath.Path(url) / "2", lambda table: dict(abstract))
-    assert not isinstance(result, str), result
-
-
-@S3
-def test_a_copy_of_a_checkpoint_that_was_written_to_a_disk_is_read(store, url, tmp_path):
-    with Checkpointer(tmp_path / "local", 9, "", "max") as checkpointer:
-        checkpointer.save(4, state(4), {})
-    files = RemoteFolder(url)
-    for path in (tmp_path / "local").rglob("*"):
-        if path.is_file():
-            files.upload(path, path.relative_to(tmp_path / "local").as_posix())
-    files.write("4/commit_success.txt", b"")
-    assert newest(url) == 4
-
-
-@S3
-def test_a_checkpoint_without_a_file_that_was_sent_is_not_complete(store, url):
-    saved(url, 1)
-    checkpointer = Checkpointer(url, 9, "", "max")
-    upload, remote = RemoteFolder.upload, checkpointer._remote
-
-    def loses(file, name):
-        if not name.endswith("state/b/0"):
-            upload(remote, file, name)
-
-    remote.upload = loses
-    checkpointer.save(2, state(2), {})
-    with pytest.raises(StoreError, match=r"1 files that were sent are not there, such as 2/state"):
-        checkpointer.close()
-    assert not checkpointer._staging.folder.exists()
-    assert newest(url) == 1 and RemoteFolder(url).names("") == ["1"], "the rest is removed"
-
-
-@S3
-def test_what_another_run_completed_meanwhile_deletes_nothing(store, url):
-    saved(url, 1)
-    with Checkpointer(url, 1, "", "max") as checkpointer:
-        checkpointer.restore(jax.tree.map(jnp.zeros_like, state(0)))
-        checkpointer.save(2, state(2), {})
-        checkpointer.wait()
-        RemoteFolder(url).write("7/commit_success.txt", b"")  # of a run that was taken over
-    assert restore.committed_steps(epath.Path(url)) == [2, 7]
-
-
-@S3
-@pytest.mark.parametrize(
-    "made, why",
-    [
-        ({"a": jnp.ones(2), "a/0": jnp.ones(3)}, "a/0 would lie in the folder of a"),
-        ({"a": jnp.ones((0, 3))}, "a has no elements"),
-    ],
-)
-def test_arrays_that_can_not_be_files_are_refused_by_name(store, url, made, why):
-    with (
-        pytest.raises(ValueError, match=why),
-        Checkpointer(url, 1, "", "max") as checkpointer,
-    ):
-        checkpointer.save(1, made, {})
-
-
-@S3
+@on_s3
 def test_a_store_that_does_not_say_which_condition_failed(store, url):
     """As MinIO, whose answers lack a field that Amazon's have."""
     files = RemoteFolder(url)
@@ -433,24 +326,6 @@ def test_a_store_that_does_not_say_which_condition_failed(store, url):
         status, body.replace(b"<Condition>If-None-Match</Condition>", b""))])  # fmt: skip
     assert not files.create("x", b"you")
     assert files.read("x") == b"me"
-
-
-@S3
-def test_folders_of_processes_that_ended_are_removed_and_no_others(
-    store, url, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(staging.tempfile, "tempdir", str(tmp_path))
-    mine, lock = staging._make_folder()
-    left = tmp_path / f"{staging._PREFIX}x"
-    new = tmp_path / f"{staging._PREFIX}y"
-    other = tmp_path / "jaxvlm-checkpoint-another-host-x"
-    for folder in (left, new, other):
-        folder.mkdir()
-    for folder in (left, other):
-        (folder / staging._LOCK).touch()
-    staging._remove_left_over()
-    assert set(tmp_path.iterdir()) == {mine, new, other}
-    os.close(lock)
 
 
 def test_what_is_done_for_each_is_done_once_and_an_error_is_raised():
@@ -469,41 +344,6 @@ def test_a_store_that_is_silent_is_spoken_of(store, url, hasty, monkeypatch, cap
     with pytest.raises(StoreError, match="start the same command again when it does"):
         RemoteFolder(url).read("x")
     assert f"jaxvlm: {url}/x is read: the store has not done it yet" in capsys.readouterr().err
-
-
-@S3
-def test_ctrl_c_waits_for_no_store(store, url):
-    """Whose answers take longer than a test."""
-    checkpointer = Checkpointer(url, 1, "", "max")
-    lock = run_lock.NumberedLock(RemoteFolder(url), url)
-    with contextlib.suppress(KeyboardInterrupt), checkpointer, lock:
-        checkpointer.save(1, state(1), {})
-        checkpointer._staging.wait = lock._thread.join = lambda: pytest.fail("it waits")
-        raise KeyboardInterrupt
-
-
-@S3
-def test_a_folder_for_temporary_files_that_is_not_there_is_named(store, url, monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/none")
-    with pytest.raises(StoreError, match="TMPDIR=/none: no checkpoint can be written") as told:
-        Checkpointer(url, 1, "", "max")
-    assert not told.value.passes
-
-
-@S3
-def test_a_disk_that_fills_up_is_no_failure_of_the_store(store, url, monkeypatch):
-    checkpointer = Checkpointer(url, 1, "", "max")
-
-    def full():
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file: no space")
-
-    monkeypatch.setattr(checkpointer._manager, "wait_until_finished", full)
-    with (
-        pytest.raises(CheckpointError, match="permissions of TMPDIR, where it lies first") as told,
-        checkpointer,
-    ):
-        checkpointer.save(1, state(1), {})
-    assert not isinstance(told.value, StoreError) and not checkpointer._staging.folder.exists()
 
 
 @both

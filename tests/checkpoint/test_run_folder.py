@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 from loopback_store import answers, both, unavailable
 
-from jaxvlm.checkpoint import run_folder, run_record
+from jaxvlm.checkpoint import local_copies, run_folder, run_record
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import ConfigError
@@ -75,7 +75,7 @@ def test_a_run_that_is_made_anew_is_read_anew(url):
     assert run_folder.local_to_read(url + "/", "checkpoint") == first
     RemoteFolder(url).write("config.json", b"2")
     assert (run_folder.local_to_read(url, "checkpoint") / "config.json").read_bytes() == b"2"
-    run_folder.remove_copies()
+    local_copies.remove_all()
     assert not first.exists()
 
 

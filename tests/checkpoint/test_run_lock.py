@@ -35,6 +35,15 @@ def test_a_second_run_is_refused_and_a_released_lock_is_free_at_once(url, brisk)
         second.check()
 
 
+def test_ctrl_c_releases_a_lock_too(url):
+    """In a notebook the process lives on, and the same cell may be run again."""
+    with contextlib.suppress(KeyboardInterrupt), run_lock.NumberedLock(RemoteFolder(url), url):
+        raise KeyboardInterrupt
+    begun = time.monotonic()
+    with run_lock.NumberedLock(RemoteFolder(url), url):
+        assert time.monotonic() - begun < run_lock.STALE / 2
+
+
 def test_a_lock_of_a_lost_machine_is_taken_over_and_its_run_stops(url, brisk, monkeypatch):
     monkeypatch.setattr(run_lock.platform, "node", lambda: "another machine")
     lost = run_lock.NumberedLock(RemoteFolder(url), url)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import pathlib
 import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from jaxvlm.config import Config, DataConfig
 from jaxvlm.sweep import definition, sweep
 from jaxvlm.sweep.trial import Trial
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 STUB = pathlib.Path(__file__).with_name("stub.py")
 
 
@@ -55,6 +60,41 @@ def run(
 def jobset(name: str, words: list[str]) -> dict[str, object]:
     """A manifest, of what the tests' kubectl reads."""
     return {"kind": "JobSet", "metadata": {"name": name}, "command": words}
+
+
+def kill_thrice(workdir: pathlib.Path, grid: str, on: str) -> None:
+    """Start a sweep of its own process three times, each killed a little later than the last."""
+    words = [sys.executable, "-m", __name__, str(workdir), grid, "parallel=4", f"on={on}"]
+    for delay in (0.8, 1.0, 1.3):
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+
+
+def interrupted(workdir: pathlib.Path, grid: str, on: str) -> list[str]:
+    """What a sweep says that SIGTERM reaches at its fourth line."""
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert not run(workdir, grid, parallel=4, say=say, on=on)
+    return said
+
+
+def counts(workdir: pathlib.Path) -> dict[str, int]:
+    """Trials by state, read from the folder: a sweep need not run."""
+    return sweep.read_status(workdir)["counts"]
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

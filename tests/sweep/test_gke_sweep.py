@@ -8,17 +8,15 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
 
 from jaxvlm.cli.main import run as cli
 from jaxvlm.config import ConfigError
-from jaxvlm.sweep import gke, jobs, sweep
+from jaxvlm.sweep import gke, jobs
 from tests.sweep import driver, stub
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 GRID = "optim.learning_rate=0.1,0.2,0.3,0.4"
 
 # A JobSet with maxRestarts 3: an end with 1 or 2 fails it, another one starts its pod again.
@@ -81,10 +79,6 @@ def cluster(tmp_path, monkeypatch):
     return folder
 
 
-def counts(workdir):
-    return sweep.read_status(workdir)["counts"]
-
-
 def applied(cluster):
     """Names of JobSets, as often as they were made."""
     return (cluster / "applied").read_text().split()
@@ -94,7 +88,7 @@ def test_every_trial_is_a_jobset_and_what_fails_is_named(cluster, tmp_path):
     said, workdir = [], tmp_path / "s"
     grid = f"optim.learning_rate=0.1,{stub.FAILS},{stub.ALWAYS_LOST}"
     assert driver.run(workdir, grid, parallel=3, say=said.append, on="gke")
-    assert counts(workdir) == {"done": 1, "failed": 2}
+    assert driver.counts(workdir) == {"done": 1, "failed": 2}
     text = "\n".join(said)
     assert "jobset failed: jaxvlm: config.data.train: no such file" in text
     assert "jobset failed: a peer is lost" in text, "the cluster itself tried it again"
@@ -115,15 +109,14 @@ def test_what_is_known_of_a_trial_stays_when_its_jobset_is_deleted(cluster, tmp_
             stopped.append(os.kill(os.getpid(), signal.SIGTERM))
 
     assert not driver.run(workdir, grid, say=say, on="gke")
-    while not list(cluster.glob("*.end")):
-        time.sleep(0.1)
-    assert counts(workdir) == {"done": 1}
+    driver.wait_for(lambda: bool(list(cluster.glob("*.end"))))
+    assert driver.counts(workdir) == {"done": 1}
     [log] = workdir.glob("*/log.txt")
     kept = log.read_text()
     assert kept
     for path in cluster.glob("*.jobset"):
         path.unlink()
-    assert counts(workdir) == {"done": 1} and log.read_text() == kept
+    assert driver.counts(workdir) == {"done": 1} and log.read_text() == kept
 
 
 def test_a_cluster_that_is_silent_for_a_moment_ends_no_sweep(cluster, tmp_path, monkeypatch):
@@ -140,7 +133,7 @@ def test_a_cluster_that_is_silent_for_a_moment_ends_no_sweep(cluster, tmp_path, 
     monkeypatch.undo()
     (cluster / "kubectl").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert counts(workdir) == {"done": 1}, "what is done needs no cluster"
+    assert driver.counts(workdir) == {"done": 1}, "what is done needs no cluster"
 
 
 def test_output_that_is_no_text_is_no_error(tmp_path):
@@ -152,33 +145,19 @@ def test_output_that_is_no_text_is_no_error(tmp_path):
 
 def test_a_sweep_that_is_killed_makes_nothing_twice(cluster, tmp_path):
     workdir = tmp_path / "s"
-    words = [sys.executable, "-m", "tests.sweep.driver", str(workdir), GRID, "parallel=4", "on=gke"]
-    for delay in (0.8, 1.0, 1.3):
-        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-        time.sleep(delay)
-        process.kill()
-        process.wait()
+    driver.kill_thrice(workdir, GRID, "gke")
     assert driver.run(workdir, GRID, parallel=4, on="gke")
-    assert counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
+    assert driver.counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
     assert not list(workdir.glob("*/twice"))
 
 
 def test_a_signal_leaves_the_jobsets(cluster, tmp_path):
-    workdir, said = tmp_path / "s", []
-
-    def say(line):
-        said.append(line)
-        if len(said) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert not driver.run(workdir, GRID, parallel=4, say=say, on="gke")
+    workdir = tmp_path / "s"
+    said = driver.interrupted(workdir, GRID, "gke")
     assert "jobs stay in the queue; the same command goes on" in said[-1]
-    end = time.monotonic() + 30
-    while len(list(cluster.glob("*.end"))) < 4:
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    driver.wait_for(lambda: len(list(cluster.glob("*.end"))) == 4)
     assert driver.run(workdir, GRID, parallel=4, on="gke")
-    assert counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
+    assert driver.counts(workdir) == {"done": 4} and len(applied(cluster)) == 4
 
 
 def test_one_that_is_deleted_has_failed_and_starts_again(cluster, tmp_path):
@@ -194,8 +173,8 @@ def test_one_that_is_deleted_has_failed_and_starts_again(cluster, tmp_path):
     grid = "optim.learning_rate=0.1"
     assert driver.run(workdir, grid, say=say, on="gke")
     assert "is gone; the same command starts it again" in said[-1]
-    assert counts(workdir) == {"failed": 1}
-    assert driver.run(workdir, grid, on="gke") and counts(workdir) == {"done": 1}
+    assert driver.counts(workdir) == {"failed": 1}
+    assert driver.run(workdir, grid, on="gke") and driver.counts(workdir) == {"done": 1}
 
 
 def test_states_are_those_of_jobset():
@@ -210,7 +189,7 @@ def test_states_are_those_of_jobset():
     assert state(conditions=[{"type": "Completed", "status": "True"}]) == "Completed"
 
 
-SWEEP = ["sweep", f"--config={ROOT / 'configs' / 'quickstart.py'}:smoke", "--grid=seed=0,1"]
+SWEEP = ["sweep", f"--config={driver.ROOT / 'configs' / 'quickstart.py'}:smoke", "--grid=seed=0,1"]
 LAUNCH = "--launch=--devices=h100:16 --image=r/i:1 --namespace=team --claim=runs --skip_plan"
 
 

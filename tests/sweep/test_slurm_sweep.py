@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 
 from jaxvlm.cli.main import run as cli
-from jaxvlm.sweep import jobs, sweep
+from jaxvlm.sweep import jobs
 from tests.sweep import driver, stub
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 GRID = "optim.learning_rate=0.1,0.2,0.3,0.4"
 
 TOOL = """#!{python} -S
@@ -56,10 +52,6 @@ def queue(tmp_path, monkeypatch):
     return folder
 
 
-def counts(workdir):
-    return sweep.read_status(workdir)["counts"]
-
-
 def jobs_of(queue):
     return [pathlib.Path(path.read_text()).parent.name for path in queue.glob("*.job")]
 
@@ -68,7 +60,7 @@ def test_every_trial_is_a_job_and_what_fails_is_named(queue, tmp_path):
     said = []
     grid = f"optim.learning_rate=0.1,{stub.FAILS},{stub.LOST_ONCE_A_STEP},{stub.ALWAYS_LOST}"
     assert driver.run(tmp_path / "s", grid, parallel=4, say=said.append, on="slurm")
-    assert counts(tmp_path / "s") == {"done": 2, "failed": 2}
+    assert driver.counts(tmp_path / "s") == {"done": 2, "failed": 2}
     text = "\n".join(said)
     assert "lost 4 times without a new checkpoint" in text and "is tried again" in text
     assert "failed: jaxvlm: config.data.train: no such file" in text
@@ -76,22 +68,9 @@ def test_every_trial_is_a_job_and_what_fails_is_named(queue, tmp_path):
 
 def test_a_sweep_that_is_killed_submits_nothing_twice(queue, tmp_path, monkeypatch):
     workdir = tmp_path / "s"
-    words = [
-        sys.executable,
-        "-m",
-        "tests.sweep.driver",
-        str(workdir),
-        GRID,
-        "parallel=4",
-        "on=slurm",
-    ]
-    for delay in (0.8, 1.0, 1.3):
-        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-        time.sleep(delay)
-        process.kill()
-        process.wait()
+    driver.kill_thrice(workdir, GRID, "slurm")
     assert driver.run(workdir, GRID, parallel=4, on="slurm")
-    assert counts(workdir) == {"done": 4}
+    assert driver.counts(workdir) == {"done": 4}
     assert sorted(jobs_of(queue)) == sorted(
         {path.parent.name for path in workdir.glob("*/log.txt")}
     )
@@ -99,21 +78,12 @@ def test_a_sweep_that_is_killed_submits_nothing_twice(queue, tmp_path, monkeypat
 
 
 def test_a_signal_leaves_the_jobs_in_the_queue(queue, tmp_path):
-    workdir, said = tmp_path / "s", []
-
-    def say(line):
-        said.append(line)
-        if len(said) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert not driver.run(workdir, GRID, parallel=4, say=say, on="slurm")
+    workdir = tmp_path / "s"
+    said = driver.interrupted(workdir, GRID, "slurm")
     assert "jobs stay in the queue; the same command goes on" in said[-1]
-    found = counts(workdir)
+    found = driver.counts(workdir)
     assert sum(found.values()) == 4 and not found.get("failed")
-    end = time.monotonic() + 30
-    while counts(workdir) != {"done": 4}:  # read from the folder: no sweep runs
-        assert time.monotonic() < end, counts(workdir)
-        time.sleep(0.1)
+    driver.wait_for(lambda: driver.counts(workdir) == {"done": 4})
     assert driver.run(workdir, GRID, parallel=4, on="slurm") and len(jobs_of(queue)) == 4
 
 
@@ -126,10 +96,10 @@ def test_fewer_at_a_time(queue, tmp_path):
         most = max(most, len(list(queue.glob("*.job"))) - ends)
 
     assert driver.run(workdir, GRID, parallel=2, say=say, on="slurm")
-    assert counts(workdir) == {"done": 4} and 1 <= most <= 2
+    assert driver.counts(workdir) == {"done": 4} and 1 <= most <= 2
 
 
-SWEEP = ["sweep", f"--config={ROOT / 'configs' / 'quickstart.py'}:smoke", "--grid=seed=0,1"]
+SWEEP = ["sweep", f"--config={driver.ROOT / 'configs' / 'quickstart.py'}:smoke", "--grid=seed=0,1"]
 LAUNCH = "--launch=--devices=cpu:2 --time=1:00:00 --partition=low"
 
 
