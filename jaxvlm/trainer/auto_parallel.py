@@ -105,11 +105,14 @@ def _check_auto(config: Config, auto: list[str], setting: str) -> None:
     for name in auto:
         if why := _unread(config, name):
             raise ConfigError(f"{_setting(config, name)}: {why}")
-    if "strategy.name" in auto and config.mesh not in (MeshConfig(), MeshConfig(data=0)):
-        raise ConfigError(f"{setting} chooses config.mesh too; leave it out")
+    mesh = dataclasses.replace(config.mesh, island=1)
+    if "strategy.name" in auto and mesh not in (MeshConfig(), MeshConfig(data=0)):
+        raise ConfigError(f"{setting} chooses config.mesh too; leave it out, but for its island")
     for name in [name for name in _WHOLE if name in auto]:
         group, default = _WHOLE[name]
         for field in dataclasses.fields(default):
+            if (group, field.name) == ("mesh", "island"):  # it changes what is learned
+                continue
             if getattr(getattr(config, group), field.name) != getattr(default, field.name):
                 raise ConfigError(
                     f"{_setting(config, name)} chooses config.{group}.{field.name} too; leave "
@@ -300,13 +303,8 @@ def _with_choice(config: Config, candidate: Candidate, auto: list[str]) -> Confi
     return dataclasses.replace(config, strategy=strategy)
 
 
-def unsupported(config: Config, searched: bool = True) -> str:
-    """The first of a run's settings that can't be planned; "" if there is none.
-
-    Args:
-        config: of the run.
-        searched: whether the planner is to choose its mesh.
-    """
+def unsupported(config: Config) -> str:
+    """The first of a run's settings that can't be planned; "" if there is none."""
     policy = config.cache.policy
     cached = f"cached visual tokens (config.cache.policy={policy!r})" if policy != "off" else ""
-    return not_in_plans(config, searched) or cached
+    return not_in_plans(config) or cached

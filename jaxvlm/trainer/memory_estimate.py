@@ -102,7 +102,7 @@ def estimate(run: Run, local: Batch | Pairs) -> MemoryEstimate | str:
         run: built.
         local: rows of a batch.
     """
-    if why := unsupported(run.config, searched=False):
+    if why := unsupported(run.config):
         return f"not planned: {why} can't be planned yet"
     try:
         return _counted(run, _setup(run, local))
@@ -251,8 +251,6 @@ def cheapest(predicted: MemoryEstimate | str, config: Config, machine: Machine) 
     parts = sorted(predicted.work.items(), key=lambda item: -item[1])[:4]
     shown = ", ".join(f"{name} {gib(n)}" for name, n in [*predicted.states.items(), *parts])
     text = f"planned: {gib(predicted.peak)} of {gib(machine.chip.hbm_bytes)}: {shown}"
-    if setup.outer:  # no candidate of the search has islands
-        return f"{text}: {_MORE}"
     if plan := _smaller(request, current, predicted.peak):
         return f"{text}. The cheapest change: {_change(request, current, plan)}"
     if predicted.peak <= search.capacity(request):

@@ -50,6 +50,17 @@ def test_what_the_recipe_says_stays(config, rates):
     assert made.microbatches in (1, 2, 4) and made.mesh == asked.mesh
 
 
+@pytest.mark.parametrize("name", ["strategy.name", "mesh.data"])
+def test_islands_stay_and_the_rest_is_chosen(config, rates, name):
+    asked = _auto(config, name) if name == "strategy.name" else config
+    sizes = dataclasses.replace(asked.mesh, island=2, data=0 if name == "mesh.data" else -1)
+    made = auto_parallel.resolve_auto(
+        dataclasses.replace(asked, mesh=sizes), jax.devices(), lambda line: None
+    )
+    mesh, _ = resolve(made.strategy, made.mesh, jax.devices())
+    assert mesh.island == 2 and mesh == made.mesh
+
+
 @pytest.mark.parametrize("remat", ["offload", "full"])
 def test_what_no_list_of_the_planner_has_may_be_set(config, rates, remat):
     data = dataclasses.replace(config.data, batch_size=24)

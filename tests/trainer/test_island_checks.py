@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from jaxvlm.config import ConfigError, default_config, from_config_dict
-from jaxvlm.planner.request.request import unsupported
 from jaxvlm.trainer import checks
 
 REFUSED = {
@@ -46,8 +45,3 @@ def test_islands_and_outer_updates_go_together():
     config.mesh.island = 1
     with pytest.raises(ConfigError, match=r"config.outer.steps=10 is not read without .*island"):
         checks._check_config(from_config_dict(config))
-
-
-def test_islands_are_not_planned():
-    assert "config.mesh.island=2" in unsupported(from_config_dict(recipe(2)))
-    assert not unsupported(from_config_dict(recipe(1)))

@@ -22,6 +22,7 @@ from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request import abstract_devices, pairs
 from jaxvlm.planner.search.candidates import setup_of
 from jaxvlm.planner.search.search import SearchResult
+from jaxvlm.spmd.islands import outer_of
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble, split
 from jaxvlm.train import compiled_steps
@@ -96,7 +97,10 @@ def lowered(
     tx = make_optimizer(run.optim, make_schedule(run.optim, run.steps), logical)
     loss = make_loss(run, mesh)
     parts, mini_batches = (1, pairing.mini_batches) if pairing else (setup.microbatches, None)
-    step, state, _ = assemble(model, loss, tx, parts, setup.frozen, mini_batches=mini_batches)
+    outer = outer_of(model, setup.outer, trained) if setup.outer else None
+    step, state, _ = assemble(
+        model, loss, tx, parts, setup.frozen, mini_batches=mini_batches, outer=outer
+    )
     rows: Batch | Pairs = _batch(setup, mesh)
     if batch is not None:
         rows = jax.tree.map(

@@ -18,6 +18,7 @@ from jaxvlm.config import (
     DualConfig,
     MeshConfig,
     ModelConfig,
+    OuterConfig,
     StrategyConfig,
     feature_blocks,
 )
@@ -25,6 +26,7 @@ from jaxvlm.models.vlm import DTYPES
 from jaxvlm.nn.attention_backends import stores_scores
 from jaxvlm.nn.grouped_matmul import kernel_of
 from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.planner.memory import shared_memory
 from jaxvlm.planner.memory.compilers import COMPILERS
 from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.planner.request.pairs import PairShapes
@@ -87,6 +89,8 @@ class QuickStep(NamedTuple):
     """Remat of the vision tower, if it differs."""
     pairs: PairShapes | None = None
     """Shapes of an example, with its GradCache mini-batches, when training on pairs."""
+    outer: OuterConfig | None = None
+    """Outer updates of the mesh's islands; ``None``: there are none."""
 
 
 class QuickMemory:
@@ -291,6 +295,7 @@ class QuickMemory:
         """
         sizes = self.states(step.mesh, step.strategy)
         between = sizes["parameters"] + sizes["frozen"] + sizes["moments"]
+        between += shared_memory.copies(step.outer) * sizes["parameters"]
         compiler, parts = COMPILERS[self.platform], step.microbatches > 1
         # A microbatch's gradients, in addition to their sum.
         gradients = 1 + 2 * compiler.runs_when_ready + parts

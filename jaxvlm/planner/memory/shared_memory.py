@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -21,10 +22,15 @@ def shared(
         stored: bytes of each parameter on a device, by path.
         trained: paths of the trained parameters.
     """
+    return {"shared": copies(outer) * sum(stored[path] for path in trained)} if outer else {}
+
+
+@functools.cache
+def copies(outer: OuterConfig | None) -> int:
+    """How often what islands share has the size of the trained parameters; 0 without islands."""
     if outer is None:
-        return {}
+        return 0
     one = {"": jax.ShapeDtypeStruct((1,), np.float32)}
     state = jax.eval_shape(make_outer_optimizer(outer).init, one)
-    copies = 1 + sum(bool(x.shape) for x in jax.tree.leaves(state))
-    copies += outer.error_feedback and outer.delta_dtype != "float32"
-    return {"shared": copies * sum(stored[path] for path in trained)}
+    of_optimizer = sum(bool(x.shape) for x in jax.tree.leaves(state))
+    return 1 + of_optimizer + (outer.error_feedback and outer.delta_dtype != "float32")

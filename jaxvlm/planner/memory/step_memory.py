@@ -29,7 +29,7 @@ from jaxvlm.config import (
     StrategyConfig,
 )
 from jaxvlm.losses.next_token import NextToken
-from jaxvlm.parallel.mesh import BATCH_AXES
+from jaxvlm.parallel.mesh import BATCH_AXES, ISLAND
 from jaxvlm.parallel.rules import quiet
 from jaxvlm.planner.memory import liveness, tpu_padding
 from jaxvlm.planner.memory.compilers import COMPILERS, Compiler
@@ -136,7 +136,7 @@ def _after_backward(
     compiler, sizes = COMPILERS[setup.platform], dict[str, float]()
     stored, moments = (layouts.bytes[f] for f in ("params", "optimizer"))
     updated = sum(moments[path] for path in trained)
-    if compiler.reduces_at_end and _shards(setup) > 1 and setup.microbatches > 1:
+    if compiler.reduces_at_end and _summed_over(setup) > 1 and setup.microbatches > 1:
         specs = layouts.model.layout("optimizer")
         unsharded = sum(moments[p] for p in trained if not _is_shared(specs[p].spec, setup.mesh))
         # Sums that two loops accumulate use the moments' old buffers; see xla_passes.
@@ -167,7 +167,7 @@ def _tables_update(
             continue
         by_rows = tpu_padding.size(shape, np.dtype(x.dtype).itemsize, as_written=True)
         # A gradient that is not sharded over all parts of the batch is all-reduced, out of place.
-        is_reduced = math.prod(x.shape) / math.prod(shape) < _shards(setup)
+        is_reduced = math.prod(x.shape) / math.prod(shape) < _summed_over(setup)
         copied += (4 + is_reduced) * by_rows - moments[path]
     gradients = float(sum(moments[path] for path in trained))
     return {"gradients": gradients, "update": copied} if copied else {}
@@ -289,12 +289,13 @@ def _is_shared(spec: Iterable[Any], mesh: MeshConfig) -> bool:
     return any(_gathered(place, "", mesh) for place in spec)
 
 
-def _shards(setup: StepSetup) -> int:
-    return math.prod(getattr(setup.mesh, axis) for axis in BATCH_AXES)
+def _summed_over(setup: StepSetup) -> int:
+    """Batch shards whose gradients a step adds up: those of an island."""
+    return math.prod(getattr(setup.mesh, axis) for axis in BATCH_AXES if axis != ISLAND)
 
 
 def _local_rows(setup: StepSetup) -> int:
-    shards = _shards(setup)
+    shards = setup.mesh.island * _summed_over(setup)
     if setup.rows % shards:
         raise ConfigError(f"a batch of {setup.rows} is not divisible by {shards} batch shards")
     return setup.rows // shards
@@ -360,9 +361,7 @@ def _gathered_apart(layouts: _Layouts, trained: tuple[str, ...]) -> list[str]:
 
 
 def _is_transposed(new: Any, old: Any) -> bool:
-    """Whether an updated parameter is gathered along a dim other than its first, and so
-    transposed.
-    """
+    """Whether an updated parameter is gathered along another dim than its first: transposed."""
     places = itertools.zip_longest(new, old)
     return any(i > 0 and a != b for i, (a, b) in enumerate(places))
 

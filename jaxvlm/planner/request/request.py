@@ -47,7 +47,8 @@ class PlanRequest(NamedTuple):
     name: str
     """The model's name, or the recipe's file."""
     config: Config
-    """Settings of the run, with its model's dims; mesh and strategy are searched."""
+    """Settings of the run, with its model's dims; mesh, but for its islands, and strategy are
+    searched."""
     machine: Machine
     images: int
     """Images of a packed sequence, or of an example."""
@@ -121,6 +122,7 @@ def plan_request(
             f"{model}: {why} can't be planned yet; jaxvlm train --dry_run compiles the step and "
             "reports its memory"
         )
+    _check_islands(config)
     data = dataclasses.replace(
         config.data,
         max_length=flags.length or config.data.max_length,
@@ -148,21 +150,26 @@ def plan_request(
     )  # fmt: skip
 
 
-def unsupported(config: Config, searched: bool = True) -> str:
-    """The first of a run's settings that plans don't support; "" if there is none.
-
-    Args:
-        config: of the run.
-        searched: whether mesh and strategy are searched, where no candidate has islands.
-    """
+def unsupported(config: Config) -> str:
+    """The first of a run's settings that plans don't support; "" if there is none."""
     settings = {
         "a disaggregated vision encoder "
         f"(config.encoder.devices={config.encoder.devices})": config.encoder.devices != 0,
         "encoding images in batches of their own "
         f"(config.cache.encode_batch={config.cache.encode_batch})": config.cache.encode_batch > 0,
-        f"islands (config.mesh.island={config.mesh.island})": searched and config.mesh.island != 1,
     }
     return next((name for name, is_set in settings.items() if is_set), "")
+
+
+def _check_islands(config: Config) -> None:
+    where = f"config.mesh.island={config.mesh.island}"
+    if config.mesh.island < 1:
+        raise ConfigError(f"{where}: set the number of islands, 1 or more")
+    if config.mesh.island > 1 and trains_embeddings(config):
+        raise ConfigError(
+            f"{where} cannot be combined with a loss of pairs: its negatives would be those of one "
+            "island; use config.mesh.data"
+        )
 
 
 def _check(flags: RequestFlags) -> None:

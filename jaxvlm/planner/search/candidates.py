@@ -8,8 +8,15 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxvlm.config import Config, DualConfig, MeshConfig, ModelConfig, StrategyConfig
-from jaxvlm.parallel.mesh import AXES
+from jaxvlm.config import (
+    Config,
+    DualConfig,
+    MeshConfig,
+    ModelConfig,
+    OuterConfig,
+    StrategyConfig,
+)
+from jaxvlm.parallel.mesh import AXES, BATCH_AXES
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.memory.step_memory import StepSetup
@@ -57,7 +64,7 @@ class Candidate(NamedTuple):
     @property
     def shards(self) -> int:
         """Number of shards of the batch."""
-        return self.mesh.data * self.mesh.fsdp * self.mesh.expert
+        return shards_of(self.mesh)
 
     def text(self) -> str:
         """One line for people."""
@@ -72,6 +79,11 @@ class Candidate(NamedTuple):
             parts.append(f"replicated={','.join(self.strategy.replicated)}")
         parts += [f"cache={self.cache}"] if self.cache != "off" else []
         return " ".join(part for part in parts if part)
+
+
+def shards_of(mesh: MeshConfig) -> int:
+    """Number of shards of the batch on a mesh."""
+    return math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
 
 
 def with_remat(config: ModelConfig | DualConfig, candidate: Candidate) -> ModelConfig | DualConfig:
@@ -98,8 +110,13 @@ def setup_of(request: PlanRequest, candidate: Candidate) -> StepSetup:
         with_remat(request.config.network, candidate), candidate.mesh, candidate.strategy,
         request.machine.platform, request.rows, request.length, request.images,
         request.patches, request.config.optim.frozen, candidate.microbatches,
-        pair_mini_batches(request, candidate), held_of(request),
+        pair_mini_batches(request, candidate), held_of(request), outer_of(request, candidate.mesh),
     )  # fmt: skip
+
+
+def outer_of(request: PlanRequest, mesh: MeshConfig) -> OuterConfig | None:
+    """Outer updates of the mesh's islands; ``None``: it has none."""
+    return request.config.outer if mesh.island > 1 else None
 
 
 def held_of(request: PlanRequest) -> Held:
@@ -119,8 +136,7 @@ def of_mesh(
     request: PlanRequest, mesh: MeshConfig, strategy: StrategyConfig
 ) -> Iterator[Candidate]:
     """All candidates on one mesh under one strategy; both resolved."""
-    shards = mesh.data * mesh.fsdp * mesh.expert
-    for parts, mini_batches in _cuts(request, mesh, request.rows // shards):
+    for parts, mini_batches in _cuts(request, mesh, request.rows // shards_of(mesh)):
         for remat in REMATS[mesh.pipeline > 1 :]:
             yield Candidate(strategy.name, mesh, strategy, remat, parts, mini_batches=mini_batches)
 
@@ -132,10 +148,9 @@ def candidates(request: PlanRequest) -> Iterator[Candidate]:
         strategy = dataclasses.replace(PRESETS[preset], name=preset)
         if mesh.context > 1:
             strategy = dataclasses.replace(strategy, context="ring")
-        shards = mesh.data * mesh.fsdp * mesh.expert
-        if request.rows % shards:
+        if request.rows % shards_of(mesh):
             continue
-        for parts, mini_batches in _cuts(request, mesh, request.rows // shards):
+        for parts, mini_batches in _cuts(request, mesh, request.rows // shards_of(mesh)):
             for remat in REMATS[mesh.pipeline > 1 :]:
                 for cache in cache_policies if mesh.pipeline == 1 else ["off"]:
                     yield Candidate(
@@ -145,20 +160,23 @@ def candidates(request: PlanRequest) -> Iterator[Candidate]:
 
 def meshes(request: PlanRequest) -> Iterator[tuple[str, MeshConfig]]:
     """Strategy presets and the meshes that they are compared on."""
-    machine = request.machine
-    for tensor, context, expert, stage in _inner(request):
-        rest = machine.devices // (tensor * context * expert * stage)
-        for fsdp in _shares(machine, rest, tensor * context):
-            mesh = MeshConfig(rest // fsdp, fsdp, tensor, context, expert, stage)
-            if mesh.data % machine.slices and machine.platform == "tpu":
-                continue  # only data parallelism crosses the slow links between slices
+    machine, islands = request.machine, request.config.mesh.island
+    if machine.devices % islands:
+        return
+    slices = machine.slices // math.gcd(machine.slices, islands)  # of an island
+    for tensor, context, expert, stage in _inner(request, machine.devices // islands):
+        rest = machine.devices // islands // (tensor * context * expert * stage)
+        for fsdp in _shares(machine, rest, tensor * context, slices):
+            mesh = MeshConfig(rest // fsdp, fsdp, tensor, context, expert, stage, islands)
+            if mesh.data % slices and machine.platform == "tpu":
+                continue  # of an island's axes, data alone crosses the slow links between slices
             plain = tensor * context * expert * stage == 1
             for preset in _presets(mesh, plain, bool(_experts(request))):
                 yield preset, mesh
 
 
 def _presets(mesh: MeshConfig, plain: bool, experts: bool) -> tuple[str, ...]:
-    alone = mesh.data == mesh.fsdp == 1
+    alone = mesh.data == mesh.fsdp == mesh.island == 1
     if mesh.fsdp == 1:
         return ("single",) if plain and alone else ("ddp",)
     if mesh.data == 1:
@@ -167,12 +185,16 @@ def _presets(mesh: MeshConfig, plain: bool, experts: bool) -> tuple[str, ...]:
     return ("hybrid_shard", "hpz") if plain else ("hybrid_shard",)
 
 
-def _inner(request: PlanRequest) -> Iterator[tuple[int, int, int, int]]:
-    """Sizes of (tensor, context, expert, pipeline), at most two of them above one."""
-    machine, experts = request.machine, _experts(request)
-    n, near = machine.devices, min(machine.island, 8)
+def _inner(request: PlanRequest, n: int) -> Iterator[tuple[int, int, int, int]]:
+    """Sizes of (tensor, context, expert, pipeline), at most two of them above one.
+
+    Args:
+        request: model and batch.
+        n: devices of an island; without islands, all.
+    """
+    near, experts = min(request.machine.island, 8), _experts(request)
     tensor = [t for t in (1, 2, 4, 8) if near % t == 0]
-    long = request.length >= _LONG or request.rows < n
+    long = request.length >= _LONG or request.rows < request.machine.devices
     context = [c for c in (1, 2, 4, 8) if near % c == 0 and request.length % (2 * c) == 0]
     expert = [1]
     if experts:
@@ -191,12 +213,12 @@ def _experts(request: PlanRequest) -> int:
     return network.decoder.num_experts if isinstance(network, ModelConfig) else 0
 
 
-def _shares(machine: Machine, rest: int, inner: int) -> list[int]:
+def _shares(machine: Machine, rest: int, inner: int, slices: int) -> list[int]:
     """Sizes of ``fsdp``: none, all, and those that fit within fast links or a few groups of
     them.
     """
     near = max(1, machine.island // inner)
-    sizes = {1, rest, near, 4 * near, 16 * near, rest // machine.slices}
+    sizes = {1, rest, near, 4 * near, 16 * near, rest // slices}
     return sorted(size for size in sizes if size and rest % size == 0)
 
 
@@ -243,6 +265,7 @@ def can_cache(request: PlanRequest) -> bool:
     return bool(
         request.images
         and not request.pairs
+        and config.mesh.island == 1
         and not config.model.lora.rank
         and any(pattern in ("vision/*", "*") for pattern in config.optim.frozen)
     )

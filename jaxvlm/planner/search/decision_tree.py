@@ -103,7 +103,8 @@ def _request_for(request: PlanRequest, branch: Branch) -> PlanRequest:
         rows = max(1, request.rows // machine.devices)
         data = dataclasses.replace(config.data, batch_size=rows)
         one = machine._replace(devices=1, devices_per_host=1, hosts=1, slices=1)
-        config = dataclasses.replace(config, data=data)
+        mesh = dataclasses.replace(config.mesh, island=1)
+        config = dataclasses.replace(config, data=data, mesh=mesh)
         request = request._replace(machine=one, config=config)
     return request
 

@@ -29,6 +29,10 @@ def curve(result: SearchResult) -> list[dict[str, Any]]:
         if target is None:
             points.append(point | {"text": "this machine can't be rented in this size"})
             continue
+        if size % base.config.mesh.island:
+            text = f"not divisible by config.mesh.island={base.config.mesh.island}"
+            points.append(point | {"text": text})
+            continue
         request = with_batch_size(base, each * size)._replace(machine=target)
         scaled = search(request, 1, memory=result.memory.of(request))
         if not scaled.best:

@@ -20,7 +20,14 @@ from jaxvlm.planner.report.units import gib
 from jaxvlm.planner.request.request import PlanRequest
 from jaxvlm.planner.search import encoder_placement
 from jaxvlm.planner.search.candidate_memory import CARE, Memory, Plan, capacity, kind
-from jaxvlm.planner.search.candidates import Candidate, can_cache, candidates, meshes, setup_of
+from jaxvlm.planner.search.candidates import (
+    Candidate,
+    can_cache,
+    candidates,
+    meshes,
+    setup_of,
+    shards_of,
+)
 from jaxvlm.planner.time.step_time import StepTime
 
 _LAST = 8
@@ -136,6 +143,11 @@ def _notes(memory: Memory, timed: Mapping[Considered, StepTime]) -> list[str]:
                 "cache=strict: all images' visual tokens are cached on the devices; the first "
                 "epoch, which computes them, is not counted"
             )
+    if request.config.mesh.island > 1:
+        notes.append(
+            f"an outer update's time is spread over config.outer.steps={request.config.outer.steps}"
+            " steps; its temporaries, up to twice the largest fragment, are not counted"
+        )
     cache = request.config.cache
     for name in ("max_images", "encode_batch"):
         if getattr(cache, name):
@@ -151,16 +163,19 @@ def possible(
     """
     request, divisible = memory.request, dict[tuple[Any, ...], bool]()
     families: set[str] = set()
+    devices, islands = request.machine.devices, request.config.mesh.island
+    if devices % islands:
+        text = f"{devices} devices are not divisible by config.mesh.island={islands}"
+        rejected["islands"] = Rejected("islands", "dims", text)
     for preset, mesh in meshes(request):
         family = Candidate(preset, mesh, PRESETS[preset], "none").family
         why = refused(memory.single_device_model, mesh, PRESETS[preset].params)
         why = why or refused(memory.single_device_model, mesh, PRESETS[preset].optimizer)
-        shards = mesh.data * mesh.fsdp * mesh.expert
         divisible[preset, mesh] = not why
         if why:
             rejected.setdefault(family, Rejected(family, "dims", f"dims do not divide: {why}"))
-        elif request.rows % shards:
-            text = f"a batch of {request.rows} is not divisible by {shards} shards"
+        elif request.rows % shards_of(mesh):
+            text = f"a batch of {request.rows} is not divisible by {shards_of(mesh)} shards"
             rejected.setdefault(family, Rejected(family, "batch", text))
     for candidate in candidates(request):
         if candidate.cache != "off" and not request.samples:
@@ -240,7 +255,7 @@ def _disaggregated(memory: Memory, first: Plan) -> Rejected | None:
     """Estimate of a disaggregated vision encoder, as a rejected placement."""
     setup = setup_of(memory.request, first.candidate)
     estimate = encoder_placement.disaggregated(setup, first.time, memory.request.machine)
-    if estimate is None or first.candidate.cache != "off":
+    if estimate is None or first.candidate.cache != "off" or setup.outer:
         return None
     slower = estimate[1] / first.time.total
     text = (
