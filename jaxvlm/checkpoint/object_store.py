@@ -276,6 +276,8 @@ def _filesystem(scheme: str) -> Any:
     logging.getLogger(package).setLevel(logging.CRITICAL)  # failures are said by our own errors
     # etils asks for "gcs" where it reads gs://.
     for name in ("gs", "gcs") if scheme == "gs" else (scheme,):
+        if scheme == "gs":
+            _use_plain_gcsfs(name)
         own = fsspec.config.conf.setdefault(name, {})
         own.update(_gcs_options() if scheme == "gs" else _s3_options(own))
         own["use_listings_cache"] = False
@@ -285,11 +287,18 @@ def _filesystem(scheme: str) -> Any:
     return found
 
 
+def _use_plain_gcsfs(name: str) -> None:
+    """Have gcsfs ask nothing by gRPC, with other credentials, also where it was imported before."""
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    import fsspec
+    import gcsfs.core
+
+    fsspec.register_implementation(name, gcsfs.core.GCSFileSystem, clobber=True)
+
+
 def _gcs_options() -> dict[str, Any]:
     import aiohttp
 
-    # Without it gcsfs asks by gRPC, with other credentials, what kind of bucket it has.
-    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     # Of a connection and of what comes next, not of a whole large file.
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
     options: dict[str, Any] = {"requests_timeout": timeout}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -104,7 +103,7 @@ def sent(folder: str, setting: str) -> Iterator[pathlib.Path]:
         for path in sorted(files, key=lambda x: (x.parent == local and x.suffix == ".json", x)):
             remote.upload(path, path.relative_to(local).as_posix())
     finally:
-        shutil.rmtree(local, ignore_errors=True)
+        local_copies.remove(local)
 
 
 def mirror_of(workdir: pathlib.Path) -> Mirror:
@@ -186,6 +185,8 @@ class Mirror:
         with self._sending:
             if self.lock is not None:
                 self.lock.check()
+            if not (self.local / URL_FILE).is_file():  # or all its files would count as removed
+                raise StoreError(f"{self.local}: the local copy of {self.remote.url} is gone")
             there: dict[str, tuple[int, int]] = {}
             for folder, _, files in os.walk(self.local):
                 for file in files:

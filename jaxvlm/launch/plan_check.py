@@ -12,7 +12,7 @@ from jaxvlm.planner.hardware import machine as machines
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.report.units import gib, seconds
 from jaxvlm.planner.request import abstract_devices
-from jaxvlm.planner.request.request import PlanRequest, plan_request
+from jaxvlm.planner.request.request import PlanRequest, plan_request, undivided
 from jaxvlm.planner.search import candidates, search
 from jaxvlm.planner.search.candidate_memory import Plan
 from jaxvlm.spmd import disaggregated_encoder
@@ -59,6 +59,8 @@ def check(config: Config, recipe: str, machine: Machine) -> Verdict:
     try:
         among = allowed(request, config, auto, devices, lambda _: None)
     except ConfigError as error:
+        if undivided(config, machine.devices):
+            return Verdict(False, str(error))
         return Verdict(False, f"{error}; {_nearest(config, recipe, request, is_short=False)}")
     result = search.search(request, 1, among=among)
     memory = machine.chip.hbm_bytes

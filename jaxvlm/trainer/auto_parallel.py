@@ -19,7 +19,7 @@ from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.hardware.local_machine import machine_of
 from jaxvlm.planner.hardware.machine import Machine
 from jaxvlm.planner.report.units import gib
-from jaxvlm.planner.request.request import PlanRequest, plan_request
+from jaxvlm.planner.request.request import PlanRequest, plan_request, undivided
 from jaxvlm.planner.request.request import unsupported as not_in_plans
 from jaxvlm.planner.search import candidates, search
 from jaxvlm.planner.search.candidates import Candidate
@@ -184,7 +184,7 @@ def _recorded(
     batch = [(x.data.batch_size, x.data.max_length) for x in (recorded, config)]
     if recorded_devices != f"{len(devices)} x {devices[0].device_kind}" or batch[0] != batch[1]:
         return None
-    if auto_settings(recorded):
+    if auto_settings(recorded) or recorded.mesh.island != config.mesh.island:
         return None
     chosen = [_WHOLE[name][0] if name in _WHOLE else name for name in auto]
     chosen += ["mesh"] if "strategy.name" in auto else []
@@ -205,6 +205,8 @@ def allowed(
     Raises:
         ConfigError: there is none.
     """
+    if why := undivided(config, len(devices)):
+        raise ConfigError(why)
     parts, found = config.microbatches, dict[Candidate, None]()
     refused: dict[tuple[str, MeshConfig], str] = {}
     for candidate in _candidates(request, config, auto, devices):

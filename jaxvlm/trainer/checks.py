@@ -23,8 +23,8 @@ from jaxvlm.config import (
 from jaxvlm.data.conversations import packing
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
+from jaxvlm.train import island_checks
 from jaxvlm.train.callbacks import Callback
-from jaxvlm.trainer import island_checks
 
 AUTO = "auto"
 

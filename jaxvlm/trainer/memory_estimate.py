@@ -155,7 +155,7 @@ def _counted(run: Run, setup: StepSetup) -> MemoryEstimate:
     rough = QuickMemory(run.model, setup.frozen, setup.length, patches, setup.platform)
     states = {name: float(n) for name, n in step_memory.states(setup, run.model).items()}
     step = QuickStep(setup.mesh, setup.strategy, remat, setup.microbatches, setup.rows,
-                vision=setup.config.vision.remat, pairs=setup.pairs)  # fmt: skip
+                vision=setup.config.vision.remat, pairs=setup.pairs, outer=setup.outer)  # fmt: skip
     without_batch = sum(n for name, n in states.items() if name != "batch")
     work = rough.total(step) - without_batch
     return MemoryEstimate(setup, states, {"work": work}, False, time)

@@ -19,7 +19,7 @@ from etils import epath
 from loopback_store import answers, both, flipped, on_s3, short, unavailable
 from remote_checkpoints import newest, saved, state
 
-from jaxvlm.checkpoint import restore, store_requests
+from jaxvlm.checkpoint import object_store, restore, store_requests
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.store_requests import StoreError
@@ -70,6 +70,18 @@ def test_files_are_read_written_created_once_and_moved(url):
     files.remove("c/1")
     with pytest.raises(FileNotFoundError):
         files.read("c/1")
+
+
+def test_gcsfs_asks_nothing_by_grpc_wherever_it_was_imported_first(monkeypatch):
+    import fsspec
+    from gcsfs import core, extended_gcsfs
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    for name in ("gs", "gcs"):
+        other = extended_gcsfs.ExtendedGcsFileSystem
+        fsspec.register_implementation(name, other, clobber=True)
+    assert type(object_store._filesystem("gs")) is core.GCSFileSystem
+    assert fsspec.get_filesystem_class("gcs") is core.GCSFileSystem
 
 
 @both

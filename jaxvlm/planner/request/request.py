@@ -32,6 +32,7 @@ from jaxvlm.planner.request import pairs
 from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.planner.request.held_dtypes import Held
 from jaxvlm.planner.request.pairs import PairShapes
+from jaxvlm.train import island_checks
 
 TRAINED = ("full", "lora", "connector")
 """Values of ``--train``: all parameters, LoRA adapters on all linear maps, or the connector alone.
@@ -122,7 +123,8 @@ def plan_request(
             f"{model}: {why} can't be planned yet; jaxvlm train --dry_run compiles the step and "
             "reports its memory"
         )
-    _check_islands(config)
+    if config.mesh.island != 1:
+        island_checks.check(config)
     data = dataclasses.replace(
         config.data,
         max_length=flags.length or config.data.max_length,
@@ -161,15 +163,11 @@ def unsupported(config: Config) -> str:
     return next((name for name, is_set in settings.items() if is_set), "")
 
 
-def _check_islands(config: Config) -> None:
-    where = f"config.mesh.island={config.mesh.island}"
-    if config.mesh.island < 1:
-        raise ConfigError(f"{where}: set the number of islands, 1 or more")
-    if config.mesh.island > 1 and trains_embeddings(config):
-        raise ConfigError(
-            f"{where} cannot be combined with a loss of pairs: its negatives would be those of one "
-            "island; use config.mesh.data"
-        )
+def undivided(config: Config, devices: int) -> str:
+    """Why so many devices do not make the run's islands; "" if they do."""
+    islands = config.mesh.island
+    is_even = devices % islands == 0
+    return "" if is_even else f"{devices} devices are not divisible by config.mesh.island={islands}"
 
 
 def _check(flags: RequestFlags) -> None:

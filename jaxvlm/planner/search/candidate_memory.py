@@ -14,7 +14,7 @@ from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.memory import step_memory
 from jaxvlm.planner.memory.quick_memory import QuickMemory, QuickStep
 from jaxvlm.planner.request.request import PlanRequest
-from jaxvlm.planner.search.candidates import Candidate, outer_of, pair_mini_batches, setup_of
+from jaxvlm.planner.search.candidates import Candidate, outer_config, pair_mini_batches, setup_of
 from jaxvlm.planner.time.step_time import StepTime, step_time, without_vision
 
 MARGIN = 0.08
@@ -166,7 +166,7 @@ def _step(request: PlanRequest, candidate: Candidate) -> QuickStep:
     return QuickStep(
         candidate.mesh, candidate.strategy, candidate.remat, candidate.microbatches,
         request.rows, candidate.vision,
-        pair_mini_batches(request, candidate), outer_of(request, candidate.mesh),
+        pair_mini_batches(request, candidate), outer_config(request, candidate.mesh),
     )  # fmt: skip
 
 

@@ -110,11 +110,12 @@ def setup_of(request: PlanRequest, candidate: Candidate) -> StepSetup:
         with_remat(request.config.network, candidate), candidate.mesh, candidate.strategy,
         request.machine.platform, request.rows, request.length, request.images,
         request.patches, request.config.optim.frozen, candidate.microbatches,
-        pair_mini_batches(request, candidate), held_of(request), outer_of(request, candidate.mesh),
+        pair_mini_batches(request, candidate), held_of(request),
+        outer_config(request, candidate.mesh),
     )  # fmt: skip
 
 
-def outer_of(request: PlanRequest, mesh: MeshConfig) -> OuterConfig | None:
+def outer_config(request: PlanRequest, mesh: MeshConfig) -> OuterConfig | None:
     """Outer updates of the mesh's islands; ``None``: it has none."""
     return request.config.outer if mesh.island > 1 else None
 

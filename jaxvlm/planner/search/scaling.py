@@ -8,7 +8,7 @@ from typing import Any
 from jaxvlm.config import ConfigError
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.hardware.machine import Machine
-from jaxvlm.planner.request.request import PlanRequest
+from jaxvlm.planner.request.request import PlanRequest, undivided
 from jaxvlm.planner.search.candidate_memory import capacity
 from jaxvlm.planner.search.search import SearchResult, search
 
@@ -29,9 +29,8 @@ def curve(result: SearchResult) -> list[dict[str, Any]]:
         if target is None:
             points.append(point | {"text": "this machine can't be rented in this size"})
             continue
-        if size % base.config.mesh.island:
-            text = f"not divisible by config.mesh.island={base.config.mesh.island}"
-            points.append(point | {"text": text})
+        if why := undivided(base.config, size):
+            points.append(point | {"text": why})
             continue
         request = with_batch_size(base, each * size)._replace(machine=target)
         scaled = search(request, 1, memory=result.memory.of(request))

@@ -17,7 +17,7 @@ from jaxvlm.nn.grouped_matmul import kernel_of
 from jaxvlm.parallel.strategies import PRESETS
 from jaxvlm.planner.memory.quick_memory import refused
 from jaxvlm.planner.report.units import gib
-from jaxvlm.planner.request.request import PlanRequest
+from jaxvlm.planner.request.request import PlanRequest, undivided
 from jaxvlm.planner.search import encoder_placement
 from jaxvlm.planner.search.candidate_memory import CARE, Memory, Plan, capacity, kind
 from jaxvlm.planner.search.candidates import (
@@ -163,10 +163,8 @@ def possible(
     """
     request, divisible = memory.request, dict[tuple[Any, ...], bool]()
     families: set[str] = set()
-    devices, islands = request.machine.devices, request.config.mesh.island
-    if devices % islands:
-        text = f"{devices} devices are not divisible by config.mesh.island={islands}"
-        rejected["islands"] = Rejected("islands", "dims", text)
+    if why := undivided(request.config, request.machine.devices):
+        rejected["islands"] = Rejected("islands", "dims", why)
     for preset, mesh in meshes(request):
         family = Candidate(preset, mesh, PRESETS[preset], "none").family
         why = refused(memory.single_device_model, mesh, PRESETS[preset].params)

@@ -225,17 +225,23 @@ def seconds(message: Message, mesh: MeshConfig, machine: Machine) -> tuple[float
     n = _size(mesh, message.axes)
     if n == 1:
         return 0.0, 0.0
-    inner = math.prod(
-        getattr(mesh, a) for a in AXES[AXES.index(message.axes[-1]) + 1 :] if a not in message.axes
-    )
-    near = max(1, min(n, machine.island // inner)) if machine.island > inner else 1
-    sent = message.sent(mesh)
+    near, sent = _near(message.axes, mesh, machine), message.sent(mesh)
     fast = machine.links * machine.shares.links * _links_used(near, machine)
     links = sent / fast if near > 1 and fast else 0.0
     if near == n:
         return links, 0.0
     rate = machine.network * machine.shares.network * near
     return links, sent / rate if rate else 0.0
+
+
+def _near(axes: tuple[str, ...], mesh: MeshConfig, machine: Machine) -> int:
+    """Devices of a group over ``axes`` that fast links connect."""
+    if machine.platform == "tpu":  # as jaxvlm.parallel.mesh lays axes over slices
+        islands = math.gcd(mesh.island, machine.slices)
+        across = {ISLAND: islands, "data": math.gcd(mesh.data, machine.slices // islands)}
+        return math.prod(getattr(mesh, axis) // across.get(axis, 1) for axis in axes)
+    inner = math.prod(getattr(mesh, a) for a in AXES[AXES.index(axes[-1]) + 1 :] if a not in axes)
+    return max(1, min(_size(mesh, axes), machine.island // inner))
 
 
 def _links_used(devices: int, machine: Machine) -> float:
