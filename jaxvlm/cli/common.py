@@ -187,7 +187,7 @@ def define_reading(values: flags.FlagValues) -> None:
         "run",
         ["run", "built_in"],
         "How files of records are read: as the run reads its own, which are its data.format, "
-        "data.image_root, data.pairs.column_mapping and data.pairs.tsv_quoting; or by the defaults "
+        "data.image_root, data.column_mapping and data.tsv_quoting; or by the defaults "
         "of these settings (built_in).",
         flag_values=values,
     )
@@ -247,14 +247,10 @@ def flagged(values: flags.FlagValues, data: Any) -> Any:
     """Return data settings as the flags of :func:`define_reading` change them; says which."""
     default = type(data)()
     if values.data_format == "built_in":
-        pairs = dataclasses.replace(
-            data.pairs,
-            column_mapping=default.pairs.column_mapping,
-            tsv_quoting=default.pairs.tsv_quoting,
-        )
         data = dataclasses.replace(
-            data, format=default.format, image_root=default.image_root, pairs=pairs
-        )
+            data, format=default.format, image_root=default.image_root,
+            column_mapping=default.column_mapping, tsv_quoting=default.tsv_quoting,
+        )  # fmt: skip
     if data.image_root:
         say(
             f"image names in files are relative to the run's data.image_root={data.image_root!r}; "

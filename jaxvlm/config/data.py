@@ -28,9 +28,6 @@ class TokenizerConfig:
 class PairDataConfig:
     """Configures the queries, positives and negatives of pairs (docs/embedding_data.md)."""
 
-    column_mapping: tuple[tuple[str, str], ...] = ()
-    """Lists pairs of a column's name in the file and the name of the field that it is read as, e.g.
-    (('question', 'query'),); the default () renames none."""
     max_query_length: int = 0
     """Limits the length of queries in tokens; longer texts are truncated. The default 0 means
     ``data.max_length``."""
@@ -46,9 +43,6 @@ class PairDataConfig:
     max_negatives: int = -1
     """Limits the hard negatives of an example; each epoch samples them anew. The default -1 uses
     all of them."""
-    tsv_quoting: bool = False
-    """Makes quotation marks around a cell of a .tsv file quote the cell, as in a .csv file; with
-    the default False they are part of the text."""
     require_negatives: bool = False
     """Treats an example without a hard negative as a bad record (see ``data.on_bad_record``)."""
     batch_sampler: str = "no_duplicates"
@@ -68,10 +62,10 @@ class DataConfig:
     """Configures what a run reads, and how records become sequences of a batch."""
 
     train: str = ""
-    """Names the training data. Conversations are read from FILE.json, FILE.jsonl, or a built-in
-    data set such as easy-vqa:train (docs/data.md); pairs from a .json, .jsonl, .csv, .tsv, .parquet
-    or .tar file, or from all files that match a pattern such as ``shards/*.tar``
-    (docs/embedding_data.md). With config.data.format, it is whatever that format takes."""
+    """Names the training data, of conversations (docs/data.md) or pairs (docs/embedding_data.md): a
+    .json, .jsonl, .csv, .tsv, .parquet, .arrow or .tar file; all files that match a pattern such as
+    ``shards/*.tar``; a folder that Hugging Face's save_to_disk wrote; or a built-in data set such
+    as easy-vqa:train. With config.data.format, it is whatever that format takes."""
     eval: str = ""
     """Names the evaluation data, in the same form as ``train``; the default "" means that the run
     is not evaluated."""
@@ -81,6 +75,12 @@ class DataConfig:
     image_root: str = ""
     """Names the folder that image paths are relative to; the default "" means the data file's own
     folder."""
+    column_mapping: tuple[tuple[str, str], ...] = ()
+    """Lists pairs of a column's name in the file and the name of the field that it is read as, e.g.
+    (('prompt', 'question'), ('label', 'answer')); the default () renames none."""
+    tsv_quoting: bool = False
+    """Makes quotation marks around a cell of a .tsv file quote the cell, as in a .csv file; with
+    the default False they are part of the text."""
     ignored_fields: tuple[str, ...] = ()
     """Lists fields of records, turns and content parts that are ignored, even those that could be
     read. A record with any other field that jaxvlm does not read is a bad record (see

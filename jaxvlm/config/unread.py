@@ -79,13 +79,14 @@ def _reads_final_norm(vision: VisionConfig) -> bool:
     return vision.post_norm and -1 in (vision.feature_layers or (vision.feature_layer,))
 
 
-_FIELDS = frozenset(["image_root", "ignored_fields", "literal_markers", "pairs.column_mapping"])
+_FIELDS = frozenset(["image_root", "ignored_fields", "literal_markers", "column_mapping"])
 READ_BY: dict[str, frozenset[str]] = {
     ".json": _FIELDS,
     ".jsonl": _FIELDS,
     ".csv": _FIELDS,
-    ".tsv": _FIELDS | {"pairs.tsv_quoting"},
+    ".tsv": _FIELDS | {"tsv_quoting"},
     ".parquet": _FIELDS,
+    ".arrow": _FIELDS,
     ".tar": _FIELDS,
     # Its records and images are those of its package.
     "easy-vqa": frozenset(),
@@ -95,8 +96,7 @@ READ_BY: dict[str, frozenset[str]] = {
     "Record": frozenset(["image_root", "literal_markers"]),
     "Example": frozenset(),
 }
-"""Format of data -> the settings of ``data`` that say how it is read, as far as it takes them.
-Conversations have no ``pairs``, which is refused as a whole."""
+"""Format of data -> the settings of ``data`` that say how it is read, as far as it takes them."""
 READING = sorted(frozenset().union(*READ_BY.values()))
 _OWN = ("dict", "Record", "Example")
 
@@ -113,7 +113,9 @@ def formats_of(data: DataConfig, *specs: str) -> set[str]:
     out: set[str] = set()
     for spec in filter(None, specs):
         name = spec.partition(":")[0]
-        suffix = pathlib.PurePath(spec).suffix.lower()
+        file = pathlib.PurePath(spec)
+        compressed = file.suffix.lower() in (".gz", ".zst")
+        suffix = (file.with_suffix("") if compressed else file).suffix.lower()
         found = name if name in READ_BY else suffix
         # A pattern or a name without an ending may stand for a file of any kind.
         out |= {found} if found in READ_BY else {f for f in READ_BY if f.startswith(".")}

@@ -19,6 +19,7 @@ from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources.member_names import shown
 from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
 
 _MAX_LISTED = 5  # ids listed for each reason
@@ -118,7 +119,7 @@ def validate(
     for i in used:
         if failed := [p for p in corpus.images[i] if broken.get(p)]:
             identifier = records[int(corpus.source[i])].id
-            problems.append(Problem(identifier, broken[failed[0]], corpus.paths[failed[0]]))
+            problems.append(Problem(identifier, broken[failed[0]], shown(corpus.paths[failed[0]])))
         else:
             good.append(i)
     return ValidationReport(

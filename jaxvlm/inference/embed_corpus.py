@@ -20,7 +20,7 @@ from jaxvlm.checkpoint.digest import digests
 from jaxvlm.checkpoint.run_folder import local_to_read
 from jaxvlm.config import ConfigError
 from jaxvlm.data.pairs.examples import Item
-from jaxvlm.data.sources import webdataset
+from jaxvlm.data.sources import member_names
 from jaxvlm.inference import embedding_files
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.items import EmbedConfig, embed_items
@@ -118,7 +118,8 @@ def identity(
     for item in items:
         stat: tuple[int, ...] = ()
         with contextlib.suppress(OSError):
-            file = item.image.split("::")[0] if webdataset.is_member(item.image) else item.image
+            member = member_names.parse(item.image)
+            file = member.file if member else item.image
             status = os.stat(file) if file else None
             stat = (status.st_size, status.st_mtime_ns) if status else ()
         item_hash.update(json.dumps([*item, *stat]).encode() + b"\n")

@@ -14,6 +14,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.pairs.examples import Example, Item, matching, relevant, same_content
 from jaxvlm.data.sources import pair_formats, tables
+from jaxvlm.data.sources.member_names import with_file
 from jaxvlm.inference.items import refuse
 
 
@@ -105,7 +106,7 @@ def settings_to_leave_out(config: DataConfig) -> list[str]:
         config: data settings by which the examples were read.
     """
     names = ["format"] if config.format.target else []
-    names += ["pairs.column_mapping"] if config.pairs.column_mapping else []
+    names += ["column_mapping"] if config.column_mapping else []
     names += ["ignored_fields"] if set(config.ignored_fields) & pair_formats.OWN_FIELDS else []
     return [f"config.data.{name}" for name in names]
 
@@ -124,7 +125,9 @@ def record(
     def image(item: Item) -> str | None:
         if not item.image:
             return None
-        return os.path.relpath(item.image, root) if root else os.path.abspath(item.image)
+        return with_file(
+            item.image, lambda name: os.path.relpath(name, root) if root else os.path.abspath(name)
+        )
 
     shared = example.positive.instruction
     if any(item.instruction != shared for item in example.negatives):

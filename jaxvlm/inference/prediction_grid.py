@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pathlib
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.data.conversations.dataset import Dataset
+from jaxvlm.data.sources import members
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
 
 _WIDTH, _IMAGE, _TEXT, _COLUMNS, _MARGIN = 190, 128, 76, 6, 8
@@ -136,8 +136,8 @@ class GridItem(NamedTuple):
     """A query or a document: a text, an image, or both."""
 
     text: str = ""
-    image: str | io.BytesIO = ""
-    """Path, or open file; "" is none."""
+    image: str = ""
+    """Name of the image file; "" is none."""
 
 
 class RetrievedRow(NamedTuple):
@@ -197,8 +197,8 @@ def _draw_item(
         pen.text((left + 3, y + 14 * n), line, fill=_INK, font=font)
 
 
-def _thumb(file: str | io.BytesIO) -> Image.Image:
-    with Image.open(file) as image:
+def _thumb(name: str) -> Image.Image:
+    with Image.open(members.opened(name)) as image:
         thumb = image.convert("RGB")
     return thumb.resize(_fit(thumb.size), Image.Resampling.NEAREST)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import pathlib
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +13,6 @@ from jax.sharding import Mesh
 
 from jaxvlm.config import ConfigError
 from jaxvlm.data.pairs.examples import Example, Item, never_retrieved
-from jaxvlm.data.sources import webdataset
 from jaxvlm.evals import retrieval
 from jaxvlm.evals.retrieval import RANDOM, REVERSE, Relevance, Retrieval
 from jaxvlm.evals.zero_shot import unit
@@ -234,6 +232,4 @@ def retrieval_grid(
 
 
 def _grid_item(item: Item) -> GridItem:
-    if webdataset.is_member(item.image):
-        return GridItem(item.words, io.BytesIO(webdataset.read(item.image)))
     return GridItem(item.words, item.image)

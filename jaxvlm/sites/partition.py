@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import json
-import pathlib
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxvlm.config import ConfigError
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
+from jaxvlm.data.sources.member_names import with_file
 
 
 def partition(records: Sequence[Record], sites: int, alpha: float, seed: int) -> list[list[int]]:
@@ -104,8 +105,7 @@ def _item(record: Record) -> dict[str, object]:
         parts: list[dict[str, str]] = []
         for i, text in enumerate(texts):
             if i:
-                image = str(pathlib.Path(next(images)).resolve())
-                parts.append({"type": "image", "image": image})
+                parts.append({"type": "image", "image": with_file(next(images), os.path.realpath)})
             if text:
                 parts.append({"type": "text", "text": text})
         message: dict[str, object] = {"role": turn.role, "content": parts}

@@ -58,6 +58,7 @@ ASKED = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
 SAID = "user: hi | assistant: yes"
 SEEN = "user: <image>hi | assistant: yes | a.png"
+BEFORE, BRIEF = "user: a | assistant: b", "system: be brief"
 TEXT = {"type": "text", "text": "hi"}
 CALL = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
 FROM = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
@@ -127,6 +128,21 @@ def refused(level: str, make: Any, **fields: Any) -> list[Key]:
     return [Key(level, name, make(**{name: value}), "") for name, value in fields.items()]
 
 
+def instruct(**more: Any) -> dict[str, Any]:
+    """A record of Alpaca's fields with further ones."""
+    return {"instruction": "hi", "output": "yes", **more}
+
+
+def vqa(**more: Any) -> dict[str, Any]:
+    """A question and its answer with further fields."""
+    return {"question": "hi", "answer": "yes", **more}
+
+
+def every(record: dict[str, Any], read: str) -> list[Key]:
+    """Every key of a record that is read."""
+    return [Key("record", name, record, read) for name in record]
+
+
 def whole(*records: dict[str, Any]) -> list[Key]:
     """Every key of records in a format that is not read."""
     return [Key("record", name, record, "") for record in records for name in record]
@@ -151,8 +167,8 @@ MS_SWIFT = Project(
         *refused("record", chat, rejected_images=["a.png"], solution="4"),
         *refused("record", chat, chat_template_kwargs={"max_pixels": 1048576}),
         *whole({"system": "be brief", "conversation": [{"human": "hi", "assistant": "yes"}]}),
-        *whole({"query": "hi", "response": "yes", "history": [["a", "b"]]}),
-        *whole({"instruction": "hi", "input": "a", "output": "yes"}),
+        *every({"query": "hi", "response": "yes", "history": [["a", "b"]]}, f"{BEFORE} | {SAID}"),
+        *every(instruct(input="a"), "user: hi\na | assistant: yes"),
         Key("turn", "role", chat(), SAID),
         Key("turn", "content", chat(), SAID),
         Key("turn", "loss", answer(loss=True), TWICE),
@@ -193,10 +209,13 @@ LLAMA_FACTORY = Project(
         Key("record", "conversations", llava(), SAID),
         Key("record", "messages", chat(), SAID),
         Key("record", "images", llava(images=["a.png"]), SEEN),
-        *refused("record", llava, system="be brief", tools='[{"name": "f"}]', kto_tag=False),
+        Key("record", "system", llava(system="be brief"), f"{BRIEF} | {SAID}"),
+        *refused("record", llava, tools='[{"name": "f"}]', kto_tag=False),
         *refused("record", llava, chosen=FROM[1], rejected=FROM[1]),
         *refused("record", llava, videos=["a.mp4"], audios=["a.wav"]),
-        *whole({"instruction": "hi", "input": "a", "output": "yes", "history": [["a", "b"]]}),
+        *every(
+            instruct(input="a", history=[["a", "b"]]), f"{BEFORE} | user: hi\na | assistant: yes"
+        ),
         *whole({"instruction": "hi", "chosen": "yes", "rejected": "no"}, {"text": "words"}),
         *whole({"chosen_messages": [ASKED, ANSWER], "rejected_messages": [ASKED, ANSWER]}),
         Key("turn", "from", llava(), SAID),
@@ -217,11 +236,14 @@ AXOLOTL = Project(
         Key("record", "conversations", llava(), SAID),
         Key("record", "images", chat(images=["a.png"]), SEEN),
         Key("record", "image", chat(image=["a.png"]), SEEN),
-        *refused("record", chat, tools=CALL, system="be brief", chosen=ANSWER, rejected=ANSWER),
-        *whole({"instruction": "hi", "input": "a", "output": "yes"}, {"text": "words"}),
-        *whole({"question": "hi", "answer": "yes", "choices": ["a"], "explanation": "b"}),
+        Key("record", "system", chat(system="be brief"), f"{BRIEF} | {SAID}"),
+        *refused("record", chat, tools=CALL, chosen=ANSWER, rejected=ANSWER),
+        *every(instruct(input="a"), "user: hi\na | assistant: yes"),
+        *whole({"text": "words"}),
+        *every(vqa(), SAID),
+        *refused("record", vqa, choices=["a"], explanation="b", context="a"),
         *whole({"system_prompt": "a", "question": "hi", "response": "yes"}),
-        *whole({"article": "a", "summary": "b"}, {"context": "a", "question": "b", "answer": "c"}),
+        *whole({"article": "a", "summary": "b"}),
         *whole({"instruction": "a", "revision": "b", "scores": "c", "critiques": "d"}),
         *whole({"prompt": "a", "generation": "b"}, {"message_1": "a", "message_2": "b"}),
         *whole({"INSTRUCTION": "a", "RESPONSE": "b"}, {"reflection": "a", "corrected": "b"}),

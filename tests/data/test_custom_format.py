@@ -93,7 +93,7 @@ def test_a_check_lists_what_training_says(write_json, image, tmp_path):
     report = validate(path, DataConfig(), prepare=squares(64))
     said = "\n".join(report.lines())
     assert f"missing file: gone ({tmp_path}/gone.png)" in said
-    assert "neither 'conversations' nor 'messages': odd (keys: id, text)" in said
+    assert "'conversations' nor 'messages'" in said and "odd (keys: id, text)" in said
     assert dataclasses.asdict(report)["problems"]["missing file"] == ["gone"]
     _, problems = conversation_formats.read(path)
     with pytest.raises(DataError) as error:

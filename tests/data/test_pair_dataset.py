@@ -23,7 +23,6 @@ from pair_data import (
 )
 from PIL import Image
 
-from jaxvlm.config import PairDataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
@@ -291,14 +290,14 @@ def test_shards_of_captions_are_trained_on(tmp_path):
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
-    turned = PairDataConfig(column_mapping=(("txt", "query"), ("png", "positive_image")))
+    turned = (("txt", "query"), ("png", "positive_image"))
     digests = set()
-    for pairs in (PairDataConfig(), turned):
-        config = dataclasses.replace(BASE, train=str(tmp_path / "*.tar"), pairs=pairs)
+    for mapping in ((), turned):
+        config = dataclasses.replace(BASE, train=str(tmp_path / "*.tar"), column_mapping=mapping)
         data = PairDataset.from_config(config, text_collator())
         digests.add(data.fingerprint()["content"])
         found, meta = next(data.train(np.arange(8)))
-        shown, side = (found.query, 0) if pairs is not turned else (found.document, 1)
+        shown, side = (found.query, 0) if mapping is not turned else (found.document, 1)
         for row, example in enumerate(meta.example.tolist()):
             pixels = shown.pixels[row, 0, 0] if side else shown.pixels[row, 0]
             assert (pixels == colors[example]).all()

@@ -10,7 +10,7 @@ import tarfile
 import pytest
 from PIL import Image
 
-from jaxvlm.config import DataConfig, PairDataConfig
+from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs.examples import Example, Item
@@ -78,7 +78,7 @@ def test_formats_agree(item, want, write_json, tmp_path, caplog):
 
 
 def mapped(*pairs):
-    return DataConfig(pairs=PairDataConfig(column_mapping=pairs))
+    return DataConfig(column_mapping=pairs)
 
 
 def test_columns_are_mapped(write_json):
@@ -169,7 +169,6 @@ BAD = {
     ),
     "two images for 'query'": good(query={"image": "a.png"}, query_image="b.png"),
     f"a field of the 'query' {UNREAD}": good(query={"txt": "a"}),
-    "an image embedded in the table; give files, or tar shards": good(query_image={"bytes": "x"}),
     "an image that is not a file": good(query_image="https://example.com/a.png"),
     "an image's name is not text": good(query_image=3),
     "text that is not valid Unicode": good(query="\ud83d"),
@@ -275,7 +274,7 @@ def test_no_record_swallows_another(tmp_path, name, text, positives, reasons):
 def test_a_tsv_that_was_written_with_quotation_marks(tmp_path):
     path = tmp_path / "a.tsv"
     path.write_text('query\tpositive\na\t"say ""b"" \t or c"\n')
-    config = DataConfig(pairs=PairDataConfig(tsv_quoting=True))
+    config = DataConfig(tsv_quoting=True)
     (found,), problems = pair_formats.read(str(path), config)
     assert found.positive.text == 'say "b" \t or c' and not problems
     assert pair_formats.read(str(path))[1][0].reason == "more cells than columns"
@@ -428,7 +427,7 @@ def test_several_files_are_tasks(tmp_path):
     ("name", "content", "says"),
     [
         ("none.jsonl", None, "no such file; give one of .jsonl, .json"),
-        ("a.txt", b"a", "not a file of examples"),
+        ("a.txt", b"a", "not a file of records"),
         ("a.json", b"[]", "contains no record"),
         ("a.jsonl", b"", "empty"),
         ("a.csv", b"query,positive\n\xff,b\n", "not UTF-8"),

@@ -18,15 +18,10 @@ from jaxvlm.config import (
     ConfigError,
     DataConfig,
     Extension,
-    PairDataConfig,
     formats_of,
     refuse_unread_by,
 )
 from jaxvlm.config.unread import READ_BY, READING
-from jaxvlm.data.conversations import run_data
-from jaxvlm.data.conversations.dataset import ModelInputs
-from jaxvlm.data.errors import DataError
-from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, pair_formats, tables
 from jaxvlm.data.sources.conversation_formats import Record, Turn
@@ -36,12 +31,12 @@ SET = {
     "image_root": "elsewhere",
     "ignored_fields": ("note",),
     "literal_markers": ("<img>",),
-    "pairs.column_mapping": (("asked", "query"),),
-    "pairs.tsv_quoting": True,
+    "column_mapping": (("asked", "query"),),
+    "tsv_quoting": True,
 }
 """Values that :func:`pairs` or :func:`chats` would be read otherwise by."""
-CONVERSATIONS = (".json", ".jsonl", "easy-vqa", "dict", "Record")
-PAIRS = (*tables.READERS, "dict", "Example")
+CONVERSATIONS = (*tables.KINDS, "easy-vqa", "dict", "Record")
+PAIRS = (*tables.KINDS, "dict", "Example")
 GIVEN = {}
 
 
@@ -52,15 +47,10 @@ def pairs(asked="query"):
     return [{asked: text, **more, "note": note} for text, note in rows]
 
 
-def chats():
+def chats(asked="query"):
     """Conversations that each setting changes."""
-    out = [{"image": "a.png", "note": note} for note in ("", "", "x")]
-    for row, text in zip(out, ("what is it?", "is <img> text?", "what is it?")):
-        row["messages"] = [
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": "yes"},
-        ]
-    return out
+    more = {"image": "a.png", "response": '"yes"'}
+    return [{asked: row[asked], **more, "note": row["note"]} for row in pairs(asked)]
 
 
 def write(folder, kind, rows):
@@ -75,11 +65,16 @@ def write(folder, kind, rows):
             table.writerows(rows)
     elif kind == ".tsv":
         path.write_text("".join("\t".join(x) + "\n" for x in (rows[0], *map(dict.values, rows))))
-    elif kind == ".parquet":
+    elif kind in (".parquet", ".arrow"):
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        table = pyarrow.Table.from_pylist(rows)
+        if kind == ".parquet":
+            parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+                stream.write_table(table)
     else:
         with tarfile.open(path, "w") as tar:
             for i, row in enumerate(rows):
@@ -96,7 +91,7 @@ def give(file):
     texts = ("what is it?", "is <img> text?")
     return {
         "dict": pairs(asked),
-        "chat": chats(),
+        "chat": chats(asked),
         "Record": [
             Record("", (Turn("user", text), Turn("assistant", "y")), ("a.png",)) for text in texts
         ],
@@ -106,11 +101,7 @@ def give(file):
 
 def with_set(config, name):
     """``config`` with a setting's value of ``SET``."""
-    group, _, field = name.rpartition(".")
-    if not group:
-        return dataclasses.replace(config, **{name: SET[name]})
-    pairs = dataclasses.replace(config.pairs, **{field: SET[name]})
-    return dataclasses.replace(config, pairs=pairs)
+    return dataclasses.replace(config, **{name: SET[name]})
 
 
 @pytest.fixture
@@ -122,11 +113,11 @@ def source(tmp_path, monkeypatch):
     monkeypatch.setitem(conversation_formats.SOURCES, "easy-vqa:train", lambda: one)
 
     def make(kind, reader, name=""):
-        asked = "asked" if name == "pairs.column_mapping" else "query"
+        asked = "asked" if name == "column_mapping" else "query"
         is_chat = reader is conversation_formats
         spec, own = "easy-vqa:train", Extension()
         if kind.startswith("."):
-            spec = write(tmp_path, kind, chats() if is_chat else pairs(asked))
+            spec = write(tmp_path, kind, chats(asked) if is_chat else pairs(asked))
         elif kind != "easy-vqa":
             spec = f"{'chat' if kind == 'dict' and is_chat else kind}-{asked}.db"
             own = Extension(target=f"{__file__}:give")
@@ -157,12 +148,6 @@ def test_a_setting_is_read_or_refused(source, reader, kind, name):
     config, spec = source(kind, reader, name)
     refuse_unread_by(config, formats_of(config, spec))
     changed = with_set(config, name)
-    if reader is conversation_formats and name.startswith("pairs."):
-        with pytest.raises((ConfigError, DataError), match=r"data\.pairs.* is"):
-            refuse_unread_by(changed, formats_of(changed, spec))
-            inputs = ModelInputs(8, image_files.squares(8), 1)
-            run_data.validate_settings(changed, inputs)
-        return
     assert refused(changed, spec, reader, name) == (name not in READ_BY[kind])
     if name in READ_BY[kind]:
         assert reader.read(spec, changed) != reader.read(spec, config)
@@ -215,13 +200,12 @@ def test_a_run_refuses_what_none_of_its_data_takes(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"image_root='y': no such folder"):
         check("a.tar", "", image_root="y")  # also where every image is in the tar
     check("easy-vqa:train", "a.jsonl", ignored_fields=("x",))
-    quoting = PairDataConfig(tsv_quoting=True)
     for evaluated, taken in (("b.tsv", True), ("shards/*", True), ("b.csv", False), ("", False)):
         if taken:
-            check("a.jsonl", evaluated, pairs=quoting)
+            check("a.jsonl", evaluated, tsv_quoting=True)
             continue
         with pytest.raises(ConfigError, match=r"tsv_quoting=True is not read by data of"):
-            check("a.jsonl", evaluated, pairs=quoting)
+            check("a.jsonl", evaluated, tsv_quoting=True)
 
 
 def test_commands_refuse_it_too(tmp_path, capsys):

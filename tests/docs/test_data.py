@@ -26,7 +26,12 @@ def test_examples_are_read(text, tmp_path):
 
 def test_every_reason_is_in_the_table():
     table = PAGE.replace("'from' / 'role'", "'from'").replace("a turn without 'role'", "")
-    for name in ("sources/conversation_formats", "conversations/tokenize", "conversations/packing"):
+    for name in (
+        "sources/conversation_formats",
+        "sources/layouts",
+        "conversations/tokenize",
+        "conversations/packing",
+    ):
         source = (ROOT / "jaxvlm" / "data" / f"{name}.py").read_text(encoding="utf-8")
         plain = re.findall(r'(?:BadItem\(|Problem\(\w+(?:\.\w+)?, )"([^"]+)"', source)
         for reason in set(plain) - {"a turn without 'role'"}:

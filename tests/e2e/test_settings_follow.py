@@ -43,8 +43,8 @@ def drawn(kind, seed):
     settings = {
         "data.pairs.query_instruction": one(*SAID[1:]),
         "data.pairs.document_instruction": one(*SAID),
-        "data.pairs.column_mapping": (("asked", "query"), ("told", "positive")),
-        "data.pairs.tsv_quoting": one(True, False),
+        "data.column_mapping": (("asked", "query"), ("told", "positive")),
+        "data.tsv_quoting": one(True, False),
         "data.ignored_fields": ("note",),
         "pair_loss.similarity": one("cosine", "dot"),
         "pair_loss.matryoshka_dims": one((), (8, 16)),
@@ -58,7 +58,7 @@ def drawn(kind, seed):
 
 def started(kind, settings, folder, monkeypatch):
     """A run of one step, started in ``folder`` with relative paths; returns its workdir."""
-    quote = '"' if settings["data.pairs.tsv_quoting"] else ""
+    quote = '"' if settings["data.tsv_quoting"] else ""
     rows = [
         "asked\ttold\tnote",
         *(f"{quote}{q}{quote}\t{d}\tx" for q, d in zip(QUERIES, DOCUMENTS)),

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvlm.config import ConfigError, DataConfig, Extension, MeshConfig, PairDataConfig
+from jaxvlm.config import ConfigError, DataConfig, Extension, MeshConfig
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.inference import examples
@@ -237,9 +237,9 @@ def test_written_examples_are_read_back(tmp_path, monkeypatch, instructions):
 
 
 def test_settings_that_would_read_the_examples_otherwise_are_named():
-    pairs = PairDataConfig(column_mapping=(("positive", "query"), ("query", "positive")))
-    config = DataConfig(pairs=pairs, ignored_fields=("note", "negatives"))
-    names = ["config.data.pairs.column_mapping", "config.data.ignored_fields"]
+    mapping = (("positive", "query"), ("query", "positive"))
+    config = DataConfig(column_mapping=mapping, ignored_fields=("note", "negatives"))
+    names = ["config.data.column_mapping", "config.data.ignored_fields"]
     assert examples.settings_to_leave_out(config) == names
     config = DataConfig(format=Extension(target="m:f"), ignored_fields=("note",))
     assert examples.settings_to_leave_out(config) == ["config.data.format"]

@@ -19,6 +19,7 @@ from jaxvlm.data.errors import ImageError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
+from jaxvlm.data.sources.member_names import shown
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ONE_AT_A_TIME, ChatTokenizer
 from jaxvlm.types import Span
@@ -407,7 +408,7 @@ def with_readable_images(
             good.append(i)
         else:
             record = records[int(corpus.source[i])]
-            problems.append(Problem(record.id, reasons[bad], corpus.paths[bad]))
+            problems.append(Problem(record.id, reasons[bad], shown(corpus.paths[bad])))
     return take(corpus, np.asarray(good, np.int64)), problems
 
 

@@ -21,7 +21,8 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, fe
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError, ImageError
 from jaxvlm.data.images.patches import Patching
-from jaxvlm.data.sources import webdataset
+from jaxvlm.data.sources import members
+from jaxvlm.data.sources.member_names import is_file
 from jaxvlm.types import Span
 
 Pixels = UInt8[np.ndarray, "*tiles H W 3"]
@@ -291,12 +292,9 @@ class ImageCache:
 
 def name_and_size(path: str) -> tuple[str, int]:
     """Return an image file's name without its folder, and its size in bytes, for fingerprints."""
-    size = webdataset.size(path) if _is_in_tar(path) else os.path.getsize(path)
-    return os.path.basename(path), size
-
-
-def _is_in_tar(path: str) -> bool:
-    return "::" in path and webdataset.is_member(path)
+    if is_file(path):
+        return os.path.basename(path), os.path.getsize(path)
+    return members.name_and_size(path)
 
 
 def sample_digest(paths: Sequence[str], count: int = 16) -> str:
@@ -313,7 +311,7 @@ def sample_digest(paths: Sequence[str], count: int = 16) -> str:
 def _bytes(path: str) -> bytes:
     _check_regular(path)
     try:
-        return webdataset.read(path) if _is_in_tar(path) else pathlib.Path(path).read_bytes()
+        return pathlib.Path(path).read_bytes() if is_file(path) else members.read(path)
     except FileNotFoundError:
         raise ImageError("missing file") from None
     except (OSError, ValueError) as error:
@@ -322,13 +320,13 @@ def _bytes(path: str) -> bytes:
 
 def _check_regular(path: str) -> None:
     """Refuse a pipe, a device or a folder, which may be read without end; raises ImageError."""
-    if not _is_in_tar(path) and os.path.exists(path) and not os.path.isfile(path):
+    if is_file(path) and os.path.exists(path) and not os.path.isfile(path):
         raise ImageError("can't be read: not a regular file")
 
 
 def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     """Open an image and read its header; raises ImageError."""
-    if isinstance(source, str) and _is_in_tar(source):
+    if isinstance(source, str) and not is_file(source):
         source = io.BytesIO(_bytes(source))
     if isinstance(source, str):
         _check_regular(source)

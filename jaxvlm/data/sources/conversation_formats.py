@@ -1,24 +1,29 @@
 """Read files of conversations about images into records; invalid items become problems.
 
 A format is a function in ``FORMATS``, chosen by the key that an item has: ``conversations``
-(LLaVA) or ``messages`` (OpenAI-like). Named sources are in ``SOURCES``.
+(LLaVA), ``messages`` (OpenAI-like), or that of a layout in ``layouts.py``. Named sources are in
+``SOURCES``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jaxvlm.config import DataConfig, extension, json_text
+from jaxvlm.config import DataConfig, extension
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import custom_format, fields
+from jaxvlm.data.sources import custom_format, fields, tables
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
+from jaxvlm.data.sources.layouts import LAYOUTS, Layout
+from jaxvlm.data.sources.member_names import is_file
 
-DEFAULT = DataConfig()
+_OF_TAR = dict.fromkeys(tables.IMAGES, "image") | {"txt": "caption"}
+"""Fields of a tar's plain ``KEY.jpg`` and ``KEY.txt``."""
 PLACEHOLDER = image_placeholders.MARK
 
 _LLAVA_ROLES = {
@@ -68,14 +73,14 @@ class Record(NamedTuple):
     """Labels that evaluations group their results by, e.g. ``{"kind": "color"}``."""
 
 
-def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Problem]]:
-    """Read a data file or a named source.
+def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Record], list[Problem]]:
+    """Read a data file, several, or a named source.
 
     Args:
-        spec: ``FILE.json`` (LLaVA, or a list of messages), ``FILE.jsonl``, or a name in
-            ``SOURCES`` such as ``easy-vqa:train``.
-        config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers`` and
-            ``format`` are read.
+        spec: what :func:`jaxvlm.data.sources.tables.read` reads, or a name in ``SOURCES`` such as
+            ``easy-vqa:train``.
+        config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers``,
+            ``format``, ``column_mapping`` and ``tsv_quoting`` are read.
 
     Returns:
         Records in the file's order, and a Problem for each item that is not a valid record.
@@ -86,20 +91,17 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
     own = extension.is_set(config.format, custom_format.PATH)
     if spec in SOURCES and not own:
         return SOURCES[spec](), []
-    path = pathlib.Path(spec).expanduser()
-    if not own and not path.is_file():
-        names, why = ", ".join(SOURCES), "not a regular" if path.exists() else "no such"
-        raise DataError(
-            f"{spec or '(empty name)'}: {why} file; give a .json or .jsonl file, or one of {names}"
-        )
-    root = pathlib.Path(config.image_root).expanduser() if config.image_root else path.parent
-    items, problems = (
-        (custom_format.read_items(config, spec, Record), []) if own else items_of(path)
-    )
+    problems: list[Problem]
+    if own:
+        items = custom_format.read_items(config, spec, Record)
+        raw, problems = tables.raw_records(items, spec, config), []
+    else:
+        raw, problems = tables.read(spec, config, SOURCES)
+    mapping = tables.mapping_of(spec, raw, config)
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     records: list[Record] = []
     splits = fields.Splits(spec, config)
-    for where, item in items:
+    for where, item, locate, _ in raw:
         identifier = where
         try:
             if isinstance(item, Problem):
@@ -107,112 +109,85 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Record], list[Pr
                 continue
             if isinstance(item, Record):
                 identifier = item.id or where
-                records.append(_own_record(item._replace(id=identifier), root, allowed))
+                records.append(_own_record(item._replace(id=identifier), locate, allowed))
                 continue
             if not isinstance(item, dict):
                 raise BadItem("not a JSON object")
-            item = {k: v for k, v in item.items() if k not in config.ignored_fields}
+            item = {
+                k: v
+                for k, v in item.items()
+                if k not in config.ignored_fields and v is not None  # as tables without it have
+            }
+            item = tables.renamed(item, mapping, _OF_TAR)
             splits.add(item)
             identifier = id_of(item.get("id"), where)
-            records.append(_record(identifier, item, root, allowed))
+            records.append(_record(identifier, item, locate, allowed))
         except BadItem as bad:
             problems.append(Problem(identifier, bad.reason, bad.detail))
     splits.check()
-    if not records and not problems:
-        raise DataError(f"{spec}: contains no record; give a file with at least one conversation")
     return records, problems
 
 
-def items_of(path: pathlib.Path) -> tuple[list[tuple[str, Any]], list[Problem]]:
-    """Read the items of a JSON array, a JSON object or JSON lines.
-
-    Args:
-        path: path of the file.
-
-    Returns:
-        ``[("file:line or index", raw item)]``, and a Problem for each invalid line.
-
-    Raises:
-        DataError: the file as a whole can't be read.
-    """
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if not data.strip():
-        raise DataError(f"{path}: the file is empty; give one with at least one record")
-    lines = data.split(b"\n")
-    if data.lstrip()[:1] == b"[" or _is_one_object(data, lines):
-        try:
-            parsed = json_text.parse(data)
-        except UnicodeDecodeError as error:
-            bad_line = data[: error.start].count(b"\n") + 1
-            raise DataError(f"{path}:{bad_line}: not UTF-8; save the file as UTF-8") from None
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON: {error}; fix the file there") from None
-        parsed = parsed if isinstance(parsed, list) else [parsed]
-        return [(f"{path.name}[{i}]", item) for i, item in enumerate(parsed)], []
-    items: list[tuple[str, Any]] = []
-    problems = []
-    for number, line in enumerate(lines, 1):
-        where = f"{path.name}:{number}"
-        if not line.strip():
-            continue
-        try:
-            items.append((where, json_text.parse(line)))
-        except UnicodeDecodeError:
-            problems.append(Problem(where, "not UTF-8"))
-        except ValueError as error:
-            problems.append(Problem(where, "not JSON", str(error)))
-    if not items and problems:
-        raise DataError(
-            f"{path}: neither JSON nor JSON lines ({problems[0]});"
-            " give LLaVA JSON, or messages as JSONL"
-        )
-    return items, problems
-
-
-def _is_one_object(data: bytes, lines: list[bytes]) -> bool:
-    """Whether the file is a single pretty-printed object rather than one object a line."""
-    first = next(line for line in lines if line.strip())
-    return data.lstrip()[:1] == b"{" and first.strip() == b"{"
-
-
-def _record(identifier: str, item: dict[str, Any], root: pathlib.Path, allowed: Allowed) -> Record:
+def _record(
+    identifier: str, item: dict[str, Any], locate: Callable[[str], str], allowed: Allowed
+) -> Record:
     """Parse one raw item to a Record; raises BadItem."""
-    keys = [key for key in FORMATS if key in item]
+    keys = [key for key in FORMATS if key in item and (
+        key not in LAYOUTS or LAYOUTS[key].needs <= item.keys())]  # fmt: skip
     if not keys:
         known = " nor ".join(map(repr, FORMATS))
         raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
-    item = allowed.fields_of("record", item, {"id", keys[0], *_LISTS_OF_IMAGES})
+    layout = LAYOUTS.get(keys[0])
+    own = layout.fields if layout else {keys[0]}
+    item = allowed.fields_of("record", item, {"id", "system", *own, *_LISTS_OF_IMAGES})
     turns, inline = FORMATS[keys[0]](item, allowed)
+    if not is_empty(item.get("system")):
+        if turns and turns[0].role == "system":
+            raise BadItem("a system prompt both in 'system' and in the conversation")
+        turns.insert(0, Turn("system", _text(item["system"], "'system' is not text")))
     named = _listed(item, allowed)
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("images named both in the content and in 'images'")
     images = [i for i in inline if i] or named
     turns = [turn._replace(content=tidy(turn.content)) for turn in turns]
-    return _checked_record(Record(identifier, tuple(turns), tuple(images)), root, allowed)
+    record = Record(identifier, tuple(turns), tuple(images))
+    return _checked_record(record, locate, allowed, several_lead=layout is not None)
 
 
-def _checked_record(record: Record, root: pathlib.Path, allowed: Allowed) -> Record:
-    """``record`` with a placeholder for each image, and images' paths; raises BadItem."""
+def _checked_record(
+    record: Record, locate: Callable[[str], str], allowed: Allowed, several_lead: bool = False
+) -> Record:
+    """``record`` with a placeholder for each image, and images' paths; raises BadItem.
+
+    Args:
+        record: as it was read.
+        locate: gives an image's path.
+        allowed: markers of other formats that are text.
+        several_lead: whether several images, too, without placeholders stand at the beginning.
+    """
     turns, images = list(record.turns), record.images
     count = sum(turn.content.count(PLACEHOLDER) for turn in turns)
-    if count == 0 and len(images) == 1:
+    if count == 0 and (len(images) == 1 or several_lead):
         # As in LLaVA's own files, the image goes before the first question.
-        first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-        turns[first] = turns[first]._replace(content=f"{PLACEHOLDER}{turns[first].content}")
-        count = 1
+        first, count = (
+            next((i for i, turn in enumerate(turns) if turn.role == "user"), 0),
+            len(images),
+        )
+        marked = f"{PLACEHOLDER * count}{turns[first].content}"
+        turns[first] = turns[first]._replace(content=marked)
     if count != len(images):
         detail = f"{count} placeholders, {len(images)} images"
         raise BadItem("placeholders and images differ in number", detail)
     _check_turns(turns)
     for turn in turns if images else ():
         allowed.refuse_markers(turn.content)
-    files = tuple(_locate(name, root) for name in images)
+    files = tuple(locate(name) for name in images)
     return record._replace(turns=tuple(turns), images=files)
 
 
-def _own_record(record: Record, root: pathlib.Path, allowed: Allowed) -> Record:
+def _own_record(record: Record, locate: Callable[[str], str], allowed: Allowed) -> Record:
     """A Record that a format of the user's own made, checked like one of a file; raises BadItem."""
     for turn in record.turns:
         if not isinstance(turn, Turn):
@@ -222,7 +197,7 @@ def _own_record(record: Record, root: pathlib.Path, allowed: Allowed) -> Record:
         if not isinstance(turn.content, str):
             raise BadItem("a turn whose 'content' is neither text nor a list")
     images = tuple(map(file_name, record.images))
-    return _checked_record(record._replace(images=images), root, allowed)
+    return _checked_record(record._replace(images=images), locate, allowed)
 
 
 def id_of(value: Any, where: str) -> str:
@@ -276,6 +251,10 @@ ParseTurn = Callable[[dict[str, Any], Allowed], tuple[Turn, list[str]]]
 
 def _conversation(raw: Any, parse: ParseTurn, allowed: Allowed) -> tuple[list[Turn], list[str]]:
     """Parse turns, and for each image in a content list its file ("" takes the next listed)."""
+    if isinstance(raw, dict) and all(isinstance(column, list) for column in raw.values()):
+        # A list of objects, as Hugging Face's data sets had it until version 4.
+        with contextlib.suppress(ValueError):
+            raw = [dict(zip(raw, values)) for values in zip(*raw.values(), strict=True)]
     if not isinstance(raw, list):
         raise BadItem("the conversation is not a list")
     if not raw:
@@ -363,6 +342,7 @@ def message_turn(
     role = entry.get("role")
     if role is None:
         raise BadItem("a turn without 'role'")
+    role = "system" if role == "developer" else role  # OpenAI's newer name
     if role not in _ROLES:
         raise BadItem("unknown role", repr(role)[:60])
     trained, is_answer = _is_trained(entry, role), role == "assistant"
@@ -404,6 +384,8 @@ def _image_name(value: Any, allowed: Allowed) -> str:
         given = [value[key] for key in _FIELDS_OF_IMAGE if not is_empty(value.get(key))]
         if len(given) > 1:
             raise BadItem("an image with several names or contents; which one is meant?")
+        if isinstance(data := value.get("bytes"), str) and data and is_file(data):
+            raise BadItem("an image's bytes as text; give them as a data: URI")
         value = given[0] if given else None
     return file_name(value)
 
@@ -425,13 +407,18 @@ def file_name(value: Any) -> str:
     if not isinstance(value, str) or not value:
         detail = f"{type(value).__name__}; an image must be a file, given by its name"
         raise BadItem("an image's name is not text", detail)
-    if value.startswith(("http://", "https://", "data:")):
+    if value.startswith(("http://", "https://")):
         raise BadItem("an image that is not a file", value[:60])
     return value.removeprefix("file://")
 
 
-def _locate(name: str, root: pathlib.Path) -> str:
-    return str(root / name)
+def _of_layout(
+    layout: Layout, item: dict[str, Any], allowed: Allowed
+) -> tuple[list[Turn], list[str]]:
+    said = layout.turns(item, allowed)
+    if not said:
+        raise BadItem("empty conversation")
+    return [Turn(role, _text(text, "a turn that is not text")) for role, text in said], []
 
 
 FORMATS: dict[str, Callable[[dict[str, Any], Allowed], tuple[list[Turn], list[str]]]] = {
@@ -439,6 +426,7 @@ FORMATS: dict[str, Callable[[dict[str, Any], Allowed], tuple[list[Turn], list[st
         item["conversations"], _llava_turn, allowed
     ),
     "messages": lambda item, allowed: _conversation(item["messages"], message_turn, allowed),
+    **{key: functools.partial(_of_layout, layout) for key, layout in LAYOUTS.items()},
 }
 """Key that identifies a format -> parser of an item, which returns its turns, and the image files
 that the turns themselves name ("" takes the next of the item's ``image`` or ``images``). It raises

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.data.sources import compressed
 
 _SWALLOWED = "a quotation mark opens a cell that goes on over lines that look like records"
 _PRINTED_LIST = re.compile(r"[\[{]\s*['\"\[{(]")
@@ -37,12 +38,14 @@ def read(
     Raises:
         DataError: the file as a whole can't be used.
     """
+    data = compressed.read(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        line = data[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{line}: not UTF-8; save the file as UTF-8") from None
-    is_tsv = path.suffix.lower() == ".tsv"
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    is_tsv = compressed.kind_of(path) == ".tsv"
     names: list[str] = []
     records: list[tuple[str, dict[str, Any]]] = []
     problems: list[Problem] = []

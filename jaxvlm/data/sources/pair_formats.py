@@ -57,8 +57,7 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
     Args:
         spec: file or pattern of files.
         config: data settings; of these, ``image_root``, ``ignored_fields``, ``literal_markers``,
-            ``format`` and, of ``pairs``, ``column_mapping`` (applied first) and ``tsv_quoting`` are
-            read.
+            ``format``, ``column_mapping`` (applied first) and ``tsv_quoting`` are read.
 
     Returns:
         Examples in the files' order, one for each positive, and a Problem for each invalid record.
@@ -73,16 +72,8 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
         raw, problems = tables.raw_records(items, spec, config), list[Problem]()
     else:
         raw, problems = tables.read(spec, config)
-    mapping = dict(config.pairs.column_mapping)
+    mapping = tables.mapping_of(spec, raw, config)
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
-    rows = [r.fields for r in raw if isinstance(r.fields, dict)]
-    for column in mapping:
-        if rows and not any(column in row for row in rows):
-            columns = ", ".join(sorted(rows[0]))
-            raise DataError(
-                f"{spec}: data.pairs.column_mapping names {column!r}, which no record has; the"
-                f" columns are {columns}"
-            )
     examples: list[Example] = []
     seen: collections.Counter[str] = collections.Counter()
     splits = Splits(spec, config)
@@ -98,8 +89,13 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
                 continue
             if not isinstance(record.fields, dict):
                 raise BadItem("not a JSON object")
-            read = {k: v for k, v in record.fields.items() if k not in config.ignored_fields}
-            item = _mapped(read, mapping)
+            read = {
+                k: v
+                for k, v in record.fields.items()
+                if k not in config.ignored_fields and not is_empty(v)
+            }
+            is_marked = any(key in read for key in FORMATS)
+            item = tables.renamed(read, mapping, {} if is_marked else _OF_TAR)
             splits.add(item)
             identifier = conversation_formats.id_of(item.get("id"), record.where)
             seen[identifier] += 1
@@ -114,20 +110,6 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Example],
             "in all); give each record its own, or none"
         )
     return examples, problems
-
-
-def _mapped(fields: Mapping[str, Any], mapping: Mapping[str, str]) -> dict[str, Any]:
-    """Rename fields to jaxvlm's, and drop empty ones."""
-    out: dict[str, Any] = {}
-    marked = any(key in fields for key in FORMATS)
-    for column, value in fields.items():
-        if is_empty(value):
-            continue
-        name = mapping.get(column, column if marked else _OF_TAR.get(column, column))
-        if name in out:
-            raise BadItem(f"two columns for '{name}'", column)
-        out[name] = value
-    return out
 
 
 def _examples(
@@ -221,10 +203,7 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
         instruction = _text(text.get("instruction") or instruction, "instruction")
         text, image = text.get("text"), image or text.get("image")
     if isinstance(image, dict):
-        if image.get("bytes") is not None:
-            raise BadItem("an image embedded in the table; give files, or tar shards", name)
-        read = {"path", "bytes"}
-        image = context.allowed.fields_of(f"image of '{name}'", image, read, OF_IMAGE)
+        image = context.allowed.fields_of(f"image of '{name}'", image, {"path"}, OF_IMAGE)
         image = image.get("path")
     if isinstance(image, list):
         if len(image) > 1:

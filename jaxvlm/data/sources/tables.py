@@ -1,19 +1,21 @@
-"""Read files of records with named fields: JSON, JSON lines, CSV, Parquet, and tar shards."""
+"""Read files of records with named fields: JSON, CSV, Parquet, Arrow, and tar shards."""
 
 from __future__ import annotations
 
 import glob
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, json_text
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import conversation_formats, delimited, webdataset
-from jaxvlm.data.sources.conversation_formats import DEFAULT
+from jaxvlm.data.sources import columnar, delimited, json_files, members, webdataset
+from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem
+from jaxvlm.data.sources.member_names import with_file
 
+DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 """File extensions of images in a tar."""
 
@@ -31,13 +33,17 @@ class Raw(NamedTuple):
     """The file's name if several files are read; else ""."""
 
 
-def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Raw], list[Problem]]:
-    """Read the records of a file, or of all files that match a pattern, in the order of names.
+def read(
+    spec: str, config: DataConfig = DEFAULT, named: Iterable[str] = ()
+) -> tuple[list[Raw], list[Problem]]:
+    """Read the records of a file, of all files that match a pattern in the order of their names, or
+    of a folder that Hugging Face's ``save_to_disk`` wrote.
 
     Args:
-        spec: ``FILE.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.tar``; or a pattern
-            such as ``shards/*.tar``.
-        config: data settings; of these, ``image_root`` and ``pairs.tsv_quoting`` are read.
+        spec: ``FILE.jsonl``, ``.json``, ``.csv`` or ``.tsv``, each also with ``.gz`` or ``.zst``;
+            ``.parquet``, ``.arrow`` or ``.tar``; a pattern such as ``shards/*.tar``; or a folder.
+        config: data settings; of these, ``image_root`` and ``tsv_quoting`` are read.
+        named: names of other sources, for messages.
 
     Returns:
         Records, and a Problem for each that can't be read.
@@ -45,35 +51,102 @@ def read(spec: str, config: DataConfig = DEFAULT) -> tuple[list[Raw], list[Probl
     Raises:
         DataError: a file as a whole can't be used.
     """
-    paths = _paths(spec)
+    paths = _paths(spec, named)
     base = pathlib.Path(os.path.commonpath([path.parent for path in paths]))
+    is_set = paths[0].parent == pathlib.Path(spec).expanduser()  # its files are no tasks
     records: list[Raw] = []
     problems: list[Problem] = []
+    same: dict[bytes, str] = {}
     for path in paths:
         root = _root(path, config)
-        name = str(path.relative_to(base)) if len(paths) > 1 else ""
-        kind = path.suffix.lower()
-        reader = _quoted_tsv if kind == ".tsv" and config.pairs.tsv_quoting else READERS[kind]
-        raw, bad = reader(path, root)
+        name = str(path.relative_to(base)) if len(paths) > 1 and not is_set else ""
+        kind = kind_of(path)
+        if kind in _TABLES:
+            raw, bad = _rows(path, root, same)
+        else:
+            quoted = kind == ".tsv" and config.tsv_quoting
+            raw, bad = _quoted_tsv(path, root) if quoted else READERS[kind](path, root)
         # Files with the same name in several folders must not share their records' ids.
         prefix = f"{path.parent.relative_to(base)}/" if path.parent != base else ""
         records += [r._replace(where=prefix + r.where, task=name) for r in raw]
         problems += [p._replace(id=prefix + p.id) for p in bad]
     if not records and not problems:
-        raise DataError(f"{spec}: contains no record; give a file with at least one example")
+        raise DataError(f"{spec}: contains no record; give a file with at least one")
     return records, problems
 
 
-def _paths(spec: str) -> list[pathlib.Path]:
+def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
     path = pathlib.Path(spec).expanduser()
+    if spec and path.is_dir():
+        return _saved_to_disk(path)
     paths = [path] if path.is_file() else [pathlib.Path(p) for p in sorted(glob.glob(str(path)))]
-    known = ", ".join(READERS)
+    known = ", ".join((*KINDS, *named))
     if not spec or not paths:
         raise DataError(f"{spec or '(empty name)'}: no such file; give one of {known}")
     for path in paths:
-        if path.suffix.lower() not in READERS or not path.is_file():
-            raise DataError(f"{path}: not a file of examples; give one of {known}")
+        if kind_of(path) not in KINDS or not path.is_file():
+            raise DataError(f"{path}: not a file of records; give one of {known}")
     return paths
+
+
+def _saved_to_disk(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Files of a data set of Hugging Face's, in their order. Source: its arrow_dataset.py."""
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise DataError(f"{folder} has a folder for each split; give one: {', '.join(names)}")
+    try:
+        state = json_text.parse((folder / "state.json").read_bytes())
+        paths = [folder / str(file["filename"]) for file in state["_data_files"]]
+    except FileNotFoundError:
+        raise DataError(
+            f"{folder} is a folder without the state.json of Hugging Face's save_to_disk; give a "
+            f"file, or a pattern of files such as {folder}/*.parquet"
+        ) from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{folder}: its state.json can't be read: {error}") from None
+    for path in paths:
+        if not path.is_file() or path.parent != folder or kind_of(path) != ".arrow":
+            raise DataError(
+                f"{folder}: state.json names {path.name}, which is no .arrow file there"
+            )
+    if not paths:
+        raise DataError(f"{folder}: contains no record; give a data set with at least one")
+    return paths
+
+
+def renamed(
+    fields: Mapping[str, Any], mapping: Mapping[str, str], of_tar: Mapping[str, str]
+) -> dict[str, Any]:
+    """Rename a record's fields, by the settings' mapping first.
+
+    Raises:
+        BadItem: two of them get one name.
+    """
+    out: dict[str, Any] = {}
+    for column, value in fields.items():
+        name = mapping.get(column, of_tar.get(column, column))
+        if name in out:
+            raise BadItem(f"two columns for '{name}'", column)
+        out[name] = value
+    return out
+
+
+def mapping_of(spec: str, raw: Sequence[Raw], config: DataConfig) -> dict[str, str]:
+    """The settings' ``column_mapping``.
+
+    Raises:
+        DataError: it names a column that no record has.
+    """
+    mapping = dict(config.column_mapping)
+    rows = [r.fields for r in raw if isinstance(r.fields, dict)]
+    for column in mapping:
+        if rows and not any(column in row for row in rows):
+            columns = ", ".join(sorted(rows[0]))
+            raise DataError(
+                f"{spec}: data.column_mapping names {column!r}, which no record has; the columns "
+                f"are {columns}"
+            )
+    return mapping
 
 
 def _root(path: pathlib.Path, config: DataConfig) -> pathlib.Path:
@@ -82,7 +155,7 @@ def _root(path: pathlib.Path, config: DataConfig) -> pathlib.Path:
 
 
 def _plain(root: pathlib.Path) -> Callable[[str], str]:
-    return lambda name: str(root / name)
+    return lambda name: with_file(name, lambda file: str(root / file))
 
 
 def raw_records(items: list[tuple[str, Any]], spec: str, config: DataConfig) -> list[Raw]:
@@ -92,7 +165,7 @@ def raw_records(items: list[tuple[str, Any]], spec: str, config: DataConfig) -> 
 
 
 def _json(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
-    items, problems = conversation_formats.items_of(path)
+    items, problems = json_files.read(path)
     locate = _plain(root)
     return [Raw(where, item, locate, "") for where, item in items], problems
 
@@ -107,53 +180,43 @@ def _quoted_tsv(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list
     return [Raw(where, item, _plain(root), "") for where, item in items], problems
 
 
-def _parquet(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(
-            f"{path}: Parquet needs pyarrow; run `pip install 'jaxvlm[parquet]'`"
-        ) from None
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: can't be read as Parquet: {error}") from None
-    locate = _plain(root)
+def _rows(
+    path: pathlib.Path, root: pathlib.Path, same: dict[bytes, str]
+) -> tuple[list[Raw], list[Problem]]:
+    locate, rows = _plain(root), columnar.rows(path, same)
     return [Raw(f"{path.name}[{i}]", row, locate, "") for i, row in enumerate(rows)], []
 
 
 def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
     """Read a tar shard: a sample's ``json`` has fields; other files are the field they name."""
     shard = webdataset.index(path)
-    problems = list(shard.problems)
+    problems, plain = list(shard.problems), _plain(root)
 
     def locate(name: str) -> str:
-        member = name if webdataset.is_member(name) else shard.members.get(name.removeprefix("./"))
-        return member or str(root / name)
+        return shard.members.get(name.removeprefix("./")) or plain(name)
 
     records = []
-    for key, members in shard.samples:
+    for key, of_sample in shard.samples:
         where = f"{path.name}:{key}"
         try:
-            records.append(Raw(where, _sample(members), locate, ""))
+            records.append(Raw(where, _sample(of_sample), locate, ""))
         except BadItem as bad:
             problems.append(Problem(where, bad.reason, bad.detail))
     return records, problems
 
 
-def _sample(members: Mapping[str, str]) -> dict[str, Any]:
+def _sample(of_sample: Mapping[str, str]) -> dict[str, Any]:
     """Fields of a sample; images stay in the tar."""
     fields: dict[str, Any] = {}
-    if "json" in members:
+    if "json" in of_sample:
         try:
-            fields = json_text.parse(webdataset.read(members["json"]))
+            fields = json_text.parse(members.read(of_sample["json"]))
         except (ValueError, OSError) as error:
             raise BadItem("not JSON", str(error)) from None
         if not isinstance(fields, dict):
             raise BadItem("not a JSON object")
     named = {text for value in fields.values() for text in _strings(value)}
-    for extension, member in members.items():
+    for extension, member in of_sample.items():
         name, _, kind = extension.rpartition(".")
         file = member.rsplit("::", 1)[1]
         if extension == "json" or file in named:
@@ -165,7 +228,7 @@ def _sample(members: Mapping[str, str]) -> dict[str, Any]:
             fields[field] = member
         elif kind == "txt":
             try:
-                fields[field] = webdataset.read(member).decode("utf-8")
+                fields[field] = members.read(member).decode("utf-8")
             except (ValueError, OSError):
                 raise BadItem("not UTF-8", file) from None
         else:
@@ -187,7 +250,9 @@ READERS: dict[str, Callable[[pathlib.Path, pathlib.Path], tuple[list[Raw], list[
     ".json": _json,
     ".csv": _csv,
     ".tsv": _csv,
-    ".parquet": _parquet,
     ".tar": _tar,
 }
 """File extension -> reader."""
+_TABLES = (".parquet", ".arrow")
+KINDS = (*READERS, *_TABLES)
+"""File extensions of what is read."""

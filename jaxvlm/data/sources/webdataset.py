@@ -1,8 +1,4 @@
-"""Read members of tar shards, as webdataset writes them, in place.
-
-A member is named by one string, ``SHARD.tar::OFFSET+SIZE::NAME``. The name can be used wherever an
-image file can, and any thread or process reads it with one seek, without the archive's index.
-"""
+"""Read members of tar shards, as webdataset writes them, in place: with one seek."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ import tarfile
 from typing import NamedTuple
 
 from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.data.sources.member_names import Member
 
-_MEMBER = re.compile(r"(.+\.tar)::(\d{1,18})\+(\d{1,18})::.*", re.DOTALL)
 _PARTS = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]+)", re.DOTALL)
 """A sample's key and its member's extension, split at the first dot of the file's name as in
 webdataset."""
@@ -26,42 +22,25 @@ class TarShard(NamedTuple):
     samples: list[tuple[str, dict[str, str]]]
     """Key of each sample, and its members by extension ("jpg", "query_image.png")."""
     members: dict[str, str]
-    """A member's name in the tar -> its string ``SHARD.tar::OFFSET+SIZE::NAME``."""
+    """A member's name in the tar -> its name as an image, see ``member_names``."""
     problems: list[Problem]
     """Members that can't be used."""
 
 
-def is_member(path: str) -> bool:
-    """Whether ``path`` names a member of a tar."""
-    return _MEMBER.fullmatch(path) is not None
-
-
-def size(path: str) -> int:
-    """Size of a member in bytes."""
-    match = _MEMBER.fullmatch(path)
-    return int(match[3]) if match else 0
-
-
-def read(path: str) -> bytes:
-    """Read the bytes of a member.
+def content(member: Member) -> bytes:
+    """Read the bytes of a member, whose place is its offset in the tar.
 
     Raises:
         OSError: the tar can't be read.
-        ValueError: ``path`` names no member, or the tar was truncated since it was indexed.
+        ValueError: the tar was truncated since it was indexed.
     """
-    match = _MEMBER.fullmatch(path)
-    if match is None:
-        raise ValueError(f"{path!r} does not name a member of a tar")
-    first, size = int(match[2]), int(match[3])
-    if not os.path.isfile(match[1]):
-        raise ValueError(f"{match[1]} is no regular file")
-    with open(match[1], "rb") as file:
+    first, data = int(member.place), b""
+    with open(member.file, "rb") as file:
         # A name in a record may say any size; memory is only taken for what there is.
-        data = b""
-        if first + size <= os.fstat(file.fileno()).st_size:
+        if first + member.size <= os.fstat(file.fileno()).st_size:
             file.seek(first)
-            data = file.read(size)
-    if len(data) != size:
+            data = file.read(member.size)
+    if len(data) != member.size:
         raise ValueError("the tar was truncated since it was indexed")
     return data
 
@@ -105,5 +84,5 @@ def _add(shard: TarShard, path: pathlib.Path, info: tarfile.TarInfo) -> None:
     if reason:
         shard.problems.append(Problem(f"{path.name}:{name}", reason))
         return
-    member = f"{path}::{info.offset_data}+{info.size}::{name}"
+    member = str(Member(str(path), str(info.offset_data), info.size, name))
     shard.samples[-1][1][extension] = shard.members[name] = member

@@ -1,0 +1,41 @@
+"""Files that may be compressed as a whole, by gzip or Zstandard."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pathlib
+import zlib
+
+import zstandard
+
+from jaxvlm.data.errors import DataError
+
+_SUFFIXES = (".gz", ".zst")
+
+
+def kind_of(path: pathlib.Path) -> str:
+    """Return a file's ending in lower case, without that of its compression: ``.jsonl``."""
+    name = path.with_suffix("") if path.suffix.lower() in _SUFFIXES else path
+    return name.suffix.lower()
+
+
+def read(path: pathlib.Path) -> bytes:
+    """Read a file, decompressed.
+
+    Raises:
+        DataError: the compressed file is damaged.
+    """
+    data = path.read_bytes()
+    try:
+        if path.suffix.lower() == ".gz":
+            return gzip.decompress(data)
+        if path.suffix.lower() == ".zst":
+            # Any number of frames, as `cat a.zst b.zst` writes them.
+            with zstandard.ZstdDecompressor().stream_reader(
+                io.BytesIO(data), read_across_frames=True
+            ) as stream:
+                return stream.read()
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: can't be decompressed ({error}); make the file again") from None
+    return data

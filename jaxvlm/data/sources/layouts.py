@@ -1,0 +1,81 @@
+"""Conversations whose turns are fields of a record, as several projects write them.
+
+``LAYOUTS`` has all of them, and the fields by which each is recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxvlm.data.sources.fields import OF_TURN, Allowed, BadItem, is_empty
+
+Said = list[tuple[str, Any]]
+"""Role and text of each turn."""
+
+
+class Layout(NamedTuple):
+    """A record's fields, and what they say."""
+
+    needs: frozenset[str]
+    """Names of fields by which it is recognised, all of them."""
+    fields: frozenset[str]
+    """Names of all fields that are read."""
+    turns: Callable[[dict[str, Any], Allowed], Said]
+
+
+def _history(item: dict[str, Any]) -> Said:
+    pairs = item.get("history") or []
+    if not isinstance(pairs, list) or any(not isinstance(x, list) or len(x) != 2 for x in pairs):
+        raise BadItem("a 'history' that is not a list of [question, answer]")
+    return [turn for asked, said in pairs for turn in (("user", asked), ("assistant", said))]
+
+
+def _query(item: dict[str, Any], allowed: Allowed) -> Said:
+    """ms-swift's ``query``, ``response`` and ``history``. Source: its Custom-dataset.md."""
+    return [*_history(item), ("user", item["query"]), ("assistant", item["response"])]
+
+
+def _instruction(item: dict[str, Any], allowed: Allowed) -> Said:
+    """Alpaca's fields as LLaMA-Factory reads them, without a prompt around. Source: its
+    data/README.md."""
+    asked, more = item["instruction"], item.get("input")
+    if not is_empty(more):
+        if not isinstance(asked, str) or not isinstance(more, str):
+            raise BadItem("an 'instruction' or 'input' that is not text")
+        asked = f"{asked}\n{more}"
+    return [*_history(item), ("user", asked), ("assistant", item["output"])]
+
+
+def _texts(item: dict[str, Any], allowed: Allowed) -> Said:
+    """The Cauldron's rounds. Source: nanoVLM's data/datasets.py."""
+    rounds, said = item["texts"], list[tuple[str, Any]]()
+    if not isinstance(rounds, list):
+        raise BadItem("'texts' is not a list")
+    for one in rounds:
+        if not isinstance(one, dict):
+            raise BadItem("a turn is not an object")
+        one = allowed.fields_of("turn", one, {"user", "assistant"}, OF_TURN)
+        said += [("user", one.get("user")), ("assistant", one.get("assistant"))]
+    return said
+
+
+def _layout(
+    needs: str, turns: Callable[[dict[str, Any], Allowed], Said], optional: str = ""
+) -> Layout:
+    return Layout(frozenset(needs.split()), frozenset([*needs.split(), *optional.split()]), turns)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "texts": _layout("texts", _texts),
+    "query": _layout("query response", _query, "history"),
+    "instruction": _layout("instruction output", _instruction, "input history"),
+    "question": _layout(
+        "question answer",
+        lambda item, allowed: [("user", item["question"]), ("assistant", item["answer"])],
+    ),
+    "caption": _layout(
+        "caption", lambda item, allowed: [("user", ""), ("assistant", item["caption"])]
+    ),
+}
+"""Field that names a layout -> the layout. A ``caption`` answers its image alone."""

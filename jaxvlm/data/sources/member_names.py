@@ -1,0 +1,53 @@
+"""Names of images that lie inside of other files, or in their own name.
+
+A member of a tar shard, or a cell of a Parquet or Arrow table, is named by one string,
+``FILE::PLACE+SIZE::NAME``. A ``data:`` URI is its own content. Both can be used wherever the name
+of an image file can, and any thread or process reads them without the file's index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+_MEMBER = re.compile(r"(.+\.(?:tar|parquet|arrow))::([^:+]+)\+(\d{1,18})::(.*)", re.DOTALL)
+DATA = "data:"
+
+
+class Member(NamedTuple):
+    """An image inside of another file."""
+
+    file: str
+    place: str
+    """Where it is: the offset in a tar, ``GROUP.ROW/COLUMN/...`` in a table."""
+    size: int
+    """Bytes."""
+    name: str
+    """What it is called there; "" has none."""
+
+    def __str__(self) -> str:
+        return f"{self.file}::{self.place}+{self.size}::{self.name}"
+
+
+def parse(path: str) -> Member | None:
+    """Return what the name of a member says; ``None`` if it names a file or is a ``data:`` URI."""
+    match = _MEMBER.fullmatch(path) if "::" in path else None
+    return Member(match[1], match[2], int(match[3]), match[4]) if match else None
+
+
+def is_file(path: str) -> bool:
+    """Whether a name is neither a member's nor a ``data:`` URI."""
+    return not path.startswith(DATA) and parse(path) is None
+
+
+def with_file(path: str, change: Callable[[str], str]) -> str:
+    """A name with ``change`` of its file's; a ``data:`` URI has none."""
+    if member := parse(path):
+        return str(member._replace(file=change(member.file)))
+    return change(path) if is_file(path) else path
+
+
+def shown(path: str) -> str:
+    """A name for messages: a ``data:`` URI is cut."""
+    return f"{path[:40]}… ({len(path):,} characters)" if path.startswith(DATA) else path

@@ -1,0 +1,57 @@
+"""Read images that lie inside of other files, or in their own name; see ``member_names``."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+
+from jaxvlm.data.sources import columnar, webdataset
+from jaxvlm.data.sources.member_names import DATA, is_file, parse
+
+_READERS = {".tar": webdataset.content, ".parquet": columnar.content, ".arrow": columnar.content}
+
+
+def read(path: str) -> bytes:
+    """Read the bytes of a member, or of a ``data:`` URI.
+
+    Raises:
+        OSError: its file can't be read.
+        ValueError: there is no such member, or its file changed since it was indexed.
+    """
+    if path.startswith(DATA):
+        return _decoded(path)
+    member = parse(path)
+    if member is None:
+        raise ValueError(f"{path!r} does not name an image inside of another file")
+    if not os.path.isfile(member.file):
+        raise ValueError(f"{member.file} is no regular file")
+    return _READERS[os.path.splitext(member.file)[1]](member)
+
+
+def opened(path: str) -> str | io.BytesIO:
+    """Return what Pillow opens: a file's name, or a member's bytes; raises as :func:`read`."""
+    return path if is_file(path) else io.BytesIO(read(path))
+
+
+def name_and_size(path: str) -> tuple[str, int]:
+    """Return a member's name without folders, and its size in bytes; a ``data:`` URI's name is its
+    digest."""
+    if path.startswith(DATA):
+        return hashlib.blake2b(path.encode(), digest_size=16).hexdigest(), len(path)
+    member = parse(path)
+    assert member is not None, path
+    # One without a name of its own is told from others by its place.
+    return os.path.basename(member.name) or member.place, member.size
+
+
+def _decoded(uri: str) -> bytes:
+    head, comma, text = uri.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise ValueError("a data: URI that is not base64")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"a data: URI that is not base64: {error}") from None
