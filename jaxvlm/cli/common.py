@@ -22,7 +22,8 @@ READING = ("data_format", "ignored_fields", "literal_markers")
 
 _MODEL = {
     "checkpoint": "The model to load: a workdir of `jaxvlm train` (its best checkpoint is used), "
-    "or a Hugging Face folder.",
+    "also one in an object store (gs://BUCKET/FOLDER or s3://BUCKET/FOLDER), or a Hugging Face "
+    "folder.",
     "adapter": "A PEFT adapter folder (LoRA or DoRA) to load with the Hugging Face folder of "
     "--checkpoint.",
     "family": "A model family of your own for the Hugging Face folder: MODULE, or FILE.py "

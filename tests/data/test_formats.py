@@ -77,6 +77,7 @@ BAD = {
     "a turn is not an object": {"id": "x", "conversations": ["hi"]},
     "neither 'conversations'": {"id": "x", "text": "hi"},
     "an image that is not a file": llava(image="https://example.com/a.png"),
+    "image that is not a file": llava(image="gs://bucket/a.png"),
     "a content item of unknown type": messages([{"type": "video", "video": "a.mp4"}]),
     "images named both": messages(part(image="a.png"), images=["b.png"]),
     "neither text nor a list": messages(content=None),

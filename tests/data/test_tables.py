@@ -208,6 +208,12 @@ def test_a_folder_that_is_no_data_set_is_named(tmp_path, make, says):
         read(str(tmp_path))
 
 
+@pytest.mark.parametrize("url", ["gs://bucket/t.parquet", "https://example.com/t.jsonl"])
+def test_a_url_is_refused_with_what_helps(url):
+    with pytest.raises(DataError, match=r"copy them to this machine, or mount them"):
+        read(url)
+
+
 def test_of_several_splits_one_has_to_be_given(tmp_path):
     table = pyarrow.Table.from_pylist([asked(image=cell(i)) for i in range(4)])
     for name in ("train", "test"):

@@ -48,6 +48,7 @@ _TRAINED = frozenset(["loss", "loss_scale", "loss_weight", "train", "weight"])
 MAX_TURNS = 512
 """Turns of a conversation. Each answer's place is found by rendering what comes before it, so the
 work grows with the square of the turns: 2,000 turns took 20 seconds."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BREAKS = re.compile(rf"\n*{PLACEHOLDER}\n*")
 
 
@@ -407,9 +408,10 @@ def file_name(value: Any) -> str:
     if not isinstance(value, str) or not value:
         detail = f"{type(value).__name__}; an image must be a file, given by its name"
         raise BadItem("an image's name is not text", detail)
-    if value.startswith(("http://", "https://")):
+    value = value.removeprefix("file://")
+    if _URL.match(value):
         raise BadItem("an image that is not a file", value[:60])
-    return value.removeprefix("file://")
+    return value
 
 
 def _of_layout(

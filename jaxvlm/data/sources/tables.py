@@ -76,6 +76,11 @@ def read(
 
 
 def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
+    if "://" in spec:
+        raise DataError(
+            f"{spec}: data are read from files; copy them to this machine, or mount them (a "
+            "PersistentVolume, a FUSE mount of the bucket)"
+        )
     path = pathlib.Path(spec).expanduser()
     if spec and path.is_dir():
         return _saved_to_disk(path)
