@@ -26,6 +26,7 @@ from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, pair_formats, tables
 from jaxvlm.data.sources.conversation_formats import Record, Turn
 from jaxvlm.trainer import checks
+from tests.data import mds_files
 
 SET = {
     "image_root": "elsewhere",
@@ -75,6 +76,9 @@ def write(folder, kind, rows):
         else:
             with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
                 stream.write_table(table)
+    elif kind == ".mds":
+        texts = [{name: str(value).encode() for name, value in row.items()} for row in rows]
+        mds_files.write(path, texts, dict.fromkeys(rows[0], "str"))
     else:
         with tarfile.open(path, "w") as tar:
             for i, row in enumerate(rows):

@@ -26,6 +26,7 @@ from jaxvlm.data.sources import members, pair_formats
 from jaxvlm.data.sources.conversation_formats import Turn, read
 from jaxvlm.data.sources.member_names import parse
 from jaxvlm.data.tokenizer import chat_tokenizer
+from tests.data import mds_files
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -328,17 +329,78 @@ def test_batches_of_a_table_are_those_of_the_files(tmp_path, write_json):
                     np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "data", "read_as"),
+    [
+        ("str", "é".encode(), "é"),
+        ("json", b"[1]", None),
+        ("int", np.int64(-7).tobytes(), "-7"),
+        ("uint16", np.uint16(7).tobytes(), "7"),
+        ("str_int", b"12", "12"),
+        ("str_decimal", b"1.50", "1.50"),
+    ],
+)
+def test_encodings_of_mds(tmp_path, encoding, data, read_as):
+    rows = [{"question": b"hi", "answer": data, "image": png(3)}]
+    columns = {"question": "str", "answer": encoding, "image": "png"}
+    mds_files.write(tmp_path / "shard.00000.mds", rows, columns)
+    records, problems = read(str(tmp_path))
+    assert [record.turns[1].content for record in records] == [read_as] * (read_as is not None)
+    assert len(problems) == (read_as is None)
+    for record in records:
+        assert members.read(record.images[0]) == png(3)
+
+
+@pytest.mark.parametrize("encoding", ["pkl", "pil", "ndarray:uint8:2", "unheard"])
+def test_mds_runs_no_pickle_and_guesses_no_pixels(tmp_path, encoding):
+    rows = [{"question": b"hi", "answer": b"yes", "image": b"cos\nsystem\n"}]
+    columns = {"question": "str", "answer": "str", "image": encoding}
+    mds_files.write(tmp_path / "a.mds", rows, columns)
+    _, (problem,) = read(str(tmp_path))
+    assert problem.reason.startswith("a column of MDS in an encoding that jaxvlm does not read")
+    assert problem.detail == f"image: {encoding.partition(':')[0]}"
+
+
+def test_damage_to_mds_is_named(tmp_path):
+    columns = {"question": "str", "answer": "str"}
+    path = tmp_path / "a.mds"
+    mds_files.write(path, [{"question": b"hi", "answer": b"yes"}] * 3, columns)
+    good = path.read_bytes()
+    assert len(read(str(tmp_path))[0]) == 3
+    for bad in (good[:-1], good[:3], b"", b"\xff" * len(good), good + b"x"):
+        path.write_bytes(bad)
+        with pytest.raises(DataError, match=r"a\.mds: truncated or changed: not the \d+ bytes of"):
+            read(str(tmp_path))
+    at = good.index(b"hi")
+    path.write_bytes(good[: at - 8] + b"\xff\0\0\0" + good[at - 4 :])  # the size of a column
+    _, (problem,) = read(str(tmp_path))
+    assert problem.reason == "a sample that is damaged" and problem.id == "a.mds[0]"
+    path.rename(tmp_path / "a.mds.zstd")
+    with pytest.raises(DataError, match=r"is compressed \(a\.mds\.zstd\); decompress it there"):
+        read(str(tmp_path))
+    (tmp_path / "a.mds.zstd").unlink()
+    with pytest.raises(DataError, match=r"a\.mds that index.json names is missing"):
+        read(str(tmp_path))
+    for index in ("{", "{}", '{"version": 1, "shards": []}', '{"version": 2, "shards": [3]}'):
+        (tmp_path / "index.json").write_text(index)
+        with pytest.raises(DataError, match=r"index.json: (can't be read as MDS's|not of MDS)"):
+            read(str(tmp_path))
+
+
 OTHERS = pathlib.Path(__file__).with_name("written_by_others")
 
 
-@pytest.mark.parametrize("name", ["saved", "table.parquet", "rounds.parquet", "shard.tar"])
+@pytest.mark.parametrize("name", ["saved", "table.parquet", "rounds.parquet", "shard.tar", "mds"])
 def test_what_other_libraries_wrote_is_read_as_they_read_it(name):
-    """Hugging Face's datasets and webdataset; make.py there wrote the files, and what they read."""
-    expected = json.loads((OTHERS / "read.json").read_text())[name]
+    """Hugging Face's datasets, webdataset and MosaicML Streaming; make.py and make_mds.py there
+    wrote the files, and what they read."""
+    lists = [json.loads(path.read_text()) for path in sorted(OTHERS.glob("read*.json"))]
+    expected = next(x[name] for x in lists if name in x)
     records, problems = read(str(OTHERS / name))
     assert not problems
     found = [
-        {
+        ({"id": record.id} if name == "mds" else {})
+        | {
             "turns": [[turn.role, turn.content] for turn in record.turns],
             "images": [hashlib.sha256(members.read(path)).hexdigest() for path in record.images],
         }

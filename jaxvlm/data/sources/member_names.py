@@ -1,6 +1,6 @@
 """Names of images that lie inside of other files, or in their own name.
 
-A member of a tar shard, or a cell of a Parquet or Arrow table, is named by one string,
+A member of a tar or MDS shard, or a cell of a Parquet or Arrow table, is named by one string,
 ``FILE::PLACE+SIZE::NAME``. A ``data:`` URI is its own content. Both can be used wherever the name
 of an image file can, and any thread or process reads them without the file's index.
 """
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-_MEMBER = re.compile(r"(.+\.(?:tar|parquet|arrow))::([^:+]+)\+(\d{1,18})::(.*)", re.DOTALL)
+_MEMBER = re.compile(r"(.+\.(?:tar|mds|parquet|arrow))::([^:+]+)\+(\d{1,18})::(.*)", re.DOTALL)
 DATA = "data:"
 
 
@@ -20,7 +20,7 @@ class Member(NamedTuple):
 
     file: str
     place: str
-    """Where it is: the offset in a tar, ``GROUP.ROW/COLUMN/...`` in a table."""
+    """Where it is: the offset in a shard, ``GROUP.ROW/COLUMN/...`` in a table."""
     size: int
     """Bytes."""
     name: str

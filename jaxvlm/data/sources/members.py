@@ -8,10 +8,8 @@ import hashlib
 import io
 import os
 
-from jaxvlm.data.sources import columnar, webdataset
-from jaxvlm.data.sources.member_names import DATA, is_file, parse
-
-_READERS = {".tar": webdataset.content, ".parquet": columnar.content, ".arrow": columnar.content}
+from jaxvlm.data.sources import columnar
+from jaxvlm.data.sources.member_names import DATA, Member, is_file, parse
 
 
 def read(path: str) -> bytes:
@@ -28,7 +26,8 @@ def read(path: str) -> bytes:
         raise ValueError(f"{path!r} does not name an image inside of another file")
     if not os.path.isfile(member.file):
         raise ValueError(f"{member.file} is no regular file")
-    return _READERS[os.path.splitext(member.file)[1]](member)
+    is_cell = member.file.endswith((".parquet", ".arrow"))
+    return columnar.content(member) if is_cell else _range(member)
 
 
 def opened(path: str) -> str | io.BytesIO:
@@ -45,6 +44,19 @@ def name_and_size(path: str) -> tuple[str, int]:
     assert member is not None, path
     # One without a name of its own is told from others by its place.
     return os.path.basename(member.name) or member.place, member.size
+
+
+def _range(member: Member) -> bytes:
+    """Bytes of a tar or an MDS shard, from an offset on."""
+    first, data = int(member.place), b""
+    with open(member.file, "rb") as file:
+        # A name in a record may say any size; memory is only taken for what there is.
+        if first + member.size <= os.fstat(file.fileno()).st_size:
+            file.seek(first)
+            data = file.read(member.size)
+    if len(data) != member.size:
+        raise ValueError("the file was truncated since it was indexed")
+    return data
 
 
 def _decoded(uri: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, json_text
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import columnar, delimited, json_files, members, webdataset
+from jaxvlm.data.sources import columnar, delimited, json_files, mds, members, webdataset
 from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem
 from jaxvlm.data.sources.member_names import with_file
@@ -37,11 +37,12 @@ def read(
     spec: str, config: DataConfig = DEFAULT, named: Iterable[str] = ()
 ) -> tuple[list[Raw], list[Problem]]:
     """Read the records of a file, of all files that match a pattern in the order of their names, or
-    of a folder that Hugging Face's ``save_to_disk`` wrote.
+    of a folder that Hugging Face's ``save_to_disk`` or MosaicML Streaming wrote.
 
     Args:
         spec: ``FILE.jsonl``, ``.json``, ``.csv`` or ``.tsv``, each also with ``.gz`` or ``.zst``;
-            ``.parquet``, ``.arrow`` or ``.tar``; a pattern such as ``shards/*.tar``; or a folder.
+            ``.parquet``, ``.arrow``, ``.tar`` or ``.mds``; a pattern such as ``shards/*.tar``; or a
+            folder.
         config: data settings; of these, ``image_root`` and ``tsv_quoting`` are read.
         named: names of other sources, for messages.
 
@@ -83,7 +84,7 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
         )
     path = pathlib.Path(spec).expanduser()
     if spec and path.is_dir():
-        return _saved_to_disk(path)
+        return mds.shards(path) if (path / mds.INDEX).is_file() else _saved_to_disk(path)
     paths = [path] if path.is_file() else [pathlib.Path(p) for p in sorted(glob.glob(str(path)))]
     known = ", ".join((*KINDS, *named))
     if not spec or not paths:
@@ -104,8 +105,8 @@ def _saved_to_disk(folder: pathlib.Path) -> list[pathlib.Path]:
         paths = [folder / str(file["filename"]) for file in state["_data_files"]]
     except FileNotFoundError:
         raise DataError(
-            f"{folder} is a folder without the state.json of Hugging Face's save_to_disk; give a "
-            f"file, or a pattern of files such as {folder}/*.parquet"
+            f"{folder} is a folder without the state.json of Hugging Face's save_to_disk or the "
+            f"{mds.INDEX} of MDS; give a file, or a pattern such as {folder}/*.parquet"
         ) from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{folder}: its state.json can't be read: {error}") from None
@@ -210,6 +211,16 @@ def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Proble
     return records, problems
 
 
+def _mds(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
+    records, problems, locate = [], [], _plain(root)
+    for i, fields in enumerate(mds.samples(path)):
+        if isinstance(fields, BadItem):
+            problems.append(Problem(f"{path.name}[{i}]", fields.reason, fields.detail))
+        else:
+            records.append(Raw(f"{path.name}[{i}]", fields, locate, ""))
+    return records, problems
+
+
 def _sample(of_sample: Mapping[str, str]) -> dict[str, Any]:
     """Fields of a sample; images stay in the tar."""
     fields: dict[str, Any] = {}
@@ -256,6 +267,7 @@ READERS: dict[str, Callable[[pathlib.Path, pathlib.Path], tuple[list[Raw], list[
     ".csv": _csv,
     ".tsv": _csv,
     ".tar": _tar,
+    ".mds": _mds,
 }
 """File extension -> reader."""
 _TABLES = (".parquet", ".arrow")

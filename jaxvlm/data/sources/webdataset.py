@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import tarfile
@@ -25,24 +24,6 @@ class TarShard(NamedTuple):
     """A member's name in the tar -> its name as an image, see ``member_names``."""
     problems: list[Problem]
     """Members that can't be used."""
-
-
-def content(member: Member) -> bytes:
-    """Read the bytes of a member, whose place is its offset in the tar.
-
-    Raises:
-        OSError: the tar can't be read.
-        ValueError: the tar was truncated since it was indexed.
-    """
-    first, data = int(member.place), b""
-    with open(member.file, "rb") as file:
-        # A name in a record may say any size; memory is only taken for what there is.
-        if first + member.size <= os.fstat(file.fileno()).st_size:
-            file.seek(first)
-            data = file.read(member.size)
-    if len(data) != member.size:
-        raise ValueError("the tar was truncated since it was indexed")
-    return data
 
 
 def index(path: pathlib.Path) -> TarShard:
