@@ -8,8 +8,9 @@
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"},
      {"type": "text", "text": "What is it?"}]}, {"role": "assistant", "content": "a cat"}]}
 
-LLaVA's JSON (``conversations`` with ``<image>``) is read too. Only assistant turns are
-trained on.
+LLaVA's JSON (``conversations`` with ``<image>``) is read too, and so are Parquet with image bytes,
+folders of Hugging Face's ``save_to_disk``, MDS, CSV and tar shards, in fields of other projects
+(docs/data.md). Only assistant turns are trained on.
 """
 
 from jaxvlm.config import (
