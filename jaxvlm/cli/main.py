@@ -244,3 +244,7 @@ def _help(name: str, command: Command, values: flags.FlagValues, argv: list[str]
         text = text.removesuffix("; repeat this option to specify a list of values")  # and this
         lines.append(f"  --{flag}\n      {text}{shown}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

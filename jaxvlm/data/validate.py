@@ -48,6 +48,8 @@ class ValidationReport:
     """Maximum number of images of a record."""
     repeats: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """What repeats an earlier record, though it is good -> ids; a run uses both."""
+    without_image: int = 0
+    """Number of good records that have no image."""
     of: str = "records"
     """Unit of the counts: ``records``, or examples, of which a record of pairs may give several."""
 
@@ -69,6 +71,8 @@ class ValidationReport:
         if self.tokens:
             spread = ", ".join(f"{name} {value}" for name, value in self.tokens.items())
             most = f"images per record: at most {self.images_most}"
+            if self.images and self.without_image:
+                most += f"; {self.without_image} {self.of} have none"
             out.append(f"tokens per record: {spread}; {most}")
         for reason, ids in (*self.problems.items(), *self.repeats.items()):
             more = ", ..." if len(ids) > _MAX_LISTED else ""
@@ -132,6 +136,7 @@ def validate(
         tokens=percentiles(corpus.length[good]),
         images_most=max((len(corpus.images[i]) for i in good), default=0),
         repeats=_repeats(read),
+        without_image=sum(not len(corpus.images[i]) for i in good),
     )
 
 

@@ -12,9 +12,10 @@ from jaxvlm.config import ConfigError, DataConfig
 from jaxvlm.data.conversations.tokenize import INSTRUCTION
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Item
-from jaxvlm.data.sources import tables
+from jaxvlm.data.sources import members, tables
 from jaxvlm.data.sources.conversation_formats import id_of
 from jaxvlm.data.sources.fields import Allowed, BadItem
+from jaxvlm.data.sources.member_names import InFile
 from jaxvlm.evals.zero_shot import unit
 from jaxvlm.inference.encoder import Encoder
 from jaxvlm.inference.input_types import InputType
@@ -76,6 +77,7 @@ def read(name: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Item], li
             text, image, instruction = (given.get(field, "") for field in _FIELDS[1:])
             if bad := [n for n in _FIELDS[1:] if not isinstance(given.get(n, ""), str)]:
                 raise BadItem(f"{bad[0]!r} is not text")
+            text = members.text(text) if isinstance(text, InFile) else text
             if image:
                 allowed.refuse_markers(text)
             items.append(Item.of(text, record.locate(image) if image else "", instruction))

@@ -72,7 +72,10 @@ def plan(
 
         verify.prepare(target)
         devices = verify.devices_of(target)
-    result = search(request.plan_request(model, recipe, target, request_flags), plan_flags.top)
+    asked = request.plan_request(model, recipe, target, request_flags)
+    if why := request.undivided(asked.config, target.devices):
+        raise ConfigError(why)
+    result = search(asked, plan_flags.top)
     plan_document = document.of(result, decision_tree.branches(result))
     if devices:
         plan_document["verified"] = verify.verify(result, devices)

@@ -1,10 +1,8 @@
-"""Conversations in tables, tars and compressed files say what files of JSON say."""
+"""Conversations in cells of tables say what files of JSON say, and images have the same bytes."""
 
 from __future__ import annotations
 
-import base64
 import concurrent.futures
-import gzip
 import hashlib
 import io
 import json
@@ -14,10 +12,8 @@ import tarfile
 
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations.run_data import load_dataset
@@ -27,63 +23,17 @@ from jaxvlm.data.sources.conversation_formats import Turn, read
 from jaxvlm.data.sources.member_names import parse
 from jaxvlm.data.tokenizer import chat_tokenizer
 from tests.data import mds_files
-
-pyarrow = pytest.importorskip("pyarrow")
-from pyarrow import parquet  # noqa: E402
-
-
-def png(value: int) -> bytes:
-    data = io.BytesIO()
-    Image.new("RGB", (8, 8), (value, 255 - value, value // 2)).save(data, "PNG")
-    return data.getvalue()
-
-
-def cell(value: int, name: str | None = None) -> dict:
-    return {"bytes": png(value), "path": name}
-
-
-def asked(question="what is it?", answer="red", **more):
-    return {
-        "messages": [
-            {"role": "user", "content": f"<image>{question}"},
-            {"role": "assistant", "content": answer},
-        ],
-        **more,
-    }
-
-
-def write_arrow(path, table):
-    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
-        stream.write_table(table, max_chunksize=3)
-
-
-def write_saved(folder, table):
-    """As ``datasets.Dataset.save_to_disk`` does, in two files."""
-    folder.mkdir()
-    half = len(table) // 2
-    names = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
-    for name, part in zip(names, (table.slice(0, half), table.slice(half)), strict=True):
-        write_arrow(folder / name, part)
-    (folder / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": n} for n in names]})
-    )
-    (folder / "dataset_info.json").write_text("{}")
-
-
-def written(folder, rows, kind):
-    """The rows as a table of some kind; returns what ``data.train`` names it by."""
-    table = pyarrow.Table.from_pylist(rows)
-    path = folder / f"table{kind}"
-    if kind == ".parquet":
-        parquet.write_table(table, path, row_group_size=3)
-    elif kind == ".arrow":
-        write_arrow(path, table)
-    else:
-        write_saved(path, table)
-    return str(path)
-
-
-KINDS = [".parquet", ".arrow", ""]
+from tests.data.table_files import (
+    KINDS,
+    asked,
+    cell,
+    parquet,
+    png,
+    pyarrow,
+    write_arrow,
+    write_saved,
+    written,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +44,8 @@ def test_images_in_cells_are_the_bytes_that_were_written(tmp_path, kind):
     for i, record in enumerate(records):
         assert record.turns == (Turn("user", "<image>what is it?"), Turn("assistant", "red"))
         assert members.read(record.images[0]) == png(10 * i)
-        assert members.name_and_size(record.images[0]) == (f"{i}.png", len(png(10 * i)))
+        name, size = members.name_and_size(record.images[0])
+        assert name.startswith(f"{i}.png") and size == len(png(10 * i))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         paths = [record.images[0] for record in records] * 20
         assert list(pool.map(members.read, paths)) == [png(10 * (i % 8)) for i in range(160)]
@@ -168,6 +119,12 @@ def test_a_table_that_changed_since_it_was_read_gives_no_other_image(tmp_path, k
     written(tmp_path, [asked(image={"bytes": png(1)[:-1], "path": None})], kind)
     with pytest.raises(ValueError, match="the table changed since it was indexed"):
         members.read(record.images[0])
+    other = png(1)[:-1] + bytes([png(1)[-1] ^ 1])  # as many bytes, in the same place
+    written(tmp_path, [asked(image={"bytes": other, "path": None})], kind)
+    with pytest.raises(ValueError, match="the table changed since it was indexed"):
+        members.read(record.images[0])
+    (again,), _ = read(spec)
+    assert members.name_and_size(again.images[0]) != members.name_and_size(record.images[0])
     written(tmp_path, [{"x": 1}], kind)
     with pytest.raises(ValueError, match="the table changed since it was indexed"):
         members.read(record.images[0])
@@ -209,10 +166,112 @@ def test_a_folder_that_is_no_data_set_is_named(tmp_path, make, says):
         read(str(tmp_path))
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/t.parquet", "https://example.com/t.jsonl"])
-def test_a_url_is_refused_with_what_helps(url):
-    with pytest.raises(DataError, match=r"copy them to this machine, or mount them"):
-        read(url)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_text_are_the_text_and_never_their_place(tmp_path, kind):
+    rows = [{"question": "é?".encode(), "answer": b"yes", "image": cell(1)}]
+    (record,), _ = read(written(tmp_path, rows, kind))
+    assert record.turns == (Turn("user", "<image>é?"), Turn("assistant", "yes"))
+    for i, bad in enumerate(({"answer": b"\xff\xfe"}, {"id": b"7"})):
+        (tmp_path / str(i)).mkdir()
+        _, (problem,) = read(written(tmp_path / str(i), [rows[0] | bad], kind))
+        assert problem.reason in ("bytes that are not text in UTF-8", NO_ID), problem
+    pairs = [{"query": b"a cat", "positive": b"cats", "negatives": [b"dogs"]}]
+    (tmp_path / "pairs").mkdir()
+    (example,), _ = pair_formats.read(written(tmp_path / "pairs", pairs, kind))
+    assert (example.query.text, example.positive.text) == ("a cat", "cats")
+    assert example.negatives[0].text == "dogs"
+
+
+NO_ID = "an id that is neither text nor a number"
+
+
+def test_a_name_from_any_folder(tmp_path, monkeypatch):
+    """A pattern, a file, a folder, a tar and shards, each below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    inside = tmp_path / "sub"
+    inside.mkdir()
+    specs = [written(inside, [asked(image=cell(1))], kind) for kind in KINDS]
+    with tarfile.open(inside / "t.tar", "w") as tar:
+        for name, data in (("k.png", png(1)), ("k.txt", b"a cat")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    (inside / "mds").mkdir()
+    columns = {"question": "str", "answer": "str", "image": "png"}
+    row = {"question": b"hi", "answer": b"yes", "image": png(1)}
+    mds_files.write(inside / "mds" / "a.mds", [row], columns)
+    names = [os.path.relpath(spec) for spec in specs]
+    for spec in (
+        *names,
+        "sub/*.parquet",
+        "sub/t.tar",
+        "sub/mds",
+        "../" + tmp_path.name + "/sub/mds",
+    ):
+        (record,), problems = read(spec)
+        assert not problems and members.read(record.images[0]) == png(1), spec
+
+
+def test_classes_are_their_names(tmp_path):
+    """As Hugging Face's ClassLabel, whose names are in the file's metadata."""
+    label = {"names": ["cat", "dog"], "_type": "ClassLabel"}
+    of_list = {"feature": label, "_type": "List"}
+    info = {"info": {"features": {"answer": label, "more": of_list}}}
+    table = pyarrow.Table.from_pylist([{"question": "q", "answer": 1, "more": [0]}])
+    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    (record,), _ = read(str(tmp_path / "t.parquet"), DataConfig(ignored_fields=("more",)))
+    assert record.turns[1].content == "dog"
+
+
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, kind):
+    arrays = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["c"])]
+    table = pyarrow.Table.from_arrays(arrays, names=["question", "question", "answer"])
+    path = tmp_path / f"t{kind}"
+    parquet.write_table(table, path) if kind == ".parquet" else write_arrow(path, table)
+    with pytest.raises(DataError, match=f"t{kind}: two columns of the name 'question'; rename one"):
+        read(str(path))
+
+
+def test_endings_in_capitals(tmp_path):
+    spec = written(tmp_path, [asked(image=cell(1))], ".parquet")
+    os.rename(spec, tmp_path / "UP.PARQUET")
+    (record,), _ = read(str(tmp_path / "UP.PARQUET"))
+    assert members.read(record.images[0]) == png(1)
+
+
+def test_times_that_python_has_not(tmp_path):
+    columns = {
+        "created_at": pyarrow.array([2**62, None], pyarrow.timestamp("ns")),
+        "timestamp": pyarrow.array([2**62, 0], pyarrow.timestamp("us", tz="UTC")),
+        "meta": pyarrow.array([1, 2], pyarrow.duration("ns")),
+        "notes": pyarrow.array([1, 2], pyarrow.time64("ns")),
+        "question": pyarrow.array(["a", "b"]),
+        "answer": pyarrow.array(["c", "d"]),
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "t.parquet")
+    records, problems = read(str(tmp_path / "t.parquet"), DataConfig(ignored_fields=("notes",)))
+    assert not problems and [r.turns[1].content for r in records] == ["c", "d"]
+
+
+def test_a_row_that_is_not_utf8_is_named_alone(tmp_path):
+    bad = pyarrow.array([b"yes", b"\xff\xfe", b"no"]).cast(pyarrow.binary()).view(pyarrow.string())
+    table = pyarrow.table({"question": ["q"] * 3, "answer": bad})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    records, (problem,) = read(str(tmp_path / "t.parquet"))
+    assert [record.turns[1].content for record in records] == ["yes", "no"]
+    assert problem.id == "t.parquet[1]" and problem.reason == "not UTF-8"
+
+
+def test_rounds_stored_by_columns_and_a_file_of_feather(tmp_path):
+    row = {"texts": {"user": ["a", "c"], "assistant": ["b", "d"]}, "image": cell(1)}
+    table = pyarrow.Table.from_pylist([row])
+    with pyarrow.ipc.new_file(str(tmp_path / "t.arrow"), table.schema) as file:
+        file.write_table(table)
+    (record,), _ = read(str(tmp_path / "t.arrow"))
+    assert [turn.content for turn in record.turns] == ["<image>a", "b", "c", "d"]
+    assert members.read(record.images[0]) == png(1)
 
 
 def test_of_several_splits_one_has_to_be_given(tmp_path):
@@ -223,77 +282,6 @@ def test_of_several_splits_one_has_to_be_given(tmp_path):
     with pytest.raises(DataError, match="has a folder for each split; give one: test, train"):
         read(str(tmp_path))
     assert len(read(str(tmp_path / "train"))[0]) == 4
-
-
-@pytest.mark.parametrize("name", ["t.parquet", "t.arrow", "t.jsonl.gz", "t.jsonl.zst", "t.csv.gz"])
-def test_a_damaged_file_is_named(tmp_path, name):
-    (tmp_path / name).write_bytes(b"\x1f\x8bPAR1 not at all")
-    with pytest.raises(DataError, match=rf"{name}: can't be (read|decompressed)"):
-        read(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("ending", [".gz", ".zst"])
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv"])
-def test_compressed_files_are_those_inside(tmp_path, kind, ending):
-    rows = [{"question": f"é {i}", "answer": "yes"} for i in range(5)]
-    if kind == ".csv":
-        text = "question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows)
-    else:
-        text = json.dumps(rows) if kind == ".json" else "\n".join(map(json.dumps, rows)) + "\n"
-    half = len(text) // 2  # two members, as `cat` joins them
-    pack = gzip.compress if ending == ".gz" else zstandard.ZstdCompressor().compress
-    (tmp_path / f"t{kind}").write_text(text)
-    data = pack(text[:half].encode()) + pack(text[half:].encode())
-    (tmp_path / f"t{kind}{ending}").write_bytes(data)
-    plain, _ = read(str(tmp_path / f"t{kind}"))
-    packed, problems = read(str(tmp_path / f"t{kind}{ending}"))
-    assert not problems and [r.turns for r in packed] == [r.turns for r in plain]
-    assert len(packed) == 5
-
-
-def test_a_tar_of_webdatasets(tmp_path):
-    def add(tar, name, data):
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
-
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        add(tar, "1.jpg", png(1))
-        add(tar, "1.txt", b"a cat")
-        add(tar, "2.png", png(2))
-        add(tar, "2.json", json.dumps(asked()).encode())
-        add(tar, "a/3.json", json.dumps(asked(images=["a/3.first.png"])).encode())
-        add(tar, "a/3.first.png", png(3))
-    records, problems = read(str(tmp_path / "t.tar"))
-    assert not problems and [r.turns[-1].content for r in records] == ["a cat", "red", "red"]
-    assert records[0].turns[0] == Turn("user", "<image>")
-    assert [members.read(r.images[0]) for r in records] == [png(1), png(2), png(3)]
-
-
-def test_columns_of_any_name(tmp_path):
-    (tmp_path / "t.tsv").write_text("prompt\tlabel\tfile\nwhat?\tred\ta.png\n")
-    mapping = (("prompt", "question"), ("label", "answer"), ("file", "image"))
-    (record,), _ = read(str(tmp_path / "t.tsv"), DataConfig(column_mapping=mapping))
-    assert record.turns == (Turn("user", "<image>what?"), Turn("assistant", "red"))
-    assert record.images == (str(tmp_path / "a.png"),)
-    with pytest.raises(DataError, match="names 'x', which no record has; the columns are file, la"):
-        read(str(tmp_path / "t.tsv"), DataConfig(column_mapping=(("x", "question"),)))
-    twice = DataConfig(column_mapping=(("prompt", "question"), ("label", "question")))
-    _, (problem,) = read(str(tmp_path / "t.tsv"), twice)
-    assert problem.reason == "two columns for 'question'"
-
-
-def test_a_data_uri_is_an_image(write_json):
-    uri = f"data:image/png;base64,{base64.b64encode(png(5)).decode()}"
-    (record,), problems = read(write_json([asked(images=[{"url": uri}])]))
-    assert not problems and members.read(record.images[0]) == png(5)
-    part = {"type": "image_url", "image_url": {"url": uri}}
-    turns = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [part]}]
-    (record,), _ = read(write_json([{"messages": [*turns, {"role": "assistant", "content": "a"}]}]))
-    assert [turn.role for turn in record.turns] == ["system", "user", "assistant"]
-    for bad in ("data:image/png,x", "data:image/png;base64,***", "data:"):
-        with pytest.raises(ValueError, match="not base64"):
-            members.read(bad)
 
 
 def test_pairs_take_images_in_cells_too(tmp_path):
@@ -327,64 +315,6 @@ def test_batches_of_a_table_are_those_of_the_files(tmp_path, write_json):
                 assert (x is None) == (y is None)
                 if x is not None:
                     np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "data", "read_as"),
-    [
-        ("str", "é".encode(), "é"),
-        ("json", b"[1]", None),
-        ("int", np.int64(-7).tobytes(), "-7"),
-        ("uint16", np.uint16(7).tobytes(), "7"),
-        ("str_int", b"12", "12"),
-        ("str_decimal", b"1.50", "1.50"),
-    ],
-)
-def test_encodings_of_mds(tmp_path, encoding, data, read_as):
-    rows = [{"question": b"hi", "answer": data, "image": png(3)}]
-    columns = {"question": "str", "answer": encoding, "image": "png"}
-    mds_files.write(tmp_path / "shard.00000.mds", rows, columns)
-    records, problems = read(str(tmp_path))
-    assert [record.turns[1].content for record in records] == [read_as] * (read_as is not None)
-    assert len(problems) == (read_as is None)
-    for record in records:
-        assert members.read(record.images[0]) == png(3)
-
-
-@pytest.mark.parametrize("encoding", ["pkl", "pil", "ndarray:uint8:2", "unheard"])
-def test_mds_runs_no_pickle_and_guesses_no_pixels(tmp_path, encoding):
-    rows = [{"question": b"hi", "answer": b"yes", "image": b"cos\nsystem\n"}]
-    columns = {"question": "str", "answer": "str", "image": encoding}
-    mds_files.write(tmp_path / "a.mds", rows, columns)
-    _, (problem,) = read(str(tmp_path))
-    assert problem.reason.startswith("a column of MDS in an encoding that jaxvlm does not read")
-    assert problem.detail == f"image: {encoding.partition(':')[0]}"
-
-
-def test_damage_to_mds_is_named(tmp_path):
-    columns = {"question": "str", "answer": "str"}
-    path = tmp_path / "a.mds"
-    mds_files.write(path, [{"question": b"hi", "answer": b"yes"}] * 3, columns)
-    good = path.read_bytes()
-    assert len(read(str(tmp_path))[0]) == 3
-    for bad in (good[:-1], good[:3], b"", b"\xff" * len(good), good + b"x"):
-        path.write_bytes(bad)
-        with pytest.raises(DataError, match=r"a\.mds: truncated or changed: not the \d+ bytes of"):
-            read(str(tmp_path))
-    at = good.index(b"hi")
-    path.write_bytes(good[: at - 8] + b"\xff\0\0\0" + good[at - 4 :])  # the size of a column
-    _, (problem,) = read(str(tmp_path))
-    assert problem.reason == "a sample that is damaged" and problem.id == "a.mds[0]"
-    path.rename(tmp_path / "a.mds.zstd")
-    with pytest.raises(DataError, match=r"is compressed \(a\.mds\.zstd\); decompress it there"):
-        read(str(tmp_path))
-    (tmp_path / "a.mds.zstd").unlink()
-    with pytest.raises(DataError, match=r"a\.mds that index.json names is missing"):
-        read(str(tmp_path))
-    for index in ("{", "{}", '{"version": 1, "shards": []}', '{"version": 2, "shards": [3]}'):
-        (tmp_path / "index.json").write_text(index)
-        with pytest.raises(DataError, match=r"index.json: (can't be read as MDS's|not of MDS)"):
-            read(str(tmp_path))
 
 
 OTHERS = pathlib.Path(__file__).with_name("written_by_others")

@@ -8,9 +8,11 @@ from runs import recipe, write_data
 
 from jaxvlm.config import ConfigError, MeshConfig, from_config_dict
 from jaxvlm.parallel.mesh import AXES
+from jaxvlm.planner import command
 from jaxvlm.planner.compiled import verify
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.request import request
+from jaxvlm.planner.request.request import RequestFlags
 from jaxvlm.planner.search import candidates, decision_tree, scaling, search
 from jaxvlm.planner.time import communication
 
@@ -117,6 +119,10 @@ def test_what_does_not_go_is_said(config):
         outer = dataclasses.replace(config.outer, **{name: value})
         with pytest.raises(ConfigError, match=rf"config\.outer\.{name}="):
             asked(dataclasses.replace(config, outer=outer), "h200:8")
+    recipe_file = "configs/quickstart.py"
+    flags = RequestFlags(batch=64)
+    with pytest.raises(ConfigError, match=r"8 devices are not divisible by config\.mesh\.island=3"):
+        command.plan(recipe_file, with_islands(config, 3), flags, command.PlanFlags("h200:8"))
     with pytest.raises(ConfigError, match=r"config\.mesh\.island=0: set the number of islands"):
         asked(with_islands(config, 0), "h200:8")
     pairs = dataclasses.replace(config, loss=dataclasses.replace(config.loss, name="info_nce"))

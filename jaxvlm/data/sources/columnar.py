@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import itertools
+import json
 import os
 import pathlib
 import threading
@@ -17,20 +19,26 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources.member_names import Member
+from jaxvlm.data.sources.fields import BadItem
+from jaxvlm.data.sources.member_names import InFile, Member
 
 _CACHED = 256 * 2**20
 """Bytes of columns that stay in memory, the last ones that were read."""
-_KINDS = {".parquet": "Parquet", ".arrow": "an Arrow stream"}
+_ROWS = 64
+"""Rows that are in memory at once while a table is indexed."""
+_KINDS = {".parquet": "Parquet", ".arrow": "Arrow"}
 
 
-def rows(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, Any]]:
+def rows(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, Any] | BadItem]:
     """Read a table's rows, with names of members (see ``member_names``) in place of bytes.
 
     Args:
         path: ``.parquet`` or ``.arrow``.
         same: digest of bytes -> the member that has them first, of all files that are read. Records
             of one image then name one member, and share it in a packed sequence.
+
+    Returns:
+        Fields of each row, or why it can't be read.
 
     Raises:
         DataError: pyarrow is missing, or the file is not such a table.
@@ -44,12 +52,78 @@ def rows(path: pathlib.Path, same: dict[bytes, str]) -> Iterator[dict[str, Any]]
         ) from None
     try:
         table = _Table(str(path))
+        names = table.schema.names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"{path}: two columns of the name {twice[0]!r}; rename one")
+        features = _features(table.schema)
         for group in range(table.groups):
-            for row, fields in enumerate(table.read(group).to_pylist()):
+            each = itertools.chain.from_iterable(map(_rows, table.batches(group)))
+            for row, fields in enumerate(each):
+                if isinstance(fields, BadItem):
+                    yield fields
+                    continue
                 find = functools.partial(_member, same, str(path), f"{group}.{row}")
-                yield {name: _without_bytes(value, find, (name,)) for name, value in fields.items()}
-    except (pyarrow.ArrowException, OSError) as error:
+                yield {
+                    name: _without_bytes(_named(value, features.get(name)), find, (name,))
+                    for name, value in fields.items()
+                }
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, OverflowError, ValueError, ImportError) as error:
         raise DataError(f"{path}: can't be read as {kind}: {error}") from None
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | BadItem]:
+    import pyarrow
+
+    def written(column: Any) -> Any:
+        """Times as text: some have no value in Python."""
+        if not pyarrow.types.is_temporal(column.type):
+            return column
+        try:
+            return column.cast(pyarrow.string())
+        except pyarrow.ArrowException:  # durations
+            return column.cast(pyarrow.int64())
+
+    names = batch.schema.names
+    batch = pyarrow.RecordBatch.from_arrays([written(c) for c in batch.columns], names=names)
+    try:
+        found = batch.to_pylist()
+    except UnicodeDecodeError:
+        for i in range(len(batch)):
+            try:
+                yield batch.slice(i, 1).to_pylist()[0]
+            except UnicodeDecodeError:
+                yield BadItem("not UTF-8")
+        return
+    yield from found
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """Types of columns, where Hugging Face's datasets wrote them into the file."""
+    try:
+        written = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (LookupError, ValueError, TypeError):
+        return {}
+    return written if isinstance(written, dict) else {}
+
+
+def _named(value: Any, feature: Any) -> Any:
+    """``value`` with the names of classes in place of their numbers."""
+    if isinstance(feature, list):
+        feature = {"_type": "List", "feature": feature[0]} if feature else None
+    if value is None or not isinstance(feature, dict):
+        return value
+    kind = feature.get("_type")
+    if kind == "ClassLabel":
+        names = feature.get("names") or []
+        return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+    inside = feature.get("feature") if isinstance(kind, str) else feature
+    if isinstance(value, list):
+        return [_named(one, inside) for one in value]
+    if isinstance(value, dict) and isinstance(inside, dict):
+        return {name: _named(one, inside.get(name)) for name, one in value.items()}
+    return value
 
 
 def content(member: Member) -> bytes:
@@ -72,6 +146,8 @@ def content(member: Member) -> bytes:
     except (pyarrow.ArrowException, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{changed} ({error})") from None
     if not isinstance(value, bytes) or len(value) != member.size:
+        raise ValueError(changed)
+    if member.digest and _digest(value).hex() != member.digest:
         raise ValueError(changed)
     return value
 
@@ -97,11 +173,15 @@ def _member(
     same: dict[bytes, str], file: str, place: str, data: bytes, keys: Sequence[str], name: str = ""
 ) -> str:
     """The name of the member that has these bytes first."""
-    digest = hashlib.blake2b(data, digest_size=16).digest()
+    digest = _digest(data)
     if digest not in same:
         where = "/".join([place, *(quote(key, safe="") for key in keys)])
-        same[digest] = str(Member(file, where, len(data), name))
+        same[digest] = InFile(Member(file, where, len(data), name, digest.hex()))
     return same[digest]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class _Table:
@@ -115,19 +195,33 @@ class _Table:
         self._file: Any = None
         if path.lower().endswith(".arrow"):
             # Mapped: a batch takes no memory of its own.
-            with pyarrow.ipc.open_stream(pyarrow.memory_map(path)) as stream:
-                self._batches = list(stream)
+            source = pyarrow.memory_map(path)
+            is_file = source.read(6) == b"ARROW1"  # Feather; else a stream, as datasets writes
+            source.seek(0)
+            if is_file:
+                file = pyarrow.ipc.open_file(source)
+                self._batches = [file.get_batch(i) for i in range(file.num_record_batches)]
+                self.schema = file.schema
+            else:
+                with pyarrow.ipc.open_stream(source) as stream:
+                    self.schema, self._batches = stream.schema, list(stream)
             self.groups = len(self._batches)
         else:
             self._file = pyarrow.parquet.ParquetFile(path)
-            self.groups = self._file.num_row_groups
+            self.schema, self.groups = self._file.schema_arrow, self._file.num_row_groups
 
-    def read(self, group: int, columns: list[str] | None = None) -> Any:
-        """Read a group, or some of its columns."""
+    def batches(self, group: int) -> Iterator[Any]:
+        """Read a group, some rows at a time."""
         if self._file is None:
             batch = self._batches[group]
-            return batch.select(columns) if columns else batch
-        return self._file.read_row_group(group, columns)
+            return (batch.slice(i, _ROWS) for i in range(0, len(batch), _ROWS))
+        return iter(self._file.iter_batches(_ROWS, row_groups=[group]))
+
+    def column(self, group: int, name: str) -> Any:
+        """Read a column of a group."""
+        if self._file is None:
+            return self._batches[group].column(name)
+        return self._file.read_row_group(group, [name]).column(name)
 
 
 class _Columns:
@@ -149,7 +243,7 @@ class _Columns:
         table = _open(*key[:3])
         # A reader of Parquet is of one thread at a time.
         with self._lock:
-            column = table.read(group, [name]).column(name)
+            column = table.column(group, name)
             if key not in self._kept:
                 self._kept[key] = column
                 self._bytes += column.nbytes

@@ -12,12 +12,14 @@ import zstandard
 from jaxvlm.data.errors import DataError
 
 _SUFFIXES = (".gz", ".zst")
+_INSIDE = (".json", ".jsonl", ".csv", ".tsv", ".tar")
+"""What may be compressed; of a tar an error says that it is to be decompressed."""
 
 
 def kind_of(path: pathlib.Path) -> str:
     """Return a file's ending in lower case, without that of its compression: ``.jsonl``."""
-    name = path.with_suffix("") if path.suffix.lower() in _SUFFIXES else path
-    return name.suffix.lower()
+    inside = path.with_suffix("").suffix.lower() if path.suffix.lower() in _SUFFIXES else ""
+    return inside if inside in _INSIDE else path.suffix.lower()
 
 
 def read(path: pathlib.Path) -> bytes:

@@ -7,7 +7,6 @@ A format is a function in ``FORMATS``, chosen by the key that an item has: ``con
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import re
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import custom_format, fields, tables
+from jaxvlm.data.sources import custom_format, fields, members, tables
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
-from jaxvlm.data.sources.layouts import LAYOUTS, Layout
-from jaxvlm.data.sources.member_names import is_file
+from jaxvlm.data.sources.layouts import LAYOUTS, Layout, by_rows
+from jaxvlm.data.sources.member_names import InFile, is_file
 
 _OF_TAR = dict.fromkeys(tables.IMAGES, "image") | {"txt": "caption"}
 """Fields of a tar's plain ``KEY.jpg`` and ``KEY.txt``."""
@@ -33,6 +32,7 @@ _LLAVA_ROLES = {
     "assistant": "assistant",
     "model": "assistant",
     "system": "system",
+    "developer": "system",
 }
 _ROLES = ("system", "user", "assistant")
 _LISTS_OF_IMAGES = ("images", "image")
@@ -252,10 +252,7 @@ ParseTurn = Callable[[dict[str, Any], Allowed], tuple[Turn, list[str]]]
 
 def _conversation(raw: Any, parse: ParseTurn, allowed: Allowed) -> tuple[list[Turn], list[str]]:
     """Parse turns, and for each image in a content list its file ("" takes the next listed)."""
-    if isinstance(raw, dict) and all(isinstance(column, list) for column in raw.values()):
-        # A list of objects, as Hugging Face's data sets had it until version 4.
-        with contextlib.suppress(ValueError):
-            raw = [dict(zip(raw, values)) for values in zip(*raw.values(), strict=True)]
+    raw = by_rows(raw)
     if not isinstance(raw, list):
         raise BadItem("the conversation is not a list")
     if not raw:
@@ -273,6 +270,8 @@ def _conversation(raw: Any, parse: ParseTurn, allowed: Allowed) -> tuple[list[Tu
 
 def _text(value: Any, reason: str) -> str:
     """Text as a record gives it, or an integer's digits; raises BadItem with ``reason``."""
+    if isinstance(value, InFile):
+        return members.text(value)
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -408,6 +407,8 @@ def file_name(value: Any) -> str:
     if not isinstance(value, str) or not value:
         detail = f"{type(value).__name__}; an image must be a file, given by its name"
         raise BadItem("an image's name is not text", detail)
+    if isinstance(value, InFile):
+        return value
     value = value.removeprefix("file://")
     if _URL.match(value):
         raise BadItem("an image that is not a file", value[:60])

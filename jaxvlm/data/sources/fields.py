@@ -18,6 +18,7 @@ from typing import Any
 from jaxvlm.config import DataConfig
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.sources.member_names import InFile
 
 HARMLESS: dict[str, tuple[str, ...]] = {
     "which record it is": (
@@ -136,7 +137,9 @@ def name_of(value: Any) -> str | None:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         number = float(value)
         return str(int(number)) if number.is_integer() else repr(number)
-    return unicodedata.normalize("NFC", value) if isinstance(value, str) else None
+    if not isinstance(value, str) or isinstance(value, InFile):
+        return None
+    return unicodedata.normalize("NFC", value)
 
 
 @dataclasses.dataclass(frozen=True)

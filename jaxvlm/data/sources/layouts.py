@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxvlm.data.sources.fields import OF_TURN, Allowed, BadItem, is_empty
+from jaxvlm.data.sources.member_names import InFile
 
 Said = list[tuple[str, Any]]
 """Role and text of each turn."""
@@ -22,6 +24,15 @@ class Layout(NamedTuple):
     fields: frozenset[str]
     """Names of all fields that are read."""
     turns: Callable[[dict[str, Any], Allowed], Said]
+
+
+def by_rows(value: Any) -> Any:
+    """A list of objects, also where it is stored as an object of lists of equal length, as Hugging
+    Face's data sets had it until version 4."""
+    if isinstance(value, dict) and all(isinstance(column, list) for column in value.values()):
+        with contextlib.suppress(ValueError):
+            return [dict(zip(value, each)) for each in zip(*value.values(), strict=True)]
+    return value
 
 
 def _history(item: dict[str, Any]) -> Said:
@@ -41,7 +52,11 @@ def _instruction(item: dict[str, Any], allowed: Allowed) -> Said:
     data/README.md."""
     asked, more = item["instruction"], item.get("input")
     if not is_empty(more):
-        if not isinstance(asked, str) or not isinstance(more, str):
+        if (
+            not isinstance(asked, str)
+            or not isinstance(more, str)
+            or InFile in map(type, (asked, more))
+        ):
             raise BadItem("an 'instruction' or 'input' that is not text")
         asked = f"{asked}\n{more}"
     return [*_history(item), ("user", asked), ("assistant", item["output"])]
@@ -49,7 +64,7 @@ def _instruction(item: dict[str, Any], allowed: Allowed) -> Said:
 
 def _texts(item: dict[str, Any], allowed: Allowed) -> Said:
     """The Cauldron's rounds. Source: nanoVLM's data/datasets.py."""
-    rounds, said = item["texts"], list[tuple[str, Any]]()
+    rounds, said = by_rows(item["texts"]), list[tuple[str, Any]]()
     if not isinstance(rounds, list):
         raise BadItem("'texts' is not a list")
     for one in rounds:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources.fields import BadItem
-from jaxvlm.data.sources.member_names import Member
+from jaxvlm.data.sources.member_names import InFile, Member
 
 INDEX = "index.json"
 _IN_PLACE = ("bytes", "jpeg", "png")
@@ -102,7 +102,7 @@ def _sample(shard: _Shard, path: str, data: np.ndarray, begin: int) -> dict[str,
     for name, encoding, size in zip(shard.names, shard.encodings, sizes):
         kind = encoding.partition(":")[0]
         if kind in _IN_PLACE:
-            fields[name] = str(Member(path, str(begin + at), size, "")) if size else ""
+            fields[name] = InFile(Member(path, str(begin + at), size)) if size else ""
         else:
             fields[name] = _decoded(name, kind, data[at : at + size].tobytes())
         at += size

@@ -1,8 +1,9 @@
 """Names of images that lie inside of other files, or in their own name.
 
 A member of a tar or MDS shard, or a cell of a Parquet or Arrow table, is named by one string,
-``FILE::PLACE+SIZE::NAME``. A ``data:`` URI is its own content. Both can be used wherever the name
-of an image file can, and any thread or process reads them without the file's index.
+``FILE::PLACE+SIZE::NAME``, a cell with ``@DIGEST`` after its size. A ``data:`` URI is its own
+content. Both can be used wherever the name of an image file can, and any thread or process reads
+them without the file's index.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-_MEMBER = re.compile(r"(.+\.(?:tar|mds|parquet|arrow))::([^:+]+)\+(\d{1,18})::(.*)", re.DOTALL)
+_MEMBER = re.compile(
+    r"(.+\.(?i:tar|mds|parquet|arrow))::([^:+@]+)\+(\d{1,18})(?:@([0-9a-f]+))?::(.*)", re.DOTALL
+)
 DATA = "data:"
 
 
@@ -23,17 +26,29 @@ class Member(NamedTuple):
     """Where it is: the offset in a shard, ``GROUP.ROW/COLUMN/...`` in a table."""
     size: int
     """Bytes."""
-    name: str
+    name: str = ""
     """What it is called there; "" has none."""
+    digest: str = ""
+    """Hash of its bytes, by which another image in its place is found; "" if not known."""
 
     def __str__(self) -> str:
-        return f"{self.file}::{self.place}+{self.size}::{self.name}"
+        digest = f"@{self.digest}" if self.digest else ""
+        return f"{self.file}::{self.place}+{self.size}{digest}::{self.name}"
+
+
+class InFile(str):
+    """A member's name in a record of the file that it lies in: an image, or bytes of a text.
+
+    Its file's name is whole, and it is no text itself.
+    """
+
+    __slots__ = ()
 
 
 def parse(path: str) -> Member | None:
     """Return what the name of a member says; ``None`` if it names a file or is a ``data:`` URI."""
     match = _MEMBER.fullmatch(path) if "::" in path else None
-    return Member(match[1], match[2], int(match[3]), match[4]) if match else None
+    return Member(match[1], match[2], int(match[3]), match[5], match[4] or "") if match else None
 
 
 def is_file(path: str) -> bool:

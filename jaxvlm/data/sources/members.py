@@ -9,7 +9,8 @@ import io
 import os
 
 from jaxvlm.data.sources import columnar
-from jaxvlm.data.sources.member_names import DATA, Member, is_file, parse
+from jaxvlm.data.sources.fields import BadItem
+from jaxvlm.data.sources.member_names import DATA, Member, is_file, parse, shown
 
 
 def read(path: str) -> bytes:
@@ -26,8 +27,22 @@ def read(path: str) -> bytes:
         raise ValueError(f"{path!r} does not name an image inside of another file")
     if not os.path.isfile(member.file):
         raise ValueError(f"{member.file} is no regular file")
-    is_cell = member.file.endswith((".parquet", ".arrow"))
+    is_cell = member.file.lower().endswith((".parquet", ".arrow"))
     return columnar.content(member) if is_cell else _range(member)
+
+
+def text(name: str) -> str:
+    """Read a member that is text.
+
+    Raises:
+        BadItem: it is not UTF-8, or can't be read.
+    """
+    try:
+        return read(name).decode()
+    except UnicodeDecodeError:
+        raise BadItem("bytes that are not text in UTF-8", shown(name)) from None
+    except (OSError, ValueError) as error:
+        raise BadItem("can't be read", f"{shown(name)}: {error}") from None
 
 
 def opened(path: str) -> str | io.BytesIO:
@@ -42,8 +57,8 @@ def name_and_size(path: str) -> tuple[str, int]:
         return hashlib.blake2b(path.encode(), digest_size=16).hexdigest(), len(path)
     member = parse(path)
     assert member is not None, path
-    # One without a name of its own is told from others by its place.
-    return os.path.basename(member.name) or member.place, member.size
+    # One without a name of its own is told from others by its place; a cell by its bytes too.
+    return f"{os.path.basename(member.name) or member.place}{member.digest}", member.size
 
 
 def _range(member: Member) -> bytes:

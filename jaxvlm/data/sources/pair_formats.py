@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
-from jaxvlm.data.sources import conversation_formats, custom_format, tables
+from jaxvlm.data.sources import conversation_formats, custom_format, members, tables
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
 from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, Splits, is_empty, name_of
+from jaxvlm.data.sources.member_names import InFile
 
 _ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
 """sentence-transformers' columns -> jaxvlm's fields."""
@@ -179,7 +180,7 @@ def _number(value: Any) -> float:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise BadItem(f"'{name}' is not text", repr(value)[:60])
-    return value
+    return members.text(value) if isinstance(value, InFile) else value
 
 
 def _list(value: Any) -> list[Any]:
@@ -292,7 +293,8 @@ def _mmeb(item: dict[str, Any], context: Context) -> Group:
 
     def column(name: str) -> Any:
         def replaced(text: Any) -> Any:
-            return _MMEB_MARK.sub(PLACEHOLDER, text) if isinstance(text, str) else text
+            is_text = isinstance(text, str) and not isinstance(text, InFile)
+            return _MMEB_MARK.sub(PLACEHOLDER, text) if is_text else text
 
         value = item.get(name)
         return [replaced(text) for text in value] if isinstance(value, list) else replaced(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, json_text
@@ -13,7 +13,7 @@ from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import columnar, delimited, json_files, mds, members, webdataset
 from jaxvlm.data.sources.compressed import kind_of
 from jaxvlm.data.sources.fields import BadItem
-from jaxvlm.data.sources.member_names import with_file
+from jaxvlm.data.sources.member_names import InFile, with_file
 
 DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
@@ -88,7 +88,11 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
     paths = [path] if path.is_file() else [pathlib.Path(p) for p in sorted(glob.glob(str(path)))]
     known = ", ".join((*KINDS, *named))
     if not spec or not paths:
-        raise DataError(f"{spec or '(empty name)'}: no such file; give one of {known}")
+        raise DataError(
+            f"{spec or '(empty name)'}: no such file; give one of {known}, the first four also as "
+            ".gz or .zst; a pattern such as shards/*.tar, in which [ is written [[]; or a folder "
+            "of save_to_disk or MDS"
+        )
     for path in paths:
         if kind_of(path) not in KINDS or not path.is_file():
             raise DataError(f"{path}: not a file of records; give one of {known}")
@@ -161,7 +165,10 @@ def _root(path: pathlib.Path, config: DataConfig) -> pathlib.Path:
 
 
 def _plain(root: pathlib.Path) -> Callable[[str], str]:
-    return lambda name: with_file(name, lambda file: str(root / file))
+    def locate(name: str) -> str:
+        return str(name) if isinstance(name, InFile) else with_file(name, lambda x: str(root / x))
+
+    return locate
 
 
 def raw_records(items: list[tuple[str, Any]], spec: str, config: DataConfig) -> list[Raw]:
@@ -189,8 +196,7 @@ def _quoted_tsv(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list
 def _rows(
     path: pathlib.Path, root: pathlib.Path, same: dict[bytes, str]
 ) -> tuple[list[Raw], list[Problem]]:
-    locate, rows = _plain(root), columnar.rows(path, same)
-    return [Raw(f"{path.name}[{i}]", row, locate, "") for i, row in enumerate(rows)], []
+    return _records(path, root, columnar.rows(path, same))
 
 
 def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
@@ -212,8 +218,14 @@ def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Proble
 
 
 def _mds(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
+    return _records(path, root, mds.samples(path))
+
+
+def _records(
+    path: pathlib.Path, root: pathlib.Path, rows: Iterable[dict[str, Any] | BadItem]
+) -> tuple[list[Raw], list[Problem]]:
     records, problems, locate = [], [], _plain(root)
-    for i, fields in enumerate(mds.samples(path)):
+    for i, fields in enumerate(rows):
         if isinstance(fields, BadItem):
             problems.append(Problem(f"{path.name}[{i}]", fields.reason, fields.detail))
         else:
@@ -231,7 +243,7 @@ def _sample(of_sample: Mapping[str, str]) -> dict[str, Any]:
             raise BadItem("not JSON", str(error)) from None
         if not isinstance(fields, dict):
             raise BadItem("not a JSON object")
-    named = {text for value in fields.values() for text in _strings(value)}
+    named = set(_images(fields))
     for extension, member in of_sample.items():
         name, _, kind = extension.rpartition(".")
         file = member.rsplit("::", 1)[1]
@@ -241,24 +253,28 @@ def _sample(of_sample: Mapping[str, str]) -> dict[str, Any]:
         if field in fields:
             raise BadItem("a field both in the sample's json and in a file", extension)
         if kind in IMAGES:
-            fields[field] = member
+            fields[field] = InFile(member)
         elif kind == "txt":
             try:
                 fields[field] = members.read(member).decode("utf-8")
             except (ValueError, OSError):
                 raise BadItem("not UTF-8", file) from None
         else:
-            fields[extension] = member  # refused, unless it is among the ignored fields
+            fields[extension] = InFile(member)  # a text; others are refused, unless ignored
     return fields
 
 
-def _strings(value: Any) -> list[str]:
-    """List all strings in a field's value."""
-    if isinstance(value, str):
-        return [value.removeprefix("./")]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [text for v in value for text in _strings(v)] if isinstance(value, list) else []
+def _images(value: Any, is_image: bool = False) -> Iterator[str]:
+    """All strings of a sample that can name an image, by their fields."""
+    if isinstance(value, str) and is_image:
+        yield value.removeprefix("./")
+    elif isinstance(value, list):
+        for one in value:
+            yield from _images(one, is_image)
+    elif isinstance(value, dict):
+        part = is_image or value.get("type") in ("image", "image_url")
+        for name, one in value.items():
+            yield from _images(one, part or "image" in str(name))
 
 
 READERS: dict[str, Callable[[pathlib.Path, pathlib.Path], tuple[list[Raw], list[Problem]]]] = {
