@@ -232,7 +232,7 @@ def test_bad_input_is_one_line(embed, file, tmp_path):
         ("d.jsonl", '{"text": "<image>a"}\n', "d.jsonl:1: placeholders and images differ"),
         ("e.csv", "text\na,b\n", "e.csv:2: more cells than columns"),
         ("f.csv", "", "f.csv: contains no record"),
-        ("g.txt", "a", "g.txt: not a file of examples"),
+        ("g.txt", "a", "g.txt: not a file of records"),
     ):
         (tmp_path / name).write_text(text)
         assert line in said(out, f"--input={tmp_path / name}")
