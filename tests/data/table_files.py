@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 
-import pytest
+import pyarrow
 from PIL import Image
-
-pyarrow = pytest.importorskip("pyarrow")
-from pyarrow import parquet  # noqa: E402
+from pyarrow import parquet
 
 
 def png(value: int) -> bytes:
@@ -30,6 +29,14 @@ def asked(question="what is it?", answer="red", **more):
         ],
         **more,
     }
+
+
+def write_tar(path, files):
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
 
 
 def write_arrow(path, table):

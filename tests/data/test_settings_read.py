@@ -36,8 +36,8 @@ SET = {
     "tsv_quoting": True,
 }
 """Values that :func:`pairs` or :func:`chats` would be read otherwise by."""
-CONVERSATIONS = (*tables.KINDS, "easy-vqa", "dict", "Record")
-PAIRS = (*tables.KINDS, "dict", "Example")
+CONVERSATIONS = (*tables.READERS, "easy-vqa", "dict", "Record")
+PAIRS = (*tables.READERS, "dict", "Example")
 GIVEN = {}
 
 

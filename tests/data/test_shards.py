@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
-import io
 import json
-import tarfile
 
 import numpy as np
 import pytest
@@ -14,10 +12,11 @@ import zstandard
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources import members
+from jaxvlm.data.sources import members, pair_formats
 from jaxvlm.data.sources.conversation_formats import Turn, read
+from jaxvlm.data.sources.member_names import Member, parse
 from tests.data import mds_files
-from tests.data.table_files import asked, png
+from tests.data.table_files import asked, png, write_tar
 
 
 def test_a_tars_image_stays_where_another_field_has_its_name(tmp_path):
@@ -29,12 +28,10 @@ def test_a_tars_image_stays_where_another_field_has_its_name(tmp_path):
             {"role": "user", "content": [{"type": "image", "path": "k3.png"}]},
             {"role": "assistant", "content": "a"}]},
     ]  # fmt: skip
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        for i, row in enumerate(rows):
-            for name, data in ((f"k{i}.png", png(i)), (f"k{i}.json", json.dumps(row).encode())):
-                info = tarfile.TarInfo(name)
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+    files = {}
+    for i, row in enumerate(rows):
+        files |= {f"k{i}.png": png(i), f"k{i}.json": json.dumps(row).encode()}
+    write_tar(tmp_path / "t.tar", files)
     records, problems = read(str(tmp_path / "t.tar"))
     assert not problems
     assert [members.read(path) for r in records for path in r.images] == [png(i) for i in range(4)]
@@ -80,18 +77,12 @@ def test_compressed_files_are_those_inside(tmp_path, kind, ending):
 
 
 def test_a_tar_of_webdatasets(tmp_path):
-    def add(tar, name, data):
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
-
-    with tarfile.open(tmp_path / "t.tar", "w") as tar:
-        add(tar, "1.jpg", png(1))
-        add(tar, "1.txt", b"a cat")
-        add(tar, "2.png", png(2))
-        add(tar, "2.json", json.dumps(asked()).encode())
-        add(tar, "a/3.json", json.dumps(asked(images=["a/3.first.png"])).encode())
-        add(tar, "a/3.first.png", png(3))
+    files = {
+        "1.jpg": png(1), "1.txt": b"a cat",
+        "2.png": png(2), "2.json": json.dumps(asked()).encode(),
+        "a/3.json": json.dumps(asked(images=["a/3.first.png"])).encode(), "a/3.first.png": png(3),
+    }  # fmt: skip
+    write_tar(tmp_path / "t.tar", files)
     records, problems = read(str(tmp_path / "t.tar"))
     assert not problems and [r.turns[-1].content for r in records] == ["a cat", "red", "red"]
     assert records[0].turns[0] == Turn("user", "<image>")
@@ -180,3 +171,81 @@ def test_damage_to_mds_is_named(tmp_path):
         (tmp_path / "index.json").write_text(index)
         with pytest.raises(DataError, match=r"index.json: (can't be read as MDS's|not of MDS)"):
             read(str(tmp_path))
+
+
+def test_cells_of_text_that_look_like_json_stay_text(tmp_path):
+    (tmp_path / "t.csv").write_text(
+        'instruction,input,output\nIs it JSON?,{},"[1, 2]"\n"[x]",,"{""a"": 1}"\n'
+    )
+    records, problems = read(str(tmp_path / "t.csv"))
+    assert not problems
+    assert [[turn.content for turn in record.turns] for record in records] == [
+        ["Is it JSON?\n{}", "[1, 2]"], ["[x]", '{"a": 1}'],
+    ]  # fmt: skip
+    (tmp_path / "m.csv").write_text('asked,told,turns\n"[1]","{}",\n')
+    mapping = (("asked", "question"), ("told", "answer"))
+    (record,), _ = read(str(tmp_path / "m.csv"), DataConfig(column_mapping=mapping))
+    assert [turn.content for turn in record.turns] == ["[1]", "{}"]
+    turns = json.dumps(asked("q", "a")["messages"]).replace('"', '""')
+    (tmp_path / "l.csv").write_text(f'messages,image\n"{turns}",a.png\n')
+    (record,), _ = read(str(tmp_path / "l.csv"))
+    assert record.turns[0].content == "<image>q", "lists are still read"
+
+
+@pytest.mark.parametrize(
+    "empty", [{"caption": ""}, {"query": "", "response": "", "history": []}, {"question": ""}]
+)
+def test_empty_fields_of_other_formats_are_as_good_as_none(write_json, empty):
+    (record,), problems = read(write_json([asked("q", "a", image="b.png", jpg="") | empty]))
+    assert not problems and [turn.content for turn in record.turns] == ["<image>q", "a"]
+    _, (problem,) = read(write_json([asked("q", "a", image="b.png", caption="a cat")]))
+    assert problem.reason == "both 'messages' and 'caption'; which one is meant?"
+
+
+def test_a_caption_answers_an_image(write_json):
+    (record,), _ = read(write_json([{"caption": "a cat", "image": "a.png"}]))
+    assert [turn.content for turn in record.turns] == ["<image>", "a cat"]
+    _, (problem,) = read(write_json([{"caption": "a cat"}]))
+    assert problem.reason == "a caption without an image"
+
+
+@pytest.mark.parametrize("reader", [read, pair_formats.read])
+def test_a_tars_columns_are_renamed_before_images_are_looked_for(tmp_path, reader):
+    row = {"pic": "0.jpg", "asked": "a cat", "told": "yes", "caption": "a cat"}
+    write_tar(tmp_path / "t.tar", {"0.json": json.dumps(row).encode(), "0.jpg": png(1)})
+    mapping = (("pic", "image"), ("asked", "question"), ("told", "answer"))
+    if reader is pair_formats.read:
+        mapping = (("pic", "query_image"), ("asked", "query"), ("told", "positive"))
+    config = DataConfig(column_mapping=mapping, ignored_fields=("caption",))
+    (found,), problems = reader(str(tmp_path / "t.tar"), config)
+    assert not problems
+    image = found.images[0] if reader is read else found.query.image
+    assert members.read(image) == png(1)
+
+
+def test_a_tar_whose_json_repeats_its_text(tmp_path):
+    """As img2dataset's."""
+    row = {"caption": "a cat", "key": "0", "status": "success"}
+    files = {"0.json": json.dumps(row).encode(), "0.jpg": png(1), "0.txt": b"a cat"}
+    write_tar(tmp_path / "t.tar", files)
+    (record,), problems = read(
+        str(tmp_path / "t.tar"), DataConfig(ignored_fields=("key", "status"))
+    )
+    assert not problems and record.turns[1].content == "a cat"
+
+
+def test_a_column_of_mds_that_is_ignored_need_not_be_readable(tmp_path):
+    rows = [{"question": b"hi", "answer": b"yes", "more": b"?"}]
+    columns = {"question": "str", "answer": "str", "more": "pkl"}
+    mds_files.write(tmp_path / "a.mds", rows, columns)
+    (record,), problems = read(str(tmp_path), DataConfig(ignored_fields=("more",)))
+    assert not problems and record.turns[1].content == "yes"
+
+
+def test_names_of_members():
+    """Of runs that go on with a tar, and of a cell whose own path looks like a member's."""
+    assert members.name_and_size("/d/s.tar::512+10::x.jpg") == ("s.tar::512+10::x.jpg", 10)
+    assert members.name_and_size("/d/s.tar::512+10::a/x.jpg") == ("x.jpg", 10)
+    cell = Member("/d/t.parquet", "0.1/image/bytes", 5, "x.tar::1+2::y", "ab12")
+    assert parse(str(cell)) == cell
+    assert parse("/d::e/t.parquet::0.1/image/bytes+5::x").file == "/d::e/t.parquet"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import io
 import json
 import os
 import pathlib
-import tarfile
+import threading
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations.run_data import load_dataset
 from jaxvlm.data.errors import DataError
-from jaxvlm.data.sources import members, pair_formats
+from jaxvlm.data.sources import columnar, members, pair_formats
 from jaxvlm.data.sources.conversation_formats import Turn, read
 from jaxvlm.data.sources.member_names import parse
 from jaxvlm.data.tokenizer import chat_tokenizer
@@ -32,6 +31,7 @@ from tests.data.table_files import (
     pyarrow,
     write_arrow,
     write_saved,
+    write_tar,
     written,
 )
 
@@ -191,11 +191,7 @@ def test_a_name_from_any_folder(tmp_path, monkeypatch):
     inside = tmp_path / "sub"
     inside.mkdir()
     specs = [written(inside, [asked(image=cell(1))], kind) for kind in KINDS]
-    with tarfile.open(inside / "t.tar", "w") as tar:
-        for name, data in (("k.png", png(1)), ("k.txt", b"a cat")):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    write_tar(inside / "t.tar", {"k.png": png(1), "k.txt": b"a cat"})
     (inside / "mds").mkdir()
     columns = {"question": "str", "answer": "str", "image": "png"}
     row = {"question": b"hi", "answer": b"yes", "image": png(1)}
@@ -222,6 +218,30 @@ def test_classes_are_their_names(tmp_path):
     parquet.write_table(table, tmp_path / "t.parquet")
     (record,), _ = read(str(tmp_path / "t.parquet"), DataConfig(ignored_fields=("more",)))
     assert record.turns[1].content == "dog"
+    rounds = {"feature": {"user": {"_type": "Value"}, "assistant": label}, "_type": "Sequence"}
+    table = pyarrow.Table.from_pylist([{"texts": {"user": ["a", "b"], "assistant": [1, 0]}}])
+    info = {"info": {"features": {"texts": rounds}}}  # stored by columns, until version 4
+    table = table.replace_schema_metadata({"huggingface": json.dumps(info)})
+    parquet.write_table(table, tmp_path / "old.parquet")
+    (record,), _ = read(str(tmp_path / "old.parquet"))
+    assert [turn.content for turn in record.turns] == ["a", "dog", "b", "cat"]
+
+
+def test_a_group_is_read_once_by_threads_that_miss_it_together(tmp_path, monkeypatch):
+    spec = written(tmp_path, [asked(image=cell(i)) for i in range(3)], ".parquet")
+    records, _ = read(spec)
+    reads, column, together = [], columnar._Table.column, threading.Barrier(8)
+
+    def counted(self, group, name):
+        reads.append(group)
+        return column(self, group, name)
+
+    opened = columnar._open
+    monkeypatch.setattr(columnar._Table, "column", counted)
+    monkeypatch.setattr(columnar, "_open", lambda *key: (together.wait(10), opened(*key))[1])
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(members.read, [records[i % 3].images[0] for i in range(8)]))
+    assert found == [png(i % 3) for i in range(8)] and len(reads) == 1
 
 
 @pytest.mark.parametrize("kind", [".parquet", ".arrow"])

@@ -116,6 +116,8 @@ def _named(value: Any, feature: Any) -> Any:
         return value
     kind = feature.get("_type")
     if kind == "ClassLabel":
+        if isinstance(value, list):  # of objects that are stored by columns
+            return [_named(one, feature) for one in value]
         names = feature.get("names") or []
         return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
     inside = feature.get("feature") if isinstance(kind, str) else feature
@@ -243,10 +245,10 @@ class _Columns:
         table = _open(*key[:3])
         # A reader of Parquet is of one thread at a time.
         with self._lock:
-            column = table.column(group, name)
-            if key not in self._kept:
-                self._kept[key] = column
-                self._bytes += column.nbytes
+            if key in self._kept:  # another thread has read it meanwhile
+                return self._kept[key]
+            column = self._kept[key] = table.column(group, name)
+            self._bytes += column.nbytes
             while self._bytes > _CACHED and len(self._kept) > 1:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return column

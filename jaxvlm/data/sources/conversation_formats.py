@@ -18,7 +18,7 @@ from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import custom_format, fields, members, tables
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
-from jaxvlm.data.sources.layouts import LAYOUTS, Layout, by_rows
+from jaxvlm.data.sources.layouts import LAYOUTS, TEXTS, Layout, by_rows
 from jaxvlm.data.sources.member_names import InFile, is_file
 
 _OF_TAR = dict.fromkeys(tables.IMAGES, "image") | {"txt": "caption"}
@@ -97,7 +97,7 @@ def read(spec: str, config: DataConfig = tables.DEFAULT) -> tuple[list[Record], 
         items = custom_format.read_items(config, spec, Record)
         raw, problems = tables.raw_records(items, spec, config), []
     else:
-        raw, problems = tables.read(spec, config, SOURCES)
+        raw, problems = tables.read(spec, config, SOURCES, TEXTS)
     mapping = tables.mapping_of(spec, raw, config)
     allowed = Allowed.of(config.ignored_fields, config.literal_markers)
     records: list[Record] = []
@@ -138,6 +138,8 @@ def _record(
     if not keys:
         known = " nor ".join(map(repr, FORMATS))
         raise BadItem(f"neither {known}", f"keys: {', '.join(sorted(item))}")
+    if len(keys) > 1:  # a table of several kinds of records has empty cells
+        keys = [key for key in keys if not is_empty(item[key])] or keys[:1]
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
     layout = LAYOUTS.get(keys[0])

@@ -10,7 +10,7 @@ import csv
 import io
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxvlm.config import json_text
@@ -23,13 +23,16 @@ _MAX_CELL = 2**31 - 1  # the csv module refuses cells of more than 128 KiB other
 
 
 def read(
-    path: pathlib.Path, tsv_quoting: bool = False
+    path: pathlib.Path,
+    tsv_quoting: bool = False,
+    is_text: Callable[[str], bool] = lambda column: False,
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[Problem]]:
     """Read a file whose first line names the columns.
 
     Args:
         path: path of the file; ``.tsv`` has tabs between cells, any other name commas.
         tsv_quoting: reads quotation marks around a TSV's cells as CSV's.
+        is_text: whether a column is text, also where a cell looks like JSON.
 
     Returns:
         ``[("file:line", {column: text, or list or object where the cell is JSON of one})]``, where
@@ -65,7 +68,11 @@ def read(
             problems.append(Problem(where, f"{more} cells than columns", detail))
         else:
             try:
-                fields = {name: _value(cell) for name, cell in zip(names, cells) if cell != ""}
+                fields = {
+                    name: cell if is_text(name) else _value(cell)
+                    for name, cell in zip(names, cells)
+                    if cell != ""
+                }
             except ValueError as error:
                 problems.append(Problem(where, str(error)))
                 continue

@@ -75,6 +75,13 @@ def _texts(item: dict[str, Any], allowed: Allowed) -> Said:
     return said
 
 
+def _caption(item: dict[str, Any], allowed: Allowed) -> Said:
+    """A caption answers its image alone."""
+    if is_empty(item.get("image")) and is_empty(item.get("images")):
+        raise BadItem("a caption without an image")
+    return [("user", ""), ("assistant", item["caption"])]
+
+
 def _layout(
     needs: str, turns: Callable[[dict[str, Any], Allowed], Said], optional: str = ""
 ) -> Layout:
@@ -89,8 +96,9 @@ LAYOUTS: dict[str, Layout] = {
         "question answer",
         lambda item, allowed: [("user", item["question"]), ("assistant", item["answer"])],
     ),
-    "caption": _layout(
-        "caption", lambda item, allowed: [("user", ""), ("assistant", item["caption"])]
-    ),
+    "caption": _layout("caption", _caption),
 }
-"""Field that names a layout -> the layout. A ``caption`` answers its image alone."""
+"""Field that names a layout -> the layout."""
+TEXTS = frozenset().union(*(layout.fields for layout in LAYOUTS.values())) | {"system"}
+TEXTS -= {"texts", "history"}
+"""Fields that are text."""

@@ -112,7 +112,7 @@ def _sample(shard: _Shard, path: str, data: np.ndarray, begin: int) -> dict[str,
 def _decoded(name: str, encoding: str, data: bytes) -> Any:
     decode = _ENCODINGS.get(encoding)
     if decode is None:  # raw pixels, arrays, and pickles, which run code
-        raise BadItem(
+        return BadItem(  # refused where the field is not ignored
             "a column of MDS in an encoding that jaxvlm does not read; write images as jpeg or png",
             f"{name}: {encoding}",
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _MEMBER = re.compile(
-    r"(.+\.(?i:tar|mds|parquet|arrow))::([^:+@]+)\+(\d{1,18})(?:@([0-9a-f]+))?::(.*)", re.DOTALL
+    r"(.+?\.(?i:tar|mds|parquet|arrow))::([^:+@]+)\+(\d{1,18})(?:@([0-9a-f]+))?::(.*)", re.DOTALL
 )
 DATA = "data:"
 

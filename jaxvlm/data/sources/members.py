@@ -57,8 +57,9 @@ def name_and_size(path: str) -> tuple[str, int]:
         return hashlib.blake2b(path.encode(), digest_size=16).hexdigest(), len(path)
     member = parse(path)
     assert member is not None, path
-    # One without a name of its own is told from others by its place; a cell by its bytes too.
-    return f"{os.path.basename(member.name) or member.place}{member.digest}", member.size
+    if member.digest:
+        return f"{os.path.basename(member.name) or member.place}{member.digest}", member.size
+    return os.path.basename(path), member.size
 
 
 def _range(member: Member) -> bytes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxvlm.config import DataConfig, json_text
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.sources import columnar, delimited, json_files, mds, members, webdataset
 from jaxvlm.data.sources.compressed import kind_of
-from jaxvlm.data.sources.fields import BadItem
+from jaxvlm.data.sources.fields import BadItem, is_empty
 from jaxvlm.data.sources.member_names import InFile, with_file
 
 DEFAULT = DataConfig()
@@ -33,8 +33,21 @@ class Raw(NamedTuple):
     """The file's name if several files are read; else ""."""
 
 
+class Reading(NamedTuple):
+    """What the readers of files need beside a file."""
+
+    config: DataConfig
+    texts: Collection[str]
+    """Fields that are text, also where a cell of a CSV looks like JSON."""
+    same: dict[bytes, str]
+    """Digest of an image's bytes -> the member that has them first, of all files."""
+
+
 def read(
-    spec: str, config: DataConfig = DEFAULT, named: Iterable[str] = ()
+    spec: str,
+    config: DataConfig = DEFAULT,
+    named: Iterable[str] = (),
+    texts: Collection[str] = (),
 ) -> tuple[list[Raw], list[Problem]]:
     """Read the records of a file, of all files that match a pattern in the order of their names, or
     of a folder that Hugging Face's ``save_to_disk`` or MosaicML Streaming wrote.
@@ -43,8 +56,10 @@ def read(
         spec: ``FILE.jsonl``, ``.json``, ``.csv`` or ``.tsv``, each also with ``.gz`` or ``.zst``;
             ``.parquet``, ``.arrow``, ``.tar`` or ``.mds``; a pattern such as ``shards/*.tar``; or a
             folder.
-        config: data settings; of these, ``image_root`` and ``tsv_quoting`` are read.
+        config: data settings; of these, ``image_root``, ``tsv_quoting`` and ``column_mapping`` are
+            read.
         named: names of other sources, for messages.
+        texts: fields that are text, also where a cell of a CSV looks like JSON.
 
     Returns:
         Records, and a Problem for each that can't be read.
@@ -57,16 +72,11 @@ def read(
     is_set = paths[0].parent == pathlib.Path(spec).expanduser()  # its files are no tasks
     records: list[Raw] = []
     problems: list[Problem] = []
-    same: dict[bytes, str] = {}
+    reading = Reading(config, texts, {})
     for path in paths:
         root = _root(path, config)
         name = str(path.relative_to(base)) if len(paths) > 1 and not is_set else ""
-        kind = kind_of(path)
-        if kind in _TABLES:
-            raw, bad = _rows(path, root, same)
-        else:
-            quoted = kind == ".tsv" and config.tsv_quoting
-            raw, bad = _quoted_tsv(path, root) if quoted else READERS[kind](path, root)
+        raw, bad = READERS[kind_of(path)](path, root, reading)
         # Files with the same name in several folders must not share their records' ids.
         prefix = f"{path.parent.relative_to(base)}/" if path.parent != base else ""
         records += [r._replace(where=prefix + r.where, task=name) for r in raw]
@@ -86,7 +96,7 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
     if spec and path.is_dir():
         return mds.shards(path) if (path / mds.INDEX).is_file() else _saved_to_disk(path)
     paths = [path] if path.is_file() else [pathlib.Path(p) for p in sorted(glob.glob(str(path)))]
-    known = ", ".join((*KINDS, *named))
+    known = ", ".join((*READERS, *named))
     if not spec or not paths:
         raise DataError(
             f"{spec or '(empty name)'}: no such file; give one of {known}, the first four also as "
@@ -94,7 +104,7 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
             "of save_to_disk or MDS"
         )
     for path in paths:
-        if kind_of(path) not in KINDS or not path.is_file():
+        if kind_of(path) not in READERS or not path.is_file():
             raise DataError(f"{path}: not a file of records; give one of {known}")
     return paths
 
@@ -130,14 +140,17 @@ def renamed(
     """Rename a record's fields, by the settings' mapping first.
 
     Raises:
-        BadItem: two of them get one name.
+        BadItem: two of them, that say different things, get one name; or the value of one can't be
+            read.
     """
     out: dict[str, Any] = {}
     for column, value in fields.items():
         name = mapping.get(column, of_tar.get(column, column))
-        if name in out:
+        if isinstance(value, BadItem):
+            raise value
+        if name in out and not is_empty(value) and not is_empty(out[name]) and out[name] != value:
             raise BadItem(f"two columns for '{name}'", column)
-        out[name] = value
+        out[name] = value if is_empty(out.get(name)) else out[name]
     return out
 
 
@@ -177,32 +190,39 @@ def raw_records(items: list[tuple[str, Any]], spec: str, config: DataConfig) -> 
     return [Raw(where, item, locate, "") for where, item in items]
 
 
-def _json(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
+def _json(
+    path: pathlib.Path, root: pathlib.Path, reading: Reading
+) -> tuple[list[Raw], list[Problem]]:
     items, problems = json_files.read(path)
     locate = _plain(root)
     return [Raw(where, item, locate, "") for where, item in items], problems
 
 
-def _csv(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
-    items, problems = delimited.read(path)
-    return [Raw(where, item, _plain(root), "") for where, item in items], problems
+def _csv(
+    path: pathlib.Path, root: pathlib.Path, reading: Reading
+) -> tuple[list[Raw], list[Problem]]:
+    mapping = dict(reading.config.column_mapping)
 
+    def is_text(column: str) -> bool:
+        return mapping.get(column, column) in reading.texts
 
-def _quoted_tsv(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
-    items, problems = delimited.read(path, tsv_quoting=True)
+    items, problems = delimited.read(path, reading.config.tsv_quoting, is_text)
     return [Raw(where, item, _plain(root), "") for where, item in items], problems
 
 
 def _rows(
-    path: pathlib.Path, root: pathlib.Path, same: dict[bytes, str]
+    path: pathlib.Path, root: pathlib.Path, reading: Reading
 ) -> tuple[list[Raw], list[Problem]]:
-    return _records(path, root, columnar.rows(path, same))
+    return _records(path, root, columnar.rows(path, reading.same))
 
 
-def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
+def _tar(
+    path: pathlib.Path, root: pathlib.Path, reading: Reading
+) -> tuple[list[Raw], list[Problem]]:
     """Read a tar shard: a sample's ``json`` has fields; other files are the field they name."""
     shard = webdataset.index(path)
     problems, plain = list(shard.problems), _plain(root)
+    mapping = dict(reading.config.column_mapping)
 
     def locate(name: str) -> str:
         return shard.members.get(name.removeprefix("./")) or plain(name)
@@ -211,13 +231,15 @@ def _tar(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Proble
     for key, of_sample in shard.samples:
         where = f"{path.name}:{key}"
         try:
-            records.append(Raw(where, _sample(of_sample), locate, ""))
+            records.append(Raw(where, _sample(of_sample, mapping), locate, ""))
         except BadItem as bad:
             problems.append(Problem(where, bad.reason, bad.detail))
     return records, problems
 
 
-def _mds(path: pathlib.Path, root: pathlib.Path) -> tuple[list[Raw], list[Problem]]:
+def _mds(
+    path: pathlib.Path, root: pathlib.Path, reading: Reading
+) -> tuple[list[Raw], list[Problem]]:
     return _records(path, root, mds.samples(path))
 
 
@@ -233,7 +255,7 @@ def _records(
     return records, problems
 
 
-def _sample(of_sample: Mapping[str, str]) -> dict[str, Any]:
+def _sample(of_sample: Mapping[str, str], mapping: Mapping[str, str]) -> dict[str, Any]:
     """Fields of a sample; images stay in the tar."""
     fields: dict[str, Any] = {}
     if "json" in of_sample:
@@ -243,7 +265,7 @@ def _sample(of_sample: Mapping[str, str]) -> dict[str, Any]:
             raise BadItem("not JSON", str(error)) from None
         if not isinstance(fields, dict):
             raise BadItem("not a JSON object")
-    named = set(_images(fields))
+    named = set(_images({mapping.get(name, name): value for name, value in fields.items()}))
     for extension, member in of_sample.items():
         name, _, kind = extension.rpartition(".")
         file = member.rsplit("::", 1)[1]
@@ -277,15 +299,15 @@ def _images(value: Any, is_image: bool = False) -> Iterator[str]:
             yield from _images(one, part or "image" in str(name))
 
 
-READERS: dict[str, Callable[[pathlib.Path, pathlib.Path], tuple[list[Raw], list[Problem]]]] = {
+Reader = Callable[[pathlib.Path, pathlib.Path, Reading], tuple[list[Raw], list[Problem]]]
+READERS: dict[str, Reader] = {
     ".jsonl": _json,
     ".json": _json,
     ".csv": _csv,
     ".tsv": _csv,
     ".tar": _tar,
     ".mds": _mds,
+    ".parquet": _rows,
+    ".arrow": _rows,
 }
 """File extension -> reader."""
-_TABLES = (".parquet", ".arrow")
-KINDS = (*READERS, *_TABLES)
-"""File extensions of what is read."""
