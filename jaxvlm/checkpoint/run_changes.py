@@ -41,11 +41,17 @@ def read_config_to_use(workdir: str | pathlib.Path) -> Config:
     for line in _in_two_folders(document, config):
         _log.warning("%s", line)
     changed: dict[str, Any] = {}
+    sources: dict[str, Any] = dict(config.data.mixture)
     for name, path, there in _relative(document, config):
         if _is_found(path):
             continue
         if _is_found(there):
-            changed[name] = str(there)
+            *group, field = name.split(".")
+            if group:
+                source = sources[group[-1]]
+                sources[group[-1]] = dataclasses.replace(source, **{field: str(there)})
+            else:
+                changed[name] = str(there)
         elif path.suffix and not config.data.format.target:  # a file, not a name as easy-vqa:test
             _log.warning(
                 "config.data.%s=%s is neither in this folder nor in %s, where the run was started",
@@ -53,6 +59,7 @@ def read_config_to_use(workdir: str | pathlib.Path) -> Config:
                 path,
                 document["folder"],
             )
+    changed["mixture"] = sources
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **changed))
 
 
@@ -66,8 +73,12 @@ def _relative(
         config: settings whose paths are asked for.
     """
     start = document.get("folder")
-    for name in ("train", "eval", "image_root"):
-        path = pathlib.Path(given := getattr(config.data, name)).expanduser()
+    given_names = {name: getattr(config.data, name) for name in ("train", "eval", "image_root")}
+    for source, settings in config.data.mixture.items():
+        given_names[f"mixture.{source}.train"] = settings.train
+        given_names[f"mixture.{source}.image_root"] = settings.image_root
+    for name, given in given_names.items():
+        path = pathlib.Path(given).expanduser()
         if isinstance(start, str) and start != os.getcwd() and given and not path.is_absolute():
             yield name, path, pathlib.Path(start) / path
 

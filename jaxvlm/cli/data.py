@@ -9,7 +9,7 @@ from absl import flags
 from jaxvlm.cli.common import define_flags, define_recipe
 
 SUMMARY = "Check a data file: list the records that training would refuse, by reason."
-USAGE = "check FILE [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
+USAGE = "check [FILE] [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
 _FLAGS = {
     "tokenizer": "The folder of the tokenizer; by default a word tokenizer is built from the file.",
     "max_length": "The maximum number of tokens in a packed sequence.",
@@ -25,9 +25,9 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     define_recipe(
         values,
         argv,
-        "The recipe that FILE is meant for. It determines the limits, the image size and the "
-        "tokenizer; the other flags of this command are then ignored. Override its settings with "
-        "--config.a.b=value.",
+        "The recipe that FILE is meant for; without FILE, the sources of its mixture are checked. "
+        "It determines the limits, the image size and the tokenizer; the other flags of this "
+        "command are then ignored. Override its settings with --config.a.b=value.",
     )
     define_flags(values, _FLAGS, max_length=512, image_size=64, patch_size=16, max_images=8)
 
@@ -36,8 +36,12 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Check the file, print the report, and exit 1 if records would be refused."""
     from jaxvlm.config import ConfigError
 
+    if args == ["check"] and values.config is not None and values.config.data.mixture:
+        return _mixture(values)
     if len(args) != 2 or args[0] != "check":
-        raise ConfigError("usage: jaxvlm data check FILE [--config=RECIPE]")
+        raise ConfigError(
+            "usage: jaxvlm data check FILE [--config=RECIPE]; without FILE the recipe has a mixture"
+        )
     report = _checked(values, args[1])
     for line in report.lines():
         print(line)
@@ -61,6 +65,23 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     if trains_embeddings(config):
         return embedding_run.validate_file(config, spec)
     return validate.validate(spec, **_of_recipe(config, spec))
+
+
+def _mixture(values: flags.FlagValues) -> dict[str, Any]:
+    """Check each source of a recipe's mixture."""
+    from jaxvlm.config import from_config_dict
+    from jaxvlm.data import validate
+    from jaxvlm.trainer.checks import check_data
+
+    config = from_config_dict(values.config)
+    check_data(config)
+    of_recipe = _of_recipe(config, "")
+    reports, shares = validate.validate_mixture(of_recipe.pop("config"), **of_recipe)
+    for line in (*(line for report in reports for line in report.lines()), *shares):
+        print(line)
+    found = {name: x.to_dict() for name, x in zip(config.data.mixture, reports, strict=True)}
+    failed = any(report.problems for report in reports)
+    return {"sources": found, "shares": shares, "exit_code": 1 if failed else 0}
 
 
 def _of_flags(values: flags.FlagValues) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jaxvlm.config.embed import (
 )
 from jaxvlm.config.extension import Extension, LossConfig
 from jaxvlm.config.federate import FederateConfig
+from jaxvlm.config.mixture import SourceConfig, check_mixture
 from jaxvlm.config.model import (
     ConnectorConfig,
     DecoderConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "PairLossConfig",
     "RelevanceConfig",
     "RopeScaling",
+    "SourceConfig",
     "StrategyConfig",
     "TextConfig",
     "TokenizerConfig",
@@ -72,6 +74,7 @@ __all__ = [
     "cache_halvings",
     "changes",
     "check_choice",
+    "check_mixture",
     "default_config",
     "dropout_rates",
     "encoder_blocks",

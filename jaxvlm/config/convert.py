@@ -29,7 +29,9 @@ def check_choice(setting: str, value: str, known: Iterable[str]) -> None:
 
 
 class Options(dict[str, Any]):
-    """Settings of an extension by name, with lists as tuples and nested groups as ``Options``."""
+    """Settings by name, with lists as tuples and nested groups as ``Options``: those of an
+    extension, or groups of one dataclass under names of the user's own.
+    """
 
     def __init__(self, values: Any = ()):
         super().__init__({str(key): _frozen(value) for key, value in dict(values).items()})
@@ -42,6 +44,8 @@ NO_OPTIONS = Options()
 
 
 def _frozen(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return value
     if isinstance(value, Mapping) or hasattr(value, "items"):
         return Options(value)
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
@@ -55,8 +59,8 @@ def to_config_dict(config: Any) -> ml_collections.ConfigDict:
 
     Returns:
         A locked ConfigDict: assigning to an unknown key raises, but in ``options`` of an extension,
-        which are checked when the extension is imported. A whole number in a field that may be a
-        float is a float, so that both can be assigned to it.
+        which are checked when the extension is imported, and where names are the user's own. A
+        whole number in a field that may be a float is a float, so that both can be assigned to it.
     """
     open_groups: list[ml_collections.ConfigDict] = []
 
@@ -65,7 +69,11 @@ def to_config_dict(config: Any) -> ml_collections.ConfigDict:
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
             if isinstance(value, Options):
-                value = ml_collections.ConfigDict(value)
+                inside = {
+                    key: group(part) if dataclasses.is_dataclass(part) else part
+                    for key, part in value.items()
+                }
+                value = ml_collections.ConfigDict(inside)
                 open_groups.append(value)
             elif dataclasses.is_dataclass(value):
                 value = group(value)
@@ -150,8 +158,8 @@ def check_ranges(settings: Any, path: str) -> None:
     """
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), f"{path}.{field.name}"
-        if dataclasses.is_dataclass(value):
-            check_ranges(value, name)
+        for at, part in _groups(value, name):
+            check_ranges(part, at)
         for number in _flat(value):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
@@ -166,6 +174,14 @@ def check_ranges(settings: Any, path: str) -> None:
                 raise ConfigError(f"{name}={number}: must be {span}")
 
 
+def _groups(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and dataclass of each group that a setting is or has."""
+    if dataclasses.is_dataclass(value):
+        yield path, value
+    if isinstance(value, Options):
+        yield from ((f"{path}.{k}", x) for k, x in value.items() if dataclasses.is_dataclass(x))
+
+
 def _flat(value: Any) -> Iterator[Any]:
     """The values in a tuple, and in the tuples in it; or the value alone."""
     if isinstance(value, tuple):
@@ -178,7 +194,10 @@ def _flat(value: Any) -> Iterator[Any]:
 def by_path(config: Any, path: str = "config") -> dict[str, Any]:
     """Maps each setting's path to its value."""
     if not dataclasses.is_dataclass(config):
-        return {path: config}
+        inside = dict(_groups(config, path))
+        return {k: x for at, part in inside.items() for k, x in by_path(part, at).items()} or {
+            path: config
+        }
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         found |= by_path(getattr(config, field.name), f"{path}.{field.name}")
@@ -204,7 +223,10 @@ def _checked(value: Any, kind: Any, path: str) -> Any:
     if typing.get_origin(kind) is Mapping:
         if not hasattr(value, "items"):
             raise ConfigError(f"{path} is a group of settings, not {value!r}")
-        return Options(value)
+        each = typing.get_args(kind)[1]
+        if not dataclasses.is_dataclass(each):
+            return Options(value)
+        return Options({k: _checked(x, each, f"{path}.{k}") for k, x in value.items()})
     if typing.get_origin(kind) is tuple:
         return _checked_tuple(value, typing.get_args(kind), path)
     if typing.get_origin(kind) is typing.Literal:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from jaxvlm.config.convert import NO_OPTIONS, Options
 from jaxvlm.config.extension import Extension
+from jaxvlm.config.mixture import SourceConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,12 @@ class DataConfig:
     ``shards/*.tar``; a folder that Hugging Face's save_to_disk or MosaicML Streaming (MDS) wrote;
     or a built-in data set such as easy-vqa:train. With config.data.format, it is whatever that
     format takes."""
+    mixture: Mapping[str, SourceConfig] = NO_OPTIONS
+    """Names several sources of training data instead of ``train``, by names of your own, with the
+    settings of each."""
+    mixture_temperature: float = 1.0
+    """Makes the weights of a mixture's sources without weights and budgets their sizes to the power
+    of 1 / temperature: 1 reads all sources as one, a higher one reads small sources more often."""
     eval: str = ""
     """Names the evaluation data, in the same form as ``train``; the default "" means that the run
     is not evaluated."""
@@ -146,3 +155,6 @@ class DataConfig:
     """Sets the host memory in MiB in which decoded images are cached."""
     pairs: PairDataConfig = PairDataConfig()
     """Groups the settings of pairs, for embedding models."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mixture", Options(self.mixture))

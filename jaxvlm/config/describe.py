@@ -14,12 +14,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from jaxvlm.config.mixture import SourceConfig
 from jaxvlm.config.train import Config
 
 SUBJECTS = (
     "train",
     "model",
     "data",
+    "mixture",
     "parallel",
     "cache",
     "optim",
@@ -30,6 +32,8 @@ SUBJECTS = (
 )
 """Modules of the dataclasses, in the order of the page."""
 _DEFAULTS = Config()
+_GROUPS = {"config.data.mixture": SourceConfig}
+"""Settings that have groups under names of the user's own -> the dataclass of each."""
 _ALLOWED = re.compile(r"\s*Allowed values: (.*)\.$")
 _INTRODUCTION = """\
 # Settings
@@ -109,6 +113,8 @@ def groups(default: Any = _DEFAULTS, path: str = "config", purpose: str = "") ->
         if dataclasses.is_dataclass(value):
             inside.append((value, at, docs.get(field.name, "")))
             continue
+        if named := _GROUPS.get(at):
+            inside.append((named(), f"{at}.NAME", docs.get(field.name, "")))
         help_text, allowed = docs.get(field.name, ""), ()
         if found := _ALLOWED.search(help_text):
             help_text, allowed = help_text[: found.start()], ast.literal_eval(f"({found[1]},)")

@@ -124,21 +124,25 @@ def formats_of(data: DataConfig, *specs: str) -> set[str]:
 
 
 def refuse_unread_by(
-    data: DataConfig, formats: Collection[str], names: Iterable[str] = READING
+    data: Any,
+    formats: Collection[str],
+    names: Iterable[str] = READING,
+    where: str = "config.data",
 ) -> None:
     """Refuse settings of how data are read that none of their formats takes.
 
     Args:
-        data: data settings.
+        data: data settings, or those of a source of a mixture.
         formats: keys of ``READ_BY``: those of all data that the settings are for.
         names: of the settings.
+        where: path of ``data`` in error messages.
 
     Raises:
         ConfigError: the first that has no effect; the message names it and the formats.
     """
     read = frozenset().union(*(READ_BY[name] for name in formats))
     why = f"by data of the format {' and '.join(sorted(formats))}"
-    refuse_changed(data, [name for name in names if name not in read], "config.data", why)
+    refuse_changed(data, [name for name in names if name not in read], where, why)
 
 
 _FEDERATION = [f.name for f in dataclasses.fields(FederateConfig) if f.name != "sites"]
@@ -189,7 +193,14 @@ RULES: dict[type, tuple[Rule, ...]] = {
             lambda c: c.dual.checkpoint or c.dual.vision_checkpoint,
         ),
     ),
-    DataConfig: (("buckets", "packing=False", lambda c: not c.packing),),
+    DataConfig: (
+        ("buckets", "packing=False", lambda c: not c.packing),
+        (
+            "mixture_temperature",
+            "a mixture whose sources have neither weights nor budgets",
+            lambda c: c.mixture and not any(x.weight or x.budget for x in c.mixture.values()),
+        ),
+    ),
     VisionConfig: (
         ("patch_layout frames merge_block rope_theta window", "packed=True", lambda c: c.packed),
         (

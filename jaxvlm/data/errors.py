@@ -40,7 +40,7 @@ class TooFewRecords(DataError):
 
     def __init__(self, found: str, most: int, advice: str):
         super().__init__(f"{found}; {advice}")
-        self.found, self.most = found, most
+        self.found, self.most, self.advice = found, most, advice
 
 
 class ImageError(ValueError):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.conversations.packing import Pieces, SequenceOrder
 from jaxvlm.data.errors import DataError
 from jaxvlm.types import PAGE, Batch
@@ -123,7 +124,7 @@ class PageAllocation:
 
     def __init__(
         self,
-        order: SequenceOrder,
+        order: SequenceOrder | MixtureOrder,
         pieces: Pieces,
         size: Callable[[int], tuple[int, int]],
         limit: int,

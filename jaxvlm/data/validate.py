@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.dataset import ModelInputs, select
+from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.conversations.run_data import validate_settings
-from jaxvlm.data.errors import ImageError, Problem
+from jaxvlm.data.errors import DataError, ImageError, Problem
 from jaxvlm.data.image_inputs import ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -138,6 +139,38 @@ def validate(
         repeats=_repeats(read),
         without_image=sum(not len(corpus.images[i]) for i in good),
     )
+
+
+def validate_mixture(config: DataConfig, **how: Any) -> tuple[list[ValidationReport], list[str]]:
+    """Validate each source of ``config.mixture``, and say what an epoch reads of it.
+
+    Args:
+        config: data settings.
+        how: arguments of :func:`validate`; a tokenizer is one.
+
+    Returns:
+        A report for each source, and lines about their shares, none where no epoch is possible.
+
+    Raises:
+        DataError: a source as a whole can't be used.
+    """
+    reports = [
+        dataclasses.replace(
+            validate(source.train, mixture_records.of_source(config, source), **how),
+            name=f"{name}: {source.train}",
+        )
+        for name, source in config.mixture.items()
+    ]
+    read, _ = mixture_records.read(config)
+    records = tokenize.split_turns(read, config.loss_turns)
+    inputs = ModelInputs(0, how["prepare"], how["num_patches"], patching=how["patching"])
+    corpus, pieces, _, _ = select(records, config, how["chat_tokenizer"], inputs)
+    try:
+        origin = packing.of_pieces(pieces, mixture_records.sources(config, records, corpus.source))
+        order = MixtureOrder(pieces, config, inputs.seed, origin)
+    except DataError as error:
+        return reports, [str(error)]
+    return reports, order.lines(order.steps_per_epoch)
 
 
 def _repeats(records: Sequence[conversation_formats.Record]) -> dict[str, list[str]]:

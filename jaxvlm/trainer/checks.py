@@ -14,6 +14,7 @@ from jaxvlm.config import (
     Config,
     ConfigError,
     check_choice,
+    check_mixture,
     formats_of,
     from_config_dict,
     refuse_changed,
@@ -21,6 +22,7 @@ from jaxvlm.config import (
     refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
+from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
 from jaxvlm.train import island_checks
@@ -64,10 +66,7 @@ def _with_metric(config: Config, metric: str) -> Config:
 def _check_config(config: Config) -> None:
     """Refuse what no other part looks at before the first checkpoint."""
     check_loss_name(config)
-    if not config.data.train:
-        raise ConfigError(
-            "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
-        )
+    check_data(config)
     _check_trains_tokens(config)
     check_choice("config.checkpoint.mode", config.checkpoint.mode, ("max", "min"))
     refuse_unread(config, "config")
@@ -75,15 +74,50 @@ def _check_config(config: Config) -> None:
     if config.mesh.island != 1:
         island_checks.check(config)
     refuse_unread(config.federate, "config.federate")
-    refuse_unread_by(config.data, formats_of(config.data, config.data.train, config.data.eval))
-    root = config.data.image_root
-    if root and not pathlib.Path(root).expanduser().is_dir():
-        raise ConfigError(f"config.data.image_root={root!r}: no such folder")
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"config.wandb_project={config.wandb_project!r}, but wandb is not installed: "
             "pip install 'jaxvlm[wandb]', or leave it empty"
         )
+
+
+def check_data(config: Config) -> None:
+    """Refuse data that are not named, named twice, or have settings that nothing reads."""
+    data, mixture = config.data, config.data.mixture
+    if not (data.train or mixture):
+        raise ConfigError(
+            "config.data.train names no data: a FILE.json, a FILE.jsonl, or easy-vqa:train"
+        )
+    if data.train and mixture:
+        raise ConfigError(
+            f"config.data.train={data.train!r} and config.data.mixture both name training data; "
+            "leave one out"
+        )
+    if mixture and trains_embeddings(config):
+        raise ConfigError(
+            f"config.data.mixture is not read by {loss_setting(config)}, which trains embeddings; "
+            "put the files of a mixture under one pattern in config.data.train, with a task each, "
+            "and set config.data.pairs.tasks and task_alpha"
+        )
+    check_mixture(mixture, "config.data.mixture")
+    budgets = [name for name, source in mixture.items() if source.budget]
+    if budgets and config.steps:
+        raise ConfigError(
+            f"config.steps={config.steps}: config.data.mixture.{budgets[0]}."
+            f"{mixture[budgets[0]].budget} says how much of it one epoch of the mixture has; set "
+            "config.epochs=1 and config.steps=0, or give the sources weights"
+        )
+    specs = [data.train, data.eval, *(source.train for source in mixture.values())]
+    refuse_unread_by(data, formats_of(data, *specs))
+    groups: dict[str, Any] = {"config.data": data}
+    for name, source in mixture.items():
+        groups[f"config.data.mixture.{name}"] = source
+        kinds = formats_of(data, source.train)
+        refuse_unread_by(source, kinds, SOURCE_SETTINGS, f"config.data.mixture.{name}")
+    for path, group in groups.items():
+        root = group.image_root
+        if root and not pathlib.Path(root).expanduser().is_dir():
+            raise ConfigError(f"{path}.image_root={root!r}: no such folder")
 
 
 def _check_trains_tokens(config: Config) -> None:

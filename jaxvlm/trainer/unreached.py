@@ -48,7 +48,7 @@ def freeze_unreached(
     if not lost:
         return config
     what = " or ".join(_READ_BY[tower] for tower, paths in missing.items() if paths)
-    why = f"{config.data.train}: no record has {what}"
+    why = f"{dataset.name}: no record has {what}"
     if lost == set(trained):
         raise ConfigError(
             f"{why}, and config.optim.frozen and config.{_name(model)}.lora leave nothing else to "

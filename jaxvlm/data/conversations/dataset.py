@@ -10,10 +10,11 @@ import numpy as np
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data import image_placeholders
-from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
+from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder, sequences
-from jaxvlm.data.errors import DataError, ImageError, Problem, SkippedRecords, enforce
+from jaxvlm.data.errors import DataError, ImageError, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -67,11 +68,8 @@ class Dataset:
         self.records, self.tokenizer = tokenize.split_turns(records, config.loss_turns), tokenizer
         self.total = len(self.records) + len(problems)
         corpus, pieces, bad, too_long = select(self.records, config, tokenizer, settings)
-        bad = [*problems, *bad]
-        enforce(bad, self.total, config.on_bad_record, config.max_skip_fraction, name)
-        enforce(too_long, self.total, config.on_too_long, 1.0, name)
-        self.problems = bad + too_long
-        enforce(self.problems, self.total, "skip", config.max_skip_fraction, name)
+        found = self.records, problems, bad, too_long
+        self.problems = mixture_records.enforce_limits(name, config, *found)
         if not len(pieces.num_tokens):
             reasons = f"`jaxvlm data check {name} --config=RECIPE` lists the reasons"
             raise DataError(f"{name}: no usable record is left; {reasons}")
@@ -88,7 +86,7 @@ class Dataset:
         tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
         self._density = float(np.max(tiles / corpus.length, initial=0.0))
         self._skipped = SkippedRecords(name, self.problems, self.total, config)
-        self._order: SequenceOrder | None = None
+        self._order: SequenceOrder | MixtureOrder | None = None
         self._pages: PageAllocation | None = None
         self._written_pages: WrittenPages | None = None
         self._digest = tokenize.digest(corpus)
@@ -103,10 +101,15 @@ class Dataset:
         return {"text", *(["vision"] if any(self.pieces.images) else [])}
 
     @property
-    def order(self) -> SequenceOrder:
+    def order(self) -> SequenceOrder | MixtureOrder:
         """Packed sequences by step; raises DataError if a batch has more than there are pieces."""
         if self._order is None:
-            self._order = SequenceOrder(self.pieces, self.config, self.settings.seed)
+            given = self.pieces, self.config, self.settings.seed
+            if self.config.mixture:
+                sources = mixture_records.sources(self.config, self.records, self.corpus.source)
+                self._order = MixtureOrder(*given, packing.of_pieces(self.pieces, sources))
+            else:
+                self._order = SequenceOrder(*given)
         return self._order
 
     def check_batches(self) -> None:
@@ -273,6 +276,9 @@ class Dataset:
         if settings.patching:
             picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
             picked["patches"] = self._max_patches
+        if config["mixture"]:
+            picked["data.mixture_temperature"] = config["mixture_temperature"]
+            picked |= {f"data.mixture.{name}": x for name, x in config["mixture"].items()}
         return picked | {"content": self._digest}
 
     def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:
@@ -469,17 +475,22 @@ def select(
     """
     corpus, unfit = tokenize.encode(records, tokenizer, settings.num_patches)
     corpus, broken = tokenize.with_readable_images(corpus, records, config.max_pixels)
-    pieces, long = make_pieces(corpus, config, tokenizer, settings)
+    apart = mixture_records.sources(config, records, corpus.source)
+    pieces, long = make_pieces(corpus, config, tokenizer, settings, apart)
     too_long = [Problem(records[int(corpus.source[i])].id, *reason) for i, *reason in long]
     return Selected(corpus, pieces, [*unfit, *broken], too_long)
 
 
 def make_pieces(
-    corpus: tokenize.Corpus, config: DataConfig, tokenizer: ChatTokenizer, settings: ModelInputs
+    corpus: tokenize.Corpus,
+    config: DataConfig,
+    tokenizer: ChatTokenizer,
+    settings: ModelInputs,
+    apart: Sequence[int] = (),
 ) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
     """Group a corpus into pieces as the settings say; see :func:`packing.build_pieces`."""
     # With one record a sequence nothing can be shared; nor can an image that attends to its
     # question.
     share = config.share_images and config.packing and settings.visual_mask != "prompt"
     limits = packing.limits_of(config, settings.patching)
-    return packing.build_pieces(corpus, tokenizer.image_id, limits, share)
+    return packing.build_pieces(corpus, tokenizer.image_id, limits, share, apart)

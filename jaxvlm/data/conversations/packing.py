@@ -13,6 +13,7 @@ import bisect
 import functools
 import heapq
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +110,11 @@ def limits_of(config: DataConfig, patching: Patching | None = None) -> Limits:
 
 
 def build_pieces(
-    corpus: Corpus, image_id: int, limits: Limits, share: bool
+    corpus: Corpus,
+    image_id: int,
+    limits: Limits,
+    share: bool,
+    apart: Sequence[int] = (),
 ) -> tuple[Pieces, list[tuple[int, str, str]]]:
     """Group records with a common prefix into pieces; split groups that exceed a sequence.
 
@@ -118,6 +123,7 @@ def build_pieces(
         image_id: id of the image token.
         limits: capacity of a packed sequence.
         share: whether records with the same leading images share them.
+        apart: number of each record's source; records of different ones share nothing. () is one.
 
     Returns:
         Pieces that each fit into a sequence, in the order of their first record; and
@@ -134,7 +140,7 @@ def build_pieces(
         else:
             begin = int(corpus.first[i])
             head = corpus.tokens[begin : begin + prefix].tobytes()
-            name = (images, head) if prefix else (i,)
+            name = (images, head, apart[i] if apart else 0) if prefix else (i,)
             groups.setdefault(name, []).append(i)
             shared[name] = prefix
     builder = _Builder(corpus, limits)
@@ -229,18 +235,25 @@ class _Builder:
         )
 
 
-def units(pieces: Pieces, batch_size: int) -> list[list[int]]:
+def units(pieces: Pieces, batch_size: int, chosen: Sequence[int] | None = None) -> list[list[int]]:
     """Group pieces into the units that are assigned to virtual shards: one per set of images.
 
     If there are fewer sets of images than sequences in a batch, they can't be kept together: each
     piece is then a unit of its own.
 
+    Args:
+        pieces: all pieces.
+        batch_size: sequences in a batch.
+        chosen: the pieces to group; ``None``: all.
+
     Raises:
         TooFewRecords: there are fewer pieces than sequences in a batch.
     """
-    total = len(pieces.num_tokens)
+    chosen = range(len(pieces.num_tokens)) if chosen is None else chosen
+    total = len(chosen)
     if total < batch_size:
-        records, most = int(np.sum(pieces.record >= 0)), max(total, 1)
+        segments = (pieces.record[pieces.start[i] : pieces.start[i + 1]] for i in chosen)
+        records, most = sum(int(np.sum(own >= 0)) for own in segments), max(total, 1)
         found = (
             f"data: {records} records make {total} packed pieces, fewer than "
             f"data.batch_size={batch_size}"
@@ -248,9 +261,9 @@ def units(pieces: Pieces, batch_size: int) -> list[list[int]]:
         apart = ", or set data.share_images=false" if records >= batch_size else ""
         raise TooFewRecords(found, most, f"lower it to {most} or less{apart}")
     sets: dict[tuple, list[int]] = {}
-    for i, images in enumerate(pieces.images):
-        sets.setdefault(images or (-1 - i,), []).append(i)
-    return list(sets.values()) if len(sets) >= batch_size else [[i] for i in range(total)]
+    for i in chosen:
+        sets.setdefault(pieces.images[i] or (-1 - i,), []).append(i)
+    return list(sets.values()) if len(sets) >= batch_size else [[i] for i in chosen]
 
 
 def effective_shards(virtual_shards: int, batch_size: int, num_units: int) -> int:
@@ -374,14 +387,16 @@ class SequenceOrder:
     is exhausted begins its next pass, in a new order, whether or not the others are.
     """
 
-    def __init__(self, pieces: Pieces, config: DataConfig, seed: int):
-        """Assign the pieces to virtual shards.
+    def __init__(
+        self, pieces: Pieces, config: DataConfig, seed: int, chosen: Sequence[int] | None = None
+    ):
+        """Assign the pieces, or those that are ``chosen``, to virtual shards.
 
         Raises:
             TooFewRecords: there are fewer pieces than sequences in a batch.
         """
         self.pieces, self.config, self.seed = pieces, config, seed
-        members = units(pieces, config.batch_size)
+        members = units(pieces, config.batch_size, chosen)
         self.num_shards = effective_shards(config.virtual_shards, config.batch_size, len(members))
         self.shards = assign(pieces, members, self.num_shards, seed)
         self.turns = self.num_shards // config.batch_size  # steps between two visits to a shard
@@ -393,8 +408,12 @@ class SequenceOrder:
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every record has been in a batch (every shard has completed a pass)."""
+        return max(map(self.steps_of_pass, range(self.config.batch_size)))
+
+    def steps_of_pass(self, index: int) -> int:
+        """Steps until every record of a batch's sequence ``index`` has been in it."""
         last = 0
-        for shard in range(self.num_shards):
+        for shard in range(index * self.turns, (index + 1) * self.turns):
             visits = len(self._pass(shard, 0))
             last = max(last, (visits - 1) * self.turns + shard % self.turns + 1)
         return last
@@ -420,6 +439,17 @@ class SequenceOrder:
     def _pack_pass(self, shard: int, pass_: int) -> list[np.ndarray]:
         order = shuffled(self.shards[shard], self.seed, pass_, shard)
         return sequences(order, self.pieces, self.config)
+
+
+def of_pieces(pieces: Pieces, of_records: Sequence[int]) -> np.ndarray:
+    """What each piece has of something that all records of a piece have in common.
+
+    Args:
+        pieces: all pieces.
+        of_records: that of each record of the corpus.
+    """
+    last = pieces.record[pieces.start[1:] - 1]  # a shared prefix comes first
+    return np.asarray(of_records)[last]
 
 
 def sequences(order: np.ndarray, pieces: Pieces, config: DataConfig) -> list[np.ndarray]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxvlm.config import Config, DataConfig, PairDataConfig
+from jaxvlm.data.conversations import mixture_records
 from jaxvlm.data.conversations.dataset import Dataset, ModelInputs
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
@@ -16,8 +18,13 @@ from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
 
 def read_records(config: DataConfig, spec: str) -> Any:
-    """Read a data file or a named source; returns (records, problems)."""
-    return conversation_formats.read(spec, config)
+    """Read a data file or a named source; returns (records, problems).
+
+    Args:
+        config: data settings.
+        spec: what to read; "" is the run's mixture.
+    """
+    return conversation_formats.read(spec, config) if spec else mixture_records.read(config)
 
 
 def make_dataset(
@@ -69,15 +76,17 @@ def load_dataset(
         prepare: preprocessing of images; ``None`` follows ``config.resize``.
         patching: how images of any size are cut into patches; ``None`` if all have the same
             size.
-        spec: file or named source to read; "" is ``config.train``.
-        read: result of :func:`jaxvlm.data.sources.conversation_formats.read` for ``spec``, if
-            it was read before.
+        spec: file or named source to read; "" is ``config.train`` or ``config.mixture``.
+        read: result of :func:`read_records` for ``spec``, if it was read before.
 
     Raises:
         DataError: the file, or too many of its records, can't be used.
     """
-    name = spec or config.train
-    records, problems = read or conversation_formats.read(name, config)
+    spec = spec or config.train
+    if spec:
+        config = dataclasses.replace(config, mixture={})
+    name = spec or mixture_records.PATH
+    records, problems = read or read_records(config, spec)
     prepare = prepare or image_files.squares(image_size, config.resize)
     settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
     validate_settings(config, settings)

@@ -27,6 +27,8 @@ _OF_CONVERSATIONS = (
     "loss_turns",
     "max_images_per_sequence",
     "max_patches_per_sequence",
+    "mixture",
+    "mixture_temperature",
     "on_too_long",
     "packing",
     "share_images",

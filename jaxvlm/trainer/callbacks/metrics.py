@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.pairs.dataset import PairDataset
 from jaxvlm.models import model_flops
 from jaxvlm.models.model_flops import Flops
@@ -42,6 +43,7 @@ class MetricsCallback(Callback):
         learning_rate: updates so far -> the learning rate of the next one.
         flops_per_step: model FLOPs of a mean step that encodes all its images, on all devices.
         peak: FLOP/s that all devices together reach at best, the denominator of MFU.
+        read_before: step -> what the steps before it have read of each source of a mixture.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class MetricsCallback(Callback):
         learning_rate: Callable[[int], float],
         flops_per_step: Flops,
         peak: PeakRate,
+        read_before: Callable[[int], dict[str, float]] = lambda step: {},
     ):
         self.writer, self.progress, self.learning_rate = writer, progress, learning_rate
         self.flops_per_step, self.peak = flops_per_step, peak
+        self.read_before = read_before
         self._has_warned, self._is_warm = False, False
 
     def on_log(self, step: int, metrics: dict[str, float]) -> None:
@@ -68,7 +72,7 @@ class MetricsCallback(Callback):
             "tokens_per_s": tokens / seconds,
             "images_per_s": images / seconds,
         }
-        values |= self._of_processes(step, metrics)
+        values |= self._of_processes(step, metrics) | self.read_before(step)
         mfu = self._mfu(step, (self.flops_per_step.total - spared) / seconds)
         values |= {} if mfu is None else {"mfu": mfu}
         self.writer.write(step, {f"train/{name}": value for name, value in values.items()})
@@ -162,7 +166,15 @@ def introduce(
     """
     peak = PeakRate(run.meshes, run.config.network.dtype)
     flops = _log_model(run, local, peak.source, progress.log)
-    return MetricsCallback(writer, progress, run.training.learning_rate, flops, peak)
+    given = writer, progress, run.training.learning_rate, flops, peak
+    mixture = _mixture(run)
+    return MetricsCallback(*given, *([mixture.counts_before] if mixture else []))
+
+
+def _mixture(run: Run) -> MixtureOrder | None:
+    """The order of a run's data if they are a mixture."""
+    is_one = not isinstance(run.dataset, PairDataset) and run.config.data.mixture
+    return run.dataset.order if is_one else None
 
 
 def _log_model(
@@ -190,6 +202,9 @@ def _log_model(
         f"{run.steps} steps of {rows} sequences x {local.tokens.shape[1]} tokens, "
         f"{100 * tokens / (rows * local.tokens.shape[1]):.0f} % filled; {cost}"
     )
+    mixture = _mixture(run)
+    for line in mixture.lines(run.steps) if mixture else ():
+        log(line)
     log_unknown(run, log)
     _log_problems(run, log)
     return flops

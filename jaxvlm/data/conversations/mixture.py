@@ -1,0 +1,303 @@
+"""The order of a mixture: which source each packed sequence of a batch is from.
+
+Whole sequences are of one source, so that shares are shares of sequences, and with packing of
+tokens. A :class:`Schedule` is a periodic pattern of integers; each row of a batch follows it from a
+place of its own. A source's sequences come in the order of a run on that source alone. All is a
+function of the settings, the seed and the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data.conversations.packing import PackedSequence, Pieces, SequenceOrder
+from jaxvlm.data.errors import TooFewRecords
+
+PERIOD = 2**14
+"""The longest period of a schedule; shares that need a longer one are rounded to 1 / PERIOD."""
+
+
+def whole_weights(weights: Sequence[Fraction | float]) -> tuple[int, ...]:
+    """Integers in proportion to positive weights: exactly where their sum is at most ``PERIOD``.
+
+    A float means the decimal fraction that it is written as: 0.1 is 1/10.
+    """
+    exact = [x if isinstance(x, Fraction) else Fraction(repr(x)) for x in weights]
+    scale = math.lcm(*(x.denominator for x in exact))
+    whole = [int(x * scale) for x in exact]
+    whole = [x // math.gcd(*whole) for x in whole]
+    total = sum(whole)
+    if total <= PERIOD:
+        return tuple(whole)
+    # Largest remainders; a source is never left out.
+    room = PERIOD - len(whole)
+    floors = [1 + x * room // total for x in whole]
+    rest = sorted(range(len(whole)), key=lambda i: (-(whole[i] * room % total), i))
+    for i in rest[: PERIOD - sum(floors)]:
+        floors[i] += 1
+    return tuple(floors)
+
+
+class Schedule:
+    """A periodic sequence of sources, of which each has its share to within one at every place.
+
+    The j-th place of a source of share p is one of ``floor(j / p) ... ceil((j + 1) / p) - 1``. Of
+    the sources whose next place may have come, that one is taken whose place has to come first. It
+    never misses: this is proportionate fairness on one processor (Baruah et al., Algorithmica
+    1996).
+
+    Args:
+        weights: of each source; their sum is the period.
+    """
+
+    def __init__(self, weights: tuple[int, ...]):
+        self.weights, self.period = np.asarray(weights, np.int64), sum(weights)
+        counts = np.zeros(len(weights), np.int64)
+        pattern = np.empty(self.period, np.int32)
+        begins, ends = counts.copy(), -(-self.period // self.weights)
+        for place in range(self.period):
+            chosen = int(np.argmin(np.where(begins <= place, ends, np.iinfo(np.int64).max)))
+            pattern[place] = chosen
+            counts[chosen] += 1
+            begins[chosen] = counts[chosen] * self.period // weights[chosen]
+            ends[chosen] = -(-(counts[chosen] + 1) * self.period // weights[chosen])
+        self.pattern = pattern
+        self._places = [np.flatnonzero(pattern == i) for i in range(len(weights))]
+
+    def source(self, place: int) -> int:
+        """The source at a place, counted from 0."""
+        return int(self.pattern[place % self.period])
+
+    def before(self, place: int, source: int) -> int:
+        """How many places before this one are the source's."""
+        periods, rest = divmod(place, self.period)
+        own = self._places[source]
+        return periods * len(own) + int(np.searchsorted(own, rest))
+
+    def after(self, place: int, source: int, count: int) -> int:
+        """Places from ``place`` on until ``count`` of them were the source's; 0 for none."""
+        if count <= 0:
+            return 0
+        own = self._places[source]
+        periods, which = divmod(self.before(place, source) + count - 1, len(own))
+        return periods * self.period + int(own[which]) + 1 - place
+
+
+@functools.lru_cache(maxsize=64)
+def schedule(weights: tuple[int, ...]) -> Schedule:
+    """The schedule of these weights."""
+    return Schedule(weights)
+
+
+class _Span(NamedTuple):
+    """Steps of one row from ``begin`` on, in which the same sources are read."""
+
+    begin: int
+    schedule: Schedule
+    sources: tuple[int, ...]
+    """The sources that are read; the schedule's are indices into them."""
+    phase: int
+    """Place of the schedule at ``begin``."""
+    visits: tuple[int, ...]
+    """Sequences of each source of the mixture before ``begin``."""
+
+
+class MixtureOrder:
+    """An endless order of packed sequences of several sources, with random access by step.
+
+    It has what a :class:`SequenceOrder` has. Of a row's virtual shards the first are of the first
+    source, and so on.
+
+    Args:
+        pieces: of all sources.
+        config: data settings.
+        seed: of the run.
+        source: i[pieces]: index of each piece's source.
+
+    Attributes:
+        names: of the sources.
+        weights: of the sources, integers.
+        orders: each source's own order.
+
+    Raises:
+        TooFewRecords: a source has fewer pieces than a batch has sequences.
+    """
+
+    def __init__(self, pieces: Pieces, config: DataConfig, seed: int, source: np.ndarray):
+        self.names = tuple(config.mixture)
+        self._settings = tuple(config.mixture.values())
+        self._rows = config.batch_size
+        self.orders = []
+        for i, name in enumerate(self.names):
+            chosen = np.flatnonzero(source == i).tolist()
+            try:
+                self.orders.append(SequenceOrder(pieces, config, seed, chosen))
+            except TooFewRecords as error:
+                found = f"config.data.mixture.{name}: {error.found.removeprefix('data: ')}"
+                raise TooFewRecords(found, error.most, f"{error.advice}, or leave it out") from None
+        self.turns = sum(order.turns for order in self.orders)
+        self.num_shards = self.turns * self._rows
+        self._first = list(itertools.accumulate((o.turns for o in self.orders), initial=0))
+        self.shards = [
+            order.shards[row * order.turns + turn]
+            for row in range(self._rows)
+            for order in self.orders
+            for turn in range(order.turns)
+        ]
+        sizes = [_size(pieces, np.concatenate(order.shards), config) for order in self.orders]
+        self.weights = self._whole_weights(sizes, pieces, config.mixture_temperature)
+        self._spans = [self._spans_of(row) for row in range(self._rows)]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every source has been read once; with budgets, as often as they say."""
+        return max(
+            self._steps_until(row, source, visits)
+            for row in range(self._rows)
+            for source, visits in enumerate(self._needed[row])
+        )
+
+    def sequence(self, step: int, index: int) -> PackedSequence:
+        """Look up the pieces of one sequence of a step; see :meth:`SequenceOrder.sequence`."""
+        source, visit = self.place(step, index)
+        order = self.orders[source]
+        found = order.sequence(visit, index)
+        turn = found.shard - index * order.turns
+        return found._replace(shard=index * self.turns + self._first[source] + turn)
+
+    def place(self, step: int, index: int) -> tuple[int, int]:
+        """The source of a batch's sequence, and how many of that row were the source's before."""
+        span = self._span(step, index)
+        place = span.phase + step - span.begin
+        which = span.schedule.source(place)
+        return span.sources[which], self._visits(span, place, which)
+
+    def sequences_before(self, step: int) -> tuple[int, ...]:
+        """How many sequences of each source the steps before this one have."""
+        total = np.zeros(len(self.orders), np.int64)
+        for row in range(self._rows):
+            span = self._span(step, row)
+            total += span.visits
+            for which, source in enumerate(span.sources):
+                place = span.phase + step - span.begin
+                total[source] += self._visits(span, place, which) - span.visits[source]
+        return tuple(total.tolist())
+
+    def passes_before(self, step: int) -> tuple[float, ...]:
+        """How often the steps before this one have read each source, by its first pass's length."""
+        whole = [sum(each) for each in zip(*self._passes, strict=True)]
+        return tuple(n / of for n, of in zip(self.sequences_before(step), whole, strict=True))
+
+    def counts_before(self, step: int) -> dict[str, float]:
+        """Sequences and passes of each source before a step, by the names of metrics."""
+        sequences, passes = self.sequences_before(step), self.passes_before(step)
+        return {
+            f"mixture/{name}/{what}": float(value)
+            for i, name in enumerate(self.names)
+            for what, value in (("sequences", sequences[i]), ("passes", passes[i]))
+        }
+
+    def lines(self, steps: int) -> list[str]:
+        """A line for each source: its share, and what so many steps read of it."""
+        sequences, passes = self.sequences_before(steps), self.passes_before(steps)
+        whole, out = max(sum(sequences), 1), []
+        for i, name in enumerate(self.names):
+            ends = f", then ends (max_epochs={x:g})" if (x := self._settings[i].max_epochs) else ""
+            out.append(
+                f"mixture: {name}: {100 * sequences[i] / whole:.1f} % of the sequences, "
+                f"{passes[i]:.2f} passes over {self._tokens[i]:,} tokens{ends}"
+            )
+        return out
+
+    @functools.cached_property
+    def _passes(self) -> list[list[int]]:
+        """For each row, for each source: sequences in which the row reads its part once."""
+        return [[order.steps_of_pass(row) for order in self.orders] for row in range(self._rows)]
+
+    @functools.cached_property
+    def _needed(self) -> list[list[int]]:
+        """For each row, for each source: its sequences in one epoch of the mixture."""
+        times = [
+            source.tokens / size if source.tokens else source.epochs or 1.0
+            for source, size in zip(self._settings, self._tokens, strict=True)
+        ]
+        return [[_times(n, x) for n, x in zip(row, times, strict=True)] for row in self._passes]
+
+    def _whole_weights(
+        self, sizes: Sequence[int], pieces: Pieces, temperature: float
+    ) -> tuple[int, ...]:
+        self._tokens = [
+            int(pieces.num_tokens[np.concatenate(order.shards)].sum()) for order in self.orders
+        ]
+        if any(source.budget for source in self._settings):
+            return whole_weights([Fraction(sum(each)) for each in zip(*self._needed, strict=True)])
+        if all(source.weight for source in self._settings):
+            return whole_weights([source.weight for source in self._settings])
+        if temperature == 1:
+            return whole_weights([Fraction(size) for size in sizes])
+        largest = max(sizes)
+        return whole_weights([(size / largest) ** (1 / temperature) for size in sizes])
+
+    def _spans_of(self, row: int) -> list[_Span]:
+        """A row's spans: one, and one more whenever a source with ``max_epochs`` ends."""
+        read = list(range(len(self.orders)))
+        visits, begin, spans = [0] * len(self.orders), 0, []
+        while True:
+            own = schedule(whole_weights([Fraction(self.weights[i]) for i in read]))
+            phase = row * own.period // self._rows
+            spans.append(_Span(begin, own, tuple(read), phase, tuple(visits)))
+            ends = {
+                source: own.after(phase, which, self._cap(row, source) - visits[source])
+                for which, source in enumerate(read)
+                if self._settings[source].max_epochs
+            }
+            if not ends:
+                return spans
+            steps = min(ends.values())
+            for which, source in enumerate(read):
+                visits[source] += own.before(phase + steps, which) - own.before(phase, which)
+            begin += steps
+            read = [i for i in read if ends.get(i, steps + 1) > steps]
+
+    def _cap(self, row: int, source: int) -> int:
+        """Sequences after which a source ends."""
+        return _times(self._passes[row][source], self._settings[source].max_epochs)
+
+    def _span(self, step: int, row: int) -> _Span:
+        return next(span for span in reversed(self._spans[row]) if span.begin <= step)
+
+    def _visits(self, span: _Span, place: int, which: int) -> int:
+        """How many sequences of a source a row has before a place of a span."""
+        own = span.schedule
+        new = own.before(place, which) - own.before(span.phase, which)
+        return span.visits[span.sources[which]] + new
+
+    def _steps_until(self, row: int, source: int, visits: int) -> int:
+        """Steps in which a row has so many sequences of a source, or all until it ends."""
+        if self._settings[source].max_epochs:
+            visits = min(visits, self._cap(row, source))
+        for span, following in itertools.zip_longest(self._spans[row], self._spans[row][1:]):
+            done = following.visits[source] if following else visits
+            if done >= visits:
+                which = span.sources.index(source)
+                left = visits - span.visits[source]
+                return span.begin + span.schedule.after(span.phase, which, left)
+        raise AssertionError("the last span has no end")
+
+
+def _times(sequences: int, passes: float) -> int:
+    """Sequences of so many passes, one at least."""
+    return max(1, math.ceil(sequences * passes))
+
+
+def _size(pieces: Pieces, chosen: np.ndarray, config: DataConfig) -> int:
+    """What a source's share follows from: its tokens, or without packing its sequences."""
+    return int(pieces.num_tokens[chosen].sum()) if config.packing else len(chosen)

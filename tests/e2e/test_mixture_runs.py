@@ -1,0 +1,115 @@
+"""Runs on a mixture: metrics count by source, and what is refused before a file is read."""
+
+import json
+import os
+
+import jax
+import pytest
+
+import jaxvlm
+from jaxvlm.checkpoint.run_changes import read_config_to_use
+from jaxvlm.cli import main
+from jaxvlm.config import ConfigError, from_config_dict
+from tests.runs import HERE, recipe, write_data
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two sources of images of their own."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for name, images in (("shapes", 12), ("signs", 8)):
+        (folder / name).mkdir()
+        write_data(folder / name, images)
+    return folder
+
+
+def mixed(folder):
+    config = recipe(folder / "shapes" / "data.jsonl")
+    config.data.train = ""
+    config.data.eval = ""
+    config.data.batch_size = 2
+    config.data.mixture = {
+        "shapes": {"train": str(folder / "shapes/data.jsonl"), "weight": 2.0},
+        "signs": {"train": str(folder / "signs/data.jsonl"), "weight": 1},
+    }
+    config.steps, config.epochs, config.log_every = STEPS, 0.0, 1
+    return config
+
+
+def test_metrics_count_by_source(folder, tmp_path):
+    jaxvlm.Trainer(mixed(folder), tmp_path / "run", jax.devices()[:1]).fit()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "train/loss" in row]
+    assert len(rows) == STEPS
+    for row in rows:
+        counts = [row[f"train/mixture/{name}/sequences"] for name in ("shapes", "signs")]
+        assert sum(counts) == 2 * row["step"]
+        assert abs(counts[0] - 2 * row["step"] * 2 / 3) <= 2
+    assert rows[-1]["train/mixture/signs/passes"] > rows[0]["train/mixture/signs/passes"]
+
+
+@pytest.mark.parametrize(
+    "mixture, more, says",
+    [
+        ({}, {"data.train": "x.jsonl"}, "both name training data"),
+        ({"a": {"train": "x", "epochs": 2.0}}, {"steps": 3}, "mixture.a.epochs says how much"),
+        ({"a": {"train": "x", "wieght": 1.0}}, {}, "a.wieght is not a setting; did you mean"),
+        ({"a": {"train": "x", "weight": -1.0}}, {}, r"config\.data\.mixture\.a\.weight=-1"),
+        ({"a": "x.jsonl"}, {}, r"mixture\.a is a group of settings, not 'x.jsonl'"),
+        ({}, {"data.mixture_temperature": 2.0}, "mixture_temperature=2.0 is not read without"),
+        ({"a": {"train": "x.jsonl", "image_root": "/no"}}, {}, r"mixture\.a\.image_root='/no'"),
+        (
+            {"a": {"train": "easy-vqa:train", "ignored_fields": ("x",)}},
+            {},
+            r"mixture\.a\.ignored_fields=\('x',\) is not read",
+        ),
+        ({}, {"loss.name": "info_nce"}, "mixture is not read by config.loss.name='info_nce'"),
+    ],
+)
+def test_what_a_run_refuses(folder, mixture, more, says):
+    config = mixed(folder)
+    config.update_from_flattened_dict(more)
+    if mixture:
+        config.data.mixture = mixture
+    with pytest.raises(ConfigError, match=says):
+        jaxvlm.Trainer(config, devices=jax.devices()[:1])
+
+
+def test_a_runs_record_names_its_sources_from_any_folder(folder, tmp_path, monkeypatch):
+    config = mixed(folder)
+    config.data.mixture = {"signs": {"train": "signs/data.jsonl"}}
+    document = {
+        "config": json.loads(json.dumps(from_config_dict(config), default=vars)),
+        "folder": str(folder),
+    }
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps(document))
+    monkeypatch.chdir(tmp_path)
+    found = read_config_to_use(workdir).data.mixture["signs"]
+    assert os.path.samefile(found.train, folder / "signs/data.jsonl")
+
+
+def test_data_check_reads_each_source(folder, tmp_path, capsys):
+    with open(folder / "signs" / "bad.jsonl", "w") as out:
+        out.write((folder / "signs" / "data.jsonl").read_text() + '{"id": "odd"}\n')
+    file = tmp_path / "mixture_recipe.py"
+    file.write_text(
+        "import importlib.util, pathlib\n"
+        f"spec = importlib.util.spec_from_file_location('r', {str(HERE / 'recipe.py')!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "def get_config(arg):\n"
+        "    config = module.get_config('')\n"
+        "    config.data.train = ''\n"
+        "    config.data.mixture = {'shapes': {'train': arg + '/shapes/data.jsonl'},\n"
+        "                           'signs': {'train': arg + '/signs/bad.jsonl'}}\n"
+        "    return config\n"
+    )
+    assert main.run(["data", "check", f"--config={file}:{folder}"]) == 1
+    said = capsys.readouterr().out
+    assert "shapes: " in said and "24 of 24 records are good" in said
+    assert "16 of 17 records are good" in said and "neither 'conversations'" in said
+    assert "mixture: shapes: 6" in said and "% of the sequences" in said  # 24 of 40 records
