@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))  # tests share builders.py
 
 import bars  # no JAX in any
+import deadline
 import isolation
 import on_demand
 import shown
@@ -42,15 +43,37 @@ def pytest_addoption(parser):
         "shares of the bars that were used to this JSON file.",
     )
 
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="Start no test after so many minutes; those left out are named.",
+    )
+
 
 def pytest_configure(config):
     if config.getoption("--bars"):
         bars.watch()
+    if minutes := config.getoption("--minutes"):
+        deadline.set_in(minutes)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item):
+    deadline.keep()
+
+
+def pytest_terminal_summary(terminalreporter):
+    left_out = deadline.left_out(terminalreporter.stats.get("skipped", []))
+    if left_out:
+        terminalreporter.write_sep("=", f"{len(left_out)} tests left out: --minutes was over")
+        terminalreporter.write_line("\n".join(left_out))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items):
     on_demand.mark(items)
+    if deadline.is_set():
+        deadline.shuffle(items)
 
 
 @pytest.hookimpl(hookwrapper=True)

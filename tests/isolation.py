@@ -35,7 +35,7 @@ OF_OTHERS = (
 )  # fmt: skip
 """How the names begin of variables that change what jaxvlm or a library of its does."""
 
-OURS = {"JAXVLM_WHOLE_MATRIX", "JAXVLM_TEST_FOLDER"}
+OURS = {"JAXVLM_WHOLE_MATRIX", "JAXVLM_TEST_FOLDER", "JAXVLM_TEST_DEADLINE"}
 """Options of the test run itself."""
 
 COMMANDS = (

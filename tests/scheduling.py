@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deadline
 from xdist.scheduler import LoadScopeScheduling
 
 SPLIT = {"tests/parallel/test_strategies.py"}
@@ -31,4 +32,6 @@ class Groups(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Groups | None:
     """Take the place of ``--dist loadscope``, the default in setup.cfg."""
+    if deadline.is_set():  # the order of the collected tests, which is another in each run
+        config.option.loadscopereorder = False
     return Groups(config, log) if config.getvalue("dist") == "loadscope" else None

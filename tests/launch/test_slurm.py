@@ -89,6 +89,7 @@ def launch(tmp_path):
             "RUN": str(len(list(tmp_path.glob("srun.*.0")))),  # how often it was called before
             "JAXVLM_COMMAND": f"{sys.executable} {tmp_path / program}",
             "JAXVLM_COMPILE_CACHE": str(tmp_path / "xla"),
+            "JAXVLM_LATE_FILES": "2",
         }
         # A session of its own, whose end is awaited; a task that hangs ends with the test run.
         return subprocess.run(
