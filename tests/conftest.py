@@ -53,7 +53,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--bars"):
         bars.watch()
-    if minutes := config.getoption("--minutes"):
+    if (minutes := config.getoption("--minutes")) is not None:
         deadline.set_in(minutes)
 
 

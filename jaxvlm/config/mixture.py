@@ -39,8 +39,8 @@ class SourceConfig:
     """Names the folder that this source's image paths are relative to; the default "" takes
     ``config.data.image_root``."""
     column_mapping: tuple[tuple[str, str], ...] = ()
-    """Renames this source's columns, as ``config.data.column_mapping`` does, which the default ()
-    takes."""
+    """Lists pairs of a column's name in this source's files and the name of the field that it is
+    read as; the default () takes ``config.data.column_mapping``."""
     ignored_fields: tuple[str, ...] = ()
     """Lists the fields of this source that are ignored; the default () takes
     ``config.data.ignored_fields``."""

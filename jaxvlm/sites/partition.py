@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxvlm.config import ConfigError
+from jaxvlm.data.sources import tool_use
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
 from jaxvlm.data.sources.member_names import with_file
 
@@ -109,5 +110,7 @@ def _item(record: Record) -> dict[str, object]:
             if text:
                 parts.append({"type": "text", "text": text})
         message: dict[str, object] = {"role": turn.role, "content": parts}
+        message |= tool_use.of_message(turn.role, turn.calls)
         messages.append(message if turn.trained else {**message, "loss": False})
-    return {"id": record.id, "messages": messages}
+    functions = {"tools": described} if (described := record.turns[0].tools) else {}
+    return {"id": record.id, "messages": messages, **functions}

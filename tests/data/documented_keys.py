@@ -39,6 +39,11 @@ def shown(record: Record | Example) -> str:
     if isinstance(record, Record):
         turns = [(t.role if t.trained else f"({t.role})", t.content) for t in record.turns]
         said = [f"{role}: {content}" for role, content in turns]
+        said = [
+            x + " calls f" * bool(turn.calls and turn.role == "assistant")
+            for x, turn in zip(said, record.turns, strict=True)
+        ]
+        said = ["tools f"] * bool(record.turns[0].tools) + said
         return " | ".join([*said, *(path.rpartition("/")[2] for path in record.images)])
     parts = [f"+ {_item(record.positive)}", *(f"- {_item(item)}" for item in record.negatives)]
     parts += [f"scores {' '.join(f'{x:g}' for x in record.scores)}"] if record.scores else []
@@ -161,7 +166,8 @@ MS_SWIFT = Project(
         Key("record", "images", chat(images=["a.png"]), SEEN),
         Key("record", "image", chat(image="a.png"), SEEN),
         *refused("record", chat, videos=["a.mp4"], video="a.mp4", audios=["a.wav"], audio="a.wav"),
-        *refused("record", chat, tools='[{"name": "f"}]', label=True, channel="math"),
+        Key("record", "tools", chat(tools='[{"name": "f"}]'), f"tools f | {SAID}"),
+        *refused("record", chat, label=True, channel="math"),
         *refused("record", chat, objects={"ref": ["dog"], "bbox": [[1, 2, 3, 4]], "image_id": [0]}),
         *refused("record", chat, rejected_response="no", rejected_messages=[ASKED, ANSWER]),
         *refused("record", chat, rejected_images=["a.png"], solution="4"),
@@ -176,7 +182,7 @@ MS_SWIFT = Project(
         Key("turn", "loss", question(loss=True), ""),
         Key("turn", "loss_scale", answer(loss_scale=1.0), TWICE),
         Key("turn", "loss_scale", answer(loss_scale=2.0), ""),
-        *refused("turn", answer, tool_calls=CALL),
+        Key("turn", "tool_calls", answer(tool_calls=CALL), f"{TWICE} calls f"),
         Key("part", "text", parts(TEXT), SAID),
         Key("part", "image_url", image(image_url="a.png"), SEEN),
         Key("part", "source", image(source={"type": "base64", "data": "x"}), ""),
@@ -210,7 +216,8 @@ LLAMA_FACTORY = Project(
         Key("record", "messages", chat(), SAID),
         Key("record", "images", llava(images=["a.png"]), SEEN),
         Key("record", "system", llava(system="be brief"), f"{BRIEF} | {SAID}"),
-        *refused("record", llava, tools='[{"name": "f"}]', kto_tag=False),
+        Key("record", "tools", llava(tools='[{"name": "f"}]'), f"tools f | {SAID}"),
+        *refused("record", llava, kto_tag=False),
         *refused("record", llava, chosen=FROM[1], rejected=FROM[1]),
         *refused("record", llava, videos=["a.mp4"], audios=["a.wav"]),
         *every(
@@ -237,7 +244,8 @@ AXOLOTL = Project(
         Key("record", "images", chat(images=["a.png"]), SEEN),
         Key("record", "image", chat(image=["a.png"]), SEEN),
         Key("record", "system", chat(system="be brief"), f"{BRIEF} | {SAID}"),
-        *refused("record", chat, tools=CALL, chosen=ANSWER, rejected=ANSWER),
+        Key("record", "tools", chat(tools=CALL), f"tools f | {SAID}"),
+        *refused("record", chat, chosen=ANSWER, rejected=ANSWER),
         *every(instruct(input="a"), "user: hi\na | assistant: yes"),
         *whole({"text": "words"}),
         *every(vqa(), SAID),
@@ -257,7 +265,8 @@ AXOLOTL = Project(
         Key("turn", "train", question(train=False), SAID),
         Key("turn", "train", question(train=True), ""),
         *refused("turn", llava_answer, train_detail=[{"begin_offset": 0, "train": False}]),
-        *refused("turn", answer, reasoning_content="hm", tool_calls=CALL, name="f"),
+        Key("turn", "tool_calls", answer(tool_calls=CALL), f"{TWICE} calls f"),
+        *refused("turn", answer, reasoning_content="hm", name="f"),
         *refused("turn", answer, tool_call_id="c1"),
         Key("part", "text", parts(TEXT), SAID),
         Key("part", "train", answered(train=True), "user: hi | assistant: hi"),
@@ -280,13 +289,15 @@ TRL = Project(
         Key("record", "messages", chat(), SAID),
         Key("record", "images", parts({"type": "image"}, TEXT, images=["a.png"]), SEEN),
         Key("record", "image", parts({"type": "image"}, TEXT, image="a.png"), SEEN),
-        *refused("record", chat, tools=CALL, chat_template_kwargs={"enable_thinking": False}),
+        Key("record", "tools", chat(tools=CALL), f"tools f | {SAID}"),
+        *refused("record", chat, chat_template_kwargs={"enable_thinking": False}),
         *refused("record", chat, assistant_masks=[0, 1], completion_mask=[0, 1], label=False),
         *whole({"text": "words"}, {"prompt": [ASKED], "completion": [ANSWER], "label": False}),
         *whole({"prompt": [ASKED], "chosen": [ANSWER], "rejected": [ANSWER]}),
         *whole({"prompt": "a", "completions": ["b"], "labels": [False]}),
         *whole({"input_ids": [1], "labels": [-100], "completion_mask": [0]}),
-        *refused("turn", answer, tool_calls=CALL, name="f", thinking="hm"),
+        Key("turn", "tool_calls", answer(tool_calls=CALL), f"{TWICE} calls f"),
+        *refused("turn", answer, name="f", thinking="hm"),
         Key("part", "type", parts(TEXT), SAID),
         Key("part", "text", parts(TEXT), SAID),
     ],
@@ -320,14 +331,16 @@ OPENAI = Project(
     "FineTunePreferenceRequestInput and the messages that they name",
     [
         Key("record", "messages", chat(), SAID),
-        *refused("record", chat, tools=CALL, functions=[{"name": "f"}], parallel_tool_calls=False),
+        Key("record", "tools", chat(tools=CALL), f"tools f | {SAID}"),
+        *refused("record", chat, functions=[{"name": "f"}], parallel_tool_calls=False),
         *whole({"input": chat(), "preferred_completion": [], "non_preferred_completion": [ANSWER]}),
         Key("turn", "role", chat(), SAID),
         Key("turn", "content", chat(), SAID),
         Key("turn", "weight", answer(weight=1), TWICE),
         Key("turn", "weight", answer(weight=0), UNTRAINED),
         *refused("turn", answer, name="Ann", refusal="I can't", audio={"id": "a"}),
-        *refused("turn", answer, tool_calls=CALL, function_call={"name": "f"}, tool_call_id="c"),
+        Key("turn", "tool_calls", answer(tool_calls=CALL), f"{TWICE} calls f"),
+        *refused("turn", answer, function_call={"name": "f"}, tool_call_id="c"),
         Key("part", "text", parts(TEXT), SAID),
         Key(
             "part",

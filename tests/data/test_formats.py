@@ -145,12 +145,12 @@ def _of_part(kind, **fields):
 @pytest.mark.parametrize(
     "level, item",
     [
-        ("record", llava() | {"tools": ["search"]}),
+        ("record", llava() | {"functions": ["search"]}),
         ("record", llava() | {"loss_scale": "last_round"}),
         ("record", llava() | {"Videos": ["a.mp4"]}),
         ("record", _of_turn() | {"rejected_response": "no"}),
         ("record", _of_turn() | {"frobnicate": 0}),
-        ("turn", _of_turn(tool_calls=[1])),
+        ("turn", _of_turn(function_call={"name": "f"})),
         ("turn", _of_turn(masked=True)),
         ("turn", _of_turn(name="Ann")),
         ("turn", {"id": "x", "conversations": [{"from": "gpt", "value": "hi", "mask": 1}]}),

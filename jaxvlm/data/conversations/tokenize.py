@@ -62,6 +62,7 @@ def texts(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         for turn in record.turns:
             yield turn.content.replace(PLACEHOLDER, " ")
+            yield from filter(None, (turn.calls, turn.tools))
 
 
 def prompt_ids(
@@ -279,8 +280,9 @@ def _render(
 ) -> tuple[str, list[tuple[int, int]], tuple[str, str]]:
     """Render turns: the text, the assistant's spans in it, and (reason, detail) if unusable."""
     for turn in turns:
-        if found := forbidden.search(turn.content):
-            return "", [], ("the text contains a special token", found.group())
+        for part in (turn.content, turn.calls, turn.tools):
+            if found := forbidden.search(part):
+                return "", [], ("the text contains a special token", found.group())
     try:
         text = render(turns)
         spans = []

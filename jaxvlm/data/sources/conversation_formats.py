@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import custom_format, fields, members, tables
+from jaxvlm.data.sources import custom_format, fields, members, tables, tool_use
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 from jaxvlm.data.sources.layouts import LAYOUTS, TEXTS, Layout, by_rows
 from jaxvlm.data.sources.member_names import InFile, is_file
@@ -25,16 +25,15 @@ _OF_TAR = dict.fromkeys(tables.IMAGES, "image") | {"txt": "caption"}
 """Fields of a tar's plain ``KEY.jpg`` and ``KEY.txt``."""
 PLACEHOLDER = image_placeholders.MARK
 
-_LLAVA_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "system",
+_ROLES = ("system", "user", "assistant", "tool")
+_ROLE_OF = {
+    **{role: role for role in _ROLES},
+    "developer": "system",  # OpenAI's newer name
+    **dict.fromkeys(tool_use.CALL_ROLES, "assistant"),
+    **dict.fromkeys(tool_use.RESULT_ROLES, "tool"),
 }
-_ROLES = ("system", "user", "assistant")
+"""Role in a file -> :attr:`Turn.role`."""
+_LLAVA_ROLE_OF = _ROLE_OF | {"human": "user", "gpt": "assistant", "model": "assistant"}
 _LISTS_OF_IMAGES = ("images", "image")
 _FIELDS_OF_IMAGE = ("path", "url", "image", "bytes")
 _NAMES_OF_IMAGE = ("image", "path", "url", "image_url")
@@ -56,11 +55,16 @@ class Turn(NamedTuple):
     """One turn of a conversation."""
 
     role: str
-    """system | user | assistant."""
+    """system | user | assistant | tool."""
     content: str
     """Text, with one ``<image>`` for each image."""
     trained: bool = True
     """Whether the loss covers the turn, if it is an assistant's; it covers no other."""
+    calls: str = ""
+    """An assistant's calls of functions, JSON text as :func:`tool_use.calls` makes it; a tool's
+    turn: which call it answers, see :func:`tool_use.result`."""
+    tools: str = ""
+    """Functions that the model may call, JSON text; of a conversation's first turn alone."""
 
 
 class Record(NamedTuple):
@@ -144,7 +148,7 @@ def _record(
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
     layout = LAYOUTS.get(keys[0])
     own = layout.fields if layout else {keys[0]}
-    item = allowed.fields_of("record", item, {"id", "system", *own, *_LISTS_OF_IMAGES})
+    item = allowed.fields_of("record", item, {"id", "system", "tools", *own, *_LISTS_OF_IMAGES})
     turns, inline = FORMATS[keys[0]](item, allowed)
     if not is_empty(item.get("system")):
         if turns and turns[0].role == "system":
@@ -154,7 +158,11 @@ def _record(
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("images named both in the content and in 'images'")
     images = [i for i in inline if i] or named
-    turns = [turn._replace(content=tidy(turn.content)) for turn in turns]
+    turns = [
+        turn._replace(content=tidy(turn.content)) for turn in tool_use.with_joined_calls(turns)
+    ]
+    if described := tool_use.tools(item.get("tools")):
+        turns[0] = turns[0]._replace(tools=described)
     record = Record(identifier, tuple(turns), tuple(images))
     return _checked_record(record, locate, allowed, several_lead=layout is not None)
 
@@ -227,15 +235,19 @@ def _check_turns(turns: list[Turn]) -> None:
     """Check that a conversation can be trained on; raises BadItem."""
     if len(turns) > MAX_TURNS:
         raise BadItem("a conversation of more than 512 turns", f"{len(turns)} turns")
-    for turn in turns:
-        check_unicode(turn.content)
+    for i, turn in enumerate(turns):
+        for text in (turn.content, turn.calls, turn.tools):
+            check_unicode(text)
+        if turn.role == "tool" and not (i and (turns[i - 1].role == "tool" or turns[i - 1].calls)):
+            raise BadItem("a function's result without a call before it", f"turn {i}")
     answers = [turn for turn in turns if turn.role == "assistant"]
     if not answers:
         raise BadItem("no assistant turn")
     if not any(turn.trained for turn in answers):
         raise BadItem("no assistant turn that is trained")
     for i, turn in enumerate(turns):
-        if turn.role == "assistant" and turn.trained and not turn.content.strip():
+        is_said = turn.content.strip() or turn.calls
+        if turn.role == "assistant" and turn.trained and not is_said:
             raise BadItem("an assistant turn is empty", f"turn {i}")
     if any(PLACEHOLDER in turn.content for turn in answers):
         raise BadItem("an image in an assistant turn")
@@ -314,14 +326,24 @@ def _is_trained(entry: dict[str, Any], role: str) -> bool:
 
 def _llava_turn(entry: dict[str, Any], allowed: Allowed) -> tuple[Turn, list[str]]:
     entry = allowed.fields_of("turn", entry, _TRAINED | {"from", "value"}, OF_TURN)
-    role = entry.get("from")
-    if role is None:
+    given = entry.get("from")
+    if given is None:
         raise BadItem("a turn without 'from'")
-    if not isinstance(role, str) or role not in _LLAVA_ROLES:
-        raise BadItem("unknown role", repr(role)[:60])
-    role = _LLAVA_ROLES[role]
+    if not isinstance(given, str) or given not in _LLAVA_ROLE_OF:
+        raise BadItem("unknown role", repr(given)[:60])
+    role = _LLAVA_ROLE_OF[given]
+    if given in tool_use.CALL_ROLES:
+        return _call(entry.get("value"), _is_trained(entry, role)), []
     value = _text(entry.get("value"), "a turn whose 'value' is not text")
     return Turn(role, value, _is_trained(entry, role)), []
+
+
+def _call(value: Any, trained: bool) -> Turn:
+    """The turn of a call that is text."""
+    made = tool_use.calls(value)
+    if not made:
+        raise BadItem("an assistant turn is empty")
+    return Turn("assistant", "", trained, made)
 
 
 def message_turn(
@@ -340,18 +362,24 @@ def message_turn(
     Raises:
         BadItem: the message is invalid; the reason says why.
     """
-    entry = allowed.fields_of("turn", entry, _TRAINED | {"role", "content"}, OF_TURN)
-    role = entry.get("role")
-    if role is None:
+    given = entry.get("role")
+    if given is None:
         raise BadItem("a turn without 'role'")
-    role = "system" if role == "developer" else role  # OpenAI's newer name
-    if role not in _ROLES:
-        raise BadItem("unknown role", repr(role)[:60])
+    if not isinstance(given, str) or given not in _ROLE_OF:
+        raise BadItem("unknown role", repr(given)[:60])
+    role = _ROLE_OF[given]
+    of_tools = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(role, set())
+    entry = allowed.fields_of("turn", entry, _TRAINED | {"role", "content", *of_tools}, OF_TURN)
     trained, is_answer = _is_trained(entry, role), role == "assistant"
     content = entry.get("content")
+    if given in tool_use.CALL_ROLES:
+        return _call(content, trained), []
+    calls = tool_use.result(entry) if role == "tool" else tool_use.calls(entry.get("tool_calls"))
+    if calls and is_answer and content is None:
+        content = ""
     if not isinstance(content, list):
         text = _text(content, "a turn whose 'content' is neither text nor a list")
-        return Turn(role, text, trained), []
+        return Turn(role, text, trained, calls), []
     parts, names = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -368,7 +396,7 @@ def message_turn(
         else:
             parts.append(PLACEHOLDER)
             names.append(_inline_name(part, allowed))
-    return Turn(role, "".join(parts), trained), names
+    return Turn(role, "".join(parts), trained, calls), names
 
 
 def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:

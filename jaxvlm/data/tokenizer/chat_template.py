@@ -172,6 +172,7 @@ def render(
     template: str,
     messages: list[dict[str, Any]],
     add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
     """Render a conversation with a chat template.
@@ -180,6 +181,7 @@ def render(
         template: a chat template in transformers' dialect of jinja2.
         messages: ``{"role": ..., "content": text or list of parts}``.
         add_generation_prompt: end with the header of the assistant's next turn.
+        tools: functions that the model may call, as JSON schemas.
         variables: further variables of the template (``bos_token`` ...).
 
     Returns:
@@ -195,7 +197,7 @@ def render(
     try:
         return _compile(template).render(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **variables,

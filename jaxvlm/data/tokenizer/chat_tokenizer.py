@@ -11,7 +11,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
@@ -19,8 +19,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.sources import tool_use
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import chat_template
+from jaxvlm.data.tokenizer.written_texts import WrittenTexts, strings
 from jaxvlm.types import ChatStyle
 
 SPECIAL = {
@@ -118,7 +120,7 @@ class ChatTokenizer:
         roles = ("system", "user", "assistant")
         self._list_roles = frozenset(role for role in roles if self._needs_lists(role))
         self._end_token = ""
-        self._written: dict[Any, set[tuple[int, int]]] = {}
+        self._written = WrittenTexts(self._render_turns)
         ends = self._answer_ends()
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *(ends or [])[:1]]))
         """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
@@ -151,43 +153,33 @@ class ChatTokenizer:
         Raises:
             TemplateError: the template rejects these turns, or drops some of their text.
         """
-        messages = [{"role": t.role, "content": self._content(t)} for t in turns]
-        text = self._render(messages, add_generation_prompt, leads)
+        text = self._render_turns(turns, add_generation_prompt, leads)
         last = len(turns) if add_generation_prompt else len(turns) - 1
-        written = self._written_pieces(turns, add_generation_prompt)
+        written = self._written(turns, add_generation_prompt)
         for i, turn in enumerate(turns):
             earlier = turn.role == "assistant" and i < last
             content = _THOUGHT.sub("", turn.content) if earlier and forgets else turn.content
             for k, piece in enumerate(content.split(PLACEHOLDER)):
-                if piece.strip() not in text or (piece.strip() and (i, k) not in written):
+                if piece.strip() not in text or (
+                    piece.strip() and ("content", i, k) not in written
+                ):
                     advice = f"; {ONE_AT_A_TIME}" if earlier and not forgets else ""
                     raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}{advice}")
+            for kind, given in (("tools", turn.tools), ("calls", turn.calls)):
+                for k, string in enumerate(strings(kind, given) if turn.role != "tool" else ()):
+                    if (kind, i, k) not in written:
+                        raise chat_template.TemplateError(f"it drops {string[:60]!r} of {kind}")
         return text
 
-    def _written_pieces(
-        self, turns: Sequence[Turn], add_generation_prompt: bool
-    ) -> Container[tuple[int, int]]:
-        """(turn, piece between images) of the texts that the template writes, whatever they say.
-
-        Found by words that are nowhere else, once for conversations of one shape: a text that
-        occurs in a rendered conversation may be part of another one, or of the template.
-        """
-        pieces = [[bool(p.strip()) for p in t.content.split(PLACEHOLDER)] for t in turns]
-        roles = tuple(turn.role for turn in turns)
-        shape = add_generation_prompt, roles, tuple(map(tuple, pieces))
-        if shape not in self._written:
-            words = [
-                [f"q{i}w{k}q" * has for k, has in enumerate(row)] for i, row in enumerate(pieces)
-            ]
-            said = [Turn(role, PLACEHOLDER.join(row)) for role, row in zip(roles, words)]
-            messages = [{"role": t.role, "content": self._content(t)} for t in said]
-            every = {(i, k): word for i, row in enumerate(words) for k, word in enumerate(row)}
-            try:
-                text = self._render(messages, add_generation_prompt)
-            except chat_template.TemplateError:  # these words: the conversation's own may do
-                text = " ".join(every.values())
-            self._written[shape] = {place for place, word in every.items() if word in text}
-        return self._written[shape]
+    def _render_turns(
+        self, turns: Sequence[Turn], add_generation_prompt: bool, leads: Sequence[str] = ()
+    ) -> str:
+        messages = [
+            {"role": t.role, "content": self._content(t), **tool_use.of_message(t.role, t.calls)}
+            for t in turns
+        ]
+        functions = json.loads(turns[0].tools) if turns and turns[0].tools else None
+        return self._render(messages, add_generation_prompt, leads, functions)
 
     def encode_chat(self, text: str) -> list[int]:
         """Tokenize a rendered conversation to ids, see :meth:`encode_chats`."""
@@ -260,8 +252,11 @@ class ChatTokenizer:
         messages: list[dict[str, Any]],
         add_generation_prompt: bool,
         leads: Sequence[str] = (),
+        tools: Any = None,
     ) -> str:
-        text = chat_template.render(self.template, messages, add_generation_prompt, **self.special)
+        text = chat_template.render(
+            self.template, messages, add_generation_prompt, tools, **self.special
+        )
         if not self.style.written:
             return text
         pieces = text.split(self.style.written)
