@@ -17,6 +17,11 @@ _FLAGS = {
     "patch_size": "The height and width of a patch, in pixels.",
     "max_images": "The maximum number of images, or of tiles of images, in a packed sequence.",
     "image_root": "The folder that image names are relative to; by default the data file's folder.",
+    "look_alikes": "Also list images of one colour, and those that look like an earlier one: whose "
+    "perceptual hashes differ in at most so many of 64 bits (0 to 16; 4 finds other sizes and "
+    "qualities of one image). For conversations; needs pip install 'jaxvlm[check]'. The default -1 "
+    "looks for none.",
+    "plot": "A PNG file to draw tokens, images and sizes to; needs pip install 'jaxvlm[check]'.",
 }
 
 
@@ -29,7 +34,15 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         "It determines the limits, the image size and the tokenizer; the other flags of this "
         "command are then ignored. Override its settings with --config.a.b=value.",
     )
-    define_flags(values, _FLAGS, max_length=512, image_size=64, patch_size=16, max_images=8)
+    define_flags(
+        values,
+        _FLAGS,
+        max_length=512,
+        image_size=64,
+        patch_size=16,
+        max_images=8,
+        look_alikes=-1,
+    )
 
 
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
@@ -42,15 +55,35 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
         raise ConfigError(
             "usage: jaxvlm data check FILE [--config=RECIPE]; without FILE the recipe has a mixture"
         )
+    _check_flags(values)
     report = _checked(values, args[1])
     for line in report.lines():
         print(line)
+    _draw(values, [report])
     return report.to_dict() | {"exit_code": 1 if report.problems else 0}
+
+
+def _check_flags(values: flags.FlagValues) -> None:
+    from jaxvlm.config import ConfigError
+    from jaxvlm.data.images.look_alikes import MAX_DISTANCE
+
+    if not -1 <= values.look_alikes <= MAX_DISTANCE:
+        raise ConfigError(f"--look_alikes={values.look_alikes}: must be from 0 to {MAX_DISTANCE}")
+    if values.plot and not values.plot.lower().endswith(".png"):
+        raise ConfigError(f"--plot={values.plot}: the name of the file must end in .png")
+
+
+def _draw(values: flags.FlagValues, reports: list[Any]) -> None:
+    if values.plot:
+        from jaxvlm.data import check_plot
+
+        check_plot.draw(reports, values.plot)
+        print(f"plot: {values.plot}")
 
 
 def _checked(values: flags.FlagValues, spec: str) -> Any:
     """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
-    from jaxvlm.config import Config, formats_of, from_config_dict, refuse_unread_by
+    from jaxvlm.config import Config, ConfigError, formats_of, from_config_dict, refuse_unread_by
     from jaxvlm.data import validate
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.trainer import embedding_run
@@ -58,13 +91,15 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     if values.config is None:
         settings = _of_flags(values)
         refuse_unread_by(settings["config"], formats_of(settings["config"], spec))
-        return validate.validate(spec, **settings)
+        return validate.validate(spec, look_alikes=values.look_alikes, **settings)
     config: Config = from_config_dict(values.config)
     names = (spec, config.data.train, config.data.eval)
     refuse_unread_by(config.data, formats_of(config.data, *names))
     if trains_embeddings(config):
+        if values.look_alikes >= 0 or values.plot:
+            raise ConfigError("--look_alikes and --plot are for conversations, not for pairs")
         return embedding_run.validate_file(config, spec)
-    return validate.validate(spec, **_of_recipe(config, spec))
+    return validate.validate(spec, look_alikes=values.look_alikes, **_of_recipe(config, spec))
 
 
 def _mixture(values: flags.FlagValues) -> dict[str, Any]:
@@ -76,9 +111,13 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     config = from_config_dict(values.config)
     check_data(config)
     of_recipe = _of_recipe(config, "")
-    reports, shares = validate.validate_mixture(of_recipe.pop("config"), **of_recipe)
+    _check_flags(values)
+    reports, shares = validate.validate_mixture(
+        of_recipe.pop("config"), look_alikes=values.look_alikes, **of_recipe
+    )
     for line in (*(line for report in reports for line in report.lines()), *shares):
         print(line)
+    _draw(values, reports)
     found = {name: x.to_dict() for name, x in zip(config.data.mixture, reports, strict=True)}
     failed = any(report.problems for report in reports)
     return {"sources": found, "shares": shares, "exit_code": 1 if failed else 0}

@@ -18,6 +18,7 @@ from jaxvlm.data.errors import DataError, ImageError, Problem
 from jaxvlm.data.image_inputs import ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
+from jaxvlm.data.images.look_alikes import BITS, Look, alike, look_at
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.member_names import shown
@@ -51,6 +52,12 @@ class ValidationReport:
     """What repeats an earlier record, though it is good -> ids; a run uses both."""
     without_image: int = 0
     """Number of good records that have no image."""
+    image_sizes: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    """``width`` and ``height`` of good records' images, in pixels -> percentiles."""
+    images_of_note: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """What is odd about images that can be used -> the images, with the record that each is in."""
+    histograms: dict[str, tuple[list[float], list[int]]] = dataclasses.field(default_factory=dict)
+    """Tokens and images of good records, pixels of images -> edges of bins, and counts."""
     of: str = "records"
     """Unit of the counts: ``records``, or examples, of which a record of pairs may give several."""
 
@@ -71,6 +78,8 @@ class ValidationReport:
         ]
         if self.tokens:
             spread = ", ".join(f"{name} {value}" for name, value in self.tokens.items())
+            sizes = [f"{x['p0']}..{x['p100']}" for x in self.image_sizes.values()]
+            out += [f"images of {' x '.join(sizes)} pixels"] if sizes else []
             most = f"images per record: at most {self.images_most}"
             if self.images and self.without_image:
                 most += f"; {self.without_image} {self.of} have none"
@@ -81,6 +90,9 @@ class ValidationReport:
             pairs = zip(ids[:_MAX_LISTED], details)
             listed = [f"{name} ({detail})" if detail else name for name, detail in pairs]
             out.append(f"{len(ids):>7}  {reason}: {', '.join(listed)}{more}")
+        for what, images in self.images_of_note.items():
+            more = ", ..." if len(images) > _MAX_LISTED else ""
+            out.append(f"{len(images):>7}  {what}: {', '.join(images[:_MAX_LISTED])}{more}")
         return out
 
 
@@ -92,6 +104,7 @@ def validate(
     prepare: image_files.Preparation,
     num_patches: ImageSpans = 16,
     patching: Patching | None = None,
+    look_alikes: int = -1,
 ) -> ValidationReport:
     """Validate a data file completely, decoding every image.
 
@@ -102,6 +115,8 @@ def validate(
         prepare: preprocessing of images.
         num_patches: token span of an image.
         patching: how images of any size are cut into patches; ``None`` if all have the same size.
+        look_alikes: bits in which the perceptual hashes of images that look alike may differ, from
+            0 to 16; below 0 looks for none.
 
     Raises:
         DataError: the file as a whole can't be used.
@@ -127,6 +142,14 @@ def validate(
             problems.append(Problem(identifier, broken[failed[0]], shown(corpus.paths[failed[0]])))
         else:
             good.append(i)
+    of_image: dict[int, str] = {}
+    for i in good:
+        for image in corpus.images[i]:
+            of_image.setdefault(image, records[int(corpus.source[i])].id)
+    shown_images = [f"{name} ({shown(corpus.paths[i])})" for i, name in of_image.items()]
+    paths = [corpus.paths[i] for i in of_image]
+    sizes = np.asarray([image_files.upright_size(path) for path in paths]).reshape(-1, 2)
+    counts = [len(corpus.images[i]) for i in good]
     return ValidationReport(
         name=spec,
         total=total,
@@ -137,8 +160,45 @@ def validate(
         tokens=percentiles(corpus.length[good]),
         images_most=max((len(corpus.images[i]) for i in good), default=0),
         repeats=_repeats(read),
-        without_image=sum(not len(corpus.images[i]) for i in good),
+        without_image=counts.count(0),
+        image_sizes={
+            side: percentiles(sizes[:, i])
+            for i, side in enumerate(("width", "height"))
+            if paths
+        },
+        images_of_note=(
+            _of_note(look_at(paths, config.max_pixels), shown_images, look_alikes)
+            if look_alikes >= 0
+            else {}
+        ),
+        histograms={
+            name: _histogram(np.asarray(values))
+            for name, values in (
+                ("tokens per record", corpus.length[good]),
+                ("images per record", counts),
+                ("pixels per image", sizes.prod(axis=1)),
+            )
+        },
     )
+
+
+def _of_note(look: Look, shown_images: Sequence[str], distance: int) -> dict[str, list[str]]:
+    """``ValidationReport.images_of_note``."""
+    found: dict[str, list[str]] = {}
+    if plain := np.flatnonzero(look.one_colour).tolist():
+        found["an image of one colour"] = [shown_images[i] for i in plain]
+    others = np.flatnonzero(~look.one_colour)  # the hash of nothing says nothing
+    if pairs := alike(look.hash[others], distance):
+        found[f"an image that looks like an earlier one, to {distance} of {BITS} bits"] = [
+            f"{shown_images[others[x.image]]} like {shown_images[others[x.first]]}, {x.distance}"
+            for x in pairs
+        ]
+    return found
+
+
+def _histogram(values: np.ndarray) -> tuple[list[float], list[int]]:
+    counts, edges = np.histogram(values, bins=min(40, len(np.unique(values)) or 1))
+    return edges.tolist(), counts.tolist()
 
 
 def validate_mixture(config: DataConfig, **how: Any) -> tuple[list[ValidationReport], list[str]]:

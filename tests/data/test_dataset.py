@@ -358,7 +358,7 @@ def test_check_says_what_repeats(tmp_path, image, write_json):
     assert report.repeats == {same_id: ["x", "x"], equal: ["y", "x", "z"]}
     assert f"      2  {same_id}: x, x" in report.lines()
     alone = validate(write_json([items[0], llava("w", b)]), DataConfig(), prepare=squares(64))
-    assert alone.repeats == {} and len(alone.lines()) == 2
+    assert alone.repeats == {} and len(alone.lines()) == 3
 
 
 def test_easy_vqa_epoch():

@@ -105,14 +105,7 @@ class ImageFormat(NamedTuple):
         Raises:
             ImageError: its size can't be read, or the model does not accept it.
         """
-        if self.fixed:
-            return self.span(0, 0)
-        with _open(path, sys.maxsize) as image:
-            try:
-                turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
-            except Exception as error:  # of a PNG, Pillow also reads chunks after the pixels
-                raise ImageError(_reason(error)) from None
-            return self.of_size(*(image.size[::-1] if turned else image.size))
+        return self.span(0, 0) if self.fixed else self.of_size(*upright_size(path))
 
     def of_size(self, width: int, height: int) -> Span:
         """Compute an upright image's token span; raises ImageError if its size is not accepted."""
@@ -120,6 +113,21 @@ class ImageFormat(NamedTuple):
             return self.span(width, height)
         except ValueError as error:
             raise ImageError(str(error)) from None
+
+
+def upright_size(path: str) -> tuple[int, int]:
+    """Width and height of an image file in pixels, its EXIF orientation applied.
+
+    Raises:
+        ImageError: its header can't be read.
+    """
+    with _open(path, sys.maxsize) as image:
+        try:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+        except Exception as error:  # of a PNG, Pillow also reads chunks after the pixels
+            raise ImageError(_reason(error)) from None
+        width, height = image.size
+        return (height, width) if turned else (width, height)
 
 
 def squares(size: int, resize: str = "auto") -> Preparation:
