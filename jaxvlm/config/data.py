@@ -70,15 +70,15 @@ class DataConfig:
     ``shards/*.tar``; a folder that Hugging Face's save_to_disk or MosaicML Streaming (MDS) wrote;
     or a built-in data set such as easy-vqa:train. With config.data.format, it is whatever that
     format takes."""
+    eval: str = ""
+    """Names the evaluation data, in the same form as ``train``; the default "" means that the run
+    is not evaluated."""
     mixture: Mapping[str, SourceConfig] = NO_OPTIONS
     """Names several sources of training data instead of ``train``, by names of your own, with the
     settings of each."""
     mixture_temperature: float = 1.0
     """Makes the weights of a mixture's sources without weights and budgets their sizes to the power
     of 1 / temperature: 1 reads all sources as one, a higher one reads small sources more often."""
-    eval: str = ""
-    """Names the evaluation data, in the same form as ``train``; the default "" means that the run
-    is not evaluated."""
     format: Extension = Extension()
     """Groups the settings of a data format of the user's own, which reads ``train`` and
     ``eval``."""

@@ -18,6 +18,7 @@ from jaxvlm.config import (
     ConfigError,
     DataConfig,
     Extension,
+    SourceConfig,
     formats_of,
     refuse_unread_by,
 )
@@ -169,6 +170,8 @@ def leaves(group, path=""):
 def another(value):
     if isinstance(value, bool):
         return not value
+    if isinstance(value, dict):
+        return {"another": SourceConfig(train="another")}
     if isinstance(value, tuple):
         return tuple(map(another, value)) or ("another",)
     return value + 1 if isinstance(value, int | float) else f"another {value}"
