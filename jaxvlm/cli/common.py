@@ -356,6 +356,7 @@ class RecipeParser(flags.ArgumentParser):
         config = to_config_dict(config) if dataclasses.is_dataclass(config) else config
         if not isinstance(config, ml_collections.ConfigDict):
             return config  # raises where it is used, as for a file that is missing
+        _complete_mixture(config)
         for given in self.argv:
             if override := re.match(r"--?(?:no)?config\.([\w.]+)", given):
                 _add_groups(config, override[1].split("."))
@@ -364,6 +365,25 @@ class RecipeParser(flags.ArgumentParser):
     def flag_type(self) -> str:
         """Type in the help of the flag."""
         return self.loader.flag_type()
+
+
+def _complete_mixture(config: ml_collections.ConfigDict) -> None:
+    """Give each source of a mixture all its settings, with their types, so that each can be set."""
+    from jaxvlm.config import SourceConfig, to_config_dict
+
+    data = config.get("data")
+    mixture = data.get("mixture") if isinstance(data, ml_collections.ConfigDict) else None
+    if not isinstance(mixture, ml_collections.ConfigDict):
+        return
+    default = to_config_dict(SourceConfig()).to_dict()
+    for name, given in mixture.items():
+        if isinstance(given, ml_collections.ConfigDict):
+            own = {
+                key: float(x) if type(x) is int and isinstance(default.get(key), float) else x
+                for key, x in given.items()
+            }
+            with mixture.unlocked():
+                mixture[name] = ml_collections.ConfigDict(default | own)
 
 
 def _add_groups(config: Any, path: list[str]) -> None:

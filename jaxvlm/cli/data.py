@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from absl import flags
@@ -85,6 +86,8 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
     from jaxvlm.config import Config, ConfigError, formats_of, from_config_dict, refuse_unread_by
     from jaxvlm.data import validate
+    from jaxvlm.data.conversations.mixture_records import of_source
+    from jaxvlm.data.conversations.run_data import read_records
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.trainer import embedding_run
 
@@ -99,27 +102,34 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
         if values.look_alikes >= 0 or values.plot:
             raise ConfigError("--look_alikes and --plot are for conversations, not for pairs")
         return embedding_run.validate_file(config, spec)
-    return validate.validate(spec, look_alikes=values.look_alikes, **_of_recipe(config, spec))
+    if source := next((x for x in config.data.mixture.values() if x.train == spec), None):
+        config = dataclasses.replace(config, data=of_source(config.data, source))
+    read = read_records(config.data, spec)
+    how = _of_recipe(config, read) | {"look_alikes": values.look_alikes, "given": read}
+    return validate.validate(spec, **how)
 
 
 def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     """Check each source of a recipe's mixture."""
     from jaxvlm.config import from_config_dict
     from jaxvlm.data import validate
+    from jaxvlm.data.conversations.run_data import read_records
     from jaxvlm.trainer.checks import check_data
 
     config = from_config_dict(values.config)
     check_data(config)
-    of_recipe = _of_recipe(config, "")
     _check_flags(values)
-    reports, shares = validate.validate_mixture(
-        of_recipe.pop("config"), look_alikes=values.look_alikes, **of_recipe
+    read = read_records(config.data, "")
+    how = _of_recipe(config, read) | {"look_alikes": values.look_alikes}
+    mask = config.model.decoder.visual_mask
+    reports, shares, can_run = validate.validate_mixture(
+        how.pop("config"), config.seed, mask, read, **how
     )
     for line in (*(line for report in reports for line in report.lines()), *shares):
         print(line)
     _draw(values, reports)
     found = {name: x.to_dict() for name, x in zip(config.data.mixture, reports, strict=True)}
-    failed = any(report.problems for report in reports)
+    failed = any(report.problems for report in reports) or not can_run
     return {"sources": found, "shares": shares, "exit_code": 1 if failed else 0}
 
 
@@ -141,17 +151,15 @@ def _of_flags(values: flags.FlagValues) -> dict[str, Any]:
     }
 
 
-def _of_recipe(config: Any, spec: str) -> dict[str, Any]:
-    """Arguments of ``validate`` as in a run of the recipe on ``spec``."""
+def _of_recipe(config: Any, read: Any) -> dict[str, Any]:
+    """Arguments of ``validate`` as in a run of the recipe on the records that were read."""
     from jaxvlm.data.conversations import tokenize
-    from jaxvlm.data.conversations.run_data import read_records
     from jaxvlm.hf import pretrained
     from jaxvlm.hf.run_processor import image_format_of, make_tokenizer
 
     source = pretrained.find_for(config.model)
     if source is not None:
         config = pretrained.with_source(config, source)
-    read = read_records(config.data, spec)
     chat_tokenizer = make_tokenizer(config, None, lambda: tokenize.texts(read[0]), source)
     images = image_format_of(config, source, chat_tokenizer)
     return {

@@ -139,6 +139,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "b1": (0, 0.9999999),
     "b2": (0, 0.9999999),
     "max_skip_fraction": (0, 1),
+    "mixture_temperature": (0.1, math.inf),
+    **dict.fromkeys(("epochs", "max_epochs"), (0, 1e6)),
+    "tokens": (0, 1e15),
     "prometheus_port": (0, 65535),
 }
 """Name of a setting -> the least and the largest number that it can be, in whatever group it is.
@@ -206,11 +209,13 @@ def by_path(config: Any, path: str = "config") -> dict[str, Any]:
 
 def changes(old: Any, new: Any, path: str = "config") -> list[str]:
     """Lists the settings that differ between two configs, as ``path: old -> new``."""
-    if not dataclasses.is_dataclass(old):
-        return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
-    names = [field.name for field in dataclasses.fields(old)]
-    differing = (changes(getattr(old, n), getattr(new, n), f"{path}.{n}") for n in names)
-    return [line for lines in differing for line in lines]
+    was, now = by_path(old, path), by_path(new, path)
+    names = [*was, *(name for name in now if name not in was)]
+    return [
+        f"{name}: {was.get(name)!r} -> {now.get(name)!r}"
+        for name in names
+        if was.get(name) != now.get(name)
+    ]
 
 
 def _checked(value: Any, kind: Any, path: str) -> Any:

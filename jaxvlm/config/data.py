@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxvlm.config.convert import NO_OPTIONS, Options
+from jaxvlm.config.convert import NO_OPTIONS, ConfigError, Options
 from jaxvlm.config.extension import Extension
 from jaxvlm.config.mixture import SourceConfig
 
@@ -157,4 +157,8 @@ class DataConfig:
     """Groups the settings of pairs, for embedding models."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mixture, Mapping):
+            raise ConfigError(
+                f"config.data.mixture is a group of sources by name, not {self.mixture!r}"
+            )
         object.__setattr__(self, "mixture", Options(self.mixture))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxvlm.config import DataConfig
@@ -62,7 +62,12 @@ class Problem(NamedTuple):
 
 
 def enforce(
-    problems: list[Problem], total: int, on_bad_record: str, max_skip_fraction: float, what: str
+    problems: list[Problem],
+    total: int,
+    on_bad_record: str,
+    max_skip_fraction: float,
+    what: str,
+    check: str = "",
 ) -> None:
     """Stop the run if skipping is not allowed, or if too many records would be skipped.
 
@@ -72,6 +77,7 @@ def enforce(
         on_bad_record: ``refuse`` | ``skip``.
         max_skip_fraction: fraction of ``total`` that may be skipped, 0..1.
         what: name of the data, for the message.
+        check: command that lists the problems; by default that of a file ``what``.
 
     Raises:
         DataError: one line with the count, the share and the first reasons.
@@ -89,22 +95,39 @@ def enforce(
         raise DataError(
             f"{what}: {len(problems)} of {total} records ({share:.1%}) can't be used, over"
             f" data.max_skip_fraction={max_skip_fraction:.1%}: {first}."
-            f" `jaxvlm data check {what} --config=RECIPE` lists them"
+            f" `{check or f'jaxvlm data check {what} --config=RECIPE'}` lists them"
         )
+
+
+class Part(NamedTuple):
+    """Data whose skipped records are counted by themselves: a file's, or those of a source."""
+
+    what: str
+    """Its name in messages."""
+    total: int
+    """Number of all records, good and bad."""
+    problems: list[Problem]
+    """Records that are skipped from the start."""
+    check: str = ""
+    """Command that lists them; see :func:`enforce`."""
 
 
 class SkippedRecords:
     """Records that a run skips because an image failed, each counted once; for several threads.
 
     Args:
-        name: name of the data, for messages.
-        problems: records that are skipped from the start.
-        total: number of all records, good and bad.
+        parts: the data's parts.
         config: settings of how many records may be skipped.
+        part_of: record's id -> index of its part.
     """
 
-    def __init__(self, name: str, problems: list[Problem], total: int, config: DataConfig):
-        self._name, self._problems, self._total, self._config = name, problems, total, config
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        config: DataConfig,
+        part_of: Callable[[str], int] = lambda identifier: 0,
+    ):
+        self._parts, self._config, self._part_of = parts, config, part_of
         self._by_record: dict[int, Problem] = {}
         self._lock = threading.Lock()
 
@@ -117,12 +140,17 @@ class SkippedRecords:
             return list(self._by_record.values())
 
     def add(self, failed: Mapping[int, Problem]) -> None:
-        """Add records (index -> problem); raises DataError if too many are skipped."""
+        """Add records (index -> problem); raises DataError if too many of a part are skipped."""
         with self._lock:
             for record, problem in failed.items():
                 if self._by_record.setdefault(record, problem) is problem:
-                    _log.warning("%s: skipped: %s", self._name, problem)
-        skipped, config = self.problems(), self._config
-        enforce(skipped, self._total, config.on_bad_record, 1.0, self._name)
-        known = [*self._problems, *skipped]
-        enforce(known, self._total, "skip", config.max_skip_fraction, self._name)
+                    what = self._parts[self._part_of(problem.id)].what
+                    _log.warning("%s: skipped: %s", what, problem)
+        config, skipped = self._config, self.problems()
+        for i in {self._part_of(problem.id) for problem in failed.values()}:
+            part = self._parts[i]
+            own = [x for x in skipped if self._part_of(x.id) == i]
+            enforce(own, part.total, config.on_bad_record, 1.0, part.what, part.check)
+            known = [*part.problems, *own]
+            limit = config.max_skip_fraction
+            enforce(known, part.total, "skip", limit, part.what, part.check)

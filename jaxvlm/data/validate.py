@@ -105,6 +105,7 @@ def validate(
     num_patches: ImageSpans = 16,
     patching: Patching | None = None,
     look_alikes: int = -1,
+    given: tuple[list[conversation_formats.Record], list[Problem]] | None = None,
 ) -> ValidationReport:
     """Validate a data file completely, decoding every image.
 
@@ -117,13 +118,14 @@ def validate(
         patching: how images of any size are cut into patches; ``None`` if all have the same size.
         look_alikes: bits in which the perceptual hashes of images that look alike may differ, from
             0 to 16; below 0 looks for none.
+        given: what was read of the file before: records and problems.
 
     Raises:
         DataError: the file as a whole can't be used.
     """
     settings = ModelInputs(0, prepare, num_patches, patching=patching)
     validate_settings(config, settings)
-    read, problems = conversation_formats.read(spec, config)
+    read, problems = given or conversation_formats.read(spec, config)
     records = tokenize.split_turns(read, config.loss_turns)
     total = len(records) + len(problems)
     chat_tokenizer = chat_tokenizer or tokenizer.build(tokenize.texts(records))
@@ -162,9 +164,7 @@ def validate(
         repeats=_repeats(read),
         without_image=counts.count(0),
         image_sizes={
-            side: percentiles(sizes[:, i])
-            for i, side in enumerate(("width", "height"))
-            if paths
+            side: percentiles(sizes[:, i]) for i, side in enumerate(("width", "height")) if paths
         },
         images_of_note=(
             _of_note(look_at(paths, config.max_pixels), shown_images, look_alikes)
@@ -201,36 +201,40 @@ def _histogram(values: np.ndarray) -> tuple[list[float], list[int]]:
     return edges.tolist(), counts.tolist()
 
 
-def validate_mixture(config: DataConfig, **how: Any) -> tuple[list[ValidationReport], list[str]]:
+def validate_mixture(
+    config: DataConfig, seed: int, visual_mask: str, read: Any, **how: Any
+) -> tuple[list[ValidationReport], list[str], bool]:
     """Validate each source of ``config.mixture``, and say what an epoch reads of it.
 
     Args:
         config: data settings.
+        seed: of the run.
+        visual_mask: of the run's model.
+        read: all records and problems, see :func:`mixture_records.read`.
         how: arguments of :func:`validate`; a tokenizer is one.
 
     Returns:
-        A report for each source, and lines about their shares, none where no epoch is possible.
+        A report for each source; lines about their shares, or why no run can mix them; and whether
+        one can.
 
     Raises:
         DataError: a source as a whole can't be used.
     """
-    reports = [
-        dataclasses.replace(
-            validate(source.train, mixture_records.of_source(config, source), **how),
-            name=f"{name}: {source.train}",
-        )
-        for name, source in config.mixture.items()
-    ]
-    read, _ = mixture_records.read(config)
-    records = tokenize.split_turns(read, config.loss_turns)
-    inputs = ModelInputs(0, how["prepare"], how["num_patches"], patching=how["patching"])
+    number, reports = mixture_records.numbers(config), []
+    for i, (name, source) in enumerate(config.mixture.items()):
+        own = [x for x in read[0] if number(x.id) == i], [x for x in read[1] if number(x.id) == i]
+        settings = mixture_records.of_source(config, source)
+        report = validate(source.train, settings, **how, given=own)
+        reports.append(dataclasses.replace(report, name=f"{name}: {source.train}"))
+    records = tokenize.split_turns(read[0], config.loss_turns)
+    inputs = ModelInputs(0, how["prepare"], how["num_patches"], seed, visual_mask, how["patching"])
     corpus, pieces, _, _ = select(records, config, how["chat_tokenizer"], inputs)
+    origin = packing.of_pieces(pieces, mixture_records.sources(config, records, corpus.source))
     try:
-        origin = packing.of_pieces(pieces, mixture_records.sources(config, records, corpus.source))
-        order = MixtureOrder(pieces, config, inputs.seed, origin)
+        order = MixtureOrder(pieces, config, seed, origin)
     except DataError as error:
-        return reports, [str(error)]
-    return reports, order.lines(order.steps_per_epoch)
+        return reports, [str(error)], False
+    return reports, order.lines(order.steps_per_epoch), True
 
 
 def _repeats(records: Sequence[conversation_formats.Record]) -> dict[str, list[str]]:

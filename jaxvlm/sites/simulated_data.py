@@ -72,6 +72,12 @@ class SimulatedData:
             raise ConfigError(
                 "pairs are not divided among sites: give each its file, --site_data=FILE,…"
             )
+        if config.data.mixture:
+            raise ConfigError(
+                "config.data.mixture is not divided among sites; name one file in "
+                "config.data.train, or give each site its own, --site_data=FILE,…, and leave the "
+                "mixture out"
+            )
         if not config.data.train:
             raise ConfigError(
                 "a simulation needs data: --config.data.train=FILE, which is divided among the "

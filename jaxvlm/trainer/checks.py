@@ -107,6 +107,8 @@ def check_data(config: Config) -> None:
             f"{mixture[budgets[0]].budget} says how much of it one epoch of the mixture has; set "
             "config.epochs=1 and config.steps=0, or give the sources weights"
         )
+    if mixture:
+        refuse_unread(data, "config.data")
     specs = [data.train, data.eval, *(source.train for source in mixture.values())]
     refuse_unread_by(data, formats_of(data, *specs))
     groups: dict[str, Any] = {"config.data": data}

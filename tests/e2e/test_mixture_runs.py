@@ -65,6 +65,8 @@ def test_metrics_count_by_source(folder, tmp_path):
             {},
             r"mixture\.a\.ignored_fields=\('x',\) is not read",
         ),
+        ({}, {"data.mixture_temperature": 0.0}, "mixture_temperature=0.0: must be at least 0.1"),
+        ({"a": {"train": "x", "epochs": 1e9}}, {}, "epochs=1000000000.0: must be from 0 to"),
         ({}, {"loss.name": "info_nce"}, "mixture is not read by config.loss.name='info_nce'"),
     ],
 )
@@ -104,12 +106,19 @@ def test_data_check_reads_each_source(folder, tmp_path, capsys):
         "def get_config(arg):\n"
         "    config = module.get_config('')\n"
         "    config.data.train = ''\n"
-        "    config.data.mixture = {'shapes': {'train': arg + '/shapes/data.jsonl'},\n"
-        "                           'signs': {'train': arg + '/signs/bad.jsonl'}}\n"
+        "    config.data.mixture = {'shapes': {'train': arg + '/shapes/data.jsonl', 'weight': 1},\n"
+        "                           'signs': {'train': arg + '/signs/bad.jsonl', 'weight': 1}}\n"
         "    return config\n"
     )
     assert main.run(["data", "check", f"--config={file}:{folder}"]) == 1
     said = capsys.readouterr().out
     assert "shapes: " in said and "24 of 24 records are good" in said
     assert "16 of 17 records are good" in said and "neither 'conversations'" in said
-    assert "mixture: shapes: 6" in said and "% of the sequences" in said  # 24 of 40 records
+    assert "mixture: shapes: " in said and "% of the sequences" in said
+    many = ["data", "check", f"--config={file}:{folder}", "--config.data.batch_size=64"]
+    (folder / "signs" / "bad.jsonl").write_text((folder / "signs" / "data.jsonl").read_text())
+    assert main.run(many) == 1
+    assert "config.data.mixture.shapes: 24 records make" in capsys.readouterr().out
+    weighed = [f"--config.data.mixture.{name}.weight=0.5" for name in ("shapes", "signs")]
+    assert main.run([*many[:3], *weighed]) == 0
+    assert "% of the sequences" in capsys.readouterr().out

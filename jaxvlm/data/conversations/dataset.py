@@ -69,9 +69,10 @@ class Dataset:
         self.total = len(self.records) + len(problems)
         corpus, pieces, bad, too_long = select(self.records, config, tokenizer, settings)
         found = self.records, problems, bad, too_long
-        self.problems = mixture_records.enforce_limits(name, config, *found)
+        parts = mixture_records.enforce_limits(name, config, *found)
+        self.problems = [problem for part in parts for problem in part.problems]
         if not len(pieces.num_tokens):
-            reasons = f"`jaxvlm data check {name} --config=RECIPE` lists the reasons"
+            reasons = f"`{mixture_records.check_command(name, config)}` lists the reasons"
             raise DataError(f"{name}: no usable record is left; {reasons}")
         different = {id(span): span for span in corpus.spans}.values()
         tiles_of_image = max((len(span.starts) for span in different), default=1)
@@ -85,7 +86,8 @@ class Dataset:
         self._taps = image_placeholders.max_taps(different)
         tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
         self._density = float(np.max(tiles / corpus.length, initial=0.0))
-        self._skipped = SkippedRecords(name, self.problems, self.total, config)
+        of = mixture_records.numbers(config)
+        self._skipped = SkippedRecords(parts, config, of)
         self._order: SequenceOrder | MixtureOrder | None = None
         self._pages: PageAllocation | None = None
         self._written_pages: WrittenPages | None = None
@@ -276,9 +278,7 @@ class Dataset:
         if settings.patching:
             picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
             picked["patches"] = self._max_patches
-        if config["mixture"]:
-            picked["data.mixture_temperature"] = config["mixture_temperature"]
-            picked |= {f"data.mixture.{name}": x for name, x in config["mixture"].items()}
+        picked |= mixture_records.fingerprint(self.config)
         return picked | {"content": self._digest}
 
     def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:

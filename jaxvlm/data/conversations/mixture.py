@@ -9,6 +9,7 @@ function of the settings, the seed and the step.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations.packing import PackedSequence, Pieces, SequenceOrder
 from jaxvlm.data.errors import TooFewRecords
 
-PERIOD = 2**14
+PERIOD = 2**16
 """The longest period of a schedule; shares that need a longer one are rounded to 1 / PERIOD."""
 
 
@@ -30,18 +31,16 @@ def whole_weights(weights: Sequence[Fraction | float]) -> tuple[int, ...]:
 
     A float means the decimal fraction that it is written as: 0.1 is 1/10.
     """
-    exact = [x if isinstance(x, Fraction) else Fraction(repr(x)) for x in weights]
+    exact = [x if isinstance(x, Fraction) else Fraction(repr(float(x))) for x in weights]
     scale = math.lcm(*(x.denominator for x in exact))
     whole = [int(x * scale) for x in exact]
     whole = [x // math.gcd(*whole) for x in whole]
     total = sum(whole)
     if total <= PERIOD:
         return tuple(whole)
-    # Largest remainders; a source is never left out.
-    room = PERIOD - len(whole)
-    floors = [1 + x * room // total for x in whole]
-    rest = sorted(range(len(whole)), key=lambda i: (-(whole[i] * room % total), i))
-    for i in rest[: PERIOD - sum(floors)]:
+    floors = [max(1, x * PERIOD // total) for x in whole]  # a source is never left out
+    rest = sorted(range(len(whole)), key=lambda i: (-(whole[i] * PERIOD % total), i))
+    for i in rest[: max(0, PERIOD - sum(floors))]:
         floors[i] += 1
     return tuple(floors)
 
@@ -59,16 +58,21 @@ class Schedule:
     """
 
     def __init__(self, weights: tuple[int, ...]):
-        self.weights, self.period = np.asarray(weights, np.int64), sum(weights)
-        counts = np.zeros(len(weights), np.int64)
+        self.period = sum(weights)
         pattern = np.empty(self.period, np.int32)
-        begins, ends = counts.copy(), -(-self.period // self.weights)
+        counts = [0] * len(weights)
+        waiting = [(0, i) for i in range(len(weights))]  # by the first place that may be next
+        ready: list[tuple[int, int]] = []  # by the last
         for place in range(self.period):
-            chosen = int(np.argmin(np.where(begins <= place, ends, np.iinfo(np.int64).max)))
+            while waiting and waiting[0][0] <= place:
+                _, i = heapq.heappop(waiting)
+                last = -(-(counts[i] + 1) * self.period // weights[i])
+                heapq.heappush(ready, (last, i))
+            _, chosen = heapq.heappop(ready)
             pattern[place] = chosen
             counts[chosen] += 1
-            begins[chosen] = counts[chosen] * self.period // weights[chosen]
-            ends[chosen] = -(-(counts[chosen] + 1) * self.period // weights[chosen])
+            first = counts[chosen] * self.period // weights[chosen]
+            heapq.heappush(waiting, (first, chosen))
         self.pattern = pattern
         self._places = [np.flatnonzero(pattern == i) for i in range(len(weights))]
 
@@ -91,12 +95,6 @@ class Schedule:
         return periods * self.period + int(own[which]) + 1 - place
 
 
-@functools.lru_cache(maxsize=64)
-def schedule(weights: tuple[int, ...]) -> Schedule:
-    """The schedule of these weights."""
-    return Schedule(weights)
-
-
 class _Span(NamedTuple):
     """Steps of one row from ``begin`` on, in which the same sources are read."""
 
@@ -113,8 +111,8 @@ class _Span(NamedTuple):
 class MixtureOrder:
     """An endless order of packed sequences of several sources, with random access by step.
 
-    It has what a :class:`SequenceOrder` has. Of a row's virtual shards the first are of the first
-    source, and so on.
+    It has what a :class:`SequenceOrder` has, with one virtual shard for each row: that of a row's
+    parts of all sources.
 
     Args:
         pieces: of all sources.
@@ -143,35 +141,34 @@ class MixtureOrder:
             except TooFewRecords as error:
                 found = f"config.data.mixture.{name}: {error.found.removeprefix('data: ')}"
                 raise TooFewRecords(found, error.most, f"{error.advice}, or leave it out") from None
-        self.turns = sum(order.turns for order in self.orders)
-        self.num_shards = self.turns * self._rows
-        self._first = list(itertools.accumulate((o.turns for o in self.orders), initial=0))
+        # Of a row all sources share the cache's pages, whichever of them has images.
+        self.turns, self.num_shards = 1, self._rows
         self.shards = [
-            order.shards[row * order.turns + turn]
-            for row in range(self._rows)
-            for order in self.orders
-            for turn in range(order.turns)
+            np.concatenate(
+                [s for o in self.orders for s in o.shards[r * o.turns : (r + 1) * o.turns]]
+            )
+            for r in range(self._rows)
         ]
-        sizes = [_size(pieces, np.concatenate(order.shards), config) for order in self.orders]
-        self.weights = self._whole_weights(sizes, pieces, config.mixture_temperature)
-        self._spans = [self._spans_of(row) for row in range(self._rows)]
+        self._tokens = [
+            int(pieces.num_tokens[np.concatenate(order.shards)].sum()) for order in self.orders
+        ]
+        self.weights = self._whole_weights(config.mixture_temperature)
+        self._spans = self._make_spans()
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps until every source has been read once; with budgets, as often as they say."""
-        return max(
+        each = (
             self._steps_until(row, source, visits)
             for row in range(self._rows)
             for source, visits in enumerate(self._needed[row])
         )
+        return max(1, *each)
 
     def sequence(self, step: int, index: int) -> PackedSequence:
         """Look up the pieces of one sequence of a step; see :meth:`SequenceOrder.sequence`."""
         source, visit = self.place(step, index)
-        order = self.orders[source]
-        found = order.sequence(visit, index)
-        turn = found.shard - index * order.turns
-        return found._replace(shard=index * self.turns + self._first[source] + turn)
+        return self.orders[source].sequence(visit, index)._replace(shard=index)
 
     def place(self, step: int, index: int) -> tuple[int, int]:
         """The source of a batch's sequence, and how many of that row were the source's before."""
@@ -210,7 +207,8 @@ class MixtureOrder:
         sequences, passes = self.sequences_before(steps), self.passes_before(steps)
         whole, out = max(sum(sequences), 1), []
         for i, name in enumerate(self.names):
-            ends = f", then ends (max_epochs={x:g})" if (x := self._settings[i].max_epochs) else ""
+            cap = self._settings[i].max_epochs
+            ends = f", where it ends (max_epochs={cap:g})" if 0 < cap <= passes[i] else ""
             out.append(
                 f"mixture: {name}: {100 * sequences[i] / whole:.1f} % of the sequences, "
                 f"{passes[i]:.2f} passes over {self._tokens[i]:,} tokens{ends}"
@@ -219,57 +217,79 @@ class MixtureOrder:
 
     @functools.cached_property
     def _passes(self) -> list[list[int]]:
-        """For each row, for each source: sequences in which the row reads its part once."""
-        return [[order.steps_of_pass(row) for order in self.orders] for row in range(self._rows)]
+        """For each row, for each source: sequences that hold the row's part once."""
+        rows = range(self._rows)
+        return [[order.sequences_of_pass(row) for order in self.orders] for row in rows]
 
     @functools.cached_property
     def _needed(self) -> list[list[int]]:
         """For each row, for each source: its sequences in one epoch of the mixture."""
-        times = [
-            source.tokens / size if source.tokens else source.epochs or 1.0
-            for source, size in zip(self._settings, self._tokens, strict=True)
+        sources = range(len(self.orders))
+        return [
+            [self._times(row, i, self._budget(i)) for i in sources] for row in range(self._rows)
         ]
-        return [[_times(n, x) for n, x in zip(row, times, strict=True)] for row in self._passes]
 
-    def _whole_weights(
-        self, sizes: Sequence[int], pieces: Pieces, temperature: float
-    ) -> tuple[int, ...]:
-        self._tokens = [
-            int(pieces.num_tokens[np.concatenate(order.shards)].sum()) for order in self.orders
-        ]
+    def _times(self, row: int, source: int, passes: Fraction) -> int:
+        """A row's sequences of so many passes: each whole one, and of the rest about its share."""
+        whole, rest = divmod(passes, 1)
+        once = self._passes[row][source]
+        # Shards end at different steps; the last pass is over when all have.
+        last = self.orders[source].steps_of_pass(row) - once if whole else 0
+        return int(whole) * once + last + round(once * rest)
+
+    def _budget(self, source: int) -> Fraction:
+        """How often a source is read in one epoch of the mixture."""
+        own = self._settings[source]
+        if own.tokens:
+            return Fraction(repr(own.tokens)) / self._tokens[source]
+        return Fraction(repr(own.epochs or 1.0))
+
+    def _whole_weights(self, temperature: float) -> tuple[int, ...]:
+        sizes = [Fraction(sum(each)) for each in zip(*self._passes, strict=True)]
         if any(source.budget for source in self._settings):
-            return whole_weights([Fraction(sum(each)) for each in zip(*self._needed, strict=True)])
+            return whole_weights([self._budget(i) * size for i, size in enumerate(sizes)])
         if all(source.weight for source in self._settings):
             return whole_weights([source.weight for source in self._settings])
         if temperature == 1:
-            return whole_weights([Fraction(size) for size in sizes])
+            return whole_weights(sizes)
         largest = max(sizes)
-        return whole_weights([(size / largest) ** (1 / temperature) for size in sizes])
+        return whole_weights([float(size / largest) ** (1 / temperature) for size in sizes])
 
-    def _spans_of(self, row: int) -> list[_Span]:
-        """A row's spans: one, and one more whenever a source with ``max_epochs`` ends."""
-        read = list(range(len(self.orders)))
-        visits, begin, spans = [0] * len(self.orders), 0, []
+    def _make_spans(self) -> list[list[_Span]]:
+        """Each row's spans: one, and one more whenever a source with ``max_epochs`` ends.
+
+        A source ends in all rows at the step at which the last of them has read its passes.
+        """
+        read, begin = list(range(len(self.orders))), 0
+        visits = [[0] * len(self.orders) for _ in range(self._rows)]
+        spans: list[list[_Span]] = [[] for _ in range(self._rows)]
         while True:
-            own = schedule(whole_weights([Fraction(self.weights[i]) for i in read]))
-            phase = row * own.period // self._rows
-            spans.append(_Span(begin, own, tuple(read), phase, tuple(visits)))
+            own = Schedule(whole_weights([Fraction(self.weights[i]) for i in read]))
+            phases = [row * own.period // self._rows for row in range(self._rows)]
+            for row, phase in enumerate(phases):
+                spans[row].append(_Span(begin, own, tuple(read), phase, tuple(visits[row])))
             ends = {
-                source: own.after(phase, which, self._cap(row, source) - visits[source])
+                source: max(
+                    own.after(phase, which, self._cap(row, source) - visits[row][source])
+                    for row, phase in enumerate(phases)
+                )
                 for which, source in enumerate(read)
                 if self._settings[source].max_epochs
             }
             if not ends:
                 return spans
             steps = min(ends.values())
-            for which, source in enumerate(read):
-                visits[source] += own.before(phase + steps, which) - own.before(phase, which)
+            for row, phase in enumerate(phases):
+                for which, source in enumerate(read):
+                    new = own.before(phase + steps, which) - own.before(phase, which)
+                    visits[row][source] += new
             begin += steps
             read = [i for i in read if ends.get(i, steps + 1) > steps]
 
     def _cap(self, row: int, source: int) -> int:
-        """Sequences after which a source ends."""
-        return _times(self._passes[row][source], self._settings[source].max_epochs)
+        """Sequences of a source that a row has at least before it ends."""
+        passes = Fraction(repr(self._settings[source].max_epochs))
+        return max(1, self._times(row, source, passes))
 
     def _span(self, step: int, row: int) -> _Span:
         return next(span for span in reversed(self._spans[row]) if span.begin <= step)
@@ -282,22 +302,11 @@ class MixtureOrder:
 
     def _steps_until(self, row: int, source: int, visits: int) -> int:
         """Steps in which a row has so many sequences of a source, or all until it ends."""
-        if self._settings[source].max_epochs:
-            visits = min(visits, self._cap(row, source))
         for span, following in itertools.zip_longest(self._spans[row], self._spans[row][1:]):
-            done = following.visits[source] if following else visits
-            if done >= visits:
+            if source not in span.sources:  # it has ended
+                return span.begin
+            if following is None or following.visits[source] >= visits:
                 which = span.sources.index(source)
                 left = visits - span.visits[source]
                 return span.begin + span.schedule.after(span.phase, which, left)
         raise AssertionError("the last span has no end")
-
-
-def _times(sequences: int, passes: float) -> int:
-    """Sequences of so many passes, one at least."""
-    return max(1, math.ceil(sequences * passes))
-
-
-def _size(pieces: Pieces, chosen: np.ndarray, config: DataConfig) -> int:
-    """What a source's share follows from: its tokens, or without packing its sequences."""
-    return int(pieces.num_tokens[chosen].sum()) if config.packing else len(chosen)

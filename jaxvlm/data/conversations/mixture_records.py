@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxvlm.config import DataConfig, SourceConfig
-from jaxvlm.data.errors import Problem, enforce
+from jaxvlm.data.errors import Part, Problem, enforce
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 
@@ -32,38 +31,52 @@ def read(config: DataConfig) -> tuple[list[Record], list[Problem]]:
         Records, whose ids begin with their source's name and a slash, and problems, whose do too.
 
     Raises:
-        DataError: a source can't be used, or too many of its records can't.
+        DataError: a source can't be used as a whole.
     """
     records: list[Record] = []
     problems: list[Problem] = []
     for name, source in config.mixture.items():
         own, bad = conversation_formats.read(source.train, of_source(config, source))
-        if 0 < source.max_records < len(own):
-            order = np.random.default_rng([0, _CHOICE]).permutation(len(own))
-            own = [own[i] for i in np.sort(order[: source.max_records]).tolist()]
+        total = len(own) + len(bad)
+        if 0 < source.max_records < total:  # of bad ones as many as of all
+            order = np.random.default_rng([0, _CHOICE]).permutation(total)
+            chosen = np.sort(order[: source.max_records]).tolist()
+            own, bad = (
+                [own[i] for i in chosen if i < len(own)],
+                [bad[i - len(own)] for i in chosen if i >= len(own)],
+            )
         records += [x._replace(id=f"{name}/{x.id}") for x in own]
         problems += [x._replace(id=f"{name}/{x.id}") for x in bad]
     return records, problems
 
 
-def sources_of(config: DataConfig, ids: Sequence[str]) -> list[int]:
-    """Index of the source of each record of a mixture, by its id."""
-    numbers = {name: i for i, name in enumerate(config.mixture)}
-    return [numbers[identifier.partition("/")[0]] for identifier in ids]
+def numbers(config: DataConfig) -> Callable[[str], int]:
+    """A function of a record's id: the index of its source, 0 where the data are no mixture."""
+    of = {name: i for i, name in enumerate(config.mixture)}
+    return lambda identifier: of[identifier.partition("/")[0]] if of else 0
 
 
 def sources(config: DataConfig, records: Sequence[Record], chosen: np.ndarray) -> list[int]:
     """Index of the source of each chosen record; 0 where the data are no mixture."""
+    number = numbers(config)
+    return [number(records[i].id) for i in chosen.tolist()]
+
+
+def fingerprint(config: DataConfig) -> dict[str, float]:
+    """Settings that the order of a mixture is a function of, besides its records."""
     if not config.mixture:
-        return [0] * len(chosen)
-    return sources_of(config, [records[i].id for i in chosen.tolist()])
+        return {}
+    own = {
+        f"data.mixture.{name}.{field}": float(getattr(source, field))
+        for name, source in config.mixture.items()
+        for field in ("weight", "epochs", "tokens", "max_epochs")
+    }
+    return {"data.mixture_temperature": config.mixture_temperature, **own}
 
 
-class _Part(NamedTuple):
-    what: str
-    total: int
-    bad: list[Problem]
-    too_long: list[Problem]
+def check_command(name: str, config: DataConfig) -> str:
+    """The command that lists what is refused of some data."""
+    return f"jaxvlm data check {'' if config.mixture else f'{name} '}--config=RECIPE"
 
 
 def enforce_limits(
@@ -73,7 +86,7 @@ def enforce_limits(
     unread: Sequence[Problem],
     bad: Sequence[Problem],
     too_long: Sequence[Problem],
-) -> list[Problem]:
+) -> list[Part]:
     """Stop the run if too many records of the data, or of one source of a mixture, are skipped.
 
     Args:
@@ -85,32 +98,23 @@ def enforce_limits(
         too_long: records that ``data.on_too_long`` is about.
 
     Returns:
-        All problems.
+        The data's parts, with all problems: one for each source, or one alone.
 
     Raises:
         DataError: one line with the count, the share and the first reasons.
     """
-    whole = _Part(name, len(records) + len(unread), [*unread, *bad], list(too_long))
-    for what, total, own, long in _parts(whole, config, records, unread):
-        enforce(own, total, config.on_bad_record, config.max_skip_fraction, what)
-        enforce(long, total, config.on_too_long, 1.0, what)
-        enforce(own + long, total, "skip", config.max_skip_fraction, what)
-    return whole.bad + whole.too_long
-
-
-def _parts(
-    whole: _Part, config: DataConfig, records: Sequence[Record], unread: Sequence[Problem]
-) -> Iterator[_Part]:
-    if not config.mixture:
-        yield whole
-        return
+    number, check = numbers(config), check_command(name, config)
+    names = [f"{PATH}.{x}: {source.train}" for x, source in config.mixture.items()] or [name]
     ids = [*(x.id for x in records), *(x.id for x in unread)]
-    totals = np.bincount(sources_of(config, ids), minlength=len(config.mixture))
-    bad, too_long = (sources_of(config, [x.id for x in xs]) for xs in (whole.bad, whole.too_long))
-    for i, source in enumerate(config.mixture.values()):
-        yield _Part(
-            source.train,
-            int(totals[i]),
-            [x for x, of in zip(whole.bad, bad, strict=True) if of == i],
-            [x for x, of in zip(whole.too_long, too_long, strict=True) if of == i],
+    parts = []
+    for i, what in enumerate(names):
+        total = sum(number(x) == i for x in ids)
+        refused, long = (
+            [x for x in problems if number(x.id) == i] for problems in ((*unread, *bad), too_long)
         )
+        limit = config.max_skip_fraction
+        enforce(refused, total, config.on_bad_record, limit, what, check)
+        enforce(long, total, config.on_too_long, 1.0, what, check)
+        enforce(refused + long, total, "skip", limit, what, check)
+        parts.append(Part(what, total, refused + long, check))
+    return parts

@@ -331,8 +331,8 @@ def pack(
     opened: list[list[int]] = []
     remaining: list[list[int]] = []  # tokens, images and patches left in each open sequence
     capacity = [limits.max_length, limits.max_images, limits.max_patches or _UNBOUNDED]
-    sizes = np.stack([pieces.num_tokens, pieces.num_images, pieces.num_patches], axis=1)
-    for piece, (tokens, images, patches) in zip(order.tolist(), sizes[order].tolist()):
+    sizes = (x[order].tolist() for x in (pieces.num_tokens, pieces.num_images, pieces.num_patches))
+    for piece, tokens, images, patches in zip(order.tolist(), *sizes):
         for sequence, left in zip(opened, remaining):
             if tokens <= left[0] and images <= left[1] and patches <= left[2]:
                 sequence.append(piece)
@@ -409,6 +409,11 @@ class SequenceOrder:
     def steps_per_epoch(self) -> int:
         """Steps until every record has been in a batch (every shard has completed a pass)."""
         return max(map(self.steps_of_pass, range(self.config.batch_size)))
+
+    def sequences_of_pass(self, index: int) -> int:
+        """Number of a batch's sequences ``index`` that hold every record of its shards once."""
+        shards = range(index * self.turns, (index + 1) * self.turns)
+        return sum(len(self._pass(shard, 0)) for shard in shards)
 
     def steps_of_pass(self, index: int) -> int:
         """Steps until every record of a batch's sequence ``index`` has been in it."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxvlm.config import ConfigError, DataConfig, refuse_unread
-from jaxvlm.data.errors import DataError, Problem, SkippedRecords
+from jaxvlm.data.errors import DataError, Part, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import Lookup, Tag
 from jaxvlm.data.images import image_files
 from jaxvlm.data.page_allocation import NoPages, TokenShape, windows_of
@@ -77,7 +77,7 @@ class PairDataset:
         self.truncated = corpus.truncated
         self.total = len(corpus.examples) + len(corpus.problems)
         self.queries, self.documents = corpus.queries, corpus.documents
-        self._skipped = SkippedRecords(name, self.problems, self.total, config)
+        self._skipped = SkippedRecords([Part(name, self.total, self.problems)], config)
         self._sampler: Sampler | None = None
 
     @classmethod
