@@ -28,7 +28,7 @@ def draw(reports: Sequence[ValidationReport], path: str) -> None:
         raise DataError(
             "--plot needs matplotlib: pip install 'jaxvlm[check]', or leave it out"
         ) from None
-    panels = len(reports[0].histograms) + 1
+    panels = max(len(report.histograms) for report in reports) + 1
     figure = Figure(figsize=(3.6 * panels, 2.8 * len(reports)), layout="constrained")
     rows = figure.subplots(len(reports), panels, squeeze=False)
     for row, report in zip(rows, reports, strict=True):
@@ -38,6 +38,8 @@ def draw(reports: Sequence[ValidationReport], path: str) -> None:
             axes.set_ylabel("records" if "record" in name else "images")
         reasons = {"good": report.good} | {x: len(ids) for x, ids in report.problems.items()}
         names = [name if len(name) <= _SHORT else f"{name[:_SHORT]}…" for name in reasons]
+        for axes in row[len(report.histograms) : -1]:
+            axes.set_axis_off()
         row[-1].barh(range(len(names)), list(reasons.values()))
         row[-1].set_yticks(range(len(names)), names)
         row[-1].invert_yaxis()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,15 +144,8 @@ def validate(
             problems.append(Problem(identifier, broken[failed[0]], shown(corpus.paths[failed[0]])))
         else:
             good.append(i)
-    of_image: dict[int, str] = {}
-    for i in good:
-        for image in corpus.images[i]:
-            of_image.setdefault(image, records[int(corpus.source[i])].id)
-    shown_images = [f"{name} ({shown(corpus.paths[i])})" for i, name in of_image.items()]
-    paths = [corpus.paths[i] for i in of_image]
-    sizes = np.asarray([image_files.upright_size(path) for path in paths]).reshape(-1, 2)
     counts = [len(corpus.images[i]) for i in good]
-    return ValidationReport(
+    report = ValidationReport(
         name=spec,
         total=total,
         good=len(good),
@@ -160,25 +153,38 @@ def validate(
         problems=by_reason(problems),
         details=by_reason(problems, "detail"),
         tokens=percentiles(corpus.length[good]),
-        images_most=max((len(corpus.images[i]) for i in good), default=0),
+        images_most=max(counts, default=0),
         repeats=_repeats(read),
         without_image=counts.count(0),
-        image_sizes={
-            side: percentiles(sizes[:, i]) for i, side in enumerate(("width", "height")) if paths
-        },
-        images_of_note=(
-            _of_note(look_at(paths, config.max_pixels), shown_images, look_alikes)
-            if look_alikes >= 0
-            else {}
-        ),
         histograms={
-            name: _histogram(np.asarray(values))
-            for name, values in (
-                ("tokens per record", corpus.length[good]),
-                ("images per record", counts),
-                ("pixels per image", sizes.prod(axis=1)),
-            )
+            "tokens per record": _histogram(corpus.length[good]),
+            "images per record": _histogram(np.asarray(counts)),
         },
+    )
+    owner: dict[str, str] = {}  # image -> the first record that it is in
+    for i in good:
+        for image in corpus.images[i]:
+            owner.setdefault(corpus.paths[image], records[int(corpus.source[i])].id)
+    return _with_images(report, owner, config.max_pixels, look_alikes)
+
+
+def _with_images(
+    report: ValidationReport, owner: Mapping[str, str], max_pixels: int, distance: int
+) -> ValidationReport:
+    """A report with what its images are like, which are those of ``owner``: image -> record."""
+    if not owner:
+        return report
+    sizes = np.asarray([image_files.upright_size(path) for path in owner])
+    notes = {}
+    if distance >= 0:
+        names = [f"{name} ({shown(path)})" for path, name in owner.items()]
+        notes = _of_note(look_at(list(owner), max_pixels), names, distance)
+    width, height = sizes.T
+    return dataclasses.replace(
+        report,
+        image_sizes={"width": percentiles(width), "height": percentiles(height)},
+        images_of_note=notes,
+        histograms=report.histograms | {"pixels per image": _histogram(width * height)},
     )
 
 
