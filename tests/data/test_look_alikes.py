@@ -39,7 +39,7 @@ def test_the_nearest_earlier_image_is_found(drawn, distance):
 
 @pytest.fixture
 def files(tmp_path, write_json):
-    """A picture, a smaller and coarser copy of it, another one, and one of one colour."""
+    """An image, a smaller and coarser copy of it, another one, and one of one colour."""
     rng = np.random.default_rng(1)
     for name in ("a", "other"):
         rough = Image.fromarray(rng.integers(0, 255, (6, 6, 3), np.uint8))
