@@ -47,7 +47,7 @@ def frozen(network, modalities, **optim):
         optim=OptimConfig(**optim),
     )
     model = build_model(network, make_mesh(MeshConfig(1, 1, 1), jax.devices()[:1]))
-    data = types.SimpleNamespace(modalities=modalities)
+    data = types.SimpleNamespace(modalities=modalities, name="x.jsonl")
     return freeze_unreached(config, model, data).optim
 
 
