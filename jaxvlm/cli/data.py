@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from absl import flags
@@ -96,14 +97,16 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
         refuse_unread_by(settings["config"], formats_of(settings["config"], spec))
         return validate.validate(spec, look_alikes=values.look_alikes, **settings)
     config: Config = from_config_dict(values.config)
-    names = (spec, config.data.train, config.data.eval)
+    names, whole = (spec, config.data.train, config.data.eval), os.path.abspath(spec)
     refuse_unread_by(config.data, formats_of(config.data, *names))
     if trains_embeddings(config):
         if values.look_alikes >= 0 or values.plot:
             raise ConfigError("--look_alikes and --plot are for conversations, not for pairs")
         return embedding_run.validate_file(config, spec)
-    if source := next((x for x in config.data.mixture.values() if x.train == spec), None):
-        config = dataclasses.replace(config, data=of_source(config.data, source))
+    same = (x for x in config.data.mixture.values() if os.path.abspath(x.train) == whole)
+    source = next(same, None)
+    data = of_source(config.data, source) if source else config.data
+    config = dataclasses.replace(config, data=dataclasses.replace(data, mixture={}))
     read = read_records(config.data, spec)
     how = _of_recipe(config, read) | {"look_alikes": values.look_alikes, "given": read}
     return validate.validate(spec, **how)

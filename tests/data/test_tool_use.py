@@ -116,7 +116,7 @@ def test_each_projects_way_is_rendered_as_transformers_renders(project, write_js
     assert trained == f"<tool_call>\n{call}\n</tool_call><|end|>{SAY['content']}<|end|>"
 
 
-def test_calls_that_follow_each_other_are_one_turn(write_json):
+def test_calls_of_their_own_role_belong_to_the_turn_before(write_json):
     call = {"role": "tool_call", "content": json.dumps(CALL["function"])}
     result = {"role": "tool_response", "content": "sunny"}
     record = one(write_json, {"messages": [ASK, call, call, result, result, SAY]})
@@ -128,6 +128,32 @@ def test_calls_that_follow_each_other_are_one_turn(write_json):
         "assistant",
     ]
     assert json.loads(record.turns[1].calls) == [CALL, CALL]
+    said = {"role": "assistant", "content": "I look it up."}
+    record = one(write_json, {"messages": [ASK, said, call, result, SAY]})
+    assert record.turns[1].content == said["content"]
+    assert json.loads(record.turns[1].calls) == [CALL]
+    untrained = one(write_json, {"messages": [ASK, *[call | {"loss": False}] * 2, result, SAY]})
+    assert [turn.trained for turn in untrained.turns] == [True, False, True, True]
+    for pair in ([call, call | {"loss": False}], [said | {"loss": False}, call]):
+        _, (problem,) = read(write_json([{"messages": [ASK, *pair, result, SAY]}]))
+        assert "trained otherwise" in problem.reason
+    # Two messages of an assistant's are two turns to transformers.
+    message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert len(one(write_json, {"messages": [ASK, message, message, RESULT, SAY]}).turns) == 5
+
+
+def test_results_stand_in_the_order_of_their_calls(write_json):
+    calls = [CALL | {"id": name} for name in ("a", "b", "c")]
+    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("c", "a", "b")]
+    messages = [ASK, {"role": "assistant", "tool_calls": calls}, *results, SAY]
+    record = one(write_json, {"messages": messages})
+    assert [turn.content for turn in record.turns[2:5]] == ["a", "b", "c"]
+    results[1] |= {"tool_call_id": "z"}
+    _, (problem,) = read(write_json([{"messages": messages}]))
+    assert problem.reason == "a result of a call that is not before it" and problem.detail == "z"
+    item = WRITTEN["OpenAI"] | {"tools": [FUNCTION | {"name": "other"}]}
+    _, (problem,) = read(write_json([item]))
+    assert problem.reason.startswith("a call of a function that is not in") and problem.detail
 
 
 def test_a_call_may_be_untrained_and_each_answer_a_record(write_json, made):

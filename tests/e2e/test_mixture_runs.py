@@ -122,3 +122,7 @@ def test_data_check_reads_each_source(folder, tmp_path, capsys):
     weighed = [f"--config.data.mixture.{name}.weight=0.5" for name in ("shapes", "signs")]
     assert main.run([*many[:3], *weighed]) == 0
     assert "% of the sequences" in capsys.readouterr().out
+    own = str(folder / "shapes" / "data.jsonl")
+    for source in (own, str(tmp_path / "new.jsonl")):  # one of the mixture's, and another one
+        (tmp_path / "new.jsonl").write_text('{"question": "hi", "answer": "yes"}')
+        assert main.run(["data", "check", source, many[2]]) == 0

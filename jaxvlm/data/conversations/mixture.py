@@ -230,12 +230,12 @@ class MixtureOrder:
         ]
 
     def _times(self, row: int, source: int, passes: Fraction) -> int:
-        """A row's sequences of so many passes: each whole one, and of the rest about its share."""
+        """A row's sequences of so many passes, rounded up."""
         whole, rest = divmod(passes, 1)
         once = self._passes[row][source]
         # Shards end at different steps; the last pass is over when all have.
         last = self.orders[source].steps_of_pass(row) - once if whole else 0
-        return int(whole) * once + last + round(once * rest)
+        return int(whole) * once + last + math.ceil(once * rest)
 
     def _budget(self, source: int) -> Fraction:
         """How often a source is read in one epoch of the mixture."""

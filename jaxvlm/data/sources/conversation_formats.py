@@ -158,12 +158,10 @@ def _record(
     if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
         raise BadItem("images named both in the content and in 'images'")
     images = [i for i in inline if i] or named
-    turns = [
-        turn._replace(content=tidy(turn.content)) for turn in tool_use.with_joined_calls(turns)
-    ]
+    turns = [turn._replace(content=tidy(turn.content)) for turn in turns]
     if described := tool_use.tools(item.get("tools")):
         turns[0] = turns[0]._replace(tools=described)
-    record = Record(identifier, tuple(turns), tuple(images))
+    record = Record(identifier, tuple(tool_use.in_order(turns)), tuple(images))
     return _checked_record(record, locate, allowed, several_lead=layout is not None)
 
 
@@ -277,7 +275,10 @@ def _conversation(raw: Any, parse: ParseTurn, allowed: Allowed) -> tuple[list[Tu
         if not isinstance(entry, dict):
             raise BadItem("a turn is not an object")
         turn, names = parse(entry, allowed)
-        turns.append(turn)
+        if tool_use.is_call(entry) and turns and turns[-1].role == "assistant":
+            turns[-1] = tool_use.joined(turns[-1], turn)
+        else:
+            turns.append(turn)
         inline += names
     return turns, inline
 

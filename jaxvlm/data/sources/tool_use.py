@@ -7,6 +7,7 @@ read, and so are the roles by which ms-swift and LLaMA-Factory tell calls and re
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -72,19 +73,49 @@ def calls(value: Any) -> str:
     return _text(made)
 
 
-def with_joined_calls(turns: Sequence[Any]) -> list[Any]:
-    """Turns in which calls that follow each other, each a turn of its own, are one turn's."""
-    joined: list[Any] = []
-    for turn in turns:
-        last = joined[-1] if joined else None
-        both_call = last and turn.role == last.role == "assistant" and turn.calls and last.calls
-        if last and both_call and not turn.content:
-            calls = [call for part in (last.calls, turn.calls) for call in json.loads(part)]
-            trained = last.trained and turn.trained
-            joined[-1] = last._replace(calls=_text(calls), trained=trained)
-        else:
-            joined.append(turn)
-    return joined
+def is_call(entry: dict[str, Any]) -> bool:
+    """Whether a turn's role says that its text is a call."""
+    role = entry.get("role", entry.get("from"))
+    return isinstance(role, str) and role in CALL_ROLES
+
+
+def joined(turn: Any, call: Any) -> Any:
+    """An assistant's turn and the call that follows it as a turn of its own, as one turn.
+
+    Raises:
+        BadItem: one of them is trained and the other is not.
+    """
+    if turn.trained != call.trained:
+        raise BadItem("a call that is trained otherwise than what the assistant says before it")
+    calls = [one for part in (turn.calls, call.calls) if part for one in json.loads(part)]
+    return turn._replace(calls=_text(calls))
+
+
+def in_order(turns: Sequence[Any]) -> list[Any]:
+    """Turns with results in the order of their calls, where both have ids.
+
+    Raises:
+        BadItem: a result's id is that of no call before it, or a call is of a function that the
+            first turn's ``tools`` do not have.
+    """
+    known = {one["function"]["name"] for one in json.loads(turns[0].tools or "[]")}
+    ordered, places = list(turns), dict[str, int]()
+    for i, turn in enumerate(turns):
+        if turn.role == "assistant":
+            made = json.loads(turn.calls or "[]")
+            names = {call["function"]["name"] for call in made}
+            if known and names - known:
+                raise BadItem("a call of a function that is not in 'tools'", min(names - known))
+            places = {str(call["id"]): k for k, call in enumerate(made) if "id" in call}
+        elif turn.role == "tool" and turns[i - 1].role != "tool":
+            results = list(itertools.takewhile(lambda x: x.role == "tool", turns[i:]))
+            ids = [json.loads(x.calls or "{}").get("tool_call_id") for x in results]
+            if places and all(ids):
+                if unknown := [x for x in ids if x not in places]:
+                    raise BadItem("a result of a call that is not before it", unknown[0])
+                by_call = sorted(zip(ids, results, strict=True), key=lambda x: places[x[0]])
+                ordered[i : i + len(results)] = [x for _, x in by_call]
+    return ordered
 
 
 def result(entry: dict[str, Any]) -> str:

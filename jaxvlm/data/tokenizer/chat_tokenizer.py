@@ -163,7 +163,7 @@ class ChatTokenizer:
                 if piece.strip() not in text or (
                     piece.strip() and ("content", i, k) not in written
                 ):
-                    advice = f"; {ONE_AT_A_TIME}" if earlier and not forgets else ""
+                    advice = f"; {ONE_AT_A_TIME}" if earlier and not (forgets or turn.calls) else ""
                     raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}{advice}")
             for kind, given in (("tools", turn.tools), ("calls", turn.calls)):
                 for k, string in enumerate(strings(kind, given) if turn.role != "tool" else ()):
