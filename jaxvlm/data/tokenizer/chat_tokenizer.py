@@ -166,7 +166,8 @@ class ChatTokenizer:
                     advice = f"; {ONE_AT_A_TIME}" if earlier and not (forgets or turn.calls) else ""
                     raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}{advice}")
             for kind, given in (("tools", turn.tools), ("calls", turn.calls)):
-                for k, string in enumerate(strings(kind, given) if turn.role != "tool" else ()):
+                is_said = given and turn.role != "tool"
+                for k, string in enumerate(strings(kind, given) if is_said else ()):
                     if (kind, i, k) not in written:
                         raise chat_template.TemplateError(f"it drops {string[:60]!r} of {kind}")
         return text

@@ -64,7 +64,7 @@ def _probe(i: int, turn: Turn, words: dict[Place, str]) -> Turn:
     for k, piece in enumerate(turn.content.split(PLACEHOLDER)):
         pieces.append(f"q{i}w{k}q" * bool(piece.strip()))
         words["content", i, k] = pieces[-1]
-    probed = turn._replace(content=PLACEHOLDER.join(pieces))
+    probed = turn._replace(content=PLACEHOLDER.join(pieces), trained=True)  # one shape for both
     for kind, text in (("calls", turn.calls), ("tools", turn.tools)):
         if not text or turn.role == "tool":
             continue
