@@ -307,6 +307,12 @@ def test_bad_lines_are_capped_with_the_good(write_json, word_tokenizer):
     assert len(good) + len(bad) == 200 and len(bad) <= 4
 
 
+def test_a_file_that_is_missing_is_named_with_its_source(files):
+    settings = DataConfig(mixture={"gone": SourceConfig(train="no/file.jsonl")})
+    with pytest.raises(DataError, match=r"config\.data\.mixture\.gone: no/file\.jsonl"):
+        read_records(settings, "")
+
+
 def test_records_are_capped_by_a_choice_that_stays(files, word_tokenizer):
     ids = [
         [x.id for x in dataset(files, word_tokenizer, max_records=4).records if x.id[0] == "v"]

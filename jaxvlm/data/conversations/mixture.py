@@ -179,14 +179,14 @@ class MixtureOrder:
 
     def sequences_before(self, step: int) -> tuple[int, ...]:
         """How many sequences of each source the steps before this one have."""
-        total = np.zeros(len(self.orders), np.int64)
+        rows = []
         for row in range(self._rows):
             span = self._span(step, row)
-            total += span.visits
+            counts = list(span.visits)
             for which, source in enumerate(span.sources):
-                place = span.phase + step - span.begin
-                total[source] += self._visits(span, place, which) - span.visits[source]
-        return tuple(total.tolist())
+                counts[source] = self._visits(span, span.phase + step - span.begin, which)
+            rows.append(counts)
+        return tuple(sum(each) for each in zip(*rows, strict=True))
 
     def passes_before(self, step: int) -> tuple[float, ...]:
         """How often the steps before this one have read each source, by its first pass's length."""
@@ -245,11 +245,11 @@ class MixtureOrder:
         return Fraction(repr(own.epochs or 1.0))
 
     def _whole_weights(self, temperature: float) -> tuple[int, ...]:
+        if all(source.weight for source in self._settings):
+            return whole_weights([source.weight for source in self._settings])
         sizes = [Fraction(sum(each)) for each in zip(*self._passes, strict=True)]
         if any(source.budget for source in self._settings):
             return whole_weights([self._budget(i) * size for i, size in enumerate(sizes)])
-        if all(source.weight for source in self._settings):
-            return whole_weights([source.weight for source in self._settings])
         if temperature == 1:
             return whole_weights(sizes)
         largest = max(sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxvlm.config import DataConfig, SourceConfig
-from jaxvlm.data.errors import Part, Problem, enforce
+from jaxvlm.data.errors import DataError, Part, Problem, enforce
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 
@@ -36,7 +36,10 @@ def read(config: DataConfig) -> tuple[list[Record], list[Problem]]:
     records: list[Record] = []
     problems: list[Problem] = []
     for name, source in config.mixture.items():
-        own, bad = conversation_formats.read(source.train, of_source(config, source))
+        try:
+            own, bad = conversation_formats.read(source.train, of_source(config, source))
+        except DataError as error:
+            raise DataError(f"{PATH}.{name}: {error}") from None
         total = len(own) + len(bad)
         if 0 < source.max_records < total:  # of bad ones as many as of all
             order = np.random.default_rng([0, _CHOICE]).permutation(total)
