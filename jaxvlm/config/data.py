@@ -161,4 +161,5 @@ class DataConfig:
             raise ConfigError(
                 f"config.data.mixture is a group of sources by name, not {self.mixture!r}"
             )
-        object.__setattr__(self, "mixture", Options(self.mixture))
+        # By name, as a ConfigDict has them: batches do not depend on how a recipe lists sources.
+        object.__setattr__(self, "mixture", Options(sorted(self.mixture.items())))

@@ -9,7 +9,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxvlm.config import ConfigError, DataConfig, SourceConfig, check_mixture
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    SourceConfig,
+    check_mixture,
+    from_config_dict,
+)
 from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.mixture import PERIOD, MixtureOrder, Schedule, whole_weights
 from jaxvlm.data.conversations.packing import SequenceOrder
@@ -349,3 +356,8 @@ def test_read_records_reads_a_file_or_the_mixture(files):
     mixed, alone = read_records(settings, "")[0], read_records(settings, chat)[0]
     assert [x.id for x in mixed] == [f"one/{x.id}" for x in alone]
     assert dataclasses.replace(settings).mixture == settings.mixture
+    a, b = SourceConfig(train=chat, weight=2.0), SourceConfig(train=chat, weight=1.0)
+    listed = [DataConfig(mixture=x) for x in ({"a": a, "b": b}, {"b": b, "a": a})]
+    assert [list(x.mixture) for x in listed] == [["a", "b"]] * 2
+    of_run = from_config_dict(Config(data=listed[1])).data.mixture
+    assert list(of_run.items()) == [("a", a), ("b", b)]
