@@ -157,9 +157,9 @@ class DataConfig:
     """Groups the settings of pairs, for embedding models."""
 
     def __post_init__(self) -> None:
+        """Order sources by name, as a ConfigDict has them: batches do not depend on a recipe's."""
         if not isinstance(self.mixture, Mapping):
             raise ConfigError(
                 f"config.data.mixture is a group of sources by name, not {self.mixture!r}"
             )
-        # By name, as a ConfigDict has them: batches do not depend on how a recipe lists sources.
         object.__setattr__(self, "mixture", Options(sorted(self.mixture.items())))
