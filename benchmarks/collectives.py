@@ -37,7 +37,7 @@ from jaxvlm.parallel.strategies import CONTEXTS, resolve
 from jaxvlm.planner.compiled import collectives, topology
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 
 MODEL = ModelConfig(
     vision=VisionConfig(
@@ -107,7 +107,7 @@ def one(target: str, strategy: str) -> dict[str, Any]:
         for c in found
         if c.wire_bytes > 0.002 * count
     ]
-    memory = {name: round(size / 2**20, 1) for name, size in compiled_steps.memory(program).items()}
+    memory = {name: round(size / 2**20, 1) for name, size in program_memory.memory(program).items()}
     return {
         "target": target,
         "strategy": strategy,

@@ -41,7 +41,7 @@ from jaxvlm.planner.compiled import collectives, topology, verify
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.memory.step_memory import StepSetup
 from jaxvlm.planner.request import abstract_devices
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.types import Batch
 
 NAME = "compiled_steps_aot"
@@ -126,7 +126,7 @@ def step(case: lowering.Case) -> dict[str, Any]:
     start, devices = time.process_time(), topology.devices(CHIPS[case.chip])
     program = verify.lowered(setup, devices, batch=lowering.batch_of(case, setup)).compile()
     text = str(program.as_text())
-    ops, memory = hlo_costs.read(text), compiled_steps.memory(program)
+    ops, memory = hlo_costs.read(text), program_memory.memory(program)
     return {
         "calls": hlo_costs.custom_calls(ops),
         "squares": squares(text, setup),
@@ -170,7 +170,7 @@ def attention(chip: str, call: Call) -> dict[str, Any]:
         ops = hlo_costs.read(str(program.as_text()))
         found[name] = {
             "calls": hlo_costs.custom_calls(ops),
-            "temporary": compiled_steps.memory(program)["temporary"],
+            "temporary": program_memory.memory(program)["temporary"],
             "moved": round(sum(op.times * op.moved for op in ops)),
         }
     return found

@@ -35,7 +35,7 @@ from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.compiled import collectives, topology
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import split
-from jaxvlm.train import chips, compiled_steps
+from jaxvlm.train import chips, program_memory
 from jaxvlm.trainer.training import build_training
 from jaxvlm.types import Batch, Pairs
 
@@ -134,7 +134,7 @@ def one(recipe: str, target: str) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
     row["compile_cpu_seconds"] = round(time.process_time() - cpu, 1)
-    for name, size in compiled_steps.memory(program).items():
+    for name, size in program_memory.memory(program).items():
         row[f"{name}_gib"] = round(size / 2**30, 2)
     sent = collectives.read(program.as_text(), dict(mesh.shape))
     row["wire_bytes"] = collectives.total(sent)

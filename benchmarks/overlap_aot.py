@@ -42,7 +42,7 @@ def compiled(target: str) -> dict[str, Any]:
     from jaxvlm.planner.compiled import overlap, topology
     from jaxvlm.spmd.model import build_model
     from jaxvlm.spmd.train_step import assemble
-    from jaxvlm.train import compiled_steps
+    from jaxvlm.train import program_memory
 
     devices = topology.devices(target)
     mesh, split = resolve(StrategyConfig("fsdp"), MeshConfig(), devices)
@@ -55,7 +55,7 @@ def compiled(target: str) -> dict[str, Any]:
     batch = abstract_batch(config, here, 2 * len(devices), LENGTH, 1)
     program = step.lower(abstract, batch).compile()
     pairs = overlap.pairs(program.as_text())
-    memory = compiled_steps.memory(program)
+    memory = program_memory.memory(program)
     return {
         "kinds": dict(sorted(pairs.kinds.items())),
         "pairs": pairs.asynchronous,

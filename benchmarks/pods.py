@@ -39,7 +39,7 @@ from jaxvlm.parallel.strategies import resolve
 from jaxvlm.planner.compiled import collectives, topology
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train import chips, compiled_steps
+from jaxvlm.train import chips, program_memory
 
 LENGTH, PATCHES, IMAGES = 4096, 4096, 4
 MODELS = ("qwen3-vl-8b", "llava-1.5-13b", "qwen3-vl-235b-a22b")
@@ -108,7 +108,7 @@ def one(name: str, target: str, frozen: bool, lora: bool, fsdp: int) -> dict[str
     except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return row | {"fits": False, "why": str(error).strip().splitlines()[0][:200]}
     spent = time.process_time() - cpu
-    memory = compiled_steps.memory(program)
+    memory = program_memory.memory(program)
     found = collectives.read(program.as_text(), dict(here.shape))
     wire = collectives.total(found)
     row |= {

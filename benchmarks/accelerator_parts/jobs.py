@@ -34,7 +34,7 @@ from jaxvlm.planner.request import request
 from jaxvlm.planner.search import candidates
 from jaxvlm.spmd.model import Model, build_model
 from jaxvlm.spmd.train_step import assemble, split
-from jaxvlm.train import chips, compiled_steps
+from jaxvlm.train import chips, program_memory
 from jaxvlm.train.gradcache import rows_of
 from jaxvlm.types import PAGE, Batch, Pairs
 
@@ -162,7 +162,7 @@ def measure(job: Job, tiny: bool, devices: list[Any], warm: bool) -> Iterator[di
     placed = to_global(model.mesh, batch, job.setup.rows)
     begun = time.perf_counter()
     program = step.lower(state, placed).compile()
-    memory = compiled_steps.memory(program)
+    memory = program_memory.memory(program)
     yield {
         "compile_s": round(time.perf_counter() - begun, 1),
         "compiler_gib": {name: setup.gib(n) for name, n in memory.items()},

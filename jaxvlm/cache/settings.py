@@ -33,7 +33,7 @@ from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.models.vlm import DTYPES, encoder_token_order
 from jaxvlm.parallel.mesh import batch_shards
 from jaxvlm.spmd.submodels import feature_shape
-from jaxvlm.train.compiled_steps import bytes_of
+from jaxvlm.train.program_memory import bytes_of
 from jaxvlm.types import PAGE, TrainState
 
 POLICIES = ("off", "strict", "lazy", "hybrid", "adaptive", "custom")

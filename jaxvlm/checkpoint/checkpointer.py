@@ -24,15 +24,10 @@ from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest, Structur
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.restore import (
     cast,
-    committed_steps,
-    comparable,
     restore_params,
-    score,
-    scores,
-    sign,
     try_read,
 )
-from jaxvlm.checkpoint.run_record import COMMITTED, is_url, say_saved
+from jaxvlm.checkpoint.run_record import COMMITTED, committed_steps, is_url, say_saved
 from jaxvlm.checkpoint.staging import Staging, check_names, is_staged
 from jaxvlm.checkpoint.store_requests import StoreError, attempt, passes, refuses
 from jaxvlm.parallel.distributed.processes import barrier, from_first_process
@@ -92,7 +87,7 @@ class Checkpointer:
         if self._remote is not None and is_staged(str(folder)):
             self._staging = Staging(self._remote, self._before_save)
         self._has_saved = self._is_given_up = False
-        self._metric, self._sign = metric, sign(mode)
+        self._metric, self._sign = metric, manifest.sign(mode)
         self._warn = on_warning
         self._keep = keep
         self._done: set[int] = set()  # steps that this run wrote or restored
@@ -116,7 +111,7 @@ class Checkpointer:
         self._manager = opened() if local else attempt(f"{folder} is opened", opened)
         found = self.all_steps()
         self._known = set(found)  # steps that were there, or that this run saves
-        self._scores = dict(scores(self.folder, found, metric))
+        self._scores = dict(manifest.scores(self.folder, found, metric))
 
     def _open_manager(self) -> ocp.CheckpointManager:
         # Each process writes to a folder of its own where checkpoints are sent afterwards.
@@ -184,7 +179,7 @@ class Checkpointer:
         }
         record = Manifest(step, extra, metrics, table)
         document = manifest.encode(record)
-        self._scores.update(score(record, self._metric))
+        self._scores.update(manifest.score(record, self._metric))
         with self._writing():
             self._manager.save(
                 step,
@@ -387,7 +382,7 @@ class Checkpointer:
         source.rename(target)
 
     def _best(self, steps: Iterable[int]) -> int | None:
-        scored = comparable({s: self._scores[s] for s in steps if s in self._scores})
+        scored = manifest.comparable({s: self._scores[s] for s in steps if s in self._scores})
         return max((self._sign * value, s) for s, value in scored.items())[1] if scored else None
 
     @contextlib.contextmanager

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
+from jaxvlm.checkpoint import store_requests
 from jaxvlm.checkpoint.errors import CheckpointError
 from jaxvlm.checkpoint.object_store import RemoteFolder
+from jaxvlm.checkpoint.run_record import is_url
+from jaxvlm.checkpoint.store_requests import StoreError
 from jaxvlm.config import json_text
 
+BEST_OF = "best_of"
+"""Name in a checkpoint's extra state: metric, mode, and the data that evaluations were on."""
+PAUSES = (1.0, 2.0)
+"""Seconds before what an object store gave is read again."""
 NAMED = 5  # number of leaves that an error message lists
 
 
@@ -97,6 +106,25 @@ def read(step_folder: epath.Path) -> Manifest:
     return Manifest(body["step"], body["extra"], body["metrics"], leaves)
 
 
+def read_retried(step_folder: epath.Path) -> Manifest:
+    """As :func:`read`; an object store that does not answer is no damage.
+
+    Raises:
+        StoreError: an object store does not answer.
+    """
+    if not is_url(step_folder):
+        return read(step_folder)
+    for pause in (*PAUSES, 0.0):
+        try:
+            return store_requests.attempt(f"{step_folder} is read", lambda: read(step_folder))
+        except StoreError as error:
+            if error.passes or error.__cause__ is None or store_requests.refuses(error.__cause__):
+                raise
+            problem = error.__cause__
+        time.sleep(pause)  # a short answer is no damage
+    raise problem
+
+
 def _check_regular(step_folder: epath.Path) -> None:
     """Refuses pipes and devices, which would be read for ever."""
     if "://" in str(step_folder):
@@ -166,3 +194,48 @@ def as_saved(saved: Mapping[str, Leaf], wanted: Mapping[str, Any]) -> dict[str, 
 
 def _sha256(body: Any) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class Score(NamedTuple):
+    """The metric of a checkpoint that decides which one is the best."""
+
+    value: float
+    data: list[Any]
+    """What it was measured on; [] where an older checkpoint does not say."""
+
+
+def scores(folder: epath.Path, steps: Iterable[int], metric: str) -> Iterator[tuple[int, Score]]:
+    """(step, its :class:`Score`), for the steps whose manifest has a finite one."""
+    for step in steps:
+        try:
+            saved = read_retried(folder / str(step))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged; reported when it is restored
+        yield from score(saved, metric)
+
+
+def score(saved: Manifest, metric: str) -> Iterator[tuple[int, Score]]:
+    """(step, its :class:`Score`), or nothing if there is no finite value."""
+    if math.isfinite(value := saved.metrics.get(metric, math.nan)):
+        yield saved.step, Score(value, saved.extra.get(BEST_OF, [])[2:])
+
+
+def comparable(scored: Mapping[int, Score]) -> dict[int, float]:
+    """Step -> value, of the scores that were measured on the newest one's evaluation data."""
+    newest = scored[max(scored)].data if scored else []
+    return {
+        step: value
+        for step, (value, data) in scored.items()
+        if data[: len(newest)] == newest[: len(data)]
+    }
+
+
+def sign(mode: str) -> int:
+    """The sign of an improvement: +1 for ``max``, -1 for ``min``.
+
+    Raises:
+        ValueError: ``mode`` is neither.
+    """
+    if mode not in ("max", "min"):
+        raise ValueError(f"checkpoint.mode is {mode!r}; use max or min")
+    return 1 if mode == "max" else -1

@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,76 +20,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxvlm.checkpoint import digest, manifest, object_store, staging, store_requests
+from jaxvlm.checkpoint import digest, manifest, run_record, staging, store_requests
 from jaxvlm.checkpoint.errors import error_line
 from jaxvlm.checkpoint.manifest import CheckpointError, Leaf, Manifest
-from jaxvlm.checkpoint.run_record import COMMITTED, is_url
+from jaxvlm.checkpoint.run_record import is_url
 from jaxvlm.checkpoint.store_requests import StoreError
 
 _log = logging.getLogger(__name__)
 
-BEST_OF = "best_of"
-"""Name in a checkpoint's extra state: metric, mode, and the data that evaluations were on."""
-PAUSES = (1.0, 2.0)
-"""Seconds before what an object store gave is read again."""
 SelectArrays = Callable[[Mapping[str, Leaf]], dict[str, Any]]
 """Maps a checkpoint's table to the arrays to read: saved name -> ShapeDtypeStruct."""
-
-
-def committed_steps(folder: epath.Path) -> list[int]:
-    """Committed steps, oldest first."""
-    if is_url(folder):
-        store = object_store.RemoteFolder(str(folder))
-        steps = (name for name in store.names("") if name.isdigit())
-        return sorted(int(step) for step in steps if store.exists(f"{step}/{COMMITTED}"))
-    if not folder.exists():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-
-
-class Score(NamedTuple):
-    """The metric of a checkpoint that decides which one is the best."""
-
-    value: float
-    data: list[Any]
-    """What it was measured on; [] where an older checkpoint does not say."""
-
-
-def scores(folder: epath.Path, steps: Iterable[int], metric: str) -> Iterator[tuple[int, Score]]:
-    """(step, its :class:`Score`), for the steps whose manifest has a finite one."""
-    for step in steps:
-        try:
-            saved = _manifest(folder / str(step))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged; reported when it is restored
-        yield from score(saved, metric)
-
-
-def score(saved: Manifest, metric: str) -> Iterator[tuple[int, Score]]:
-    """(step, its :class:`Score`), or nothing if there is no finite value."""
-    if math.isfinite(value := saved.metrics.get(metric, math.nan)):
-        yield saved.step, Score(value, saved.extra.get(BEST_OF, [])[2:])
-
-
-def comparable(scored: Mapping[int, Score]) -> dict[int, float]:
-    """Step -> value, of the scores that were measured on the newest one's evaluation data."""
-    newest = scored[max(scored)].data if scored else []
-    return {
-        step: value
-        for step, (value, data) in scored.items()
-        if data[: len(newest)] == newest[: len(data)]
-    }
-
-
-def sign(mode: str) -> int:
-    """The sign of an improvement: +1 for ``max``, -1 for ``min``.
-
-    Raises:
-        ValueError: ``mode`` is neither.
-    """
-    if mode not in ("max", "min"):
-        raise ValueError(f"checkpoint.mode is {mode!r}; use max or min")
-    return 1 if mode == "max" else -1
 
 
 def try_read(
@@ -108,11 +48,12 @@ def try_read(
     if not is_url(step_folder):
         return found
     begun = time.monotonic()
-    for pause in itertools.chain(PAUSES, itertools.repeat(PAUSES[-1])):
+    for pause in itertools.chain(manifest.PAUSES, itertools.repeat(manifest.PAUSES[-1])):
         if not isinstance(found, str):
             break
         passes = _in_any(isinstance(found, _Silence))
-        if _in_any(time.monotonic() - begun > (store_requests.DEADLINE if passes else sum(PAUSES))):
+        limit = store_requests.DEADLINE if passes else sum(manifest.PAUSES)
+        if _in_any(time.monotonic() - begun > limit):
             if passes:
                 raise StoreError(
                     f"{step_folder} can't be read for {store_requests.DEADLINE:.0f} s: {found}; "
@@ -186,7 +127,7 @@ def restore_params(
     """
     root = epath.Path(folder if is_url(folder) else os.path.abspath(folder))
     failures: list[str] = []
-    for step in _by_preference(root, which, metric, sign(mode)):
+    for step in _by_preference(root, which, metric, manifest.sign(mode)):
         step_folder = root / str(step)
         names: dict[str, str] = {}  # saved name -> its name in abstract_params
 
@@ -232,9 +173,9 @@ def saved_params(folder: str | Path) -> dict[str, jax.ShapeDtypeStruct]:
         checkpoint.
     """
     root = epath.Path(folder)
-    for step in reversed(committed_steps(root)):
+    for step in reversed(run_record.committed_steps(root)):
         try:
-            leaves = _manifest(root / str(step)).leaves
+            leaves = manifest.read_retried(root / str(step)).leaves
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when it is restored
         split = ((name.partition("/"), leaf) for name, leaf in leaves.items())
@@ -261,32 +202,13 @@ def _by_preference(root: epath.Path, which: str, metric: str, better: int) -> li
     """Committed steps, the preferred one first."""
     if which not in ("latest", "best"):
         raise ValueError(f"which is {which!r}; use latest or best")
-    steps = committed_steps(root)
-    values = comparable(dict(scores(root, steps, metric))) if which == "best" else {}
+    steps = run_record.committed_steps(root)
+    values: Mapping[int, float] = {}
+    if which == "best":
+        values = manifest.comparable(dict(manifest.scores(root, steps, metric)))
     return sorted(
         steps, key=lambda s: (better * values.get(s, -better * math.inf), s), reverse=True
     )
-
-
-def _manifest(step_folder: epath.Path) -> Manifest:
-    """As :func:`manifest.read`; an object store that does not answer is no damage.
-
-    Raises:
-        StoreError: an object store does not answer.
-    """
-    if not is_url(step_folder):
-        return manifest.read(step_folder)
-    for pause in (*PAUSES, 0.0):
-        try:
-            return store_requests.attempt(
-                f"{step_folder} is read", lambda: manifest.read(step_folder)
-            )
-        except StoreError as error:
-            if error.passes or error.__cause__ is None or store_requests.refuses(error.__cause__):
-                raise
-            problem = error.__cause__
-        time.sleep(pause)  # a short answer is no damage
-    raise problem
 
 
 def _placed(leaf: Any) -> jax.ShapeDtypeStruct:

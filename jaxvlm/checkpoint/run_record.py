@@ -223,15 +223,22 @@ def say_saved() -> None:
             pathlib.Path(path).touch()
 
 
-def has_checkpoint(workdir: pathlib.Path) -> bool:
-    """Whether a step of the run was saved; its folder alone is there from the first start on."""
-    if url := url_of(workdir):
+def committed_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """Committed steps of a folder of checkpoints, oldest first; a URL's too."""
+    if is_url(folder):
         from jaxvlm.checkpoint.object_store import RemoteFolder
 
-        remote = RemoteFolder(f"{url}/{CHECKPOINTS}")
-        steps = (name for name in remote.names("") if name.isdigit())
-        return any(remote.exists(f"{step}/{COMMITTED}") for step in steps)
-    return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
+        store = RemoteFolder(str(folder))
+        steps = (name for name in store.names("") if name.isdigit())
+        return sorted(int(step) for step in steps if store.exists(f"{step}/{COMMITTED}"))
+    if not (path := pathlib.Path(folder)).exists():
+        return []
+    return sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
+
+
+def has_checkpoint(workdir: pathlib.Path) -> bool:
+    """Whether a step of the run was saved; its folder alone is there from the first start on."""
+    return bool(committed_steps(checkpoints_of(workdir)))
 
 
 def is_begun(workdir: str | pathlib.Path) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxvlm.config import DataConfig
 
 _log = logging.getLogger("jaxvlm.data")
+MIXTURE = "config.data.mixture"
+"""Setting that names a run's sources; messages call a source by it."""
 
 
 class DataError(ValueError):
@@ -110,6 +112,63 @@ class Part(NamedTuple):
     """Records that are skipped from the start."""
     check: str = ""
     """Command that lists them; see :func:`enforce`."""
+
+
+def numbers(config: DataConfig) -> Callable[[str], int]:
+    """A function of a record's id: the index of its source, 0 where the data are no mixture."""
+    of = {name: i for i, name in enumerate(config.mixture)}
+    return lambda identifier: of[identifier.partition("/")[0]] if of else 0
+
+
+def sources(config: DataConfig, ids: Iterable[str]) -> list[int]:
+    """Index of each record's source, by their ids; 0 where the data are no mixture."""
+    return list(map(numbers(config), ids))
+
+
+def check_command(name: str, config: DataConfig) -> str:
+    """The command that lists what is refused of some data."""
+    return f"jaxvlm data check {'' if config.mixture else f'{name} '}--config=RECIPE"
+
+
+def enforce_limits(
+    name: str,
+    config: DataConfig,
+    records: Sequence[str],
+    unread: Sequence[Problem],
+    bad: Sequence[Problem],
+    too_long: Sequence[Problem],
+) -> list[Part]:
+    """Stop the run if too many records of the data, or of one source of a mixture, are skipped.
+
+    Args:
+        name: of the data, for messages.
+        config: data settings.
+        records: ids of all records that were read.
+        unread: items that are no record.
+        bad: records that ``data.on_bad_record`` is about.
+        too_long: records that ``data.on_too_long`` is about.
+
+    Returns:
+        The data's parts, with all problems: one for each source, or one alone.
+
+    Raises:
+        DataError: one line with the count, the share and the first reasons.
+    """
+    number, check = numbers(config), check_command(name, config)
+    names = [f"{MIXTURE}.{x}: {source.train}" for x, source in config.mixture.items()] or [name]
+    ids = [*records, *(x.id for x in unread)]
+    parts = []
+    for i, what in enumerate(names):
+        total = sum(number(x) == i for x in ids)
+        refused, long = (
+            [x for x in problems if number(x.id) == i] for problems in ((*unread, *bad), too_long)
+        )
+        limit = config.max_skip_fraction
+        enforce(refused, total, config.on_bad_record, limit, what, check)
+        enforce(long, total, config.on_too_long, 1.0, what, check)
+        enforce(refused + long, total, "skip", limit, what, check)
+        parts.append(Part(what, total, refused + long, check))
+    return parts
 
 
 class SkippedRecords:

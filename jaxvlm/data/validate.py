@@ -14,7 +14,7 @@ from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.dataset import ModelInputs, select
 from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.conversations.run_data import validate_settings
-from jaxvlm.data.errors import DataError, ImageError, Problem
+from jaxvlm.data.errors import DataError, ImageError, Problem, numbers
 from jaxvlm.data.image_inputs import ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -226,7 +226,7 @@ def validate_mixture(
     Raises:
         DataError: a source as a whole can't be used.
     """
-    number, reports = mixture_records.numbers(config), []
+    number, reports = numbers(config), []
     for i, (name, source) in enumerate(config.mixture.items()):
         own = [x for x in read[0] if number(x.id) == i], [x for x in read[1] if number(x.id) == i]
         settings = mixture_records.of_source(config, source)
@@ -235,7 +235,7 @@ def validate_mixture(
     records = tokenize.split_turns(read[0], config.loss_turns)
     inputs = ModelInputs(0, how["prepare"], how["num_patches"], seed, visual_mask, how["patching"])
     corpus, pieces, _, _ = select(records, config, how["chat_tokenizer"], inputs)
-    origin = packing.of_pieces(pieces, mixture_records.sources(config, records, corpus.source))
+    origin = packing.of_pieces(pieces, tokenize.source_of_records(config, records, corpus))
     try:
         order = MixtureOrder(pieces, config, seed, origin)
     except DataError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pathlib
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.sources import members
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
+from jaxvlm.data.sources.member_names import is_file
 
 _WIDTH, _IMAGE, _TEXT, _COLUMNS, _MARGIN = 190, 128, 76, 6, 8
 _RIGHT, _WRONG, _INK = (0, 120, 60), (190, 30, 30), (30, 30, 30)
@@ -198,7 +200,7 @@ def _draw_item(
 
 
 def _thumb(name: str) -> Image.Image:
-    with Image.open(members.opened(name)) as image:
+    with Image.open(name if is_file(name) else io.BytesIO(members.read(name))) as image:
         thumb = image.convert("RGB")
     return thumb.resize(_fit(thumb.size), Image.Resampling.NEAREST)
 

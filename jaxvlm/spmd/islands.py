@@ -15,7 +15,6 @@ from jaxvlm.parallel.islands import each_island
 from jaxvlm.parallel.mesh import ISLAND
 from jaxvlm.parallel.sharding import follow, replicated
 from jaxvlm.spmd.model import Model
-from jaxvlm.train.compiled_steps import memory
 from jaxvlm.train.islands import (
     Islands,
     OuterReport,
@@ -24,6 +23,7 @@ from jaxvlm.train.islands import (
     make_outer_update,
     over_islands,
 )
+from jaxvlm.train.program_memory import memory
 from jaxvlm.types import Params, TrainState
 
 Init = Callable[[Params, Params], TrainState]
@@ -98,7 +98,7 @@ class IslandProgram:
         return state, self._over_islands(metrics)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the step on a device; see :func:`jaxvlm.train.compiled_steps.memory`."""
+        """Bytes of the step on a device; see :func:`jaxvlm.train.program_memory.memory`."""
         return memory(self.step)
 
 

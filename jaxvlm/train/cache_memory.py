@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxvlm.train.compiled_steps import is_out_of_memory
+from jaxvlm.train.program_memory import is_out_of_memory
 from jaxvlm.types import TrainState
 
 

@@ -20,7 +20,6 @@ import optax
 
 from jaxvlm.parallel import transfer
 from jaxvlm.parallel.sharding import HOST
-from jaxvlm.train.compiled_steps import bytes_of
 from jaxvlm.train.grad_accum import (
     FEATURES,
     check_microbatches,
@@ -30,6 +29,7 @@ from jaxvlm.train.grad_accum import (
     total,
 )
 from jaxvlm.train.peak_memory import PeakMemory
+from jaxvlm.train.program_memory import bytes_of
 from jaxvlm.train.step import Placement, finish, judge, report, squares, update
 from jaxvlm.types import Batch, Loss, Params, Runner, Sums, TrainState, is_vision_path
 
@@ -165,7 +165,7 @@ class DisaggregatedStep(abc.ABC):
         )
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on a device of each mesh; see ``jaxvlm.train.compiled_steps.memory``."""
+        """Return bytes on a device of each mesh; see ``jaxvlm.train.program_memory.memory``."""
         sizes: dict[str, int] = {}
         for name, held, peak in zip(EncoderAndRest._fields, self.held, self.peak):
             sizes |= {f"{name}, state and batch": held, f"{name}, work": peak - held}

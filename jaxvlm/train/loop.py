@@ -17,9 +17,8 @@ import jax
 
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import CallbackList, StepBatch
-from jaxvlm.train.compiled_steps import CompiledSteps
 from jaxvlm.train.metrics import WAIT, Goodput
-from jaxvlm.train.step import NO_WEIGHT
+from jaxvlm.train.step import NO_WEIGHT, CompiledSteps
 from jaxvlm.types import Batch, Pairs, TrainState
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxvlm.train.compiled_steps import bytes_of, memory
+from jaxvlm.train.program_memory import bytes_of, memory
 
 
 class PeakMemory:

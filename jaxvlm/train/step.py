@@ -1,8 +1,11 @@
-"""The train step: loss and gradients, gradient reduction, the optimizer's update, metrics."""
+"""The train step: loss and gradients, gradient reduction, the optimizer's update, metrics; and its
+compiled programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -184,3 +187,54 @@ def report(
 def _select(ok: jax.Array, new: Any, old: Any) -> Any:
     """Select ``new`` where the step is good, else ``old``, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+
+class CompiledSteps:
+    """Compiles and keeps the step for each shape of batch: ``programs.get(state, batch)``.
+
+    Args:
+        build: compiles the step for a state and a batch, or for their shapes.
+        log: takes a line whenever a program is compiled.
+        sizes: shapes of the states that a run may have, where the sizes of their caches may differ:
+            each shape of batch is compiled for all of them at once, so that evicting cache memory
+            does not wait for a compilation.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[TrainState, Any], Any],
+        log: Callable[[str], None],
+        sizes: Sequence[TrainState] = (),
+    ):
+        self.build, self.log, self.sizes = build, log, sizes
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def get(self, state: TrainState, batch: Batch | Pairs) -> Any:
+        """Return the program for a batch's shape: ``program(state, batch) -> (state, metrics)``."""
+        leaves, kind = jax.tree.flatten(batch)
+        shapes = (kind, *((x.shape, str(x.dtype)) for x in leaves))
+        key = shapes, _size(state)
+        if key not in self.compiled:
+            start = time.perf_counter()
+            for other in self.sizes or (state,):
+                self.compiled[shapes, _size(other)] = self.build(other, batch)
+            seconds = time.perf_counter() - start
+            batches = [batch] if isinstance(batch, Batch) else [batch.query, batch.document]
+            shape = " and ".join(map(_shape, batches))
+            self.log(
+                f"compiled the step for {shape} per sequence: {seconds:.1f} s (program "
+                f"{len(self.compiled)})"
+            )
+        return self.compiled[key]
+
+
+def _shape(batch: Batch) -> str:
+    rows, length = math.prod(batch.tokens.shape[:-1]), batch.tokens.shape[-1]
+    images = 0 if batch.image_start is None else batch.image_start.shape[-1]
+    patches = "" if batch.patches is None else f" of {batch.patches.shape[-2]} patches"
+    return f"{rows} sequences x {length} tokens, {images} images{patches}"
+
+
+def _size(state: TrainState) -> tuple[Any, ...]:
+    """Return the shapes of the cache, the only part of the state that may change its size."""
+    return tuple(x.shape for x in jax.tree.leaves(state.cache))

@@ -99,7 +99,8 @@ def check_data(config: Config) -> None:
             "put the files of a mixture under one pattern in config.data.train, with a task each, "
             "and set config.data.pairs.tasks and task_alpha"
         )
-    check_mixture(mixture, "config.data.mixture")
+    if mixture:
+        check_mixture(mixture, "config.data.mixture")
     budgets = [name for name, source in mixture.items() if source.budget]
     if budgets and config.steps:
         raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxvlm.cache.host_cache import open_host_cache
 from jaxvlm.parallel.mesh import mesh_text
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.trainer import embedding_run, memory_estimate
 from jaxvlm.trainer.batch_preview import batch_preview
 from jaxvlm.trainer.run import Run
@@ -35,7 +35,7 @@ def dry_run(run: Run) -> dict[str, Any]:
     print(estimate if isinstance(estimate, str) else estimate.line())
     if host := open_host_cache(run.cache_inputs, print):
         local = host.fill(local)
-    memory = compiled_steps.memory(training.step.get(training.abstract, training.place(local)))
+    memory = program_memory.memory(training.step.get(training.abstract, training.place(local)))
     for name, size in memory.items():
         print(f"memory on a device, {name}: {size / 2**20:.1f} MiB")
     rows = [local.query, local.document] if isinstance(local, Pairs) else [local]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.train.callbacks import StepBatch
 from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.trainer.run import Run
@@ -35,14 +35,14 @@ def explain(run: Run, batch: StepBatch | None, error: jax.errors.JaxRuntimeError
     Raises:
         TrainingStopped: device memory ran out.
     """
-    if not compiled_steps.is_out_of_memory(error) or batch is None:
+    if not program_memory.is_out_of_memory(error) or batch is None:
         return
     compiled = list(run.training.step.compiled.values())
-    memory = compiled_steps.memory(compiled[-1]) if compiled else {}
+    memory = program_memory.memory(compiled[-1]) if compiled else {}
     work = max(
         (n for name, n in memory.items() if name.endswith(("temporary", "program"))), default=0
     )
-    text = compiled_steps.explain_out_of_memory(
+    text = program_memory.explain_out_of_memory(
         run.training.abstract,
         batch.arrays,
         {"activations and work space": work},

@@ -35,10 +35,9 @@ from jaxvlm.spmd.gradcache import grad_cache_mini_batches
 from jaxvlm.spmd.model import Model
 from jaxvlm.spmd.train_step import Assembled, assemble_with_cache, split
 from jaxvlm.train.cache_memory import CacheMemory
-from jaxvlm.train.compiled_steps import CompiledSteps
 from jaxvlm.train.grad_accum import check_local_gradients, check_microbatches
 from jaxvlm.train.gradcache import rows_of
-from jaxvlm.train.step import NO_CACHE
+from jaxvlm.train.step import NO_CACHE, CompiledSteps
 from jaxvlm.trainer.checks import unprofiled
 from jaxvlm.types import Batch, Cache, Pairs, Params, TrainState, trains_vision
 

@@ -5,7 +5,7 @@ import re
 import loopback_store
 import pytest
 
-from jaxvlm.checkpoint import restore, run_lock, store_requests
+from jaxvlm.checkpoint import manifest, run_lock, store_requests
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(gcsfs.retry.asyncio, "sleep", at_once, raising=False)  # of all libraries
     monkeypatch.setattr(store_requests, "DEADLINE", 2.0)
     monkeypatch.setattr(store_requests, "_PAUSES", (0.1,))
-    monkeypatch.setattr(restore, "PAUSES", (0.1, 0.1))
+    monkeypatch.setattr(manifest, "PAUSES", (0.1, 0.1))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from etils import epath
 from loopback_store import answers, both, flipped, on_s3, short, unavailable
 from remote_checkpoints import newest, saved, state
 
-from jaxvlm.checkpoint import object_store, restore, store_requests
+from jaxvlm.checkpoint import object_store, run_record, store_requests
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.checkpoint.object_store import RemoteFolder
 from jaxvlm.checkpoint.store_requests import StoreError
@@ -90,7 +90,7 @@ def test_a_store_that_does_not_answer_has_no_missing_files(store, url, hasty):
     store.wrong.append(answers("commit_success", unavailable, times=10_000))
     for asks in (
         lambda: RemoteFolder(url).exists("2/commit_success.txt"),
-        lambda: restore.committed_steps(epath.Path(url)),
+        lambda: run_record.committed_steps(epath.Path(url)),
         lambda: saved(url, 3),
     ):
         with pytest.raises(StoreError):
@@ -315,7 +315,7 @@ def test_a_run_that_was_taken_over_deletes_nothing(url):
         Checkpointer(url, 1, "", "max", before_save=lost) as checkpointer,
     ):
         checkpointer.save(3, state(3), {})
-    assert restore.committed_steps(epath.Path(url)) == [1, 2]
+    assert run_record.committed_steps(epath.Path(url)) == [1, 2]
 
 
 def test_a_write_that_hangs_is_given_up(monkeypatch):

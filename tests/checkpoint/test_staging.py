@@ -14,7 +14,7 @@ from etils import epath
 from loopback_store import on_s3
 from remote_checkpoints import newest, saved, state
 
-from jaxvlm.checkpoint import local_copies, object_store, restore, run_lock
+from jaxvlm.checkpoint import local_copies, object_store, restore, run_lock, run_record
 from jaxvlm.checkpoint.checkpointer import Checkpointer
 from jaxvlm.checkpoint.errors import CheckpointError
 from jaxvlm.checkpoint.object_store import RemoteFolder
@@ -44,7 +44,7 @@ def test_a_full_disk_here_is_no_damage_there(store, url, hasty, monkeypatch, whe
     with pytest.raises(StoreError, match=r"No space left on device[^/]*TMPDIR|TMPDIR=.*No space"):
         newest_of(url, abstract)
     monkeypatch.undo()
-    assert restore.committed_steps(epath.Path(url)) == [1, 2] and newest(url) == 2
+    assert run_record.committed_steps(epath.Path(url)) == [1, 2] and newest(url) == 2
 
 
 @on_s3
@@ -85,7 +85,7 @@ def test_what_another_run_completed_meanwhile_deletes_nothing(store, url):
         checkpointer.save(2, state(2), {})
         checkpointer.wait()
         RemoteFolder(url).write("7/commit_success.txt", b"")  # of a run that was taken over
-    assert restore.committed_steps(epath.Path(url)) == [2, 7]
+    assert run_record.committed_steps(epath.Path(url)) == [2, 7]
 
 
 @on_s3

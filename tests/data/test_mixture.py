@@ -17,7 +17,7 @@ from jaxvlm.config import (
     check_mixture,
     from_config_dict,
 )
-from jaxvlm.data.conversations import mixture_records, packing, tokenize
+from jaxvlm.data.conversations import packing, tokenize
 from jaxvlm.data.conversations.mixture import PERIOD, MixtureOrder, Schedule, whole_weights
 from jaxvlm.data.conversations.packing import SequenceOrder
 from jaxvlm.data.conversations.run_data import load_dataset, read_records
@@ -286,7 +286,7 @@ def test_batches_are_the_same_for_any_processes_and_any_start(files, word_tokeni
 
 def test_sources_share_no_image_and_keep_to_their_limits(files, word_tokenizer, write_json):
     data = dataset(files, word_tokenizer)
-    of_record = mixture_records.sources(data.config, data.records, data.corpus.source)
+    of_record = tokenize.source_of_records(data.config, data.records, data.corpus)
     for piece in range(len(data.pieces.num_tokens)):
         assert len({of_record[r] for r in records_of(data.pieces, [piece])}) == 1
     chat, vqa = files

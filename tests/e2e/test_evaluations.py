@@ -10,7 +10,7 @@ from runs import recipe
 
 import jaxvlm
 from jaxvlm.checkpoint.checkpointer import Checkpointer
-from jaxvlm.checkpoint.restore import Score, comparable
+from jaxvlm.checkpoint.manifest import Score, comparable
 from jaxvlm.config import Config
 from jaxvlm.inference.evaluator import Report
 from jaxvlm.train.callbacks import CheckpointRecord

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxvlm.checkpoint import restore
+from jaxvlm.checkpoint import restore, run_record
 from tests import runs
 from tests.kills import recipe
 
@@ -295,7 +295,7 @@ def _compared(row: dict[str, Any], skip: tuple[str, ...]) -> dict[str, Any]:
 def _last_checkpoint(workdir: pathlib.Path) -> dict[str, bytes]:
     """The bits of every array of the newest checkpoint: parameters and the optimizer's state."""
     folder = epath.Path(workdir) / "checkpoints"
-    step = max(restore.committed_steps(folder))
+    step = max(run_record.committed_steps(folder))
     found = restore.try_read(
         folder / str(step),
         lambda table: {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in table.items()},

@@ -15,7 +15,7 @@ from jaxvlm.nn.grouped_matmul import grouped_matmul
 from jaxvlm.planner.memory import liveness, sharding_propagation
 from jaxvlm.planner.memory.jaxpr_ops import Jaxpr
 from jaxvlm.planner.memory.jaxpr_sharding import NONE, ShardedValues, Share
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 
 MESH = Mesh(np.array(jax.devices()[:2]), ("tensor",))
 CASES = {
@@ -76,7 +76,7 @@ def _found(parts=1.0):
 def test_saved_activations_of_a_stack_of_layers():
     found, shapes = _found()
     compiled = jax.jit(jax.grad(_layers)).lower(*shapes).compile()
-    memory = compiled_steps.memory(compiled)
+    memory = program_memory.memory(compiled)
     kept = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(_layers, *a)[1], *shapes))
     assert found.parts["saved"] == sum(4 * x.size for x in kept if x.shape == (L, B, D))
     assert found.parts["gradients"] == L * D * D * 4

@@ -17,7 +17,7 @@ from jaxvlm.planner.memory.compilers import PLAIN
 from jaxvlm.planner.memory.jaxpr_ops import Jaxpr
 from jaxvlm.planner.memory.jaxpr_sharding import ShardedValues
 from jaxvlm.planner.request import abstract_devices
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 
 F32 = jnp.float32
 SIDE = 512
@@ -27,7 +27,7 @@ def _both(fn, *shapes):
     """Bytes by the trace, and by XLA on CPU."""
     given = [jax.ShapeDtypeStruct(s, F32) for s in shapes]
     body = Jaxpr(jax.make_jaxpr(fn)(*given).jaxpr)
-    memory = compiled_steps.memory(jax.jit(fn).lower(*given).compile())
+    memory = program_memory.memory(jax.jit(fn).lower(*given).compile())
     return liveness.peak(ShardedValues(body, (), ())).bytes, memory["temporary"] + memory["outputs"]
 
 

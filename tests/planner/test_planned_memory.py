@@ -20,7 +20,7 @@ from jaxvlm.planner.time import communication
 from jaxvlm.spmd.islands import outer_of
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 
 PRESETS = {
     "ddp": MeshConfig(data=8),
@@ -67,7 +67,7 @@ def test_states_between_steps_are_exact(preset, trained):
         "moments": state.opt_state,
         "batch": batch,
     }
-    theirs = {n: sum(map(compiled_steps.bytes_of, jax.tree.leaves(x))) for n, x in real.items()}
+    theirs = {n: sum(map(program_memory.bytes_of, jax.tree.leaves(x))) for n, x in real.items()}
     theirs["moments"] -= 4 * sum(not x.shape for x in jax.tree.leaves(state.opt_state))  # counts
     assert found == theirs
 
@@ -75,7 +75,7 @@ def test_states_between_steps_are_exact(preset, trained):
 def test_tensor_parallel_states_are_exact():
     setup = _setup(TINY, "fsdp", MeshConfig(data=1, fsdp=4, tensor=2))
     _, state, _ = _step(setup)
-    theirs = sum(map(compiled_steps.bytes_of, state.params.values()))
+    theirs = sum(map(program_memory.bytes_of, state.params.values()))
     assert step_memory.states(setup, step_memory.model_of(setup))["parameters"] == theirs
 
 
@@ -101,7 +101,7 @@ def test_states_of_islands_are_exact(outer):
         "batch": abstract_batch(setup.config, mesh, ROWS, LENGTH, 1),
     }
     theirs = {
-        name: sum(compiled_steps.bytes_of(x) for x in jax.tree.leaves(part) if x.size > 4)
+        name: sum(program_memory.bytes_of(x) for x in jax.tree.leaves(part) if x.size > 4)
         for name, part in real.items()
     }
     assert step_memory.states(setup, step_memory.model_of(setup)) == theirs | {"frozen": 0}
@@ -154,7 +154,7 @@ def test_the_peak_is_close_to_the_compilers(preset, sizes, remat, more, parts, n
     step, state, _ = assemble(model, NextToken(), optax.adamw(1e-3), parts)
     compiled = step.lower(state, abstract_batch(config, real, 64, 512, 1)).compile()
     assert step_memory.estimate(setup).peak == pytest.approx(
-        compiled_steps.memory(compiled)["peak"], rel=0.15
+        program_memory.memory(compiled)["peak"], rel=0.15
     )
 
 

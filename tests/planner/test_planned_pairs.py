@@ -35,7 +35,7 @@ from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.planner.search import candidates, decision_tree, search
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.train.gradcache import MiniBatch
 
 CLIP = DualConfig(
@@ -117,10 +117,10 @@ def test_states_between_steps_are_exact(kind, preset):
         model, InfoNCE(mesh=mesh), optax.adamw(1e-3), frozen=setup.frozen, mini_batches=WHOLE
     )
     for name, part in (("parameters", state.params), ("frozen", state.frozen)):
-        assert found[name] == sum(map(compiled_steps.bytes_of, part.values())) > 0
+        assert found[name] == sum(map(program_memory.bytes_of, part.values())) > 0
     moments = jax.tree.leaves(state.opt_state)
     floats = [x for x in moments if x.dtype == np.float32]  # the others count steps
-    assert found["moments"] == sum(map(compiled_steps.bytes_of, floats))
+    assert found["moments"] == sum(map(program_memory.bytes_of, floats))
 
 
 @pytest.mark.long

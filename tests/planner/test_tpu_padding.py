@@ -11,7 +11,7 @@ from benchmarks import planner
 from benchmarks.common import RESULTS
 from jaxvlm.planner.memory import step_memory, tpu_padding
 from jaxvlm.planner.request import abstract_devices
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 
 SIZES = [
     ((), 4, 512),
@@ -116,11 +116,11 @@ def test_a_tpu_program_s_peak_is_not_the_sum_of_what_the_compiler_counts():
     )  # fmt: skip
     place = types.SimpleNamespace(device_set={abstract_devices.Device(0, "tpu")})
     program = types.SimpleNamespace(memory_analysis=lambda: counted, input_shardings=[place])
-    found = compiled_steps.memory(program)["peak"]
+    found = program_memory.memory(program)["peak"]
     assert found == counted.peak_memory_in_bytes
     assert found == pytest.approx(6903803392 + 4268933312, rel=0.025)
     place.device_set = {abstract_devices.Device(0, "gpu")}
-    assert compiled_steps.memory(program)["peak"] == 6903803392 + 4576 + 5690206464
+    assert program_memory.memory(program)["peak"] == 6903803392 + 4576 + 5690206464
 
 
 def test_a_buffer_assignment_is_read():

@@ -16,7 +16,7 @@ from jaxvlm.planner.memory.compilers import COMPILERS, PLAIN
 from jaxvlm.planner.memory.jaxpr_ops import Jaxpr, without_dead_code
 from jaxvlm.planner.memory.jaxpr_sharding import NONE, ShardedValues, Share
 from jaxvlm.planner.request import abstract_devices
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 
 F32 = jnp.float32
 SIDE = 512
@@ -30,7 +30,7 @@ def _body(fn, *shapes):
 
 def _theirs(fn, *shapes):
     given = [jax.ShapeDtypeStruct(s, F32) for s in shapes]
-    memory = compiled_steps.memory(jax.jit(fn).lower(*given).compile())
+    memory = program_memory.memory(jax.jit(fn).lower(*given).compile())
     return memory["temporary"] + memory["outputs"]
 
 

@@ -29,7 +29,7 @@ from jaxvlm.spmd.disaggregated_encoder import (
 )
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble_with_cache
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.train.disaggregated import ENCODER_PROGRAMS
 
 ROWS, STEPS = 12, 3
@@ -118,14 +118,14 @@ def bytes_of(state, device):
 def assert_they_meet(program, parts):
     """Features have as many shards on both sides, or JAX blocks and copies through the host."""
     assert [way.shard_shape((ROWS,)) for way in program.between] == [(ROWS // parts,)] * 2
-    memory = compiled_steps.memory(program)
+    memory = program_memory.memory(program)
     for side in ("encoder", "rest"):
         assert memory[f"{side}, peak"] > memory[f"{side}, state and batch"] > 0
 
 
 def assert_memory_counts_what_waits(program, state):
     """Gradients are there while a program adds to them or encodes the next group."""
-    memory = compiled_steps.memory(program)
+    memory = program_memory.memory(program)
     for side, mine in (("encoder", True), ("rest", False)):
         params = {p: x for p, x in state.params.items() if p.startswith("vision/") == mine}
         held = sum(bytes_on(x) for x in jax.tree.leaves(params))

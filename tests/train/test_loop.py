@@ -10,8 +10,7 @@ import pytest
 
 from jaxvlm.train import loop
 from jaxvlm.train.callbacks import Callback, CallbackList, StepBatch
-from jaxvlm.train.compiled_steps import CompiledSteps
-from jaxvlm.train.step import NO_WEIGHT
+from jaxvlm.train.step import NO_WEIGHT, CompiledSteps
 from jaxvlm.types import Batch, Guard, TrainState
 
 STEPS, LOG_EVERY = 11, 4

@@ -17,7 +17,7 @@ from jaxvlm.planner.memory import step_memory
 from jaxvlm.planner.request.abstract_devices import BatchShape
 from jaxvlm.planner.request.pairs import PairShapes
 from jaxvlm.planner.search import candidate_memory
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.trainer import memory_estimate
 from jaxvlm.trainer.trainer import Trainer
 from jaxvlm.types import Pairs
@@ -42,7 +42,7 @@ def test_states_of_a_run_are_exact_before_it(predicted):
     state = run.training.abstract
     sizes = {"parameters": state.params, "frozen": state.frozen}
     for name, part in sizes.items():
-        assert said.states[name] == sum(map(compiled_steps.bytes_of, jax.tree.leaves(part)))
+        assert said.states[name] == sum(map(program_memory.bytes_of, jax.tree.leaves(part)))
     assert said.line().startswith("planned: about ") and "parameters" in said.line()
     assert "), by formula, up to twice off, for the largest batches" in said.line()
     assert "from the step's trace" in said._replace(exact=True).line()

@@ -21,7 +21,7 @@ from jaxvlm.config import (
 from jaxvlm.planner.hardware import machine
 from jaxvlm.planner.memory import step_memory
 from jaxvlm.planner.search import candidate_memory
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.trainer import auto_parallel, memory_estimate
 from jaxvlm.trainer.trainer import Trainer
 
@@ -134,7 +134,7 @@ def test_a_run_on_pairs_is_predicted(predicted):
     run, said, local = predicted
     assert said.line().startswith("planned: about ") and "parameters" in said.line()
     assert said.states["parameters"] == sum(
-        map(compiled_steps.bytes_of, run.training.abstract.params.values())
+        map(program_memory.bytes_of, run.training.abstract.params.values())
     )
     pairing = said.setup.pairs
     assert (pairing.query.images, pairing.query.length, pairing.documents) == (1, 0, 1)

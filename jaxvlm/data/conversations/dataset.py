@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data import image_placeholders
+from jaxvlm.data import errors, image_placeholders
 from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
 from jaxvlm.data.conversations.mixture import MixtureOrder
@@ -68,11 +68,11 @@ class Dataset:
         self.records, self.tokenizer = tokenize.split_turns(records, config.loss_turns), tokenizer
         self.total = len(self.records) + len(problems)
         corpus, pieces, bad, too_long = select(self.records, config, tokenizer, settings)
-        found = self.records, problems, bad, too_long
-        parts = mixture_records.enforce_limits(name, config, *found)
+        ids = [record.id for record in self.records]
+        parts = errors.enforce_limits(name, config, ids, problems, bad, too_long)
         self.problems = [problem for part in parts for problem in part.problems]
         if not len(pieces.num_tokens):
-            reasons = f"`{mixture_records.check_command(name, config)}` lists the reasons"
+            reasons = f"`{errors.check_command(name, config)}` lists the reasons"
             raise DataError(f"{name}: no usable record is left; {reasons}")
         different = {id(span): span for span in corpus.spans}.values()
         tiles_of_image = max((len(span.starts) for span in different), default=1)
@@ -86,8 +86,7 @@ class Dataset:
         self._taps = image_placeholders.max_taps(different)
         tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
         self._density = float(np.max(tiles / corpus.length, initial=0.0))
-        of = mixture_records.numbers(config)
-        self._skipped = SkippedRecords(parts, config, of)
+        self._skipped = SkippedRecords(parts, config, errors.numbers(config))
         self._order: SequenceOrder | MixtureOrder | None = None
         self._pages: PageAllocation | None = None
         self._written_pages: WrittenPages | None = None
@@ -108,7 +107,7 @@ class Dataset:
         if self._order is None:
             given = self.pieces, self.config, self.settings.seed
             if self.config.mixture:
-                sources = mixture_records.sources(self.config, self.records, self.corpus.source)
+                sources = tokenize.source_of_records(self.config, self.records, self.corpus)
                 self._order = MixtureOrder(*given, packing.of_pieces(self.pieces, sources))
             else:
                 self._order = SequenceOrder(*given)
@@ -278,7 +277,8 @@ class Dataset:
         if settings.patching:
             picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
             picked["patches"] = self._max_patches
-        picked |= mixture_records.fingerprint(self.config)
+        if self.config.mixture:
+            picked |= mixture_records.fingerprint(self.config)
         return picked | {"content": self._digest}
 
     def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:
@@ -475,7 +475,7 @@ def select(
     """
     corpus, unfit = tokenize.encode(records, tokenizer, settings.num_patches)
     corpus, broken = tokenize.with_readable_images(corpus, records, config.max_pixels)
-    apart = mixture_records.sources(config, records, corpus.source)
+    apart = tokenize.source_of_records(config, records, corpus)
     pieces, long = make_pieces(corpus, config, tokenizer, settings, apart)
     too_long = [Problem(records[int(corpus.source[i])].id, *reason) for i, *reason in long]
     return Selected(corpus, pieces, [*unfit, *broken], too_long)

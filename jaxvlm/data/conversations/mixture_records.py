@@ -1,18 +1,16 @@
-"""Read the sources of a mixture, and hold each to the limits of what may be skipped."""
+"""Read the sources of a mixture."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxvlm.config import DataConfig, SourceConfig
-from jaxvlm.data.errors import DataError, Part, Problem, enforce
+from jaxvlm.data.errors import MIXTURE, DataError, Problem
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
 
-PATH = "config.data.mixture"
 SOURCE_SETTINGS = ("image_root", "column_mapping", "ignored_fields")
 """Settings of how a source is read; those that it leaves out are ``config.data``'s."""
 _CHOICE = 0x3C  # tag of a random stream
@@ -39,7 +37,7 @@ def read(config: DataConfig) -> tuple[list[Record], list[Problem]]:
         try:
             own, bad = conversation_formats.read(source.train, of_source(config, source))
         except DataError as error:
-            raise DataError(f"{PATH}.{name}: {error}") from None
+            raise DataError(f"{MIXTURE}.{name}: {error}") from None
         total = len(own) + len(bad)
         if 0 < source.max_records < total:  # of bad ones as many as of all
             order = np.random.default_rng([0, _CHOICE]).permutation(total)
@@ -53,18 +51,6 @@ def read(config: DataConfig) -> tuple[list[Record], list[Problem]]:
     return records, problems
 
 
-def numbers(config: DataConfig) -> Callable[[str], int]:
-    """A function of a record's id: the index of its source, 0 where the data are no mixture."""
-    of = {name: i for i, name in enumerate(config.mixture)}
-    return lambda identifier: of[identifier.partition("/")[0]] if of else 0
-
-
-def sources(config: DataConfig, records: Sequence[Record], chosen: np.ndarray) -> list[int]:
-    """Index of the source of each chosen record; 0 where the data are no mixture."""
-    number = numbers(config)
-    return [number(records[i].id) for i in chosen.tolist()]
-
-
 def fingerprint(config: DataConfig) -> dict[str, float]:
     """Settings that the order of a mixture is a function of, besides its records."""
     if not config.mixture:
@@ -75,49 +61,3 @@ def fingerprint(config: DataConfig) -> dict[str, float]:
         for field in ("weight", "epochs", "tokens", "max_epochs")
     }
     return {"data.mixture_temperature": config.mixture_temperature, **own}
-
-
-def check_command(name: str, config: DataConfig) -> str:
-    """The command that lists what is refused of some data."""
-    return f"jaxvlm data check {'' if config.mixture else f'{name} '}--config=RECIPE"
-
-
-def enforce_limits(
-    name: str,
-    config: DataConfig,
-    records: Sequence[Record],
-    unread: Sequence[Problem],
-    bad: Sequence[Problem],
-    too_long: Sequence[Problem],
-) -> list[Part]:
-    """Stop the run if too many records of the data, or of one source of a mixture, are skipped.
-
-    Args:
-        name: of the data, for messages.
-        config: data settings.
-        records: all records that were read.
-        unread: items that are no record.
-        bad: records that ``data.on_bad_record`` is about.
-        too_long: records that ``data.on_too_long`` is about.
-
-    Returns:
-        The data's parts, with all problems: one for each source, or one alone.
-
-    Raises:
-        DataError: one line with the count, the share and the first reasons.
-    """
-    number, check = numbers(config), check_command(name, config)
-    names = [f"{PATH}.{x}: {source.train}" for x, source in config.mixture.items()] or [name]
-    ids = [*(x.id for x in records), *(x.id for x in unread)]
-    parts = []
-    for i, what in enumerate(names):
-        total = sum(number(x) == i for x in ids)
-        refused, long = (
-            [x for x in problems if number(x.id) == i] for problems in ((*unread, *bad), too_long)
-        )
-        limit = config.max_skip_fraction
-        enforce(refused, total, config.on_bad_record, limit, what, check)
-        enforce(long, total, config.on_too_long, 1.0, what, check)
-        enforce(refused + long, total, "skip", limit, what, check)
-        parts.append(Part(what, total, refused + long, check))
-    return parts

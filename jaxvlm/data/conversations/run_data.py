@@ -8,7 +8,7 @@ from typing import Any
 from jaxvlm.config import Config, DataConfig, PairDataConfig
 from jaxvlm.data.conversations import mixture_records
 from jaxvlm.data.conversations.dataset import Dataset, ModelInputs
-from jaxvlm.data.errors import DataError, Problem
+from jaxvlm.data.errors import MIXTURE, DataError, Problem
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
@@ -85,7 +85,7 @@ def load_dataset(
     spec = spec or config.train
     if spec:
         config = dataclasses.replace(config, mixture={})
-    name = spec or mixture_records.PATH
+    name = spec or MIXTURE
     records, problems = read or read_records(config, spec)
     prepare = prepare or image_files.squares(image_size, config.resize)
     settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)

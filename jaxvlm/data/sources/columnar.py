@@ -142,7 +142,7 @@ def content(member: Member) -> bytes:
     try:
         group, _, row = place.partition(".")
         name, *inside = map(unquote, keys)
-        value = _columns.read(member.file, int(group), name)[int(row)].as_py()
+        value = _columns().read(member.file, int(group), name)[int(row)].as_py()
         for key in inside:
             value = value[int(key)] if isinstance(value, list) else value[key]
     except (pyarrow.ArrowException, LookupError, TypeError, ValueError) as error:
@@ -254,7 +254,9 @@ class _Columns:
         return column
 
 
-_columns = _Columns()
+@functools.cache
+def _columns() -> _Columns:
+    return _Columns()
 
 
 @functools.lru_cache(maxsize=64)

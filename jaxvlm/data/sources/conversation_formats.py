@@ -147,7 +147,7 @@ def _record(
     if len(keys) > 1:
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
     layout = LAYOUTS.get(keys[0])
-    own = layout.fields if layout else {keys[0]}
+    own = layout.needs | layout.optional if layout else {keys[0]}
     item = allowed.fields_of("record", item, {"id", "system", "tools", *own, *_LISTS_OF_IMAGES})
     turns, inline = FORMATS[keys[0]](item, allowed)
     if not is_empty(item.get("system")):

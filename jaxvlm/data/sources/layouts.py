@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 from jaxvlm.data.sources.fields import OF_TURN, Allowed, BadItem, is_empty
@@ -19,10 +19,10 @@ Said = list[tuple[str, Any]]
 class Layout(NamedTuple):
     """A record's fields, and what they say."""
 
-    needs: frozenset[str]
+    needs: Set[str]
     """Names of fields by which it is recognised, all of them."""
-    fields: frozenset[str]
-    """Names of all fields that are read."""
+    optional: Set[str]
+    """Names of the other fields that are read."""
     turns: Callable[[dict[str, Any], Allowed], Said]
 
 
@@ -82,23 +82,18 @@ def _caption(item: dict[str, Any], allowed: Allowed) -> Said:
     return [("user", ""), ("assistant", item["caption"])]
 
 
-def _layout(
-    needs: str, turns: Callable[[dict[str, Any], Allowed], Said], optional: str = ""
-) -> Layout:
-    return Layout(frozenset(needs.split()), frozenset([*needs.split(), *optional.split()]), turns)
+def _question(item: dict[str, Any], allowed: Allowed) -> Said:
+    return [("user", item["question"]), ("assistant", item["answer"])]
 
 
 LAYOUTS: dict[str, Layout] = {
-    "texts": _layout("texts", _texts),
-    "query": _layout("query response", _query, "history"),
-    "instruction": _layout("instruction output", _instruction, "input history"),
-    "question": _layout(
-        "question answer",
-        lambda item, allowed: [("user", item["question"]), ("assistant", item["answer"])],
-    ),
-    "caption": _layout("caption", _caption),
+    "texts": Layout({"texts"}, set(), _texts),
+    "query": Layout({"query", "response"}, {"history"}, _query),
+    "instruction": Layout({"instruction", "output"}, {"input", "history"}, _instruction),
+    "question": Layout({"question", "answer"}, set(), _question),
+    "caption": Layout({"caption"}, set(), _caption),
 }
 """Field that names a layout -> the layout."""
-TEXTS = frozenset().union(*(layout.fields for layout in LAYOUTS.values())) | {"system"}
-TEXTS -= {"texts", "history"}
+TEXTS = {"system", "query", "response", "instruction", "output", "input", "question", "answer"}
+TEXTS |= {"caption"}
 """Fields that are text."""

@@ -110,7 +110,7 @@ def _sample(shard: _Shard, path: str, data: np.ndarray, begin: int) -> dict[str,
 
 
 def _decoded(name: str, encoding: str, data: bytes) -> Any:
-    decode = _ENCODINGS.get(encoding)
+    decode = _decoder(encoding)
     if decode is None:  # raw pixels, arrays, and pickles, which run code
         return BadItem(  # refused where the field is not ignored
             "a column of MDS in an encoding that jaxvlm does not read; write images as jpeg or png",
@@ -122,21 +122,26 @@ def _decoded(name: str, encoding: str, data: bytes) -> Any:
         raise BadItem("a sample that is damaged", f"{name}: {error}") from None
 
 
-def _number(dtype: str) -> Callable[[bytes], float | int]:
-    return lambda data: np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))[0].item()
-
-
-_NUMBERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 _ENCODINGS: Mapping[str, Callable[[bytes], Any]] = {
     "str": bytes.decode,
     "json": json_text.parse,
-    "int": _number("int64"),
     "str_int": int,
     "str_float": float,
     "str_decimal": bytes.decode,
-    **{name: _number(name) for name in (*_NUMBERS, "float16", "float32", "float64")},
 }
-"""Encoding -> what it stands for."""
+"""Encoding -> what it stands for, but for numbers."""
+_NUMBERS = (
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64"),
+)
+
+
+def _decoder(encoding: str) -> Callable[[bytes], Any] | None:
+    """What reads values of an encoding; ``None`` if nothing does."""
+    name = "int64" if encoding == "int" else encoding
+    if name not in _NUMBERS:
+        return _ENCODINGS.get(encoding)
+    return lambda data: np.frombuffer(data, np.dtype(name).newbyteorder("<"))[0].item()
 
 
 def _index(folder: pathlib.Path) -> dict[str, _Shard]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import io
 import os
 
 from jaxvlm.data.sources import columnar
 from jaxvlm.data.sources.fields import BadItem
-from jaxvlm.data.sources.member_names import DATA, Member, is_file, parse, shown
+from jaxvlm.data.sources.member_names import DATA, Member, parse, shown
 
 
 def read(path: str) -> bytes:
@@ -43,11 +42,6 @@ def text(name: str) -> str:
         raise BadItem("bytes that are not text in UTF-8", shown(name)) from None
     except (OSError, ValueError) as error:
         raise BadItem("can't be read", f"{shown(name)}: {error}") from None
-
-
-def opened(path: str) -> str | io.BytesIO:
-    """Return what Pillow opens: a file's name, or a member's bytes; raises as :func:`read`."""
-    return path if is_file(path) else io.BytesIO(read(path))
 
 
 def name_and_size(path: str) -> tuple[str, int]:

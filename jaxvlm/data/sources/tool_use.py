@@ -131,10 +131,8 @@ def of_message(role: str, text: str) -> dict[str, Any]:
 
     Args:
         role: of the turn.
-        text: its :attr:`Turn.calls`.
+        text: its :attr:`Turn.calls`, not empty.
     """
-    if not text:
-        return {}
     return {"tool_calls": json.loads(text)} if role == "assistant" else json.loads(text)
 
 

@@ -22,7 +22,6 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import tool_use
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import chat_template
-from jaxvlm.data.tokenizer.written_texts import WrittenTexts, strings
 from jaxvlm.types import ChatStyle
 
 SPECIAL = {
@@ -120,7 +119,7 @@ class ChatTokenizer:
         roles = ("system", "user", "assistant")
         self._list_roles = frozenset(role for role in roles if self._needs_lists(role))
         self._end_token = ""
-        self._written = WrittenTexts(self._render_turns)
+        self._written = chat_template.WrittenTexts(self._render_turns)
         ends = self._answer_ends()
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *(ends or [])[:1]]))
         """Ids that end an answer: EOS, and the template's end-of-turn token (Gemma, Qwen)."""
@@ -167,7 +166,7 @@ class ChatTokenizer:
                     raise chat_template.TemplateError(f"it drops {piece.strip()[:60]!r}{advice}")
             for kind, given in (("tools", turn.tools), ("calls", turn.calls)):
                 is_said = given and turn.role != "tool"
-                for k, string in enumerate(strings(kind, given) if is_said else ()):
+                for k, string in enumerate(chat_template.strings(kind, given) if is_said else ()):
                     if (kind, i, k) not in written:
                         raise chat_template.TemplateError(f"it drops {string[:60]!r} of {kind}")
         return text
@@ -176,7 +175,8 @@ class ChatTokenizer:
         self, turns: Sequence[Turn], add_generation_prompt: bool, leads: Sequence[str] = ()
     ) -> str:
         messages = [
-            {"role": t.role, "content": self._content(t), **tool_use.of_message(t.role, t.calls)}
+            {"role": t.role, "content": self._content(t)}
+            | (tool_use.of_message(t.role, t.calls) if t.calls else {})
             for t in turns
         ]
         functions = json.loads(turns[0].tools) if turns and turns[0].tools else None

@@ -25,7 +25,7 @@ from jaxvlm.planner.search.search import SearchResult
 from jaxvlm.spmd.islands import outer_of
 from jaxvlm.spmd.model import build_model
 from jaxvlm.spmd.train_step import assemble, split
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.types import Batch, Pairs
 
 _FLAGS = {
@@ -125,7 +125,7 @@ def compiled(
         config_of_run: run whose optimizer and loss are used; ``None`` uses the defaults.
 
     Returns:
-        ``memory`` (see :func:`jaxvlm.train.compiled_steps.memory`), ``sent`` (collectives) and
+        ``memory`` (see :func:`jaxvlm.train.program_memory.memory`), ``sent`` (collectives) and
         ``seconds`` of CPU time for the compilation; or ``why`` the compilation failed.
 
     Raises:
@@ -137,7 +137,7 @@ def compiled(
     except jax.errors.JaxRuntimeError as error:  # it does not fit, or the compiler has a bug
         return {"why": str(error).strip()[:2000]}
     return {
-        "memory": compiled_steps.memory(program),
+        "memory": program_memory.memory(program),
         "sent": collectives.read(
             str(program.as_text()), dict(make_mesh(setup.mesh, devices).shape)
         ),

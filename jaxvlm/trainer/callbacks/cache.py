@@ -26,7 +26,7 @@ from jaxvlm.checkpoint.run_record import url_of
 from jaxvlm.config import cache_halvings
 from jaxvlm.data.page_allocation import WrittenPages
 from jaxvlm.models.model_flops import Flops
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import Callback, CheckpointRecord, StepBatch
 from jaxvlm.train.gradcache import rows_of
@@ -65,7 +65,7 @@ class CacheTiers:
         config, training = run.config, run.training
         assert run.workdir is not None
         self.folder = run.workdir / HOST_CACHE
-        self.device_bytes = sum(compiled_steps.bytes_of(x) for x in jax.tree.leaves(state.cache))
+        self.device_bytes = sum(program_memory.bytes_of(x) for x in jax.tree.leaves(state.cache))
         self.writer: CacheWriter | None = open_cache_writer(
             run.cache_inputs,
             lambda: training.params(state),

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.checkpoint.restore import BEST_OF
+from jaxvlm.checkpoint.manifest import BEST_OF
 from jaxvlm.config import Config, ConfigError
 from jaxvlm.data.conversations.run_data import make_dataset
 from jaxvlm.data.errors import DataError
@@ -22,7 +22,7 @@ from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.vlm import VLM
 from jaxvlm.losses.registry import trains_embeddings
 from jaxvlm.parallel.distributed import processes
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.train.cache_memory import CacheMemory
 from jaxvlm.train.callbacks import Callback, CheckpointRecord
 from jaxvlm.train.metrics import MetricWriter
@@ -181,7 +181,7 @@ def within_memory(
             except jax.errors.JaxRuntimeError as error:
                 one = jax.process_count() == 1  # others would not know that this one begins again
                 if memory is None or not (
-                    one and compiled_steps.is_out_of_memory(error) and memory.evict(state)
+                    one and program_memory.is_out_of_memory(error) and memory.evict(state)
                 ):
                     raise
             # Out here, where the error holds nothing of what was tried in memory.

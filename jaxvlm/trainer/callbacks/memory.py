@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxvlm.train import compiled_steps
+from jaxvlm.train import program_memory
 from jaxvlm.train.callbacks import Callback, StepBatch
 from jaxvlm.trainer import memory_estimate
 from jaxvlm.trainer.run import Run
@@ -40,7 +40,7 @@ class MemoryCallback(Callback):
     def on_end(self, state: TrainState, result: dict[str, Any]) -> None:
         """Add ``plan``: the predicted figures next to the real ones, ``{}`` where none were."""
         compiled = self.run.training.step.compiled.values()
-        peak = max((compiled_steps.memory(x).get("peak", 0) for x in compiled), default=0)
+        peak = max((program_memory.memory(x).get("peak", 0) for x in compiled), default=0)
         figures = memory_estimate.compare(self.estimate, peak, self.step_ms, self.as_large)
         if figures and result["ended"] != "preempted":
             self.log(memory_estimate.compare_line(figures))

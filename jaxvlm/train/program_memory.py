@@ -1,66 +1,13 @@
-"""Compiled train steps, one for each shape of batch and size of the cache, and their memory."""
+"""The memory of a compiled program on one device, and what to do where there is not enough."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jaxvlm.types import Batch, Pairs, TrainState
-
-
-class CompiledSteps:
-    """Compiles and keeps the step for each shape of batch: ``programs.get(state, batch)``.
-
-    Args:
-        build: compiles the step for a state and a batch, or for their shapes.
-        log: takes a line whenever a program is compiled.
-        sizes: shapes of the states that a run may have, where the sizes of their caches may differ:
-            each shape of batch is compiled for all of them at once, so that evicting cache memory
-            does not wait for a compilation.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[TrainState, Any], Any],
-        log: Callable[[str], None],
-        sizes: Sequence[TrainState] = (),
-    ):
-        self.build, self.log, self.sizes = build, log, sizes
-        self.compiled: dict[tuple[Any, ...], Any] = {}
-
-    def get(self, state: TrainState, batch: Batch | Pairs) -> Any:
-        """Return the program for a batch's shape: ``program(state, batch) -> (state, metrics)``."""
-        leaves, kind = jax.tree.flatten(batch)
-        shapes = (kind, *((x.shape, str(x.dtype)) for x in leaves))
-        key = shapes, _size(state)
-        if key not in self.compiled:
-            start = time.perf_counter()
-            for other in self.sizes or (state,):
-                self.compiled[shapes, _size(other)] = self.build(other, batch)
-            seconds = time.perf_counter() - start
-            batches = [batch] if isinstance(batch, Batch) else [batch.query, batch.document]
-            shape = " and ".join(map(_shape, batches))
-            self.log(
-                f"compiled the step for {shape} per sequence: {seconds:.1f} s (program "
-                f"{len(self.compiled)})"
-            )
-        return self.compiled[key]
-
-
-def _shape(batch: Batch) -> str:
-    rows, length = math.prod(batch.tokens.shape[:-1]), batch.tokens.shape[-1]
-    images = 0 if batch.image_start is None else batch.image_start.shape[-1]
-    patches = "" if batch.patches is None else f" of {batch.patches.shape[-2]} patches"
-    return f"{rows} sequences x {length} tokens, {images} images{patches}"
-
-
-def _size(state: TrainState) -> tuple[Any, ...]:
-    """Return the shapes of the cache, the only part of the state that may change its size."""
-    return tuple(x.shape for x in jax.tree.leaves(state.cache))
+from jaxvlm.types import Batch, Pairs
 
 
 def memory(program: Any) -> dict[str, int]:
