@@ -110,7 +110,8 @@ def _item(record: Record) -> dict[str, object]:
             if text:
                 parts.append({"type": "text", "text": text})
         message: dict[str, object] = {"role": turn.role, "content": parts}
-        message |= tool_use.of_message(turn.role, turn.calls)
+        if turn.calls:
+            message |= tool_use.of_message(turn.role, turn.calls)
         messages.append(message if turn.trained else {**message, "loss": False})
     functions = {"tools": described} if (described := record.turns[0].tools) else {}
     return {"id": record.id, "messages": messages, **functions}
