@@ -216,8 +216,7 @@ class HostCache:
         """
         if wanted is None:  # the run had no host cache
             return
-        shards = {shard for row in self._rows for shard in self._pages.shards_of(row)}
-        room = {shard: self._pages.room_beyond(shard) for shard in shards}
+        room = {row: self._pages.room_beyond(row) for row in self._rows}
 
         def has_room(at: HostPage, length: int) -> bool:
             # Not all have room where memory, processes or settings differ from the saved run's.

@@ -22,7 +22,7 @@ _FLUSH = 2**27
 a store would drop tokens."""
 
 HostPage = tuple[int, int]
-"""A virtual shard of the data, and the number of a page in its part of host memory."""
+"""A row of the batch, and the number of a page in its part of host memory."""
 
 
 class HostTokens(NamedTuple):

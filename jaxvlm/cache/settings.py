@@ -89,9 +89,8 @@ def allocate_pages(
                 "all images have pages on the devices; set config.cache.max_images "
                 f"({config.cache.max_images}) to how many are to have them"
                 if pages.all_on_devices
-                else f"it has room for {pages.beyond} pages of {PAGE} tokens for each virtual "
-                "shard of the data, fewer than an image takes; raise it, or lower "
-                "data.virtual_shards"
+                else f"it has room for {pages.beyond} pages of {PAGE} tokens for each sequence "
+                "of a batch, fewer than an image takes; raise it"
             )
         )
     return pages
@@ -254,7 +253,7 @@ def cache_line(config: CacheConfig, pages: PageAllocation | NoPages, state: Trai
         on_host = f"; for {pages.tiles_beyond:,} in host memory, {mib:.1f} MiB over all processes"
     limit = ""
     if pages.tiles < config.max_images and not pages.all_on_devices:
-        limit = f" (of {config.max_images:,}: as many for each of the data's virtual shards)"
+        limit = f" (of {config.max_images:,}: as many for each sequence of a batch)"
     return (
         f"visual tokens ({config.policy}): room for {pages.tiles:,} images{limit} in "
         f"{pages.count:,} pages of {PAGE} tokens, {size / 2**20:.1f} MiB per device{on_host}"

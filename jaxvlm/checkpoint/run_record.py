@@ -279,6 +279,8 @@ def read_config(workdir: str | pathlib.Path) -> Config:
         document = json_text.read(path)
         if not isinstance(document["config"], dict):
             raise TypeError("its settings are no object")
+        if isinstance(data := document["config"].get("data"), dict):
+            data.pop("virtual_shards", None)  # older runs have it; their weights don't depend on it
         config = _with_unquantized_base(from_config_dict(document["config"]))
         if "trains_embeddings" in document:
             loss = config.loss.recorded(bool(document["trains_embeddings"]))

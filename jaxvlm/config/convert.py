@@ -122,7 +122,7 @@ def checked_fields(values: Any, schema: Any, path: str) -> dict[str, Any]:
 _LARGEST = 2**31 - 1  # arrays are indexed by 32 bits
 _FROM_1 = (
     *("width", "num_heads", "num_kv_heads", "head_dim", "mlp_dim", "patch_size", "frames", "merge"),
-    *("merge_block", "embed_dim", "batch_size", "buckets", "virtual_shards", "keep"),
+    *("merge_block", "embed_dim", "batch_size", "buckets", "keep"),
     *("max_pixels", "max_images_per_sequence", "workers", "prefetch", "log_every", "max_bad_steps"),
 )
 _ALL_OR_NONE = (

@@ -123,9 +123,6 @@ class DataConfig:
     buckets: int = 4
     """Limits the number of sequence lengths that are compiled where ``packing`` is off; with pairs,
     the number of lengths of queries and that of documents."""
-    virtual_shards: int = 256
-    """Sets the number of virtual shards that the data are divided into. The order of the data, and
-    which images share a device, follow from these shards and not from the number of devices."""
     on_too_long: str = "refuse"
     """Chooses what happens to a record that exceeds ``max_length``, ``max_images_per_sequence`` or
     ``max_patches_per_sequence``: the run is refused, or the record is skipped. Allowed values:

@@ -1,9 +1,8 @@
 """Allocation of the visual-token cache's pages to images: a function of the data order alone.
 
-A virtual shard's sequences are always on the same device of a mesh, and sequence r of a batch comes
-from the virtual shards ``r * V/B`` and following, on whichever mesh. So pages are allocated to
-virtual shards in their order, and an image has the same pages for the whole run, in each virtual
-shard that it is in.
+A row of the batch is always on the same device of a mesh, and has the same records in each pass, on
+whichever mesh. So pages are allocated to rows, and an image has the same pages for the whole run,
+in each row that it is in.
 """
 
 from __future__ import annotations
@@ -100,12 +99,12 @@ class PageAllocation:
         order: of the run's packed sequences.
         pieces: records that the sequences are packed from.
         size: image -> its tiles, and the vision encoder's tokens of each tile.
-        limit: tiles that have pages on the devices, over all virtual shards; 0: all.
+        limit: tiles that have pages on the devices, over all rows of the batch; 0: all.
         room: tokens -> that number rounded up to a size that kernels run well on; ``None``: images
             have one size.
         unused: allocate the pages, but give none to an image.
         given: shape of tokens that come with a batch; ``None``: none do.
-        beyond: pages in host memory, over all virtual shards, for images that have none on the
+        beyond: pages in host memory, over all rows, for images that have none on the
             devices; they are numbered from ``count`` on.
 
     Attributes:
@@ -113,13 +112,13 @@ class PageAllocation:
         tiles_beyond: tiles that have pages in host memory.
         pages_beyond: pages of those tiles.
         all_on_devices: whether every image has pages on the devices.
-        beyond: pages in host memory of each virtual shard, at most as many as the fullest needs.
+        beyond: pages in host memory of each row, at most as many as the fullest needs.
         count: C, pages on the devices, including those that no image has.
         per_tile: pages of the largest tile.
         windows: see :func:`windows_of`.
 
     Raises:
-        DataError: ``limit`` is below one tile per virtual shard.
+        DataError: ``limit`` is below one tile a row.
     """
 
     def __init__(
@@ -134,24 +133,23 @@ class PageAllocation:
         beyond: int = 0,
     ):
         self.unused, self.given, self._size = unused, given, size
-        self.beyond, self._turns = beyond // order.num_shards, order.turns
-        if 0 < limit < order.num_shards:
+        self.beyond = beyond // order.rows
+        if 0 < limit < order.rows:
             raise DataError(
-                f"cache.max_images={limit} is less than one for each of the {order.num_shards} "
-                f"virtual shards of the data; {order.num_shards} would do, or a lower "
-                "data.virtual_shards"
+                f"cache.max_images={limit} is less than one for each sequence of a batch; set it "
+                f"to data.batch_size={order.rows} or more"
             )
-        most = limit // order.num_shards
+        most = limit // order.rows
         self._first: list[dict[int, int]] = []
         self._outside: list[dict[int, int]] = []
         self.all_on_devices = True
         self.tiles = self.tiles_beyond = self.pages_beyond = self._room = largest = 0
-        for shard in order.shards:
+        for row in range(order.rows):
             first: dict[int, int] = {}
             outside: dict[int, int] = {}
             tiles = pages = spent = 0
             is_full = False
-            for image in (p for piece in shard.tolist() for p in pieces.images[piece]):
+            for image in (p for i in order.pieces_of_row(row).tolist() for p in pieces.images[i]):
                 count, tokens = size(image)
                 largest = max(largest, tokens)
                 if image in first or image in outside:
@@ -178,43 +176,39 @@ class PageAllocation:
         if self.tiles_beyond:  # numbers of unused pages could exceed int32
             self.beyond = max(
                 at + pages
-                for shard in range(len(self._outside))
-                for at, pages in self.room_beyond(shard).items()
+                for row in range(order.rows)
+                for at, pages in self.room_beyond(row).items()
             )
         self._room = self._room or 1  # an empty array can't be sharded
         self.per_tile = _pages(largest)
         self.windows = windows_of(largest, room)
-        self.count = order.num_shards * self._room
+        self.count = order.rows * self._room
 
-    def shards_of(self, row: int) -> range:
-        """Return the virtual shards that a batch's sequence may come from."""
-        return range(row * self._turns, (row + 1) * self._turns)
-
-    def room_beyond(self, shard: int) -> dict[int, int]:
-        """Return a virtual shard's pages in host memory: first page, counted from 0 -> number of
+    def room_beyond(self, row: int) -> dict[int, int]:
+        """Return a row's pages in host memory: first page, counted from 0 -> number of
         pages, for each tile that has some there.
         """
         room: dict[int, int] = {}
-        for image, first in self._outside[shard].items():
+        for image, first in self._outside[row].items():
             tiles, tokens = self._size(image)
             count = _pages(tokens)
             room.update((first + i * count, count) for i in range(tiles))
         return room
 
-    def pages(self, shard: int, image: int) -> np.ndarray:
+    def pages(self, row: int, image: int) -> np.ndarray:
         """Return the pages i32[tiles, per_tile] of an image's tiles.
 
         -1: no page; below ``count``: on the devices; ``count`` and above: in host memory.
         """
         tiles, tokens = self._size(image)
         out = np.full((tiles, self.per_tile), -1, np.int32)
-        first = self._first[shard].get(image, -1)
-        outside = self._outside[shard].get(image, -1)
+        first = self._first[row].get(image, -1)
+        outside = self._outside[row].get(image, -1)
         if max(first, outside) >= 0 and not self.unused:
             count = _pages(tokens)
-            begin = shard * self._room + first
+            begin = row * self._room + first
             if outside >= 0:
-                begin = self.count + shard * self.beyond + outside
+                begin = self.count + row * self.beyond + outside
             out[:, :count] = begin + np.arange(tiles * count).reshape(tiles, count)
         return out
 

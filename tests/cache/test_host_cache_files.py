@@ -21,7 +21,7 @@ from jaxvlm.types import PAGE, Age, Batch
 
 RUN = 5
 ROWS = 2
-"""Of a batch, each of a virtual shard with four pages in host memory, and three on the devices."""
+"""Of a batch, each of a row with four pages in host memory, and three on the devices."""
 
 
 def allocation(beyond=4):

@@ -21,9 +21,7 @@ from jaxvlm.hf.families import anyres
 from jaxvlm.types import Batch
 from tests.data.conftest import llava, record
 
-BASE = DataConfig(
-    batch_size=4, max_length=64, max_images_per_sequence=3, virtual_shards=8, max_skip_fraction=0.5
-)
+BASE = DataConfig(batch_size=4, max_length=64, max_images_per_sequence=3, max_skip_fraction=0.5)
 
 
 def dataset(records, word_tokenizer, **more):

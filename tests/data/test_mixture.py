@@ -79,8 +79,7 @@ def mixtures(draw, caps=False, budgets=False):
             own["max_epochs"] = draw(st.sampled_from([0.5, 1.0, 2.0]))
         sources[name] = SourceConfig(**own)
     batch = draw(st.sampled_from([1, 2, 3]))
-    shards = draw(st.sampled_from([1, 4, 16]))
-    settings = config(mixture=sources, batch_size=batch, virtual_shards=shards, share_images=True)
+    settings = config(mixture=sources, batch_size=batch, share_images=True)
     corpus, problems = tokenize.encode(records, TOKENIZER, PATCHES)
     assert not problems
     limits = packing.Limits(40, 3)
@@ -115,8 +114,8 @@ def test_a_source_is_read_as_by_a_run_on_it_alone(drawn, seed):
             same = alone[source].sequence(int(visits[row, source]), row)
             np.testing.assert_array_equal(found.pieces, same.pieces)
             assert found.pass_ == same.pass_
-            assert set(found.pieces.tolist()) <= set(order.shards[found.shard].tolist())
-            assert found.shard == row
+            assert set(found.pieces.tolist()) <= set(order.pieces_of_row(row).tolist())
+            assert found.row == row
             visits[row, source] += 1
     fresh = order_of(drawn, seed)  # one that begins in the middle
     for row in range(settings.batch_size):
@@ -187,7 +186,7 @@ def test_budgets_are_read_in_one_epoch(drawn):
         alone = order.orders[i]
         once = sum(map(alone.sequences_of_pass, rows))
         assert counts[i] >= source.epochs * once - len(rows) / 2  # half a sequence a row is rounded
-        longest = max(alone.steps_of_pass(row) for row in rows) * max(source.epochs, 1.0)
+        longest = max(alone.sequences_of_pass(row) for row in rows) * max(source.epochs, 1.0)
         longest = longest if source.epochs >= 1 else longest * source.epochs + 1
         steps.append((longest + 2) * total / order.weights[i])  # a schedule is within one
     assert end <= max(steps) + 1

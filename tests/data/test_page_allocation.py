@@ -63,11 +63,13 @@ def test_rows_without_an_image():
 
 
 class Dealt(SequenceOrder):
-    """Pieces that lie in two virtual shards, as a batch of two rows sees them."""
+    """Pieces that two rows of a batch have."""
 
     def __init__(self):
-        self.num_shards, self.turns = 2, 1
-        self.shards = [np.arange(5), np.arange(5, 9)]
+        self.rows = 2
+
+    def pieces_of_row(self, row):
+        return [np.arange(5), np.arange(5, 9)][row]
 
 
 ORDER = Dealt()
@@ -78,7 +80,7 @@ PIECES = Pieces(
     num_images=np.zeros(9, np.int32),
     num_patches=np.zeros(9, np.int32),
 )
-"""Images 0-4 in the first virtual shard; 5-7, and 0 again, in the second."""
+"""Images 0-4 in the first row; 5-7, and 0 again, in the second."""
 
 
 def test_a_place_in_host_memory_is_the_same_whatever_room_there_is():
@@ -112,7 +114,6 @@ def test_images_without_pages_on_the_devices_have_pages_beyond_them(beyond):
         begin = allocation.count + shard * allocation.beyond
         outside = [begin + 2 * i if i < room else -1 for i in range(len(images) - 2)]
         assert first[2:] == outside
-    assert all(allocation.shards_of(row) == range(row, row + 1) for row in (0, 1))
 
 
 def test_where_none_is_used_none_is_beyond_either():

@@ -112,9 +112,7 @@ def test_bounds_of_the_recipe(qwen, tmp_path):
     assert processor.load(tmp_path).bounds == BOUNDS
 
 
-BASE = DataConfig(
-    batch_size=2, max_length=96, max_images_per_sequence=3, virtual_shards=2, max_skip_fraction=0.5
-)
+BASE = DataConfig(batch_size=2, max_length=96, max_images_per_sequence=3, max_skip_fraction=0.5)
 
 
 def span_of(tokenizer):

@@ -322,7 +322,7 @@ def test_batches_of_a_table_are_those_of_the_files(tmp_path, write_json):
         (tmp_path / name).write_bytes(png(20 * (i % 10)))
         files.append(asked(f"is it {i}?", "yes", images=[name], id=str(i)))
         rows.append(asked(f"is it {i}?", "yes", images=[cell(20 * (i % 10))], id=str(i)))
-    config = DataConfig(max_length=64, batch_size=2, max_images_per_sequence=2, virtual_shards=4)
+    config = DataConfig(max_length=64, batch_size=2, max_images_per_sequence=2)
     batches = []
     for spec in (write_json(files), *(written(tmp_path, rows, kind) for kind in KINDS)):
         tokenizer = chat_tokenizer.build([f"is it {i}? yes" for i in range(30)])

@@ -64,14 +64,12 @@ def test_figures_of_the_quickstart(quickstart):
     )
     design, page = ((ROOT / "docs" / f"{n}.md").read_text("utf-8") for n in ("design", "data"))
     order = data.order
-    visits = [len(order._pass(shard, 0)) for shard in range(order.num_shards)]
     pieces, records = len(data.pieces.num_tokens), len(data.records)
     assert f"{records:,} records" in design and f"{pieces:,} pieces" in design
-    assert f"V = {order.num_shards} virtual shards" in design
+    assert f"{len(order.sequences)} sequences" in design
     rows, length = config.data.batch_size, config.data.max_length
     side = config.model.vision.image_size
     assert f"{rows} sequences of {length} tokens, images of {side} pixels" in design
     assert f"image's one token becomes {num_visual_tokens(config.model)}" in design
-    shards = f"{order.num_shards} shards of {min(visits)} to {max(visits)} sequences"
-    epoch = f"{rows} sequences a batch, so {order.steps_per_epoch} steps"
-    assert f"records in {pieces:,} pieces, {shards}, {epoch}" in page
+    epoch = f"{rows} rows in a batch, so {order.steps_per_epoch} steps"
+    assert f"records in {pieces:,} pieces, {len(order.sequences):,} sequences, {epoch}" in page

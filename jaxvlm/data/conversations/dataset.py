@@ -13,7 +13,7 @@ from jaxvlm.data import errors, image_placeholders
 from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
 from jaxvlm.data.conversations.mixture import MixtureOrder
-from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder, sequences
+from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder
 from jaxvlm.data.errors import DataError, ImageError, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
 from jaxvlm.data.image_placeholders import ImageSpans
@@ -247,7 +247,7 @@ class Dataset:
         corpus, pieces = self.subset(num_records)
         other = self.other_images() if shuffled_images else None
         every_piece = np.arange(len(pieces.num_tokens))
-        packed = [PackedSequence(own) for own in sequences(every_piece, pieces, self.config)]
+        packed = [PackedSequence(own) for own in packing.pack(every_piece, pieces, self.config)]
         steps = -(-len(packed) // batch_size)
         packed += [EMPTY] * (steps * batch_size - len(packed))
         local = [int(row) for row in local_rows]
@@ -268,12 +268,12 @@ class Dataset:
         settings, config = self.settings, dataclasses.asdict(self.config)
         names = [
             *("batch_size", "max_length", "max_images_per_sequence", "packing", "share_images"),
-            *("buckets", "virtual_shards", "flip", "max_shift"),
+            *("buckets", "flip", "max_shift"),
         ]
         picked = {f"data.{name}": config[name] for name in names}
         picked |= {"images": settings.prepare.fingerprint, "seed": settings.seed}
         picked |= {"image_size": settings.image_size, "visual_mask": settings.visual_mask}
-        picked["records"] = len(self.corpus.first)
+        picked |= {"records": len(self.corpus.first), "order_version": packing.ORDER_VERSION}
         if settings.patching:
             picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
             picked["patches"] = self._max_patches
@@ -358,7 +358,7 @@ class Dataset:
                 good.append(piece)
                 inputs += tiles
                 if slots:
-                    pages += [page for p in images for page in slots.pages(sequence.shard, p)]
+                    pages += [page for p in images for page in slots.pages(sequence.row, p)]
             kept.append(np.asarray(good, np.int32))
         layout = self._layout(self.pieces)
         batch, meta, places = collate(corpus, pieces, kept, shape[0], layout)
@@ -407,7 +407,7 @@ class Dataset:
         slots, written = self._pages, self._written_pages
         if slots is None or written is None:
             return None
-        first = slots.pages(sequence.shard, image)[:, 0].tolist()
+        first = slots.pages(sequence.row, image)[:, 0].tolist()
         return lambda tile, key: written.has(first[tile], key)
 
     def _skip(

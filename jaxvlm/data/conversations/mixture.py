@@ -111,8 +111,7 @@ class _Span(NamedTuple):
 class MixtureOrder:
     """An endless order of packed sequences of several sources, with random access by step.
 
-    It has what a :class:`SequenceOrder` has, with one virtual shard for each row: that of a row's
-    parts of all sources.
+    It has what a :class:`SequenceOrder` has; a row has a part of each source.
 
     Args:
         pieces: of all sources.
@@ -132,7 +131,7 @@ class MixtureOrder:
     def __init__(self, pieces: Pieces, config: DataConfig, seed: int, source: np.ndarray):
         self.names = tuple(config.mixture)
         self._settings = tuple(config.mixture.values())
-        self._rows = config.batch_size
+        self.rows = config.batch_size
         self.orders = []
         for i, name in enumerate(self.names):
             chosen = np.flatnonzero(source == i).tolist()
@@ -141,17 +140,7 @@ class MixtureOrder:
             except TooFewRecords as error:
                 found = f"config.data.mixture.{name}: {error.found.removeprefix('data: ')}"
                 raise TooFewRecords(found, error.most, f"{error.advice}, or leave it out") from None
-        # Of a row all sources share the cache's pages, whichever of them has images.
-        self.turns, self.num_shards = 1, self._rows
-        self.shards = [
-            np.concatenate(
-                [s for o in self.orders for s in o.shards[r * o.turns : (r + 1) * o.turns]]
-            )
-            for r in range(self._rows)
-        ]
-        self._tokens = [
-            int(pieces.num_tokens[np.concatenate(order.shards)].sum()) for order in self.orders
-        ]
+        self._tokens = [int(pieces.num_tokens[x.sequences.piece].sum()) for x in self.orders]
         self.weights = self._whole_weights(config.mixture_temperature)
         self._spans = self._make_spans()
 
@@ -160,7 +149,7 @@ class MixtureOrder:
         """Steps until every source has been read once; with budgets, as often as they say."""
         each = (
             self._steps_until(row, source, visits)
-            for row in range(self._rows)
+            for row in range(self.rows)
             for source, visits in enumerate(self._needed[row])
         )
         return max(1, *each)
@@ -168,7 +157,11 @@ class MixtureOrder:
     def sequence(self, step: int, index: int) -> PackedSequence:
         """Look up the pieces of one sequence of a step; see :meth:`SequenceOrder.sequence`."""
         source, visit = self.place(step, index)
-        return self.orders[source].sequence(visit, index)._replace(shard=index)
+        return self.orders[source].sequence(visit, index)
+
+    def pieces_of_row(self, row: int) -> np.ndarray:
+        """i32[n]: pieces of all sources that a row has."""
+        return np.concatenate([order.pieces_of_row(row) for order in self.orders])
 
     def place(self, step: int, index: int) -> tuple[int, int]:
         """The source of a batch's sequence, and how many of that row were the source's before."""
@@ -180,7 +173,7 @@ class MixtureOrder:
     def sequences_before(self, step: int) -> tuple[int, ...]:
         """How many sequences of each source the steps before this one have."""
         rows = []
-        for row in range(self._rows):
+        for row in range(self.rows):
             span = self._span(step, row)
             counts = list(span.visits)
             for which, source in enumerate(span.sources):
@@ -218,24 +211,18 @@ class MixtureOrder:
     @functools.cached_property
     def _passes(self) -> list[list[int]]:
         """For each row, for each source: sequences that hold the row's part once."""
-        rows = range(self._rows)
+        rows = range(self.rows)
         return [[order.sequences_of_pass(row) for order in self.orders] for row in rows]
 
     @functools.cached_property
     def _needed(self) -> list[list[int]]:
         """For each row, for each source: its sequences in one epoch of the mixture."""
         sources = range(len(self.orders))
-        return [
-            [self._times(row, i, self._budget(i)) for i in sources] for row in range(self._rows)
-        ]
+        return [[self._times(row, i, self._budget(i)) for i in sources] for row in range(self.rows)]
 
     def _times(self, row: int, source: int, passes: Fraction) -> int:
         """A row's sequences of so many passes, rounded up."""
-        whole, rest = divmod(passes, 1)
-        once = self._passes[row][source]
-        # Shards end at different steps; the last pass is over when all have.
-        last = self.orders[source].steps_of_pass(row) - once if whole else 0
-        return int(whole) * once + last + math.ceil(once * rest)
+        return math.ceil(passes * self._passes[row][source])
 
     def _budget(self, source: int) -> Fraction:
         """How often a source is read in one epoch of the mixture."""
@@ -261,11 +248,11 @@ class MixtureOrder:
         A source ends in all rows at the step at which the last of them has read its passes.
         """
         read, begin = list(range(len(self.orders))), 0
-        visits = [[0] * len(self.orders) for _ in range(self._rows)]
-        spans: list[list[_Span]] = [[] for _ in range(self._rows)]
+        visits = [[0] * len(self.orders) for _ in range(self.rows)]
+        spans: list[list[_Span]] = [[] for _ in range(self.rows)]
         while True:
             own = Schedule(whole_weights([Fraction(self.weights[i]) for i in read]))
-            phases = [row * own.period // self._rows for row in range(self._rows)]
+            phases = [row * own.period // self.rows for row in range(self.rows)]
             for row, phase in enumerate(phases):
                 spans[row].append(_Span(begin, own, tuple(read), phase, tuple(visits[row])))
             ends = {

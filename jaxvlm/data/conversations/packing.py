@@ -3,18 +3,15 @@
 A *piece* is the unit of packing and is never split: one record, or a shared prefix (text up to
 the last image) with the records that continue from it. A piece consists of segments, runs of
 consecutive tokens; the shared prefix is the parent of the others, which attend to it and not to
-each other. :class:`SequenceOrder` is the order of the sequences over training steps, a function of
-(seed, step, V) and nothing else. All functions here are pure.
+each other. Sequences are packed once; :class:`SequenceOrder` is their order over training steps, a
+function of (seed, step, batch size) and nothing else. All functions here are pure.
 """
 
 from __future__ import annotations
 
-import bisect
-import functools
-import heapq
-import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
@@ -27,8 +24,13 @@ from jaxvlm.data.images.patches import Patching
 OPEN_SEQUENCES = 8  # sequences that packing keeps open for further pieces
 _UNBOUNDED = 2**62
 
-_ASSIGN = 0x5A  # tags that keep the random streams of one seed apart
-_ORDER = 0x0D
+NEAR = 16
+"""Sets of images among whose pieces the order is random."""
+ORDER_VERSION = 2
+"""In the fingerprint of a run: raised where the order of the same records changes."""
+_WORD = 2**64 - 1
+_ROUNDS = 8
+_SETS, _PIECES = 0x5A, 0x0D  # tags of the streams of hashes
 
 
 class Pieces(NamedTuple):
@@ -235,118 +237,6 @@ class _Builder:
         )
 
 
-def units(pieces: Pieces, batch_size: int, chosen: Sequence[int] | None = None) -> list[list[int]]:
-    """Group pieces into the units that are assigned to virtual shards: one per set of images.
-
-    If there are fewer sets of images than sequences in a batch, they can't be kept together: each
-    piece is then a unit of its own.
-
-    Args:
-        pieces: all pieces.
-        batch_size: sequences in a batch.
-        chosen: the pieces to group; ``None``: all.
-
-    Raises:
-        TooFewRecords: there are fewer pieces than sequences in a batch.
-    """
-    chosen = range(len(pieces.num_tokens)) if chosen is None else chosen
-    total = len(chosen)
-    if total < batch_size:
-        segments = (pieces.record[pieces.start[i] : pieces.start[i + 1]] for i in chosen)
-        records, most = sum(int(np.sum(own >= 0)) for own in segments), max(total, 1)
-        found = (
-            f"data: {records} records make {total} packed pieces, fewer than "
-            f"data.batch_size={batch_size}"
-        )
-        apart = ", or set data.share_images=false" if records >= batch_size else ""
-        raise TooFewRecords(found, most, f"lower it to {most} or less{apart}")
-    sets: dict[tuple, list[int]] = {}
-    for i in chosen:
-        sets.setdefault(pieces.images[i] or (-1 - i,), []).append(i)
-    return list(sets.values()) if len(sets) >= batch_size else [[i] for i in chosen]
-
-
-def effective_shards(virtual_shards: int, batch_size: int, num_units: int) -> int:
-    """V: the number of virtual shards that the data is divided into; a multiple of ``batch_size``.
-
-    Small data gets fewer than ``virtual_shards``, so that each shard has about four units to
-    shuffle and pack.
-    """
-    return batch_size * max(1, min(virtual_shards, num_units // 4) // batch_size)
-
-
-def assign(
-    pieces: Pieces, members: list[list[int]], num_shards: int, seed: int
-) -> list[Int32[np.ndarray, " n"]]:
-    """Assign units to virtual shards of about equal numbers of tokens, once for the whole run.
-
-    Args:
-        pieces: all pieces.
-        members: pieces of each unit; at least ``num_shards`` units.
-        num_shards: V, number of virtual shards.
-        seed: seed of the run.
-
-    Returns:
-        Pieces of each shard, ascending; no shard is empty.
-    """
-    weight = np.asarray([int(pieces.num_tokens[m].sum()) for m in members])
-    order = np.random.default_rng([seed, _ASSIGN]).permutation(len(members))
-    longest_first = order[np.argsort(-weight[order], kind="stable")]
-    heap = [(0, shard) for shard in range(num_shards)]
-    shards: list[list[int]] = [[] for _ in range(num_shards)]
-    for i in longest_first.tolist():
-        load, shard = heapq.heappop(heap)
-        shards[shard] += members[i]
-        heapq.heappush(heap, (load + int(weight[i]), shard))
-    return [np.sort(np.asarray(shard, np.int32)) for shard in shards]
-
-
-def shuffled(
-    shard_pieces: Int32[np.ndarray, " n"], seed: int, pass_: int, shard: int
-) -> Int32[np.ndarray, " n"]:
-    """Shuffle a shard's pieces for one pass over them."""
-    return np.random.default_rng([seed, _ORDER, pass_, shard]).permutation(shard_pieces)
-
-
-def pack(
-    order: Int[np.ndarray, " n"],
-    pieces: Pieces,
-    limits: Limits,
-    max_pieces: int = 0,
-) -> list[Int32[np.ndarray, " k"]]:
-    """Pack pieces first-fit into ``OPEN_SEQUENCES`` open sequences; a new one closes the oldest.
-
-    Args:
-        order: pieces, each once.
-        pieces: sizes of all pieces.
-        limits: capacity of a packed sequence.
-        max_pieces: maximum number of pieces in a sequence; 0 is no limit.
-
-    Returns:
-        i32[k] pieces of each sequence; every piece of ``order`` is in exactly one.
-    """
-    if max_pieces == 1:
-        return [np.asarray([i], np.int32) for i in order]
-    closed: list[list[int]] = []
-    opened: list[list[int]] = []
-    remaining: list[list[int]] = []  # tokens, images and patches left in each open sequence
-    capacity = [limits.max_length, limits.max_images, limits.max_patches or _UNBOUNDED]
-    sizes = (x[order].tolist() for x in (pieces.num_tokens, pieces.num_images, pieces.num_patches))
-    for piece, tokens, images, patches in zip(order.tolist(), *sizes):
-        for sequence, left in zip(opened, remaining):
-            if tokens <= left[0] and images <= left[1] and patches <= left[2]:
-                sequence.append(piece)
-                left[:] = left[0] - tokens, left[1] - images, left[2] - patches
-                break
-        else:
-            if len(opened) == OPEN_SEQUENCES:
-                closed.append(opened.pop(0))
-                remaining.pop(0)
-            opened.append([piece])
-            remaining.append([capacity[0] - tokens, capacity[1] - images, capacity[2] - patches])
-    return [np.asarray(sequence, np.int32) for sequence in closed + opened]
-
-
 def bucket(count: int, step: int) -> int:
     """The smallest of 1, 2, 3, 4, 6, 8, 12, 16 ... times ``step`` that is at least ``count``."""
     size = -(-count // step)
@@ -366,15 +256,131 @@ def buckets(max_length: int, count: int) -> tuple[int, ...]:
     return tuple(sorted(lengths))
 
 
+class Sequences:
+    """Packed sequences in two flat arrays.
+
+    Attributes:
+        piece: pieces, those of a sequence one after another.
+        start: ``start[i]:start[i+1]`` are those of sequence i.
+    """
+
+    def __init__(self, piece: Int32[np.ndarray, " n"], start: Int64[np.ndarray, " ends"]):
+        self.piece, self.start = piece, start
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """i32[k] pieces of a sequence, in its order."""
+        return self.piece[self.start[index] : self.start[index + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def pack(order: Int[np.ndarray, " n"], pieces: Pieces, config: DataConfig) -> Sequences:
+    """Pack pieces first-fit into ``OPEN_SEQUENCES`` open sequences; a new one closes the oldest.
+
+    Args:
+        order: pieces, each once.
+        pieces: sizes of all pieces.
+        config: capacity of a packed sequence; with ``packing`` off each piece is one.
+
+    Returns:
+        Sequences, in which every piece of ``order`` is once.
+    """
+    if not config.packing:
+        return Sequences(order.astype(np.int32), np.arange(len(order) + 1))
+    limits = limits_of(config)
+    closed: list[list[int]] = []
+    opened: list[list[int]] = []
+    remaining: list[list[int]] = []  # tokens, images and patches left in each open sequence
+    capacity = [limits.max_length, limits.max_images, limits.max_patches or _UNBOUNDED]
+    sizes = (x[order].tolist() for x in (pieces.num_tokens, pieces.num_images, pieces.num_patches))
+    for piece, tokens, images, patches in zip(order.tolist(), *sizes):
+        for sequence, left in zip(opened, remaining):
+            if tokens <= left[0] and images <= left[1] and patches <= left[2]:
+                sequence.append(piece)
+                left[:] = left[0] - tokens, left[1] - images, left[2] - patches
+                break
+        else:
+            if len(opened) == OPEN_SEQUENCES:
+                closed.append(opened.pop(0))
+                remaining.pop(0)
+            opened.append([piece])
+            remaining.append([capacity[0] - tokens, capacity[1] - images, capacity[2] - patches])
+    closed += opened
+    counts = np.asarray([len(sequence) for sequence in closed], np.int64)
+    flat = np.fromiter(itertools.chain.from_iterable(closed), np.int32, len(order))
+    return Sequences(flat, np.concatenate([[0], np.cumsum(counts)]))
+
+
+def mixed(x: Any) -> Any:
+    """Hash 64-bit numbers, a ``u64`` array or one ``int`` (the finalizer of splitmix64,
+    doi:10.1145/2660193.2660195). Unlike NumPy's, it is the same in every version of a library."""
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _WORD
+    return x ^ x >> 31
+
+
+def permuted(place: int, count: int, *key: int) -> int:
+    """Where a random permutation of ``range(count)`` has a place, computed without the others.
+
+    A Feistel network permutes the next power of four; it is walked until it is back in the range
+    (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+
+    Args:
+        place: of the range.
+        count: its length.
+        key: numbers that name the permutation.
+    """
+    salt = 0
+    for number in key:
+        salt = mixed(salt ^ (number & _WORD))
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & low
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (mixed(salt + (number << half) + right) & low)
+        place = left << half | right
+        if place < count:
+            return place
+
+
+def plan(pieces: Pieces, config: DataConfig, chosen: Sequence[int] | None = None) -> Sequences:
+    """Pack all pieces, once for all passes, in an order that depends on nothing but them.
+
+    Pieces of the same images stay near each other, so that they are in one row of the batch; among
+    those of ``NEAR`` other sets of images their order is random.
+
+    Args:
+        pieces: all pieces.
+        config: capacity of a packed sequence.
+        chosen: the pieces to pack; ``None``: all.
+    """
+    every = np.arange(len(pieces.num_tokens)) if chosen is None else np.asarray(chosen, np.int64)
+    sets: dict[tuple[int, ...], int] = {}
+    number = [sets.setdefault(pieces.images[i] or (-1 - i,), len(sets)) for i in every.tolist()]
+    place = np.argsort(np.argsort(_hashes(len(sets), _SETS), kind="stable"))
+    near = place[np.asarray(number, np.int64)] // NEAR
+    return pack(every[np.lexsort((_hashes(len(every), _PIECES), near))], pieces, config)
+
+
+def _hashes(count: int, tag: int) -> np.ndarray:
+    return mixed(np.arange(count, dtype=np.uint64) ^ np.uint64(mixed(tag)))
+
+
 class PackedSequence(NamedTuple):
     """One packed sequence of a batch."""
 
     pieces: np.ndarray
     """i32[k]: pieces in the sequence's order; empty is padding."""
     pass_: int = 0
-    """Number of complete passes over the sequence's virtual shard before this one."""
-    shard: int = -1
-    """Index of the virtual shard."""
+    """Number of complete passes over the sequences of its row before this one."""
+    row: int = -1
+    """Index of the sequence in the global batch; -1 in evaluation."""
 
 
 EMPTY = PackedSequence(np.zeros(0, np.int32))
@@ -383,67 +389,82 @@ EMPTY = PackedSequence(np.zeros(0, np.int32))
 class SequenceOrder:
     """An endless order of packed training sequences, with random access by step.
 
-    Sequence r of step s is the next one of virtual shard ``r * (V/B) + s mod (V/B)``. A shard that
-    is exhausted begins its next pass, in a new order, whether or not the others are.
+    Row r of a batch of B has a B-th of the sequences. Each of its passes over them has an order of
+    its own, and begins when the one before is over, whether or not those of other rows are.
+
+    Args:
+        pieces: all pieces.
+        config: data settings.
+        seed: of the run; it decides the order of each pass.
+        chosen: the pieces to read; ``None``: all.
+        planned: result of :func:`plan`, if it is known.
+
+    Raises:
+        TooFewRecords: there are fewer pieces than sequences in a batch.
     """
 
     def __init__(
-        self, pieces: Pieces, config: DataConfig, seed: int, chosen: Sequence[int] | None = None
+        self,
+        pieces: Pieces,
+        config: DataConfig,
+        seed: int,
+        chosen: Sequence[int] | None = None,
+        planned: Sequences | None = None,
     ):
-        """Assign the pieces, or those that are ``chosen``, to virtual shards.
-
-        Raises:
-            TooFewRecords: there are fewer pieces than sequences in a batch.
-        """
-        self.pieces, self.config, self.seed = pieces, config, seed
-        members = units(pieces, config.batch_size, chosen)
-        self.num_shards = effective_shards(config.virtual_shards, config.batch_size, len(members))
-        self.shards = assign(pieces, members, self.num_shards, seed)
-        self.turns = self.num_shards // config.batch_size  # steps between two visits to a shard
-        self._ends: list[list[int]] = [[] for _ in self.shards]  # sequences up to each pass's end
-        self._lock = threading.Lock()
-        # Two passes of each shard: prefetching crosses from one to the next.
-        self._pass = functools.lru_cache(maxsize=2 * self.num_shards)(self._pack_pass)
+        self.rows, self._seed = config.batch_size, seed
+        sequences = planned or plan(pieces, config, chosen)
+        self._first = [row * len(sequences) // self.rows for row in range(self.rows + 1)]
+        if len(sequences) < self.rows:
+            sequences, self._first = _spread(sequences.piece, pieces, config)
+        self.sequences = sequences
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps until every record has been in a batch (every shard has completed a pass)."""
-        return max(map(self.steps_of_pass, range(self.config.batch_size)))
+        """Steps until every record has been in a batch (every row has completed a pass)."""
+        return max(map(self.sequences_of_pass, range(self.rows)))
 
-    def sequences_of_pass(self, index: int) -> int:
-        """Number of a batch's sequences ``index`` that hold every record of its shards once."""
-        shards = range(index * self.turns, (index + 1) * self.turns)
-        return sum(len(self._pass(shard, 0)) for shard in shards)
+    def sequences_of_pass(self, row: int) -> int:
+        """Number of sequences, and of steps, in which a row has its records once."""
+        return self._first[row + 1] - self._first[row]
 
-    def steps_of_pass(self, index: int) -> int:
-        """Steps until every record of a batch's sequence ``index`` has been in it."""
-        last = 0
-        for shard in range(index * self.turns, (index + 1) * self.turns):
-            visits = len(self._pass(shard, 0))
-            last = max(last, (visits - 1) * self.turns + shard % self.turns + 1)
-        return last
+    def pieces_of_row(self, row: int) -> np.ndarray:
+        """i32[n]: pieces that a row has in each pass."""
+        first, last = self.sequences.start[self._first[row : row + 2]]
+        return self.sequences.piece[first:last]
 
-    def sequence(self, step: int, index: int) -> PackedSequence:
+    def sequence(self, step: int, row: int) -> PackedSequence:
         """Look up the pieces of one sequence of a step.
 
         Args:
             step: training step, from 0.
-            index: index of the sequence in the global batch.
+            row: index of the sequence in the global batch.
         """
-        shard = index * self.turns + step % self.turns
-        visit = step // self.turns
-        with self._lock:
-            ends = self._ends[shard]
-            while not ends or ends[-1] <= visit:
-                packed = self._pass(shard, len(ends))
-                ends.append((ends[-1] if ends else 0) + len(packed))
-            pass_ = bisect.bisect_right(ends, visit)
-            begin = ends[pass_ - 1] if pass_ else 0
-            return PackedSequence(self._pass(shard, pass_)[visit - begin], pass_, shard)
+        count = self.sequences_of_pass(row)
+        pass_, place = divmod(step, count)
+        index = self._first[row] + permuted(place, count, self._seed, pass_, row)
+        return PackedSequence(self.sequences[index], pass_, row)
 
-    def _pack_pass(self, shard: int, pass_: int) -> list[np.ndarray]:
-        order = shuffled(self.shards[shard], self.seed, pass_, shard)
-        return sequences(order, self.pieces, self.config)
+
+def _spread(order: np.ndarray, pieces: Pieces, config: DataConfig) -> tuple[Sequences, list[int]]:
+    """Sequences of few pieces, short ones, so that each row has one; and the first of each row.
+
+    Raises:
+        TooFewRecords: there are fewer pieces than rows.
+    """
+    rows, total = config.batch_size, len(order)
+    if total < rows:
+        segments = (pieces.record[pieces.start[i] : pieces.start[i + 1]] for i in order)
+        records, most = sum(int(np.sum(own >= 0)) for own in segments), max(total, 1)
+        found = (
+            f"data: {records} records make {total} packed pieces, fewer than data.batch_size={rows}"
+        )
+        apart = ", or set data.share_images=false" if records >= rows else ""
+        raise TooFewRecords(found, most, f"lower it to {most} or less{apart}")
+    ends = [row * total // rows for row in range(rows + 1)]
+    parts = [pack(order[a:b], pieces, config) for a, b in itertools.pairwise(ends)]
+    sizes = np.concatenate([[0], *(np.diff(part.start) for part in parts)])
+    piece = np.concatenate([part.piece for part in parts])
+    return Sequences(piece, np.cumsum(sizes)), [0, *itertools.accumulate(map(len, parts))]
 
 
 def of_pieces(pieces: Pieces, of_records: Sequence[int]) -> np.ndarray:
@@ -455,9 +476,3 @@ def of_pieces(pieces: Pieces, of_records: Sequence[int]) -> np.ndarray:
     """
     last = pieces.record[pieces.start[1:] - 1]  # a shared prefix comes first
     return np.asarray(of_records)[last]
-
-
-def sequences(order: np.ndarray, pieces: Pieces, config: DataConfig) -> list[np.ndarray]:
-    """Pack pieces in ``order`` as ``config`` says; one piece a sequence if packing is off."""
-    limit = 0 if config.packing else 1
-    return pack(order, pieces, limits_of(config), limit)

@@ -111,6 +111,6 @@ def validate_settings(config: DataConfig, settings: ModelInputs) -> None:
         raise DataError(
             "data.pairs is set, but this run trains on conversations, not on pairs; leave it out"
         )
-    for name in ("batch_size", "max_length", "virtual_shards"):
+    for name in ("batch_size", "max_length"):
         if getattr(config, name) < 1:
             raise DataError(f"data.{name}={getattr(config, name)} must be at least 1")
