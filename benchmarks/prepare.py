@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxvlm.config import Config, DataConfig
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.dataset import Dataset
-from jaxvlm.data.conversations.run_data import load_dataset, read_records
+from jaxvlm.data.conversations.content import read_records
+from jaxvlm.data.conversations.dataset import Dataset, load_dataset
 from jaxvlm.hf.families import clip
 from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.types import Batch

@@ -1,4 +1,4 @@
-"""The command ``jaxvlm data``, which checks a data file before training."""
+"""The command ``jaxvlm data``, which checks a data file before training, or packs it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from absl import flags
 
 from jaxvlm.cli.common import define_flags, define_recipe
 
-SUMMARY = "Check a data file: list the records that training would refuse, by reason."
-USAGE = "check [FILE] [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]"
+SUMMARY = "Check a data file: list the records that training would refuse, by reason; or pack it."
+USAGE = (
+    "check [FILE] [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]\n"
+    "       jaxvlm data pack --config=RECIPE[:arg] --output=FOLDER\n"
+    "       jaxvlm data verify FOLDER"
+)
 _FLAGS = {
     "tokenizer": "The folder of the tokenizer; by default a word tokenizer is built from the file.",
     "max_length": "The maximum number of tokens in a packed sequence.",
@@ -23,6 +27,8 @@ _FLAGS = {
     "perceptual hashes differ in at most so many of 64 bits (0 to 16; 4 finds other sizes and "
     "qualities of one image). For conversations; needs pip install 'jaxvlm[check]'. The default -1 "
     "looks for none.",
+    "output": "The folder that `pack` makes; config.data.train then names it.",
+    "shard_mb": "The size of a tar file of images that `pack` writes, about, in MiB.",
     "plot": "A PNG file to draw tokens, images and sizes to; needs pip install 'jaxvlm[check]'.",
 }
 
@@ -44,6 +50,7 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
         patch_size=16,
         max_images=8,
         look_alikes=-1,
+        shard_mb=256,
     )
 
 
@@ -53,9 +60,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args == ["check"] and values.config is not None and values.config.data.mixture:
         return _mixture(values)
+    if args == ["pack"]:
+        return _pack(values)
+    if len(args) == 2 and args[0] == "verify":
+        return _verify(args[1])
     if len(args) != 2 or args[0] != "check":
         raise ConfigError(
-            "usage: jaxvlm data check FILE [--config=RECIPE]; without FILE the recipe has a mixture"
+            "usage: jaxvlm data check FILE [--config=RECIPE] (without FILE the recipe has a "
+            "mixture), data pack --config=RECIPE --output=FOLDER, or data verify FOLDER"
         )
     _check_flags(values)
     report = _checked(values, args[1])
@@ -87,8 +99,8 @@ def _checked(values: flags.FlagValues, spec: str) -> Any:
     """Validate a file: as pairs if the recipe trains embeddings, else as conversations."""
     from jaxvlm.config import Config, ConfigError, formats_of, from_config_dict, refuse_unread_by
     from jaxvlm.data import validate
+    from jaxvlm.data.conversations.content import read_records
     from jaxvlm.data.conversations.mixture_records import of_source
-    from jaxvlm.data.conversations.run_data import read_records
     from jaxvlm.losses.registry import trains_embeddings
     from jaxvlm.trainer import embedding_run
 
@@ -116,7 +128,7 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     """Check each source of a recipe's mixture."""
     from jaxvlm.config import from_config_dict
     from jaxvlm.data import validate
-    from jaxvlm.data.conversations.run_data import read_records
+    from jaxvlm.data.conversations.content import read_records
     from jaxvlm.trainer.checks import check_data
 
     config = from_config_dict(values.config)
@@ -134,6 +146,54 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     found = {name: x.to_dict() for name, x in zip(config.data.mixture, reports, strict=True)}
     failed = any(report.problems for report in reports) or not can_run
     return {"sources": found, "shares": shares, "exit_code": 1 if failed else 0}
+
+
+def _pack(values: flags.FlagValues) -> dict[str, Any]:
+    """Pack the training data of a recipe."""
+    from jaxvlm.config import ConfigError, from_config_dict
+    from jaxvlm.data.conversations import packed_set
+    from jaxvlm.trainer import checks, inputs
+
+    if values.config is None or not values.output:
+        raise ConfigError("usage: jaxvlm data pack --config=RECIPE[:arg] --output=FOLDER")
+    if values.shard_mb < 1:
+        raise ConfigError(f"--shard_mb={values.shard_mb}: must be at least 1")
+    config = from_config_dict(values.config)
+    checks.check_packable(config)
+    with packed_set.new_folder(values.output) as folder:
+        prepared = inputs.prepare_conversations(config, None)
+        dataset, size = prepared.dataset, values.shard_mb * 2**20
+        for line in sorted({problem.reason for problem in dataset.problems}):
+            print(f"left out: {line}")
+        made = packed_set.made_for(dataset.config, dataset.settings, prepared.tokenizer)
+        index = packed_set.write(
+            folder, dataset.content, made, prepared.tokenizer, dataset.config, size
+        )
+    report = {name: index[name] for name in ("records", "images", "sequences", "tokens")}
+    report["left_out"] = len(dataset.problems)
+    report["bytes"] = sum(size for size, _ in index["files"].values())
+    print(
+        f"{values.output}: {report['records']:,} records, {report['images']:,} images, "
+        f"{report['sequences']:,} packed sequences, {report['bytes'] / 2**20:,.1f} MiB; "
+        f"{report['left_out']:,} records are left out"
+    )
+    return report
+
+
+def _verify(folder: str) -> dict[str, Any]:
+    """Read all of a packed set, and exit 1 if a file is not as it was packed."""
+    from jaxvlm.config import ConfigError
+    from jaxvlm.data.conversations import packed_set
+    from jaxvlm.data.conversations.content import is_packed
+
+    if not is_packed(folder):
+        raise ConfigError(f"{folder} is no packed set: `jaxvlm data pack` makes one")
+    found = dict(packed_set.damaged(folder))
+    for name, what in found.items():
+        print(f"{folder}/{name}: {what}")
+    count = len(packed_set.read_index(folder)["files"])
+    print(f"{folder}: {count - len(found)} of {count} files are as they were packed")
+    return {"files": count, "damaged": found, "exit_code": 1 if found else 0}
 
 
 def _of_flags(values: flags.FlagValues) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import mixture_records, packing, tokenize
-from jaxvlm.data.conversations.dataset import ModelInputs, select
+from jaxvlm.data.conversations.content import ModelInputs, select, validate_settings
 from jaxvlm.data.conversations.mixture import MixtureOrder
-from jaxvlm.data.conversations.run_data import validate_settings
 from jaxvlm.data.errors import DataError, ImageError, Problem, numbers
 from jaxvlm.data.image_inputs import ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from jaxvlm.checkpoint import run_folder, run_record
 from jaxvlm.config import Config, ConfigError, ModelConfig, TokenizerConfig
+from jaxvlm.data.conversations.content import PACKED_TOKENIZER, is_packed
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
@@ -31,7 +32,8 @@ def make_tokenizer(
     """Load the run's tokenizer, or train one.
 
     The first that there is of: the run's own (:func:`has_own_tokenizer`),
-    ``config.tokenizer.path``, its checkpoint's, ``config.init_from``'s, one trained on ``texts``.
+    ``config.tokenizer.path``, its checkpoint's, ``config.init_from``'s, that of a packed set, one
+    trained on ``texts``.
 
     Args:
         config: settings of the run.
@@ -81,6 +83,8 @@ def tokenizer_folder(
         folder = source.files
     elif config.init_from:  # its weights belong to its tokens
         folder = run_folder.local_to_read(config.init_from, "config.init_from") / "tokenizer"
+    elif is_packed(config.data.train):
+        folder = pathlib.Path(config.data.train) / PACKED_TOKENIZER
     for name in ("kind", "vocab_size") if folder else ():
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)

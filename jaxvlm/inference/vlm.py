@@ -17,7 +17,7 @@ from jaxvlm.config import (
     ConfigError,
 )
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import make_dataset
+from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.inference import generated_answers, input_types, kv_compression, prompts

@@ -13,7 +13,7 @@ from typing import Any
 from jaxvlm.checkpoint import run_record
 from jaxvlm.config import Config, ConfigError, Extension, TokenizerConfig, json_text
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import read_records
+from jaxvlm.data.conversations.content import read_records
 from jaxvlm.data.sources import pair_formats
 from jaxvlm.hf.run_processor import make_tokenizer
 from jaxvlm.losses.registry import trains_embeddings

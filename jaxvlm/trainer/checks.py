@@ -22,6 +22,7 @@ from jaxvlm.config import (
     refuse_unread_by,
 )
 from jaxvlm.data.conversations import packing
+from jaxvlm.data.conversations.content import is_packed
 from jaxvlm.data.conversations.mixture_records import SOURCE_SETTINGS
 from jaxvlm.losses.registry import check_loss_name, loss_setting, trains_embeddings
 from jaxvlm.spmd.gradcache import AUTO_MINI_BATCH
@@ -81,6 +82,26 @@ def _check_config(config: Config) -> None:
         )
 
 
+def check_packable(config: Config) -> None:
+    """Refuse data that `jaxvlm data pack` can't pack.
+
+    Raises:
+        ConfigError: which, and what to do.
+    """
+    check_data(config)
+    if trains_embeddings(config):
+        raise ConfigError(
+            f"data pack is for conversations, and {loss_setting(config)} trains on pairs, which "
+            "are read as they are"
+        )
+    if config.data.mixture:
+        raise ConfigError(
+            "config.data.mixture can't be packed: pack one file, and mix files as they are"
+        )
+    if is_packed(config.data.train):
+        raise ConfigError(f"config.data.train={config.data.train!r} is packed already")
+
+
 def check_data(config: Config) -> None:
     """Refuse data that are not named, named twice, or have settings that nothing reads."""
     data, mixture = config.data, config.data.mixture
@@ -110,6 +131,16 @@ def check_data(config: Config) -> None:
         )
     if mixture:
         refuse_unread(data, "config.data")
+    files = {"config.data.eval": data.eval}
+    files |= {f"config.data.mixture.{name}.train": x.train for name, x in mixture.items()}
+    if trains_embeddings(config):
+        files["config.data.train"] = data.train
+    for name, spec in files.items():
+        if is_packed(spec):
+            raise ConfigError(
+                f"{name}={spec!r} is packed, which only config.data.train of a run that trains "
+                "tokens can be; name the file that it was packed from"
+            )
     specs = [data.train, data.eval, *(source.train for source in mixture.values())]
     refuse_unread_by(data, formats_of(data, *specs))
     groups: dict[str, Any] = {"config.data": data}

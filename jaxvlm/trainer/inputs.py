@@ -14,7 +14,8 @@ from jaxvlm.cache import settings
 from jaxvlm.cache.host_cache import HostCache
 from jaxvlm.config import CacheConfig, Config, ConfigError, Extension
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import make_dataset, read_records
+from jaxvlm.data.conversations.content import is_packed, read_records
+from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.data.prefetch import TrainBatches
 from jaxvlm.hf import peft_folder, pretrained
 from jaxvlm.hf.families import sentences
@@ -59,9 +60,10 @@ def prepare_conversations(given: Config, workdir: pathlib.Path | None) -> Prepar
         given = pretrained.with_source(given, source)
     if source is not None or given.model.lora.checkpoint:
         given = peft_folder.with_adapter(given, source, workdir)
-    read = read_records(given.data, given.data.train)
+    packed = is_packed(given.data.train)
+    read = None if packed else read_records(given.data, given.data.train)
     saved = workdir / "tokenizer" if workdir else None
-    made = make_tokenizer(given, saved, lambda: tokenize.texts(read[0]), source)
+    made = make_tokenizer(given, saved, lambda: tokenize.texts(read[0] if read else ()), source)
     if source is not None:
         pretrained.check_tokens(source, made)
     images = image_format_of(given, source, made)

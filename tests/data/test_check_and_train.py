@@ -13,7 +13,7 @@ from PIL import Image
 from jaxvlm.config import DataConfig, default_config, from_config_dict
 from jaxvlm.data import validate
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import load_dataset
+from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.errors import DataError, NothingUsable
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources import conversation_formats

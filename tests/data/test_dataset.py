@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations.dataset import Dataset
-from jaxvlm.data.conversations.run_data import load_dataset
+from jaxvlm.data.conversations.dataset import Dataset, load_dataset
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images.image_files import Preparation, squares
 from jaxvlm.data.prefetch import resume_step

@@ -18,9 +18,10 @@ from jaxvlm.config import (
     from_config_dict,
 )
 from jaxvlm.data.conversations import packing, tokenize
+from jaxvlm.data.conversations.content import read_records
+from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.conversations.mixture import PERIOD, MixtureOrder, Schedule, whole_weights
 from jaxvlm.data.conversations.packing import SequenceOrder
-from jaxvlm.data.conversations.run_data import load_dataset, read_records
 from jaxvlm.data.errors import DataError, Problem, TooFewRecords
 from jaxvlm.data.prefetch import resume_step
 from tests.data.conftest import llava, record

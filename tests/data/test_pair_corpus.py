@@ -14,7 +14,7 @@ from pair_data import (
 )
 
 from jaxvlm.config import ConfigError, PairDataConfig
-from jaxvlm.data.conversations.run_data import load_dataset
+from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.errors import DataError, Problem
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.inference.examples import gather

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import packing
-from jaxvlm.data.conversations.run_data import load_dataset
+from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files, processor, resize
 from jaxvlm.data.images.patches import Patching

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxvlm.config import DataConfig
-from jaxvlm.data.conversations.run_data import load_dataset
+from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.sources import columnar, members, pair_formats
 from jaxvlm.data.sources.conversation_formats import Turn, read

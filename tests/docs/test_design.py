@@ -13,7 +13,7 @@ from PIL import Image
 from jaxvlm.config import from_config_dict
 from jaxvlm.data import Dataset
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import make_dataset
+from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf.run_processor import image_format_of

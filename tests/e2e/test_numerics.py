@@ -8,7 +8,8 @@ import pytest
 from runs import recipe
 
 import jaxvlm
-from jaxvlm.data.conversations.run_data import make_dataset, read_records
+from jaxvlm.data.conversations.content import read_records
+from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.inference.evaluator import Evaluator
 from jaxvlm.train.loop import TrainingStopped
 from jaxvlm.train.metrics import read_metrics

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from jaxvlm.config import Config, DataConfig, MeshConfig
 from jaxvlm.data.conversations import tokenize
-from jaxvlm.data.conversations.run_data import load_dataset
+from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.conversation_formats import Record, Turn
 from jaxvlm.data.tokenizer import chat_tokenizer

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jaxvlm.config import DataConfig
-from jaxvlm.data import errors, image_placeholders
+from jaxvlm.config import Config, DataConfig
+from jaxvlm.data import errors
 from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
+from jaxvlm.data.conversations.content import (
+    Content,
+    ModelInputs,
+    load,
+    make_pieces,
+    validate_settings,
+)
 from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder
-from jaxvlm.data.errors import DataError, ImageError, Problem, SkippedRecords
+from jaxvlm.data.errors import MIXTURE, DataError, ImageError, Problem, SkippedRecords
 from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
@@ -26,22 +33,6 @@ from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.types import Batch
 
 _AUGMENT, _BLIND, _SUBSET = 0xA6, 0xB1, 0x5B  # tags of random streams
-
-
-class ModelInputs(NamedTuple):
-    """Properties of the model and the run that the data depends on."""
-
-    image_size: int
-    """Height and width of an image in pixels."""
-    prepare: image_files.Preparation
-    """Preprocessing of an image to pixels."""
-    num_patches: ImageSpans
-    """Token span of an image."""
-    seed: int = 0
-    visual_mask: str = "causal"
-    """causal | prefix | prompt; see ``DecoderConfig``."""
-    patching: Patching | None = None
-    """How images of any size are cut into patches; ``None`` if all have the same size."""
 
 
 class Dataset:
@@ -57,40 +48,27 @@ class Dataset:
     def __init__(
         self,
         name: str,
-        records: Sequence[Record],
-        problems: Sequence[Problem],
+        content: Content,
         config: DataConfig,
         tokenizer: ChatTokenizer,
         settings: ModelInputs,
     ):
-        """Tokenize records and group them into pieces; see ``run_data.load_dataset``."""
+        """Serve what a data set holds; see :func:`load_dataset`."""
         self.name, self.config, self.settings = name, config, settings
-        self.records, self.tokenizer = tokenize.split_turns(records, config.loss_turns), tokenizer
-        self.total = len(self.records) + len(problems)
-        corpus, pieces, bad, too_long = select(self.records, config, tokenizer, settings)
-        ids = [record.id for record in self.records]
-        parts = errors.enforce_limits(name, config, ids, problems, bad, too_long)
+        self.content, self.tokenizer = content, tokenizer
+        self.records, self.corpus, self.pieces, self.facts, parts = content[:5]
+        self.total = sum(part.total for part in parts)
         self.problems = [problem for part in parts for problem in part.problems]
-        if not len(pieces.num_tokens):
-            reasons = f"`{errors.check_command(name, config)}` lists the reasons"
-            raise DataError(f"{name}: no usable record is left; {reasons}")
-        different = {id(span): span for span in corpus.spans}.values()
-        tiles_of_image = max((len(span.starts) for span in different), default=1)
-        image_files.refuse_augmented_tiles(name, config, tiles_of_image)
-        self.corpus, self.pieces = corpus, pieces
+        image_files.refuse_augmented_tiles(name, config, self.facts.tiles)
         image_cache = image_files.ImageCache(
             settings.prepare, config.max_pixels, config.image_cache_mb
         )
-        self.image_inputs = ImageInputs(corpus.paths, corpus.spans, image_cache, settings.patching)
-        self._max_patches = self._max_patches_of_sequence()
-        self._taps = image_placeholders.max_taps(different)
-        tiles = [packing.count_tiles(corpus, images) for images in corpus.images]
-        self._density = float(np.max(tiles / corpus.length, initial=0.0))
+        images = self.corpus.paths, self.corpus.spans
+        self.image_inputs = ImageInputs(*images, image_cache, settings.patching)
         self._skipped = SkippedRecords(parts, config, errors.numbers(config))
         self._order: SequenceOrder | MixtureOrder | None = None
         self._pages: PageAllocation | None = None
         self._written_pages: WrittenPages | None = None
-        self._digest = tokenize.digest(corpus)
 
     def sample_digest(self) -> str:
         """Hash of some images' bytes, by which processes find that they read different files."""
@@ -99,7 +77,7 @@ class Dataset:
     @property
     def modalities(self) -> set[str]:
         """What usable records hold: ``text``, and ``vision`` if one has an image."""
-        return {"text", *(["vision"] if any(self.pieces.images) else [])}
+        return {"text", *(["vision"] if self.facts.has_images else [])}
 
     @property
     def order(self) -> SequenceOrder | MixtureOrder:
@@ -110,7 +88,7 @@ class Dataset:
                 sources = tokenize.source_of_records(self.config, self.records, self.corpus)
                 self._order = MixtureOrder(*given, packing.of_pieces(self.pieces, sources))
             else:
-                self._order = SequenceOrder(*given)
+                self._order = SequenceOrder(*given, planned=self.content.sequences)
         return self._order
 
     def check_batches(self) -> None:
@@ -185,7 +163,7 @@ class Dataset:
         lengths = packing.buckets(config.max_length, count)
         if patching is None:
             return tuple((length, 0) for length in lengths)
-        most = self._max_patches  # patches are in proportion to tokens
+        most = self.facts.patches  # patches are in proportion to tokens
         return tuple((n, patching.padded_count(most * n // lengths[-1])) for n in lengths)
 
     def train(self, local_rows: np.ndarray, start_step: int = 0) -> TrainBatches:
@@ -242,8 +220,10 @@ class Dataset:
             An iterator of (Batch, Meta).
 
         Raises:
-            DataError: ``shuffled_images`` with fewer than two images.
+            DataError: ``shuffled_images`` with fewer than two images, or a packed set.
         """
+        if self.content.check:
+            raise DataError(f"{self.name} is packed: only training reads it; evaluate on a file")
         corpus, pieces = self.subset(num_records)
         other = self.other_images() if shuffled_images else None
         every_piece = np.arange(len(pieces.num_tokens))
@@ -276,10 +256,10 @@ class Dataset:
         picked |= {"records": len(self.corpus.first), "order_version": packing.ORDER_VERSION}
         if settings.patching:
             picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
-            picked["patches"] = self._max_patches
+            picked["patches"] = self.facts.patches
         if self.config.mixture:
             picked |= mixture_records.fingerprint(self.config)
-        return picked | {"content": self._digest}
+        return picked | {"content": self.facts.digest}
 
     def _record_id(self, corpus: tokenize.Corpus, record: int) -> str:
         return self.records[int(corpus.source[record])].id
@@ -295,40 +275,29 @@ class Dataset:
         )
         return next(s for s in self.sequence_shapes if s[0] >= tokens and s[1] >= patches)
 
-    def _max_patches_of_sequence(self) -> int:
-        """Maximum patches of a sequence: the setting, or what its tokens and images allow."""
-        config, patching, pieces = self.config, self.settings.patching, self.pieces
-        if patching is None or not config.packing:
-            return int(pieces.num_patches.max())
-        limits = packing.limits_of(config, patching)
-        used = {image for images in pieces.images for image in images}
-        largest = max((limits.patches(self.corpus, (p,)) for p in used), default=0)
-        most = min(patching.per_token * config.max_length, config.max_images_per_sequence * largest)
-        return min(most, config.max_patches_per_sequence or most)
-
-    def _layout(self, pieces: packing.Pieces) -> Layout:
-        most = int(pieces.num_images.max())
+    def _layout(self) -> Layout:
+        most = self.facts.slots
         if self.config.packing:  # an upper bound for any choice of records in a sequence
-            fit = int(self._density * self.config.max_length)
+            fit = int(self.facts.density * self.config.max_length)
             most = min(self.config.max_images_per_sequence, max(most, fit))
         return Layout(
             image_id=self.tokenizer.image_id,
             pad_id=self.tokenizer.pad_id,
-            max_images=most if self.corpus.paths else 0,
-            has_parents=bool((pieces.record < 0).any()),
+            max_images=most if len(self.corpus.paths) else 0,
+            has_parents=self.facts.has_parents,
             mask=self._mask(),
-            taps=self._taps,
+            taps=self.facts.taps,
             position_rows=self.position_rows,
         )
 
     @property
     def position_rows(self) -> int:
         """R: rotary positions of a token."""
-        return max((len(span.positions) for span in self.corpus.spans[:1]), default=1)
+        return self.facts.position_rows
 
     def _mask(self) -> str:
         mask = self.settings.visual_mask
-        return mask if self.corpus.paths or mask == "prompt" else "causal"
+        return mask if len(self.corpus.paths) or mask == "prompt" else "causal"
 
     def _load(
         self,
@@ -355,12 +324,13 @@ class Dataset:
                     if other is None:  # a failure in the blind control is not the piece's own
                         self._skip(corpus, pieces, piece, str(error))
                     continue
+                self._check(piece)
                 good.append(piece)
                 inputs += tiles
                 if slots:
                     pages += [page for p in images for page in slots.pages(sequence.row, p)]
             kept.append(np.asarray(good, np.int32))
-        layout = self._layout(self.pieces)
+        layout = self._layout()
         batch, meta, places = collate(corpus, pieces, kept, shape[0], layout)
         batch = batch._replace(example_id=(example_id % 2**31).astype(np.int32))
         if layout.max_images:
@@ -378,6 +348,13 @@ class Dataset:
                 in_pages[places.row, places.slot] = [v.in_pages for v in inputs]
                 batch = batch._replace(image_pages=image_pages, in_pages=in_pages)
         return batch, meta
+
+    def _check(self, piece: int) -> None:
+        """Raise DataError where a piece of a packed set has other tokens than were packed."""
+        if check := self.content.check:
+            own = self.pieces.record[self.pieces.start[piece] : self.pieces.start[piece + 1]]
+            for record in own[own >= 0].tolist():
+                check(record)
 
     def _inputs_of(
         self,
@@ -454,43 +431,67 @@ class Dataset:
         return other
 
 
-class Selected(NamedTuple):
-    """The records that a run can use, and the problems of the others."""
-
-    corpus: tokenize.Corpus
-    pieces: packing.Pieces
-    """Pieces of the usable records."""
-    bad: list[Problem]
-    """Records that ``data.on_bad_record`` is about."""
-    too_long: list[Problem]
-    """Records that ``data.on_too_long`` is about."""
-
-
-def select(
-    records: Sequence[Record], config: DataConfig, tokenizer: ChatTokenizer, settings: ModelInputs
-) -> Selected:
-    """Tokenize records and select those that can be used: in a run, and in `jaxvlm data check`.
-
-    Every image's header is read, and no image is decoded.
-    """
-    corpus, unfit = tokenize.encode(records, tokenizer, settings.num_patches)
-    corpus, broken = tokenize.with_readable_images(corpus, records, config.max_pixels)
-    apart = tokenize.source_of_records(config, records, corpus)
-    pieces, long = make_pieces(corpus, config, tokenizer, settings, apart)
-    too_long = [Problem(records[int(corpus.source[i])].id, *reason) for i, *reason in long]
-    return Selected(corpus, pieces, [*unfit, *broken], too_long)
+def make_dataset(
+    config: Config,
+    spec: str,
+    chat_tokenizer: ChatTokenizer,
+    image_format: image_files.ImageFormat,
+    read: Any = None,
+) -> Dataset:
+    """Build the data set ``spec``, tokenized for the run's model."""
+    return load_dataset(
+        config.data,
+        chat_tokenizer,
+        image_size=image_format.size,
+        num_patches=image_format.of_file,
+        seed=config.seed,
+        visual_mask=config.model.decoder.visual_mask,
+        prepare=image_format.prepare,
+        patching=image_format.patching,
+        spec=spec,
+        read=read,
+    )
 
 
-def make_pieces(
-    corpus: tokenize.Corpus,
+def load_dataset(
     config: DataConfig,
     tokenizer: ChatTokenizer,
-    settings: ModelInputs,
-    apart: Sequence[int] = (),
-) -> tuple[packing.Pieces, list[tuple[int, str, str]]]:
-    """Group a corpus into pieces as the settings say; see :func:`packing.build_pieces`."""
-    # With one record a sequence nothing can be shared; nor can an image that attends to its
-    # question.
-    share = config.share_images and config.packing and settings.visual_mask != "prompt"
-    limits = packing.limits_of(config, settings.patching)
-    return packing.build_pieces(corpus, tokenizer.image_id, limits, share, apart)
+    *,
+    image_size: int,
+    num_patches: ImageSpans,
+    seed: int = 0,
+    visual_mask: str = "causal",
+    prepare: image_files.Preparation | None = None,
+    patching: Patching | None = None,
+    spec: str = "",
+    read: tuple[list[Record], list[Problem]] | None = None,
+) -> Dataset:
+    """Read, validate and tokenize a data file.
+
+    The header of every image is read; no image is decoded.
+
+    Args:
+        config: settings of what to read and how to pack it.
+        tokenizer: tokenizer with a chat template.
+        image_size: height and width of the model's images in pixels.
+        num_patches: token span of an image: a number of tokens, or a function of its file.
+        seed: seed of the run.
+        visual_mask: causal | prefix | prompt: which tokens attend bidirectionally.
+        prepare: preprocessing of images; ``None`` follows ``config.resize``.
+        patching: how images of any size are cut into patches; ``None`` if all have the same
+            size.
+        spec: file or named source to read; "" is ``config.train`` or ``config.mixture``.
+        read: result of :func:`read_records` for ``spec``, if it was read before.
+
+    Raises:
+        DataError: the file, or too many of its records, can't be used.
+    """
+    spec = spec or config.train
+    if spec:
+        config = dataclasses.replace(config, mixture={})
+    name = spec or MIXTURE
+    prepare = prepare or image_files.squares(image_size, config.resize)
+    settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
+    validate_settings(config, settings)
+    content = load(name, spec, config, tokenizer, settings, read)
+    return Dataset(name, content, config, tokenizer, settings)

@@ -48,7 +48,7 @@ class Pieces(NamedTuple):
     """Tokens in a packed sequence, those of images included."""
     offset: Int32[np.ndarray, " segments"]
     """Position id of the first token: where the parent ended, so that sharing changes no result."""
-    images: tuple[tuple[int, ...], ...]
+    images: Sequence[tuple[int, ...]]
     """For each piece: indices into the corpus's paths."""
     num_tokens: Int32[np.ndarray, " pieces"]
     """Tokens of each piece, those of images included."""

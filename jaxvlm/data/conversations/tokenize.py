@@ -47,11 +47,11 @@ class Corpus(NamedTuple):
     """Index of the record's last token, plus one."""
     length: Int32[np.ndarray, " records"]
     """Tokens that the record takes in a packed sequence, those of images included."""
-    images: tuple[tuple[int, ...], ...]
+    images: Sequence[tuple[int, ...]]
     """For each record: indices into ``paths``."""
-    paths: tuple[str, ...]
+    paths: Sequence[str]
     """Each image file once."""
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     """The token span of each image."""
     source: Int32[np.ndarray, " records"]
     """Index of each record in the list that was tokenized."""

@@ -160,7 +160,7 @@ def load(path: str, prepare: Preparation, max_pixels: int = 50_000_000) -> Pixel
     Raises:
         ImageError: the image can't be decoded; the message is the reason.
     """
-    return decode(_bytes(path), prepare, max_pixels)
+    return decode(read_bytes(path), prepare, max_pixels)
 
 
 def decode(data: bytes, prepare: Preparation, max_pixels: int) -> Pixels:
@@ -275,7 +275,7 @@ class ImageCache:
             if path in self._images:
                 self._images.move_to_end(path)
                 return self._images[path]
-        data = _bytes(path)
+        data = read_bytes(path)
         pixels = decode(data, self.prepare, self.max_pixels)
         decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
         with self._lock:
@@ -294,7 +294,7 @@ class ImageCache:
             ImageError: the file can't be read; the message is the reason.
         """
         if path not in self._digests:
-            self._digests[path] = hashlib.blake2b(_bytes(path), digest_size=16).digest()
+            self._digests[path] = hashlib.blake2b(read_bytes(path), digest_size=16).digest()
         return self._digests[path]
 
 
@@ -311,12 +311,13 @@ def sample_digest(paths: Sequence[str], count: int = 16) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for i in np.unique(np.linspace(0, len(paths) - 1, min(count, len(paths))).round().astype(int)):
         with contextlib.suppress(ImageError):
-            digest.update(_bytes(paths[i]))
+            digest.update(read_bytes(paths[i]))
         digest.update(b"\0")
     return digest.hexdigest()
 
 
-def _bytes(path: str) -> bytes:
+def read_bytes(path: str) -> bytes:
+    """Read an image file, or one inside of another file; raises ImageError."""
     _check_regular(path)
     try:
         return pathlib.Path(path).read_bytes() if is_file(path) else members.read(path)
@@ -335,7 +336,7 @@ def _check_regular(path: str) -> None:
 def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     """Open an image and read its header; raises ImageError."""
     if isinstance(source, str) and not is_file(source):
-        source = io.BytesIO(_bytes(source))
+        source = io.BytesIO(read_bytes(source))
     if isinstance(source, str):
         _check_regular(source)
     try:

@@ -14,7 +14,7 @@ import jax
 from jaxvlm.checkpoint import run_record
 from jaxvlm.checkpoint.manifest import BEST_OF
 from jaxvlm.config import Config, ConfigError
-from jaxvlm.data.conversations.run_data import make_dataset
+from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.data.errors import DataError
 from jaxvlm.inference import prediction_grid
 from jaxvlm.inference.embedding_evaluator import EmbeddingEvaluator, embedding_evaluator

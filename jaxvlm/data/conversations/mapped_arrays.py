@@ -1,0 +1,153 @@
+"""Lists whose items are parts of flat arrays, which may be mapped from files and take no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.types import Sources, Span
+
+
+class _Parts(Sequence[Any]):
+    """``start[i]:start[i+1]`` is item i of ``values``."""
+
+    def __init__(self, start: np.ndarray, values: np.ndarray):
+        self._start, self._values = start, values
+
+    def __len__(self) -> int:
+        return len(self._start) - 1
+
+    def _part(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._values[self._start[index] : self._start[index + 1]]
+
+
+class Groups(_Parts):
+    """Tuples of numbers."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self._part(index).tolist())
+
+
+class Strings(_Parts):
+    """Strings, each but empty ones behind a ``prefix``."""
+
+    def __init__(self, start: np.ndarray, values: np.ndarray, *, prefix: str = ""):
+        super().__init__(start, values)
+        self._prefix = prefix
+
+    def __getitem__(self, index: Any) -> Any:
+        text = self._part(index).tobytes().decode()
+        return text and self._prefix + text
+
+
+class Named(Sequence[Any]):
+    """Records that have an id and nothing else."""
+
+    def __init__(self, ids: Sequence[str]):
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Record(self._ids[index], (), ())
+
+
+def flat(name: str, items: Sequence[Sequence[int]] | Sequence[str]) -> dict[str, np.ndarray]:
+    """Arrays of :class:`Groups`, or of :class:`Strings`: ``NAME`` and ``NAME_start``."""
+    parts = [
+        np.frombuffer(item.encode(), np.uint8) if isinstance(item, str) else np.asarray(item, int)
+        for item in items
+    ]
+    kind = np.uint8 if items and isinstance(items[0], str) else np.int64
+    counts = np.asarray([len(part) for part in parts], np.int64)
+    return {
+        name: np.concatenate([np.zeros(0, kind), *parts]).astype(kind),
+        f"{name}_start": np.concatenate([[0], np.cumsum(counts)]),
+    }
+
+
+class Spans(Sequence[Any]):
+    """Token spans of images, of which equal ones are stored once.
+
+    Args:
+        read: name -> array of :meth:`arrays`.
+    """
+
+    def __init__(self, read: Callable[[str], np.ndarray]):
+        self._of = {name: read(f"span_{name}") for name in _OF_SPAN}
+        self._leads = Strings(read("span_lead_start"), read("span_lead"))
+        self._made: dict[int, Span] = {}
+
+    @staticmethod
+    def arrays(spans: Sequence[Span]) -> dict[str, np.ndarray]:
+        """Arrays to store, by name."""
+        unique = list({id(span): span for span in spans}.values())
+        number = {id(span): i for i, span in enumerate(unique)}
+        inside = [span.sources for span in unique]
+        none = np.zeros(0)
+        weights = [none if x is None or x.weight is None else x.weight for x in inside]
+        features = [none if x is None else x.feature for x in inside]
+        found = {
+            "which": np.asarray([number[id(span)] for span in spans], np.int64),
+            "ids": _joined([span.ids for span in unique], np.int32),
+            "ids_end": _ends([span.ids for span in unique]),
+            "tile": _joined([span.tile for span in unique], np.int32),
+            "positions": _joined([span.positions for span in unique], np.int32),
+            "positions_end": _ends([span.positions for span in unique]),
+            "advance": np.asarray([span.advance for span in unique], np.int64),
+            "feature": _joined(features, np.int32),
+            "feature_end": _ends(features),
+            "weight": _joined(weights, np.float32),
+            "weight_end": _ends(weights),
+            "tiles": np.asarray([-1 if x is None else x.tiles for x in inside], np.int64),
+            "per_tile": np.asarray([0 if x is None else x.per_tile for x in inside], np.int64),
+        }
+        assert found.keys() == set(_OF_SPAN)
+        leads = flat("span_lead", [span.lead for span in unique])
+        return {f"span_{name}": array for name, array in found.items()} | leads
+
+    def __len__(self) -> int:
+        return len(self._of["which"])
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(self._of["which"][index])
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+    def _make(self, i: int) -> Span:
+        ids, tile = self._cut("ids", "ids", i), self._cut("tile", "ids", i)
+        positions = self._cut("positions", "positions", i).reshape(-1, len(ids))
+        sources = None
+        if (tiles := int(self._of["tiles"][i])) >= 0:
+            feature = self._cut("feature", "feature", i).reshape(len(ids), -1)
+            weight = self._cut("weight", "weight", i).reshape(len(ids), -1)
+            per_tile = int(self._of["per_tile"][i])
+            sources = Sources(feature, weight if weight.size else None, tiles, per_tile)
+        return Span(ids, tile, positions, int(self._of["advance"][i]), sources, self._leads[i])
+
+    def _cut(self, name: str, ends: str, i: int) -> np.ndarray:
+        end = self._of[f"{ends}_end"]
+        return self._of[name][int(end[i - 1]) if i else 0 : int(end[i])]
+
+
+_OF_SPAN = (
+    *("which", "ids", "ids_end", "tile", "positions", "positions_end", "advance"),
+    *("feature", "feature_end", "weight", "weight_end", "tiles", "per_tile"),
+)
+
+
+def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, kind), *(part.ravel() for part in parts)]).astype(kind)
+
+
+def _ends(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.cumsum(np.asarray([part.size for part in parts], np.int64))
