@@ -17,10 +17,9 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
-PACKED = "packed.json"
-"""File in the folder of a packed set that says what it holds."""
 PACKED_TOKENIZER = "tokenizer"
 """Folder in that of a packed set."""
 
@@ -181,11 +180,6 @@ def read_records(config: DataConfig, spec: str) -> Any:
     Raises:
         DataError: the file as a whole can't be used, or it is a packed set.
     """
-    if is_packed(spec):
-        raise DataError(
-            f"{spec} is packed, and holds what a run trains on, not its records; name the file "
-            "that it was packed from"
-        )
     return conversation_formats.read(spec, config) if spec else mixture_records.read(config)
 
 

@@ -100,6 +100,7 @@ class Spans(Sequence[Any]):
             "tile": _joined([span.tile for span in unique], np.int32),
             "positions": _joined([span.positions for span in unique], np.int32),
             "positions_end": _ends([span.positions for span in unique]),
+            "rows": np.asarray([len(span.positions) for span in unique], np.int64),
             "advance": np.asarray([span.advance for span in unique], np.int64),
             "feature": _joined(features, np.int32),
             "feature_end": _ends(features),
@@ -125,13 +126,18 @@ class Spans(Sequence[Any]):
 
     def _make(self, i: int) -> Span:
         ids, tile = self._cut("ids", "ids", i), self._cut("tile", "ids", i)
-        positions = self._cut("positions", "positions", i).reshape(-1, len(ids))
+        positions = self._cut("positions", "positions", i).reshape(
+            int(self._of["rows"][i]), len(ids)
+        )
         sources = None
         if (tiles := int(self._of["tiles"][i])) >= 0:
-            feature = self._cut("feature", "feature", i).reshape(len(ids), -1)
-            weight = self._cut("weight", "weight", i).reshape(len(ids), -1)
+            feature = self._cut("feature", "feature", i)
+            feature = feature.reshape(len(ids), len(feature) // max(len(ids), 1))
+            weight = self._cut("weight", "weight", i)
             per_tile = int(self._of["per_tile"][i])
-            sources = Sources(feature, weight if weight.size else None, tiles, per_tile)
+            sources = Sources(
+                feature, weight.reshape(feature.shape) if len(weight) else None, tiles, per_tile
+            )
         return Span(ids, tile, positions, int(self._of["advance"][i]), sources, self._leads[i])
 
     def _cut(self, name: str, ends: str, i: int) -> np.ndarray:
@@ -140,7 +146,7 @@ class Spans(Sequence[Any]):
 
 
 _OF_SPAN = (
-    *("which", "ids", "ids_end", "tile", "positions", "positions_end", "advance"),
+    *("which", "ids", "ids_end", "tile", "positions", "positions_end", "rows", "advance"),
     *("feature", "feature_end", "weight", "weight_end", "tiles", "per_tile"),
 )
 

@@ -25,7 +25,6 @@ import numpy as np
 from jaxvlm.config import DataConfig, json_text
 from jaxvlm.data.conversations import packing
 from jaxvlm.data.conversations.content import (
-    PACKED,
     PACKED_TOKENIZER,
     Content,
     Facts,
@@ -36,6 +35,7 @@ from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.errors import DataError, ImageError, Part
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.member_names import Member, shown
+from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.types import Span
 

@@ -19,6 +19,9 @@ DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 """File extensions of images in a tar."""
 
+PACKED = "packed.json"
+"""File in the folder of a packed set that says what it holds; see `jaxvlm data pack`."""
+
 
 class Raw(NamedTuple):
     """A record as read from its file."""
@@ -93,6 +96,11 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
             "PersistentVolume, a FUSE mount of the bucket)"
         )
     path = pathlib.Path(spec).expanduser()
+    if spec and (path / PACKED).is_file():
+        raise DataError(
+            f"{spec} is packed, and holds what a run trains on, not its records; name the file "
+            "that it was packed from"
+        )
     if spec and path.is_dir():
         return mds.shards(path) if (path / mds.INDEX).is_file() else _saved_to_disk(path)
     paths = [path] if path.is_file() else [pathlib.Path(p) for p in sorted(glob.glob(str(path)))]
