@@ -51,7 +51,7 @@ def ours(folder: pathlib.Path, paths: list[str], batch_size: int) -> Callable[[]
     from jaxvlm.config import Config, DataConfig
     from jaxvlm.data.conversations import tokenize
     from jaxvlm.data.conversations.content import read_records
-from jaxvlm.data.conversations.dataset import load_dataset
+    from jaxvlm.data.conversations.dataset import load_dataset
     from jaxvlm.hf.run_processor import make_tokenizer
 
     turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "noise"}]
