@@ -166,7 +166,7 @@ def main() -> None:
             print(rows[-1], flush=True)
             if folder != base:
                 shutil.rmtree(folder)
-    write(NAME, {"packing": {"records": UNIQUE} | packing, "rows": rows, **environment()})
+    write(f"{NAME}.json", {"packing": {"records": UNIQUE} | packing, "rows": rows, **environment()})
 
 
 if __name__ == "__main__":

@@ -291,13 +291,16 @@ def test_room_and_packing():
     pieces = packing.Pieces(
         *[np.zeros(0)] * 6, (), *[np.ones(count, np.int32)] * 2, num_patches=patches
     )
-    limits = packing.Limits(1000, 1000, 100)
-    rows = packing.pack(np.arange(count), pieces, limits)
+    settings = DataConfig(
+        max_length=1000, max_images_per_sequence=1000, max_patches_per_sequence=100
+    )
+    rows = packing.pack(np.arange(count), pieces, settings)
     assert sorted(np.concatenate(rows).tolist()) == list(range(count))
     sizes = [int(patches[row].sum()) for row in rows]
     assert max(sizes) <= 100
     assert np.mean(sizes) > 80, "first fit fills rows"
-    assert len(packing.pack(np.arange(count), pieces, limits._replace(max_patches=0))) == 1
+    unlimited = dataclasses.replace(settings, max_patches_per_sequence=0)
+    assert len(packing.pack(np.arange(count), pieces, unlimited)) == 1
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["size", "pixels"])

@@ -78,34 +78,12 @@ class Content(NamedTuple):
     check: Callable[[int], None] | None = None
     """Of a packed set: raises DataError where a record's tokens are not those that were packed."""
 
-
-def load(
-    name: str,
-    spec: str,
-    config: DataConfig,
-    tokenizer: ChatTokenizer,
-    settings: ModelInputs,
-    read: tuple[Sequence[Record], Sequence[Problem]] | None = None,
-) -> Content:
-    """Open a packed set, or read a data file and build what it holds.
-
-    Args:
-        name: of the data, for messages.
-        spec: a packed set's folder, a data file, or "" for the run's mixture.
-        config: data settings.
-        tokenizer: tokenizer with a chat template.
-        settings: what the data depend on besides.
-        read: result of :func:`read_records`, if it was read before.
-
-    Raises:
-        DataError: the data, or too many of their records, can't be used.
-    """
-    if is_packed(spec):
-        from jaxvlm.data.conversations import packed_set
-
-        return packed_set.open_set(spec, config, tokenizer, settings)
-    records, problems = read or read_records(config, spec)
-    return build(name, records, problems, config, tokenizer, settings)
+    def verify(self, piece: int) -> None:
+        """Raise DataError where a piece of a packed set has other tokens than were packed."""
+        if self.check:
+            own = self.pieces.record[self.pieces.start[piece] : self.pieces.start[piece + 1]]
+            for record in own[own >= 0].tolist():
+                self.check(record)
 
 
 def build(

@@ -10,13 +10,15 @@ import numpy as np
 
 from jaxvlm.config import Config, DataConfig
 from jaxvlm.data import errors
-from jaxvlm.data.conversations import mixture_records, packing, tokenize
+from jaxvlm.data.conversations import mixture_records, packed_set, packing, tokenize
 from jaxvlm.data.conversations.collate import Layout, Meta, collate, collate_inputs
 from jaxvlm.data.conversations.content import (
     Content,
     ModelInputs,
-    load,
+    build,
+    is_packed,
     make_pieces,
+    read_records,
     validate_settings,
 )
 from jaxvlm.data.conversations.mixture import MixtureOrder
@@ -324,7 +326,7 @@ class Dataset:
                     if other is None:  # a failure in the blind control is not the piece's own
                         self._skip(corpus, pieces, piece, str(error))
                     continue
-                self._check(piece)
+                self.content.verify(piece)
                 good.append(piece)
                 inputs += tiles
                 if slots:
@@ -348,13 +350,6 @@ class Dataset:
                 in_pages[places.row, places.slot] = [v.in_pages for v in inputs]
                 batch = batch._replace(image_pages=image_pages, in_pages=in_pages)
         return batch, meta
-
-    def _check(self, piece: int) -> None:
-        """Raise DataError where a piece of a packed set has other tokens than were packed."""
-        if check := self.content.check:
-            own = self.pieces.record[self.pieces.start[piece] : self.pieces.start[piece + 1]]
-            for record in own[own >= 0].tolist():
-                check(record)
 
     def _inputs_of(
         self,
@@ -493,5 +488,9 @@ def load_dataset(
     prepare = prepare or image_files.squares(image_size, config.resize)
     settings = ModelInputs(image_size, prepare, num_patches, seed, visual_mask, patching)
     validate_settings(config, settings)
-    content = load(name, spec, config, tokenizer, settings, read)
-    return Dataset(name, content, config, tokenizer, settings)
+    given = config, tokenizer, settings
+    if is_packed(spec):
+        return Dataset(name, packed_set.open_set(spec, *given), *given)
+    records, problems = read or read_records(config, spec)
+    content = build(name, records, problems, *given)
+    return Dataset(name, content, *given)
