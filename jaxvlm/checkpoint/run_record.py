@@ -231,9 +231,9 @@ def committed_steps(folder: str | os.PathLike[str]) -> list[int]:
         store = RemoteFolder(str(folder))
         steps = (name for name in store.names("") if name.isdigit())
         return sorted(int(step) for step in steps if store.exists(f"{step}/{COMMITTED}"))
-    if not (path := pathlib.Path(folder)).exists():
+    if not (path := pathlib.Path(folder)).is_dir():
         return []
-    return sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
+    return sorted(int(child.name) for child in path.iterdir() if child.name.isdecimal())
 
 
 def has_checkpoint(workdir: pathlib.Path) -> bool:

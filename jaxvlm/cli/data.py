@@ -13,7 +13,7 @@ from jaxvlm.cli.common import define_flags, define_recipe
 SUMMARY = "Check a data file: list the records that training would refuse, by reason; or pack it."
 USAGE = (
     "check [FILE] [--config=RECIPE[:arg] | --max_length=N --image_size=N ...]\n"
-    "       jaxvlm data pack --config=RECIPE[:arg] --output=FOLDER\n"
+    "       jaxvlm data pack [FILE] --config=RECIPE[:arg] --output=FOLDER\n"
     "       jaxvlm data verify FOLDER"
 )
 _FLAGS = {
@@ -27,8 +27,8 @@ _FLAGS = {
     "perceptual hashes differ in at most so many of 64 bits (0 to 16; 4 finds other sizes and "
     "qualities of one image). For conversations; needs pip install 'jaxvlm[check]'. The default -1 "
     "looks for none.",
-    "output": "The folder that `pack` makes; config.data.train then names it.",
-    "shard_mb": "The size of a tar file of images that `pack` writes, about, in MiB.",
+    "output": "For `pack`: the folder that it makes; config.data.train then names it.",
+    "shard_mb": "For `pack`: the size of a tar file of images, about, in MiB.",
     "plot": "A PNG file to draw tokens, images and sizes to; needs pip install 'jaxvlm[check]'.",
 }
 
@@ -60,14 +60,14 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
     if args == ["check"] and values.config is not None and values.config.data.mixture:
         return _mixture(values)
-    if args == ["pack"]:
-        return _pack(values)
+    if args[:1] == ["pack"] and len(args) <= 2:
+        return _pack(values, *args[1:])
     if len(args) == 2 and args[0] == "verify":
         return _verify(args[1])
     if len(args) != 2 or args[0] != "check":
         raise ConfigError(
             "usage: jaxvlm data check FILE [--config=RECIPE] (without FILE the recipe has a "
-            "mixture), data pack --config=RECIPE --output=FOLDER, or data verify FOLDER"
+            "mixture), data pack [FILE] --config=RECIPE --output=FOLDER, or data verify FOLDER"
         )
     _check_flags(values)
     report = _checked(values, args[1])
@@ -148,29 +148,44 @@ def _mixture(values: flags.FlagValues) -> dict[str, Any]:
     return {"sources": found, "shares": shares, "exit_code": 1 if failed else 0}
 
 
-def _pack(values: flags.FlagValues) -> dict[str, Any]:
-    """Pack the training data of a recipe."""
+def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
+    """Pack the training data of a recipe, or a file as if the recipe named it."""
+    from jaxvlm.checkpoint.run_record import local_folder
     from jaxvlm.config import ConfigError, from_config_dict
     from jaxvlm.data.conversations import packed_set
     from jaxvlm.trainer import checks, inputs
 
-    if values.config is None or not values.output:
-        raise ConfigError("usage: jaxvlm data pack --config=RECIPE[:arg] --output=FOLDER")
+    for name in ("config", "output"):
+        if not getattr(values, name):
+            raise ConfigError(
+                f"data pack needs --{name}: jaxvlm data pack [FILE] --config=RECIPE[:arg] "
+                "--output=FOLDER"
+            )
+    local_folder("--output", values.output)
     if values.shard_mb < 1:
         raise ConfigError(f"--shard_mb={values.shard_mb}: must be at least 1")
     config = from_config_dict(values.config)
+    if spec:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=spec))
     checks.check_packable(config)
     with packed_set.new_folder(values.output) as folder:
         prepared = inputs.prepare_conversations(config, None)
         dataset, size = prepared.dataset, values.shard_mb * 2**20
-        for line in sorted({problem.reason for problem in dataset.problems}):
-            print(f"left out: {line}")
+        reasons: dict[str, list[str]] = {}
+        for problem in dataset.problems:
+            reasons.setdefault(problem.reason, []).append(problem.id)
+        for reason, ids in reasons.items():
+            more = ", ..." if len(ids) > 3 else ""
+            print(f"left out: {len(ids):,}  {reason}: {', '.join(ids[:3])}{more}")
         made = packed_set.made_for(dataset.config, dataset.settings, prepared.tokenizer)
         index = packed_set.write(
             folder, dataset.content, made, prepared.tokenizer, dataset.config, size
         )
-    report = {name: index[name] for name in ("records", "images", "sequences", "tokens")}
+    report: dict[str, Any] = {
+        name: index[name] for name in ("records", "images", "sequences", "tokens")
+    }
     report["left_out"] = len(dataset.problems)
+    report["problems"] = reasons
     report["bytes"] = sum(size for size, _ in index["files"].values())
     print(
         f"{values.output}: {report['records']:,} records, {report['images']:,} images, "
@@ -187,7 +202,8 @@ def _verify(folder: str) -> dict[str, Any]:
     from jaxvlm.data.conversations.content import is_packed
 
     if not is_packed(folder):
-        raise ConfigError(f"{folder} is no packed set: `jaxvlm data pack` makes one")
+        what = "is no packed set" if os.path.exists(folder) else "does not exist"
+        raise ConfigError(f"{folder} {what}; `jaxvlm data pack` makes a folder with a packed.json")
     found = dict(packed_set.damaged(folder))
     for name, what in found.items():
         print(f"{folder}/{name}: {what}")

@@ -67,12 +67,12 @@ class DataConfig:
     train: str = ""
     """Names the training data, of conversations (docs/data.md) or pairs (docs/embedding_data.md): a
     .json, .jsonl, .csv, .tsv, .parquet, .arrow or .tar file; all files that match a pattern such as
-    ``shards/*.tar``; a folder that Hugging Face's save_to_disk or MosaicML Streaming (MDS) wrote;
-    or a built-in data set such as easy-vqa:train. With config.data.format, it is whatever that
-    format takes."""
+    ``shards/*.tar``; a folder that Hugging Face's save_to_disk, MosaicML Streaming (MDS) or `jaxvlm
+    data pack` wrote; or a built-in data set such as easy-vqa:train. With config.data.format, it is
+    whatever that format takes."""
     eval: str = ""
-    """Names the evaluation data, in the same form as ``train``; the default "" means that the run
-    is not evaluated."""
+    """Names the evaluation data, in the same form as ``train`` but not packed; the default "" means
+    that the run is not evaluated."""
     mixture: Mapping[str, SourceConfig] = NO_OPTIONS
     """Names several sources of training data instead of ``train``, by names of your own, with the
     settings of each."""

@@ -66,6 +66,11 @@ def resume_step(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> int
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
+    if "order_version" not in old and "order_version" in new:
+        raise DataError(
+            "data: this run was begun by an older jaxvlm, which put records in another order; go "
+            "on with that, or start a new workdir with --config.init_from=OLD_WORKDIR"
+        )
     if changed:
         raise DataError(
             f"data: changed since the checkpoint: {', '.join(changed)}; restore the old values, or"

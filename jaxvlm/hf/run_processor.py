@@ -84,8 +84,9 @@ def tokenizer_folder(
     elif config.init_from:  # its weights belong to its tokens
         folder = run_folder.local_to_read(config.init_from, "config.init_from") / "tokenizer"
     elif is_packed(config.data.train):
-        folder = pathlib.Path(config.data.train) / PACKED_TOKENIZER
-    for name in ("kind", "vocab_size") if folder else ():
+        folder = pathlib.Path(config.data.train).expanduser() / PACKED_TOKENIZER
+    packed = is_packed(config.data.train)  # its recipe made the tokenizer
+    for name in ("kind", "vocab_size") if folder and not packed else ():
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)
     return folder

@@ -35,6 +35,15 @@ def test_a_damaged_line_of_metrics_is_dropped(tmp_path, text):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_a_setting_that_older_runs_have_is_passed_over(tmp_path):
+    run_record.write_config(tmp_path, Config(), "1 x cpu")
+    path = tmp_path / "config.json"
+    document = json.loads(path.read_text())
+    document["config"]["data"]["virtual_shards"] = 256
+    path.write_text(json.dumps(document))
+    assert run_record.read_config(tmp_path) == Config()
+
+
 def test_a_version_that_changed_is_named(tmp_path):
     run_record.write_config(tmp_path, Config(), "1 x cpu")
     assert run_changes.changed_settings(tmp_path, Config()) == []

@@ -230,6 +230,9 @@ def test_state_resumes_and_names_what_changed(album, word_tokenizer):
     want = next(batches)[0]
     fresh = dataset(records, word_tokenizer, workers=2, prefetch=1)  # these may change
     step = resume_step(state, fresh.fingerprint())
+    older = {k: v for k, v in state["fingerprint"].items() if k != "order_version"}
+    with pytest.raises(DataError, match="begun by an older jaxvlm"):
+        resume_step(state | {"fingerprint": older}, fresh.fingerprint())
     assert step == 3
     assert_equal(next(fresh.train(np.arange(4), step))[0], want)
     with pytest.raises(DataError, match=r"data\.max_length 64 -> 72, seed 0 -> 1"):

@@ -1,7 +1,9 @@
 """Packing: each record once, none cut, order free of devices and hosts, children apart."""
 
 import collections
+import hashlib
 import itertools
+import json
 import math
 
 import hypothesis
@@ -122,23 +124,43 @@ def test_all_rows_and_seeds_have_the_same_sequences(records, seed):
             for r in range(rows):
                 assert order.sequence(7, r).pieces.tolist() == again.sequence(7, r).pieces.tolist()
         np.testing.assert_array_equal(order.sequences.piece, planned.piece)
+        if len(planned) > 1:
+            starts = {SequenceOrder(pieces, config(), key)._shift for key in range(40)}
+            assert len(starts) > 1, "which rows have fewer records depends on the seed"
         counts = [order.sequences_of_pass(r) for r in range(rows)]
         assert max(counts) - min(counts) <= 1 and sum(counts) == len(planned)
 
 
-def test_an_image_stays_in_its_row_but_for_those_at_its_ends():
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("sets", "of_each", "rows"), [(400, 5, 4), (60, 40, 16), (16, 50, 16)])
+def test_an_image_stays_in_its_row_but_for_those_at_its_ends(sets, of_each, rows, packed):
     """Records of one image in pieces of their own: few images are in a second row."""
-    records = [record(i, [f"{i % 400}"], "circle " * (1 + i % 7)) for i in range(2000)]
+    total = sets * of_each
+    records = [record(i, [f"{i % sets}"], "circle " * (1 + i % 7)) for i in range(total)]
     _, pieces, _ = build(records, share=False)
-    order = SequenceOrder(pieces, config(batch_size=4), 0)
+    order = SequenceOrder(pieces, config(batch_size=rows, packing=packed), 0)
     homes = {}
-    for r in range(4):
+    for r in range(rows):
         for piece in order.pieces_of_row(r).tolist():
             homes.setdefault(pieces.images[piece], set()).add(r)
-    assert len(homes) == 400
-    assert sum(len(rows) - 1 for rows in homes.values()) <= 3 * 2 * packing.NEAR
-    loads = [int(pieces.num_tokens[order.pieces_of_row(r)].sum()) for r in range(4)]
-    assert max(loads) <= 1.05 * min(loads)
+    assert len(homes) == sets
+    # Each row's end cuts those that are mixed there, and sequences that are still open.
+    cut = packing.NEAR + 2 if packed else 1
+    assert sum(len(found) - 1 for found in homes.values()) <= rows * cut
+    loads = [int(pieces.num_tokens[order.pieces_of_row(r)].sum()) for r in range(rows)]
+    assert max(loads) <= 1.2 * min(loads)
+
+
+def test_the_order_is_the_one_of_its_version():
+    """Runs resume by step: where this fails, raise ORDER_VERSION, and put the new numbers here."""
+    records = [record(i, [f"{i % 30}"] * (i % 3), "circle " * (1 + i % 7)) for i in range(200)]
+    _, pieces, _ = build(records)
+    found = []
+    for packed in (True, False):
+        order = SequenceOrder(pieces, config(batch_size=4, packing=packed), 7)
+        rows = [order.sequence(step, r).pieces.tolist() for step in (0, 3, 1000) for r in range(4)]
+        found.append(hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16])
+    assert (packing.ORDER_VERSION, *found) == (2, "89060b21239b7cca", "45d1901c94a53184")
 
 
 def test_records_of_an_image_are_apart():
@@ -152,7 +174,7 @@ def test_records_of_an_image_are_apart():
         for images in [[pieces.images[i] for r in range(4) for i in order.sequence(step, r).pieces]]
     ]
     together = sum(len(order.sequence(0, r).pieces) for r in range(4))
-    assert together >= 8 and np.mean(alike) <= 0.1 * together
+    assert together >= 8 and np.mean(alike) <= 0.3 * together
 
 
 def test_few_records_still_fill_a_batch():

@@ -66,7 +66,7 @@ def test_figures_of_the_quickstart(quickstart):
     order = data.order
     pieces, records = len(data.pieces.num_tokens), len(data.records)
     assert f"{records:,} records" in design and f"{pieces:,} pieces" in design
-    assert f"{len(order.sequences)} sequences" in design
+    assert f"{len(order.sequences):,} sequences" in design
     rows, length = config.data.batch_size, config.data.max_length
     side = config.model.vision.image_size
     assert f"{rows} sequences of {length} tokens, images of {side} pixels" in design

@@ -61,6 +61,8 @@ class Facts(NamedTuple):
     """Whether records share a prefix."""
     has_images: bool
     """Whether a piece has an image."""
+    unknown: int
+    """Trained tokens that are ``<unk>``, each conversation counted once."""
 
 
 class Content(NamedTuple):
@@ -76,14 +78,7 @@ class Content(NamedTuple):
     sequences: packing.Sequences | None = None
     """Result of :func:`packing.plan`; ``None``: not known yet."""
     check: Callable[[int], None] | None = None
-    """Of a packed set: raises DataError where a record's tokens are not those that were packed."""
-
-    def verify(self, piece: int) -> None:
-        """Raise DataError where a piece of a packed set has other tokens than were packed."""
-        if self.check:
-            own = self.pieces.record[self.pieces.start[piece] : self.pieces.start[piece + 1]]
-            for record in own[own >= 0].tolist():
-                self.check(record)
+    """Of a packed set: raises DataError where a piece is not as it was packed."""
 
 
 def build(
@@ -126,6 +121,7 @@ def build(
         position_rows=max((len(span.positions) for span in corpus.spans[:1]), default=1),
         has_parents=bool((pieces.record < 0).any()),
         has_images=any(pieces.images),
+        unknown=int(np.sum(corpus.loss & (corpus.tokens == tokenizer.unk_id))),
     )
     return Content(records, corpus, pieces, facts, parts)
 
@@ -145,7 +141,7 @@ def _max_patches(
 
 def is_packed(spec: str) -> bool:
     """Whether a data file's name is the folder of a packed set."""
-    return bool(spec) and (pathlib.Path(spec) / PACKED).is_file()
+    return bool(spec) and (pathlib.Path(spec).expanduser() / PACKED).is_file()
 
 
 def read_records(config: DataConfig, spec: str) -> Any:

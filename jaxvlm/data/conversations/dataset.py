@@ -224,8 +224,6 @@ class Dataset:
         Raises:
             DataError: ``shuffled_images`` with fewer than two images, or a packed set.
         """
-        if self.content.check:
-            raise DataError(f"{self.name} is packed: only training reads it; evaluate on a file")
         corpus, pieces = self.subset(num_records)
         other = self.other_images() if shuffled_images else None
         every_piece = np.arange(len(pieces.num_tokens))
@@ -319,6 +317,8 @@ class Dataset:
         for sequence in chosen:
             good = []
             for piece in sequence.pieces.tolist():
+                if self.content.check:
+                    self.content.check(piece)
                 images = pieces.images[piece]
                 try:
                     tiles = self._inputs_of(images, piece, sequence, other, train)
@@ -326,7 +326,6 @@ class Dataset:
                     if other is None:  # a failure in the blind control is not the piece's own
                         self._skip(corpus, pieces, piece, str(error))
                     continue
-                self.content.verify(piece)
                 good.append(piece)
                 inputs += tiles
                 if slots:
@@ -400,6 +399,8 @@ class Dataset:
 
     def subset(self, num_records: int) -> tuple[tokenize.Corpus, packing.Pieces]:
         """Choose ``num_records`` records, in complete pieces as far as possible; 0: all."""
+        if self.content.check:
+            raise DataError(f"{self.name} is packed: only training reads it; evaluate on a file")
         if not 0 < num_records < len(self.corpus.first):
             return self.corpus, self.pieces
         order = np.random.default_rng([0, _SUBSET]).permutation(len(self.pieces.num_tokens))

@@ -41,7 +41,7 @@ class Strings(_Parts):
         self._prefix = prefix
 
     def __getitem__(self, index: Any) -> Any:
-        text = self._part(index).tobytes().decode()
+        text = self._part(index).tobytes().decode("utf-8", "surrogateescape")
         return text and self._prefix + text
 
 
@@ -61,7 +61,9 @@ class Named(Sequence[Any]):
 def flat(name: str, items: Sequence[Sequence[int]] | Sequence[str]) -> dict[str, np.ndarray]:
     """Arrays of :class:`Groups`, or of :class:`Strings`: ``NAME`` and ``NAME_start``."""
     parts = [
-        np.frombuffer(item.encode(), np.uint8) if isinstance(item, str) else np.asarray(item, int)
+        np.frombuffer(item.encode("utf-8", "surrogateescape"), np.uint8)
+        if isinstance(item, str)
+        else np.asarray(item, int)
         for item in items
     ]
     kind = np.uint8 if items and isinstance(items[0], str) else np.int64

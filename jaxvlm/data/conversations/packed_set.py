@@ -8,22 +8,22 @@ sequences), images as they are in tar files, and the tokenizer. ``packed.json`` 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import json
 import os
 import pathlib
+import re
 import shutil
+import socket
 import tarfile
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxvlm.config import DataConfig, json_text
-from jaxvlm.data.conversations import packing
+from jaxvlm.data.conversations import packing, tokenize
 from jaxvlm.data.conversations.content import (
     PACKED_TOKENIZER,
     Content,
@@ -31,8 +31,9 @@ from jaxvlm.data.conversations.content import (
     ModelInputs,
 )
 from jaxvlm.data.conversations.mapped_arrays import Groups, Named, Spans, Strings, flat
+from jaxvlm.data.conversations.piece_checksums import Checksums, holds, of_sequence
 from jaxvlm.data.conversations.tokenize import Corpus
-from jaxvlm.data.errors import DataError, ImageError, Part
+from jaxvlm.data.errors import DataError, ImageError, Part, Problem
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.member_names import Member, shown
 from jaxvlm.data.sources.tables import PACKED
@@ -41,19 +42,25 @@ from jaxvlm.types import Span
 
 FORMAT = 1
 """Of the folder; raised where an older jaxvlm could not read it."""
-_PROBED = 3  # images whose tokens are counted again when a set is opened
+_PROBED = 16  # images, at most, whose tokens are counted again when a set is opened
 
 
 def made_for(config: DataConfig, settings: ModelInputs, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """What the contents of a packed set are a function of, besides its records; JSON-able."""
-    names = ["max_length", "max_images_per_sequence", "packing", "share_images", "loss_turns"]
+    names = [
+        *("max_length", "max_images_per_sequence", "packing", "share_images", "loss_turns"),
+        *("max_pixels", "on_bad_record", "on_too_long"),
+    ]
     if settings.patching:
         names.append("max_patches_per_sequence")
+    count = settings.num_patches
     return {
         **{f"data.{name}": getattr(config, name) for name in names},
         "order_version": packing.ORDER_VERSION,
         "image_size": settings.image_size,
+        "image_tokens": count if isinstance(count, int) else 0,
         "images": settings.prepare.fingerprint,
+        "patches": list(settings.patching or ()),
         "visual_mask": settings.visual_mask,
         "tokenizer": tokenizer_digest(tokenizer),
     }
@@ -62,56 +69,59 @@ def made_for(config: DataConfig, settings: ModelInputs, tokenizer: ChatTokenizer
 def tokenizer_digest(tokenizer: ChatTokenizer) -> str:
     """Hash of all that token ids follow from; it is the same for a copy that was saved and read."""
     backend = json.loads(tokenizer.backend.to_str())
-    steps = {name: backend.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor")}
-    vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
-    ids = [tokenizer.image_id, tokenizer.pad_id, *tokenizer.stop_ids]
-    merges = backend["model"].get("merges")
-    text = json.dumps([steps, vocabulary, merges, tokenizer.template, ids], sort_keys=True)
+    unread = ("truncation", "padding", "decoder", "version")  # for other calls than ours
+    parts = {name: value for name, value in backend.items() if name not in unread}
+    said = [parts, tokenizer.template, sorted(tokenizer.special.items()), list(tokenizer.style)]
+    text = json.dumps(said, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 @contextlib.contextmanager
 def new_folder(output: str) -> Iterator[pathlib.Path]:
-    """A folder beside ``output`` that is renamed to it when it is whole: there is never half a set.
+    """A folder that is renamed to ``output`` when it is whole: there is never half a set.
 
-    What another process left behind when it was killed is removed.
+    It is beside ``output``, with this host and process in its name. What a process of this host
+    that was killed has left behind is removed.
 
     Raises:
-        DataError: ``output`` exists, another process packs to it, or the disk refuses.
+        DataError: ``output`` exists, or the disk refuses.
     """
-    target = pathlib.Path(output)
-    partial = target.with_name(f"{target.name}.partial")
-    if target.exists():
+    target = pathlib.Path(output).expanduser().absolute()
+    if not target.name or target.exists():
         raise DataError(f"{output} exists; name another folder, or remove it")
+    host = socket.gethostname()
+    partial = target.with_name(f"{target.name}.partial-{host}-{os.getpid()}")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        held = os.open(partial, os.O_RDONLY)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(target, host)
+        partial.mkdir()
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(held)
-            raise DataError(f"another process packs to {output}; wait until it is done") from None
-        try:
-            _empty(partial)
             yield partial
+            for path in (*partial.rglob("*"), partial):
+                _to_disk(path)
             os.rename(partial, target)
-        except BaseException:
-            _empty(partial)
-            partial.rmdir()
-            raise
+            _to_disk(target.parent)
         finally:
-            os.close(held)
+            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         where = error.filename or output
         raise DataError(f"{where} can't be written: {error.strerror or error}") from None
 
 
-def _empty(folder: pathlib.Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def _remove_left_over(target: pathlib.Path, host: str) -> None:
+    name = re.compile(re.escape(f"{target.name}.partial-{host}-") + r"(\d+)")
+    for path in target.parent.iterdir():
+        found = name.fullmatch(path.name)
+        if found and not path.is_symlink() and not os.path.exists(f"/proc/{found[1]}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def write(
@@ -133,35 +143,39 @@ def write(
         shard_bytes: size of a tar file of images, about.
 
     Returns:
-        Numbers of what was packed, for people.
+        What ``packed.json`` says.
 
     Raises:
-        DataError: an image changed since its header was read.
+        DataError: an image can't be read any more, or has changed since its header was read.
         OSError: the disk is full, for instance.
     """
-    sequences = content.sequences or packing.plan(content.pieces, config)
+    sequences = packing.plan(content.pieces, config)
     used, corpus, pieces = _used(content, sequences), content.corpus, content.pieces
     paths = [""] * len(corpus.paths)  # those of records that are in no sequence have no file
     with _Shards(folder, shard_bytes) as shards:
         for number, image in enumerate(used):
-            paths[image] = shards.add(number, corpus.paths[image])
+            path = corpus.paths[image]
+            try:
+                paths[image] = shards.add(number, path)
+            except ImageError as error:
+                raise DataError(f"{shown(path)}: {error}; it could be read before") from None
+    if tokenize.digest(corpus) != content.facts.digest:
+        raise DataError("images changed while they were packed; pack the data again")
     ids = [content.records[i].id for i in corpus.source.tolist()]
+    checksum = Checksums(corpus, pieces, paths)
     arrays = {
-        "tokens": corpus.tokens,
-        "loss": corpus.loss,
-        "first": corpus.first,
-        "last": corpus.last,
-        "length": corpus.length,
-        "checksum": np.asarray([_checksum(corpus, i) for i in range(len(ids))], np.uint32),
-        "source": np.arange(len(ids)),
+        **{name: getattr(corpus, name) for name in _OF_CORPUS},
+        "source": np.arange(len(ids), dtype=np.int32),
         **flat("images_of_record", corpus.images),
         **flat("id", ids),
         **flat("path", paths),
         **Spans.arrays(corpus.spans),
         **{f"piece_{name}": getattr(pieces, name) for name in _OF_PIECE},
         **flat("images_of_piece", pieces.images),
+        "piece_checksum": _u32(map(checksum.of_piece, range(len(pieces.num_tokens)))),
         "sequence_piece": sequences.piece,
         "sequence_start": sequences.start,
+        "sequence_checksum": _u32(map(of_sequence, sequences)),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
@@ -171,7 +185,10 @@ def write(
         "made_for": made,
         "facts": content.facts._asdict(),
         "records": len(ids),
+        "total": sum(part.total for part in content.parts),
+        "left_out": [list(problem) for part in content.parts for problem in part.problems],
         "images": len(used),
+        "probes": _probes(corpus, used),
         "sequences": len(sequences),
         "tokens": int(pieces.num_tokens.sum()),
         "files": {
@@ -185,6 +202,8 @@ def write(
     return index
 
 
+_OF_CORPUS = ("tokens", "loss", "first", "last", "length")
+"""Arrays of :class:`tokenize.Corpus`."""
 _OF_PIECE = (
     *("start", "record", "first", "last", "length", "offset"),
     *("num_tokens", "num_images", "num_patches"),
@@ -206,9 +225,9 @@ def open_set(
     Raises:
         DataError: it is damaged, or was packed for other settings.
     """
+    folder = pathlib.Path(spec).expanduser()
     index = read_index(spec)
     _check_settings(spec, index["made_for"], made_for(config, settings, tokenizer), config)
-    folder = pathlib.Path(spec)
     for name, (size, _) in index["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
@@ -217,55 +236,86 @@ def open_set(
                 f"{path} {found}, and {size:,} bytes were packed; copy the set again, or pack it "
                 "again"
             )
-    corpus = _corpus(folder)
+    names = Strings(*_mapped(folder, "path_start", "path"))
+    corpus = Corpus(
+        **{name: _array(folder, name) for name in (*_OF_CORPUS, "source")},
+        images=Groups(*_mapped(folder, "images_of_record_start", "images_of_record")),
+        paths=Strings(*_mapped(folder, "path_start", "path"), prefix=f"{folder}/"),
+        spans=Spans(lambda name: _array(folder, name)),
+    )
     pieces = packing.Pieces(
         images=Groups(*_mapped(folder, "images_of_piece_start", "images_of_piece")),
         **{name: _array(folder, f"piece_{name}") for name in _OF_PIECE},
     )
-    sequences = packing.Sequences(*_mapped(folder, "sequence_piece", "sequence_start"))
-    total = index["records"]
-    part = Part(spec, total, [], f"jaxvlm data verify {spec}")
-    checksum = _array(folder, "checksum")
+    checksum, known = Checksums(corpus, pieces, names), _array(folder, "piece_checksum")
 
-    def check(record: int) -> None:
-        if _checksum(corpus, record) != checksum[record]:
-            raise DataError(
-                f"{spec}: tokens of record {records[record].id} are not those that were packed; "
-                f"`jaxvlm data verify {spec}` lists the damaged files"
-            )
+    def check(piece: int) -> None:
+        if not holds(lambda: checksum.of_piece(piece), known, piece):
+            raise DataError(_DAMAGED.format(what=f"piece {piece}", spec=spec))
 
-    records = Named(Strings(*_mapped(folder, "id_start", "id")))
-    facts = Facts(**index["facts"])
-    content = Content(records, corpus, pieces, facts, [part], sequences, check)
-    _probe(spec, content, settings, tokenizer.image_id)
+    content = Content(
+        records=Named(Strings(*_mapped(folder, "id_start", "id"))),
+        corpus=corpus,
+        pieces=pieces,
+        facts=Facts(**index["facts"]),
+        parts=[Part(spec, index["total"], [Problem(*x) for x in index["left_out"]])],
+        sequences=_CheckedSequences(spec, folder),
+        check=check,
+    )
+    _probe(spec, content, index["probes"], settings, tokenizer.image_id)
     return content
+
+
+_DAMAGED = (
+    "{spec}: {what} is not as it was packed; `jaxvlm data verify {spec}` lists the damaged files"
+)
+
+
+class _CheckedSequences(packing.Sequences):
+    """Packed sequences of a set; raises DataError for one that is not as it was packed."""
+
+    def __init__(self, spec: str, folder: pathlib.Path):
+        super().__init__(*_mapped(folder, "sequence_piece", "sequence_start"))
+        self._spec, self._checksum = spec, _array(folder, "sequence_checksum")
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        own = super().__getitem__(index)
+        if not holds(lambda: of_sequence(own), self._checksum, index):
+            raise DataError(_DAMAGED.format(what=f"sequence {index}", spec=self._spec))
+        return own
+
+
+def _u32(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.uint32)
 
 
 def read_index(spec: str) -> dict[str, Any]:
     """Read ``packed.json``.
 
     Raises:
-        DataError: it is damaged, or of a newer jaxvlm.
+        DataError: it is damaged, or of another format.
     """
-    path = pathlib.Path(spec) / PACKED
+    path = pathlib.Path(spec).expanduser() / PACKED
     try:
         document = json_text.read(path)
         index, digest = document["index"], document["digest"]
+        if index["format"] != FORMAT:
+            raise DataError(
+                f"{path} is of format {index['format']}, and this jaxvlm reads {FORMAT}; pack the "
+                "data again with it"
+            )
         if digest != _digest_of(index):
             raise ValueError("its digest is another one")
+    except DataError:
+        raise
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} is damaged: {error}; pack the data again") from None
-    if index["format"] != FORMAT:
-        raise DataError(
-            f"{path} is of format {index['format']}, and this jaxvlm reads {FORMAT}; pack the data "
-            "again with it"
-        )
     return dict(index)
 
 
 def damaged(spec: str) -> Iterator[tuple[str, str]]:
     """Read every byte of a set: (file, what is wrong) of those that are not as they were packed."""
-    folder = pathlib.Path(spec)
+    folder = pathlib.Path(spec).expanduser()
     for name, (size, digest) in read_index(spec)["files"].items():
         path = folder / name
         if not path.is_file():
@@ -279,8 +329,8 @@ def damaged(spec: str) -> Iterator[tuple[str, str]]:
 def _check_settings(
     spec: str, packed: dict[str, Any], wanted: dict[str, Any], config: DataConfig
 ) -> None:
-    for name in ("image_root", "column_mapping", "ignored_fields"):
-        if getattr(config, name):
+    for name in ("image_root", "column_mapping", "ignored_fields", "literal_markers"):
+        if getattr(config, name) and not config.eval:
             raise DataError(f"data.{name} is not read: {spec} is packed; leave it out")
     changed = [
         f"{name} {packed.get(name)!r} -> {wanted.get(name)!r}"
@@ -291,25 +341,43 @@ def _check_settings(
         raise DataError(
             f"{spec} was packed for other settings: {', '.join(changed)}; set them as they were, "
             "or pack the data again with this recipe"
+            + _OTHER_TOKENIZER
+            * (packed.get("tokenizer") != wanted["tokenizer"])
         )
 
 
-def _probe(spec: str, content: Content, settings: ModelInputs, image_id: int) -> None:
+_OTHER_TOKENIZER = (
+    ". The tokenizer is that of the run's folder, config.tokenizer.path, the checkpoint or "
+    "config.init_from: a run that was begun on other data keeps its own"
+)
+
+
+def _probes(corpus: Corpus, used: Sequence[int]) -> list[int]:
+    """Some images of different spans, evenly chosen: what a run compares when it opens the set."""
+    first: dict[int, int] = {}
+    for image in used:
+        first.setdefault(id(corpus.spans[image]), image)
+    of_each = list(first.values())
+    return of_each[:: -(-len(of_each) // _PROBED) or 1]
+
+
+def _probe(
+    spec: str, content: Content, images: Sequence[int], settings: ModelInputs, image_id: int
+) -> None:
     """Refuse a set whose images have other tokens than the run's model gives them."""
-    corpus, pieces, count = content.corpus, content.pieces, settings.num_patches
-    for piece in range(min(_PROBED, len(pieces.num_tokens))):
-        for image in pieces.images[piece][:1]:
-            path, known = corpus.paths[image], corpus.spans[image].ids
-            try:
-                found = count if isinstance(count, int) else count(path)
-            except ImageError:
-                continue  # the run skips or refuses its records
-            ids = Span.of(image_id, found).ids if isinstance(found, int) else found.ids
-            if not np.array_equal(ids, known):
-                raise DataError(
-                    f"{spec}: {shown(path)} has {len(known)} tokens there, and {len(ids)} in this "
-                    "model; pack the data again with this recipe"
-                )
+    count = settings.num_patches
+    for image in images:
+        path, known = content.corpus.paths[image], content.corpus.spans[image]
+        try:
+            found = count if isinstance(count, int) else count(path)
+        except ImageError:
+            continue  # the run skips or refuses its records
+        span = Span.of(image_id, found) if isinstance(found, int) else found
+        if Checksums.of_span(span) != Checksums.of_span(known):
+            raise DataError(
+                f"{spec}: {shown(path)} has {len(known.ids)} tokens there, and in this model "
+                f"{len(span.ids)}, or others; pack the data again with this recipe"
+            )
 
 
 def _used(content: Content, sequences: packing.Sequences) -> list[int]:
@@ -356,27 +424,12 @@ class _Shards:
         return str(Member(self._name, str(place), len(data), own, digest))
 
 
-def _corpus(folder: pathlib.Path) -> Corpus:
-    return Corpus(
-        **{name: _array(folder, name) for name in ("tokens", "loss", "first", "last", "length")},
-        images=Groups(*_mapped(folder, "images_of_record_start", "images_of_record")),
-        paths=Strings(*_mapped(folder, "path_start", "path"), prefix=f"{folder}/"),
-        spans=Spans(lambda name: _array(folder, name)),
-        source=_array(folder, "source"),
-    )
-
-
 def _array(folder: pathlib.Path, name: str) -> np.ndarray:
     return np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False))
 
 
 def _mapped(folder: pathlib.Path, *names: str) -> Iterator[np.ndarray]:
     return (_array(folder, name) for name in names)
-
-
-def _checksum(corpus: Corpus, record: int) -> int:
-    own = slice(int(corpus.first[record]), int(corpus.last[record]))
-    return zlib.crc32(corpus.loss[own].tobytes(), zlib.crc32(corpus.tokens[own].tobytes()))
 
 
 def _digest(path: pathlib.Path) -> str:

@@ -24,8 +24,8 @@ from jaxvlm.data.images.patches import Patching
 OPEN_SEQUENCES = 8  # sequences that packing keeps open for further pieces
 _UNBOUNDED = 2**62
 
-NEAR = 16
-"""Sets of images among whose pieces the order is random."""
+NEAR = 4
+"""Sets of images among whose pieces the order is random, so that a sequence is not of one image."""
 ORDER_VERSION = 2
 """In the fingerprint of a run: raised where the order of the same records changes."""
 _WORD = 2**64 - 1
@@ -352,8 +352,8 @@ def permuted(place: int, count: int, *key: int) -> int:
 def plan(pieces: Pieces, config: DataConfig, chosen: Sequence[int] | None = None) -> Sequences:
     """Pack all pieces, once for all passes, in an order that depends on nothing but them.
 
-    Pieces of the same images stay near each other, so that they are in one row of the batch; among
-    those of ``NEAR`` other sets of images their order is random.
+    Pieces of the same images stay near each other, so that they are in one row of the batch. Where
+    sequences have several pieces, these are mixed with those of ``NEAR`` sets of images.
 
     Args:
         pieces: all pieces.
@@ -364,7 +364,7 @@ def plan(pieces: Pieces, config: DataConfig, chosen: Sequence[int] | None = None
     sets: dict[tuple[int, ...], int] = {}
     number = [sets.setdefault(pieces.images[i] or (-1 - i,), len(sets)) for i in every.tolist()]
     place = np.argsort(np.argsort(_hashes(len(sets), _SETS), kind="stable"))
-    near = place[np.asarray(number, np.int64)] // NEAR
+    near = place[np.asarray(number, np.int64)] // (NEAR if config.packing else 1)
     return pack(every[np.lexsort((_hashes(len(every), _PIECES), near))], pieces, config)
 
 
@@ -389,8 +389,9 @@ EMPTY = PackedSequence(np.zeros(0, np.int32))
 class SequenceOrder:
     """An endless order of packed training sequences, with random access by step.
 
-    Row r of a batch of B has a B-th of the sequences. Each of its passes over them has an order of
-    its own, and begins when the one before is over, whether or not those of other rows are.
+    Row r of a batch of B has a B-th of the sequences, from a place on that the seed decides. Each
+    of its passes over them has an order of its own, and begins when the one before is over, whether
+    or not those of other rows are.
 
     Args:
         pieces: all pieces.
@@ -412,11 +413,12 @@ class SequenceOrder:
         planned: Sequences | None = None,
     ):
         self.rows, self._seed = config.batch_size, seed
-        sequences = planned or plan(pieces, config, chosen)
+        sequences = plan(pieces, config, chosen) if planned is None else planned
         self._first = [row * len(sequences) // self.rows for row in range(self.rows + 1)]
         if len(sequences) < self.rows:
             sequences, self._first = _spread(sequences.piece, pieces, config)
         self.sequences = sequences
+        self._shift = mixed(seed & _WORD) % len(sequences)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -429,8 +431,14 @@ class SequenceOrder:
 
     def pieces_of_row(self, row: int) -> np.ndarray:
         """i32[n]: pieces that a row has in each pass."""
-        first, last = self.sequences.start[self._first[row : row + 2]]
-        return self.sequences.piece[first:last]
+        first = self._index(self._first[row])
+        last, all_ = first + self.sequences_of_pass(row), self.sequences
+        over = max(0, last - len(all_))  # they go on at the first sequence
+        start = all_.start[[first, last - over, over]]
+        return np.concatenate([all_.piece[start[0] : start[1]], all_.piece[: start[2]]])
+
+    def _index(self, place: int) -> int:
+        return (place + self._shift) % len(self.sequences)
 
     def sequence(self, step: int, row: int) -> PackedSequence:
         """Look up the pieces of one sequence of a step.
@@ -440,9 +448,9 @@ class SequenceOrder:
             row: index of the sequence in the global batch.
         """
         count = self.sequences_of_pass(row)
-        pass_, place = divmod(step, count)
-        index = self._first[row] + permuted(place, count, self._seed, pass_, row)
-        return PackedSequence(self.sequences[index], pass_, row)
+        pass_, place = divmod(int(step), count)
+        place = self._first[row] + permuted(place, count, self._seed, pass_, row)
+        return PackedSequence(self.sequences[self._index(place)], pass_, row)
 
 
 def _spread(order: np.ndarray, pieces: Pieces, config: DataConfig) -> tuple[Sequences, list[int]]:

@@ -96,6 +96,8 @@ def _paths(spec: str, named: Iterable[str]) -> list[pathlib.Path]:
             "PersistentVolume, a FUSE mount of the bucket)"
         )
     path = pathlib.Path(spec).expanduser()
+    if path.name == PACKED:
+        raise DataError(f"{spec}: name the folder of the packed set, {path.parent}")
     if spec and (path / PACKED).is_file():
         raise DataError(
             f"{spec} is packed, and holds what a run trains on, not its records; name the file "

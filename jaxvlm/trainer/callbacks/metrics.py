@@ -225,11 +225,11 @@ def log_unknown(run: Run, log: Callable[[str], None]) -> None:
     data, config = run.dataset, run.config
     if run.tokenizer is None:
         return
-    unknown = run.tokenizer.unk_id
     if isinstance(data, PairDataset):
+        unknown = run.tokenizer.unk_id
         lost = sum(int(np.sum(x.encoded.tokens == unknown)) for x in (data.queries, data.documents))
     else:
-        lost = int(np.sum(data.corpus.loss & (data.corpus.tokens == unknown)))
+        lost = data.facts.unknown
     if lost:
         given = config.init_from or config.tokenizer.path or config.network.checkpoint
         advice = "raise config.tokenizer.vocab_size or set config.tokenizer.kind=bpe"

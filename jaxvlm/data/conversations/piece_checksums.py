@@ -1,0 +1,69 @@
+"""Checksums of what a packed set holds, by piece and by sequence, for what is trained on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxvlm.data.conversations.packing import Pieces
+from jaxvlm.data.conversations.tokenize import Corpus
+from jaxvlm.types import Span
+
+_OF_SEGMENT = ("record", "first", "last", "length", "offset")
+_OF_PIECE = ("num_tokens", "num_images", "num_patches")
+
+
+class Checksums:
+    """Checksums of all that a batch has of a piece: tokens, loss, places, images, their tokens."""
+
+    def __init__(self, corpus: Corpus, pieces: Pieces, paths: Sequence[str]):
+        self._corpus, self._pieces, self._paths = corpus, pieces, paths
+        self._of_spans: dict[int, int] = {}
+
+    def of_piece(self, piece: int) -> int:
+        """The checksum of a piece; an error where its arrays contradict each other."""
+        corpus, pieces = self._corpus, self._pieces
+        own = slice(int(pieces.start[piece]), int(pieces.start[piece + 1]))
+        found = 0
+        for name in _OF_SEGMENT:
+            found = zlib.crc32(np.asarray(getattr(pieces, name)[own], np.int64).tobytes(), found)
+        for name in _OF_PIECE:
+            found = zlib.crc32(int(getattr(pieces, name)[piece]).to_bytes(8, "little"), found)
+        for first, last in zip(pieces.first[own].tolist(), pieces.last[own].tolist()):
+            found = zlib.crc32(corpus.tokens[first:last].tobytes(), found)
+            found = zlib.crc32(corpus.loss[first:last].tobytes(), found)
+        for image in pieces.images[piece]:
+            text = f"{image} {self._known(corpus.spans[image])} {self._paths[image]}"
+            found = zlib.crc32(text.encode("utf-8", "surrogateescape"), found)
+        return found
+
+    @staticmethod
+    def of_span(span: Span) -> int:
+        """The checksum of an image's tokens."""
+        inside: tuple[Any, ...] = span.sources or ()
+        found = zlib.crc32(repr((int(span.advance), span.lead, inside[2:])).encode())
+        for leaf in (span.ids, span.tile, span.positions, *inside[:2]):
+            if leaf is not None:
+                found = zlib.crc32(f"{leaf.shape} {leaf.dtype}".encode() + leaf.tobytes(), found)
+        return found
+
+    def _known(self, span: Span) -> int:
+        if id(span) not in self._of_spans:  # spans live as long as the corpus does
+            self._of_spans[id(span)] = self.of_span(span)
+        return self._of_spans[id(span)]
+
+
+def of_sequence(own: np.ndarray) -> int:
+    """The checksum of a packed sequence: of the numbers of its pieces."""
+    return zlib.crc32(np.asarray(own, np.int64).tobytes())
+
+
+def holds(found: Callable[[], int], known: np.ndarray, index: int) -> bool:
+    """Whether a checksum is the known one; False where it can't be computed."""
+    try:
+        return found() == int(known[index])
+    except (LookupError, ValueError, OverflowError):  # places that can't be
+        return False
