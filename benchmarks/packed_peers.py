@@ -147,12 +147,10 @@ def with_litdata(folder: str, part: float) -> Iterator[int]:
         data, batch_size=RECORDS, num_workers=0, collate_fn=lambda batch: batch
     )
     if part:
-        # What it saves: batches that were yielded in this epoch.
-        state = loader.state_dict()
-        done = int(part * len(data)) // RECORDS
-        state["num_samples_yielded"] = {0: done * RECORDS}
-        state["dataset"]["num_samples_yielded"] = done * RECORDS
-        loader.load_state_dict(state)
+        next(iter(loader))  # it has a state once it was read
+        done = int(part * len(data)) // RECORDS * RECORDS
+        state = loader.state_dict() | {"num_samples_yielded": done}
+        loader.load_state_dict(state | {"dataset": data.state_dict(done, 0, RECORDS)})
     for batch in loader:
         yield joined([ids.numpy() for ids in batch])
 

@@ -21,24 +21,22 @@ class Checksums:
 
     def __init__(self, corpus: Corpus, pieces: Pieces, paths: Sequence[str]):
         self._corpus, self._pieces, self._paths = corpus, pieces, paths
+        self._of_segment = [getattr(pieces, name) for name in _OF_SEGMENT]
+        self._of_piece = [getattr(pieces, name) for name in _OF_PIECE]
         self._of_spans: dict[int, int] = {}
 
     def of_piece(self, piece: int) -> int:
         """The checksum of a piece; an error where its arrays contradict each other."""
         corpus, pieces = self._corpus, self._pieces
-        own = slice(int(pieces.start[piece]), int(pieces.start[piece + 1]))
-        found = 0
-        for name in _OF_SEGMENT:
-            found = zlib.crc32(np.asarray(getattr(pieces, name)[own], np.int64).tobytes(), found)
-        for name in _OF_PIECE:
-            found = zlib.crc32(int(getattr(pieces, name)[piece]).to_bytes(8, "little"), found)
-        for first, last in zip(pieces.first[own].tolist(), pieces.last[own].tolist()):
-            found = zlib.crc32(corpus.tokens[first:last].tobytes(), found)
-            found = zlib.crc32(corpus.loss[first:last].tobytes(), found)
+        start, end = int(pieces.start[piece]), int(pieces.start[piece + 1])
+        parts = [array[start:end].tobytes() for array in self._of_segment]
+        parts += [array[piece : piece + 1].tobytes() for array in self._of_piece]
+        for first, last in zip(pieces.first[start:end].tolist(), pieces.last[start:end].tolist()):
+            parts += [corpus.tokens[first:last].tobytes(), corpus.loss[first:last].tobytes()]
         for image in pieces.images[piece]:
             text = f"{image} {self._known(corpus.spans[image])} {self._paths[image]}"
-            found = zlib.crc32(text.encode("utf-8", "surrogateescape"), found)
-        return found
+            parts.append(text.encode("utf-8", "surrogateescape"))
+        return zlib.crc32(b"".join(parts))
 
     @staticmethod
     def of_span(span: Span) -> int:
