@@ -59,7 +59,7 @@ def test_images_without_pages_are_found(data, whole, tmp_path, capsys):
         aging(data, max_images=PLACES + 3), tmp_path / "again", devices=jax.devices()[:1]
     )
     said = capsys.readouterr().out
-    assert f"room for {PLACES} images (of {PLACES + 3}: as many for each of" in said
+    assert f"room for {PLACES} images (of {PLACES + 3}: as many for each sequence of" in said
     assert "; for 24 in host memory" in said
     # Of a tower that learns, so old tokens are not those of the run that keeps fewer.
     assert losses(without.workdir) != losses(whole.workdir)

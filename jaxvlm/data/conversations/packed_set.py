@@ -367,7 +367,10 @@ def _probe(
     """Refuse a set whose images have other tokens than the run's model gives them."""
     count = settings.num_patches
     for image in images:
-        path, known = content.corpus.paths[image], content.corpus.spans[image]
+        try:
+            path, known = content.corpus.paths[image], content.corpus.spans[image]
+        except (LookupError, ValueError):
+            raise DataError(_DAMAGED.format(what=f"image {image}", spec=spec)) from None
         try:
             found = count if isinstance(count, int) else count(path)
         except ImageError:

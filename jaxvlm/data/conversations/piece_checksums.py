@@ -29,7 +29,8 @@ class Checksums:
         """The checksum of a piece; an error where its arrays contradict each other."""
         corpus, pieces = self._corpus, self._pieces
         start, end = int(pieces.start[piece]), int(pieces.start[piece + 1])
-        parts = [array[start:end].tobytes() for array in self._of_segment]
+        parts = [f"{start} {end}".encode()]  # a slice ends where its array does
+        parts += [array[start:end].tobytes() for array in self._of_segment]
         parts += [array[piece : piece + 1].tobytes() for array in self._of_piece]
         for first, last in zip(pieces.first[start:end].tolist(), pieces.last[start:end].tolist()):
             parts += [corpus.tokens[first:last].tobytes(), corpus.loss[first:last].tobytes()]
