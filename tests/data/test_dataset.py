@@ -209,7 +209,7 @@ def test_tiles_are_not_mirrored(word_tokenizer, tmp_path):
     data = tiled(word_tokenizer, tmp_path)
     config = dataclasses.replace(data.config, flip=True)
     with pytest.raises(DataError, match="flip=False"):
-        Dataset("x", data.records, [], config, word_tokenizer, data.settings)
+        Dataset("x", data.content, config, word_tokenizer, data.settings)
 
 
 def test_text_alone_has_no_image_fields(word_tokenizer):

@@ -207,8 +207,8 @@ def test_cache_is_bounded(image, monkeypatch):
     for path in paths:
         images.get(path)
     opened = []
-    read = image_files._bytes
-    monkeypatch.setattr(image_files, "_bytes", lambda path: opened.append(path) or read(path))
+    read = image_files.read_bytes
+    monkeypatch.setattr(image_files, "read_bytes", lambda path: opened.append(path) or read(path))
     for path in paths[::-1]:
         assert images.get(path).pixels[0, 0, 0] == paths.index(path)
     assert opened == [paths[0]]

@@ -293,8 +293,9 @@ def test_nothing_damaged_is_trained_on(ragged, qwen, word_tokenizer, tmp_path): 
     for path in sorted(folder.glob("*.npy")):
         every.add(path.stem)
         kept = path.read_bytes()
-        array = np.load(path, mmap_mode="r+")
-        for place in {0, len(array) // 2, len(array) - 1} if len(array) else ():
+        size = len(np.load(path))
+        for place in {0, size // 2, size - 1} if size else ():
+            array = np.load(path, mmap_mode="r+")
             array[place] = not array[place] if array.dtype == bool else array[place] + 1
             array.flush()
             try:
@@ -307,7 +308,6 @@ def test_nothing_damaged_is_trained_on(ragged, qwen, word_tokenizer, tmp_path): 
             del array  # what threads still have mapped stays as it was
             (tmp_path / "kept").write_bytes(kept)
             os.replace(tmp_path / "kept", path)
-            array = np.load(path, mmap_mode="r+")
     # Ids are for messages, and the others are of records: batches are made of pieces.
     assert every - named <= {
         "id", "id_start", "source", "length", "first", "last", "images_of_record",
