@@ -15,6 +15,7 @@ that at 1e5.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import pathlib
 import shutil
@@ -107,11 +108,10 @@ def anonymous_mib() -> float:
 
 def measure(folder: str) -> dict[str, float]:
     """Open a set and read it, in a process that has done nothing else."""
-    import grain  # noqa: F401
-
     from jaxvlm.data.conversations.dataset import load_dataset
     from jaxvlm.data.tokenizer import chat_tokenizer
 
+    importlib.import_module("grain")  # a run's first batch imports it
     tokenizer = chat_tokenizer.load(f"{folder}/tokenizer")
     before = anonymous_mib()
 

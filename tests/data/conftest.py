@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxvlm.data.images import image_files
+from jaxvlm.data.images import image_files, processor
 from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
 from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources.conversation_formats import Record, Turn
 from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
 from jaxvlm.types import Span
+from tests.data.any_size import QWEN, SIZES, write_processor
 
 
 @pytest.fixture(scope="session")
@@ -116,3 +117,22 @@ def examples(tmp_path_factory):
         negatives = tuple(item(k % 3, f"w{i} w{k} w59", f"n{i}{k}") for k in range(i % 4))
         made.append(Example(f"e{i}", query, positive, negatives, task=f"t{i % 2}"))
     return made
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    return processor.load(write_processor(tmp_path, QWEN))
+
+
+@pytest.fixture
+def ragged(tmp_path):
+    """Records about images of many sizes: one or two images, shared by some questions."""
+    records, rng = [], np.random.default_rng(0)
+    for i in range(12):
+        width, height = SIZES[i % (len(SIZES) - 1)]
+        path = str(tmp_path / f"{i}.png")
+        pixels = rng.integers(0, 256, (height + i, width, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+        paths = [path] if i % 3 else [str(tmp_path / f"{max(i - 1, 0)}.png"), path]
+        records += [record(f"{i}/{q}", paths, "is it a circle") for q in range(1 + i % 2)]
+    return [*records, record("blind")]

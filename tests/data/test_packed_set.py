@@ -1,16 +1,9 @@
 """Packed sets: batches as from files, any split and step; damage and other settings are named."""
 
-import dataclasses
-import io
-import json
 import os
 import pathlib
 import re
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tarfile
 
 import hypothesis
@@ -18,44 +11,19 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
-from PIL import Image
 
 from jaxvlm.cli.main import run
-from jaxvlm.config import DataConfig
 from jaxvlm.data.conversations import packed_set, packing
 from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.conversations.mapped_arrays import Groups, Spans, Strings, flat
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.images import image_files
 from jaxvlm.data.sources import members
 from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf.families import anyres, qwen_vl
 from jaxvlm.types import Sources, Span
 from tests.data.conftest import record
+from tests.data.stored_sets import BASE, SIZES, any_size, of_files, opened, packed
 from tests.data.test_dataset import assert_equal, take
-from tests.data.test_patches import qwen, ragged, span_of  # noqa: F401
-
-BASE = DataConfig(
-    batch_size=8, max_length=64, max_images_per_sequence=3, max_skip_fraction=0.5, prefetch=1
-)
-SIZES = {"image_size": 8, "num_patches": 4}
-
-
-def of_files(records, tokenizer, sizes, **more):
-    config = dataclasses.replace(BASE, **more)
-    return load_dataset(config, tokenizer, read=(records, []), **sizes)
-
-
-def packed(data, folder, shard_bytes=2000):
-    """What ``data pack`` writes of a data set."""
-    with packed_set.new_folder(str(folder)) as partial:
-        made = packed_set.made_for(data.config, data.settings, data.tokenizer)
-        packed_set.write(partial, data.content, made, data.tokenizer, data.config, shard_bytes)
-    return str(folder)
-
-
-def opened(folder, tokenizer, sizes, **more):
-    return load_dataset(dataclasses.replace(BASE, **more), tokenizer, spec=folder, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +87,8 @@ def test_files_and_set_give_the_same_bits(album, word_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("more", [{}, {"packing": False}, {"max_patches_per_sequence": 80}])
-def test_images_of_any_size(ragged, qwen, word_tokenizer, tmp_path, more):  # noqa: F811
-    images = image_files.ImageFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
-    sizes = {"image_size": 0, "num_patches": images.of_file, "prepare": images.prepare}
-    sizes["patching"] = images.patching
+def test_images_of_any_size(ragged, qwen, word_tokenizer, tmp_path, more):
+    sizes = any_size(qwen, word_tokenizer)
     more = {"batch_size": 2, "max_length": 96} | more
     data = of_files(ragged, word_tokenizer, sizes, **more)
     again = opened(packed(data, tmp_path / "set"), word_tokenizer, sizes, **more)
@@ -247,111 +213,6 @@ def test_a_saved_tokenizer_is_the_same_one_and_a_changed_one_is_not(kind, tmp_pa
         assert packed_set.tokenizer_digest(read) != digest, change
 
 
-def test_every_changed_byte_is_found(album, word_tokenizer, tmp_path, capsys):
-    folder = pathlib.Path(packed(of_files(album(), word_tokenizer, SIZES), tmp_path / "set"))
-    assert run(["data", "verify", str(folder)]) == 0
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "packed.json"]
-    assert len(files) > 30
-    for number, path in enumerate(sorted(files)):
-        whole = path.read_bytes()
-        at = number * 7919 % max(len(whole), 1)
-        for changed in (whole[:-1], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
-            path.write_bytes(changed)
-            assert dict(packed_set.damaged(str(folder))).keys() == {str(path.relative_to(folder))}
-        path.unlink()
-        assert dict(packed_set.damaged(str(folder))) == {str(path.relative_to(folder)): "missing"}
-        with pytest.raises(DataError, match=r"is missing, and .* bytes were packed"):
-            opened(str(folder), word_tokenizer, SIZES)
-        path.write_bytes(whole[:-1])
-        with pytest.raises(DataError, match="bytes were packed"):
-            opened(str(folder), word_tokenizer, SIZES)
-        path.write_bytes(whole)
-    index = folder / "packed.json"
-    text = index.read_text()
-    for changed in (text[:-9], text.replace('"records": ', '"records": 1'), "[]", "{}"):
-        index.write_text(changed)
-        assert run(["data", "verify", str(folder)]) == 2
-        assert "packed.json is damaged" in capsys.readouterr().err
-    document = json.loads(text)
-    document["index"]["format"] = 99
-    document["digest"] = packed_set._digest_of(document["index"])
-    index.write_text(json.dumps(document))
-    assert run(["data", "verify", str(folder)]) == 2
-    assert "of format 99, and this jaxvlm reads 1" in capsys.readouterr().err
-
-
-def test_nothing_damaged_is_trained_on(ragged, qwen, word_tokenizer, tmp_path):  # noqa: F811
-    """A changed number in any array ends the run, or changes no batch."""
-    images = image_files.ImageFormat(qwen.prepare, 0, span_of(word_tokenizer), False, qwen.patching)
-    sizes = {"image_size": 0, "num_patches": images.of_file, "prepare": images.prepare}
-    sizes["patching"] = images.patching
-    more = {"batch_size": 2, "max_length": 96, "max_skip_fraction": 0.0}
-    data = of_files([*ragged, *ragged[:4]], word_tokenizer, sizes, **more)
-    folder = pathlib.Path(packed(data, tmp_path / "set"))
-    whole = take(data.train(np.arange(2)), 2 * data.steps_per_epoch)
-    named, every = set(), set()
-    for path in sorted(folder.glob("*.npy")):
-        every.add(path.stem)
-        kept = path.read_bytes()
-        size = len(np.load(path))
-        for place in {0, size // 2, size - 1} if size else ():
-            array = np.load(path, mmap_mode="r+")
-            array[place] = not array[place] if array.dtype == bool else array[place] + 1
-            array.flush()
-            try:
-                again = opened(str(folder), word_tokenizer, sizes, **more)
-                for ours, theirs in zip(take(again.train(np.arange(2)), len(whole)), whole):
-                    assert_equal(ours, theirs)
-            except DataError as error:
-                assert re.search("not as it was packed|tokens there, and in this", str(error))
-                named.add(path.stem)
-            del array  # what threads still have mapped stays as it was
-            (tmp_path / "kept").write_bytes(kept)
-            os.replace(tmp_path / "kept", path)
-    # Ids are for messages, and the others are of records: batches are made of pieces.
-    assert every - named <= {
-        "id", "id_start", "source", "length", "first", "last", "images_of_record",
-        "images_of_record_start", "span_lead", "span_lead_start", "span_weight", "span_weight_end",
-        "span_feature", "span_feature_end", "span_per_tile",
-    }  # fmt: skip
-
-
-def test_a_damaged_image_is_skipped_and_named(album, word_tokenizer, tmp_path):
-    """Also one that still can be decoded, as another image."""
-    data = of_files(album(20), word_tokenizer, SIZES)
-    folder = packed(data, tmp_path / "set", 10**6)
-    (shard,) = pathlib.Path(folder).glob("*.tar")
-    with tarfile.open(shard) as tar:
-        first = tar.getmembers()[0]
-    whole = shard.read_bytes()
-    changed = io.BytesIO()
-    Image.new("RGB", (24, 16), (1, 2, 3)).save(changed, "PNG")
-    with shard.open("r+b") as file:
-        file.seek(first.offset_data)
-        file.write(changed.getvalue().ljust(first.size, b"\0")[: first.size])
-    assert shard.stat().st_size == len(whole)
-    again = opened(folder, word_tokenizer, SIZES)
-    take(again.train(np.arange(8)), again.steps_per_epoch)
-    (reason,) = {problem.reason for problem in again.skipped}
-    assert reason == "can't be read: its bytes are not those that were packed"
-    lost = {problem.id for problem in again.skipped}
-    i = next(
-        i
-        for i in range(len(again.corpus.paths))
-        if f"::{first.offset_data}+" in again.corpus.paths[i]
-    )
-    assert lost and len(lost) < len(data.records)
-    with pytest.raises(ValueError, match="not those that were packed"):
-        members.read(again.corpus.paths[i])
-    index = pathlib.Path(folder) / "packed.json"
-    document = json.loads(index.read_text())
-    document["index"]["made_for"]["data.on_bad_record"] = "refuse"  # as if it were packed so
-    document["digest"] = packed_set._digest_of(document["index"])
-    index.write_text(json.dumps(document))
-    with pytest.raises(DataError, match="can't be used"):
-        take(opened(folder, word_tokenizer, SIZES, on_bad_record="refuse").train(np.arange(8)), 20)
-
-
 def test_images_are_where_tar_finds_them(album, word_tokenizer, tmp_path):
     """Python's tarfile, which we did not write, lists and reads the same files."""
     data = of_files(album(20), word_tokenizer, SIZES)
@@ -429,87 +290,3 @@ def test_nothing_else_reads_a_set(album, word_tokenizer, tmp_path, capsys):
         assert run(line) == 2, line
         assert re.search(said, capsys.readouterr().err), line
     assert not pathlib.Path("x").exists() and not pathlib.Path("x.partial").exists()
-
-
-def test_a_failure_leaves_nothing(album, word_tokenizer, tmp_path, monkeypatch):
-    data = of_files(album(), word_tokenizer, SIZES)
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device", "tokens.npy")
-
-    monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DataError, match=r"tokens.npy can't be written: No space left on device"):
-        packed(data, tmp_path / "set")
-    assert list(tmp_path.glob("set*")) == []
-
-
-def test_two_processes_pack_into_one_folder(tmp_path):
-    """The first one is there; the other says so, and removes its own."""
-    target = tmp_path / "set"
-    with (
-        pytest.raises(DataError, match="can't be written: Directory not empty"),
-        packed_set.new_folder(str(target)) as folder,
-    ):
-        (folder / "mine").touch()
-        target.mkdir()  # by another process
-        (target / "theirs").touch()
-    assert [path.name for path in target.iterdir()] == ["theirs"]
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-def test_what_is_not_ours_stays(tmp_path, monkeypatch):
-    other = tmp_path / "elsewhere"
-    host = socket.gethostname()
-    (other / "precious").mkdir(parents=True)
-    names = ["set.partial", "set.partial-notes", f"set.partial-otherhost-{2**22 + 1}"]
-    for name in names:
-        (tmp_path / name / "precious").mkdir(parents=True)
-    (tmp_path / f"set.partial-{host}-{2**22 + 2}").symlink_to(other)
-    (tmp_path / f"set.partial-{host}-{os.getpid()}0000000").mkdir()  # of a process that is gone
-    with packed_set.new_folder(str(tmp_path / "set")):
-        pass
-    assert all((tmp_path / name / "precious").is_dir() for name in names)
-    assert (other / "precious").is_dir()
-    assert len(list(tmp_path.iterdir())) == len(names) + 3
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for output in ("~/set", "~", "/", "."):
-        with (
-            pytest.raises(DataError, match="exists; name another folder"),
-            packed_set.new_folder(output),
-        ):
-            pass
-
-
-def test_images_that_change_while_they_are_packed(album, word_tokenizer, tmp_path, monkeypatch):
-    data = of_files(album(20), word_tokenizer, SIZES)
-    image = pathlib.Path(data.corpus.paths[3])
-    whole = image.read_bytes()
-    image.write_bytes(whole + b"\0")
-    with pytest.raises(DataError, match="images changed while they were packed"):
-        packed(data, tmp_path / "set")
-    image.unlink()
-    with pytest.raises(DataError, match=f"{image.name}: missing file; it could be read before"):
-        packed(data, tmp_path / "set")
-    assert not list(tmp_path.glob("set*"))
-
-
-def test_killed_while_packing(album, word_tokenizer, tmp_path):
-    """There is no set until it is whole; packing again gives the bytes of an undisturbed one."""
-    data = of_files(album(20), word_tokenizer, SIZES)
-    expected = pathlib.Path(packed(data, tmp_path / "whole"))
-    script = f"""
-import os, signal, sys
-from jaxvlm.data.conversations import packed_set
-with packed_set.new_folder({str(tmp_path / "set")!r}) as folder:
-    (folder / "images-00000.tar").write_bytes(b"half")
-    (folder / "tokenizer").mkdir()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", script], timeout=300)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "set").exists() and len(list(tmp_path.glob("set.partial-*"))) == 1
-    again = pathlib.Path(packed(data, tmp_path / "set"))
-    files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.is_file())
-    assert files == sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
-    assert all((again / name).read_bytes() == (expected / name).read_bytes() for name in files)
-    assert not list(tmp_path.glob("set.partial-*"))

@@ -17,26 +17,10 @@ from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import image_files, processor, resize
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.validate import validate
-from jaxvlm.hf.families import qwen_vl
+from tests.data.any_size import BOUNDS, QWEN, SIDE, SIZES, span_of, write_processor
 from tests.data.conftest import llava, record
 
-SIDE, BOUNDS = 8, (64, 1024)
-QWEN = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": SIDE // 2,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "size": {"shortest_edge": BOUNDS[0], "longest_edge": BOUNDS[1]},
-    "image_mean": [0.48, 0.46, 0.41],
-    "image_std": [0.27, 0.26, 0.28],
-}
 NAFLEX = {"image_processor_type": "Siglip2ImageProcessor", "patch_size": 4, "max_num_patches": 40}
-SIZES = [(17, 31), (64, 9), (8, 8), (5, 90), (33, 33), (100, 40), (1, 3)]  # width, height
-
-
-def write_processor(folder, settings):
-    (folder / processor.FILE).write_text(json.dumps(settings))
-    return folder
 
 
 def some_images(sizes=SIZES):
@@ -44,11 +28,6 @@ def some_images(sizes=SIZES):
     for i, (width, height) in enumerate(sizes):
         rgb = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
         yield rgb.convert(("RGB", "L", "P")[i % 3])
-
-
-@pytest.fixture
-def qwen(tmp_path):
-    return processor.load(write_processor(tmp_path, QWEN))
 
 
 @pytest.mark.parametrize("settings", [QWEN, NAFLEX], ids=["qwen", "naflex"])
@@ -113,28 +92,6 @@ def test_bounds_of_the_recipe(qwen, tmp_path):
 
 
 BASE = DataConfig(batch_size=2, max_length=96, max_images_per_sequence=3, max_skip_fraction=0.5)
-
-
-def span_of(tokenizer):
-    def of_size(width, height):
-        columns, rows = (n // SIDE for n in resize.fit(width, height, SIDE, *BOUNDS))
-        return qwen_vl.grid_span(tokenizer.image_id, (1, rows, columns))
-
-    return of_size
-
-
-@pytest.fixture
-def ragged(tmp_path):
-    """Records about images of many sizes: one or two images, shared by some questions."""
-    records, rng = [], np.random.default_rng(0)
-    for i in range(12):
-        width, height = SIZES[i % (len(SIZES) - 1)]
-        path = str(tmp_path / f"{i}.png")
-        pixels = rng.integers(0, 256, (height + i, width, 3), np.uint8)
-        Image.fromarray(pixels).save(path)
-        paths = [path] if i % 3 else [str(tmp_path / f"{max(i - 1, 0)}.png"), path]
-        records += [record(f"{i}/{q}", paths, "is it a circle") for q in range(1 + i % 2)]
-    return [*records, record("blind")]
 
 
 def dataset(records, qwen, word_tokenizer, **more):

@@ -204,10 +204,7 @@ def write(
 
 _OF_CORPUS = ("tokens", "loss", "first", "last", "length")
 """Arrays of :class:`tokenize.Corpus`."""
-_OF_PIECE = (
-    *("start", "record", "first", "last", "length", "offset"),
-    *("num_tokens", "num_images", "num_patches"),
-)
+_OF_PIECE = tuple(name for name in packing.Pieces._fields if name != "images")
 """Arrays of :class:`packing.Pieces`."""
 
 

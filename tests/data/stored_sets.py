@@ -1,0 +1,38 @@
+"""Data sets of files, and the sets that `jaxvlm data pack` makes of them."""
+
+import dataclasses
+
+from jaxvlm.config import DataConfig
+from jaxvlm.data.conversations import packed_set
+from jaxvlm.data.conversations.dataset import load_dataset
+from jaxvlm.data.images import image_files
+from tests.data.any_size import span_of
+
+BASE = DataConfig(
+    batch_size=8, max_length=64, max_images_per_sequence=3, max_skip_fraction=0.5, prefetch=1
+)
+SIZES = {"image_size": 8, "num_patches": 4}
+
+
+def of_files(records, tokenizer, sizes, **more):
+    config = dataclasses.replace(BASE, **more)
+    return load_dataset(config, tokenizer, read=(records, []), **sizes)
+
+
+def packed(data, folder, shard_bytes=2000):
+    """What ``data pack`` writes of a data set."""
+    with packed_set.new_folder(str(folder)) as partial:
+        made = packed_set.made_for(data.config, data.settings, data.tokenizer)
+        packed_set.write(partial, data.content, made, data.tokenizer, data.config, shard_bytes)
+    return str(folder)
+
+
+def opened(folder, tokenizer, sizes, **more):
+    return load_dataset(dataclasses.replace(BASE, **more), tokenizer, spec=folder, **sizes)
+
+
+def any_size(qwen, tokenizer):
+    """Settings of images of any size."""
+    images = image_files.ImageFormat(qwen.prepare, 0, span_of(tokenizer), False, qwen.patching)
+    sizes = {"image_size": 0, "num_patches": images.of_file, "prepare": images.prepare}
+    return sizes | {"patching": images.patching}
