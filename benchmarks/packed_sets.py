@@ -73,6 +73,8 @@ def build(folder: pathlib.Path) -> dict[str, float]:
 def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
     """Write a set that holds another one's records ``times`` times."""
     from jaxvlm.data.conversations import packed_set
+    from jaxvlm.data.conversations.packing import Sequences
+    from jaxvlm.data.conversations.piece_checksums import of_sequence
 
     shutil.copytree(source, target)
     read = {path.stem: np.load(path) for path in source.glob("*.npy")}
@@ -92,6 +94,11 @@ def repeat(source: pathlib.Path, target: pathlib.Path, times: int) -> None:
         else:
             made = np.concatenate([array + i * steps.get(name, 0) for i in range(times)])
         np.save(target / f"{name}.npy", made.astype(array.dtype))
+    _, pieces, checksums = packed_set.mapped(target)
+    found = map(checksums.of_piece, range(len(pieces.num_tokens)))
+    np.save(target / "piece_checksum.npy", np.fromiter(found, np.uint32))
+    sequences = Sequences(*(np.load(target / f"sequence_{x}.npy") for x in ("piece", "start")))
+    np.save(target / "sequence_checksum.npy", np.fromiter(map(of_sequence, sequences), np.uint32))
     index = packed_set.read_index(str(source))
     for name in ("records", "sequences", "tokens"):
         index[name] *= times

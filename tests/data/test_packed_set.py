@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 
 from jaxvlm.cli.main import run
+from jaxvlm.config import Extension
 from jaxvlm.data.conversations import packed_set, packing
 from jaxvlm.data.conversations.dataset import load_dataset
 from jaxvlm.data.conversations.mapped_arrays import Groups, Spans, Strings, flat
@@ -147,6 +148,8 @@ def test_lists_come_back(texts, groups):
         ({"max_pixels": 10**6}, "data.max_pixels .* -> 1000000"),
         ({"on_too_long": "skip"}, "data.on_too_long 'refuse' -> 'skip'"),
         ({"image_root": "x"}, "data.image_root is not read"),
+        ({"tsv_quoting": True}, "data.tsv_quoting is not read"),
+        ({"format": Extension(target="a:b")}, "data.format is not read"),
         ({"column_mapping": (("a", "b"),)}, "data.column_mapping is not read"),
     ],
     ids=str,

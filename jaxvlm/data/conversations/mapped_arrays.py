@@ -122,8 +122,8 @@ class Spans(Sequence[Any]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = int(self._of["which"][index])
-        if number not in self._made:
-            self._made[number] = self._make(number)
+        if number not in self._made:  # all threads get the same one, which is never freed
+            self._made.setdefault(number, self._make(number))
         return self._made[number]
 
     def _make(self, i: int) -> Span:

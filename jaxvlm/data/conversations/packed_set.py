@@ -233,18 +233,8 @@ def open_set(
                 f"{path} {found}, and {size:,} bytes were packed; copy the set again, or pack it "
                 "again"
             )
-    names = Strings(*_mapped(folder, "path_start", "path"))
-    corpus = Corpus(
-        **{name: _array(folder, name) for name in (*_OF_CORPUS, "source")},
-        images=Groups(*_mapped(folder, "images_of_record_start", "images_of_record")),
-        paths=Strings(*_mapped(folder, "path_start", "path"), prefix=f"{folder}/"),
-        spans=Spans(lambda name: _array(folder, name)),
-    )
-    pieces = packing.Pieces(
-        images=Groups(*_mapped(folder, "images_of_piece_start", "images_of_piece")),
-        **{name: _array(folder, f"piece_{name}") for name in _OF_PIECE},
-    )
-    checksum, known = Checksums(corpus, pieces, names), _array(folder, "piece_checksum")
+    corpus, pieces, checksum = mapped(folder)
+    known = _array(folder, "piece_checksum")
 
     def check(piece: int) -> None:
         if not holds(lambda: checksum.of_piece(piece), known, piece):
@@ -261,6 +251,22 @@ def open_set(
     )
     _probe(spec, content, index["probes"], settings, tokenizer.image_id)
     return content
+
+
+def mapped(folder: pathlib.Path) -> tuple[Corpus, packing.Pieces, Checksums]:
+    """A set's corpus and pieces, on disk, and their checksums."""
+    names = tuple(_mapped(folder, "path_start", "path"))
+    corpus = Corpus(
+        **{name: _array(folder, name) for name in (*_OF_CORPUS, "source")},
+        images=Groups(*_mapped(folder, "images_of_record_start", "images_of_record")),
+        paths=Strings(*names, prefix=f"{folder}/"),
+        spans=Spans(lambda name: _array(folder, name)),
+    )
+    pieces = packing.Pieces(
+        images=Groups(*_mapped(folder, "images_of_piece_start", "images_of_piece")),
+        **{name: _array(folder, f"piece_{name}") for name in _OF_PIECE},
+    )
+    return corpus, pieces, Checksums(corpus, pieces, Strings(*names))
 
 
 _DAMAGED = (
@@ -323,11 +329,19 @@ def damaged(spec: str) -> Iterator[tuple[str, str]]:
             yield name, "other bytes"
 
 
+_DEFAULT = DataConfig()
+_OF_READING = (
+    *("image_root", "column_mapping", "ignored_fields", "literal_markers", "tsv_quoting"),
+    "format",
+)
+"""Settings of how files are read; with a packed set they are for the evaluation data."""
+
+
 def _check_settings(
     spec: str, packed: dict[str, Any], wanted: dict[str, Any], config: DataConfig
 ) -> None:
-    for name in ("image_root", "column_mapping", "ignored_fields", "literal_markers"):
-        if getattr(config, name) and not config.eval:
+    for name in _OF_READING:
+        if getattr(config, name) != getattr(_DEFAULT, name) and not config.eval:
             raise DataError(f"data.{name} is not read: {spec} is packed; leave it out")
     changed = [
         f"{name} {packed.get(name)!r} -> {wanted.get(name)!r}"
