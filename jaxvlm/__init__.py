@@ -9,8 +9,9 @@ _WHERE = {
     "Config": "jaxvlm.config",
     "Trainer": "jaxvlm.trainer.trainer",
     "load": "jaxvlm.inference.load",
+    "video": "jaxvlm.inference.prompts",
 }
-__all__ = ["Callback", "Config", "Trainer", "load"]
+__all__ = ["Callback", "Config", "Trainer", "load", "video"]
 
 
 def __getattr__(name: str) -> Any:

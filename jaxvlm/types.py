@@ -191,6 +191,8 @@ class ChatStyle(NamedTuple):
     """Text that the model reads instead; it holds the image token once."""
     template: str = ""
     """Default chat template, for checkpoint folders that have none."""
+    video: str = ""
+    """Text that it writes for a video; "": a video is its frames, written as one image."""
     marks: str = ""
     """Regular expression of further tokens in an image's span, which no text may contain."""
 
@@ -247,6 +249,9 @@ class Span(NamedTuple):
     """Features of each token; ``None``: a tile's features are consecutive tokens."""
     lead: str = ""
     """Text that the model reads right before what stands for the image in the conversation."""
+    trail: str = ""
+    """Text right after it."""
+    is_video: bool = False
 
     @property
     def starts(self) -> np.ndarray:
@@ -266,8 +271,7 @@ class Span(NamedTuple):
         Args:
             image_id: token id at the positions of features.
             count: features of the tile.
-            before: token ids before the features.
-            after: token ids after the features.
+            before, after: token ids around the features.
         """
         return cls.of_tiles([*before, image_id, *after], image_id, count)
 
@@ -277,8 +281,7 @@ class Span(NamedTuple):
 
         Args:
             ids: token ids; each ``image_id`` stands for a whole tile.
-            image_id: token id at the positions of features.
-            count: features per tile.
+            image_id, count: as of :meth:`of`.
         """
         compact = np.asarray(ids, np.int32)
         is_tile = compact == image_id

@@ -177,7 +177,9 @@ def _pack(values: flags.FlagValues, spec: str = "") -> dict[str, Any]:
         for reason, ids in reasons.items():
             more = ", ..." if len(ids) > 3 else ""
             print(f"left out: {len(ids):,}  {reason}: {', '.join(ids[:3])}{more}")
-        made = packed_set.made_for(dataset.config, dataset.settings, prepared.tokenizer)
+        made = packed_set.made_for(
+            dataset.config, dataset.settings, prepared.tokenizer, dataset.facts.has_videos
+        )
         index = packed_set.write(
             folder, dataset.content, made, prepared.tokenizer, dataset.config, size
         )

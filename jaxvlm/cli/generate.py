@@ -20,12 +20,18 @@ from jaxvlm.cli.common import (
     use_cache,
 )
 
-SUMMARY = "Answer a prompt about images."
+SUMMARY = "Answer a prompt about images or videos."
 USAGE = '--checkpoint=WORKDIR --image=FILE [--image=FILE ...] --prompt="..."'
 _FLAGS = {
     "image": "An image file; the flag can be repeated.",
-    "prompt": "The prompt; <image> marks where each image goes, and without marks the images come "
-    "first.",
+    "video": "A video file, of which config.data.video of the run, or the checkpoint's video "
+    "processor, says which frames are shown; the flag can be repeated.",
+    "fps": "The number of frames of a video that are sampled in a second; 0 means the run's or the "
+    "checkpoint's.",
+    "num_frames": "The number of frames of a video that are sampled, whatever its length; 0 means "
+    "the run's or the checkpoint's.",
+    "prompt": "The prompt; <image> and <video> mark where each goes, and without marks the images "
+    "come first, and then the videos.",
     "max_new_tokens": "The maximum number of tokens to generate.",
     "temperature": "The sampling temperature; 0 always takes the most likely token (greedy "
     "decoding).",
@@ -41,7 +47,8 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
     """Declare the flags of ``generate``."""
     define_model(values)
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
-    define_flags(values, _FLAGS, image=(), max_new_tokens=64, **sampling)
+    frames = {"fps": 0.0, "num_frames": 0}
+    define_flags(values, _FLAGS, image=(), video=(), max_new_tokens=64, **sampling, **frames)
     define_kv(values)
     define_cache(values)
 
@@ -49,16 +56,23 @@ def define(values: flags.FlagValues, argv: list[str]) -> None:
 def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
     """Generate the answer and print it as it is generated."""
     from jaxvlm.config import ConfigError
+    from jaxvlm.inference.prompts import in_order
 
     flags_only("generate", args)
     if not values.prompt:
         raise ConfigError("generate needs --prompt=TEXT")
     kv = kv_settings(values)
+    frames = {name: values[name].value for name in ("fps", "num_frames") if values[name].value}
+    if frames and not values.video:
+        raise ConfigError(f"--{next(iter(frames))} is for videos; give one with --video=FILE")
     model = load_model("generate", values)
+    if frames:
+        model.sample_videos(**frames)
+    images, prompt = in_order(values.prompt, values.image, values.video)
     use_cache(values, model)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     pieces, options = [], {name: values[name].value for name in names} | kv
-    for piece in model.stream(values.image, values.prompt, **options):
+    for piece in model.stream(images, prompt, **options):
         pieces.append(piece)
         say(piece, end="")
     say("")

@@ -61,6 +61,27 @@ class PairDataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class VideoConfig:
+    """Configures which frames of a video a model is shown (docs/data.md)."""
+
+    fps: float = 0.0
+    """Sets how many frames a second are sampled; the default 0 means what the checkpoint's video
+    processor says, or ``num_frames``."""
+    num_frames: int = 0
+    """Sets how many frames are sampled, whatever the video's length; the default 0 means as many as
+    ``fps`` asks for, or 8 where nothing says otherwise."""
+    max_frames: int = 0
+    """Limits the frames that ``fps`` asks for; the default 0 means the checkpoint's limit."""
+    max_tokens: int = 0
+    """Limits the visual tokens of a video: fewer frames are sampled until they fit; the default 0
+    means no limit but ``data.max_length``."""
+    pixels_range: tuple[int, int] = (0, 0)
+    """Sets the minimum and the maximum number of pixels that frames of any size are resized to: of
+    one frame in Qwen2-VL and Qwen2.5-VL, of all frames together in Qwen3-VL; a 0 takes the limit of
+    the checkpoint's video processor."""
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Configures what a run reads, and how records become sequences of a batch."""
 
@@ -150,6 +171,8 @@ class DataConfig:
     """Sets how many batches are prepared ahead of the step; at least 1."""
     image_cache_mb: int = 512
     """Sets the host memory in MiB in which decoded images are cached."""
+    video: VideoConfig = VideoConfig()
+    """Groups the settings of videos."""
     pairs: PairDataConfig = PairDataConfig()
     """Groups the settings of pairs, for embedding models."""
 

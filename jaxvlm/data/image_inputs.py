@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import hashlib
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,7 +30,7 @@ class ImageInput(NamedTuple):
     key: np.ndarray
     """u32[4]: cache key."""
     pixels: np.ndarray | None
-    """u8[H, W, 3]; ``None`` if the tokens are cached."""
+    """u8[H, W, 3], or u8[frames, H, W, 3] of a video; ``None`` if the tokens are cached."""
     tokens: np.ndarray | None = None
     """[P, D]; ``None`` if there are pixels, or if the tokens are on the devices."""
     grid: tuple[int, int, int] | None = None
@@ -37,6 +40,59 @@ class ImageInput(NamedTuple):
     def in_pages(self) -> bool:
         """Whether there are neither pixels nor tokens, as the tokens are on the devices."""
         return self.pixels is None and self.tokens is None
+
+
+class ImageCache:
+    """LRU cache of decoded images by file, of a limited number of megabytes."""
+
+    def __init__(self, prepare: image_files.Preparation, max_pixels: int, cache_mb: int):
+        """Create an empty cache.
+
+        Args:
+            prepare: preprocessing of images.
+            max_pixels: maximum of an image's width times height.
+            cache_mb: maximum size of the cached pixels, in 2**20 bytes.
+        """
+        self.prepare, self.max_pixels = prepare, max_pixels
+        self._max_bytes = cache_mb * 2**20
+        self._images: collections.OrderedDict[str, image_files.Decoded] = collections.OrderedDict()
+        self._digests: dict[str, bytes] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> image_files.Decoded:
+        """Return the image of a file, decoding it on a miss.
+
+        Raises:
+            ImageError: the image can't be decoded; the message is the reason.
+        """
+        with self._lock:
+            if path in self._images:
+                self._images.move_to_end(path)
+                return self._images[path]
+        data = image_files.read_bytes(path)
+        pixels = self.prepare.decode(data, path, self.max_pixels)
+        decoded = image_files.Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
+        with self._lock:
+            self._digests[path] = decoded.digest
+            if path not in self._images and pixels.nbytes <= self._max_bytes:
+                self._images[path] = decoded
+                self._bytes += pixels.nbytes
+                while self._bytes > self._max_bytes:
+                    self._bytes -= self._images.popitem(last=False)[1].pixels.nbytes
+        return decoded
+
+    def digest(self, path: str) -> bytes:
+        """Hash a file's bytes to 16 bytes, without decoding it.
+
+        Raises:
+            ImageError: the file can't be read; the message is the reason.
+        """
+        if path not in self._digests:
+            self._digests[path] = hashlib.blake2b(
+                image_files.read_bytes(path), digest_size=16
+            ).digest()
+        return self._digests[path]
 
 
 class ImageInputs:
@@ -59,7 +115,7 @@ class ImageInputs:
         self,
         paths: Sequence[str],
         spans: Sequence[Span],
-        image_cache: image_files.ImageCache,
+        image_cache: ImageCache,
         patching: Patching | None,
     ):
         self.paths, self.spans, self.patching, self._images = paths, spans, patching, image_cache
@@ -94,16 +150,15 @@ class ImageInputs:
         if use_cached and self.lookup and (cached := self._cached_tiles(image, self.lookup)):
             return cached
         decoded = self._decode(image, other)
-        pixels = image_files.augment(decoded.pixels, augmentation)
-        tiles = list(pixels[None] if pixels.ndim == 3 else pixels)
-        return [
-            ImageInput(*x) for x in zip(self._keys(decoded.digest, len(tiles), augmentation), tiles)
-        ]
+        tiles = list(_tiles_of(image_files.augment(decoded.pixels, augmentation)))
+        keys = self._keys(image, decoded.digest, len(tiles), augmentation)
+        return [ImageInput(*x) for x in zip(keys, tiles)]
 
     def _keys(
-        self, digest: bytes, tiles: int, augmentation: tuple[int, ...] = ()
+        self, image: int, digest: bytes, tiles: int, augmentation: tuple[int, ...] = ()
     ) -> list[np.ndarray]:
-        key, tag = image_files.key(digest, self._images.prepare.fingerprint, augmentation), self.tag
+        fingerprint = self._images.prepare.of(self.paths[image])
+        key, tag = image_files.key(digest, fingerprint, augmentation), self.tag
         keys = [image_files.tile_key(key, i) for i in range(tiles)]
         return [tag(key) for key in keys] if tag else keys
 
@@ -126,17 +181,16 @@ class ImageInputs:
     def _tiles(self, image: int) -> list[tuple[np.ndarray, tuple[int, int, int] | None]]:
         """Key and grid of each tile of an image without decoding it; [] if that is impossible."""
         patching, grid, tiles = self.patching, None, 1
-        if self.spans and patching:
-            # With three rows of positions (M-RoPE), a token's position is that of its patch block.
-            span = self.spans[image]
-            where = span.positions[:, span.tile > 0]
-            if len(where) != 3:
-                return []
-            t, h, w = (int(x.max() - x.min()) + 1 for x in where)
-            grid = (t, h * patching.block, w * patching.block)
-        elif self.spans:
-            tiles = len(self.spans[image].starts)
-        keys = self._keys(self._images.digest(self.paths[image]), tiles)
+        if self.spans:
+            span, tiles = self.spans[image], len(self.spans[image].starts)
+            if patching:
+                # With three rows of positions (M-RoPE), a token's are those of its patch block.
+                where = span.positions[:, span.tile == 1]  # a video's frames have one size
+                if len(where) != 3:
+                    return []
+                t, h, w = (int(x.max() - x.min()) + 1 for x in where)
+                grid = (t, h * patching.block, w * patching.block)
+        keys = self._keys(image, self._images.digest(self.paths[image]), tiles)
         return [(key, grid) for key in keys]
 
     def _decode(self, image: int, other: np.ndarray | None) -> image_files.Decoded:
@@ -146,19 +200,26 @@ class ImageInputs:
             return self._images.get(paths[image])
         if patching is None:
             decoded = self._images.get(paths[image if other is None else int(other[image])])
-            expected, tiles = len(self.spans[image].starts), decoded.pixels
-            if tiles.ndim == 3:
-                return decoded
+            expected, tiles = len(self.spans[image].starts), _tiles_of(decoded.pixels)
             if other is None and len(tiles) != expected:  # its tokens are in the sequence already
                 raise ImageError(f"cut into {len(tiles)} tiles instead of {expected}")
             # Another image may have fewer tiles: they are repeated.
             return decoded._replace(pixels=tiles[np.arange(expected) % len(tiles)])
-        own = self._images.get(paths[image])
-        tokens = int((self.spans[image].tile > 0).sum())
-        if tokens * patching.per_token != math.prod(patching.grid(own.pixels)):
+        own, span = self._images.get(paths[image]), self.spans[image]
+        tiles, tokens = _tiles_of(own.pixels), int((span.tile > 0).sum())
+        patches = len(tiles) * math.prod(patching.grid(tiles[0]))
+        if (len(span.starts), tokens * patching.per_token) != (len(tiles), patches):
             raise ImageError("its prepared size differs from the size in its header")
         if other is None:
             return own
         decoded = self._images.get(paths[int(other[image])])
-        pixels = image_files.resized(decoded.pixels, *own.pixels.shape[:2])
-        return decoded._replace(pixels=pixels)
+        others = _tiles_of(decoded.pixels)[np.arange(len(tiles)) % len(_tiles_of(decoded.pixels))]
+        height, width = tiles.shape[-3:-1]
+        return decoded._replace(
+            pixels=np.stack([image_files.resized(tile, height, width) for tile in others])
+        )
+
+
+def _tiles_of(pixels: np.ndarray) -> np.ndarray:
+    """An image's tiles, of which it may be the only one: u8[tiles, ..., H, W, 3]."""
+    return pixels[None] if pixels.ndim == 3 else pixels

@@ -30,6 +30,26 @@ ImageSpans = int | Callable[[str], "int | Span"]
 """Spans of images: a function of the image file, or one number of image tokens for all."""
 
 
+VIDEO_MARK = "<video>"
+"""Marks a video's place in a file or a prompt; a record's turns have ``MARK`` there, too."""
+BOTH_MARKS = re.compile(f"{MARK}|{VIDEO_MARK}")
+
+
+class Lead(NamedTuple):
+    """What is written for an image or a video in a conversation, besides its mark."""
+
+    before: str = ""
+    """As :attr:`Span.lead`."""
+    behind: str = ""
+    """As :attr:`Span.trail`."""
+    is_video: bool = False
+
+    @classmethod
+    def of(cls, span: Span) -> Lead:
+        """Return the lead of an image or a video with these tokens."""
+        return cls(span.lead, span.trail, span.is_video)
+
+
 class Expanded(NamedTuple):
     """Token ids with every image placeholder expanded to its span."""
 

@@ -14,14 +14,15 @@ from jaxvlm.data.conversations import mixture_records, packing, tokenize
 from jaxvlm.data.conversations.content import ModelInputs, select, validate_settings
 from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.errors import DataError, ImageError, Problem, numbers
-from jaxvlm.data.image_inputs import ImageInputs
+from jaxvlm.data.image_inputs import ImageCache, ImageInputs
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.look_alikes import BITS, Look, alike, look_at
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
-from jaxvlm.data.sources.member_names import shown
+from jaxvlm.data.sources.member_names import is_video, shown
 from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
+from jaxvlm.data.videos import video_files
 
 _MAX_LISTED = 5  # ids listed for each reason
 _PERCENTILES = (0, 50, 90, 99, 100)
@@ -131,7 +132,7 @@ def validate(
     corpus, pieces, bad, too_long = select(records, config, chat_tokenizer, settings)
     problems = [*problems, *bad, *too_long]
     used = np.sort(pieces.record[pieces.record >= 0]).tolist()
-    cache = image_files.ImageCache(prepare, config.max_pixels, cache_mb=0)
+    cache = ImageCache(prepare, config.max_pixels, cache_mb=0)
     broken = broken_images(
         ImageInputs(corpus.paths, corpus.spans, cache, patching),
         sorted({image for i in used for image in corpus.images[i]}),
@@ -173,11 +174,12 @@ def _with_images(
     """A report with what its images are like, which are those of ``owner``: image -> record."""
     if not owner:
         return report
-    sizes = np.asarray([image_files.upright_size(path) for path in owner])
+    sizes = np.asarray([_size(path, max_pixels) for path in owner])
     notes = {}
     if distance >= 0:
-        names = [f"{name} ({shown(path)})" for path, name in owner.items()]
-        notes = _of_note(look_at(list(owner), max_pixels), names, distance)
+        images = {path: name for path, name in owner.items() if not is_video(path)}
+        names = [f"{name} ({shown(path)})" for path, name in images.items()]
+        notes = _of_note(look_at(list(images), max_pixels), names, distance) if images else {}
     width, height = sizes.T
     return dataclasses.replace(
         report,
@@ -185,6 +187,14 @@ def _with_images(
         images_of_note=notes,
         histograms=report.histograms | {"pixels per image": _histogram(width * height)},
     )
+
+
+def _size(path: str, max_pixels: int) -> tuple[int, int]:
+    """Width and height of an image, or of a video's frames."""
+    if is_video(path):
+        clip = video_files.read_clip(path, max_pixels)
+        return clip.width, clip.height
+    return image_files.upright_size(path)
 
 
 def _of_note(look: Look, shown_images: Sequence[str], distance: int) -> dict[str, list[str]]:

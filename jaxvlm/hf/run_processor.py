@@ -129,7 +129,21 @@ def image_format_of(
             "takes images of one size; leave it out"
         )
     if source is not None:
-        return pretrained.image_format(config, source, tokenizer)
+        images = pretrained.image_format(config, source, tokenizer)
+    else:
+        images = _own_images(config, tokenizer)
+
+    def videos() -> image_files.Videos:
+        from jaxvlm.hf import run_videos  # not loaded by runs without videos
+
+        return run_videos.of_run(images, config, tokenizer.encode, source)
+
+    return images.with_videos(videos)
+
+
+def _own_images(config: Config, tokenizer: chat_tokenizer.ChatTokenizer) -> image_files.ImageFormat:
+    """Images of a model that starts from no checkpoint; raises ConfigError."""
+    data, vision = config.data, config.model.vision
     if vision.packed:
         raise ConfigError(
             "config.model.vision.packed=True: models for images of any size must start from a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from jaxvlm.checkpoint.run_record import whole_file
 from jaxvlm.data.conversations.dataset import Dataset
 from jaxvlm.data.sources import members
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record
-from jaxvlm.data.sources.member_names import is_file
+from jaxvlm.data.sources.member_names import is_file, is_video
 
 _WIDTH, _IMAGE, _TEXT, _COLUMNS, _MARGIN = 190, 128, 76, 6, 8
 _RIGHT, _WRONG, _INK = (0, 120, 60), (190, 30, 30), (30, 30, 30)
@@ -200,9 +201,28 @@ def _draw_item(
 
 
 def _thumb(name: str) -> Image.Image:
+    if is_video(name):
+        return _frames(name)
     with Image.open(name if is_file(name) else io.BytesIO(members.read(name))) as image:
         thumb = image.convert("RGB")
     return thumb.resize(_fit(thumb.size), Image.Resampling.NEAREST)
+
+
+def _frames(name: str) -> Image.Image:
+    """A video as one image of the same size: up to nine frames from its first to its last,
+    in reading order."""
+    from jaxvlm.data.videos import video_files
+
+    clip = video_files.read_clip(name, sys.maxsize)
+    side = 1 if len(clip.pts) < 2 else 2 if len(clip.pts) < 9 else 3
+    chosen = np.linspace(0, len(clip.pts) - 1, side * side).round().astype(int)
+    frames = [Image.fromarray(x) for x in video_files.read_frames(name, clip, chosen.tolist())]
+    width, height = (max(1, size // side) for size in _fit(frames[0].size))
+    sheet = Image.new("RGB", (width * side, height * side), "white")
+    for i, frame in enumerate(frames):
+        small = frame.resize((width, height), Image.Resampling.BILINEAR)
+        sheet.paste(small, (i % side * width, i // side * height))
+    return sheet
 
 
 def _fit(size: tuple[int, int]) -> tuple[int, int]:

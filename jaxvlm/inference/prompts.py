@@ -24,13 +24,12 @@ from jaxvlm.data.conversations.collate import (
 )
 from jaxvlm.data.conversations.packing import bucket
 from jaxvlm.data.errors import DataError, ImageError
-from jaxvlm.data.image_inputs import ImageInput, ImageInputs
-from jaxvlm.data.image_placeholders import Expanded
+from jaxvlm.data.image_inputs import ImageCache, ImageInput, ImageInputs
+from jaxvlm.data.image_placeholders import BOTH_MARKS, VIDEO_MARK, Expanded, Lead
 from jaxvlm.data.images import image_files
-from jaxvlm.data.pairs import collate_prompt_items
-from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources import conversation_formats, fields, visuals
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
-from jaxvlm.data.tokenizer.chat_template import TemplateError
+from jaxvlm.data.sources.member_names import as_video
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.inference.generate import SharedPrefixes
 from jaxvlm.inference.visual_tokens import VisualTokens
@@ -44,6 +43,42 @@ ImageLike = str | os.PathLike[str] | Image.Image | np.ndarray
 """An image: a file, a PIL image, or u8[H, W, 3]."""
 
 _ONE = (str, os.PathLike, Image.Image, np.ndarray)
+
+
+def video(path: str | os.PathLike[str]) -> str:
+    """The name of a video file, for use in a list of images: ``model.generate(video(f), "...")``.
+
+    Args:
+        path: video file.
+    """
+    return as_video(os.fspath(path))
+
+
+def in_order(
+    prompt: str, images: Sequence[str], videos: Sequence[str]
+) -> tuple[list[ImageLike], str]:
+    """Find which image or video stands at which mark of a prompt; without marks, images are first.
+
+    Args:
+        prompt: may have an ``<image>`` or ``<video>`` mark for each.
+        images: image files.
+        videos: video files.
+
+    Returns:
+        Images and videos by their marks, and the prompt.
+
+    Raises:
+        ConfigError: their numbers differ.
+    """
+    named = [list(images), list(map(video, videos))]
+    if not videos:
+        return [*images], prompt
+    try:
+        (text,), names = visuals.in_order([prompt], (), named[0], named[1], fields.DEFAULT)
+    except fields.BadItem as bad:
+        raise ConfigError(f"the prompt: {bad.reason}: {bad.detail}") from None
+    return [*names], text
+
 
 _LENGTH_STEP = 32
 """Prompts are padded to one of few multiples of it, so that few lengths are compiled."""
@@ -65,52 +100,6 @@ def listed(images: ImageLike | Sequence[ImageLike]) -> list[ImageLike]:
 def name_of(image: ImageLike) -> str | int:
     """What an image is known by: its file, or which object it is."""
     return str(image) if isinstance(image, (str, os.PathLike)) else id(image)
-
-
-def batch(
-    queries: Sequence[tuple[Sequence[ImageLike], str]],
-    model: Model,
-    tokenizer: ChatTokenizer,
-    image_format: image_files.ImageFormat,
-    max_pixels: int,
-    instruction: str,
-    max_length: int = 0,
-    cache: VisualTokens | None = None,
-) -> Batch:
-    """Builds a batch of prompts to embed, padded on the left to one length, with their images.
-
-    Args:
-        queries: (images, prompt), each a sequence; ``<image>`` marks where each image goes.
-        model: model on its mesh; the batch is padded to a size that the mesh divides.
-        tokenizer: tokenizer with the chat template.
-        image_format: how the model takes images.
-        max_pixels: maximum number of pixels of an image file.
-        instruction: instruction that the model reads as the system turn.
-        max_length: maximum number of tokens of a prompt: longer texts are truncated as in
-            training, which is logged; 0 is no limit.
-        cache: of the images' visual tokens; ``None``: the model encodes all images.
-
-    Returns:
-        The batch, sharded over the mesh.
-
-    Raises:
-        ConfigError: the numbers of marks and images differ, the text has a special token, or a
-            prompt is longer than ``max_length`` without its text.
-        DataError: an image can't be read.
-    """
-    queries = [(list(given), prompt) for given, prompt in queries]
-    loaded = load_images([given for given, _ in queries], image_format, max_pixels, cache)
-    spans = [[image.span for image in images] for images in loaded]
-    ids, truncated = [], 0
-    for (_, prompt), of_prompt in zip(queries, spans, strict=True):
-        cut, is_cut = _ids_to_embed(of_prompt, prompt, tokenizer, instruction, max_length)
-        ids.append(cut)
-        truncated += is_cut
-    if truncated:
-        text = "%d of %d texts are longer than %d tokens and were truncated"
-        _log.warning(text, truncated, len(queries), max_length)
-    how = (model, tokenizer, image_format, cache)
-    return _collated(_expanded(ids, loaded, tokenizer), range(len(ids)), *how)
 
 
 class Prompts(NamedTuple):
@@ -193,9 +182,10 @@ class _Sequence(NamedTuple):
     tiles: list[ImageInput]
 
 
-def _expanded(
+def expanded(
     ids: Sequence[np.ndarray], loaded: Sequence[Sequence[LoadedImage]], tokenizer: ChatTokenizer
 ) -> list[_Sequence]:
+    """Expand each prompt's images to their tokens."""
     spans = [[image.span for image in images] for images in loaded]
     taps = image_placeholders.max_taps(span for of_prompt in spans for span in of_prompt)
     return [
@@ -219,9 +209,9 @@ def _prompts(
     cache: VisualTokens | None,
 ) -> Prompts:
     how = (model, tokenizer, image_format, cache)
-    sequences = _expanded(ids, loaded, tokenizer)
+    sequences = expanded(ids, loaded, tokenizer)
     if not share or not _can_share(model, sequences, tokenizer.image_id):
-        return Prompts(_collated(sequences, example_ids, *how))
+        return Prompts(collated(sequences, example_ids, *how))
     shards = batch_shards(model.mesh)
     rows, prefixes = -(-len(ids) // shards), list[list[_Sequence]]()
     rests, of = list[_Sequence](), np.zeros((shards, rows), np.int32)
@@ -244,9 +234,9 @@ def _prompts(
     # Padding twice would take the memory.
     pads = 4 * (_length(filled) + _length(rests)) > 5 * _length(sequences)
     if 2 * largest > rows or pads:
-        return Prompts(_collated(sequences, example_ids, *how))
-    batch = _collated(filled, range(len(filled)), *how)
-    rest = _collated(rests, example_ids, *how)
+        return Prompts(collated(sequences, example_ids, *how))
+    batch = collated(filled, range(len(filled)), *how)
+    rest = collated(rests, example_ids, *how)
     here = batch_sharding(model.mesh)
     return Prompts(rest, SharedPrefixes(batch, jax.device_put(of, here)))
 
@@ -271,7 +261,7 @@ def _end_of_images(tokens: Expanded, image_id: int) -> int:
     return int(np.flatnonzero(tokens.ids == image_id).max(initial=-1)) + 1
 
 
-def _collated(
+def collated(
     sequences: Sequence[_Sequence],
     example_ids: Sequence[int],
     model: Model,
@@ -310,54 +300,39 @@ def _length(sequences: Sequence[_Sequence]) -> int:
     return bucket(max(len(x.tokens.ids) for x in sequences), _LENGTH_STEP)
 
 
-def _checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
+def checked(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> str:
     """The prompt with a mark for each image, and without special tokens."""
-    marks, count = prompt.count(PLACEHOLDER), len(images)
+    marks, count = BOTH_MARKS.findall(prompt), len(images)
     if not marks and count:
         prompt = PLACEHOLDER * count + prompt
-    elif marks != count:
+    elif len(marks) != count:
+        kinds = " and ".join(dict.fromkeys(marks))
         raise ConfigError(
-            f"the prompt has {marks} {PLACEHOLDER} marks but {count} images are given; give one "
-            "mark per image, or none"
+            f"the prompt has {len(marks)} {kinds or PLACEHOLDER} marks but {count} images are "
+            "given; give one mark per image, or none"
         )
+    elif VIDEO_MARK in marks:
+        if [mark == VIDEO_MARK for mark in marks] != [span.is_video for span in images]:
+            raise ConfigError(
+                f"the prompt's {PLACEHOLDER} and {VIDEO_MARK} marks stand in another order than "
+                "the images and videos that are given"
+            )
+        prompt = prompt.replace(VIDEO_MARK, PLACEHOLDER)
     if count and (foreign := image_placeholders.foreign_markers(prompt)):
         _log.warning("the prompt's %s is text: %s marks an image's place", foreign[0], PLACEHOLDER)
     prompt = conversation_formats.tidy(prompt)
-    _refuse_special_tokens("prompt", prompt, tokenizer.reserved_tokens)
+    refuse_special_tokens("prompt", prompt, tokenizer.reserved_tokens)
     return prompt
 
 
 def ids_to_answer(images: list[Span], prompt: str, tokenizer: ChatTokenizer) -> np.ndarray:
     """The tokens of a prompt, up to where its answer begins: i32[T], each image one token."""
-    turns = [Turn("user", _checked(images, prompt, tokenizer))]
-    return tokenize.prompt_ids(turns, tokenizer, [span.lead for span in images])
+    turns = [Turn("user", checked(images, prompt, tokenizer))]
+    return tokenize.prompt_ids(turns, tokenizer, list(map(Lead.of, images)))
 
 
-def _ids_to_embed(
-    images: list[Span], prompt: str, tokenizer: ChatTokenizer, instruction: str, max_length: int
-) -> tuple[np.ndarray, bool]:
-    """The tokens of a prompt to embed, and whether its text was truncated."""
-    prompt = _checked(images, prompt, tokenizer)
-    _refuse_special_tokens("instruction", instruction, tokenizer.reserved_tokens | {PLACEHOLDER})
-    leads = [span.lead for span in images]
-    rendered = collate_prompt_items.rendered(tokenizer, prompt, instruction, leads, {})
-    if rendered.reason:
-        raise TemplateError(f"{rendered.reason}: {rendered.text}")
-    (encoding,) = tokenizer.encode_chats([rendered.text])
-    ids = np.asarray(encoding.ids, np.int32)
-    over = len(ids) + sum(len(span.ids) - 1 for span in images) - max_length
-    if not max_length or over <= 0:
-        return ids, False
-    shorter = rendered.shortened(encoding, over, tokenizer.image_id)
-    if (missing := over - len(ids) + len(shorter)) > 0:
-        raise ConfigError(
-            f"an item has {max_length + missing} tokens without its text, but the model embeds "
-            f"items of at most {max_length}; leave it out, or use a smaller image"
-        )
-    return shorter, True
-
-
-def _refuse_special_tokens(what: str, text: str, tokens: Collection[str]) -> None:
+def refuse_special_tokens(what: str, text: str, tokens: Collection[str]) -> None:
+    """Raise ConfigError if a text has one of these tokens."""
     if found := sorted(t for t in tokens if t in text):
         raise ConfigError(f"the {what} contains the special token {found[0]}; leave it out")
 
@@ -395,7 +370,7 @@ def _load(
     is_file = isinstance(image, (str, os.PathLike))
     if isinstance(image, (str, os.PathLike)) and not os.fspath(image):
         raise DataError("an image's file name is empty")
-    images: image_files.ImageCache = image_files.ImageCache(image_format.prepare, max_pixels, 0)
+    images: ImageCache = ImageCache(image_format.prepare, max_pixels, 0)
     try:
         if isinstance(image, (str, os.PathLike)):
             span = image_format.of_file(str(image))
@@ -409,7 +384,7 @@ def _load(
         raise DataError(f"{image if is_file else 'an image'}: {error}") from None
 
 
-class _OpenImage(image_files.ImageCache):
+class _OpenImage(ImageCache):
     """Stands for the file of an image that is in memory."""
 
     def __init__(self, image: Image.Image | np.ndarray, prepare: image_files.Preparation):

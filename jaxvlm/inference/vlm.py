@@ -20,7 +20,13 @@ from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.dataset import make_dataset
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
-from jaxvlm.inference import generated_answers, input_types, kv_compression, prompts
+from jaxvlm.inference import (
+    generated_answers,
+    input_types,
+    kv_compression,
+    prompts,
+    prompts_to_embed,
+)
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.inference.evaluator import Evaluator, Report
 from jaxvlm.inference.generate import Compression, DecodeState, Sampling, decode, prefill
@@ -109,6 +115,18 @@ class VLM:
         how = (self.config, self.model, self.params, self.image_format)
         self.cache = VisualTokens(*how, memory_mb, os.fspath(store))
 
+    def sample_videos(self, fps: float = 0.0, num_frames: int = 0) -> None:
+        """Samples other frames of videos from now on than the run or the checkpoint says.
+
+        Args:
+            fps: frames a second; 0 leaves it.
+            num_frames: frames of a video, whatever its length; 0 leaves it.
+        """
+        images = self.image_format
+        self.image_format = images.with_videos(
+            lambda: images.prepare.of_videos().sampled(fps, num_frames)
+        )
+
     def current_cache(self) -> VisualTokens | None:
         """Returns the cache of the present parameters; other ones begin with an empty memory."""
         if self.cache is not None and not self.cache.is_of(self.params):
@@ -137,9 +155,9 @@ class VLM:
         """Generates an answer to a prompt about images.
 
         Args:
-            images: one image, several, or none (``[]``).
-            prompt: prompt in which ``<image>`` marks where each image goes; without marks the
-                images come first.
+            images: one image, several, or none (``[]``); ``jaxvlm.video(FILE)`` is a video.
+            prompt: prompt in which ``<image>``, or ``<video>``, marks where each goes; without
+                marks the images come first.
             max_new_tokens: maximum number of tokens to generate.
             **options: ``temperature`` (0, the default, is greedy), ``top_k``, ``top_p``, ``seed``;
                 ``kv``, the method by which the prompt's KV cache is compressed ("none" by default),
@@ -216,7 +234,7 @@ class VLM:
         if trains_embeddings(self.config) and self.config.embedding.pool == TOKENS:
             raise ConfigError("this model computes an embedding per token, not one per item")
         how = (self.model, self.tokenizer, self.image_format, self.config.data.max_pixels)
-        batch = prompts.batch(queries, *how, instruction, max_length, self.current_cache())
+        batch = prompts_to_embed.batch(queries, *how, instruction, max_length, self.current_cache())
         return np.asarray(self._embed(self.params, batch, dims))[: len(queries)]
 
     def _texts(

@@ -63,6 +63,7 @@ ASKED = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yes"}
 SAID = "user: hi | assistant: yes"
 SEEN = "user: <image>hi | assistant: yes | a.png"
+PLAYED = "user: <image>hi | assistant: yes | a.mp4::video"
 BEFORE, BRIEF = "user: a | assistant: b", "system: be brief"
 TEXT = {"type": "text", "text": "hi"}
 CALL = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
@@ -165,7 +166,9 @@ MS_SWIFT = Project(
         Key("record", "messages", chat(), SAID),
         Key("record", "images", chat(images=["a.png"]), SEEN),
         Key("record", "image", chat(image="a.png"), SEEN),
-        *refused("record", chat, videos=["a.mp4"], video="a.mp4", audios=["a.wav"], audio="a.wav"),
+        Key("record", "videos", chat(videos=["a.mp4"]), PLAYED),
+        Key("record", "video", chat(video="a.mp4"), PLAYED),
+        *refused("record", chat, audios=["a.wav"], audio="a.wav"),
         Key("record", "tools", chat(tools='[{"name": "f"}]'), f"tools f | {SAID}"),
         *refused("record", chat, label=True, channel="math"),
         *refused("record", chat, objects={"ref": ["dog"], "bbox": [[1, 2, 3, 4]], "image_id": [0]}),
@@ -219,7 +222,8 @@ LLAMA_FACTORY = Project(
         Key("record", "tools", llava(tools='[{"name": "f"}]'), f"tools f | {SAID}"),
         *refused("record", llava, kto_tag=False),
         *refused("record", llava, chosen=FROM[1], rejected=FROM[1]),
-        *refused("record", llava, videos=["a.mp4"], audios=["a.wav"]),
+        Key("record", "videos", llava(videos=["a.mp4"]), PLAYED),
+        *refused("record", llava, audios=["a.wav"]),
         *every(
             instruct(input="a", history=[["a", "b"]]), f"{BEFORE} | user: hi\na | assistant: yes"
         ),
@@ -309,7 +313,8 @@ QWEN = Project(
     [
         Key("record", "conversations", llava(), SAID),
         Key("record", "image", llava(image="a.png"), SEEN),
-        *refused("record", llava, video="a.mp4", data_path="data"),
+        Key("record", "video", llava(video="a.mp4"), PLAYED),
+        *refused("record", llava, data_path="data"),
         Key("turn", "from", llava(), SAID),
         Key("turn", "value", llava(), SAID),
         Key("part", "image", image(image="file://a.png"), SEEN),
@@ -318,7 +323,7 @@ QWEN = Project(
             Key("part", name, image(image="a.png", **{name: 280}), "")
             for name in ("min_pixels", "max_pixels", "resized_height", "resized_width")
         ),
-        Key("part", "video", parts({"type": "video", "video": "a.mp4"}, TEXT), ""),
+        Key("part", "video", parts({"type": "video", "video": "a.mp4"}, TEXT), PLAYED),
         *(
             Key("part", name, image(image="a.png", **{name: 2}), "")
             for name in ("fps", "total_pixels")

@@ -22,7 +22,9 @@ def of_files(records, tokenizer, sizes, **more):
 def packed(data, folder, shard_bytes=2000):
     """What ``data pack`` writes of a data set."""
     with packed_set.new_folder(str(folder)) as partial:
-        made = packed_set.made_for(data.config, data.settings, data.tokenizer)
+        made = packed_set.made_for(
+            data.config, data.settings, data.tokenizer, data.facts.has_videos
+        )
         packed_set.write(partial, data.content, made, data.tokenizer, data.config, shard_bytes)
     return str(folder)
 

@@ -8,7 +8,7 @@ from jaxvlm.config import DataConfig, DecoderConfig, MeshConfig, ModelConfig
 from jaxvlm.data import Example, Item, PairDataset, PromptCollator
 from jaxvlm.data.images import image_files
 from jaxvlm.data.tokenizer import chat_tokenizer as tokenizer
-from jaxvlm.inference import prompts
+from jaxvlm.inference import prompts_to_embed
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
 from jaxvlm.types import Span
@@ -41,7 +41,7 @@ def test_batches_are_those_of_prompts(mask, tmp_path):
                 item = side.items[number]
                 asked = [([item.image] if item.image else [], item.text)]
                 how = (model, chat_tokenizer, images, 10**6, item.instruction)
-                want = prompts.batch(asked, *how)
+                want = prompts_to_embed.batch(asked, *how)
                 length = int(np.sum(want.segment[0] > 0))
                 for name in ("tokens", "segment", "positions", "bidirectional"):
                     x, y = getattr(batch, name), getattr(want, name)

@@ -78,7 +78,7 @@ BAD = {
     "neither 'conversations'": {"id": "x", "text": "hi"},
     "an image that is not a file": llava(image="https://example.com/a.png"),
     "image that is not a file": llava(image="gs://bucket/a.png"),
-    "a content item of unknown type": messages([{"type": "video", "video": "a.mp4"}]),
+    "a content item of unknown type": messages([{"type": "audio", "audio": "a.wav"}]),
     "images named both": messages(part(image="a.png"), images=["b.png"]),
     "neither text nor a list": messages(content=None),
     "text that is not valid Unicode": llava(answer="\ud83d"),

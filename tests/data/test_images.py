@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, TiffImagePlugin
 
 from jaxvlm.data.errors import DataError, ImageError
+from jaxvlm.data.image_inputs import ImageCache
 from jaxvlm.data.images import image_files
 from jaxvlm.inference import prompts
 from tests.bad_input.data_files import png
@@ -203,7 +204,7 @@ def test_augment():
 
 def test_cache_is_bounded(image, monkeypatch):
     paths = [image(f"{i}.png", (i, i, i)) for i in range(6)]
-    images = image_files.ImageCache(image_files.squares(256), 10**6, cache_mb=1)  # room for five
+    images = ImageCache(image_files.squares(256), 10**6, cache_mb=1)  # room for five
     for path in paths:
         images.get(path)
     opened = []

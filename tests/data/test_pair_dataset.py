@@ -24,6 +24,7 @@ from pair_data import (
 from PIL import Image
 
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.image_inputs import ImageCache
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
@@ -110,7 +111,7 @@ def test_rows_of_texts_and_images_are_those_of_inference(examples):
             if item.image:
                 pixels = image_files.load(item.image, prepare)
                 np.testing.assert_array_equal(batch.pixels[row, 0], pixels)
-                decoded = image_files.ImageCache(prepare, 10**6, 1).get(item.image)
+                decoded = ImageCache(prepare, 10**6, 1).get(item.image)
                 key = image_files.key(decoded.digest, prepare.fingerprint)
                 np.testing.assert_array_equal(batch.image_key[row, 0], key)
             else:

@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from jaxvlm.config import Config
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
+from jaxvlm.data.image_placeholders import Lead
 from jaxvlm.data.images import image_files, processor, tiling
 from jaxvlm.data.sources.conversation_formats import Turn
 from jaxvlm.data.tokenizer import chat_tokenizer
@@ -220,7 +221,7 @@ def held_to_transformers(name, root, paths):
         mine = (pixels / 255 - np.asarray(found.mean)) / np.asarray(found.std)
         assert values.shape == mine.shape, path
         np.testing.assert_allclose(mine, values, atol=1e-3, rtol=0, err_msg=path)
-        ids = tokenize.prompt_ids([turn], ours, [span.lead])
+        ids = tokenize.prompt_ids([turn], ours, [Lead.of(span)])
         row = image_placeholders.expand(
             ids, ours.image_id, [span], image_placeholders.max_taps([span])
         )

@@ -15,7 +15,7 @@ from jaxvlm.config import DataConfig, PairDataConfig
 from jaxvlm.data.pairs.collate_prompt_items import PromptCollator
 from jaxvlm.data.pairs.collate_texts import TextCollator
 from jaxvlm.data.pairs.dataset import PairDataset
-from jaxvlm.inference import prompts
+from jaxvlm.inference import prompts_to_embed
 from jaxvlm.types import Batch
 from tests.e2e.test_encoders import write
 
@@ -56,7 +56,7 @@ def alone(model, item):
     given = [item.image] if item.image else []
     asked = [(given, item.text)]
     how = (model.model, model.tokenizer, model.image_format, 10**6)
-    batch = prompts.batch(asked, *how, instruction=item.instruction)
+    batch = prompts_to_embed.batch(asked, *how, instruction=item.instruction)
     return Batch(*(None if x is None else np.asarray(x)[0] for x in batch))
 
 

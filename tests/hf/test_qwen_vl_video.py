@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 from numerics import close_in_norm
 
-from jaxvlm.config import ConfigError
-from jaxvlm.hf.families import qwen_video, qwen_vl
+from jaxvlm.data.videos.video_format import Shown
+from jaxvlm.hf.families import videos
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.nn.norm import unit
 from jaxvlm.nn.pooling import last_token
@@ -33,54 +32,24 @@ from qwen import (  # noqa: E402  # after the oracle is known to be there
 )
 
 
-def frame_text(times, count):
-    """What their processor writes for a video."""
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-
-    class Given:
-        video_processor = types.SimpleNamespace(merge_size=2, temporal_patch_size=2)
-        video_token, vision_start_token, vision_end_token = "V", "(", ")"
-        _calculate_timestamps = Qwen3VLProcessor._calculate_timestamps
-
-    metadata = types.SimpleNamespace(fps=1000.0, frames_indices=[int(1000 * t) for t in times])
-    grid = np.asarray([[len(times) // 2, 2, 2 * count]])
-    given = {"video_grid_thw": grid, "video_metadata": [metadata]}
-    return Qwen3VLProcessor.replace_video_token(Given(), given, 0)
-
-
-def test_a_frames_time_is_written_as_transformers_does():
-    ids = {"video_token_id": ord("V"), "vision_start_token_id": ord("(")}
-    given = hf_config("qwen3-vl").to_dict() | ids | {"vision_end_token_id": ord(")")}
-    config = qwen_vl.config_from_hf(given)
-    find = qwen_video.video_span(config, given, lambda text: list(map(ord, text)))
-    text = frame_text([0.0, 0.5, 1.0, 1.5, 2.0, 2.5], 3)
-    assert "".join(map(chr, find((3, 1, 3), 1.0).ids)) == text
-    assert "".join(map(chr, find((3, 1, 3), 9.0, [0.25, 1.25, 2.25]).ids)) == text
-    assert "".join(map(chr, find((2, 1, 1), 9.0, [0.04, 12.06]).ids)) == frame_text(
-        [0.0, 0.08, 12.0, 12.12], 1
-    )
-
-
-def test_a_config_without_a_videos_token_is_told_so():
-    given = hf_config("qwen3-vl").to_dict() | {"video_token_id": None}
-    with pytest.raises(ConfigError, match="video_token_id is missing"):
-        qwen_video.video_span(qwen_vl.config_from_hf(given), given, lambda text: [])
-
-
 @pytest.mark.parametrize("name", PLAIN[:3])
 def test_a_video_is_torchs(name, shows):
     """An image, then a video of three frames: positions and logits."""
     shows(hf_config(name).model_type, "video")
     theirs, ours, params = oracle(name)
-    hf = hf_config(name).to_dict() | {"vision_start_token_id": 92, "vision_end_token_id": 93}
+    hf = hf_config(name).to_dict()
     seconds = 0.7  # Qwen2.5-VL: 3 * 0.7 positions from a frame to the next, cut to whole ones
-    video = qwen_video.video_span(ours.config, hf, lambda text: [len(text), 7, 8])(
-        (3, 2, 3), seconds
-    )
-    apart = name == "qwen3-vl"
+    given = videos.Given(ours.config, hf, lambda text: [len(text), 7, 8], lambda *_: (16, 24))
+    shown = Shown(np.arange(6) * seconds / 2, 3 * seconds, 24, 16)
+    video = videos.SPANS[hf["model_type"]](given)(shown)
     batch = make_batch(ours, hf, [[3, (16, 24), 2, "video", 5]], video=video, length=52)
+    assert np.prod(batch.grid[0], -1).tolist() == [24, 24, 24, 24]
     given = torch_inputs(batch, ours.config.vision)
-    tokens = torch.from_numpy(batch.tokens)
+    # A video's tokens have an id of their own there; ours have the images', and are no words.
+    in_video = np.flatnonzero(batch.tokens[0] == IMAGE)[6:]
+    tokens = torch.from_numpy(batch.tokens).long()
+    tokens[0, in_video] = VIDEO
+    given["input_ids"] = tokens
     given["mm_token_type_ids"] = (tokens == IMAGE).int() + 2 * (tokens == VIDEO).int()
     patches = given.pop("pixel_values")
     given["pixel_values"], given["pixel_values_videos"] = patches[:24], patches[24:]
@@ -89,7 +58,6 @@ def test_a_video_is_torchs(name, shows):
     if name == "qwen2.5-vl":
         given["second_per_grid_ts"] = [seconds]
     theirs.model.rope_deltas = None
-    assert np.prod(batch.grid[0], -1).tolist() == ([24, 24, 24, 24] if apart else [24, 72, 0, 0])
     with torch.no_grad():
         expected = theirs(**given).logits.numpy()
     for unused in ("pixel_values", "pixel_values_videos"):

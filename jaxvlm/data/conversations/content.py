@@ -17,6 +17,7 @@ from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.sources import conversation_formats
 from jaxvlm.data.sources.conversation_formats import Record
+from jaxvlm.data.sources.member_names import is_video
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 
@@ -63,6 +64,8 @@ class Facts(NamedTuple):
     """Whether a piece has an image."""
     unknown: int
     """Trained tokens that are ``<unk>``, each conversation counted once."""
+    has_videos: bool = False
+    """Whether a record has a video."""
 
 
 class Content(NamedTuple):
@@ -122,6 +125,7 @@ def build(
         has_parents=bool((pieces.record < 0).any()),
         has_images=any(pieces.images),
         unknown=int(np.sum(corpus.loss & (corpus.tokens == tokenizer.unk_id))),
+        has_videos=any(map(is_video, corpus.paths)),
     )
     return Content(records, corpus, pieces, facts, parts)
 

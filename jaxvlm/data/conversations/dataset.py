@@ -24,7 +24,7 @@ from jaxvlm.data.conversations.content import (
 from jaxvlm.data.conversations.mixture import MixtureOrder
 from jaxvlm.data.conversations.packing import EMPTY, PackedSequence, SequenceOrder
 from jaxvlm.data.errors import MIXTURE, DataError, ImageError, Problem, SkippedRecords
-from jaxvlm.data.image_inputs import ImageInput, ImageInputs, Lookup, Tag
+from jaxvlm.data.image_inputs import ImageCache, ImageInput, ImageInputs, Lookup, Tag
 from jaxvlm.data.image_placeholders import ImageSpans
 from jaxvlm.data.images import image_files
 from jaxvlm.data.images.patches import Patching
@@ -62,9 +62,7 @@ class Dataset:
         self.total = sum(part.total for part in parts)
         self.problems = [problem for part in parts for problem in part.problems]
         image_files.refuse_augmented_tiles(name, config, self.facts.tiles)
-        image_cache = image_files.ImageCache(
-            settings.prepare, config.max_pixels, config.image_cache_mb
-        )
+        image_cache = ImageCache(settings.prepare, config.max_pixels, config.image_cache_mb)
         images = self.corpus.paths, self.corpus.spans
         self.image_inputs = ImageInputs(*images, image_cache, settings.patching)
         self._skipped = SkippedRecords(parts, config, errors.numbers(config))
@@ -119,7 +117,8 @@ class Dataset:
         def size(image: int) -> tuple[int, int]:
             if tokens or not patching:
                 return len(spans[image].starts), tokens
-            return 1, patching.per_token * int((spans[image].tile > 0).sum())
+            tiles, tokens_of = len(spans[image].starts), int((spans[image].tile > 0).sum())
+            return tiles, patching.per_token * tokens_of // tiles
 
         room = patching.padded_count if patching and not tokens else None
         self._pages = PageAllocation(
@@ -254,6 +253,7 @@ class Dataset:
         picked |= {"images": settings.prepare.fingerprint, "seed": settings.seed}
         picked |= {"image_size": settings.image_size, "visual_mask": settings.visual_mask}
         picked |= {"records": len(self.corpus.first), "order_version": packing.ORDER_VERSION}
+        picked |= {"videos": settings.prepare.video_fingerprint} if self.facts.has_videos else {}
         if settings.patching:
             picked["data.max_patches_per_sequence"] = config["max_patches_per_sequence"]
             picked["patches"] = self.facts.patches
@@ -474,8 +474,7 @@ def load_dataset(
         seed: seed of the run.
         visual_mask: causal | prefix | prompt: which tokens attend bidirectionally.
         prepare: preprocessing of images; ``None`` follows ``config.resize``.
-        patching: how images of any size are cut into patches; ``None`` if all have the same
-            size.
+        patching: how images of any size are cut into patches; ``None``: all have one size.
         spec: file or named source to read; "" is ``config.train`` or ``config.mixture``.
         read: result of :func:`read_records` for ``spec``, if it was read before.
 

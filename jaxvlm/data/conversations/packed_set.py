@@ -35,7 +35,7 @@ from jaxvlm.data.conversations.piece_checksums import Checksums, holds, of_seque
 from jaxvlm.data.conversations.tokenize import Corpus
 from jaxvlm.data.errors import DataError, ImageError, Part, Problem
 from jaxvlm.data.images import image_files
-from jaxvlm.data.sources.member_names import Member, shown
+from jaxvlm.data.sources.member_names import Member, as_video, is_video, shown
 from jaxvlm.data.sources.tables import PACKED
 from jaxvlm.data.tokenizer.chat_tokenizer import ChatTokenizer
 from jaxvlm.types import Span
@@ -45,7 +45,9 @@ FORMAT = 1
 _PROBED = 16  # images, at most, whose tokens are counted again when a set is opened
 
 
-def made_for(config: DataConfig, settings: ModelInputs, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def made_for(
+    config: DataConfig, settings: ModelInputs, tokenizer: ChatTokenizer, has_videos: bool = False
+) -> dict[str, Any]:
     """What the contents of a packed set are a function of, besides its records; JSON-able."""
     names = [
         *("max_length", "max_images_per_sequence", "packing", "share_images", "loss_turns"),
@@ -63,7 +65,7 @@ def made_for(config: DataConfig, settings: ModelInputs, tokenizer: ChatTokenizer
         "patches": list(settings.patching or ()),
         "visual_mask": settings.visual_mask,
         "tokenizer": tokenizer_digest(tokenizer),
-    }
+    } | ({"videos": settings.prepare.video_fingerprint} if has_videos else {})
 
 
 def tokenizer_digest(tokenizer: ChatTokenizer) -> str:
@@ -204,7 +206,7 @@ def write(
 
 _OF_CORPUS = ("tokens", "loss", "first", "last", "length")
 """Arrays of :class:`tokenize.Corpus`."""
-_OF_PIECE = tuple(name for name in packing.Pieces._fields if name != "images")
+_OF_PIECE = tuple(filter("images".__ne__, packing.Pieces._fields))
 """Arrays of :class:`packing.Pieces`."""
 
 
@@ -224,7 +226,9 @@ def open_set(
     """
     folder = pathlib.Path(spec).expanduser()
     index = read_index(spec)
-    _check_settings(spec, index["made_for"], made_for(config, settings, tokenizer), config)
+    has_videos = bool(index["facts"].get("has_videos"))
+    wanted = made_for(config, settings, tokenizer, has_videos)
+    _check_settings(spec, index["made_for"], wanted, config)
     for name, (size, _) in index["files"].items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
@@ -435,7 +439,8 @@ class _Shards:
         )
         self._tar.addfile(info, io.BytesIO(data))
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        return str(Member(self._name, str(place), len(data), own, digest))
+        name = str(Member(self._name, str(place), len(data), own, digest))
+        return as_video(name) if is_video(path) else name
 
 
 def _array(folder: pathlib.Path, name: str) -> np.ndarray:

@@ -16,16 +16,16 @@ from jaxtyping import Bool, Int32, Int64
 
 from jaxvlm.config import DataConfig, check_choice
 from jaxvlm.data.errors import ImageError, Problem, sources
-from jaxvlm.data.image_placeholders import ImageSpans
+from jaxvlm.data.image_placeholders import ImageSpans, Lead
 from jaxvlm.data.images import image_files
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Record, Turn
-from jaxvlm.data.sources.member_names import shown
+from jaxvlm.data.sources.member_names import is_video, shown
 from jaxvlm.data.tokenizer.chat_template import TemplateError
 from jaxvlm.data.tokenizer.chat_tokenizer import ONE_AT_A_TIME, ChatTokenizer
 from jaxvlm.types import Span
 
-_Conversation = tuple[tuple[Turn, ...], tuple[str, ...]]
-"""Turns, and the text that precedes each of their images."""
+_Conversation = tuple[tuple[Turn, ...], tuple[Lead, ...]]
+"""Turns, and what is written around each of their images."""
 ALL, LAST, EACH = "all", "last", "each"
 """Values of ``data.loss_turns``: the answers of a conversation that are trained."""
 _TOKENIZE_BATCH = 4096  # conversations tokenized at once: bounds the memory of their offsets
@@ -66,14 +66,14 @@ def texts(records: Sequence[Record]) -> Iterator[str]:
 
 
 def prompt_ids(
-    turns: Sequence[Turn], tokenizer: ChatTokenizer, leads: Sequence[str] = ()
+    turns: Sequence[Turn], tokenizer: ChatTokenizer, leads: Sequence[Lead] = ()
 ) -> Int32[np.ndarray, " T"]:
     """Tokenize a conversation with a generation prompt; each image is one token.
 
     Args:
         turns: the turns so far; ``<image>`` stands for an image.
         tokenizer: tokenizer with a chat template.
-        leads: text that the model sees before each image; () is none.
+        leads: what is written around each image; () is nothing.
 
     Returns:
         i32[T] token ids.
@@ -167,7 +167,7 @@ def encode(
     # Equal conversations are rendered and tokenized once: a cache, so no result depends on it.
     number: dict[_Conversation, int] = {}
     conversations = [
-        (r.turns, tuple(measured[path].lead for path in r.images if path in measured))
+        (r.turns, tuple(Lead.of(measured[path]) for path in r.images if path in measured))
         for r in records
     ]
     conversation = [number.setdefault(one, len(number)) for one in conversations]
@@ -229,6 +229,8 @@ def _by_file(spans: ImageSpans, image_id: int) -> Callable[[str], Span]:
     unique: dict[tuple[bytes, ...], Span] = {}
 
     def measure(path: str) -> Span:
+        if isinstance(spans, int) and is_video(path):
+            raise ImageError("a video, whose tokens a recipe says (--config)")
         span = spans if isinstance(spans, int) else spans(path)
         if isinstance(span, int):
             return of(span)
@@ -399,7 +401,7 @@ def with_readable_images(
     reasons = {
         i: reason
         for i, path in enumerate(corpus.paths)
-        if (reason := image_files.check(path, max_pixels)) is not None
+        if (reason := _unreadable(path, max_pixels)) is not None
     }
     if not reasons:
         return corpus, []
@@ -412,6 +414,15 @@ def with_readable_images(
             record = records[int(corpus.source[i])]
             problems.append(Problem(record.id, reasons[bad], shown(corpus.paths[bad])))
     return take(corpus, np.asarray(good, np.int64)), problems
+
+
+def _unreadable(path: str, max_pixels: int) -> str | None:
+    """Why an image or a video can't be read, as far as its header says."""
+    if is_video(path):
+        from jaxvlm.data.videos import video_files  # PyAV is not loaded where there is none
+
+        return video_files.check(path, max_pixels)
+    return image_files.check(path, max_pixels)
 
 
 def digest(corpus: Corpus) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -12,20 +12,20 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8, UInt32
+from jaxtyping import UInt32
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError, features
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import DataError, ImageError
-from jaxvlm.data.images.patches import Patching
+from jaxvlm.data.images.patches import MAX_SIDE, Patching, Pixels
 from jaxvlm.data.sources import members
-from jaxvlm.data.sources.member_names import is_file
+from jaxvlm.data.sources.member_names import bare, is_file, is_video
+from jaxvlm.data.videos import Videos
 from jaxvlm.types import Span
 
-Pixels = UInt8[np.ndarray, "*tiles H W 3"]
 RESIZE = ("auto", "squash", "pad", "crop")
 PAD = 128  # grey: close to 0 once the model has normalized 0..255 to -1..1
 
@@ -40,9 +40,6 @@ class Decoded(NamedTuple):
     """16 bytes: hash of the file's bytes."""
 
 
-MAX_SIDE = 65_535
-"""Pixels of an image's longer side, the most that JPEG has. Resizing an image of 1 x 50,000,000
-pixels takes gigabytes, because the short side grows before the long one shrinks."""
 HAS_AVIF = bool(features.check("avif"))
 """Whether this Pillow reads AVIF; its wheels do from version 11.3."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", *(["AVIF"] if HAS_AVIF else []))
@@ -84,6 +81,33 @@ class Preparation(NamedTuple):
     """Preparations with equal fingerprints give equal pixels."""
     draft: int = 0
     """Minimum height and width in pixels at which a JPEG is decoded; 0 decodes at full size."""
+    videos: Callable[[], Videos] | None = None
+    """Preprocessing of videos, made when there is one; ``None``: the model takes none."""
+
+    def of(self, path: str) -> str:
+        """The fingerprint of the preprocessing of a file."""
+        return self.video_fingerprint if is_video(path) else self.fingerprint
+
+    @property
+    def video_fingerprint(self) -> str:
+        """The same of videos, if the model takes any."""
+        return self.of_videos().fingerprint
+
+    def decode(self, data: bytes, path: str, max_pixels: int) -> Pixels:
+        """Decode and preprocess the bytes of an image file, or the video ``path``."""
+        if is_video(path):
+            return self.of_videos().decode(path, max_pixels)
+        return decode(data, self, max_pixels)
+
+    def span_of_video(self, path: str) -> Span:
+        """The token span of a video file; raises ImageError."""
+        return self.of_videos().of_file(path)
+
+    def of_videos(self) -> Videos:
+        """The preprocessing of videos; raises ImageError where the model takes none."""
+        if self.videos is None:
+            raise ImageError("a video, and this model takes images alone")
+        return self.videos()
 
 
 class ImageFormat(NamedTuple):
@@ -99,12 +123,18 @@ class ImageFormat(NamedTuple):
     patching: Patching | None = None
     """How images of any size are cut into patches; ``None`` if all have the same size."""
 
+    def with_videos(self, make: Callable[[], Videos]) -> ImageFormat:
+        """The same images, with videos; ``make`` is called once, when there is one."""
+        return self._replace(prepare=self.prepare._replace(videos=functools.cache(make)))
+
     def of_file(self, path: str) -> Span:
-        """Compute the token span of an image file.
+        """Compute the token span of an image file, or of a video.
 
         Raises:
             ImageError: its size can't be read, or the model does not accept it.
         """
+        if is_video(path):
+            return self.prepare.span_of_video(path)
         return self.span(0, 0) if self.fixed else self.of_size(*upright_size(path))
 
     def of_size(self, width: int, height: int) -> Span:
@@ -228,9 +258,11 @@ def refuse_augmented_tiles(name: str, config: DataConfig, tiles: int) -> None:
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize a preprocessed image."""
-    if pixels.shape[:2] == (height, width):
+    """Resize a preprocessed image, or each of a video's frames."""
+    if pixels.shape[-3:-1] == (height, width):
         return pixels
+    if pixels.ndim > 3:
+        return np.stack([resized(frame, height, width) for frame in pixels])
     image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)
 
@@ -247,60 +279,10 @@ def augment(pixels: Pixels, drawn: tuple[int, ...]) -> Pixels:
     return pixels[..., rows[:, None], columns[None, :], :]
 
 
-class ImageCache:
-    """LRU cache of decoded images by file, of a limited number of megabytes."""
-
-    def __init__(self, prepare: Preparation, max_pixels: int, cache_mb: int):
-        """Create an empty cache.
-
-        Args:
-            prepare: preprocessing of images.
-            max_pixels: maximum of an image's width times height.
-            cache_mb: maximum size of the cached pixels, in 2**20 bytes.
-        """
-        self.prepare, self.max_pixels = prepare, max_pixels
-        self._max_bytes = cache_mb * 2**20
-        self._images: collections.OrderedDict[str, Decoded] = collections.OrderedDict()
-        self._digests: dict[str, bytes] = {}
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, path: str) -> Decoded:
-        """Return the image of a file, decoding it on a miss.
-
-        Raises:
-            ImageError: the image can't be decoded; the message is the reason.
-        """
-        with self._lock:
-            if path in self._images:
-                self._images.move_to_end(path)
-                return self._images[path]
-        data = read_bytes(path)
-        pixels = decode(data, self.prepare, self.max_pixels)
-        decoded = Decoded(pixels, hashlib.blake2b(data, digest_size=16).digest())
-        with self._lock:
-            self._digests[path] = decoded.digest
-            if path not in self._images and pixels.nbytes <= self._max_bytes:
-                self._images[path] = decoded
-                self._bytes += pixels.nbytes
-                while self._bytes > self._max_bytes:
-                    self._bytes -= self._images.popitem(last=False)[1].pixels.nbytes
-        return decoded
-
-    def digest(self, path: str) -> bytes:
-        """Hash a file's bytes to 16 bytes, without decoding it.
-
-        Raises:
-            ImageError: the file can't be read; the message is the reason.
-        """
-        if path not in self._digests:
-            self._digests[path] = hashlib.blake2b(read_bytes(path), digest_size=16).digest()
-        return self._digests[path]
-
-
 def name_and_size(path: str) -> tuple[str, int]:
     """Return an image file's name without its folder, and its size in bytes, for fingerprints."""
     if is_file(path):
+        path = bare(path)
         return os.path.basename(path), os.path.getsize(path)
     return members.name_and_size(path)
 
@@ -318,7 +300,8 @@ def sample_digest(paths: Sequence[str], count: int = 16) -> str:
 
 def read_bytes(path: str) -> bytes:
     """Read an image file, or one inside of another file; raises ImageError."""
-    _check_regular(path)
+    path = bare(path)
+    check_regular(path)
     try:
         return pathlib.Path(path).read_bytes() if is_file(path) else members.read(path)
     except FileNotFoundError:
@@ -327,7 +310,17 @@ def read_bytes(path: str) -> bytes:
         raise ImageError(f"can't be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _check_regular(path: str) -> None:
+def opened(path: str) -> BinaryIO:
+    """Open a file to read it; raises ImageError."""
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise ImageError("missing file") from None
+    except OSError as error:
+        raise ImageError(f"can't be read: {error.strerror or error}") from None
+
+
+def check_regular(path: str) -> None:
     """Refuse a pipe, a device or a folder, which may be read without end; raises ImageError."""
     if is_file(path) and os.path.exists(path) and not os.path.isfile(path):
         raise ImageError("can't be read: not a regular file")
@@ -338,7 +331,7 @@ def _open(source: str | io.BytesIO, max_pixels: int) -> ImageFile.ImageFile:
     if isinstance(source, str) and not is_file(source):
         source = io.BytesIO(read_bytes(source))
     if isinstance(source, str):
-        _check_regular(source)
+        check_regular(source)
     try:
         empty = not (os.stat(source).st_size if isinstance(source, str) else source.getbuffer())
         if empty:

@@ -8,6 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
+Pixels = UInt8[np.ndarray, "*tiles H W 3"]
+"""An image, or its tiles."""
+MAX_SIDE = 65_535
+"""Pixels of an image's longer side, the most that JPEG has. Resizing an image of 1 x 50,000,000
+pixels takes gigabytes, because the short side grows before the long one shrinks."""
 _STEP = 128
 """Padded numbers of patches are a multiple of it, as attention kernels' blocks require."""
 
@@ -40,19 +45,24 @@ class Patching(NamedTuple):
         """Patches that become one visual token."""
         return self.block**2
 
-    def grid(self, pixels: UInt8[np.ndarray, "H W 3"]) -> tuple[int, int, int]:
-        """Grid (frames, rows, columns) of an image in patches."""
-        return 1, pixels.shape[0] // self.size, pixels.shape[1] // self.size
+    def grid(self, pixels: UInt8[np.ndarray, "*frames H W 3"]) -> tuple[int, int, int]:
+        """Grid (time, rows, columns) of an image, or of :attr:`frames` of a video, in patches."""
+        height, width = pixels.shape[-3:-1]
+        return 1, height // self.size, width // self.size
 
-    def cut(self, pixels: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "P patch_dim"]:
-        """Cut an image into patches; both its sides are multiples of :attr:`side`."""
+    def cut(self, pixels: UInt8[np.ndarray, "*frames H W 3"]) -> UInt8[np.ndarray, "P patch_dim"]:
+        """Cut an image, or :attr:`frames` of a video, into patches.
+
+        Both sides of an image are multiples of :attr:`side`.
+        """
         _, rows, columns = self.grid(pixels)
         m, p = self.block, self.size
-        x = pixels.reshape(rows // m, m, p, columns // m, m, p, 3)
+        frames = pixels if pixels.ndim > 3 else pixels[None]
+        x = frames.reshape(len(frames), rows // m, m, p, columns // m, m, p, 3)
         if self.layout == "hwc":
-            x = x.transpose(0, 3, 1, 4, 2, 5, 6)
+            x = x[0].transpose(0, 3, 1, 4, 2, 5, 6)
         else:
-            x = x.transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+            x = x.transpose(1, 4, 2, 5, 7, 0, 3, 6)
             x = np.broadcast_to(x, (*x.shape[:5], self.frames, p, p))
         return x.reshape(rows * columns, self.patch_dim)
 

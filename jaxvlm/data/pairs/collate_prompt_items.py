@@ -12,6 +12,7 @@ from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import tokenize
 from jaxvlm.data.conversations.collate import PromptShape, collate_prompts
 from jaxvlm.data.errors import ImageError
+from jaxvlm.data.image_placeholders import Lead
 from jaxvlm.data.images.image_files import ImageFormat, Preparation
 from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.pairs.collate_items import TOKENIZE_BATCH, Encoded, Rejected, encoded
@@ -68,7 +69,9 @@ class PromptCollator(NamedTuple):
         good = [i for i in range(len(items)) if i not in rejected]
         for begin in range(0, len(good), TOKENIZE_BATCH):
             batch = good[begin : begin + TOKENIZE_BATCH]
-            leads = [[span.lead] if (span := measured.get(items[i].image)) else [] for i in batch]
+            leads = [
+                [Lead.of(span)] if (span := measured.get(items[i].image)) else [] for i in batch
+            ]
             prompts = [
                 rendered(self.tokenizer, items[i].text, items[i].instruction, own, ends)
                 for i, own in zip(batch, leads, strict=True)
@@ -159,7 +162,7 @@ def rendered(
     tokenizer: ChatTokenizer,
     text: str,
     instruction: str,
-    leads: Sequence[str],
+    leads: Sequence[Lead],
     ends: dict[tuple, int],
 ) -> Prompt:
     """Render an item's prompt.
@@ -168,7 +171,7 @@ def rendered(
         tokenizer: tokenizer with the chat template.
         text: text of the item; ``<image>`` stands for an image.
         instruction: see :func:`jaxvlm.data.conversations.tokenize.to_embed`.
-        leads: text that the model sees before each image.
+        leads: what is written around each image.
         ends: cache of the length of what follows the item's text.
     """
 

@@ -10,8 +10,7 @@ from jaxvlm.data import image_placeholders
 from jaxvlm.data.conversations import packing
 from jaxvlm.data.conversations.collate import Places, PromptShape, collate_inputs
 from jaxvlm.data.errors import ImageError
-from jaxvlm.data.image_inputs import ImageInput, ImageInputs
-from jaxvlm.data.images import image_files
+from jaxvlm.data.image_inputs import ImageCache, ImageInput, ImageInputs
 from jaxvlm.data.page_allocation import TokenShape
 from jaxvlm.data.pairs.collate_items import Collator, Encoded
 from jaxvlm.data.pairs.examples import Item
@@ -46,7 +45,7 @@ class Column:
         items: Sequence[Item],
         encoded: Encoded,
         collator: Collator,
-        image_cache: image_files.ImageCache | None,
+        image_cache: ImageCache | None,
         buckets: int,
     ):
         self.name, self.items, self.encoded, self.collator = name, items, encoded, collator

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxvlm.config import DataConfig
 from jaxvlm.data.errors import NothingUsable, Problem, enforce
+from jaxvlm.data.image_inputs import ImageCache
 from jaxvlm.data.images import image_files
 from jaxvlm.data.pairs import collate_items
 from jaxvlm.data.pairs.collate_items import Collator, Encoded, Rejected
@@ -314,15 +315,15 @@ def _without_false_negatives(name: str, examples: list[Example]) -> list[Example
 
 def _image_caches(
     collators: tuple[Collator, Collator], config: DataConfig
-) -> dict[str, image_files.ImageCache | None]:
+) -> dict[str, ImageCache | None]:
     """Create each column's image cache; one for both if they preprocess images in the same way."""
-    by_fingerprint: dict[str, image_files.ImageCache] = {}
-    caches: dict[str, image_files.ImageCache | None] = {}
+    by_fingerprint: dict[str, ImageCache] = {}
+    caches: dict[str, ImageCache | None] = {}
     for side, own in zip(("query", "document"), collators, strict=True):
         prepare = own.prepare
         caches[side] = prepare and by_fingerprint.setdefault(
             prepare.fingerprint,
-            image_files.ImageCache(prepare, config.max_pixels, config.image_cache_mb),
+            ImageCache(prepare, config.max_pixels, config.image_cache_mb),
         )
     return caches
 

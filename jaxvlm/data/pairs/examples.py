@@ -6,8 +6,9 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, file_name, tidy
+from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, check_unicode, tidy
 from jaxvlm.data.sources.fields import BadItem, is_empty
+from jaxvlm.data.sources.visuals import file_name
 
 
 class Item(NamedTuple):

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from jaxvlm.config import DataConfig, extension
 from jaxvlm.data import image_placeholders
 from jaxvlm.data.errors import DataError, Problem
-from jaxvlm.data.sources import custom_format, fields, members, tables, tool_use
+from jaxvlm.data.sources import custom_format, fields, members, tables, tool_use, visuals
 from jaxvlm.data.sources.fields import OF_IMAGE, OF_TURN, Allowed, BadItem, is_empty, name_of
 from jaxvlm.data.sources.layouts import LAYOUTS, TEXTS, Layout, by_rows
-from jaxvlm.data.sources.member_names import InFile, is_file
+from jaxvlm.data.sources.member_names import InFile, as_video, bare, is_video
 
 _OF_TAR = dict.fromkeys(tables.IMAGES, "image") | {"txt": "caption"}
-"""Fields of a tar's plain ``KEY.jpg`` and ``KEY.txt``."""
+_OF_TAR |= dict.fromkeys(tables.VIDEOS, "video")
+"""Fields of a tar's plain ``KEY.jpg``, ``KEY.mp4`` and ``KEY.txt``."""
 PLACEHOLDER = image_placeholders.MARK
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -34,20 +35,11 @@ _ROLE_OF = {
 }
 """Role in a file -> :attr:`Turn.role`."""
 _LLAVA_ROLE_OF = _ROLE_OF | {"human": "user", "gpt": "assistant", "model": "assistant"}
-_LISTS_OF_IMAGES = ("images", "image")
-_FIELDS_OF_IMAGE = ("path", "url", "image", "bytes")
-_NAMES_OF_IMAGE = ("image", "path", "url", "image_url")
-_FIELDS_OF_PART = {
-    "text": frozenset(["type", "text"]),
-    "image": frozenset(["type", *_NAMES_OF_IMAGE]),
-    "image_url": frozenset(["type", *_NAMES_OF_IMAGE]),
-}
 _TRAINED = frozenset(["loss", "loss_scale", "loss_weight", "train", "weight"])
 """Fields of a turn or a content part that say whether it is trained: 1 or true, 0 or false."""
 MAX_TURNS = 512
 """Turns of a conversation. Each answer's place is found by rendering what comes before it, so the
 work grows with the square of the turns: 2,000 turns took 20 seconds."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BREAKS = re.compile(rf"\n*{PLACEHOLDER}\n*")
 
 
@@ -57,7 +49,7 @@ class Turn(NamedTuple):
     role: str
     """system | user | assistant | tool."""
     content: str
-    """Text, with one ``<image>`` for each image."""
+    """Text, with one ``<image>`` for each image or video."""
     trained: bool = True
     """Whether the loss covers the turn, if it is an assistant's; it covers no other."""
     calls: str = ""
@@ -73,7 +65,7 @@ class Record(NamedTuple):
     id: str
     turns: tuple[Turn, ...]
     images: tuple[str, ...]
-    """Image files, in the order of the placeholders."""
+    """Image files, in the order of the placeholders; a video's name ends in ``::video``."""
     tags: Mapping[str, str] = {}
     """Labels that evaluations group their results by, e.g. ``{"kind": "color"}``."""
 
@@ -148,17 +140,17 @@ def _record(
         raise BadItem(f"both {' and '.join(map(repr, keys))}; which one is meant?")
     layout = LAYOUTS.get(keys[0])
     own = layout.needs | layout.optional if layout else {keys[0]}
-    item = allowed.fields_of("record", item, {"id", "system", "tools", *own, *_LISTS_OF_IMAGES})
+    item = allowed.fields_of("record", item, {"id", "system", "tools", *own, *visuals.IN_LISTS})
     turns, inline = FORMATS[keys[0]](item, allowed)
     if not is_empty(item.get("system")):
         if turns and turns[0].role == "system":
             raise BadItem("a system prompt both in 'system' and in the conversation")
         turns.insert(0, Turn("system", _text(item["system"], "'system' is not text")))
-    named = _listed(item, allowed)
-    if inline.count("") not in (0, len(inline)) or (inline and "" not in inline and named):
-        raise BadItem("images named both in the content and in 'images'")
-    images = [i for i in inline if i] or named
-    turns = [turn._replace(content=tidy(turn.content)) for turn in turns]
+    named = [visuals.listed(item, kind, allowed) for kind in ("image", "video")]
+    texts, images = visuals.in_order(
+        [turn.content for turn in turns], inline, named[0], named[1], allowed
+    )
+    turns = [t._replace(content=tidy(text)) for t, text in zip(turns, texts, strict=True)]
     if described := tool_use.tools(item.get("tools")):
         turns[0] = turns[0]._replace(tools=described)
     record = Record(identifier, tuple(tool_use.in_order(turns)), tuple(images))
@@ -192,7 +184,9 @@ def _checked_record(
     _check_turns(turns)
     for turn in turns if images else ():
         allowed.refuse_markers(turn.content)
-    files = tuple(locate(name) for name in images)
+    files = tuple(
+        as_video(locate(bare(name))) if is_video(name) else locate(name) for name in images
+    )
     return record._replace(turns=tuple(turns), images=files)
 
 
@@ -205,8 +199,14 @@ def _own_record(record: Record, locate: Callable[[str], str], allowed: Allowed) 
             raise BadItem("unknown role", repr(turn.role))
         if not isinstance(turn.content, str):
             raise BadItem("a turn whose 'content' is neither text nor a list")
-    images = tuple(map(file_name, record.images))
-    return _checked_record(record._replace(images=images), locate, allowed)
+    for name in record.images:
+        visuals.file_name(name)  # or refuse it
+    texts = [turn.content for turn in record.turns]
+    texts, images = visuals.in_order(texts, tuple(record.images), (), (), allowed)
+    names = [(visuals.file_name(bare(name)), is_video(name)) for name in images]
+    files = tuple(as_video(name) if video else name for name, video in names)
+    turns = tuple(t._replace(content=x) for t, x in zip(record.turns, texts, strict=True))
+    return _checked_record(record._replace(turns=turns, images=files), locate, allowed)
 
 
 def id_of(value: Any, where: str) -> str:
@@ -384,66 +384,21 @@ def message_turn(
     parts, names = [], []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in _FIELDS_OF_PART:
+        if not isinstance(kind, str) or kind not in visuals.FIELDS_OF_PART:
             raise BadItem("a content item of unknown type", repr(kind)[:60])
-        read = _TRAINED | _FIELDS_OF_PART[kind]
+        read = _TRAINED | visuals.FIELDS_OF_PART[kind]
         part = allowed.fields_of("content part", part, read, OF_IMAGE)
         if _own_weight(part, is_answer) not in (None, trained and is_answer):
             raise BadItem("a content part that is trained otherwise than its turn", str(part)[:60])
         if kind == "text":
             parts.append(_text(part.get("text"), "a content part whose 'text' is not text"))
-            if PLACEHOLDER in parts[-1]:
-                raise BadItem("'<image>' written inside a content list's text")
+            for mark in visuals.MARKS.values():
+                if mark in parts[-1] and mark not in allowed.literal:
+                    raise BadItem(f"'{mark}' written inside a content list's text")
         else:
-            parts.append(PLACEHOLDER)
-            names.append(_inline_name(part, allowed))
+            parts.append(visuals.MARKS[visuals.PARTS[kind]])
+            names.append(visuals.of_part(part, allowed))
     return Turn(role, "".join(parts), trained, calls), names
-
-
-def _inline_name(part: dict[str, Any], allowed: Allowed) -> str:
-    """File that an image part names; "" if it takes the next of the record's 'images'."""
-    given = [key for key in _NAMES_OF_IMAGE if not is_empty(part.get(key))]
-    if len(given) > 1:
-        raise BadItem(f"both {' and '.join(map(repr, given))}; which one is meant?")
-    return _image_name(part[given[0]], allowed) if given else ""
-
-
-def _image_name(value: Any, allowed: Allowed) -> str:
-    """File that a name, or an object with one name, stands for."""
-    if isinstance(value, dict):
-        value = allowed.fields_of("image", value, _FIELDS_OF_IMAGE, OF_IMAGE)
-        given = [value[key] for key in _FIELDS_OF_IMAGE if not is_empty(value.get(key))]
-        if len(given) > 1:
-            raise BadItem("an image with several names or contents; which one is meant?")
-        if isinstance(data := value.get("bytes"), str) and data and is_file(data):
-            raise BadItem("an image's bytes as text; give them as a data: URI")
-        value = given[0] if given else None
-    return file_name(value)
-
-
-def _listed(item: dict[str, Any], allowed: Allowed) -> list[str]:
-    """Image files in the record's 'images' or 'image' field."""
-    given = [item[key] for key in _LISTS_OF_IMAGES if not is_empty(item.get(key))]
-    if not given:
-        return []
-    if len(given) > 1:
-        raise BadItem("both 'image' and 'images'; which one is meant?")
-    raw = given[0]
-    names = raw if isinstance(raw, list) else [raw]
-    return [_image_name(name, allowed) for name in names]
-
-
-def file_name(value: Any) -> str:
-    """Check and return the file that a record names for an image; raises BadItem."""
-    if not isinstance(value, str) or not value:
-        detail = f"{type(value).__name__}; an image must be a file, given by its name"
-        raise BadItem("an image's name is not text", detail)
-    if isinstance(value, InFile):
-        return value
-    value = value.removeprefix("file://")
-    if _URL.match(value):
-        raise BadItem("an image that is not a file", value[:60])
-    return value
 
 
 def _of_layout(

@@ -3,7 +3,7 @@
 A member of a tar or MDS shard, or a cell of a Parquet or Arrow table, is named by one string,
 ``FILE::PLACE+SIZE::NAME``, a cell with ``@DIGEST`` after its size. A ``data:`` URI is its own
 content. Both can be used wherever the name of an image file can, and any thread or process reads
-them without the file's index.
+them without the file's index. A name that ends in ``::video`` is read as a video.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _MEMBER = re.compile(
     r"(.+?\.(?i:tar|mds|parquet|arrow))::([^:+@]+)\+(\d{1,18})(?:@([0-9a-f]+))?::(.*)", re.DOTALL
 )
 DATA = "data:"
+_VIDEO = "::video"
 
 
 class Member(NamedTuple):
@@ -45,8 +46,24 @@ class InFile(str):
     __slots__ = ()
 
 
+def as_video(path: str) -> str:
+    """The name by which what ``path`` names is read as a video, and not as an image."""
+    return path if is_video(path) else path + _VIDEO
+
+
+def is_video(path: str) -> bool:
+    """Whether a name says that a video is read; see :func:`as_video`."""
+    return path.endswith(_VIDEO)
+
+
+def bare(path: str) -> str:
+    """A name without the mark of a video: a file's can be opened."""
+    return path.removesuffix(_VIDEO)
+
+
 def parse(path: str) -> Member | None:
     """Return what the name of a member says; ``None`` if it names a file or is a ``data:`` URI."""
+    path = bare(path)
     match = _MEMBER.fullmatch(path) if "::" in path else None
     return Member(match[1], match[2], int(match[3]), match[5], match[4] or "") if match else None
 
@@ -58,11 +75,13 @@ def is_file(path: str) -> bool:
 
 def with_file(path: str, change: Callable[[str], str]) -> str:
     """A name with ``change`` of its file's; a ``data:`` URI has none."""
+    end = path[len(bare(path)) :]
     if member := parse(path):
-        return str(member._replace(file=change(member.file)))
-    return change(path) if is_file(path) else path
+        return str(member._replace(file=change(member.file))) + end
+    return change(bare(path)) + end if is_file(path) else path
 
 
 def shown(path: str) -> str:
     """A name for messages: a ``data:`` URI is cut."""
+    path = bare(path)
     return f"{path[:40]}… ({len(path):,} characters)" if path.startswith(DATA) else path

@@ -18,7 +18,8 @@ from jaxvlm.data.pairs.examples import Example, Item
 from jaxvlm.data.sources import conversation_formats, custom_format, members, tables
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER
 from jaxvlm.data.sources.fields import OF_IMAGE, Allowed, BadItem, Splits, is_empty, name_of
-from jaxvlm.data.sources.member_names import InFile
+from jaxvlm.data.sources.member_names import InFile, is_video
+from jaxvlm.data.sources.visuals import file_name
 
 _ALIASES = {"anchor": "query", "sentence1": "query", "sentence2": "positive"}
 """sentence-transformers' columns -> jaxvlm's fields."""
@@ -210,7 +211,7 @@ def _item(text: Any, image: Any, instruction: str, context: Context, name: str) 
         if len(image) > 1:
             raise _several_images(name, len(image))
         image = image[0] if image else None
-    file = context.locate(conversation_formats.file_name(image)) if not is_empty(image) else ""
+    file = context.locate(file_name(image)) if not is_empty(image) else ""
     try:
         if file:
             context.allowed.refuse_markers(_text(text or "", name))
@@ -357,6 +358,8 @@ def _message_item(messages: Any, images: Any, context: Context, name: str) -> It
     if roles not in (("user",), ("system", "user")):
         raise BadItem(f"'{name}' is not a user turn, or a system and a user turn", ", ".join(roles))
     turn, inline = parsed[-1]
+    if any(map(is_video, inline)):
+        raise BadItem("a video in a pair, where only images are read")
     files = [file for file in inline if file] or _list(images)
     if len(files) > 1:
         raise _several_images(name, len(files))

@@ -18,6 +18,8 @@ from jaxvlm.data.sources.member_names import InFile, with_file
 DEFAULT = DataConfig()
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 """File extensions of images in a tar."""
+VIDEOS = ("mp4", "webm", "mkv", "mov", "avi", "m4v", "mpg", "mpeg", "ts", "flv", "ogv", "wmv")
+"""File extensions of videos in a tar."""
 
 PACKED = "packed.json"
 """File in the folder of a packed set that says what it holds; see `jaxvlm data pack`."""
@@ -284,7 +286,7 @@ def _sample(of_sample: Mapping[str, str], mapping: Mapping[str, str]) -> dict[st
         field = name or extension
         if field in fields:
             raise BadItem("a field both in the sample's json and in a file", extension)
-        if kind in IMAGES:
+        if kind in IMAGES or kind in VIDEOS:
             fields[field] = InFile(member)
         elif kind == "txt":
             try:
@@ -297,16 +299,16 @@ def _sample(of_sample: Mapping[str, str], mapping: Mapping[str, str]) -> dict[st
 
 
 def _images(value: Any, is_image: bool = False) -> Iterator[str]:
-    """All strings of a sample that can name an image, by their fields."""
+    """All strings of a sample that can name an image or a video, by their fields."""
     if isinstance(value, str) and is_image:
         yield value.removeprefix("./")
     elif isinstance(value, list):
         for one in value:
             yield from _images(one, is_image)
     elif isinstance(value, dict):
-        part = is_image or value.get("type") in ("image", "image_url")
+        part = is_image or value.get("type") in ("image", "image_url", "video", "video_url")
         for name, one in value.items():
-            yield from _images(one, part or "image" in str(name))
+            yield from _images(one, part or "image" in str(name) or "video" in str(name))
 
 
 Reader = Callable[[pathlib.Path, pathlib.Path, Reading], tuple[list[Raw], list[Problem]]]

@@ -7,6 +7,7 @@ import datetime
 import functools
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.image_placeholders import Lead
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
+from jaxvlm.types import ChatStyle
 
 CLOCK = datetime.datetime(2024, 7, 26)
 """Time that ``strftime_now`` gives a template. Fixed: training data must not depend on the day, or
@@ -215,6 +218,35 @@ _OF_TEMPLATES = (
     SyntaxError,  # Python compiles the template's code, and nests no more than 20 loops
 )
 """Errors of a template; any other is one of jaxvlm or of the machine."""
+
+
+def with_leads(text: str, style: ChatStyle, image_token: str, leads: Sequence[Lead]) -> str:
+    """Write what the model reads for each image and video of a rendered conversation.
+
+    Args:
+        text: what the template wrote.
+        style: how the family writes images and videos.
+        image_token: stands for an image, or a video, in what the model reads.
+        leads: what is written around each of them, in order; further ones are images.
+
+    Raises:
+        TemplateError: the text has images and videos in another order than ``leads``.
+    """
+    has_video = bool(style.video) and any(lead.is_video for lead in leads)
+    if not style.written and not any(lead != Lead() for lead in leads):
+        return text
+    written, seen = style.written or image_token, style.seen or image_token
+    marks = (style.video, written) if has_video else (written,)
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", text)
+    if has_video:
+        order = [mark == style.video for mark in parts[1::2]]
+        if order != [lead.is_video for lead in leads]:
+            raise TemplateError("it writes images and videos in another order, or leaves some out")
+    for i, mark in enumerate(parts[1::2]):
+        lead = leads[i] if i < len(leads) else Lead()
+        own = image_token if has_video and mark == style.video else seen
+        parts[2 * i + 1] = lead.before + own + lead.behind
+    return "".join(parts)
 
 
 Place = tuple[str, int, int]

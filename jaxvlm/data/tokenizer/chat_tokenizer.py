@@ -11,7 +11,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, SupportsInt
 
 import tokenizers
@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxvlm.config import json_text
 from jaxvlm.data.errors import DataError
+from jaxvlm.data.image_placeholders import Lead
 from jaxvlm.data.sources import tool_use
 from jaxvlm.data.sources.conversation_formats import PLACEHOLDER, Turn
 from jaxvlm.data.tokenizer import chat_template
@@ -116,6 +117,7 @@ class ChatTokenizer:
         self._added = {i: token.content for i, token in added.items()}
         self.special_tokens = frozenset(t.content for t in added.values() if t.special)
         self._image_parts = self._supports_image_parts()
+        self._video_part = self._find_video_part()
         roles = ("system", "user", "assistant")
         self._list_roles = frozenset(role for role in roles if self._needs_lists(role))
         self._end_token = ""
@@ -137,7 +139,7 @@ class ChatTokenizer:
         self,
         turns: Sequence[Turn],
         add_generation_prompt: bool = False,
-        leads: Sequence[str] = (),
+        leads: Sequence[Lead] = (),
         forgets: bool = False,
     ) -> str:
         """Render turns as one string, each image as one image token.
@@ -145,7 +147,7 @@ class ChatTokenizer:
         Args:
             turns: turns of a conversation; ``<image>`` stands for an image.
             add_generation_prompt: end with the header of the assistant's next turn.
-            leads: text to insert before each image; () is none.
+            leads: what is written around each image or video; () are images without anything.
             forgets: whether the template may leave out what the model thought before an answer,
                 once other turns follow.
 
@@ -172,10 +174,13 @@ class ChatTokenizer:
         return text
 
     def _render_turns(
-        self, turns: Sequence[Turn], add_generation_prompt: bool, leads: Sequence[str] = ()
+        self, turns: Sequence[Turn], add_generation_prompt: bool, leads: Sequence[Lead] = ()
     ) -> str:
+        count = sum(turn.content.count(PLACEHOLDER) for turn in turns)
+        leads = [*leads, *[Lead()] * count][:count]
+        kinds = iter(leads)
         messages = [
-            {"role": t.role, "content": self._content(t)}
+            {"role": t.role, "content": self._content(t, kinds)}
             | (tool_use.of_message(t.role, t.calls) if t.calls else {})
             for t in turns
         ]
@@ -252,27 +257,27 @@ class ChatTokenizer:
         self,
         messages: list[dict[str, Any]],
         add_generation_prompt: bool,
-        leads: Sequence[str] = (),
+        leads: Sequence[Lead] = (),
         tools: Any = None,
     ) -> str:
         text = chat_template.render(
             self.template, messages, add_generation_prompt, tools, **self.special
         )
-        if not self.style.written:
-            return text
-        pieces = text.split(self.style.written)
-        seen = [lead + self.style.seen for lead in (*leads, *[""] * len(pieces))]
-        return pieces[0] + "".join(a + b for a, b in zip(seen, pieces[1:]))
+        return chat_template.with_leads(text, self.style, self.special["image_token"], leads)
 
-    def _content(self, turn: Turn) -> Any:
+    def _content(self, turn: Turn, leads: Iterator[Lead] | None = None) -> Any:
         text = turn.content + (self._end_token if turn.role == "assistant" else "")
         if PLACEHOLDER not in text:
             return [{"type": "text", "text": text}] if turn.role in self._list_roles else text
+        first, *rest = text.split(PLACEHOLDER)
+        video, image = self.style.video, self.style.written or self.special["image_token"]
+        is_video = [bool(video) and leads is not None and next(leads).is_video for _ in rest]
         if not self._image_parts:
-            return text.replace(PLACEHOLDER, self.style.written or self.special["image_token"])
-        parts: list[dict[str, str]] = []
-        for i, piece in enumerate(text.split(PLACEHOLDER)):
-            parts += [{"type": "image"}] if i else []
+            marks = [video if x else image for x in is_video]
+            return first + "".join(a + b for a, b in zip(marks, rest))
+        parts: list[dict[str, str]] = [{"type": "text", "text": first}] if first else []
+        for own, piece in zip(is_video, rest):
+            parts += [self._video_part if own else {"type": "image"}]
             parts += [{"type": "text", "text": piece}] if piece else []
         return parts
 
@@ -301,13 +306,23 @@ class ChatTokenizer:
         except chat_template.TemplateError:
             return False
 
+    def _find_video_part(self) -> dict[str, str]:
+        """The content part for which the template writes the family's text for a video."""
+        part, as_text = {"type": "video"}, {"type": "text", "text": self.style.video}
+        probe = [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]
+        try:
+            text = chat_template.render(self.template, probe, False, None, **self.special)
+        except chat_template.TemplateError:
+            return as_text
+        return part if self.style.video and text.count(self.style.video) == 1 else as_text
+
     def _written_tokens(self) -> set[str]:
         """Tokens that a conversation has without being in its text.
 
         They are named in the tokenizer's config (EOS, padding, ...), written by the chat template
         (literally, or put together from a role's name), or written for an image.
         """
-        texts = [self.template, self.style.written, self.style.seen]
+        texts = [self.template, self.style.written, self.style.seen, self.style.video]
         for role in _PROBED_ROLES:
             turns = {"assistant": ["user", role], "user": [role]}.get(role, [role, "user"])
             said = [Turn(r, f"{PLACEHOLDER}a" if r == "user" else "a") for r in turns]
