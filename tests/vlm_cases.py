@@ -18,7 +18,7 @@ from jaxvlm.hf.families import FAMILIES
 from jaxvlm.models.vlm import num_visual_tokens
 from jaxvlm.parallel.mesh import make_mesh
 from jaxvlm.spmd.model import build_model
-from jaxvlm.types import Batch
+from jaxvlm.types import Batch, Span
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracle")
@@ -199,11 +199,15 @@ def span_of(name, config):
 
 
 def make_batch(name, rows, side="right", seed=0):
-    """Rows are lists of text lengths and of images' sizes; a row's last third is trained."""
+    """Rows are lists of text lengths, of images' sizes and of videos' spans; a row's last third is
+    trained."""
     config = oracle(name)[1].config
     rng = np.random.default_rng(seed)
     of = span_of(name, config)
-    found = [[of(*part) for part in row if isinstance(part, tuple)] for row in rows]
+    found = [
+        [part if isinstance(part, Span) else of(*part) for part in row if isinstance(part, tuple)]
+        for row in rows
+    ]
     taps = image_placeholders.max_taps(span for row in found for span in row)
     laid = []
     for row, own in zip(rows, found, strict=True):
@@ -263,7 +267,7 @@ def torch_inputs(batch, name, rows, prompt=False):
         "pixel_values": given,
     }
     if "image_grid_pinpoints" in CASES[name][1]:
-        sizes = [part[::-1] for row in rows for part in row if isinstance(part, tuple)]
+        sizes = [part[::-1] for row in rows for part in row if type(part) is tuple]
         inputs["image_sizes"] = torch.tensor(sizes)
     if kind == "PaliGemma":
         suffix = np.zeros_like(batch.tokens) if prompt else (batch.bidirectional == 0)

@@ -2,7 +2,7 @@
 
 from jaxvlm.config.cache import CacheConfig
 from jaxvlm.config.convert import ConfigError, by_path, changes, check_choice, to_config_dict
-from jaxvlm.config.data import DataConfig, PairDataConfig, TokenizerConfig
+from jaxvlm.config.data import DataConfig, PairDataConfig, TokenizerConfig, VideoConfig
 from jaxvlm.config.derived import (
     GRAD_REDUCE_BITS,
     PARAM_GATHER_DTYPES,
@@ -69,6 +69,7 @@ __all__ = [
     "StrategyConfig",
     "TextConfig",
     "TokenizerConfig",
+    "VideoConfig",
     "VisionConfig",
     "by_path",
     "cache_halvings",

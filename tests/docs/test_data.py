@@ -8,6 +8,7 @@ import re
 import pytest
 
 from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources.member_names import as_video
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
@@ -20,7 +21,8 @@ def test_examples_are_read(text, tmp_path):
     path.write_text(text, encoding="utf-8")
     (record,), problems = conversation_formats.read(str(path))
     assert not problems
-    assert record.images[0] == str(tmp_path / "cat.png")
+    first = as_video("jump.mp4") if "videos" in text else "cat.png"
+    assert record.images[0] == str(tmp_path / first)
     assert record.turns[0].content.count("<image>") == len(record.images)
 
 
@@ -29,6 +31,7 @@ def test_every_reason_is_in_the_table():
     for name in (
         "sources/conversation_formats",
         "sources/layouts",
+        "sources/visuals",
         "conversations/tokenize",
         "conversations/packing",
     ):

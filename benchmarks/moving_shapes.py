@@ -1,0 +1,96 @@
+"""Short videos of a moving shape, and a question that no single frame answers: which way?
+
+    python -m benchmarks.moving_shapes videos
+
+A shape of any colour begins anywhere on a background of its own and moves to the left, to the
+right, up or down by the same way; where it would leave the picture it comes in again on the other
+side, so that no place says where it goes. The folder gets ``train.jsonl``, ``test.jsonl`` and the
+videos (H.264, 8 frames a second, a second long); the same seed gives the same pixels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+SIDE, FRAMES, RATE, STEP = 48, 8, 8, 3
+"""Pixels of a side; frames of a video; frames a second; pixels from a frame to the next."""
+WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+SHAPES = ("circle", "square", "triangle")
+COLOURS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}
+
+
+def video(rng: np.random.Generator, way: str, shape: str, colour: str) -> np.ndarray:
+    """Draw u8[FRAMES, SIDE, SIDE, 3]."""
+    background = rng.integers(150, 256, 3)
+    size = int(rng.integers(10, 16))
+    x, y = rng.integers(0, SIDE, 2).tolist()
+    frames = []
+    for i in range(FRAMES):
+        image = Image.new("RGB", (SIDE, SIDE), tuple(background.tolist()))
+        pen = ImageDraw.Draw(image)
+        left = (x + i * STEP * WAYS[way][0]) % SIDE
+        top = (y + i * STEP * WAYS[way][1]) % SIDE
+        for dx in (-SIDE, 0, SIDE):
+            for dy in (-SIDE, 0, SIDE):
+                a, b = left + dx, top + dy
+                box = (a, b, a + size, b + size)
+                if shape == "circle":
+                    pen.ellipse(box, COLOURS[colour])
+                elif shape == "square":
+                    pen.rectangle(box, COLOURS[colour])
+                else:
+                    corners = [(a, b + size), (a + size, b + size), (a + size // 2, b)]
+                    pen.polygon(corners, COLOURS[colour])
+        frames.append(np.asarray(image))
+    return np.stack(frames)
+
+
+def write_video(path: pathlib.Path, frames: np.ndarray) -> None:
+    """Write u8[n, H, W, 3] as H.264."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=RATE, options={"crf": "12"})
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        stream.codec_context.thread_count = 1  # the same bytes on every machine
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def write(folder: pathlib.Path, name: str, count: int, seed: int) -> None:
+    """Write ``count`` videos and ``NAME.jsonl``, with as many of each way."""
+    rng = np.random.default_rng(seed)
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(count):
+        way = list(WAYS)[i % len(WAYS)]
+        shape, colour = rng.choice(SHAPES), rng.choice(list(COLOURS))
+        file = f"{name}/{i:05d}.mp4"
+        write_video(folder / file, video(rng, way, str(shape), str(colour)))
+        turns = [
+            {"role": "user", "content": f"<video>which way does the {shape} move?"},
+            {"role": "assistant", "content": way},
+        ]
+        lines.append(json.dumps({"id": f"{name}-{i}", "videos": [file], "messages": turns}))
+    (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Write both splits."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--train", type=int, default=6000, help="number of training videos")
+    parser.add_argument("--test", type=int, default=600, help="number of test videos")
+    options = parser.parse_args()
+    write(options.folder, "train", options.train, 0)
+    write(options.folder, "test", options.test, 1)
+
+
+if __name__ == "__main__":
+    main()

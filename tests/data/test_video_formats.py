@@ -1,0 +1,201 @@
+"""What a model is shown of a video: settings, budgets, rotation, long files, and records' marks."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxvlm.config import DataConfig
+from jaxvlm.config.data import VideoConfig
+from jaxvlm.data.errors import ImageError
+from jaxvlm.data.sources import conversation_formats
+from jaxvlm.data.sources.member_names import as_video, bare, is_video, parse, with_file
+from jaxvlm.data.videos import sampling, video_files
+from jaxvlm.data.videos.sampling import Asked
+from jaxvlm.data.videos.video_format import VideoFormat, asked_of
+from jaxvlm.types import Span
+from tests.data.video_cases import frames, write
+
+
+def format_of(max_tokens=0, group=1, **asked):
+    """Videos whose frames are 3 tokens each, a group of frames one frame's."""
+
+    def span(shown):
+        return Span.of_tiles([7] * -(-len(shown.times) // group), 7, 3)
+
+    sample = sampling.in_groups if group > 1 else sampling.evenly
+    return VideoFormat(sample, Asked(group=group, **asked), np.stack, span, "x", max_tokens)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """Three seconds of 8 frames."""
+    path = tmp_path_factory.mktemp("clip") / "a.mp4"
+    return as_video(write(str(path), frames(24, 48, 32), rate=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 6),  # the checkpoint's 2 a second
+        ({"fps": 4.0}, 12),
+        ({"fps": 100.0}, 24),
+        ({"num_frames": 5}, 5),
+        ({"fps": 8.0, "num_frames": 3}, 3),
+        ({"num_frames": 100}, 24),
+        ({"fps": 8.0, "max_frames": 10}, 10),
+        ({"max_frames": 2}, 2),
+    ],
+)
+def test_settings_say_how_many_frames(settings, count, clip):
+    asked = asked_of(VideoConfig(**settings), Asked(fps=2.0, min_frames=1, max_frames=64))
+    shown = format_of()._replace(asked=asked)
+    assert len(shown.of_file(clip).starts) == count
+    assert shown.decode(clip, 10**6).shape == (count, 32, 48, 3)
+    assert len(shown.times(clip)) == count
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("budget", [3, 4, 7, 11, 29, 30, 1000])
+def test_frames_are_left_out_until_a_video_fits(budget, group, clip):
+    shown = format_of(budget, group, num_frames=20)
+    tokens = len(shown.of_file(clip).ids)
+    assert tokens <= budget and tokens == min(budget // 3 * 3, 3 * 20 // group)
+    assert len(shown.decode(clip, 10**6)) == len(shown.times(clip)) == tokens // 3 * group
+
+
+@pytest.mark.parametrize(("group", "what"), [(1, "a frame"), (2, "2 frames")])
+def test_a_budget_below_a_frame_is_refused(group, what, clip):
+    with pytest.raises(ImageError, match=rf"data\.video\.max_tokens=2 tokens in {what}"):
+        format_of(2, group, num_frames=8).of_file(clip)
+
+
+@pytest.mark.parametrize("degrees", [90, 180, 270])
+def test_a_rotated_video_is_upright(degrees, tmp_path):
+    """A phone writes how its frames are turned into the header of the track."""
+    picture = np.zeros((3, 32, 48, 3), np.uint8)
+    picture[:, :16, :24] = 200  # above, on the left
+    path = write(str(tmp_path / "a.mp4"), picture)
+    content = pathlib.Path(path).read_bytes()
+    at = content.index(b"tkhd") + 44  # after times, id, duration, layer and volume
+    cos, sin = (round(65536 * f(np.deg2rad(degrees))) for f in (np.cos, np.sin))
+    matrix = np.asarray([cos, sin, 0, -sin, cos, 0, 0, 0, 1 << 30], ">i4").tobytes()
+    pathlib.Path(path).write_bytes(content[:at] + matrix + content[at + 36 :])
+    clip = video_files.read_clip(path, 10**6)
+    assert (clip.width, clip.height) == ((32, 48) if degrees % 180 else (48, 32))
+    (found,) = video_files.read_frames(path, clip, [1])
+    wanted = np.rot90(picture[1], -degrees // 90)  # the matrix turns clockwise
+    assert found.shape == wanted.shape and np.abs(found.astype(int) - wanted).mean() < 8
+
+
+def test_an_hour_is_read_by_its_key_frames(tmp_path, monkeypatch):
+    picture = np.zeros((3600, 16, 16, 3), np.uint8)
+    picture[:] = (np.arange(3600) // 16)[:, None, None, None]
+    path = write(str(tmp_path / "a.mp4"), picture, rate=1, gop=30)
+    clip = video_files.read_clip(path, 10**6)
+    assert clip.duration == 3600
+    decoded = 0
+    upright = video_files._by_seeking
+
+    def counting(container, stream, *given):
+        class Counting:
+            def seek(self, *x, **y):
+                return container.seek(*x, **y)
+
+            def decode(self, which):
+                nonlocal decoded
+                for frame in container.decode(which):
+                    decoded += 1
+                    yield frame
+
+        return upright(Counting(), stream, *given)
+
+    monkeypatch.setattr(video_files, "_by_seeking", counting)
+    chosen = [5, 1700, 1701, 3599]
+    found = video_files.read_frames(path, clip, chosen)
+    np.testing.assert_allclose([x.mean() for x in found], [i // 16 for i in chosen], atol=2)
+    assert decoded < 200, "and not 3,600"
+
+
+def read(tmp_path, record, **config):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    return conversation_formats.read(str(path), DataConfig(**config))
+
+
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+def said(content, **more):
+    return {"messages": [{"role": "user", "content": content}, ANSWER], **more}
+
+
+V, W, PNG = "v.mp4::video", "w.mp4::video", "i.png"
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "names"),
+    [
+        (said("is it?", videos=["v.mp4"]), "<image>is it?", [V]),
+        (said("is <video>it?", video="v.mp4"), "is <image>it?", [V]),
+        (said("<video>\n<image>\nis it?", videos=["v.mp4"], images=["i.png"]),
+         "<image><image>is it?", [V, PNG]),
+        (said("<video><image><video>?", videos=["v.mp4", "w.mp4"], image="i.png"),
+         "<image><image><image>?", [V, PNG, W]),
+        (said("<image>is it?", video="v.mp4"), "<image>is it?", [V]),  # LLaVA-Video
+        (said([{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "?"},
+               {"type": "image", "image": "i.png"}]), "<image>?<image>", [V, PNG]),
+        (said([{"type": "video_url", "video_url": {"url": "v.mp4"}}]), "<image>", [V]),
+        (said([{"type": "video"}, {"type": "image"}], videos=["v.mp4"], images=["i.png"]),
+         "<image><image>", [V, PNG]),
+        (said("<video>is it?", videos=[{"path": "v.mp4"}]), "<image>is it?", [V]),
+        ({"conversations": [{"from": "human", "value": "<video>\n?"},
+                            {"from": "gpt", "value": "a"}], "video": "v.mp4"}, "<image>?", [V]),
+        ({"question": "is it?", "answer": "yes", "video": "v.mp4"}, "<image>is it?", [V]),
+    ],
+)  # fmt: skip
+def test_records_with_videos(record, text, names, tmp_path):
+    (found,), problems = read(tmp_path, record)
+    assert not problems and found.turns[0].content == text
+    assert list(found.images) == [str(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (said("<video>?"), "placeholders and videos differ in number"),
+        (said("<video><video>?", videos=["v.mp4"]), "placeholders and videos differ in number"),
+        (said("<image><video>?", videos=["v.mp4"]), "placeholders and images differ in number"),
+        (said("<image><image>?", videos=["v.mp4"]), "placeholders and images differ in number"),
+        (said("?", videos=["https://a.b/v.mp4"]), "a video that is not a file"),
+        (said("?", videos=[["a.png", "b.png"]]), "a video's name is not text"),
+        (said("?", videos=["v.mp4"], video="v.mp4"), "both 'video' and 'videos'"),
+        (said([{"type": "video", "video": "v.mp4"}], videos=["w.mp4"]), "named both in the"),
+        (said([{"type": "text", "text": "<video>"}]), "'<video>' written inside a content list's"),
+    ],
+)
+def test_marks_that_do_not_fit_are_named(record, reason, tmp_path):
+    found, (problem,) = read(tmp_path, record)
+    assert not found and reason in problem.reason
+
+
+def test_the_mark_may_be_a_text(tmp_path):
+    words = {"literal_markers": ("<video>",)}
+    (record,), problems = read(tmp_path, said("what is <video> in HTML?"), **words)
+    assert not problems and record.turns[0].content == "what is <video> in HTML?"
+    (record,), problems = read(tmp_path, said("is <video> in <image>?", images=["i.png"]), **words)
+    assert not problems and record.turns[0].content == "is <video> in <image>?"
+    _, (problem,) = read(tmp_path, said("<video>?", videos=["v.mp4"]), **words)
+    assert problem.reason == "a video, and '<video>' in data.literal_markers"
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "/d/s.tar::512+10::x.mp4", "data:video/mp4;base64,AA=="])
+def test_a_videos_name_is_its_files(name):
+    video = as_video(name)
+    assert is_video(video) and as_video(video) == video and bare(video) == name
+    assert not is_video(name) and parse(video) == parse(name)
+    moved = with_file(video, lambda file: f"/new{file}")
+    assert is_video(moved) and bare(moved) == with_file(name, lambda file: f"/new{file}")
