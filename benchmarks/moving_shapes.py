@@ -17,7 +17,7 @@ import pathlib
 import numpy as np
 from PIL import Image, ImageDraw
 
-SIDE, FRAMES, RATE, STEP = 48, 8, 8, 3
+SIDE, FRAMES, RATE, STEP = 64, 8, 8, 6
 """Pixels of a side; frames of a video; frames a second; pixels from a frame to the next."""
 WAYS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 SHAPES = ("circle", "square", "triangle")
@@ -26,8 +26,8 @@ COLOURS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}
 
 def video(rng: np.random.Generator, way: str, shape: str, colour: str) -> np.ndarray:
     """Draw u8[FRAMES, SIDE, SIDE, 3]."""
-    background = rng.integers(150, 256, 3)
-    size = int(rng.integers(10, 16))
+    background = rng.integers(225, 256, 3)
+    size = int(rng.integers(14, 21))
     x, y = rng.integers(0, SIDE, 2).tolist()
     frames = []
     for i in range(FRAMES):

@@ -12,7 +12,6 @@ from jaxvlm.config import (
     CheckpointConfig,
     Config,
     ConfigError,
-    ConnectorConfig,
     DataConfig,
     DecoderConfig,
     ModelConfig,
@@ -34,21 +33,22 @@ def get_config(arg: str = "videos") -> Config:
             train=f"{folder}/train.jsonl",
             eval=f"{folder}/test.jsonl",
             batch_size=16,
-            max_length=2 * (9 * count + 24),
+            max_length=2 * (16 * count + 16),
             max_images_per_sequence=2 * count,
             video=VideoConfig(num_frames=count),
         ),
         model=ModelConfig(
             vision=VisionConfig(
-                image_size=48,
-                patch_size=8,
+                image_size=64,
+                patch_size=16,
                 stem="conv",
+                pixel_mean=(0.9, 0.9, 0.9),
+                pixel_std=(0.2, 0.2, 0.2),
                 width=64,
                 depth=1,
                 num_heads=4,
                 mlp_dim=256,
             ),
-            connector=ConnectorConfig(merge=2),  # 36 patches become 9 tokens
             decoder=DecoderConfig(
                 width=64, depth=2, mlp_dim=192, num_heads=4, num_kv_heads=4, head_dim=16
             ),

@@ -77,7 +77,7 @@ def run(values: flags.FlagValues, args: list[str]) -> dict[str, Any]:
 
 def _write(values: flags.FlagValues, workdir: pathlib.Path, output: pathlib.Path) -> dict[str, Any]:
     """Write the run's model to a local folder; the number of ``tensors`` and ``bytes``."""
-    from jaxvlm.config import ConfigError
+    from jaxvlm.config import ConfigError, DataConfig
     from jaxvlm.hf import peft_folder, pretrained
     from jaxvlm.inference import input_types, sentence_transformers
     from jaxvlm.inference.encoder import Encoder
@@ -97,7 +97,6 @@ def _write(values: flags.FlagValues, workdir: pathlib.Path, output: pathlib.Path
         name = given[0]
         raise ConfigError(f"--{name}={values[name].value} needs {sentence_transformers.FLAG}")
     run_config = model.run if isinstance(model, Encoder) else model.config
-    bounds = run_config.data.image_pixels_range if run_config else (0, 0)
     if run_config and run_config.data.resize != "auto":
         say(
             f"the run resized images by config.data.resize={run_config.data.resize!r}; the "
@@ -107,5 +106,6 @@ def _write(values: flags.FlagValues, workdir: pathlib.Path, output: pathlib.Path
         style = model.tokenizer.style if isinstance(model, Encoder) and model.tokenizer else None
         length = style.max_length if style else 0
         input_types.check_same_as_folder(workdir / pretrained.SAVED, run_config, length)
-    how = (values.merged, values.dtype, bounds)
+    data = run_config.data if run_config else DataConfig()
+    how = (values.merged, values.dtype, data)
     return peft_folder.export(workdir, output, model.params, model.model, *how)

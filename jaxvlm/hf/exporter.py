@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxvlm.config import ConfigError, DualConfig, ModelConfig
-from jaxvlm.config.merge import write_json
+from jaxvlm.config import ConfigError, DataConfig, DualConfig, ModelConfig, VideoConfig
+from jaxvlm.config.merge import json_object, write_json
 from jaxvlm.hf import pretrained, safetensors
 from jaxvlm.hf.families import ChooseFamily, any_family, family_of
 from jaxvlm.types import Params, WeightMap
@@ -142,12 +142,18 @@ def write(
     return {"tensors": len(layout), "bytes": safetensors.num_bytes(layout)}
 
 
-def write_pixel_bounds(folder: pathlib.Path, image_pixels_range: tuple[int, int]) -> None:
-    """Write a run's bounds of image pixels to the image processor in ``folder``, on process 0."""
+def write_preprocessing(folder: pathlib.Path, data: DataConfig) -> None:
+    """Write a run's bounds of image pixels, and its settings of videos, to the processors' files in
+    ``folder``, on process 0."""
     from jaxvlm.data.images.processor import write_bounds  # imports image readers
+    from jaxvlm.data.videos.video_processor import write_settings
 
-    if any(image_pixels_range) and not jax.process_index():
-        write_bounds(folder, image_pixels_range)
+    if not jax.process_index():
+        if any(data.image_pixels_range) or data.video != VideoConfig():
+            kind = str(json_object(folder / "config.json").get("model_type"))
+            write_settings(folder, kind, data.video)  # first: its file may be that of images
+        if any(data.image_pixels_range):
+            write_bounds(folder, data.image_pixels_range)
 
 
 def check_output(output: pathlib.Path, dtype: str) -> None:

@@ -12,13 +12,22 @@ import jax
 import numpy as np
 
 from jaxvlm.checkpoint import run_record
-from jaxvlm.config import Config, ConfigError, LoraConfig, ModelConfig, refuse_changed
+from jaxvlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    refuse_changed,
+)
 from jaxvlm.hf import exporter, pretrained, safetensors
 from jaxvlm.hf.families import peft_adapters, sentences
 from jaxvlm.hf.pretrained import Source
 from jaxvlm.models import lora
 from jaxvlm.spmd.model import Model
 from jaxvlm.types import Params
+
+_DEFAULT = DataConfig()
 
 
 def with_adapter(config: Config, source: Source | None, workdir: pathlib.Path | None) -> Config:
@@ -104,7 +113,7 @@ def export(
     model: Model,
     merged: bool = False,
     dtype: str = "",
-    image_pixels_range: tuple[int, int] = (0, 0),
+    data: DataConfig = _DEFAULT,
 ) -> dict[str, Any]:
     """Export a run's adapters as a PEFT folder, or its weights as a checkpoint.
 
@@ -116,8 +125,7 @@ def export(
         merged: merge the adapters into the weights, and write a checkpoint.
         dtype: ``float32``, ``bfloat16`` or ``float16``; "" is float32 for adapters, and each
             tensor's own for a checkpoint.
-        image_pixels_range: the run's ``data.image_pixels_range``, for the checkpoint's image
-            processor.
+        data: the run's, for the checkpoint's processors of images and videos.
 
     Returns:
         The number of ``tensors`` and ``bytes`` written.
@@ -136,7 +144,7 @@ def export(
     sentences.check_written(pretrained.modules(source.files))
     if merged or not model.adapted:
         merged_params = model.merged(params)
-        more = functools.partial(exporter.write_pixel_bounds, image_pixels_range=image_pixels_range)
+        more = functools.partial(exporter.write_preprocessing, data=data)
         return exporter.rewrite(source, output, merged_params, model.config, dtype, more)
     base, names = source.family.weights(model.config), _names(source, model)
     kind, shapes = exporter.DTYPES[dtype or "float32"], names.tensors()

@@ -16,7 +16,7 @@ from jaxvlm.data.tokenizer import chat_tokenizer
 from jaxvlm.hf import pretrained
 from jaxvlm.hf.families import anyres
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Span
+from jaxvlm.types import ChatStyle, Span
 
 _log = logging.getLogger(__name__)
 _MULTIPLE = 64
@@ -45,9 +45,7 @@ def make_tokenizer(
         ConfigError: the run's tokenizer is missing, or its checkpoint has another one than
             ``config.tokenizer.path``.
     """
-    style = (
-        source.family.chat_style(source.hf_config) if source is not None else chat_tokenizer.PLAIN
-    )
+    style = _chat_style(source) if source is not None else chat_tokenizer.PLAIN
     folder = tokenizer_folder(config, saved, source)
     if folder is not None:
         return chat_tokenizer.load(folder, style)
@@ -90,6 +88,13 @@ def tokenizer_folder(
         if (value := getattr(config.tokenizer, name)) != getattr(TokenizerConfig(), name):
             _log.info("config.tokenizer.%s=%r is not read: %s has a tokenizer", name, value, folder)
     return folder
+
+
+def _chat_style(source: pretrained.Source) -> ChatStyle:
+    """How the family of a checkpoint writes images and videos in a conversation."""
+    from jaxvlm.hf.video_families import with_videos  # not loaded by runs from scratch
+
+    return with_videos(source.family.chat_style(source.hf_config), source.hf_config)
 
 
 def has_own_tokenizer(saved: pathlib.Path) -> bool:

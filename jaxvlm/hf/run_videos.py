@@ -13,7 +13,7 @@ from jaxvlm.data.images.image_files import ImageFormat, Pixels, Preparation
 from jaxvlm.data.videos import sampling, video_processor
 from jaxvlm.data.videos.sampling import Asked
 from jaxvlm.data.videos.video_format import VideoFormat, asked_of, fingerprint
-from jaxvlm.hf.families import videos
+from jaxvlm.hf import video_families
 from jaxvlm.hf.pretrained import Source
 
 _FRAMES = Asked(num_frames=8)
@@ -41,10 +41,10 @@ def of_run(
     """
     data = config.data
     kind = str(source.hf_config["model_type"]) if source else ""
-    if source is None or kind not in videos.SPANS or data.resize != "auto":
+    if source is None or kind not in video_families.FORMS or data.resize != "auto":
         return _as_images(images, config, encode)
     processor = video_processor.load(source.files, kind, data.video)
-    given = videos.Given(config.model, source.hf_config, encode, processor.size)
+    given = video_families.Given(config.model, source.hf_config, encode, processor.size)
     side = config.model.vision.image_size
     if not config.model.vision.packed and (found := processor.size(1, 60, 40)) != (side, side):
         raise DataError(
@@ -55,7 +55,7 @@ def of_run(
         processor.sample,
         processor.asked,
         processor.convert,
-        videos.SPANS[kind](given),
+        video_families.FORMS[kind].span(given),
         fingerprint(kind, processor.asked, processor.settings, data.video.max_tokens),
         data.video.max_tokens,
     )
@@ -75,7 +75,7 @@ def _as_images(
         sampling.evenly,
         asked,
         lambda frames: _converted(prepare, frames),
-        videos.as_images(images.of_size, encode),
+        video_families.as_images(images.of_size, encode),
         fingerprint(prepare.fingerprint, asked, video.max_tokens),
         video.max_tokens,
     )

@@ -102,7 +102,7 @@ def export(
     params = model.model.merged(model.params) if model.model.adapted else model.params
 
     def write_more(folder: pathlib.Path) -> None:
-        exporter.write_pixel_bounds(folder, run.data.image_pixels_range)
+        exporter.write_preprocessing(folder, run.data)
         if not jax.process_index():
             exporter.remove_modules(folder)  # of the source
             for name, content in files.items():

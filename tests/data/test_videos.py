@@ -17,7 +17,7 @@ from jaxvlm.data.images.patches import Patching
 from jaxvlm.data.videos import video_files, video_processor
 from jaxvlm.data.videos.video_files import Clip
 from jaxvlm.data.videos.video_format import Shown
-from jaxvlm.hf.families import videos
+from jaxvlm.hf import video_families
 from tests.data.video_cases import KINDS, PIXELS, frames, write
 
 OTHERS = pathlib.Path(__file__).with_name("written_by_others")
@@ -78,6 +78,41 @@ def test_pixels_are_those_of_transformers(name, tmp_path):
     assert apart.max() <= (2 if kind == "smolvlm" else 1) and apart.mean() < 0.03
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "video",
+    [
+        {"fps": 1.5},
+        {"num_frames": 5},
+        {"fps": 3.0, "max_frames": 6},
+        {"max_frames": 3},
+        {"pixels_range": (0, 900)},
+        {"pixels_range": (300, 0), "fps": 1.0},
+    ],
+)
+@pytest.mark.parametrize("file", ["video_preprocessor_config.json", "processor_config.json"])
+def test_an_export_says_what_the_run_showed(kind, video, file, tmp_path):
+    if "pixels_range" in video and not kind.startswith("qwen"):
+        pytest.skip("frames have one size")
+    if "max_frames" in video and kind in ("internvl", "llava_onevision"):
+        pytest.skip("transformers has no such limit")
+    given = {"video_processor_type": KINDS[kind].video_processor, "patch_size": 4}
+    given |= FOLDERS.get(kind, {}) | {"merge_size": 2}
+    given |= {"size": {"shortest_edge": 64, "longest_edge": 2048}} if kind[:4] == "qwen" else {}
+    if file == "processor_config.json":
+        given = {"video_processor": given, "processor_class": "Any"}
+    (tmp_path / file).write_text(json.dumps(given))
+    wanted = video_processor.load(tmp_path, kind, VideoConfig(**video))
+    video_processor.write_settings(tmp_path, kind, VideoConfig(**video))
+    found = video_processor.load(tmp_path, kind, VideoConfig())
+    for total in (2, 9, 60, 700):
+        clip = clip_of(total, 8.0)
+        frames_of = (p.sample(clip, p.asked).tolist() for p in (wanted, found))
+        assert next(frames_of) == next(frames_of)
+    for shape in ((4, 90, 60), (9, 20, 50)):
+        assert wanted.size(*shape) == found.size(*shape)
+
+
 SPECIAL = ("<image>", "<IMG_CONTEXT>", "<img>", "</img>", "<|vision_start|>", "<|vision_end|>")
 SPECIAL += ("<fake_token_around_image>", "<global-img>")
 MARKS = ("<image>", "<IMG_CONTEXT>")
@@ -110,12 +145,12 @@ def test_the_text_of_a_video_is_that_of_transformers(kind):
         vision = dataclasses.replace(vision, packed=True, merge_block=2)
     connector = ConnectorConfig(merge=2 if kind in ("smolvlm", "internvl") else 1)
     hf_config = {"model_type": kind, "image_token_id": 10**6, "vision_config": {}}
-    given = videos.Given(
+    given = video_families.Given(
         ModelConfig(vision=vision, connector=connector), hf_config, encode, lambda *_: (8, 16)
     )
     for indices, fps, total, theirs in GIVEN["texts"][kind]:
         shown = Shown(np.asarray(indices) / fps, total / fps, 64, 48)
-        span = videos.SPANS[kind](given)(shown)
+        span = video_families.FORMS[kind].span(given)(shown)
         assert span.lead + decode(span.ids.tolist()) + span.trail == theirs
         assert len(span.starts) == (-(-len(indices) // 2) if packed else len(indices))
         assert (np.diff(span.positions[0]) >= 0).all()

@@ -11,7 +11,7 @@ import pytest
 from numerics import close_in_norm
 
 from jaxvlm.data.videos.video_format import Shown
-from jaxvlm.hf.families import videos
+from jaxvlm.hf import video_families
 from jaxvlm.inference.embed_sequences import embed_sequences
 from jaxvlm.nn.norm import unit
 from jaxvlm.nn.pooling import last_token
@@ -39,9 +39,11 @@ def test_a_video_is_torchs(name, shows):
     theirs, ours, params = oracle(name)
     hf = hf_config(name).to_dict()
     seconds = 0.7  # Qwen2.5-VL: 3 * 0.7 positions from a frame to the next, cut to whole ones
-    given = videos.Given(ours.config, hf, lambda text: [len(text), 7, 8], lambda *_: (16, 24))
+    given = video_families.Given(
+        ours.config, hf, lambda text: [len(text), 7, 8], lambda *_: (16, 24)
+    )
     shown = Shown(np.arange(6) * seconds / 2, 3 * seconds, 24, 16)
-    video = videos.SPANS[hf["model_type"]](given)(shown)
+    video = video_families.FORMS[hf["model_type"]].span(given)(shown)
     batch = make_batch(ours, hf, [[3, (16, 24), 2, "video", 5]], video=video, length=52)
     assert np.prod(batch.grid[0], -1).tolist() == [24, 24, 24, 24]
     given = torch_inputs(batch, ours.config.vision)

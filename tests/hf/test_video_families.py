@@ -8,7 +8,7 @@ import pytest
 from numerics import close_in_norm
 
 from jaxvlm.data.videos.video_format import Shown
-from jaxvlm.hf.families import videos
+from jaxvlm.hf import video_families
 
 torch = pytest.importorskip("torch", reason="the oracle; Python 3.11 only")
 pytest.importorskip("transformers", reason="the oracle")
@@ -29,8 +29,8 @@ def test_a_video_is_torchs(name, shows):
     def encode(text):
         return vlm.split(text.replace("<IMG_CONTEXT>", "<image>"))
 
-    given = videos.Given(ours.config, hf_config, encode, lambda *_: (16, 16))
-    video = videos.SPANS[kind](given)(Shown(np.arange(FRAMES) / 2, 1.5, 64, 48))
+    given = video_families.Given(ours.config, hf_config, encode, lambda *_: (16, 16))
+    video = video_families.FORMS[kind].span(given)(Shown(np.arange(FRAMES) / 2, 1.5, 64, 48))
     assert len(video.starts) == FRAMES
     rows = [[2, (32, 14), 3, video, 6], [4, video, 7]]
     batch = vlm.make_batch(name, rows)

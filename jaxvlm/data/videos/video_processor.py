@@ -18,6 +18,7 @@ from PIL import Image
 
 from jaxvlm.config import json_text
 from jaxvlm.config.data import VideoConfig
+from jaxvlm.config.merge import write_json
 from jaxvlm.data.errors import DataError
 from jaxvlm.data.images import resize
 from jaxvlm.data.images.patches import Pixels
@@ -120,6 +121,46 @@ def load(folder: str | os.PathLike[str], model_type: str, video: VideoConfig) ->
         return _load(path, given, kind, video)
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise DataError(f"{path}: {type(error).__name__}: {error}") from None
+
+
+def write_settings(folder: pathlib.Path, model_type: str, video: VideoConfig) -> None:
+    """Write ``data.video`` into the video processor's file of a folder, for transformers.
+
+    A folder whose videos follow from its images' file gets one for videos.
+
+    Args:
+        folder: holds a checkpoint.
+        model_type: of the checkpoint; nothing is written for one that has no video processor.
+        video: settings of the run.
+    """
+    if model_type not in _KINDS:
+        return
+    path, given = _read(folder)
+    kind = _KINDS[model_type]
+    settings = {**given, "video_processor_type": kind.name, "do_sample_frames": True}
+    for name in ("image_processor_type", "processor_class"):
+        settings.pop(name, None)
+    if video.fps or video.num_frames:
+        # transformers takes one of the two; SmolVLM's number of frames is a limit
+        settings |= {"fps": video.fps or None, "num_frames": video.num_frames or None}
+        if video.num_frames and kind.sample is not sampling.without_ends:
+            settings["fps"] = None
+    if video.max_frames and kind.sample is sampling.without_ends:
+        settings["num_frames"] = video.num_frames or video.max_frames
+    elif video.max_frames and "max_frames" in kind.defaults:
+        settings["max_frames"] = video.max_frames
+        settings["min_frames"] = min(kind.defaults["min_frames"], video.max_frames)
+    if any(video.pixels_range):
+        size = {**kind.defaults["size"], **settings.get("size", {})}
+        names = zip(("shortest_edge", "longest_edge"), ("min_pixels", "max_pixels"), strict=True)
+        for own, (key, old) in zip(video.pixels_range, names, strict=True):
+            size[key] = own or settings.pop(old, None) or size[key]
+            settings.pop(old, None)
+        settings["size"] = size
+    if path.name == "processor_config.json":
+        write_json(path, {**json_text.read(path), "video_processor": settings})
+    else:
+        write_json(folder / _FILES[0], settings)
 
 
 def _read(folder: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:

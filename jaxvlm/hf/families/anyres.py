@@ -86,26 +86,6 @@ def span(
     return _with_sources(image_id, side, count, index, np.concatenate([first, weight]))
 
 
-@functools.lru_cache(maxsize=256)
-def pooled_frames(image_id: int, side: int, frames: int) -> Span:
-    """Return the span of a video's frames of LLaVA-OneVision, with one newline at their end.
-
-    Each frame's features are interpolated to half of them along each side, rounded up.
-
-    Args:
-        image_id: token id at the positions of features.
-        side: patches along a side of a frame.
-        frames: number of frames.
-    """
-    half = math.ceil(side / 2)
-    index, weight = _bilinear(np.arange(side * side).reshape(side, side), (half, half))
-    index = np.arange(frames)[:, None, None, None] * side * side + index
-    weight = np.broadcast_to(weight, index.shape).reshape(-1, 4)
-    end = np.full((1, 4), NEWLINE)
-    index = np.concatenate([index.reshape(-1, 4), end])
-    return _with_sources(image_id, side, frames, index, np.concatenate([weight, np.zeros((1, 4))]))
-
-
 def _with_sources(
     image_id: int, side: int, tiles: int, feature: np.ndarray, weight: np.ndarray | None = None
 ) -> Span:

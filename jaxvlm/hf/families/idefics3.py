@@ -62,8 +62,7 @@ def weights(config: ModelConfig) -> NameMap:
 
 def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
     """Conversations write an image as the image token; its span has tokens of tiles' places."""
-    video = "<video>" if hf_config.get("model_type") == "smolvlm" else ""
-    return ChatStyle(video=video, marks=rf"{_MARK}|<row_\d+_col_\d+>|{_WHOLE}")
+    return ChatStyle(marks=rf"{_MARK}|<row_\d+_col_\d+>|{_WHOLE}")
 
 
 def span(

@@ -60,7 +60,7 @@ def weights(config: ModelConfig) -> NameMap:
 
 def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
     """The model reads image tokens between a start and an end token."""
-    return ChatStyle("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>", video="<video>")
+    return ChatStyle("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>")
 
 
 def span(

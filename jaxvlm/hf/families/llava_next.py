@@ -13,7 +13,7 @@ from typing import Any
 from jaxvlm.config import ConfigError, ModelConfig
 from jaxvlm.hf.families import anyres, common, llava
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, image_token_id, read
-from jaxvlm.types import ChatStyle, Span, TileGrid
+from jaxvlm.types import Span, TileGrid
 
 _NEXT = ConfigFields(
     {**llava.READS, "image_grid_pinpoints": None},
@@ -32,6 +32,7 @@ _ONEVISION = ConfigFields(
         "vision_aspect_ratio": "anyres_max_9",
     },
     {**_NEXT.only, "model_type": ("llava_onevision",)},
+    # Records with videos are refused when data is read.
     METADATA | {"video_token_id", "video_token_index"},
 )
 _SIGLIP = {
@@ -81,11 +82,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
 
 
 weights = llava.weights
-
-
-def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """A conversation writes an image as the image token, and OneVision a video as its own."""
-    return ChatStyle(video="<video>" if hf_config.get("model_type") == "llava_onevision" else "")
+chat_style = common.image_token_style
 
 
 def span(

@@ -15,7 +15,7 @@ from jaxvlm.config import ConfigError, DecoderConfig, ModelConfig
 from jaxvlm.hf.families import common, llama, qwen_vision
 from jaxvlm.hf.families.config_reader import METADATA, ConfigFields, image_token_id, read
 from jaxvlm.hf.families.name_map import NameMap, encoder_depths, over_frozen_blocks
-from jaxvlm.types import ChatStyle, Span, TileGrid
+from jaxvlm.types import Span, TileGrid
 
 _READS = {"vision_config": None, "text_config": None, "tie_word_embeddings": False}
 # Tokens that the chat template writes around images and for videos.
@@ -104,11 +104,8 @@ def _tower(config: ModelConfig) -> str:
     return "qwen3_vl" if config.vision.position == "learned" else "qwen2_vl"
 
 
-def chat_style(hf_config: Mapping[str, Any]) -> ChatStyle:
-    """The template adds the tokens around an image or a video; Qwen3-VL's are around each frame."""
-    around = str(hf_config.get("model_type", "")).startswith("qwen3")
-    video = "<|vision_start|><|video_pad|><|vision_end|>" if around else "<|video_pad|>"
-    return ChatStyle(video=video)
+chat_style = common.image_token_style
+"""The template adds the tokens around an image token."""
 
 
 def span(

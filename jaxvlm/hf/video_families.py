@@ -1,4 +1,6 @@
-"""Videos in each family: the tokens of the frames that are shown, as transformers' processors.
+"""Videos of the families that have a form for them: the tokens of the frames that are shown.
+
+They are those of transformers' processors.
 
 A video's visual tokens have the id of the image token, whatever the family's own: they are replaced
 by features, so that their id changes nothing. A tile is a frame, or in Qwen-VLs the frames that one
@@ -21,7 +23,7 @@ from jaxvlm.hf.families import anyres
 from jaxvlm.hf.families.config_reader import image_token_id
 from jaxvlm.hf.families.qwen_vl import grid_span
 from jaxvlm.models.vlm import num_visual_tokens
-from jaxvlm.types import Span
+from jaxvlm.types import NEWLINE, ChatStyle, Sources, Span
 
 VideoSpan = Callable[[Shown], Span]
 
@@ -184,16 +186,43 @@ def _onevision(given: Given) -> VideoSpan:
     """Features of each frame, interpolated to about a quarter of them, and one newline."""
     vision = given.config.vision
     side = vision.image_size // vision.patch_size
-    return lambda shown: anyres.pooled_frames(given.image_id, side, len(shown.times))
+    index, weight = anyres._bilinear(
+        np.arange(side * side).reshape(side, side), (-(-side // 2), -(-side // 2))
+    )
+
+    @functools.cache
+    def of(frames: int) -> Span:
+        feature = np.arange(frames)[:, None, None, None] * side * side + index
+        feature = np.concatenate([feature.reshape(-1, 4), np.full((1, 4), NEWLINE)])
+        share = np.concatenate([np.tile(weight.reshape(-1, 4), (frames, 1)), np.zeros((1, 4))])
+        sources = Sources(feature.astype(np.int32), share.astype(np.float32), frames, side * side)
+        return Span.of(given.image_id, len(feature))._replace(sources=sources)
+
+    return lambda shown: of(len(shown.times))
 
 
-SPANS: dict[str, Callable[[Given], VideoSpan]] = {
-    "qwen2_vl": _qwen2,
-    "qwen2_5_vl": _qwen2,
-    "qwen3_vl": _qwen3,
-    "qwen3_vl_moe": _qwen3,
-    "internvl": _internvl,
-    "smolvlm": _smolvlm,
-    "llava_onevision": _onevision,
+class Form(NamedTuple):
+    """How a family's videos are written."""
+
+    written: str
+    """Text that its chat template writes for a video."""
+    span: Callable[[Given], VideoSpan]
+
+
+_QWEN3 = Form("<|vision_start|><|video_pad|><|vision_end|>", _qwen3)
+FORMS = {
+    "qwen2_vl": Form("<|video_pad|>", _qwen2),
+    "qwen2_5_vl": Form("<|video_pad|>", _qwen2),
+    "qwen3_vl": _QWEN3,  # these tokens are around each frame
+    "qwen3_vl_moe": _QWEN3,
+    "internvl": Form("<video>", _internvl),
+    "smolvlm": Form("<video>", _smolvlm),
+    "llava_onevision": Form("<video>", _onevision),
 }
-"""``model_type`` -> spans of its videos."""
+"""``model_type`` -> the form of its videos."""
+
+
+def with_videos(style: ChatStyle, hf_config: Mapping[str, Any]) -> ChatStyle:
+    """How a family writes images, and videos if it has a form for them."""
+    form = FORMS.get(str(hf_config.get("model_type")))
+    return style if form is None else style._replace(video=form.written)
